@@ -1,0 +1,22 @@
+# Every target sets the project up first; when that is done already it takes no time.
+PYTHON_BIN := .venv/bin/python
+
+.PHONY: setup quickstart test lint bench
+
+setup:
+	@scripts/setup.sh
+
+# A GRPO run on whatever the machine has, with its curves: make quickstart ARGS="--seed 2"
+quickstart: setup
+	$(PYTHON_BIN) grpo.py $(ARGS)
+	$(PYTHON_BIN) scripts/plot.py runs
+
+test: setup
+	$(PYTHON_BIN) -m pytest -q $(ARGS)
+
+lint: setup
+	$(PYTHON_BIN) -m ruff check .
+	$(PYTHON_BIN) -m ruff format --check .
+
+bench: setup
+	$(PYTHON_BIN) scripts/benchmark.py $(ARGS)

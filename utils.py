@@ -1,0 +1,630 @@
+"""What the scripts share because a bug in it would have to be fixed twice.
+
+Devices and models, rows and micro-batches, token log-probs, the weight push, waiting for threads and ranks, the
+learning rate, saving. Shapes in names: B rows, S positions of a row, T response tokens of a micro-batch, N response
+tokens of a step, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from data import Sample, refuse
+from kl_estimators import full_vocabulary_kl
+
+# --------------------------------------------------------------------------------------------------- devices and models
+
+
+def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
+    """(device of this rank, dtype of weights, attention implementation), with "auto" decided by the hardware.
+
+    A CPU without bf16 instructions multiplies bf16 a hundred times slower than fp32 (measured: 1 against 100 GFLOP/s
+    on two AVX2 cores), so "auto" takes bf16 only where the hardware has it. On CPUs eager attention trained faster
+    than sdpa (750 against 600 tokens/s, SmolLM2-135M).
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if args.dtype == "auto":
+        dtype = torch.bfloat16 if cuda or torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    else:
+        dtype = getattr(torch, args.dtype)
+    attention = args.attn_implementation
+    if attention == "auto":
+        attention = "sdpa" if cuda else "eager"
+    return device, dtype, attention
+
+
+def load_model(args, dtype: torch.dtype, attention: str):
+    """The causal language model that ``--model_name_or_path`` names, on the CPU, dropout off, in train mode."""
+    import json
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shared = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    override = json.loads(args.override_config) if args.override_config else {}
+    config = AutoConfig.from_pretrained(args.model_name_or_path, **shared)
+    for key, value in override.items():
+        if not hasattr(config, key):
+            refuse(f"--override_config: the config of {args.model_name_or_path} has no field {key!r}")
+        setattr(config, key, value)
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model_name_or_path, config=config, dtype=dtype, attn_implementation=attention, **shared
+    )
+    for module in model.modules():  # what is sampled and what is trained must be one function
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for key in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
+        if hasattr(model.config, key):
+            setattr(model.config, key, 0.0)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
+            module.attention_dropout = 0.0
+    return model.train()
+
+
+def stop_token_ids(model, tokenizer) -> list[int]:
+    """Every id that ends a response: the generation config's (often several), the config's and the tokenizer's."""
+    ids = set()
+    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        ids |= set(value if isinstance(value, list) else [value])
+    return sorted(ids - {None})
+
+
+def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
+    """ZeRO with fp32 master weights and fp32 gradient accumulation (the default, bf16, loses 1 to 2 % of a gradient).
+
+    Clipping has to stand here: accelerate's ``clip_grad_norm_`` does nothing under DeepSpeed. Buckets of the default
+    size (5e8) are allocated in every backward, which on a CPU costs more than the reduction.
+    """
+    bucket = int(2e8) if cuda else int(2e7)
+    zero = {"stage": args.zero_stage, "overlap_comm": cuda, "contiguous_gradients": True}
+    zero |= {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    if args.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
+    if args.offload_param:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": args.max_grad_norm,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    if dtype == torch.bfloat16:
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    return config
+
+
+def learning_rate(optimizer_step: int, total: int, args) -> float:
+    """Learning rate of one optimizer step, counted from 0, of ``total``: linear warm-up, then the schedule.
+
+    The minimum ``lr_min_ratio * learning_rate`` is reached at step ``total``, one after the last, as in transformers.
+    """
+    if optimizer_step < args.warm_up_steps:
+        return args.learning_rate * (optimizer_step + 1) / (args.warm_up_steps + 1)
+    progress = (optimizer_step - args.warm_up_steps) / max(1, total - args.warm_up_steps)
+    factor = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[args.lr_scheduler_type]
+    return args.learning_rate * (args.lr_min_ratio + (1.0 - args.lr_min_ratio) * factor)
+
+
+# -------------------------------------------------------------------------------------------------- rows, micro-batches
+
+
+@dataclass
+class MicroBatch:
+    """Rows for one forward pass, and where in them the response tokens are.
+
+    ``tokens`` holds, for each of the T response tokens, its place among the N tokens of the step: per-token arrays
+    (advantages, old log-probs, weights) are kept flat, [N], and indexed with it. ``scale`` is 0 for a copy that only
+    keeps a rank in step with the others, else 1.
+    """
+
+    input_ids: torch.Tensor  # [B, S]
+    position_ids: torch.Tensor  # [B, S]
+    attention_mask: torch.Tensor | None  # [B, 1, S, S] additive, [B, S], or None for one packed row
+    predict: torch.Tensor  # [T] place in B*S whose logits predict the token
+    targets: torch.Tensor  # [T] the token
+    tokens: torch.Tensor  # [T] place in the step's flat arrays
+    scale: float = 1.0
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        return MicroBatch(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in vars(self).values()))
+
+
+def token_offsets(samples: list[Sample]) -> list[int]:
+    """Where each sample's response begins in the flat per-token arrays; the last entry is their length N."""
+    offsets = [0]
+    for sample in samples:
+        offsets.append(offsets[-1] + len(sample.response_ids))
+    return offsets
+
+
+def make_rows(samples: list[Sample], indices: list[int], layout: str, budget: int, most: int) -> list[list[int]]:
+    """Lists of samples that share a row of at most ``budget`` tokens and ``most`` samples.
+
+    shared: samples of one prompt, the prompt once. packed: any samples, first fit by decreasing length. padded: one.
+    """
+
+    def length(i: int) -> int:
+        return len(samples[i].prompt_ids) + len(samples[i].response_ids)
+
+    if layout == "padded":
+        return [[i] for i in indices]
+    rows: list[list[int]] = []
+    used: list[int] = []
+    if layout == "packed":
+        for i in sorted(indices, key=length, reverse=True):
+            fits = (r for r, row in enumerate(rows) if used[r] + length(i) <= budget and len(row) < most)
+            r = next(fits, None)
+            if r is None:
+                rows.append([i]), used.append(length(i))
+            else:
+                rows[r].append(i)
+                used[r] += length(i)
+        return rows
+    open_row: dict[int, int] = {}  # prompt -> its row that still has room
+    for i in indices:
+        sample = samples[i]
+        r = open_row.get(sample.prompt_id)
+        if r is None or used[r] + len(sample.response_ids) > budget or len(rows[r]) == most:
+            open_row[sample.prompt_id] = len(rows)
+            rows.append([i]), used.append(length(i))
+        else:
+            rows[r].append(i)
+            used[r] += len(sample.response_ids)
+    return rows
+
+
+def row_length(samples: list[Sample], row: list[int], layout: str) -> int:
+    """Tokens of a row: in a shared one the prompt counts once."""
+    prompts = row[:1] if layout == "shared" else row
+    return sum(len(samples[i].prompt_ids) for i in prompts) + sum(len(samples[i].response_ids) for i in row)
+
+
+def micro_batches(
+    samples: list[Sample],
+    indices: list[int],
+    *,
+    layout: str,
+    budget: int,
+    rank: int,
+    world_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[MicroBatch]:
+    """This rank's share of the samples ``indices``, cut into micro-batches of at most ``budget`` padded tokens.
+
+    Every rank computes the whole plan from the same list, so that all of them run the same number of backward passes
+    without asking each other: rows go, longest first, to the rank with least to do, and a rank with fewer micro-batches
+    repeats one with scale 0. Which rank and micro-batch a token lands in does not change its gradient.
+    """
+    offsets = token_offsets(samples)
+    rows = make_rows(samples, indices, layout, budget, most=-(-len(indices) // world_size))
+    rows.sort(key=lambda row: (-row_length(samples, row, layout), row))
+    load, plans = [0] * world_size, [[] for _ in range(world_size)]
+    for row in rows:
+        least = load.index(min(load))
+        load[least] += row_length(samples, row, layout)
+        plans[least].append(row)
+    batches: list[list[list[list[int]]]] = []  # rank -> micro-batch -> row -> samples
+    for plan in plans:
+        cut: list[list[list[int]]] = []
+        for row in plan:  # longest first, so the first row of a micro-batch sets its width
+            width = row_length(samples, cut[-1][0], layout) if cut else 0
+            if layout == "packed" or not cut or (len(cut[-1]) + 1) * width > budget:
+                cut.append([row])
+            else:
+                cut[-1].append(row)
+        batches.append(cut)
+    count = max(len(cut) for cut in batches)
+    mine = [_tensors(samples, offsets, batch, layout, dtype) for batch in batches[rank]]
+    while len(mine) < count:
+        idle = _tensors(samples, offsets, [rows[-1]], layout, dtype)
+        idle.scale = 0.0
+        mine.append(idle)
+    return [batch.to(device) for batch in mine]
+
+
+def _tensors(
+    samples: list[Sample], offsets: list[int], rows: list[list[int]], layout: str, dtype: torch.dtype
+) -> MicroBatch:
+    """Ids, positions, mask and index lists of some rows, right-padded to the longest."""
+    width = max(row_length(samples, row, layout) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    positions = torch.zeros(len(rows), width, dtype=torch.long)
+    segments = torch.full((len(rows), width), -1)  # -1 padding, 0 a prompt that all may see, k the k-th response
+    predict, targets, tokens = [], [], []
+    for b, row in enumerate(rows):
+        end = 0
+        for k, i in enumerate(row):
+            prompt, response = samples[i].prompt_ids, samples[i].response_ids
+            if layout != "shared" or k == 0:
+                ids[b, end : end + len(prompt)] = torch.tensor(prompt)
+                positions[b, end : end + len(prompt)] = torch.arange(len(prompt))
+                segments[b, end : end + len(prompt)] = 0
+                end += len(prompt)
+                last_of_prompt = b * width + end - 1
+            ids[b, end : end + len(response)] = torch.tensor(response)
+            positions[b, end : end + len(response)] = len(prompt) + torch.arange(len(response))
+            segments[b, end : end + len(response)] = k + 1 if layout == "shared" else 0
+            start = b * width + end
+            predict += [last_of_prompt, *range(start, start + len(response) - 1)]
+            targets += response
+            tokens += range(offsets[i], offsets[i] + len(response))
+            end += len(response)
+    mask = None
+    if layout == "padded":
+        mask = (segments >= 0).long()
+    if layout == "shared":
+        causal = torch.ones(width, width, dtype=torch.bool).tril()
+        visible = causal & ((segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0))
+        mask = torch.zeros(len(rows), 1, width, width, dtype=dtype)
+        mask.masked_fill_(~visible[:, None], torch.finfo(dtype).min)
+    return MicroBatch(ids, positions, mask, *(torch.tensor(x, dtype=torch.long) for x in (predict, targets, tokens)))
+
+
+# ----------------------------------------------------------------------------------------------------- token log-probs
+
+
+class TokenLogprobs(nn.Module):
+    """A causal language model, called for the log-probs of given tokens instead of for logits.
+
+    The head runs on response positions only, in fp32 and in chunks, so [S, V] logits never exist. As a module of its
+    own it can be handed to DeepSpeed, whose hooks (ZeRO-3 gathers parameters in them) then see the whole forward pass.
+    """
+
+    def __init__(self, model, temperature: float, chunk: int):
+        super().__init__()
+        self.model, self.temperature, self.chunk = model, temperature, chunk
+
+    def hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """Last hidden states at the positions that predict a response token: [T, D].
+
+        ``use_cache=False`` is not only thrift: with a cache, transformers no longer finds the borders of packed
+        sequences, and they see each other.
+        """
+        output = self.model.base_model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.attention_mask,
+            use_cache=False,
+        )
+        return output.last_hidden_state.flatten(0, 1)[batch.predict]
+
+    def forward(self, batch: MicroBatch, reference: TokenLogprobs | None = None, entropy_gradient: bool = False):
+        """(logprobs, entropy, full_kl), each [T] in fp32 nats at the sampling temperature.
+
+        full_kl is KL(policy || reference) over the whole vocabulary, or None without ``reference``. The entropy has a
+        gradient only if asked for: it costs another [T, V].
+        """
+        hidden_TD, reference_TD = self.hidden(batch), None
+        if reference is not None:
+            with torch.no_grad():
+                reference_TD = reference.hidden(batch)
+        parts = []
+        for start in range(0, len(hidden_TD), self.chunk):
+            piece = slice(start, start + self.chunk)
+            inputs = (
+                *(hidden_TD[piece], batch.targets[piece], entropy_gradient),
+                *((reference, reference_TD[piece]) if reference is not None else (None, None)),
+            )
+            if torch.is_grad_enabled() and len(hidden_TD) > self.chunk:  # hold one chunk of logits, not all of them
+                parts.append(checkpoint(self._head, *inputs, use_reentrant=False))
+            else:
+                parts.append(self._head(*inputs))
+        logprobs, entropy, full_kl = (list(column) for column in zip(*parts, strict=True))
+        return torch.cat(logprobs), torch.cat(entropy), torch.cat(full_kl) if reference is not None else None
+
+    def _logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        logits_TV = self.model.get_output_embeddings()(hidden_TD).float()
+        return logits_TV if self.temperature == 1.0 else logits_TV / self.temperature
+
+    def _head(self, hidden_TD, targets_T, entropy_gradient, reference, reference_TD):
+        logits_TV = self._logits(hidden_TD)
+        lse_T = logits_TV.logsumexp(-1)
+        logprobs_T = logits_TV.gather(-1, targets_T[:, None])[:, 0] - lse_T
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy_T = lse_T - ((logits_TV - lse_T[:, None]).exp() * logits_TV).sum(-1)
+        full_kl_T = None
+        if reference is not None:
+            with torch.no_grad():
+                reference_TV = reference._logits(reference_TD)
+            full_kl_T = full_vocabulary_kl(logits_TV, reference_TV)
+        return logprobs_T, entropy_T, full_kl_T
+
+
+@torch.no_grad()
+def check_forward(policy: TokenLogprobs, layout: str, eos: int) -> None:
+    """Refuse a model whose log-probs in this layout are not those of its own plain forward pass.
+
+    Catches what a shorter path would silently get wrong: logits scaled or capped after the head (Gemma, Cohere,
+    Granite), layers that ignore positions or a 4-D mask (linear attention, convolutions), a cache that mixes rows.
+    """
+    size, generator = policy.model.config.get_text_config().vocab_size, random.Random(0)
+    prompt = [generator.randrange(size) for _ in range(7)]
+    samples = [
+        Sample(0, k, prompt, [*(generator.randrange(size) for _ in range(n)), eos], [0.0] * (n + 1), "stop", 0)
+        for k, n in enumerate((5, 9))
+    ]
+    device, dtype = next(policy.parameters()).device, next(policy.parameters()).dtype
+    batches = micro_batches(samples, [0, 1], layout=layout, budget=64, rank=0, world_size=1, dtype=dtype, device=device)
+    got = torch.zeros(token_offsets(samples)[-1], device=device)
+    for batch in batches:
+        got[batch.tokens] = policy(batch)[0]
+    plain = []
+    for sample in samples:
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids], device=device)
+        logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        logprobs = (logits / policy.temperature).log_softmax(-1)
+        plain.append(logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0])
+    error = (got - torch.cat(plain)).abs().mean().item()
+    if not error < (1e-3 if dtype == torch.float32 else 0.1):
+        refuse(
+            f"--batch_layout {layout}: log-probs of this model differ from its own forward pass by {error:.3g} nats a "
+            f"token; it does not support this layout (try --batch_layout padded) or changes its logits after the head"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- weights, saving
+
+
+@torch.no_grad()
+def current_weights(policy, zero_stage: int) -> list[tuple[str, torch.Tensor]]:
+    """The policy's weights by their Hugging Face names, the tied output head included, whole on every rank.
+
+    Stages 0 to 2 give the live tensors: whoever gets them must be done before the next optimizer step. Stage 3 gives
+    gathered copies; every rank must call.
+    """
+    model = policy.module.model
+    if zero_stage < 3:
+        return list(model.state_dict().items())
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return [(name, tensor.clone()) for name, tensor in model.state_dict().items()]
+
+
+def push_weights(llm, weights: list[tuple[str, torch.Tensor]]) -> None:
+    """New weights into a vLLM engine, from the thread that owns it, with no request running.
+
+    ``reload_weights`` is the one route that also serves CPU kernels, which keep packed copies. ``weights`` must hold
+    ``lm_head.weight`` even when tied: the head has a packed copy of its own, which would silently stay old. The prefix
+    cache holds keys and values of the old weights; the engine refuses to drop it while a request runs, by returning
+    False. Raises RuntimeError then.
+    """
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM kept its prefix cache after a weight push (a request was still running)")
+
+
+@torch.no_grad()
+def move_reference(reference: TokenLogprobs, policy, alpha: float, zero_stage: int) -> None:
+    """reference = alpha * policy + (1 - alpha) * reference (TR-DPO, arXiv 2404.09656); 1 is a copy."""
+    own = reference.model.state_dict()
+    for name, weight in current_weights(policy, zero_stage):
+        own[name].lerp_(weight.to(own[name].device), alpha)
+
+
+def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
+    """Weights, config and tokenizer in Hugging Face format; written beside and renamed, so never half there."""
+    import shutil
+
+    weights = current_weights(policy, zero_stage)  # every rank takes part
+    if rank != 0:
+        return
+    beside = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    policy.module.model.save_pretrained(beside, state_dict=dict(weights))
+    tokenizer.save_pretrained(beside)
+    shutil.rmtree(folder, ignore_errors=True)
+    beside.rename(folder)
+
+
+# ------------------------------------------------------------------------------------------- threads, ranks, statistics
+
+
+class Watch:
+    """Ends every rank when one fails, and waits for nobody: ``with Watch() as watch: ...`` around the work.
+
+    torch.distributed's key-value store is a board that all ranks can read without a collective. A failure is written
+    there, with its traceback; whoever waits looks there twice a second. A rank inside a collective learns of it by the
+    lost connection.
+    """
+
+    def __init__(self) -> None:
+        self.store = torch.distributed.distributed_c10d._get_default_store()
+        self.rank = torch.distributed.get_rank()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, SystemExit):
+            return
+        text = "".join(traceback.format_exception(error))
+        print(f"rank {self.rank} failed:\n{text}", file=sys.stderr, flush=True)
+        try:
+            self.store.compare_set("failure", "", f"rank {self.rank}:\n{text}")  # the first failure stands
+            time.sleep(2.0)  # the board lives in rank 0's process
+        finally:
+            os._exit(1)  # no interpreter shutdown: it would wait for the engine's thread
+
+    def receive(self, outbox: queue.Queue, thread: threading.Thread, timeout: float, what: str) -> tuple:
+        """The next message of the rollout thread. Never waits for the dead, nor for ever.
+
+        Raises RuntimeError if the thread failed (chained to its exception) or another rank did (with its traceback),
+        and TimeoutError after ``timeout`` seconds without a message.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                message = outbox.get(timeout=0.5)
+            except queue.Empty:
+                if self.store.check(["failure"]):
+                    raise RuntimeError(f"another rank failed, {self.store.get('failure').decode()}") from None
+                if not thread.is_alive() and outbox.empty():
+                    raise RuntimeError(f"the rollout thread ended without a word; {what} was awaited") from None
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no {what} within --rollout_timeout {timeout:.0f} s") from None
+                continue
+            if message[0] == "error":
+                raise RuntimeError("the rollout thread failed") from message[1]
+            return message
+
+
+def gather_samples(mine: list[Sample]) -> list[Sample]:
+    """All ranks' samples on all ranks, ordered by prompt and sample: the same list everywhere."""
+    parts: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, mine)
+    return sorted((s for part in parts for s in part), key=lambda s: (s.prompt_id, s.sample_id))
+
+
+class TokenStats:
+    """Sums and maxima over the response tokens of one optimizer step, of this rank and then of all.
+
+    A mean is then a sum over all ranks divided by a count over all ranks, and never sees padding.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.names, self.sums, self.maxima = device, None, None, None
+
+    @torch.no_grad()
+    def add(self, seen_T: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
+        """Add a micro-batch: the tokens where ``seen_T`` is True. The same names in every call and on every rank."""
+        if self.names is None:
+            self.names = list(values)
+            self.sums, self.maxima = torch.zeros(2, len(values), dtype=torch.float64, device=self.device)
+        table = torch.where(seen_T, torch.stack([v.detach().double() for v in values.values()]), 0.0)
+        self.sums += table.sum(1)
+        self.maxima = torch.maximum(self.maxima, table.amax(1))
+
+    def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
+        """(sums, maxima) over all ranks, by name. Every rank must call."""
+        torch.distributed.all_reduce(self.sums)
+        torch.distributed.all_reduce(self.maxima, op=torch.distributed.ReduceOp.MAX)
+        return tuple(dict(zip(self.names, x.tolist(), strict=True)) for x in (self.sums, self.maxima))
+
+
+class Stopwatch:
+    """Seconds by phase: ``with clock("generate"): ...`` adds to ``clock.seconds["generate"]``."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.running: list[tuple[str, float]] = []
+
+    def __call__(self, phase: str) -> Stopwatch:
+        self.running.append((phase, time.perf_counter()))
+        return self
+
+    def __enter__(self) -> Stopwatch:
+        return self
+
+    def restart(self) -> float:
+        """Forget the seconds, give the time."""
+        self.seconds.clear()
+        return time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        phase, start = self.running.pop()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def mean(values: list[float]) -> float | None:
+    """None where there is nothing to take a mean of: a metric without a value is left out, not logged as 0."""
+    return sum(values) / len(values) if values else None
+
+
+def pass_at_k(correct: int, total: int, k: int) -> float:
+    """Unbiased pass@k of ``correct`` right answers among ``total``: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374)."""
+    return 1.0 - math.comb(total - correct, k) / math.comb(total, k)
+
+
+def seed_everything(seed: int) -> None:
+    """Python, NumPy and torch, this process."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+# -------------------------------------------------------------------------------------- rollout without an engine
+
+
+def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
+    """Answers the messages of ``vllm_thread`` with transformers' ``generate``: slow, and needs nothing else.
+
+    ``rank`` and ``world_size`` are there for the same call. Has its own copy of the model, so that a push means the same as with vLLM. Log-probs come from a forward pass of
+    that copy. All requests of one prompt are one batch.
+    """
+    try:
+        device = resolve_device(args)[0]
+        model = load_model(args, dtype, "sdpa").to(device).eval()
+        version = 0
+        outbox.put(("ready",))
+        while True:
+            kind, *body = inbox.get()
+            if kind == "stop":
+                return
+            if kind == "weights":
+                model.load_state_dict(dict(body[0]))
+                version += 1
+                outbox.put(("weights", version))
+            if kind == "sleep":
+                outbox.put(("slept",))
+            if kind == "generate":
+                requests, sampling = body
+                for prompt_ids, keys, seed in _by_prompt(requests):
+                    for message in _generate(model, prompt_ids, keys, seed, sampling, stop_ids, version, device):
+                        outbox.put(message)
+    except BaseException as error:
+        outbox.put(("error", error))
+
+
+def _by_prompt(requests: Iterable[tuple]) -> list[tuple]:
+    groups: dict[tuple, list] = {}
+    for key, prompt_ids, seed in requests:
+        groups.setdefault((key[0], tuple(prompt_ids)), []).append((key, seed))
+    return [(list(ids), [k for k, _ in members], members[0][1]) for (_, ids), members in groups.items()]
+
+
+@torch.no_grad()
+def _generate(model, prompt_ids, keys, seed, sampling, stop_ids, version, device):
+    greedy = sampling["temperature"] == 0.0
+    options = {"do_sample": not greedy, "max_new_tokens": sampling["max_tokens"], "pad_token_id": stop_ids[0]}
+    if not greedy:
+        options |= {"temperature": sampling["temperature"], "top_p": sampling["top_p"], "top_k": sampling["top_k"]}
+    options["eos_token_id"] = -1 if sampling["ignore_eos"] else stop_ids
+    torch.manual_seed(seed)
+    ids = torch.tensor([prompt_ids] * len(keys), device=device)
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    scorer = TokenLogprobs(model, 1.0 if greedy else sampling["temperature"], chunk=1024)
+    for key, row in zip(keys, output[:, len(prompt_ids) :].tolist(), strict=True):
+        ends = [] if sampling["ignore_eos"] else [t for t, token in enumerate(row) if token in stop_ids]
+        response = row[: ends[0] + 1] if ends else row
+        sample = Sample(0, 0, prompt_ids, response, [], "", 0)
+        batch = micro_batches(
+            *([sample], [0]), layout="padded", budget=1, rank=0, world_size=1, dtype=model.dtype, device=device
+        )[0]
+        logprobs = scorer(batch)[0].tolist()
+        yield ("sample", key, response, logprobs, "stop" if ends else "length", version)
