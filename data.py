@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -21,6 +22,8 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+from rewards import find_verifier
 
 # Arguments that say where and how a run is shown, not what it computes: no part of its name or its identity.
 PRESENTATION = (
@@ -140,8 +143,8 @@ def load_problems(args) -> tuple[list[Problem], list[Problem]]:
     evaluation, training = problems[: args.eval_prompts], problems[args.eval_prompts :]
     if len(training) < args.num_unique_prompts_rollout:
         refuse(
-            f"--dataset {args.dataset} has {len(problems)} distinct problems; --eval_prompts {args.eval_prompts} leaves "
-            f"{len(training)}, fewer than one batch (--num_unique_prompts_rollout {args.num_unique_prompts_rollout})"
+            f"--dataset {args.dataset} has {len(problems)} distinct problems; --eval_prompts {args.eval_prompts} "
+            f"leaves {len(training)}, fewer than --num_unique_prompts_rollout {args.num_unique_prompts_rollout}"
         )
     return training, evaluation
 
@@ -200,6 +203,72 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> None:
 # ------------------------------------------------------------------------------------------------ checks before loading
 
 
+def check_args(args, world_size: int) -> None:
+    """Refuse arguments, common to all scripts, that cannot work or would not mean what they say. Loads nothing."""
+    prompts, group = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
+    longest, tp = args.max_prompt_length + args.max_response_length, args.vllm_tensor_parallel_size
+    lengths = f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length}"
+    for name in (
+        *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "num_mini_batches", "num_epochs"),
+        *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate", "reward_timeout"),
+        *("reward_workers", "logprob_chunk", "eval_samples", "vllm_max_num_seqs", "vllm_tensor_parallel_size"),
+    ):
+        if getattr(args, name) <= 0:
+            refuse(f"--{name} {getattr(args, name)}: must be above 0")
+    for wrong, message in (
+        (
+            prompts % args.num_mini_batches,
+            f"--num_unique_prompts_rollout {prompts} does not divide into --num_mini_batches {args.num_mini_batches}; "
+            f"groups are not split, so make the first a multiple of the second",
+        ),
+        (
+            args.total_episodes is not None and (args.total_episodes <= 0 or args.total_episodes % (prompts * group)),
+            f"--total_episodes {args.total_episodes} is not a multiple of the {prompts * group} samples of a step "
+            f"(--num_unique_prompts_rollout {prompts} x --num_samples_per_prompt_rollout {group})",
+        ),
+        *(
+            (
+                getattr(args, name) < longest,
+                f"--{name} {getattr(args, name)} is less than one sample: {lengths} = {longest}",
+            )
+            for name in ("micro_batch_tokens", "logprob_micro_batch_tokens")
+        ),
+        (
+            args.top_p < 1.0 or args.top_k > 0,
+            f"--top_p {args.top_p} --top_k {args.top_k}: in training both must be off (1 and 0). The sampler would "
+            f"draw from a truncated distribution, the trainer's log-probs would be those of the full one, and every "
+            f"ratio would be wrong; --eval_top_p and --eval_top_k are free",
+        ),
+        (
+            not args.do_sample,
+            "--no-do_sample: greedy responses to one prompt are all equal, there is nothing to compare; for "
+            "evaluation use --eval_temperature 0",
+        ),
+        (
+            args.batch_layout == "shared" and "flash" in args.attn_implementation,
+            f"--attn_implementation {args.attn_implementation} takes no 4-D mask; use --batch_layout packed with it",
+        ),
+        (
+            args.dtype == "float32" and "flash" in args.attn_implementation,
+            "--dtype float32: flash attention has no such kernel; use bfloat16 or --attn_implementation sdpa",
+        ),
+        (args.offload_param and args.zero_stage != 3, f"--offload_param needs --zero_stage 3, not {args.zero_stage}"),
+        (args.rollout == "hf" and args.stop, "--stop works with --rollout vllm only"),
+        (
+            world_size % tp or (args.rollout == "hf" and tp > 1),
+            f"--vllm_tensor_parallel_size {tp} must divide the {world_size} rank(s), and needs --rollout vllm",
+        ),
+    ):
+        if wrong:
+            refuse(message)
+    for name in ("verifier", "reward_fn"):
+        if getattr(args, name) is not None:
+            try:
+                find_verifier(getattr(args, name))
+            except ValueError as error:
+                refuse(f"--{name}: {error}")
+
+
 def check_model(args) -> None:
     """Refuse a model that cannot serve, before anything is loaded: no weights, no template, too short a context."""
     folder, name = Path(args.model_name_or_path), args.model_name_or_path
@@ -234,15 +303,13 @@ def check_model(args) -> None:
     context, wanted = config.get("max_position_embeddings"), args.max_prompt_length + args.max_response_length
     if context is not None and wanted > context:
         refuse(
-            f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} = {wanted} "
-            f"tokens, but the context of {name} is {context}; shorten one of them"
+            f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} = "
+            f"{wanted} tokens, but the context of {name} is {context}; shorten one of them"
         )
-    if chat_template(args) is None and folder.exists():
-        if "chat_template.jinja" not in files and not read("tokenizer_config.json").get("chat_template"):
-            refuse(
-                f"--chat_template: the tokenizer of {name} has none of its own; give a file or one of "
-                f"{', '.join(CHAT_TEMPLATES)}"
-            )
+    own = not files or "chat_template.jinja" in files or read("tokenizer_config.json").get("chat_template")
+    if chat_template(args) is None and not own:
+        known = ", ".join(CHAT_TEMPLATES)
+        refuse(f"--chat_template: the tokenizer of {name} has none of its own; give a file or one of {known}")
 
 
 def check_launch(world_size: int) -> None:
@@ -255,7 +322,7 @@ def check_launch(world_size: int) -> None:
         parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
     except OSError:
         return
-    wanted = [value for flag, value in zip(parent, parent[1:], strict=False) if flag == "--num_processes"]
+    wanted = [value for flag, value in itertools.pairwise(parent) if flag == "--num_processes"]
     if wanted and "launch" in " ".join(parent) and int(wanted[-1]) > 1 and world_size == 1:
         refuse(
             f"--num_processes {wanted[-1]} was asked for, but one process was started: launch with "
@@ -339,8 +406,9 @@ def prepare_environment() -> None:
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "DS_LOG_LEVEL": "error",
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
     }
+    defaults |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    defaults |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -365,7 +433,7 @@ def print_header(args, folder, problems, tokenizer, total_steps: int, world_size
     lines = [
         f"run        {folder}",
         f"hardware   {world_size} rank(s), {hardware.replace('torch.', '')}",
-        f"data       {len(problems)} problems to train on, longest prompt {longest} tokens; {args.eval_prompts} held out",
+        f"data       {len(problems)} problems, {args.eval_prompts} more held out; longest prompt {longest} tokens",
         f"a step     {prompts} prompts x {group} samples = {samples} samples, at most "
         f"{samples * args.max_response_length} new tokens, {updates} optimizer step(s)",
         f"the run    {total_steps} steps, {total_steps * samples} samples, {total_steps * updates} optimizer steps, "
@@ -455,8 +523,8 @@ class RunLog:
         self.write("eval.jsonl", result)
         self._say(
             f"eval after step {result['step']}: pass@1 {result['eval/pass@1']:.3f}  pass@{result['eval/samples']} "
-            f"{result['eval/pass@k']:.3f}  length {result['eval/length_mean']:.1f}  cut {result['eval/truncated_frac']:.0%}"
-            f"  ({result['eval/problems']} problems x {result['eval/samples']} samples)"
+            f"{result['eval/pass@k']:.3f}  length {result['eval/length_mean']:.1f}  "
+            f"cut {result['eval/truncated_frac']:.0%}  ({result['eval/problems']} problems)"
         )
 
     def step(self, metrics: dict[str, Any], samples: list[Sample], batch: list[Problem]) -> None:

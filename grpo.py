@@ -22,7 +22,6 @@ one is its reward against its group's. Chosen here:
 
 from __future__ import annotations
 
-import copy
 import importlib
 import itertools
 import json
@@ -37,8 +36,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import data
-from data import Problem, Sample, refuse
-from rewards import Reward, RewardPool, find_verifier
+from data import Problem, Sample
+from rewards import Reward, RewardPool
 
 
 @dataclass
@@ -89,7 +88,7 @@ class Args:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of weights and sampling; master weights are always fp32. auto: bfloat16 where the hardware multiplies it."""
     attn_implementation: str = "auto"
-    """transformers' name: eager, sdpa, flash_attention_2, ... auto: sdpa on GPUs, eager on CPUs (faster there)."""
+    """transformers' name: eager, sdpa, flash_attention_2, ... auto: sdpa; eager for bfloat16 on CPUs, faster there."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: a third more time, much less memory."""
 
@@ -130,11 +129,11 @@ class Args:
     """Passes over each batch of samples."""
     shuffle_mini_batches: bool = True
     """Deal the groups to the mini-batches in a new random order in every epoch."""
-    micro_batch_tokens: int = 2048
+    micro_batch_tokens: int = 1024
     """Tokens, padding included, in one forward and backward pass on one device."""
-    logprob_micro_batch_tokens: int = 4096
+    logprob_micro_batch_tokens: int = 1024
     """The same for passes without gradient (old and reference log-probs)."""
-    logprob_chunk: int = 2048
+    logprob_chunk: int = 1024
     """Response tokens whose logits exist at the same time."""
     batch_layout: Literal["shared", "padded", "packed"] = "shared"
     """shared: a group in one row, its prompt once. padded: a row each. packed: end to end, for flash attention."""
@@ -206,8 +205,8 @@ class Args:
     """Where linear and cosine end, as a share of learning_rate."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm; the logged norm is the one before. 0: off."""
-    zero_stage: Literal[0, 1, 2, 3] = 2
-    """DeepSpeed ZeRO: 1 shards optimizer states, 2 gradients as well, 3 parameters as well."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """DeepSpeed ZeRO: 1 shards optimizer states, 2 gradients as well, 3 parameters as well. (0 has no check of NaN.)"""
     offload_optimizer: bool = False
     """Keep master weights and optimizer states in CPU memory."""
     offload_param: bool = False
@@ -215,9 +214,10 @@ class Args:
 
     # -------------------------------------------------------------------------------------------------------- algorithm
     advantage_normalization_type: Literal["standard", "centered", "leave_one_out"] = "standard"
-    """(r - mean) / (std + 1e-6) with the unbiased std; r - mean (Dr. GRPO); r - mean of the others (RLOO)."""
-    filter_zero_std_samples: bool = True
-    """Leave out groups whose rewards are all equal. Their advantage is 0; a KL or entropy term loses them too."""
+    """(r - mean) / (std + 1e-6), with the unbiased std; r - mean (Dr. GRPO); r - mean of the others (RLOO)."""
+    filter_zero_std_samples: bool = False
+    """Leave groups of equal reward out of the loss's counts too (DAPO): few informative groups then move the policy as
+    much as many. Off, they count; where their gradient is exactly 0 no time is spent on them either way."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens (DAPO), over sequences of their token means (GRPO), or sum / max length (Dr. GRPO)."""
     clip_lower: float = 0.2
@@ -233,7 +233,7 @@ class Args:
     truncated_importance_sampling_ratio_cap: float | None = None
     """Weight the policy loss by min(trainer's / sampler's probability, cap), for example 2. None: off."""
     max_sampler_diff: float = 0.1
-    """End the run when sampler and trainer differ by more nats a token on fresh samples (fp32: a 1000th of it). 0: off."""
+    """End the run when sampler and trainer differ by more nats a token on average (fp32: a 1000th of it). 0: off."""
     reward_scaling: float = 1.0
     """The reward is (score - reward_bias) * reward_scaling, then clipped."""
     reward_bias: float = 0.0
@@ -274,81 +274,40 @@ class Args:
     """On a GPU: keep the reference in CPU memory between its passes."""
 
 
-def check_args(args: Args, world_size: int) -> None:
-    """Refuse what cannot work, or would not mean what it says, with the flag and the remedy. Loads nothing."""
-    prompts, group = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
-    positive = (
-        *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "num_mini_batches", "num_epochs"),
-        *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate", "reward_timeout"),
-        *("reward_workers", "logprob_chunk", "eval_samples", "vllm_max_num_seqs", "vllm_tensor_parallel_size"),
-    )
-    for name in positive:
-        if getattr(args, name) <= 0:
-            refuse(f"--{name} {getattr(args, name)}: must be above 0")
-    if prompts % args.num_mini_batches:
-        refuse(
-            f"--num_unique_prompts_rollout {prompts} does not divide into --num_mini_batches {args.num_mini_batches}; "
-            f"groups are not split, so make the first a multiple of the second"
-        )
-    if args.total_episodes is not None and args.total_episodes % (prompts * group):
-        refuse(
-            f"--total_episodes {args.total_episodes} is not a multiple of the {prompts * group} samples of a step "
-            f"(--num_unique_prompts_rollout {prompts} x --num_samples_per_prompt_rollout {group})"
-        )
-    if group == 1:
-        refuse(
-            "--num_samples_per_prompt_rollout 1: a group of one has no baseline and no standard deviation "
-            f"(--advantage_normalization_type {args.advantage_normalization_type}); use at least 2"
-        )
-    for name in ("micro_batch_tokens", "logprob_micro_batch_tokens"):
-        longest = args.max_prompt_length + args.max_response_length
-        if getattr(args, name) < longest:
-            refuse(
-                f"--{name} {getattr(args, name)} is less than one sample: --max_prompt_length {args.max_prompt_length} "
-                f"+ --max_response_length {args.max_response_length} = {longest}"
-            )
-    if args.top_p < 1.0 or args.top_k > 0:
-        refuse(
-            f"--top_p {args.top_p} --top_k {args.top_k}: in training both must be off (1 and 0). The sampler would draw "
-            f"from a truncated distribution, the trainer's log-probs are of the full one, and every ratio would be "
-            f"wrong; --eval_top_p and --eval_top_k are free"
-        )
-    if not args.do_sample:
-        refuse("--no-do_sample: greedy responses to one prompt are all equal, so every advantage is 0; for evaluation "
-               "use --eval_temperature 0")  # fmt: skip
-    if args.batch_layout == "shared" and "flash" in args.attn_implementation:
-        refuse(f"--attn_implementation {args.attn_implementation} takes no 4-D mask; use --batch_layout packed with it")
-    if args.batch_layout == "packed" and args.dtype == "float32" and "flash" in args.attn_implementation:
-        refuse("--dtype float32: flash attention has no such kernel; use bfloat16 or --attn_implementation sdpa")
-    if not 0 <= args.clip_lower < 1 or args.clip_higher < 0:
-        refuse(f"--clip_lower {args.clip_lower} must be in [0, 1) and --clip_higher {args.clip_higher} not negative")
-    if args.clip_ratio_c is not None and args.clip_ratio_c <= 1.0:
-        refuse(f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it caps ratios that are fine; usual is 3")
-    if args.beta < 0:
-        refuse(f"--beta {args.beta}: a negative coefficient would push away from the reference; use 0 or more")
-    if args.kl_controller == "adaptive" and not (args.beta > 0 and args.kl_target > 0 and args.kl_horizon > 0):
-        refuse("--kl_controller adaptive needs --beta, --kl_target and --kl_horizon above 0")
-    if args.kl_controller == "adaptive" and args.kl_placement == "none":
-        refuse("--kl_controller adaptive needs --kl_placement loss, reward or both")
-    if args.kl_controller == "adaptive" and 0.2 * prompts * group >= args.kl_horizon:
-        refuse(
-            f"--kl_horizon {args.kl_horizon:g} is too short for {prompts * group} samples a step; beta could reach 0"
-        )
-    if args.ref_policy_update_freq > 0 and (args.beta == 0 or args.kl_placement == "none"):
-        refuse("--ref_policy_update_freq moves a reference that --beta 0 or --kl_placement none does not load")
-    if args.offload_param and args.zero_stage != 3:
-        refuse(f"--offload_param needs --zero_stage 3, not {args.zero_stage}")
-    if args.rollout == "hf" and args.stop:
-        refuse("--stop works with --rollout vllm only")
-    if world_size % args.vllm_tensor_parallel_size or (args.rollout == "hf" and args.vllm_tensor_parallel_size > 1):
-        refuse(f"--vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} must divide the {world_size} ranks, and "
-               f"needs --rollout vllm")  # fmt: skip
-    for name in ("verifier", "reward_fn"):
-        if getattr(args, name) is not None:
-            try:
-                find_verifier(getattr(args, name))
-            except ValueError as error:
-                refuse(f"--{name}: {error}")
+def check_args(args: Args) -> None:
+    """Refuse what GRPO cannot do, or what would not mean what it says. data.check_args has what all scripts share."""
+    samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    referee, adaptive = args.beta > 0 and args.kl_placement != "none", args.kl_controller == "adaptive"
+    for wrong, message in (
+        (
+            args.num_samples_per_prompt_rollout == 1,
+            f"--num_samples_per_prompt_rollout 1: a group of one has no mean of others and no standard deviation "
+            f"(--advantage_normalization_type {args.advantage_normalization_type}); use at least 2",
+        ),
+        (
+            not 0 <= args.clip_lower < 1 or args.clip_higher < 0,
+            f"--clip_lower {args.clip_lower} must be in [0, 1) and --clip_higher {args.clip_higher} not negative",
+        ),
+        (
+            args.clip_ratio_c is not None and args.clip_ratio_c <= 1.0,
+            f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it caps ratios that are fine; usual is 3",
+        ),
+        (args.beta < 0, f"--beta {args.beta} would push away from the reference; use 0 or more"),
+        (
+            adaptive and not (referee and args.kl_target > 0 and args.kl_horizon > 0),
+            "--kl_controller adaptive needs --beta, --kl_target and --kl_horizon above 0, and a --kl_placement",
+        ),
+        (
+            adaptive and 0.2 * samples >= args.kl_horizon,
+            f"--kl_horizon {args.kl_horizon:g} is too short for {samples} samples a step; beta could reach 0",
+        ),
+        (
+            args.ref_policy_update_freq > 0 and not referee,
+            "--ref_policy_update_freq moves a reference that --beta 0 or --kl_placement none does not load",
+        ),
+    ):
+        if wrong:
+            data.refuse(message)
 
 
 # ------------------------------------------------------------------------------------------- the algorithm's arithmetic
@@ -375,7 +334,7 @@ def return_to_go(values_N, offsets: list[int]):
     """Sums from each token to the end of its own response. [N] -> [N]; response i is offsets[i]:offsets[i + 1]."""
     import torch
 
-    return torch.cat([values_N[a:b].flip(0).cumsum(0).flip(0) for a, b in zip(offsets, offsets[1:], strict=False)])
+    return torch.cat([values_N[a:b].flip(0).cumsum(0).flip(0) for a, b in itertools.pairwise(offsets)])
 
 
 def shape_reward(sample: Sample, found: Reward, args: Args) -> None:
@@ -548,7 +507,8 @@ def main(args: Args) -> None:
     # Whatever can be refused is refused here, before torch is imported.
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     data.check_launch(world_size)
-    check_args(args, world_size)
+    data.check_args(args, world_size)
+    check_args(args)
     data.check_model(args)
     problems, eval_problems = data.load_problems(args)
     folder = data.open_run(args, Args())
@@ -608,7 +568,9 @@ def main(args: Args) -> None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         reference = None
         if beta > 0:
-            reference = utils.TokenLogprobs(copy.deepcopy(model).eval(), args.temperature, args.logprob_chunk)
+            reference = utils.TokenLogprobs(
+                utils.load_model(args, dtype, attention).eval(), args.temperature, args.logprob_chunk
+            )
             reference.requires_grad_(False).to("cpu" if args.offload_ref else device)
         full_reference = reference if args.kl_estimator == "full" else None
         policy = utils.TokenLogprobs(model.to(device), args.temperature, args.logprob_chunk)
@@ -719,21 +681,24 @@ def main(args: Args) -> None:
             offsets = utils.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
             rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
             zero_std_P = rewards_PG.amax(1) == rewards_PG.amin(1)
-            kept = [
+            counted = [
                 i
                 for i, s in enumerate(samples)
                 if not (args.filter_zero_std_samples and zero_std_P[s.prompt_id])
                 and not (args.mask_truncated_completions and s.finish_reason == "length")
             ]
+            # Without KL and entropy a group of equal rewards has a gradient of exactly 0: it counts, but costs nothing.
+            inert = beta == 0 and args.entropy_coeff == 0
+            trained = [i for i in counted if not (inert and zero_std_P[samples[i].prompt_id])]
 
             # 5 log-probs: reference (only if beta > 0); old (only if more than one optimizer step, or for the reward)
             sampler_N = torch.tensor([x for s in samples for x in s.sampler_logprobs], device=device)
             old_N, ref_N, full_kl_N = torch.zeros(3, offsets[-1], device=device)
             with clock("logprobs"), torch.no_grad():
-                if kept and (beta > 0 or updates > 1):
+                if trained and (beta > 0 or updates > 1):
                     if reference is not None:
                         reference.to(device)
-                    for mb in utils.micro_batches(samples, kept, budget=args.logprob_micro_batch_tokens, **layout):
+                    for mb in utils.micro_batches(samples, trained, budget=args.logprob_micro_batch_tokens, **layout):
                         if updates > 1 or kl_in_reward:
                             old_T, _, full_kl_T = policy(mb, full_reference)
                             old_N[mb.tokens] = old_T * mb.scale
@@ -765,7 +730,7 @@ def main(args: Args) -> None:
 
             # 7 update: epochs x mini-batches x micro-batches
             totals, peaks, applied, skipped, stopped = Counter(), Counter(), 0, 0, False
-            grad_norm, groups = 0.0, sorted({samples[i].prompt_id for i in kept})
+            grad_norm, groups = 0.0, sorted({samples[i].prompt_id for i in counted})
             with clock("update"):
                 for epoch, mini in itertools.product(range(args.num_epochs), range(args.num_mini_batches)):
                     optimizer_step = (step - 1) * updates + epoch * args.num_mini_batches + mini
@@ -777,10 +742,11 @@ def main(args: Args) -> None:
                         random.Random(f"{args.seed}/{step}/{epoch}").shuffle(order)
                     share = len(order) / args.num_mini_batches  # groups that were dropped leave uneven shares
                     members = set(order[round(mini * share) : round((mini + 1) * share)])
-                    indices = [i for i in kept if samples[i].prompt_id in members]
+                    indices = [i for i in trained if samples[i].prompt_id in members]
                     if not indices or stopped:
                         continue
-                    weights_N = loss_weights(samples, indices, args).to(device)
+                    weights_N = loss_weights(samples, [i for i in counted if samples[i].prompt_id in members], args)
+                    weights_N = weights_N.to(device)
                     stats = utils.TokenStats(device)
                     micro_batches = utils.micro_batches(samples, indices, budget=args.micro_batch_tokens, **layout)
                     for mb in micro_batches:
@@ -816,14 +782,14 @@ def main(args: Args) -> None:
                             limit = args.max_sampler_diff * (1e-3 if dtype == torch.float32 else 1.0)
                             if args.max_sampler_diff > 0 and mean["sampler_diff"] > limit:
                                 raise RuntimeError(
-                                    f"sampler and trainer differ by {mean['sampler_diff']:.3g} nats a token on fresh "
-                                    f"samples (--max_sampler_diff: {limit:g}): old weights or another model in the engine"
+                                    f"sampler and trainer differ by {mean['sampler_diff']:.3g} nats a token "
+                                    f"(--max_sampler_diff: {limit:g}): the engine has old weights or another model"
                                 )
                             cap = args.early_stop_imp_ratio
                             stopped = cap is not None and mean["ratio"] > cap
                             if stopped or not math.isfinite(sums["loss"]):
-                                # DeepSpeed drops a step whose gradient is not finite, on all ranks, and cleans up: the
-                                # one way to take back micro-batches that are already summed. It must not be applied.
+                                # DeepSpeed drops a step whose gradient is not finite, on all ranks, and cleans up:
+                                # the one way to take back micro-batches that are summed already.
                                 loss = loss * math.nan
                         accelerator.sync_gradients = last  # accelerate's word for: step after this backward
                         accelerator.backward(loss)
@@ -836,7 +802,7 @@ def main(args: Args) -> None:
                         if skipped_in_a_row == 10:
                             log.dump("bad_batch.jsonl", samples)
                             raise RuntimeError(
-                                f"the loss or the gradient was not finite ten optimizer steps in a row; the batch is in "
+                                f"loss or gradient not finite in ten optimizer steps in a row; the last batch is in "
                                 f"{folder / 'bad_batch.jsonl'}"
                             )
 
@@ -844,9 +810,9 @@ def main(args: Args) -> None:
             push()
             if args.ref_policy_update_freq > 0 and step % args.ref_policy_update_freq == 0:
                 utils.move_reference(reference, policy, args.ref_policy_alpha, args.zero_stage)
-            kl_per_sequence = totals["k1"] / max(1, len(kept) * args.num_epochs)
+            kl_per_sequence = totals["k1"] / max(1, len(trained) * args.num_epochs)
             kl_coef = controller.coef if controller is not None else 0.0
-            if args.kl_controller == "adaptive" and kept:
+            if args.kl_controller == "adaptive" and trained:
                 controller.update(kl_per_sequence, len(samples))
 
             # 9 record

@@ -1,0 +1,141 @@
+"""Shared by the tests: a tiny random model on disk, samples, and runs of the scripts in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("WANDB_MODE", "disabled")
+ROOT = Path(__file__).resolve().parent.parent
+
+import data  # noqa: E402
+
+data.prepare_environment()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A folder with a random two-layer Llama, tied head, and a tokenizer of 600 tokens trained on the task's text."""
+    import torch
+    from reasoning_gym import create_dataset
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    text = [row["question"] for row in create_dataset("chain_sum", size=50, seed=0)]
+    bpe.train_from_iterator(
+        text, trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet)
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=special[1], eos_token=special[2], pad_token=special[2]
+    )
+    tokenizer.chat_template = data.CHAT_TEMPLATES["chatml"]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.1,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny):
+    """The tiny model in memory, fp32, eager attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager").train()
+
+
+def make_samples(prompts: int = 3, group: int = 4, seed: int = 0, vocabulary: int = 300) -> list[data.Sample]:
+    """Samples of unequal lengths, the last of each group of one token; the last id of some is the EOS (2)."""
+    r = random.Random(seed)
+    samples = []
+    for p in range(prompts):
+        prompt = [r.randrange(3, vocabulary) for _ in range(5 + 3 * p)]
+        for k in range(group):
+            length = 1 if k == group - 1 else r.randrange(2, 14)
+            ids = [r.randrange(3, vocabulary) for _ in range(length - 1)] + [2 if k % 2 else r.randrange(3, vocabulary)]
+            logprobs = [-r.random() for _ in ids]
+            samples.append(data.Sample(p, k, prompt, ids, logprobs, "stop" if k % 2 else "length", 1))
+    return samples
+
+
+@pytest.fixture
+def samples() -> list[data.Sample]:
+    return make_samples()
+
+
+def tiny_args(tiny: Path, out: Path, **changes):
+    """Arguments of a two-step run on the tiny model that takes a second or two."""
+    from grpo import Args
+
+    return Args(
+        **{
+            "model_name_or_path": str(tiny),
+            "output_dir": str(out),
+            "rollout": "hf",
+            "dtype": "float32",
+            "total_steps": 2,
+            "num_unique_prompts_rollout": 4,
+            "num_samples_per_prompt_rollout": 4,
+            "eval_prompts": 4,
+            "eval_samples": 2,
+            "max_response_length": 8,
+            "micro_batch_tokens": 256,
+            "logprob_micro_batch_tokens": 256,
+            "mask_no_eos_with_zero": False,
+            "reward_fn": f"{ROOT / 'tests' / 'verifiers.py'}:parity",
+            "log_samples_every": 0,
+            **changes,
+        }
+    )
+
+
+def run_here(args, script: str = "grpo") -> list[dict]:
+    """Run a script's main in this process; its metrics, one dict a step."""
+    import importlib
+
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    module = importlib.import_module(script)
+    leave, os._exit = os._exit, lambda code: None  # a failing run leaves at once, and would take pytest along
+    try:
+        module.main(args)
+    finally:
+        os._exit = leave
+    folder = Path(args.output_dir) / data.run_name(args, module.Args())
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def script(*arguments: str) -> list[str]:
+    """The command line of a script, in this interpreter."""
+    return [sys.executable, *arguments]

@@ -1,0 +1,64 @@
+"""docs/metrics.md against a real run: whatever is logged is documented, whatever is documented is logged."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from conftest import ROOT, read_jsonl, run_here, tiny_args
+
+
+def documented(section: str) -> list[str]:
+    """The names in the first column of the table under one heading."""
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    body = text.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^\| `([^`]+)` \|", body, flags=re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    """A run that logs all there is: a reference, an evaluation and a checkpoint between steps, a format score."""
+    out = tmp_path_factory.mktemp("documented")
+    options = {"beta": 0.1, "eval_every": 1, "save_every": 1, "filter_zero_std_samples": False, "reward_fn": None}
+    run_here(tiny_args(tiny, out, run_name="run", **options))
+    return out / "run"
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "eval.jsonl", "samples.jsonl"])
+def test_logged_and_documented_are_the_same(folder, file):
+    logged = {key for record in read_jsonl(folder / file) for key in record}
+    names = documented(file)
+    assert len(names) == len(set(names)), "a name is documented twice"
+    assert logged - set(names) == set(), "logged, but not in docs/metrics.md"
+    assert set(names) - logged == set(), "in docs/metrics.md, but never logged"
+
+
+def test_every_name_that_a_script_writes_down_is_documented():
+    """Also what no test run logs: names in the source of the scripts, found without running them."""
+    names = set(documented("metrics.jsonl")) | set(documented("eval.jsonl"))
+    groups = {name.split("/")[0] for name in names if "/" in name}
+    written = set(re.findall(rf'"((?:{"|".join(groups)})/[\w@]+)"', (ROOT / "grpo.py").read_text()))
+    assert len(written) > 25
+    assert written - names == set()
+
+
+def test_config_and_files(folder):
+    assert set(json.loads((folder / "config.json").read_text())) == set(documented("config.json"))
+    tree = (ROOT / "docs" / "metrics.md").read_text().split("```")[1]
+    for path in folder.iterdir():
+        assert path.name in tree, f"{path.name} is left by a run, but not in docs/metrics.md"
+    assert (folder / "model" / "config.json").exists()
+    assert (folder / "checkpoints" / "step_000001" / "config.json").exists()
+
+
+def test_defined_denominators(folder):
+    """The relations between metrics that the page states, on the numbers of a run."""
+    for record in read_jsonl(folder / "metrics.jsonl"):
+        tokens = 16 * record["completions/length_mean"]  # nothing is left out in this run
+        assert record["episode"] == record["step"] * 16
+        assert record["kl/sequence"] == pytest.approx(record["kl/k1"] * tokens / 16, abs=1e-9)
+        assert record["kl/k4"] == pytest.approx(record["kl/k1"], abs=1e-9)
+        assert record["perf/tokens_per_second"] == pytest.approx(tokens / record["time/step"])
+        assert record["perf/update_tokens_per_second"] == pytest.approx(tokens / record["time/update"])
+        assert record["sampler/staleness"] == 0

@@ -1,0 +1,173 @@
+"""The vLLM thread: what it samples from is what the trainer trains, before and after a push, the tied head included."""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+
+import pytest
+import torch
+
+import grpo
+import utils
+from data import Sample
+
+EOS = 2
+LONG = [5 + 7 * i % 300 for i in range(70)]  # more than two cache blocks of 32
+PROMPTS = [LONG, LONG[:40], [9, 8, 7, 6, 5]]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    """The thread and its queues, as main starts them, and the trainer's copy of the model."""
+    from transformers import AutoModelForCausalLM
+
+    args = grpo.Args(model_name_or_path=str(tiny), dtype="float32", max_response_length=24, vllm_kv_cache_gb=0.1)
+    inbox, outbox = queue.Queue(), queue.Queue()
+    thread = threading.Thread(
+        target=grpo.vllm_thread, args=(args, torch.float32, 0, 1, [EOS], inbox, outbox), daemon=True
+    )
+    thread.start()
+    message = outbox.get(timeout=180)
+    if message[0] == "error":
+        raise message[1]
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager")
+    yield inbox, outbox, model
+    inbox.put(("stop",))
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+def ask(engine, requests, temperature=1.0, max_tokens=24, stop=(), ignore_eos=True) -> dict:
+    """key -> Sample."""
+    inbox, outbox, _ = engine
+    sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "stop": list(stop)}
+    inbox.put(("generate", requests, {**sampling, "max_tokens": max_tokens, "ignore_eos": ignore_eos}))
+    found = {}
+    for _ in requests:
+        message = outbox.get(timeout=120)
+        if message[0] == "error":
+            raise message[1]
+        _, key, ids, logprobs, finish, version = message
+        prompt = next(p for k, p, _ in requests if k == key)
+        found[key] = Sample(*key, prompt, ids, logprobs, finish, version)
+    return found
+
+
+def push(engine, weights) -> None:
+    engine[0].put(("weights", weights))
+    message = engine[1].get(timeout=120)
+    if message[0] == "error":
+        raise message[1]
+
+
+def requests(seed: int = 0, samples: int = 4):
+    return [((p, k), prompt, 1000 * seed + 10 * p + k) for p, prompt in enumerate(PROMPTS) for k in range(samples)]
+
+
+@torch.no_grad()
+def mismatch(model, samples: dict, temperature: float) -> float:
+    """Largest difference between the sampler's log-probs and a plain forward pass of the trainer's model."""
+    worst = 0.0
+    for s in samples.values():
+        ids = torch.tensor([s.prompt_ids + s.response_ids])
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(s.prompt_ids) - 1 : -1] / temperature
+        logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(s.response_ids)[:, None])[:, 0]
+        assert len(s.sampler_logprobs) == len(s.response_ids)
+        worst = max(worst, (logprobs - torch.tensor(s.sampler_logprobs)).abs().max().item())
+    return worst
+
+
+def perturbed(model, seed: int):
+    """Every weight moved by a tenth of its own spread, the shared embedding and head too."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    for p in other.parameters():
+        p.data += 0.1 * p.data.std().nan_to_num(0.1) * torch.randn(p.shape, generator=generator)
+    return other
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_sampler_and_trainer_agree(engine, temperature):
+    push(engine, list(engine[2].state_dict().items()))
+    assert mismatch(engine[2], ask(engine, requests(), temperature), temperature) < 1e-4
+
+
+def test_they_agree_after_a_push(engine):
+    """The whole prompt stands in the prefix cache by now: a cache that survives the push would show as well."""
+    old = engine[2]
+    push(engine, list(old.state_dict().items()))
+    before = ask(engine, requests())
+    new = perturbed(old, 1)
+    push(engine, list(new.state_dict().items()))
+    after = ask(engine, requests())
+    assert mismatch(new, after, 1.0) < 1e-4
+    assert mismatch(old, after, 1.0) > 0.05
+    assert {s.weights_version for s in after.values()} == {next(iter(before.values())).weights_version + 1}
+
+
+def test_the_tied_head_must_be_pushed(engine):
+    """The trap: without lm_head.weight the engine's head stays old, and nobody says so."""
+    push(engine, list(engine[2].state_dict().items()))
+    new = perturbed(engine[2], 2)
+    push(engine, [(name, w) for name, w in new.state_dict().items() if name != "lm_head.weight"])
+    assert mismatch(new, ask(engine, requests()), 1.0) > 0.01
+    assert "lm_head.weight" in new.state_dict()
+    push(engine, list(new.state_dict().items()))
+    assert mismatch(new, ask(engine, requests()), 1.0) < 1e-4
+
+
+def test_a_sample_depends_on_its_seed_alone(engine):
+    push(engine, list(engine[2].state_dict().items()))
+    all_at_once = ask(engine, requests(3))
+    alone = ask(engine, [requests(3)[5]])
+    key = requests(3)[5][0]
+    assert alone[key].response_ids == all_at_once[key].response_ids
+    other = ask(engine, requests(4))
+    assert all(other[k].response_ids != s.response_ids for k, s in all_at_once.items())
+    assert len({tuple(s.response_ids) for s in all_at_once.values()}) == len(all_at_once)
+
+
+def test_ends(engine):
+    """A sampled EOS is the last id, reason stop; at the limit the reason is length; a stop string stays in the ids."""
+    model = copy.deepcopy(engine[2])
+    push(engine, list(model.state_dict().items()))
+    cut = ask(engine, requests(), ignore_eos=True, max_tokens=6)
+    assert {(len(s.response_ids), s.finish_reason) for s in cut.values()} == {(6, "length")}
+    greedy = ask(engine, [((0, 0), LONG, 1)], temperature=0.0, max_tokens=6)[0, 0]
+    from transformers import AutoTokenizer
+
+    text = AutoTokenizer.from_pretrained(model.config._name_or_path).decode(greedy.response_ids)
+    word = text[len(text) // 2 :][:4]
+    stopped = ask(engine, [((0, 0), LONG, 1)], temperature=0.0, max_tokens=6, stop=[word])[0, 0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.response_ids == greedy.response_ids[: len(stopped.response_ids)]
+    assert len(stopped.response_ids) == len(stopped.sampler_logprobs) < 6
+    with torch.no_grad():
+        model.model.norm.weight.fill_(0.0)
+    push(engine, list(model.state_dict().items()))  # logits are all 0 now: the EOS comes once in 512
+    uniform = ask(engine, requests(), ignore_eos=False)
+    for s in uniform.values():
+        assert (s.response_ids[-1] == EOS) == (s.finish_reason == "stop")
+    push(engine, list(engine[2].state_dict().items()))
+
+
+def test_a_kept_prefix_cache_is_an_error():
+    class Stubborn:
+        def collective_rpc(self, name, kwargs):
+            assert name == "reload_weights" and kwargs["weights_iterator"] == []
+
+        def reset_prefix_cache(self):
+            return False
+
+    with pytest.raises(RuntimeError, match="prefix cache"):
+        utils.push_weights(Stubborn(), [])
+
+
+def test_what_fails_in_the_thread_is_handed_over(tiny, tmp_path):
+    inbox, outbox = queue.Queue(), queue.Queue()
+    args = grpo.Args(model_name_or_path=str(tmp_path / "nothing"))
+    grpo.vllm_thread(args, torch.float32, 0, 1, [EOS], inbox, outbox)
+    kind, error = outbox.get(timeout=1)
+    assert kind == "error" and isinstance(error, Exception)
