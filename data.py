@@ -23,13 +23,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rewards import find_verifier
+from rewards import VERIFIERS, find_verifier
 
 # Arguments that say where and how a run is shown, not what it computes: no part of its name or its identity.
 PRESENTATION = (
     *("output_dir", "run_name", "dry_run", "overwrite", "track", "wandb_project", "wandb_entity"),
     *("log_samples", "log_samples_every", "save_every", "reward_workers"),
 )
+MAY_BE_NEGATIVE = ("seed", "reward_scaling", "reward_bias", "non_stop_penalty", "entropy_coeff")
+AT_MOST_ONE = ("top_p", "eval_top_p", "lr_min_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha")
 CHAT_TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
@@ -96,7 +98,9 @@ def _rows(args) -> list[dict[str, Any]]:
             row["metadata"] = json.loads(json.dumps(row["metadata"], default=str))
         return [dict(row) for row in rows]
     path, suffix = Path(source), Path(source).suffix.lstrip(".")
-    if suffix in ("json", "jsonl") and path.is_file():
+    if suffix in ("json", "jsonl", "parquet", "csv") and not path.is_file():
+        refuse(f"--dataset {source}: no such local file")
+    if suffix in ("json", "jsonl"):
         try:
             text = path.read_text()
             return json.loads(text) if suffix == "json" else [json.loads(line) for line in text.splitlines() if line]
@@ -106,7 +110,7 @@ def _rows(args) -> list[dict[str, Any]]:
 
     datasets.disable_progress_bars()
     try:
-        if suffix in ("parquet", "csv") and path.is_file():
+        if suffix in ("parquet", "csv"):
             return list(datasets.load_dataset(suffix, data_files=source, split="train"))
         return list(datasets.load_dataset(source, split=args.dataset_split))
     except Exception as error:  # the hub client raises a dozen kinds for "not there"; all mean the same to the user
@@ -135,10 +139,21 @@ def load_problems(args) -> tuple[list[Problem], list[Problem]]:
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
         if args.system_prompt is not None:
             messages = [{"role": "system", "content": args.system_prompt}, *messages]
+        verifier, truth = args.reward_fn or args.verifier, str(row[args.ground_truth_key])
+        if verifier in VERIFIERS:
+            try:
+                accepted = VERIFIERS[verifier](truth, truth, row).score > 0
+            except ArithmeticError:
+                accepted = False
+            if not accepted:
+                refuse(
+                    f"--verifier {verifier} rejects the truth itself in row {index} of --dataset {args.dataset}: "
+                    f"{truth[:80]!r}; choose another --verifier, or --reward_fn, or repair the row"
+                )
         identity = json.dumps(messages)
         if identity not in seen:
             seen.add(identity)
-            problems.append(Problem(messages, str(row[args.ground_truth_key]), args.reward_fn or args.verifier, row))
+            problems.append(Problem(messages, truth, verifier, row))
     random.Random(args.seed).shuffle(problems)
     evaluation, training = problems[: args.eval_prompts], problems[args.eval_prompts :]
     if len(training) < args.num_unique_prompts_rollout:
@@ -215,6 +230,13 @@ def check_args(args, world_size: int) -> None:
     ):
         if getattr(args, name) <= 0:
             refuse(f"--{name} {getattr(args, name)}: must be above 0")
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            refuse(f"--{name} {value}: must be a finite number")
+        if name in AT_MOST_ONE and not 0 <= value <= 1:
+            refuse(f"--{name} {value}: must be between 0 and 1")
+        if name not in MAY_BE_NEGATIVE and isinstance(value, int | float) and value < 0:
+            refuse(f"--{name} {value}: must not be negative; use 0 or more")
     for wrong, message in (
         (
             prompts % args.num_mini_batches,
@@ -280,6 +302,8 @@ def check_model(args) -> None:
         if not any(f.endswith((".safetensors", ".bin")) for f in files):
             refuse(f"--model_name_or_path {name}: no weights (*.safetensors or *.bin) there; {hint}")
         read = lambda f: json.loads((folder / f).read_text()) if f in files else {}  # noqa: E731
+    elif name.startswith((".", "/", "~")) or (folder.parent != Path() and folder.parent.is_dir()):
+        refuse(f"--model_name_or_path {name}: no such folder; {hint}")
     else:
         from huggingface_hub import hf_hub_download
 

@@ -47,7 +47,7 @@ class Args:
     """First part of the run's name."""
     seed: int = 1
     """Seeds the data split, the order of prompts, every sample, and the shuffling of mini-batches."""
-    total_steps: int = 20
+    total_steps: int = 40
     """Batches to sample and train on."""
     total_episodes: int | None = None
     """Instead of total_steps: samples in all, a multiple of prompts times samples per prompt."""
@@ -109,7 +109,7 @@ class Args:
     """Seconds for one verification; then its process is killed and the score is 0."""
     reward_workers: int = 1
     """Verifier processes on each rank."""
-    system_prompt: str | None = None
+    system_prompt: str | None = "Answer briefly."
     """System message before every prompt. None: what the template does by itself."""
     chat_template: str | None = None
     """A Jinja file, chatml, or question_answer. None: the tokenizer's own."""
@@ -197,11 +197,11 @@ class Args:
     """Added to the root of the square."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Shape after the warm-up, over all optimizer steps of the run."""
     warm_up_steps: int = 0
     """Optimizer steps of linear warm-up."""
-    lr_min_ratio: float = 0.0
+    lr_min_ratio: float = 0.1
     """Where linear and cosine end, as a share of learning_rate."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm; the logged norm is the one before. 0: off."""
@@ -292,7 +292,6 @@ def check_args(args: Args) -> None:
             args.clip_ratio_c is not None and args.clip_ratio_c <= 1.0,
             f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it caps ratios that are fine; usual is 3",
         ),
-        (args.beta < 0, f"--beta {args.beta} would push away from the reference; use 0 or more"),
         (
             adaptive and not (referee and args.kl_target > 0 and args.kl_horizon > 0),
             "--kl_controller adaptive needs --beta, --kl_target and --kl_horizon above 0, and a --kl_placement",
@@ -793,7 +792,7 @@ def main(args: Args) -> None:
                                 loss = loss * math.nan
                         accelerator.sync_gradients = last  # accelerate's word for: step after this backward
                         accelerator.backward(loss)
-                    totals.update(sums, rounds=1)
+                    totals.update(sums, rounds=1, samples=len(indices))
                     peaks |= Counter(maxima)
                     if policy.was_step_applied():
                         grad_norm, applied, skipped_in_a_row = float(policy.get_global_grad_norm()), applied + 1, 0
@@ -810,7 +809,7 @@ def main(args: Args) -> None:
             push()
             if args.ref_policy_update_freq > 0 and step % args.ref_policy_update_freq == 0:
                 utils.move_reference(reference, policy, args.ref_policy_alpha, args.zero_stage)
-            kl_per_sequence = totals["k1"] / max(1, len(trained) * args.num_epochs)
+            kl_per_sequence = totals["k1"] / max(1, totals["samples"])
             kl_coef = controller.coef if controller is not None else 0.0
             if args.kl_controller == "adaptive" and trained:
                 controller.update(kl_per_sequence, len(samples))

@@ -18,6 +18,7 @@ import importlib.util
 import re
 from collections.abc import Callable
 from concurrent.futures import TimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -32,14 +33,21 @@ class Reward:
     status: str = "ok"
 
 
-# A minus is a sign only where no number or bracket stands before it: "10-4" ends in 4, "= -4" in -4.
-NUMBER = re.compile(r"(?<![0-9.])(?:(?<![0-9)\]])-)?[0-9][0-9,]*(?:\.[0-9]+)?")
+# A minus is a sign only where no number or bracket stands before it: "10-4" ends in 4, "= -4" in -4. A comma belongs
+# to a number only between groups of three digits, a dot only between digits.
+NUMBER = re.compile(
+    r"(?<![0-9])(?<![0-9]\.)(?:(?<![0-9)\]])[-\u2212])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+)
+
+
+def _number(text: str) -> Decimal:
+    return Decimal(text.strip().replace(",", "").replace("\u2212", "-"))
 
 
 def last_number(response: str, truth: str, row: dict) -> Reward:
     """1 when the last number of the response equals the truth ("1,024" equals "1024", "7.0" equals "7")."""
     numbers = NUMBER.findall(response)
-    correct = bool(numbers) and Decimal(numbers[-1].replace(",", "")) == Decimal(truth.strip().replace(",", ""))
+    correct = bool(numbers) and _number(numbers[-1]) == _number(truth)
     return Reward(float(correct), {"correct": float(correct), "format": float(bool(numbers))})
 
 
@@ -66,7 +74,10 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
         raise ValueError(f"no file {path!r} to take the verifier {function!r} from")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file does wrong
+        raise ValueError(f"the file {path!r} does not load: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, function, None)):
         raise ValueError(f"the file {path!r} has no function {function!r}")
     return getattr(module, function)
@@ -114,6 +125,8 @@ class RewardPool:
             return Reward(0.0, status="timeout")
         except ProcessExpired:
             return Reward(0.0, status="crash")
+        except BrokenProcessPool as error:
+            raise RuntimeError("the verifier processes do not start (is the script guarded by __main__?)") from error
         except Exception as error:
             raise RuntimeError(f"a verifier raised in its worker:\n{getattr(error, 'traceback', error)}") from error
 

@@ -549,6 +549,8 @@ class Stopwatch:
 
     def __exit__(self, *_: object) -> None:
         phase, start = self.running.pop()
+        if self.running:  # inside another phase (an evaluation generates, too): its seconds are that one's
+            return
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 

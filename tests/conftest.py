@@ -41,7 +41,7 @@ def tiny(tmp_path_factory) -> Path:
     tokenizer.chat_template = data.CHAT_TEMPLATES["chatml"]
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=512,
+        vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
