@@ -32,6 +32,9 @@ PRESENTATION = (
 )
 MAY_BE_NEGATIVE = ("seed", "reward_scaling", "reward_bias", "non_stop_penalty", "entropy_coeff")
 AT_MOST_ONE = ("top_p", "eval_top_p", "lr_min_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha")
+# For data sets that say nothing about the form of an answer. A small model needs the hint that results can be negative:
+# without it no sample of the first steps is, and what is never sampled is never learnt.
+SYSTEM_PROMPTS = {"reasoning_gym:chain_sum": "Write out the calculation, for example 2 - 5 = -3."}
 CHAT_TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
@@ -99,7 +102,7 @@ def _rows(args) -> list[dict[str, Any]]:
         return [dict(row) for row in rows]
     path, suffix = Path(source), Path(source).suffix.lstrip(".")
     if suffix in ("json", "jsonl", "parquet", "csv") and not path.is_file():
-        refuse(f"--dataset {source}: no such local file")
+        refuse(f"--dataset {source}: no such local file; give a .jsonl, .json, .parquet or .csv file, or a hub id")
     if suffix in ("json", "jsonl"):
         try:
             text = path.read_text()
@@ -129,6 +132,7 @@ def load_problems(args) -> tuple[list[Problem], list[Problem]]:
     column and when too few problems are left.
     """
     rows, problems, seen = _rows(args), [], set()
+    system = args.system_prompt if args.system_prompt is not None else SYSTEM_PROMPTS.get(args.dataset.split("?")[0])
     for index, row in enumerate(rows):
         for flag, key in (("--prompt_key", args.prompt_key), ("--ground_truth_key", args.ground_truth_key)):
             if key not in row:
@@ -137,8 +141,8 @@ def load_problems(args) -> tuple[list[Problem], list[Problem]]:
                 refuse(f"--dataset {args.dataset}: row {index} has an empty {key!r}; remove or repair it")
         prompt = row[args.prompt_key]
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
-        if args.system_prompt is not None:
-            messages = [{"role": "system", "content": args.system_prompt}, *messages]
+        if system:
+            messages = [{"role": "system", "content": system}, *messages]
         verifier, truth = args.reward_fn or args.verifier, str(row[args.ground_truth_key])
         if verifier in VERIFIERS:
             try:
@@ -236,7 +240,7 @@ def check_args(args, world_size: int) -> None:
         if name in AT_MOST_ONE and not 0 <= value <= 1:
             refuse(f"--{name} {value}: must be between 0 and 1")
         if name not in MAY_BE_NEGATIVE and isinstance(value, int | float) and value < 0:
-            refuse(f"--{name} {value}: must not be negative; use 0 or more")
+            refuse(f"--{name} {value}: must be not negative: 0 or more")
     for wrong, message in (
         (
             prompts % args.num_mini_batches,

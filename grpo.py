@@ -47,7 +47,7 @@ class Args:
     """First part of the run's name."""
     seed: int = 1
     """Seeds the data split, the order of prompts, every sample, and the shuffling of mini-batches."""
-    total_steps: int = 40
+    total_steps: int = 30
     """Batches to sample and train on."""
     total_episodes: int | None = None
     """Instead of total_steps: samples in all, a multiple of prompts times samples per prompt."""
@@ -109,8 +109,8 @@ class Args:
     """Seconds for one verification; then its process is killed and the score is 0."""
     reward_workers: int = 1
     """Verifier processes on each rank."""
-    system_prompt: str | None = "Answer briefly."
-    """System message before every prompt. None: what the template does by itself."""
+    system_prompt: str | None = None
+    """System message before every prompt; "" for none. None: the one data.py has for the data set, if any."""
     chat_template: str | None = None
     """A Jinja file, chatml, or question_answer. None: the tokenizer's own."""
     max_prompt_length: int = 128
@@ -199,7 +199,7 @@ class Args:
     """Decoupled weight decay."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Shape after the warm-up, over all optimizer steps of the run."""
-    warm_up_steps: int = 0
+    warm_up_steps: int = 4
     """Optimizer steps of linear warm-up."""
     lr_min_ratio: float = 0.1
     """Where linear and cosine end, as a share of learning_rate."""

@@ -451,7 +451,7 @@ class Watch:
 
     torch.distributed's key-value store is a board that all ranks can read without a collective. A failure is written
     there, with its traceback; whoever waits looks there twice a second. A rank inside a collective learns of it by the
-    lost connection.
+    lost connection, and reads there why.
     """
 
     def __init__(self) -> None:
@@ -464,11 +464,13 @@ class Watch:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, SystemExit):
             return
-        text = "".join(traceback.format_exception(error))
-        print(f"rank {self.rank} failed:\n{text}", file=sys.stderr, flush=True)
+        text = f"rank {self.rank} failed:\n{''.join(traceback.format_exception(error))}"
         try:
-            self.store.compare_set("failure", "", f"rank {self.rank}:\n{text}")  # the first failure stands
-            time.sleep(2.0)  # the board lives in rank 0's process
+            first = self.store.compare_set("failure", "", text).decode()  # the first failure stands: the others follow
+            if first != text and first not in text:
+                text = f"{text}\nafter another rank had failed: {first}"
+            print(text, file=sys.stderr, flush=True)
+            time.sleep(2.0)  # the board may live in this process
         finally:
             os._exit(1)  # no interpreter shutdown: it would wait for the engine's thread
 
@@ -484,7 +486,7 @@ class Watch:
                 message = outbox.get(timeout=0.5)
             except queue.Empty:
                 if self.store.check(["failure"]):
-                    raise RuntimeError(f"another rank failed, {self.store.get('failure').decode()}") from None
+                    raise RuntimeError(f"another rank failed: {self.store.get('failure').decode()}") from None
                 if not thread.is_alive() and outbox.empty():
                     raise RuntimeError(f"the rollout thread ended without a word; {what} was awaited") from None
                 if time.monotonic() > deadline:

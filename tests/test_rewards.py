@@ -51,6 +51,11 @@ LAST_NUMBER = [
     ("1, 2, 3", "3", True),
     ("1/2", "2", True),
     ("12:30", "30", True),
+    ("the answer is ...42", "42", True),
+    ("1,2,3", "3", True),
+    ("12,345,678", "12345678", True),
+    ("\u22124", "-4", True),  # the typographic minus
+    ("4\u22127 = \u22123", "-3", True),
     ("", "0", False),
     ("no number", "0", False),
     ("-", "0", False),

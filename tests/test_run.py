@@ -303,11 +303,11 @@ def dies(*args):
 
 if os.environ["RANK"] == "{rank}":
     utils._generate = {action}
-args = tiny_args(Path("{tiny}"), Path("{out}"))
-try:
-    grpo.main(args)
-finally:
-    print("never reached", flush=True)
+if __name__ == "__main__":  # the reward workers import this file
+    try:
+        grpo.main(tiny_args(Path("{tiny}"), Path("{out}")))
+    finally:
+        print("never reached", flush=True)
 """
 
 
@@ -331,15 +331,30 @@ def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
         assert word in text.split(f"rank {rank} failed")[1]
 
 
+BAD_LOSS = """
+import sys
+import data
+data.prepare_environment()
+import grpo
+sys.path.insert(0, "tests")
+from conftest import tiny_args
+from pathlib import Path
+
+plain = grpo.token_loss
+
+def poisoned(*arguments):
+    loss, parts = plain(*arguments)
+    return loss * float("nan"), parts
+
+if __name__ == "__main__":
+    grpo.token_loss = poisoned
+    grpo.main(tiny_args(Path("{tiny}"), Path("{out}"), total_steps=12, eval_prompts=0, entropy_coeff=1e-3))
+"""
+
+
 def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path):
     file = tmp_path / "bad.py"
-    file.write_text(
-        "import sys\nimport data\ndata.prepare_environment()\nimport grpo\nsys.path.insert(0, 'tests')\n"
-        "from pathlib import Path\nfrom conftest import tiny_args\nplain = grpo.token_loss\n"
-        "def poisoned(*a):\n    loss, parts = plain(*a)\n    return loss * float('nan'), parts\n"
-        f"grpo.token_loss = poisoned\ngrpo.main(tiny_args(Path('{tiny}'), Path('{tmp_path}/runs'), total_steps=12, "
-        "filter_zero_std_samples=False, eval_prompts=0))\n"
-    )
+    file.write_text(BAD_LOSS.format(tiny=tiny, out=tmp_path / "runs"))
     code, text, _ = start([sys.executable, str(file)])
     assert code == 1 and "ten optimizer steps in a row" in text
     (folder,) = (tmp_path / "runs").iterdir()
