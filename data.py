@@ -32,8 +32,8 @@ PRESENTATION = (
 )
 MAY_BE_NEGATIVE = ("seed", "reward_scaling", "reward_bias", "non_stop_penalty", "entropy_coeff")
 AT_MOST_ONE = ("top_p", "eval_top_p", "lr_min_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha")
-# For data sets that say nothing about the form of an answer. A small model needs the hint that results can be negative:
-# without it no sample of the first steps is, and what is never sampled is never learnt.
+# For data sets that say nothing about the form of an answer. The example shows that results can be negative: the small
+# model got 1 of 189 such samples right before training, under seven prompts, and what is not sampled is not learnt.
 SYSTEM_PROMPTS = {"reasoning_gym:chain_sum": "Write out the calculation, for example 2 - 5 = -3."}
 CHAT_TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -33,8 +33,8 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     """(device of this rank, dtype of weights, attention implementation), with "auto" decided by the hardware.
 
     A CPU without bf16 instructions multiplies bf16 a hundred times slower than fp32 (measured: 1 against 100 GFLOP/s
-    on two AVX2 cores), so "auto" takes bf16 only where the hardware has it. On CPUs eager attention trains faster than
-    sdpa in bf16 (750 against 600 tokens/s, SmolLM2-135M), and slower in fp32 (10.7 against 12.7 s an update).
+    on two AVX2 cores), so "auto" takes bf16 only where the hardware has it. On CPUs eager attention trained faster than
+    sdpa in bf16 (750 against 600 tokens/s, SmolLM2-135M); in fp32 neither was ahead at every micro-batch size.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")

@@ -360,3 +360,29 @@ def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path):
     (folder,) = (tmp_path / "runs").iterdir()
     assert len(read_jsonl(folder / "bad_batch.jsonl")) == 16
     assert [m["optim/skipped"] for m in read_jsonl(folder / "metrics.jsonl")] == [1] * 9
+
+
+DRIFT = """
+import sys
+import data
+data.prepare_environment()
+import grpo, utils
+sys.path.insert(0, "tests")
+from conftest import tiny_args
+from pathlib import Path
+
+whole = utils.current_weights
+
+if __name__ == "__main__":
+    utils.current_weights = lambda *a: [(name, 1.1 * w) for name, w in whole(*a)]  # the engine gets something else
+    grpo.main(tiny_args(Path("{tiny}"), Path("{out}"), eval_prompts=0, entropy_coeff=1e-3, max_sampler_diff={limit}))
+"""
+
+
+@pytest.mark.parametrize("limit, ends", [(0.1, True), (0.0, False)])
+def test_a_sampler_with_other_weights_ends_the_run(tiny, tmp_path, limit, ends):
+    """Before a step is applied; with the check off the same run goes through."""
+    file = tmp_path / "drift.py"
+    file.write_text(DRIFT.format(tiny=tiny, out=tmp_path / "runs", limit=limit))
+    code, text, _ = start([sys.executable, str(file)])
+    assert (code == 1 and "--max_sampler_diff" in text) if ends else code == 0, text
