@@ -272,6 +272,8 @@ class Args:
     """reference = alpha * policy + (1 - alpha) * reference. 1: a copy."""
     offload_ref: bool = False
     """On a GPU: keep the reference in CPU memory between its passes."""
+    kl_full_samples: int = 4
+    """Samples a step whose KL over the whole vocabulary is logged, whatever the estimator: its truth. 0: none."""
 
 
 def check_args(args: Args) -> None:
@@ -693,6 +695,7 @@ def main(args: Args) -> None:
             # 5 log-probs: reference (only if beta > 0); old (only if more than one optimizer step, or for the reward)
             sampler_N = torch.tensor([x for s in samples for x in s.sampler_logprobs], device=device)
             old_N, ref_N, full_kl_N = torch.zeros(3, offsets[-1], device=device)
+            exact_kl = torch.zeros(2, device=device)  # sum and number of tokens of the few samples it is taken on
             with clock("logprobs"), torch.no_grad():
                 if trained and (beta > 0 or updates > 1):
                     if reference is not None:
@@ -705,8 +708,12 @@ def main(args: Args) -> None:
                                 full_kl_N[mb.tokens] = full_kl_T * mb.scale
                         if reference is not None:
                             ref_N[mb.tokens] = reference(mb)[0] * mb.scale
-                    for x_N in (old_N, ref_N, full_kl_N):  # every token was computed on one rank
-                        dist.all_reduce(x_N)
+                    few = trained[: args.kl_full_samples] if reference is not None else []
+                    for mb in utils.micro_batches(samples, few, budget=args.logprob_micro_batch_tokens, **layout):
+                        full_kl_T = policy(mb, reference)[2] * mb.scale
+                        exact_kl += torch.stack([full_kl_T.sum(), mb.scale * torch.ones_like(full_kl_T).sum()])
+                    for x in (old_N, ref_N, full_kl_N, exact_kl):  # every token was computed on one rank
+                        dist.all_reduce(x)
                     if args.offload_ref and full_reference is None:
                         reference.to("cpu")
 
@@ -862,6 +869,8 @@ def main(args: Args) -> None:
                 if beta > 0:
                     metrics |= {f"kl/{name}": totals[name] / n for name in ("k1", "k2", "k3", "k4", "abs")}
                     metrics["kl/sequence"] = kl_per_sequence
+                if exact_kl[1] > 0:
+                    metrics["kl/full"] = (exact_kl[0] / exact_kl[1]).item()
             metrics |= {f"time/{phase}": s for phase, s in clock.seconds.items()} | {"time/step": seconds}
             metrics |= {
                 "perf/tokens_per_second": sum(lengths) / seconds,

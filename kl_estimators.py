@@ -16,9 +16,10 @@ descends sum_x ref phi(pi/ref) with phi'(t) = f'(log t), and a reward -c(d) the 
 divergence only if phi' increases: a loss has to be convex in d, a reward term c increasing in d, and only k1 is.
 `unbiased` keeps any value and takes the slope ratio d, that of ratio k3 (DeepSeek-V3.2, 2512.02556), fresh or stale.
 In the loss all is per token and omits what a token does to the KL of later ones; k1 in the reward, summed from a token
-to the end, has the gradient of the sequence KL. `python kl_estimators.py` computes the table, exactly, over 5 tokens.
+to the end, has the gradient of the sequence KL. Run the file for the table, computed; with --demo, for an experiment.
 """
 
+import argparse
 import math
 
 import torch
@@ -38,18 +39,14 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def _upcast(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()  # before subtracting: bf16 log-probs near -11 are 0.06 apart
-
-
 def _masked(mask: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    """Upcast, and 0 where mask is False: before any exp, so that no masked NaN comes back in the backward pass."""
+    """fp32 before subtracting (bf16 log-probs near -11 are 0.06 apart); 0 where mask is False before any exp (NaN)."""
     if any(x is None for x in tensors):
         raise ValueError("KL without reference log-probs (estimator full: without full_kl); zeros cannot replace them")
     if mask.dtype != torch.bool or any(x.shape != mask.shape for x in tensors):
         got = ", ".join(str(tuple(x.shape)) for x in (mask, *tensors))
         raise ValueError(f"KL needs a bool mask and equal shapes, got {mask.dtype} and {got}")
-    return [torch.where(mask, _upcast(x), 0.0) for x in tensors]
+    return [torch.where(mask, x.to(torch.promote_types(x.dtype, torch.float32)), 0.0) for x in tensors]
 
 
 @torch.no_grad()
@@ -113,7 +110,8 @@ def kl_values(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask
 
 def full_vocabulary_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """KL(pi||ref): [..., V], [..., V] -> [...], nats, differentiable in logits. Both at the sampling temperature."""
-    logp, ref = _upcast(logits).log_softmax(-1), _upcast(ref_logits).detach().log_softmax(-1)
+    fp32 = torch.promote_types(logits.dtype, torch.float32)
+    logp, ref = logits.log_softmax(-1, dtype=fp32), ref_logits.detach().log_softmax(-1, dtype=fp32)
     p = logp.exp()
     return (p * torch.where(p > 0, logp - ref, 0.0)).sum(-1)  # 0 log 0 = 0, for tokens barred by a logit of -inf
 
@@ -138,20 +136,13 @@ class AdaptiveKLController:
         self.coef *= factor
         return self.coef
 
-    def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = float(state["coef"])
-
 
 # The expected gradient of each setting: (on fresh samples, on stale ones). `table_row` finds the same by computing it.
 ZERO, REVERSE, FORWARD, TV = "zero", "grad KL(pi||ref)", "grad KL(ref||pi)", "grad 2TV(pi,ref)"
 AWAY, GAP, LATE = "-grad KL(old||pi)", "grad [KL(pi||ref) - KL(ref||pi)]", "grad [KL(pi||ref) - KL(pi||old)]"
-NONE = "not a KL gradient"
-RIGHT, WRONG = (REVERSE, REVERSE), (NONE, NONE)
+NONE, RIGHT = "not a KL gradient", (REVERSE, REVERSE)
 NAIVE_LOSS = (ZERO, AWAY), (REVERSE, NONE), (FORWARD, NONE), RIGHT, (TV, NONE), RIGHT  # in the order of ESTIMATORS
-REWARD = (REVERSE, LATE), WRONG, (GAP, NONE), (REVERSE, LATE), WRONG, (ZERO, ZERO)
+REWARD = (REVERSE, LATE), (NONE, NONE), (GAP, NONE), (REVERSE, LATE), (NONE, NONE), (ZERO, ZERO)
 WHY = {
     ("loss", ZERO): "noise without a pull, nothing holds the policy near the reference (unbiased does)",
     ("loss", AWAY): "a push away from the sampler that knows no reference: larger beta, larger KL (unbiased cures it)",
@@ -170,8 +161,8 @@ def kl_setting_message(
 ) -> tuple[str, list[str]]:
     """One line on what the setting means, and one for each way in which it does not do what its name says.
 
-    placement: none, loss, reward, both. kl_reward_norm: outside or inside the group statistics (no groups: outside).
-    Samples are stale from the second optimizer step of a batch on. Raises ValueError: unknown names, beta < 0.
+    kl_reward_norm: outside or inside the group statistics. Samples are stale from the second optimizer step of a batch
+    on. Raises ValueError: unknown names, beta < 0.
     """
     name = canonical_name(estimator)
     known = placement in ("none", "loss", "reward", "both") and gradient in ("naive", "unbiased")
@@ -182,14 +173,12 @@ def kl_setting_message(
     means, warnings = [], []
     for place in ("loss", "reward") if placement == "both" else (placement,):
         what = f"{name} in the {place}" + (f", {gradient}" if place == "loss" and name != "full" else "")
-        fresh, stale = (NAIVE_LOSS if place == "loss" else REWARD)[ESTIMATORS.index(name)]
-        if place == "loss" and gradient == "unbiased":
-            fresh, stale = RIGHT
-        when = {fresh: "fresh", stale: "stale"} if optimizer_steps_per_batch > 1 else {fresh: "fresh"}
-        when = when if fresh != stale else {fresh: "fresh and stale"}
-        gradients = ", ".join(f"{g} on {w} samples" for g, w in when.items())
-        means.append(f"{beta:g} x {what}: expected gradient {gradients}")
-        warnings += [f"KL: {what}: {g} on {w} samples: {WHY[place, g]}" for g, w in when.items() if g != REVERSE]
+        rows = REWARD if place == "reward" else NAIVE_LOSS if gradient == "naive" else (RIGHT,) * len(ESTIMATORS)
+        fresh, stale = rows[ESTIMATORS.index(name)]
+        when = [(fresh, "fresh and stale")] if fresh == stale else [(fresh, "fresh"), (stale, "stale")]
+        when = when[:optimizer_steps_per_batch]
+        means.append(f"{beta:g} x {what}: expected gradient " + ", ".join(f"{g} on {w} samples" for g, w in when))
+        warnings += [f"KL: {what}: {g} on {w} samples: {WHY[place, g]}" for g, w in when if g != REVERSE]
     if placement != "loss" and name == "k4":
         warnings.append("KL: k4 in the reward is k1: ratio is 1 where the reward is taken")
     if placement != "loss" and kl_reward_norm == "inside":
@@ -234,9 +223,78 @@ def print_table() -> None:
     for title, fresh in ("fresh samples", True), ("stale samples, a reward as it was when they were drawn", False):
         print(f"\n{title}\nplace   name  gradient  value bias    sd  expected gradient                 cosine    sd")
         for setting in SETTINGS:
-            row = setting + table_row(*setting, fresh)
-            print("{:8}{:6}{:9}{:+11.4f}{:6.3f}  {:33}{:+7.3f}{:6.3f}".format(*row))
+            print("{:8}{:6}{:9}{:+11.4f}{:6.3f}  {:33}{:+7.3f}{:6.3f}".format(*setting, *table_row(*setting, fresh)))
+
+
+# The experiment of --demo: GRPO on tables, so small that the KL of a whole sequence is known exactly. 8 groups of 8 a
+# step, clip 0.2, gradient norm 1. pi starts at ref. Reward 1: two of a response's 8 tokens are the prompt's own.
+CURVES, BETAS = [*((name, "naive") for name in ("k1", "k2", "k3", "k4")), ("k3", "unbiased")], (0.1, 0.3, 1.0)
+
+
+def toy_grpo(
+    settings: list[tuple[str, str, float]], *, seeds: int = 5, steps: int = 100, mini_batches: int = 4, epochs: int = 4,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.Adam, lr: float = 0.02, task: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """A run for each (estimator, gradient, beta in the loss) and seed -> the exact KL of a sequence in nats, the mean
+    reward of the last batch, both [settings, seeds], and log pi [runs, 4 prompts, 8 places, 8 tokens before, 8 tokens].
+    """
+    rng, copies, runs = torch.Generator().manual_seed(0), len(settings), len(settings) * seeds
+    ref = torch.randn(seeds, 4, 8, 8, 8, generator=rng).log_softmax(-1).repeat(copies, 1, 1, 1, 1)
+    run, prompt, place = torch.arange(runs)[:, None], torch.arange(64) // 16, torch.arange(8)
+    wanted = torch.randint(8, (seeds, 4), generator=rng).repeat(copies, 1)[:, prompt, None]  # [runs, 64, 1]
+    table = ref.clone().requires_grad_()
+    stepper = optimizer([table], lr=lr)
+    for _ in range(steps):
+        sampler, tokens = table.detach().log_softmax(-1), torch.zeros(runs, 64, 9, dtype=torch.long)  # begins with a 0
+        for t in range(8):
+            drawn = torch.rand(seeds, 64, 1, generator=rng).repeat(copies, 1, 1)
+            tokens[..., t + 1] = (sampler[run, prompt, t, tokens[..., t]].exp().cumsum(-1) < drawn).sum(-1).clamp(max=7)
+        at = run[..., None], prompt[:, None], place, tokens[..., :-1], tokens[..., 1:]  # of [runs, 64, 8] log-probs
+        rewards = ((tokens[..., 1:] == wanted).sum(-1) >= 2).view(runs, 8, 8) * float(task)
+        advantages = (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(-1, keepdim=True) + 1e-6)
+        order = (torch.randperm(8, generator=rng) for _ in range(epochs))  # of the groups; 8 samples each
+        for rows in ((g[:, None] * 8 + place).flatten() for x in order for g in x.chunk(mini_batches)):
+            logp, old, ref_logp = (x[at][:, rows] for x in (table.log_softmax(-1), sampler, ref))
+            ratio, a = (logp - old).exp(), advantages.view(runs, 64, 1)[:, rows]
+            loss = torch.maximum(-ratio * a, -ratio.clamp(0.8, 1.2) * a)
+            for (name, gradient, beta), part in zip(settings, torch.arange(runs).chunk(copies), strict=True):
+                of_part = logp[part], old[part], ref_logp[part], torch.ones_like(old[part], dtype=torch.bool)
+                loss[part] += beta * kl_loss(*of_part, estimator=name, gradient=gradient)
+            grad = torch.autograd.grad(loss.mean((1, 2)).sum(), table)[0]
+            table.grad = grad / grad.flatten(1).norm(dim=1).clamp(min=1).view(-1, 1, 1, 1, 1)
+            stepper.step()
+    logp, kl, before = table.detach().log_softmax(-1), torch.zeros(runs, 4), torch.eye(8)[0].expand(runs, 4, 8)
+    for t in range(8):  # the KL of each place, averaged over the law of the token before it
+        kl += (before * full_vocabulary_kl(logp[:, :, t], ref[:, :, t])).sum(-1)
+        before = (before[..., None] * logp[:, :, t].exp()).sum(-2)
+    return kl.mean(-1).view(copies, seeds), rewards.mean((1, 2)).view(copies, seeds), logp
+
+
+def demo(picture: str) -> bool:
+    """Print and draw the KL over beta; True if more beta means more KL with k1 as written, and less with the others."""
+    import matplotlib.pyplot as plt
+
+    settings = [("k1", "naive", 0.0), *((*curve, beta) for curve in CURVES for beta in BETAS)]
+    (kl, success, _), passed = toy_grpo(settings), True  # [settings, seeds]
+    print(f"\nKL of a sequence, mean and sd of {kl.shape[1]} seeds, and the share of solved problems")
+    for i, (name, gradient) in enumerate(CURVES):
+        at = [0, 3 * i + 1, 3 * i + 2, 3 * i + 3]  # beta 0, then BETAS
+        none, _, some, much = kl[at]
+        more = (much > 1.3 * none).all() and ((none < some) & (some < much)).sum() >= 4
+        passed &= bool(more if name == "k1" else ((some < 0.6 * none) & (much < 0.25 * none)).all())
+        for j, beta in zip(at, (0, *BETAS), strict=True):
+            print(
+                f"{name} {gradient:9} beta {beta:<4}{kl[j].mean():6.2f} +- {kl[j].std():.2f}  {success[j].mean():.2f}"
+            )
+        plt.errorbar((0, *BETAS), kl[at].mean(1), kl[at].std(1), label=f"{name} {gradient}")
+    plt.xlabel("beta"), plt.ylabel("KL of a sequence (nats)"), plt.legend(), plt.savefig(picture, dpi=120)
+    print(f"{'PASS' if passed else 'FAIL'}: with k1 more beta, more KL; with the others less; drawn in {picture}")
+    return passed
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Prints the table.")
+    parser.add_argument("--demo", metavar="PNG", nargs="?", const="docs/kl_demo.png", help="also train small tables")
+    picture = parser.parse_args().demo
     print_table()
+    raise SystemExit(0 if picture is None or demo(picture) else 1)

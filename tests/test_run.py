@@ -49,6 +49,48 @@ def test_every_kl_setting_runs(tiny, tmp_path, placement, estimator, gradient):
     assert (second["loss/kl"] != 0) == (placement in ("loss", "both"))
 
 
+@pytest.mark.parametrize("norm, estimator", [("outside", "k1"), ("outside", "k3"), ("inside", "k1")])
+def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatch, norm, estimator):
+    """What the loss is given, recomputed: the task's advantage, and from each token beta times the KL that follows."""
+    seen, token_loss = [], grpo.token_loss
+
+    def spy(logprobs, old, ref, sampler, advantages, *rest):
+        seen.append([x.detach().view(-1, 8).double() for x in (advantages, old - ref, ref - old)])  # [responses, 8]
+        return token_loss(logprobs, old, ref, sampler, advantages, *rest)
+
+    monkeypatch.setattr(grpo, "token_loss", spy)
+    args = tiny_args(
+        *(tiny, tmp_path),
+        beta=0.5,
+        kl_placement="reward",
+        kl_estimator=estimator,
+        kl_reward_norm=norm,
+        learning_rate=1e-2,
+        warm_up_steps=0,
+        batch_layout="padded",
+        micro_batch_tokens=4096,
+        ignore_eos=True,
+        eval_prompts=0,
+        log_samples=16,
+    )
+    run_here(args)
+    advantages, d, log_ratio = seen[-1]
+    assert d.abs().mean() > 0.05 and len(advantages) == 16  # the second step: the policy has left the reference
+    kl = d if estimator == "k1" else log_ratio.exp() - 1 - log_ratio
+    folder = Path(args.output_dir) / data.run_name(args, grpo.Args())
+    samples = [s for s in read_jsonl(folder / "samples.jsonl") if s["step"] == 2]
+    rewards = torch.tensor([s["reward"] for s in samples], dtype=torch.float64).view(4, 4)
+    ends = []
+    for order in itertools.permutations(range(4)):  # rows come longest prompt first
+        r = rewards[list(order)]
+        if norm == "outside":
+            expected = grpo.group_advantages(r, "standard").view(16, 1) - 0.5 * kl.flip(1).cumsum(1).flip(1)
+        else:
+            expected = grpo.group_advantages(r - 0.5 * kl.sum(1).view(4, 4), "standard").view(16, 1)
+        ends.append((advantages - expected).abs().max().item())
+    assert min(ends) < 1e-4
+
+
 def test_a_fresh_step(tiny, tmp_path):
     """One optimizer step on fresh samples: ratio exactly 1, nothing clipped, KL to the reference exactly 0."""
     first, second = run_here(tiny_args(tiny, tmp_path, beta=0.1, learning_rate=1e-3))
@@ -57,6 +99,16 @@ def test_a_fresh_step(tiny, tmp_path):
         assert m["sampler/logprob_diff_max"] < 1e-4 and m["sampler/staleness"] == 0
     assert [first[f"kl/{k}"] for k in ("k1", "k2", "k3", "k4", "abs", "sequence")] == [0] * 6
     assert second["kl/abs"] > 0
+
+
+def test_logged_full_kl_is_the_expectation_of_the_logged_samples(tiny, tmp_path):
+    """kl/full of every sample equals what the estimator full has in the loss, and k1 and k3 scatter around it."""
+    changes = {"beta": 0.1, "kl_estimator": "full", "learning_rate": 1e-2, "warm_up_steps": 0, "eval_prompts": 0}
+    args = tiny_args(tiny, tmp_path, **changes, kl_full_samples=64, num_samples_per_prompt_rollout=16)
+    second = run_here(args)[1]
+    assert second["kl/full"] > 0.01
+    assert second["kl/full"] == pytest.approx(second["loss/kl"], rel=1e-4)  # both are means over all tokens
+    assert second["kl/k3"] == pytest.approx(second["kl/full"], rel=0.5)
 
 
 def test_without_beta_no_reference_is_loaded(tiny, tmp_path, monkeypatch):

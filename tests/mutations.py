@@ -1,0 +1,139 @@
+"""Puts known bugs into a copy of the project, one at a time, and shows that the fast tests of the KL notice each.
+
+    python tests/mutations.py            every mutation, a line each; exit code 1 when a test run stays green
+
+A mutation is (what it is, file, text, text in its place); the text must occur in the file, so a mutation that no longer
+applies is an error and not a success.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ["tests/test_kl_estimators.py", "tests/test_algorithm.py", "tests/test_run.py"]
+KL, GRPO = "kl_estimators.py", "grpo.py"
+MUTATIONS = [
+    ("sign of d", KL, "    d = logp - ref\n", "    d = ref - logp\n"),
+    ("sign of d, in the script", GRPO, "d = logprobs - ref\n", "d = ref - logprobs\n"),
+    ("k2 without its 1/2", KL, "(d * d / 2, d)", "(d * d, 2 * d)"),
+    ("k2 without its 1/2, in the script", GRPO, "kl = d.square() / 2", "kl = d.square()"),
+    ("k3 by exp", KL, "torch.expm1(-d_exp) + d_exp,", "(-d_exp).exp() - 1 + d_exp,"),
+    ("k3 with the other sign", KL, "torch.expm1(-d_exp) + d_exp,", "torch.expm1(d_exp) - d_exp,"),
+    ("k4 with a detached ratio", KL, "(ratio * d, ratio * (d + 1))", "(ratio * d, ratio)"),
+    (
+        "k4 with a detached ratio, in the script",
+        GRPO,
+        "stop_at(logprobs - old, -20, 20).exp() * d",
+        "stop_at(logprobs - old, -20, 20).exp().detach() * d",
+    ),
+    (
+        "live ratio on k2",
+        KL,
+        '"unbiased": (d, ratio.clamp(max=RATIO_CLIP) * d.clamp',
+        '"unbiased": (d, ratio.clamp(max=RATIO_CLIP) * (d + d * d / 2).clamp',
+    ),
+    ("unbiased without the ratio", KL, "ratio.clamp(max=RATIO_CLIP) * d.clamp", "d.clamp"),
+    (
+        "unbiased without the ratio, in the script",
+        GRPO,
+        "(logprobs - old).clamp(-20, 20).exp().clamp(max=10) * d.clamp",
+        "d.clamp",
+    ),
+    (
+        "old and ref swapped",
+        KL,
+        "logp, old, ref = _masked(mask, logprobs, old_logprobs, ref_logprobs)",
+        "logp, ref, old = _masked(mask, logprobs, old_logprobs, ref_logprobs)",
+    ),
+    ("old and ref swapped, in the script", GRPO, "d = logprobs - ref\n", "d = logprobs - old\n"),
+    ("KL of the reward inside the std", GRPO, 'args.kl_reward_norm == "inside"', 'args.kl_reward_norm != "inside"'),
+    (
+        "mean of the KL instead of its sum",
+        GRPO,
+        "penalty_N = controller.coef * return_to_go(kl_N, offsets)",
+        "penalty_N = controller.coef * return_to_go(kl_N, offsets) / 8",
+    ),
+    ("sum up to a token instead of from it", GRPO, ".flip(0).cumsum(0).flip(0)", ".cumsum(0)"),
+    (
+        "mask after the exponential",
+        KL,
+        "return [torch.where(mask, _upcast(x), 0.0) for x in tensors]",
+        "return [_upcast(x) for x in tensors]",
+    ),
+    ("beta twice in the loss", GRPO, "loss = loss + beta * kl", "loss = loss + beta * beta * kl"),
+    (
+        "beta twice in the reward",
+        GRPO,
+        "penalty_N = controller.coef * ",
+        "penalty_N = controller.coef * controller.coef * ",
+    ),
+    (
+        "reward that ignores its estimator",
+        KL,
+        "return _values_and_slopes(logp, logp, ref)[name][0]",
+        'return _values_and_slopes(logp, logp, ref)["k1"][0]',
+    ),
+    (
+        "reward that ignores its estimator, in the script",
+        GRPO,
+        "all_N, estimator=args.kl_estimator,",
+        'all_N, estimator="k1",',
+    ),
+    (
+        "KL in the loss whatever the placement",
+        GRPO,
+        'if ref is not None and args.kl_placement in ("loss", "both"):',
+        "if ref is not None:",
+    ),
+    ("clamp after the exponential", KL, "torch.expm1(-d_exp) + d_exp,", "(torch.expm1(-d) + d).clamp(max=1e9),"),
+    (
+        "clamp after the exponential, in the script",
+        GRPO,
+        "torch.expm1(-stop_at(d, -20, math.inf)) + stop_at(d, -20, math.inf)",
+        "(torch.expm1(-d) + d).clamp(max=1e9)",
+    ),
+    ("bf16 subtracted before the upcast", KL, "return x if x.dtype == torch.float64 else x.float()", "return x"),
+    ("a zero in place of a missing reference", KL, "if any(x is None for x in tensors):", "if False:"),
+]
+
+
+def survivors() -> list[str]:
+    """The mutations that no test noticed; prints one line for each mutation."""
+    alive = []
+    with tempfile.TemporaryDirectory() as folder:
+        for source in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
+            shutil.copy(source, folder)
+        for name in ("tests", "scripts", "docs"):
+            shutil.copytree(ROOT / name, Path(folder) / name)
+        run = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS]
+        run += ["-k", "kl or algorithm or fresh_step"]
+
+        def green() -> bool:
+            done = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=900)
+            if done.returncode not in (0, 1):
+                raise RuntimeError(f"pytest itself failed:\n{done.stdout}\n{done.stderr}")
+            return done.returncode == 0
+
+        if not green():
+            raise RuntimeError("the tests fail without any mutation")
+        for what, file, text, other in MUTATIONS:
+            path = Path(folder) / file
+            original = path.read_text()
+            if text not in original:
+                raise RuntimeError(f"{what}: {file} no longer has {text!r}")
+            path.write_text(original.replace(text, other))
+            survived = green()
+            path.write_text(original)
+            print(f"{'ALIVE ' if survived else 'killed'}  {what}", flush=True)
+            alive += [what] * survived
+    print(f"{len(MUTATIONS) - len(alive)} of {len(MUTATIONS)} killed")
+    return alive
+
+
+if __name__ == "__main__":
+    raise SystemExit(1 if survivors() else 0)
