@@ -32,9 +32,9 @@ PRESENTATION = (
 )
 MAY_BE_NEGATIVE = ("seed", "reward_scaling", "reward_bias", "non_stop_penalty", "entropy_coeff")
 AT_MOST_ONE = ("top_p", "eval_top_p", "lr_min_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha")
-# For data sets that say nothing about the form of an answer. The example shows that results can be negative: the small
-# model got 1 of 189 such samples right before training, under seven prompts, and what is not sampled is not learnt.
-SYSTEM_PROMPTS = {"reasoning_gym:chain_sum": "Write out the calculation, for example 2 - 5 = -3."}
+# For data sets that say nothing about the form of an answer. The example shows that results can be negative: what is
+# never sampled is not learnt, and with the model's own system prompt a minus is rare there.
+SYSTEM_PROMPTS = {"reasoning_gym:chain_sum": "Write out the calculation: 2 - 4 = -2"}
 CHAT_TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
@@ -280,6 +280,11 @@ def check_args(args, world_size: int) -> None:
         ),
         (args.offload_param and args.zero_stage != 3, f"--offload_param needs --zero_stage 3, not {args.zero_stage}"),
         (args.rollout == "hf" and args.stop, "--stop works with --rollout vllm only"),
+        (
+            args.ignore_eos and args.mask_truncated_completions,
+            "--ignore_eos cuts every response, and responses that were cut are left out of the loss; add "
+            "--no-mask_truncated_completions",
+        ),
         (
             world_size % tp or (args.rollout == "hf" and tp > 1),
             f"--vllm_tensor_parallel_size {tp} must divide the {world_size} rank(s), and needs --rollout vllm",
@@ -586,6 +591,8 @@ class RunLog:
         ]
         if metrics["optim/skipped"]:
             parts.append(f"SKIPPED {metrics['optim/skipped']}")
+        if metrics["completions/truncated_frac"] == 1 and self.args.mask_truncated_completions:
+            parts.append("ALL CUT, nothing to train on: raise --max_response_length")
         self._say(" | ".join(p for p in parts if p))
         if self.progress is not None:
             self.progress.update(self.bar, completed=step)

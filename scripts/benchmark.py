@@ -264,7 +264,7 @@ def floors(model, samples: list[Sample], cap: int, flops: float, bandwidth: floa
 def main(args: Args) -> None:
     prompts, group, cap = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout, args.max_response_length
     shared = {k: v for k, v in vars(args).items() if k not in ("repeats", "skip_engine", "json")}
-    run = grpo.Args(**shared, ignore_eos=True)
+    run = grpo.Args(**shared, ignore_eos=True, mask_truncated_completions=False)
     data.check_args(run, 1)
     grpo.check_args(run)
     data.check_model(run)

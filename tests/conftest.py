@@ -107,6 +107,7 @@ def tiny_args(tiny: Path, out: Path, **changes):
             "micro_batch_tokens": 256,
             "logprob_micro_batch_tokens": 256,
             "mask_no_eos_with_zero": False,
+            "mask_truncated_completions": False,  # a random model seldom ends by itself
             "reward_fn": f"{ROOT / 'tests' / 'verifiers.py'}:parity",
             "log_samples_every": 0,
             **changes,

@@ -62,8 +62,8 @@ MUTATIONS = [
     (
         "mask after the exponential",
         KL,
-        "return [torch.where(mask, _upcast(x), 0.0) for x in tensors]",
-        "return [_upcast(x) for x in tensors]",
+        "torch.where(mask, x.to(torch.promote_types(x.dtype, torch.float32)), 0.0)",
+        "x.to(torch.promote_types(x.dtype, torch.float32))",
     ),
     ("beta twice in the loss", GRPO, "loss = loss + beta * kl", "loss = loss + beta * beta * kl"),
     (
@@ -97,7 +97,12 @@ MUTATIONS = [
         "torch.expm1(-stop_at(d, -20, math.inf)) + stop_at(d, -20, math.inf)",
         "(torch.expm1(-d) + d).clamp(max=1e9)",
     ),
-    ("bf16 subtracted before the upcast", KL, "return x if x.dtype == torch.float64 else x.float()", "return x"),
+    (
+        "bf16 subtracted before the upcast",
+        KL,
+        "torch.where(mask, x.to(torch.promote_types(x.dtype, torch.float32)), 0.0)",
+        "torch.where(mask, x, 0.0)",
+    ),
     ("a zero in place of a missing reference", KL, "if any(x is None for x in tensors):", "if False:"),
 ]
 

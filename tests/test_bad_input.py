@@ -145,6 +145,7 @@ CASES = {
     # sampling and engine
     "top_p": ({"top_p": 0.9}, ["--top_p 0.9", "must be off", "--eval_top_p"]),
     "top_k": ({"top_k": 50}, ["--top_k 50", "must be off", "--eval_top_k"]),
+    "nothing to train": ({"ignore_eos": True}, ["--ignore_eos", "--no-mask_truncated_completions"]),
     "greedy": ({"do_sample": False}, ["--no-do_sample", "--eval_temperature 0"]),
     "stop strings without vLLM": ({"rollout": "hf", "stop": ("\n",)}, ["--stop", "--rollout vllm"]),
     "tensor parallel": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size 2", "must divide the 1 rank"]),
