@@ -16,10 +16,12 @@ from pathlib import Path
 
 
 def pass_on(signum: int, frame: object) -> None:
-    """Send the signal to the ranks; end as the shell says it (128 + number) when there are none yet."""
+    """Send the signal to the ranks, unless they have it; end as a shell says it (128 + number) without any."""
     children = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
     if not children:
         raise SystemExit(128 + signum)
+    if "STOP_REACHES_ALL" in os.environ:  # Slurm signals every process of a job's step
+        return
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(int(pid), signum)

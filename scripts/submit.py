@@ -120,7 +120,7 @@ def launched(command: tuple[str, ...], job: Job) -> str:
 WAIT = """\
 child= asked= stopping=0
 ask() { # once: a second SIGTERM often means "leave at once"
-    [ -n "$child" ] && [ "$asked" != "$child" ] && asked=$child && kill -TERM "$child" 2>/dev/null
+    [ -n "$child" ] && [ "$asked" != "$child" ] && asked=$child && @ASK@
 }
 trap 'stopping=1 again=1; ask' TERM INT USR1
 finish() { # wait for $child, whatever happens meanwhile; its exit code
@@ -144,11 +144,13 @@ def job_script(
     port: str | None = None,
     task: str | None = None,
     repeat: bool = True,
+    ask: str = 'kill -TERM "$child" 2>/dev/null',
 ) -> str:
     """The script of one node. ``rank``, ``address``, ``port``, ``task`` are shell expressions of the backend.
 
     port: None finds a free one, which serves where there is a single node. task: the number of the command to run,
-    None for all in turn. repeat: start a command that ends with 75 again right here, where the backend cannot.
+    None for all in turn. repeat: start a command that ends with 75 again right here, where the backend cannot. ask:
+    how a request to stop reaches the command.
     """
     dirty = ", with uncommitted changes" if job.git.get("dirty") else ""
     lines = ["#!/usr/bin/env bash", f"# {job.run_id}: commit {job.git.get('commit', 'unknown')}{dirty}", "set -u"]
@@ -166,7 +168,7 @@ def job_script(
     lines += [
         'mkdir -p "$RUN_DIR"',
         "",
-        WAIT,
+        WAIT.replace("@ASK@", ask),
         "run() { # run NUMBER WORDS...: a command, unless it finished before a restart of this submission",
         f'    local number=$1 mark="$RUN_DIR/finished.{job.submitted}.$1.${{NODE_RANK:-0}}" attempt=0 code',
         "    shift",
@@ -232,7 +234,11 @@ def local(job: Job) -> Plan:
 
 
 def slurm(job: Job) -> Plan:
-    """sbatch: a batch script on the first node starts the node script everywhere, and requeues the job on 75."""
+    """sbatch: a batch script on the first node starts the node script everywhere, and requeues the job on 75.
+
+    Slurm signals the batch script GRACE seconds before the end. SIGTERM to srun kills the step; scancel sends it to
+    every process of the step, so nobody passes it on (STOP_REACHES_ALL, for scripts/launch.py too).
+    """
     array = job.array_parallelism is not None
     multi = job.num_nodes > 1
     node_script = job_script(
@@ -242,6 +248,7 @@ def slurm(job: Job) -> Plan:
         port='"$MASTER_PORT"' if multi else None,
         task='"$SLURM_ARRAY_TASK_ID"' if array else None,
         repeat=False,
+        ask=":",
     )
     run_dir = shlex.quote(job.run_dir) + ('/task_"$SLURM_ARRAY_TASK_ID"' if array else "")
     srun = ["srun", "--kill-on-bad-exit=1", *([f"--cpus-per-task={job.cpus}"] if job.cpus else [])]
@@ -252,7 +259,8 @@ def slurm(job: Job) -> Plan:
         lines.append(f"MASTER_PORT=$({shlex.join([python_of(job), '-c', FREE_PORT])})")
         lines.append("export MASTER_ADDR MASTER_PORT")
     lines += [
-        WAIT,
+        "export STOP_REACHES_ALL=1",
+        WAIT.replace("@ASK@", 'scancel --signal=TERM "$SLURM_JOB_ID.0"'),
         'rm -f "$RUN_DIR"/exit.*',
         f"{shlex.join([*srun, 'bash', f'{job.run_dir}/job.sh'])} &",
         "child=$!",
