@@ -163,8 +163,9 @@ def job_script(
         if port is None:
             port = f"$({shlex.join([python_of(job), '-c', FREE_PORT])})"
         lines.append(f"export NUM_NODES={job.num_nodes} NODE_RANK={rank} MASTER_ADDR={address} MASTER_PORT={port}")
-    condition = f'[ "$code" = 75 ] && [ "$stopping" = 0 ] && [ "$attempt" -lt {job.max_retries} ]'
-    again = f'{condition} || return "$code"' if repeat else 'return "$code"'
+    again = (
+        f'[ "$code" = 75 ] && [ "$attempt" -lt {job.max_retries} ] || return "$code"' if repeat else 'return "$code"'
+    )
     lines += [
         'mkdir -p "$RUN_DIR"',
         "",
@@ -176,13 +177,14 @@ def job_script(
         '    export WANDB_RUN_ID="$RUN_ID-$number"',
         "    while :; do",
         '        [ "$stopping" = 0 ] || return 75',
+        *(['        [ "$attempt" = 0 ] || echo "exit code 75: start $((attempt + 1))" >&2'] * repeat),
         '        "$@" &',
         "        child=$!",
         "        finish",
         "        code=$?",
         '        [ "$code" != 0 ] || { touch "$mark"; return 0; }',
         f"        {again}",
-        *(["        attempt=$((attempt + 1))", '        echo "exit code 75: start $((attempt + 1))" >&2'] * repeat),
+        *(["        attempt=$((attempt + 1))"] * repeat),
         "    done",
         "}",
         'leave() { echo "$1" >"$RUN_DIR/exit.${NODE_RANK:-0}"; exit "$1"; }',

@@ -1,4 +1,4 @@
-"""The sweep scripts: the commands they make, what they skip, what they pass on. And scripts/launch.py with real ranks."""
+"""The sweep scripts: the commands they make and what they skip. And scripts/launch.py with real ranks."""
 
 from __future__ import annotations
 
@@ -70,8 +70,14 @@ def test_seeds(seeds, found, tmp_path):
     assert [int(c[c.index("--seed") + 1]) for c in commands] == found
 
 
-@pytest.mark.parametrize("words, says", [(["--seeds", "3..1"], "--seeds 3..1: write 1..5"), (["--seeds"], "--seeds : write"),
-                                         (["--nonsense", "1"], "nonsense")])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--seeds", "3..1"], "--seeds 3..1: write 1..5"),
+        (["--seeds"], "--seeds : write"),
+        (["--nonsense", "1"], "nonsense"),
+    ],
+)
 def test_bad_arguments_end_the_sweep(words, says):
     code, commands, said = sweep("sweep_lr.sh", *words)
     assert code == 2 and commands == [] and says in said
@@ -90,7 +96,7 @@ def test_in_front_of_every_command_stands_the_submission(tmp_path):
     assert f"run 1 {sys.executable} grpo.py --exp_name sweep_lr --learning_rate 1e-5 --seed 1" in said
 
 
-# ------------------------------------------------------------------------------------------------------- what is skipped
+# ------------------------------------------------------------------------------------------------------ what is skipped
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +187,7 @@ os._exit(code)
 
 
 def node_scripts(folder: Path, flags: str, *words: str) -> list[subprocess.Popen]:
-    """Both nodes of a job as SkyPilot starts them, on this machine: the rendered script, its place in the environment."""
+    """The nodes of a job as SkyPilot starts them, all on this machine: the script, its place in the environment."""
     from test_submit import job_of, script_of, submit
 
     (folder / "rank.py").write_text(RANK)
