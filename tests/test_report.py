@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -171,8 +172,7 @@ class Browser:
     """A headless Chromium with the page open, driven over its debugging port."""
 
     def __init__(self, page: Path, profile: Path):
-        from websockets.sync.client import connect
-
+        connect = pytest.importorskip("websockets.sync.client").connect
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -196,7 +196,8 @@ class Browser:
             except (OSError, StopIteration):
                 assert time.monotonic() < deadline, "the browser did not start"
                 time.sleep(0.2)
-        self.socket = connect(target["webSocketDebuggerUrl"], max_size=None, proxy=None)
+        self.stack = contextlib.ExitStack()
+        self.socket = self.stack.enter_context(connect(target["webSocketDebuggerUrl"], max_size=None, proxy=None))
         for domain in ("Runtime", "Log", "Network", "Page"):
             self.ask(f"{domain}.enable")
         self.ask("Page.navigate", url=page.as_uri())
@@ -227,7 +228,7 @@ class Browser:
         self.ask("Input.insertText", text=text)
 
     def close(self) -> None:
-        self.socket.close()
+        self.stack.close()
         self.process.terminate()
         self.process.wait(timeout=20)
 

@@ -160,13 +160,16 @@ def test_preempted_requeued_finished(slurm, tmp_path):
     print(log)
 
 
-@pytest.mark.parametrize("code, retries, restarts", [(3, 5, "0"), (75, 0, "0"), (75, 2, "2")])
+@pytest.mark.parametrize("code, retries, restarts", [(3, 5, 0), (75, 0, 0), (75, 2, 2), (137, 5, 0)])
 def test_other_codes_and_the_limit(slurm, tmp_path, code, retries, restarts):
-    (tmp_path / "steps.py").write_text(PROGRAM)
+    """As many starts as requeues and one; a node whose script was killed (137) left no code, and is no 75 either."""
+    kill = "os.kill(os.getppid(), 9)\n" if code == 137 else ""
+    (tmp_path / "steps.py").write_text(PROGRAM.replace("sys.exit(int(sys.argv[2]))", f"{kill}sys.exit({code})"))
     words = ["--run_dir", "run", "--max_retries", str(retries), "--", sys.executable, "steps.py", "1", str(code)]
     job = slurm.submit(tmp_path, *words)
     now = slurm.wait(job, "FAILED", "COMPLETED")
-    assert (now["JobState"], now["ExitCode"], now["Restarts"]) == ("FAILED", f"{code}:0", restarts)
+    assert (now["JobState"], now["ExitCode"], now["Restarts"]) == ("FAILED", f"{code}:0", str(restarts))
+    assert (tmp_path / "run" / f"slurm-{job}.out").read_text().count("from step") == restarts + 1
 
 
 def test_array_and_dependency(slurm, tmp_path):
