@@ -454,10 +454,10 @@ def beaker(job: Job) -> Plan:
         "propagatePreemption": True,
         "synchronizedStartTimeout": "15m",
     }
-    kind, _, image = job.image.rpartition("docker:")
+    docker = job.image.startswith("docker:")
     task = {
         "name": job.name,
-        "image": {"docker" if kind != job.image and job.image.startswith("docker:") else "beaker": image},
+        "image": {"docker" if docker else "beaker": job.image.removeprefix("docker:")},
         "command": ["bash", "-c"],
         "arguments": [script],
         "envVars": [{"name": name, "secret": name} for name in job.secret] or None,
@@ -586,6 +586,9 @@ def make_job(args: argparse.Namespace, commands: list[list[str]], environ: dict[
     run_dir = args.run_dir or f"runs/jobs/{run_id}"
     if not re.fullmatch(r"[\w./=+,@-]+", run_dir):
         refuse(f"--run_dir {run_dir}: use letters, digits and _ . / = + , @ - only")
+    here = args.backend in ("local", "slurm")  # the files written here are those that run
+    if here and args.workdir:
+        run_dir = os.path.abspath(run_dir)
     gpu_type, _, count = (args.gpus or "0").rpartition(":")
     if not count.isdecimal() or ":" in gpu_type:
         refuse(f"--gpus {args.gpus}: write 8, or with a type h100:8")
@@ -639,7 +642,7 @@ def make_job(args: argparse.Namespace, commands: list[list[str]], environ: dict[
         submitted=time.strftime("%Y%m%d-%H%M%S"),
         commands=tuple(tuple(c) for c in commands),
         git=git_state(),
-        workdir=args.workdir or (os.getcwd() if args.backend in ("local", "slurm") else None),
+        workdir=args.workdir or (os.getcwd() if here else None),
         cluster=tuple(args.cluster),
         workspace=args.workspace,
         account=args.account,
@@ -659,6 +662,10 @@ def make_job(args: argparse.Namespace, commands: list[list[str]], environ: dict[
         depends_on=tuple(args.depends_on),
         array_parallelism=args.array_parallelism,
     )
+    if here and job.processes > 1 and not Path(job.workdir, "scripts/launch.py").is_file():
+        refuse(
+            f"--workdir {job.workdir}: no scripts/launch.py there, which starts several processes; start from its root"
+        )
     for command in commands:
         if job.processes > 1 and is_python(tuple(command)) and not "".join(command[1:2]).endswith(".py"):
             refuse(

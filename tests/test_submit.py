@@ -335,6 +335,21 @@ def test_a_restarted_script_skips_what_has_finished(tmp_path):
     assert [(tmp_path / f).read_text() for f in "ab"] == ["2", "3"]
 
 
+def test_the_folder_to_run_in(tmp_path):
+    """--workdir for the command; the job's folder stays where it was submitted."""
+    (tmp_path / "there").mkdir()
+    done = run_local(tmp_path, "--workdir", str(tmp_path / "there"), "--run_dir", "r", "--", *count("n", 0, 1))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "there" / "n").exists() and (tmp_path / "r" / "exit.0").exists()
+    assert run_local(tmp_path, "--gpus", "2", "--", "python", "x.py").returncode == 2  # accelerate's start is not here
+
+
+def test_several_processes_need_a_file_to_start(capsys):
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", "local", "--gpus", "2", "--dry_run", "--", "python", "-u", "grpo.py"])
+    assert stop.value.code == 2 and "put the file right after python" in capsys.readouterr().err
+
+
 STUBBORN = """
 import signal, sys, time, pathlib
 def save(*_):
