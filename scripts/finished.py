@@ -1,0 +1,69 @@
+"""Is the run of this command line finished? For sweeps: they skip what is.
+
+    python scripts/finished.py grpo.py --beta 0.03 --seed 2      exit code 0: finished, 1: not begun, 3: begun
+
+Finished is judged by what only the end of a run writes: the last step in metrics.jsonl, the evaluation after it in
+eval.jsonl, and the weights in model/; and the run's arguments must be these. Says what it found on one line. Ends with
+2 for arguments that the script does not take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
+
+import data
+
+FINISHED, ABSENT, BEGUN = 0, 1, 3
+
+
+def last_step(path: Path) -> int:
+    """Step of the last whole line of a .jsonl file; -1 without any."""
+    for line in reversed(path.read_text().splitlines() if path.is_file() else []):
+        try:
+            return json.loads(line)["step"]
+        except json.JSONDecodeError:
+            continue  # half written
+    return -1
+
+
+def state(args, defaults) -> tuple[int, str]:
+    """(FINISHED, ABSENT or BEGUN, in words) of the run that these arguments name."""
+    folder = Path(args.output_dir) / data.run_name(args, defaults)
+    if not (folder / "config.json").is_file():
+        return ABSENT, f"not begun: {folder}"
+    theirs, ours = json.loads((folder / "config.json").read_text())["args"], json.loads(json.dumps(vars(args)))
+    for name in ours:
+        if name not in data.PRESENTATION and ours[name] != theirs.get(name):
+            return BEGUN, f"another run: {folder} has --{name} {theirs.get(name)}, not {ours[name]}"
+    batch = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    steps = args.total_steps if args.total_episodes is None else args.total_episodes // batch
+    reached = last_step(folder / "metrics.jsonl")
+    if reached < steps:
+        return BEGUN, f"begun: {folder} is at step {max(reached, 0)} of {steps}"
+    if args.eval_prompts > 0 and last_step(folder / "eval.jsonl") < steps:
+        return BEGUN, f"begun: {folder} has not evaluated its last step"
+    if not (folder / "model" / "config.json").is_file() or not any((folder / "model").glob("*.safetensors")):
+        return BEGUN, f"begun: {folder} has not saved its model"
+    return FINISHED, f"finished: {folder}"
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or not sys.argv[1].endswith(".py"):
+        data.refuse("give a script and its arguments: finished.py grpo.py --beta 0.03")
+    import tyro
+
+    script = importlib.import_module(Path(sys.argv[1]).stem)
+    assert dataclasses.is_dataclass(script.Args)
+    code, words = state(tyro.cli(script.Args, args=sys.argv[2:]), script.Args())
+    print(words)
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

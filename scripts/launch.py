@@ -1,0 +1,42 @@
+"""``accelerate launch`` that keeps the exit code of the ranks, and lets them finish when it is asked to stop.
+
+    python scripts/launch.py --config_file scripts/zero2.yaml --num_processes 8 grpo.py ...
+
+Takes what ``accelerate launch`` takes. On its own that ends with 1 whatever code the ranks ended with, so 75 ("saved,
+start me again") would be lost; and SIGTERM makes it kill the ranks 30 seconds later, however long they need to save.
+Here the first rank that fails gives the exit code, and SIGTERM is passed on to the ranks, which end when they are done.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+
+def pass_on(signum: int, frame: object) -> None:
+    """Send the signal to the ranks, unless they have it; end as a shell says it (128 + number) without any."""
+    children = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+    if not children:
+        raise SystemExit(128 + signum)
+    if "STOP_REACHES_ALL" in os.environ:  # Slurm signals every process of a job's step
+        return
+    for pid in children:
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signum)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGINT,SIGHUP,SIGQUIT")  # torchrun's own, without SIGTERM
+    signal.signal(signal.SIGTERM, pass_on)
+    from accelerate.commands.launch import main
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        main()
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        print(f"rank {rank} ended first, with exit code {code}", flush=True)
+        raise SystemExit(code if code > 0 else 128 - code) from None  # negative: the number of a signal

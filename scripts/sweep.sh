@@ -1,0 +1,60 @@
+# Common to the sweeps: source it with their arguments, then call `run ARGUMENTS...` in loops.
+#   --seeds 1..5    or 1,3,8; other arguments go to every run
+#   RUN=...         what stands in front of every command: echo, or a submission that ends in --
+#   SCRIPT=grpo.py  PYTHON=.venv/bin/python
+# A finished run is skipped (scripts/finished.py says which are). One that was begun is left alone, since it may be
+# going on; --overwrite starts it again.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)}
+SCRIPT=${SCRIPT:-grpo.py}
+seeds=(1 2 3)
+common=()
+overwrite=0
+started=0 skipped=0 failed=0
+
+while (($#)); do
+    case $1 in
+    --seeds=*) set -- --seeds "${1#*=}" "${@:2}" ;;
+    --seeds)
+        if [[ ${2:-} =~ ^([0-9]+)\.\.([0-9]+)$ ]] && ((BASH_REMATCH[1] <= BASH_REMATCH[2])); then
+            mapfile -t seeds < <(seq "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}")
+        elif [[ ${2:-} =~ ^[0-9]+(,[0-9]+)*$ ]]; then
+            IFS=, read -ra seeds <<<"$2"
+        else
+            echo "error: --seeds ${2:-}: write 1..5 or 1,3,8" >&2
+            exit 2
+        fi
+        shift 2
+        ;;
+    *)
+        [[ $1 != --overwrite ]] || overwrite=1
+        common+=("$1")
+        shift
+        ;;
+    esac
+done
+
+run() {
+    local said state=0
+    said=$("$PYTHON" scripts/finished.py "$SCRIPT" "$@" "${common[@]}") || state=$?
+    if ((state == 2)); then
+        exit 2 # what is wrong with the arguments has been said
+    elif ((state == 0 || (state == 3 && !overwrite))); then
+        echo "skipped, $said"
+        skipped=$((skipped + 1))
+    elif ((state != 1 && state != 3)); then
+        exit "$state"
+    elif ${RUN:-} "$PYTHON" "$SCRIPT" "$@" "${common[@]}"; then # RUN is several words
+        started=$((started + 1))
+    else
+        echo "failed with exit code $?: $*" >&2
+        failed=$((failed + 1))
+    fi
+}
+
+end() { # the sweep's last words, and 1 if a run failed: the others were not held up by it
+    echo "$started started, $skipped skipped, $failed failed" >&2
+    ((failed == 0))
+}

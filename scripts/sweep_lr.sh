@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Learning rate x seed; see scripts/sweep.sh for --seeds, RUN and what is skipped.
+#   scripts/sweep_lr.sh --seeds 1..5
+#   LEARNING_RATES="1e-5 3e-5" RUN="python scripts/submit.py --backend slurm --gpus 1 --" scripts/sweep_lr.sh
+# Then: python scripts/plot.py runs --by learning_rate
+. "$(dirname "${BASH_SOURCE[0]}")/sweep.sh"
+
+for seed in "${seeds[@]}"; do
+    for learning_rate in ${LEARNING_RATES:-3e-6 1e-5 3e-5 1e-4 3e-4}; do
+        run --exp_name sweep_lr --learning_rate "$learning_rate" --seed "$seed"
+    done
+done
+end

@@ -1,0 +1,398 @@
+"""scripts/submit.py: what every backend writes and runs, word for word, and the local backend for real."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+
+spec = importlib.util.spec_from_file_location("submit", ROOT / "scripts" / "submit.py")
+submit = sys.modules["submit"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(submit)
+
+SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py")]
+SECRET = "hf_9f8e7d6c5b4a"
+NASTY = [
+    *("it's", 'say "hi"', "$HOME and ${HOME}", "$(HF_TOKEN)", "`id`", "two\nlines\n", "</answer>", "a  b", "", "*"),
+    *(
+        '{"rope": {"theta": 1e4}}',
+        "back\\slash \\n",
+        "!history",
+        "#comment",
+        "é 数 😀",
+        "tab\there",
+        "-x",
+        "%j ~ ;|&<>",
+    ),
+    *(" leading", "trailing ", "\n", "EOF", "---", "carriage\rreturn", "a: b", "- item", "'\"'\"'", "$((1+1))"),
+]
+PRINT_ARGV = ["-c", "import json, sys; print(json.dumps(sys.argv[1:]), file=open('argv.json', 'a'))"]
+
+# The six examples of docs/launching.md, as they stand there.
+EXAMPLES = {
+    "local": "--env OMP_NUM_THREADS=2 --secret HF_TOKEN",
+    "slurm": "--partition h100 --partition a100 --account rl --qos high --num_nodes 2 --gpus 8 --cpus 64 --mem 500G "
+    "--time 12h --secret WANDB_API_KEY --depends_on 4711",
+    "ray": "--cluster http://head:8265 --gpus 8 --cpus 64 --mem 500G",
+    "skypilot": "--cluster aws --cluster gcp/us-central1 --preemptible --num_nodes 2 --gpus H100:8 --mem 500G "
+    "--image docker:me/rlvr:1 --mount s3://my-bucket:/runs --secret HF_TOKEN",
+    "kubernetes": "--cluster prod --workspace rl --priority high --num_nodes 2 --gpus 8 --cpus 64 --mem 500G "
+    "--time 12h --image me/rlvr:1 --mount runs-claim:/runs --workdir /rlvr --secret HF_TOKEN",
+    "beaker": "--cluster ai2/jupiter --cluster ai2/saturn --workspace ai2/rl --budget ai2/rl --priority high "
+    "--preemptible --num_nodes 2 --gpus 8 --time 12h --image me/rlvr --mount rl-bucket:/runs --secret HF_TOKEN",
+}
+COMMAND = ["python", "grpo.py", "--beta", "0.03", "--system_prompt", 'It\'s <answer>$5</answer>, "not" {a: 1}\n']
+
+
+def job_of(backend: str, flags: str, *commands: list[str], environ: dict[str, str] | None = None):
+    """The job of a command line, with what differs from day to day and from machine to machine held still."""
+    argv = ["--backend", backend, *shlex.split(flags)]
+    for command in commands or [COMMAND]:
+        argv += ["--", *command]
+    job = submit.make_job(*submit.parse(argv), environ or {})
+    git = {"commit": "0123456789abcdef", "dirty": True, "diff": "--- a/grpo.py\n+++ b/grpo.py\n"}
+    workdir = "/home/me/rlvr" if job.workdir == os.getcwd() else job.workdir
+    return dataclasses.replace(job, submitted="20260101-120000", git=git, workdir=workdir)
+
+
+def script_of(backend: str, plan) -> tuple[list[str], dict[str, str]]:
+    """The command that a backend runs on a node, and the environment it adds, read from what was rendered."""
+    texts = {Path(path).name: text for path, text in plan.files.items()}
+    if backend in ("local", "slurm"):
+        return ["bash", "-c", texts["job.sh"]], {}
+    if backend == "skypilot":
+        return ["bash", "-c", yaml.safe_load(texts["sky.yaml"])["run"]], {}
+    if backend == "kubernetes":
+        objects = list(yaml.safe_load_all(texts["job.yaml"]))
+        script = next(o for o in objects if o["kind"] == "ConfigMap")["data"]["job.sh"]
+        return ["bash", "-c", script], {}
+    if backend == "beaker":
+        (task,) = yaml.safe_load(texts["beaker.yaml"])["tasks"]
+        return [*task["command"], *task["arguments"]], {}
+    (command,) = plan.commands
+    cut = command.index("--")
+    options = dict(word.removeprefix("--").split("=", 1) for word in command[4:cut])
+    environment = json.loads(options["runtime-env-json"])["env_vars"]
+    return ["sh", "-c", subprocess.list2cmdline(command[cut + 1 :])], environment  # as Ray does
+
+
+def needed(backend: str) -> str:
+    return "--image me/rlvr:1" if backend in ("kubernetes", "beaker") else ""
+
+
+@pytest.mark.parametrize("backend", submit.BACKENDS)
+def test_words_arrive_as_they_were_given(backend, tmp_path):
+    """Two commands of words that every shell, YAML and JSON reader likes to change, through each backend's own way."""
+    first, second = [sys.executable, *PRINT_ARGV, *NASTY], [sys.executable, *PRINT_ARGV, "second", *NASTY[::-1]]
+    job = dataclasses.replace(job_of(backend, needed(backend), first, second), workdir=None)
+    command, environment = script_of(backend, submit.render(job))
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "argv.json").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [NASTY, ["second", *NASTY[::-1]]]
+
+
+@pytest.mark.parametrize("backend", ["slurm", "kubernetes"])
+def test_words_arrive_in_array_tasks(backend, tmp_path):
+    commands = [[sys.executable, *PRINT_ARGV, str(i), *NASTY] for i in range(3)]
+    job = job_of(backend, f"--array_parallelism 2 {needed(backend)}", *commands)
+    plan = submit.render(dataclasses.replace(job, workdir=None))
+    command, _ = script_of(backend, plan)
+    name = {"slurm": "SLURM_ARRAY_TASK_ID", "kubernetes": "JOB_COMPLETION_INDEX"}[backend]
+    for task in (2, 0):
+        subprocess.run(command, cwd=tmp_path, env=os.environ | {name: str(task)}, check=True)
+    lines = (tmp_path / "argv.json").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [["2", *NASTY], ["0", *NASTY]]
+    if backend == "slurm":
+        assert "--array=0-2%2" in plan.commands[0]
+    else:
+        *_, batch = yaml.safe_load_all(plan.files[f"{job.run_dir}/job.yaml"])
+        assert (batch["spec"]["completions"], batch["spec"]["parallelism"]) == (3, 2)
+
+
+def test_ray_would_take_the_words_of_either_rule():
+    """Ray versions join an entrypoint by list2cmdline or by shlex.join: the shell must see the same words."""
+    (command,) = submit.render(job_of("ray", "")).commands
+    entry = command[command.index("--") + 1 :]
+    for join in (subprocess.list2cmdline, shlex.join):
+        shown = subprocess.run(["sh", "-c", f"printf '%s\\n' {join(entry)}"], capture_output=True, text=True).stdout
+        assert shown.splitlines() == entry
+
+
+@pytest.mark.parametrize("backend", submit.BACKENDS)
+def test_golden(backend):
+    """What the examples render to, whole. UPDATE_GOLDEN=1 writes the files anew: read the difference."""
+    secrets = {"HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET[::-1]}
+    job = job_of(backend, EXAMPLES[backend])
+    plan = submit.render(job)
+    submit.check_secrets(job, plan, secrets)
+    text = submit.show(plan) + "\n"
+    assert SECRET not in text and SECRET[::-1] not in text
+    golden = ROOT / "tests" / "golden" / "submit" / f"{backend}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def test_the_examples_are_those_of_the_page():
+    """docs/launching.md shows each example as it is tested, and every script in it is one that bash can read."""
+    page = " ".join((ROOT / "docs" / "launching.md").read_text().replace("\\\n", " ").split())
+    for backend, flags in EXAMPLES.items():
+        assert f"--backend {backend} {flags} -- python grpo.py" in page, backend
+        command, environment = script_of(backend, submit.render(job_of(backend, flags)))
+        script = environment.get("JOB_SCRIPT", command[-1])
+        assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
+
+
+def test_rendered_yaml_says_what_was_asked():
+    """Fields that a cluster acts on, read back by a YAML reader."""
+
+    def read(backend: str) -> list[dict]:
+        return list(yaml.safe_load_all(next(iter(submit.render(job_of(backend, EXAMPLES[backend])).files.values()))))
+
+    (sky,) = read("skypilot")
+    assert (sky["resources"]["accelerators"], sky["num_nodes"], sky["secrets"]) == ("H100:8", 2, {"HF_TOKEN": None})
+    assert sky["resources"]["any_of"] == [{"infra": "aws"}, {"infra": "gcp/us-central1"}]
+    config, service, batch = read("kubernetes")
+    name, pod = batch["metadata"]["name"], batch["spec"]["template"]["spec"]
+    assert config["metadata"]["name"] == service["metadata"]["name"] == name == pod["subdomain"]
+    assert service["spec"]["selector"] == batch["spec"]["template"]["metadata"]["labels"]
+    assert pod["containers"][0]["resources"]["limits"] == {"cpu": "64", "memory": "500Gi", "nvidia.com/gpu": "8"}
+    assert pod["containers"][0]["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "hf-token", "key": "HF_TOKEN"}
+    (experiment,) = read("beaker")
+    (task,) = experiment["tasks"]
+    assert (experiment["budget"], task["replicas"], task["leaderSelection"]) == ("ai2/rl", 2, True)
+    assert (task["image"], task["timeout"]) == ({"beaker": "me/rlvr"}, "43200s")
+    assert task["envVars"] == [{"name": "HF_TOKEN", "secret": "HF_TOKEN"}]
+
+
+@pytest.mark.parametrize(
+    "backend, flags, says",
+    [
+        ("local", "--time 1h", "--time: --backend local"),
+        ("local", "--num_nodes 2", "for several nodes use slurm"),
+        ("slurm", "--preemptible", "name a preemptible --partition or --qos"),
+        ("slurm", "--image x", "apptainer exec"),
+        ("slurm", "--mount a:/b", "--mount: --backend slurm"),
+        ("ray", "--secret HF_TOKEN", "Ray shows a job's environment"),
+        ("ray", "--num_nodes 2", "Ray runs a command on one node"),
+        ("ray", "--cluster a --cluster b", "takes one"),
+        ("skypilot", "--array_parallelism 2", "--array_parallelism: --backend skypilot"),
+        ("skypilot", "--gpus 8", "--gpus H100:8"),
+        ("kubernetes", "--account x --image y", "--account: --backend kubernetes"),
+        ("kubernetes", "", "--image: --backend kubernetes needs one"),
+        ("kubernetes", "--image y --gpus h100:8", "takes a number only"),
+        ("beaker", "--depends_on 1 --image y", "--depends_on: --backend beaker"),
+        ("slurm", "--gpus many", "--gpus many"),
+        ("slurm", "--mem 5", "--mem 5: write GiB as 64G"),
+        ("slurm", "--time 12", "--time 12: not a duration"),
+        ("slurm", "--num_nodes 0", "--num_nodes 0: must be at least 1"),
+        ("slurm", "--max_retries -1", "--max_retries -1"),
+        ("slurm", "--run_dir 'a b'", "--run_dir a b"),
+        ("slurm", "--name 'a b'", "--name a b"),
+        ("local", f"--secret HF_TOKEN={SECRET}", "--secret HF_TOKEN: a name only"),
+        ("local", "--secret NOT_SET_ANYWHERE", "not set in this shell; export it first"),
+        ("local", f"--env HF_TOKEN={SECRET}", "use --secret HF_TOKEN"),
+        ("local", "--env NOT_SET_ANYWHERE", "write --env NOT_SET_ANYWHERE=VALUE"),
+        ("local", "--env A-B=1", "--env A-B: not a name"),
+        ("beaker", "--image y --mount a", "write SOURCE:/PATH"),
+        ("slurm", "--cluster a b", "unrecognized arguments: b"),
+        ("slurm", "--clusters a", "unrecognized arguments: --clusters"),
+        ("condor", "", "invalid choice: 'condor'"),
+    ],
+)
+def test_what_cannot_be_is_an_error(backend, flags, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", backend, *shlex.split(flags), "--dry_run", "--", "python", "grpo.py"])
+    said = capsys.readouterr()
+    assert stop.value.code == 2 and says in said.err and SECRET not in said.err + said.out
+
+
+@pytest.mark.parametrize("words", [[], ["--"], ["--", "--", "true"], ["--", "true", "--"]])
+def test_a_command_is_needed(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", "local", "--dry_run", *words])
+    assert stop.value.code == 2 and "write it after --" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", submit.BACKENDS)
+def test_a_secret_never_gets_out(backend, monkeypatch, capsys, tmp_path):
+    """In a command, in --env or in the uncommitted changes its value is an error that does not show it."""
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.chdir(tmp_path)
+    start = ["--backend", backend, *needed(backend).split(), "--dry_run"]
+    for words in (["--", "python", "grpo.py", f"--token={SECRET}"], ["--env", f"A={SECRET}", "--", "true"]):
+        with pytest.raises(SystemExit) as stop:
+            submit.main([*start, *words])
+        said = capsys.readouterr()
+        assert stop.value.code == 2 and "HF_TOKEN stands in" in said.err and SECRET not in said.err + said.out
+    job = dataclasses.replace(job_of(backend, needed(backend)), git={"commit": "0", "diff": f"+{SECRET}\n"})
+    with pytest.raises(SystemExit):
+        submit.check_secrets(job, submit.render(job), {"HF_TOKEN": SECRET})
+    assert "uncommitted.patch" in (said := capsys.readouterr()).err and SECRET not in said.err
+    if backend != "ray":
+        assert submit.main([*start, "--secret", "HF_TOKEN", "--", "python", "grpo.py"]) == 0
+        said = capsys.readouterr()
+        assert "HF_TOKEN" in said.out and SECRET not in said.out + said.err
+
+
+def test_the_run_id_depends_on_the_commands_alone():
+    ids = {job_of(b, f"{needed(b)} --max_retries {r}").run_id for b in submit.BACKENDS for r in (1, 2)}
+    assert len(ids) == 1
+    assert job_of("local", "", ["python", "grpo.py", "--beta", "0.1"]).run_id not in ids
+    assert job_of("local", "", [*COMMAND], [*COMMAND]).run_id not in ids
+
+
+@pytest.mark.parametrize("backend, tool", [("slurm", "sbatch"), ("ray", "ray"), ("skypilot", "sky"),
+                                           ("kubernetes", "kubectl"), ("beaker", "beaker")])  # fmt: skip
+def test_what_runs_is_what_the_dry_run_shows(backend, tool, tmp_path, monkeypatch, capsys):
+    """A stand-in for the cluster's tool records its words; files and words are those of the dry run."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    (bin_dir / tool).write_text(f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open('called', 'w'))\n")
+    (bin_dir / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_dir}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(submit.time, "strftime", lambda form: "20260101-120000")
+    argv = ["--backend", backend, *needed(backend).split(), "--run_dir", "here", "--", *COMMAND]
+    assert submit.main([*argv[:2], "--dry_run", *argv[2:]]) == 0
+    shown = capsys.readouterr().out
+    assert not (tmp_path / "here").exists()
+    assert submit.main(argv) == 0
+    called = json.loads((tmp_path / "called").read_text())
+    assert shown.rstrip("\n").endswith(shlex.join([tool, *called]))
+    for path in (tmp_path / "here").iterdir():
+        assert f"# would write here/{path.name}\n{path.read_text().rstrip()}\n" in shown
+
+
+def test_a_missing_tool_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", "beaker", "--image", "x", "--", "true"])
+    assert stop.value.code == 2 and "beaker is not installed here" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------- the local backend runs
+
+COUNT = """
+import os, sys, pathlib
+file = pathlib.Path(sys.argv[1]); n = int(file.read_text()) + 1 if file.exists() else 1
+file.write_text(str(n)); print("start", n, os.environ["RUN_ID"], os.environ["WANDB_RUN_ID"], flush=True)
+sys.exit(int(sys.argv[2]) if n < int(sys.argv[3]) else 0)
+"""
+
+
+def count(file: str, code: int, starts: int) -> list[str]:
+    """A command that ends with ``code`` until it was started ``starts`` times."""
+    return [sys.executable, "-c", COUNT, file, str(code), str(starts)]
+
+
+def run_local(folder: Path, *words: str, **options) -> subprocess.CompletedProcess:
+    argv = [*SUBMIT, "--backend", "local", *words]
+    return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.mark.parametrize("code, retries, starts, ends", [(75, 10, 3, 0), (75, 1, 2, 75), (75, 0, 1, 75), (1, 10, 1, 1),
+                                                          (2, 10, 1, 2), (143, 10, 1, 143)])  # fmt: skip
+def test_local_starts_again_on_75_alone(tmp_path, code, retries, starts, ends):
+    done = run_local(tmp_path, "--run_dir", "r", "--max_retries", str(retries), "--", *count("n", code, 3))
+    assert done.returncode == ends, done.stderr
+    assert (tmp_path / "n").read_text() == str(starts)
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert len({words[2] for words in said}) == 1 and said[0][3] == f"{said[0][2]}-1"  # one id for all starts
+    record = json.loads((tmp_path / "r" / "submit.json").read_text())
+    assert record["run_id"] == said[0][2] and record["commands"] == [count("n", code, 3)]
+    assert (tmp_path / "r" / "exit.0").read_text() == f"{ends}\n"
+
+
+def test_local_runs_commands_in_turn_and_stops_at_the_first_failure(tmp_path):
+    done = run_local(tmp_path, "--", *count("a", 75, 2), "--", *count("b", 3, 9), "--", *count("c", 0, 1))
+    assert done.returncode == 3
+    assert [(tmp_path / f).read_text() for f in "ab"] == ["2", "1"] and not (tmp_path / "c").exists()
+    ids = [line.split()[3].rsplit("-", 1)[1] for line in done.stdout.splitlines()]
+    assert ids == ["1", "1", "2"]  # each command continues a run of its own
+
+
+def test_a_restarted_script_skips_what_has_finished(tmp_path):
+    """As a cluster does it: the same script again, in the same folder. A new submission starts from the beginning."""
+    run_local(tmp_path, "--run_dir", "r", "--", *count("a", 0, 1), "--", *count("b", 3, 2))
+    assert subprocess.run(["bash", "r/job.sh"], cwd=tmp_path).returncode == 0
+    assert [(tmp_path / f).read_text() for f in "ab"] == ["1", "2"]
+    time.sleep(1)  # the time of the submission, in seconds, is what tells two apart
+    run_local(tmp_path, "--run_dir", "r", "--", *count("a", 0, 1), "--", *count("b", 3, 2))
+    assert [(tmp_path / f).read_text() for f in "ab"] == ["2", "3"]
+
+
+def test_the_folder_to_run_in(tmp_path):
+    """--workdir for the command; the job's folder stays where it was submitted."""
+    (tmp_path / "there").mkdir()
+    done = run_local(tmp_path, "--workdir", str(tmp_path / "there"), "--run_dir", "r", "--", *count("n", 0, 1))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "there" / "n").exists() and (tmp_path / "r" / "exit.0").exists()
+    assert run_local(tmp_path, "--gpus", "2", "--", "python", "x.py").returncode == 2  # accelerate's start is not here
+
+
+def test_several_processes_need_a_file_to_start(capsys):
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", "local", "--gpus", "2", "--dry_run", "--", "python", "-u", "grpo.py"])
+    assert stop.value.code == 2 and "put the file right after python" in capsys.readouterr().err
+
+
+STUBBORN = """
+import signal, sys, time, pathlib
+def save(*_):
+    time.sleep(1); pathlib.Path("saved").write_text("yes"); sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path("ready").write_text(""); time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_local_passes_the_request_to_stop_on_and_waits(tmp_path, sent):
+    """The command has the time it needs to save, and is not started again: this machine was asked to stop."""
+    process = subprocess.Popen([*SUBMIT, "--backend", "local", "--", sys.executable, "-c", STUBBORN], cwd=tmp_path)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(sent)
+    assert process.wait(timeout=30) == 75
+    assert (tmp_path / "saved").read_text() == "yes"
+
+
+def test_local_leaves_no_process_behind(tmp_path):
+    leave = "import subprocess, sys; p = subprocess.Popen(['sleep', '321']); print(p.pid)"
+    pid = int(run_local(tmp_path, "--", sys.executable, "-c", leave).stdout)
+    deadline = time.monotonic() + 10
+    alive = lambda: Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # noqa: E731
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive()
+
+
+def test_git_state_is_recorded(tmp_path):
+    git = lambda *words: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path,  # noqa: E731
+                                        check=True, capture_output=True, text=True).stdout  # fmt: skip
+    git("init", "-q")
+    (tmp_path / "file").write_text("one\n")
+    git("add", "file")
+    git("commit", "-qm", "first")
+    run_local(tmp_path, "--run_dir", "r", "--", "true")
+    record = json.loads((tmp_path / "r" / "submit.json").read_text())
+    assert record["git"] == {"commit": git("rev-parse", "HEAD").strip(), "dirty": False}
+    assert not (tmp_path / "r" / "uncommitted.patch").exists()
+    (tmp_path / "file").write_text("two\n")
+    run_local(tmp_path, "--run_dir", "r", "--", "true")
+    assert json.loads((tmp_path / "r" / "submit.json").read_text())["git"]["dirty"] is True
+    assert "+two" in (tmp_path / "r" / "uncommitted.patch").read_text()

@@ -1,0 +1,227 @@
+"""The sweep scripts: the commands they make and what they skip. And scripts/launch.py with real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run_here, tiny_args
+
+import data
+import grpo
+
+SWEEPS = sorted((ROOT / "scripts").glob("sweep_*.sh"))
+SMALL = {"ESTIMATORS": "k1 k3", "BETAS": "0 0.1", "LEARNING_RATES": "1e-5 1e-4", "PROMPTS": "4 8", "GROUPS_OF": "4"}
+
+
+def sweep(name: str, *words, **environment) -> tuple[int, list[list[str]], str]:
+    """(exit code, the commands that RUN=echo shows, what else was said)."""
+    env = os.environ | {"RUN": "echo", "PYTHON": sys.executable} | SMALL | environment
+    argv = ["bash", str(ROOT / "scripts" / name), *map(str, words)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
+    lines = done.stdout.splitlines()
+    commands = [shlex.split(line) for line in lines if line.startswith(sys.executable)]
+    return done.returncode, commands, "\n".join(x for x in lines if not x.startswith(sys.executable)) + done.stderr
+
+
+def test_bash_can_read_them():
+    assert len(SWEEPS) == 3
+    for path in (ROOT / "scripts").glob("*.sh"):
+        assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True).stderr == ""
+
+
+@pytest.mark.parametrize("name, a_seed", [("sweep_kl.sh", 5), ("sweep_lr.sh", 2), ("sweep_batch.sh", 4)])
+def test_every_command_is_a_run_of_its_own(name, a_seed, tmp_path):
+    """Right numbers of commands, arguments that grpo.py accepts, and no two runs in one folder."""
+    import tyro
+
+    code, commands, said = sweep(name, "--seeds", "2..3", "--output_dir", tmp_path)
+    assert code == 0 and len(commands) == 2 * a_seed, said
+    assert f"{2 * a_seed} started, 0 skipped, 0 failed" in said
+    names = set()
+    for python, script, *words in commands:
+        assert (python, script) == (sys.executable, "grpo.py")
+        args = tyro.cli(grpo.Args, args=words)
+        data.check_args(args, 1)
+        grpo.check_args(args)
+        assert args.output_dir == str(tmp_path) and args.seed in (2, 3)
+        names.add(data.run_name(args, grpo.Args()))
+    assert len(names) == 2 * a_seed
+
+
+def test_the_whole_grid_of_the_kl_sweep(tmp_path):
+    """4 estimators x 2 placements x 3 betas, and beta 0 once."""
+    code, commands, said = sweep("sweep_kl.sh", "--seeds", "1", "--output_dir", tmp_path, ESTIMATORS="", BETAS="")
+    assert code == 0 and len(commands) == 4 * 2 * 3 + 1, said
+
+
+@pytest.mark.parametrize("seeds, found", [("1..3", [1, 2, 3]), ("4", [4]), ("3,1", [3, 1]), (None, [1, 2, 3])])
+def test_seeds(seeds, found, tmp_path):
+    words = [] if seeds is None else ["--seeds", seeds]
+    _, commands, _ = sweep("sweep_lr.sh", *words, "--output_dir", tmp_path, LEARNING_RATES="1e-5")
+    assert [int(c[c.index("--seed") + 1]) for c in commands] == found
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--seeds", "3..1"], "--seeds 3..1: write 1..5"),
+        (["--seeds"], "--seeds : write"),
+        (["--nonsense", "1"], "nonsense"),
+    ],
+)
+def test_bad_arguments_end_the_sweep(words, says):
+    code, commands, said = sweep("sweep_lr.sh", *words)
+    assert code == 2 and commands == [] and says in said
+
+
+def test_a_failing_run_does_not_hold_up_the_others(tmp_path):
+    code, _, said = sweep("sweep_lr.sh", "--seeds", "1", "--output_dir", tmp_path, RUN="false")
+    assert code == 1 and "0 started, 0 skipped, 2 failed" in said
+
+
+def test_in_front_of_every_command_stands_the_submission(tmp_path):
+    """RUN with submit.py: a dry run of a job for each, whose command is the sweep's."""
+    run = f"{sys.executable} {ROOT}/scripts/submit.py --backend slurm --gpus 1 --dry_run --"
+    code, _, said = sweep("sweep_lr.sh", "--seeds", "1..1", "--output_dir", tmp_path, RUN=run)
+    assert code == 0 and said.count("# would run\nsbatch ") == 2
+    assert f"run 1 {sys.executable} grpo.py --exp_name sweep_lr --learning_rate 1e-5 --seed 1" in said
+
+
+# ------------------------------------------------------------------------------------------------------ what is skipped
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory) -> tuple[Path, list[str]]:
+    """The folder of a run that a sweep's command made, and the words that every command of the sweep has."""
+    out = tmp_path_factory.mktemp("sweep")
+    words = {"learning_rate": 1e-5, "exp_name": "sweep_lr", "seed": 1}
+    args = tiny_args(tiny, out, **words)
+    run_here(args)
+    same = {k: v for k, v in vars(args).items() if v != getattr(grpo.Args(), k) and k not in words}
+    common = [w for k, v in same.items() for w in ([f"--no-{k}"] if v is False else [f"--{k}", str(v)])]
+    return out / data.run_name(args, grpo.Args()), common
+
+
+def test_a_finished_run_is_skipped(finished, tmp_path):
+    folder, common = finished
+    code, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common)
+    assert code == 0 and f"skipped, finished: {folder}" in said
+    assert [c[c.index("--learning_rate") + 1] for c in commands] == ["1e-4"]
+
+
+def without_last_line(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def half_a_line(path: Path) -> None:
+    path.write_text(path.read_text()[:-20])
+
+
+@pytest.mark.parametrize(
+    "spoil, says",
+    [
+        (lambda f: shutil.rmtree(f / "model"), "has not saved its model"),
+        (lambda f: (f / "model" / "model.safetensors").unlink(), "has not saved its model"),
+        (lambda f: without_last_line(f / "eval.jsonl"), "has not evaluated its last step"),
+        (lambda f: half_a_line(f / "eval.jsonl"), "has not evaluated its last step"),
+        (lambda f: without_last_line(f / "metrics.jsonl"), "is at step 1 of 2"),
+        (lambda f: (f / "metrics.jsonl").unlink(), "is at step 0 of 2"),
+    ],
+)
+def test_an_unfinished_run_is_left_alone_until_told(finished, tmp_path, spoil, says):
+    """By any one of what the end of a run writes; --overwrite starts it again."""
+    folder, common = finished
+    copy = tmp_path / folder.name
+    shutil.copytree(folder, copy)
+    spoil(copy)
+    common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
+    _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
+    assert commands == [] and says in said
+    _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, "--overwrite", LEARNING_RATES="1e-5")
+    assert len(commands) == 1 and commands[0][-1] == "--overwrite"
+
+
+def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
+    """A folder whose config.json says something else than its name."""
+    folder, common = finished
+    copy = tmp_path / folder.name
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["args"]["temperature"] = 0.5
+    (copy / "config.json").write_text(json.dumps(config))
+    common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
+    _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
+    assert commands == [] and "another run" in said and "--temperature 0.5, not 1.0" in said
+
+
+# --------------------------------------------------------------------------------------- scripts/launch.py, real ranks
+
+RANK = """
+import os, pathlib, signal, sys, time
+import torch.distributed as dist
+out, code = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+seen = [None] * world
+dist.all_gather_object(seen, (rank, os.environ["LOCAL_RANK"]))
+(out / f"rank{rank}").write_text(repr(seen))
+deadline = time.time() + 60
+while not stop and time.time() < deadline and sys.argv[3] == "wait":
+    time.sleep(0.1)
+if stop: time.sleep(1)
+(out / f"stop{rank}").write_text(str(len(stop)))
+dist.barrier()
+os._exit(code)
+"""
+
+
+def node_scripts(folder: Path, flags: str, *words: str) -> list[subprocess.Popen]:
+    """The nodes of a job as SkyPilot starts them, all on this machine: the script, its place in the environment."""
+    from test_submit import job_of, script_of, submit
+
+    (folder / "rank.py").write_text(RANK)
+    (folder / "scripts").symlink_to(ROOT / "scripts")
+    job = job_of("skypilot", flags, [sys.executable, "rank.py", str(folder), *words])
+    command, _ = script_of("skypilot", submit.render(job))
+    nodes = []
+    for rank in range(job.num_nodes):
+        env = os.environ | {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1\n"}
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            env.pop(name, None)
+        nodes.append(subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    return nodes
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks_find_each_other(tmp_path):
+    """accelerate on both nodes, with their rank, the first one's address and the port: four ranks, one group."""
+    nodes = node_scripts(tmp_path, "--num_nodes 2 --gpus H100:2", "0", "go")
+    output = [n.communicate(timeout=200)[0].decode() for n in nodes]
+    assert [n.returncode for n in nodes] == [0, 0], output
+    expected = "[(0, '0'), (1, '1'), (2, '0'), (3, '1')]"
+    assert [(tmp_path / f"rank{r}").read_text() for r in range(4)] == [expected] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [75, 3])
+def test_the_code_of_the_ranks_arrives(tmp_path, code):
+    """Asked to stop, every rank gets one SIGTERM and the time it needs; the script ends with their code."""
+    (node,) = node_scripts(tmp_path, "--gpus H100:2", str(code), "wait")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "rank1").exists() and time.monotonic() < deadline and node.poll() is None:
+        time.sleep(0.2)
+    node.send_signal(signal.SIGTERM)
+    output = node.communicate(timeout=60)[0].decode()
+    assert node.returncode == code, output
+    assert [(tmp_path / f"stop{r}").read_text() for r in range(2)] == ["1", "1"]
