@@ -264,7 +264,7 @@ class Args:
     """After a cut comes what the critic expects there. Off: nothing comes, as after an end."""
     adv_norm: Literal["batch", "group", "none"] = "batch"
     """GAE's advantages to mean 0 and variance 1: over all trained tokens of the step, or over those of a prompt."""
-    critic_learning_rate: float = 3e-5
+    critic_learning_rate: float = 1e-4
     """The critic's peak learning rate; its schedule is the policy's."""
     value_coef: float = 1.0
     """Factor of the critic's loss. AdamW cancels it but for the clipping of gradients: prefer critic_learning_rate."""
@@ -407,7 +407,7 @@ def whiten(x):
 def value_loss(values, old, targets, clip: float | None):
     """(loss, where the clip held), each [T]: half the larger of (V - R)^2 and (V - R)^2 with V kept within old +- clip.
 
-    The clip only ever takes away the gain of going further.
+    The clip only ever takes away the gain of going further: where it would lower the loss, the loss is unclipped.
     """
     error = (values - targets).square()
     if clip is None:
@@ -444,9 +444,11 @@ class ValueNormaliser:
         self.std = math.sqrt(max(self.second / self.weight - self.mean**2, self.eps))
 
     def normalise(self, returns):
+        """Returns -> the critic's units."""
         return (returns - self.mean) / self.std
 
     def denormalise(self, values):
+        """The critic's units -> returns."""
         return values * self.std + self.mean
 
 
@@ -661,16 +663,7 @@ def main(args: Args) -> None:
     if beta > 0 and args.filter_zero_std_samples:
         warnings.append("KL: --filter_zero_std_samples leaves groups of equal reward without a pull to the reference")
     if rank == 0:
-        data.print_header(
-            args,
-            folder,
-            problems,
-            tokenizer,
-            total_steps,
-            world_size,
-            f"{device.type} {dtype}",
-            1 + data.has_critic(args),
-        )
+        data.print_header(args, folder, problems, tokenizer, total_steps, world_size, f"{device.type} {dtype}")
         print("\n".join([meaning, *(f"warning: {line}" for line in warnings)]), flush=True)
     if args.dry_run:
         return
