@@ -49,7 +49,7 @@ class Args:
     """First part of the run's name."""
     seed: int = 1
     """Seeds the data split, the order of prompts, every sample, and the shuffling of mini-batches."""
-    total_steps: int = 30
+    total_steps: int = 28
     """Batches to sample and train on."""
     total_episodes: int | None = None
     """Instead of total_steps: samples in all, a multiple of prompts times samples per prompt."""
@@ -201,9 +201,9 @@ class Args:
     """Decoupled weight decay."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Shape after the warm-up, over all optimizer steps of the run."""
-    warm_up_steps: int = 4
+    warm_up_steps: int = 0
     """Optimizer steps of linear warm-up."""
-    lr_min_ratio: float = 0.1
+    lr_min_ratio: float = 0.3
     """Where linear and cosine end, as a share of learning_rate."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm; the logged norm is the one before. 0: off."""
@@ -246,8 +246,8 @@ class Args:
     """A response that was cut scores 0, whatever it says."""
     non_stop_penalty: float = 0.0
     """Taken from the reward of a response that was cut."""
-    mask_truncated_completions: bool = False
-    """Leave responses that were cut out of the loss and out of its counts (not out of the group's mean)."""
+    mask_truncated_completions: bool = True
+    """Leave responses that were cut out of the loss and out of its counts, not out of the group's mean (DAPO)."""
 
     # ----------------------------------------------------------------------------------------------------------- critic
     adv_estimator: Literal["gae", "grpo"] = "gae"
