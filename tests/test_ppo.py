@@ -518,8 +518,12 @@ def test_the_critic_learns(tiny, tmp_path):
     """On a policy that stands still and rewards that the prompt decides: it comes to explain most of their variance."""
     args = tiny_ppo(
         *(tiny, tmp_path),
-        **{"critic_warmup": 20, "total_steps": 20, "critic_learning_rate": 3e-3, "num_samples_per_prompt_rollout": 1},
-        **{"num_unique_prompts_rollout": 16, "reward_fn": f"{ROOT}/tests/verifiers.py:addition"},
+        critic_warmup=20,
+        total_steps=20,
+        critic_learning_rate=3e-3,
+        num_samples_per_prompt_rollout=1,
+        num_unique_prompts_rollout=16,
+        reward_fn=f"{ROOT}/tests/verifiers.py:addition",
     )
     metrics = run_here(args, "ppo")
     found = [m["value/explained_variance"] for m in metrics]
