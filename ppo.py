@@ -3,7 +3,7 @@
     1 prompts -> 2 generate -> 3 score -> 4 gather -> 5 log-probs -> 6 advantages -> 7 update -> 8 push -> 9 record
 
 Proximal Policy Optimization (arXiv 1707.06347) with generalised advantage estimates (arXiv 1506.02438): a critic learns
-the reward still to come at every token, the advantage of a token is what came against it. Chosen here:
+what reward to expect at every token, and the advantage of a token is what came after it against that. Chosen here:
 
 * The critic is a transformer of its own with a scalar head, under a DeepSpeed engine of its own; it takes the policy's
   rows. ``--adv_estimator grpo`` needs none and is grpo.py, number for number: ``diff grpo.py ppo.py`` is the critic.
@@ -14,7 +14,7 @@ the reward still to come at every token, the advantage of a token is what came a
 * With one optimizer step a batch there is no pass for old log-probs: the ratio is 1, its gradient that of log pi.
 * KL to a reference is off (``--beta 0``, and no reference is loaded). On, you choose the estimator, its gradient, and
   where it goes: into the loss, into the reward of its token, or both. docs/kl.md says what each really does.
-* Left out: tools and several turns, tensor-parallel training. docs/fields.md has the names that others use.
+* Left out: reward models, tools and several turns, tensor-parallel training. docs/fields.md: the names others use.
 
     CPU, two cores       python ppo.py
     one GPU              python ppo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 \\
