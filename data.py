@@ -6,6 +6,7 @@ Nothing here imports torch or transformers, so a wrong argument is answered in a
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import hashlib
 import itertools
@@ -31,7 +32,10 @@ PRESENTATION = (
     *("log_samples", "log_samples_every", "save_every", "reward_workers"),
 )
 MAY_BE_NEGATIVE = ("seed", "reward_scaling", "reward_bias", "non_stop_penalty", "entropy_coeff")
-AT_MOST_ONE = ("top_p", "eval_top_p", "lr_min_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha")
+AT_MOST_ONE = (
+    *("top_p", "eval_top_p", "lr_min_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha"),
+    *("gamma", "gae_lambda", "value_norm_beta", "dataset_max_filter_share"),
+)
 # For data sets that say nothing about the form of an answer. The example shows that results can be negative: what is
 # never sampled is not learnt, and with the model's own system prompt a minus is rare there.
 SYSTEM_PROMPTS = {"reasoning_gym:chain_sum": "Write out the calculation: 2 - 4 = -2"}
@@ -71,6 +75,7 @@ class Sample:
     reward: float = 0.0  # what is optimised: scaled, clipped, truncation applied
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_status: str = "ok"
+    reward_steps: tuple[tuple[int, float], ...] = ()  # scores on the way: rewards.Reward.steps
     advantage: float = 0.0  # without KL: the same for every token of the response
 
 
@@ -219,6 +224,48 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> None:
         )
 
 
+# ---------------------------------------------------------------------------------------------------- samples, rewards
+
+
+def token_rewards(samples: list[Sample], decode, args) -> list[float]:
+    """The task's reward of every response token, one response after the other: all of it on the last one, 0 before.
+
+    With --dense_reward a score on the way goes to the token that completes its characters. ``decode``: ids -> text.
+    """
+    found = []
+    for sample in samples:
+        cut, ids, rewards = sample.finish_reason == "length", sample.response_ids, [0.0] * len(sample.response_ids)
+        steps = sample.reward_steps if args.dense_reward != "none" else ()
+        if not steps or (cut and args.mask_no_eos_with_zero):
+            rewards[-1] = sample.reward
+        else:
+            rewards[-1] = -cut * args.non_stop_penalty
+            before, limit = -args.reward_bias * args.reward_scaling, args.max_reward_clip or math.inf
+            length = lambda t, ids=ids: len(decode(ids[: t + 1], skip_special_tokens=True))  # noqa: E731
+            for characters, score in steps:
+                place = min(bisect.bisect_left(range(len(ids)), characters, key=length), len(ids) - 1)
+                shaped = max(-limit, min(limit, (score - args.reward_bias) * args.reward_scaling))
+                rewards[place] += shaped - before if args.dense_reward == "difference" else shaped
+                before = shaped
+        found += rewards
+    return found
+
+
+def best_of(samples: list[Sample], count: int) -> list[Sample]:
+    """The ``count`` samples of highest reward to each prompt, the first of equal ones, in the order they came in."""
+    ranked: dict[int, list[int]] = {}
+    for i in sorted(range(len(samples)), key=lambda i: -samples[i].reward):
+        ranked.setdefault(samples[i].prompt_id, []).append(i)
+    return [samples[i] for i in sorted(i for places in ranked.values() for i in places[:count])]
+
+
+def drop_solved(problems: list[int], rates: dict[int, float], threshold: float, share: float) -> list[int]:
+    """Without those answered right at a rate of at least ``threshold``: the best, at most ``share`` of all."""
+    solved = sorted((i for i in problems if rates.get(i, 0.0) >= threshold), key=lambda i: -rates[i])
+    gone = set(solved[: int(share * len(problems))])
+    return [i for i in problems if i not in gone]
+
+
 # ------------------------------------------------------------------------------------------------ checks before loading
 
 
@@ -300,19 +347,68 @@ def check_args(args, world_size: int) -> None:
                 refuse(f"--{name}: {error}")
 
 
-def check_model(args) -> None:
-    """Refuse a model that cannot serve, before anything is loaded: no weights, no template, too short a context."""
-    folder, name = Path(args.model_name_or_path), args.model_name_or_path
+def has_critic(args) -> bool:
+    """Whether a critic is created and trained: in ppo.py, unless told otherwise."""
+    return getattr(args, "adv_estimator", None) == "gae" and not args.disable_value
+
+
+def check_critic_args(args) -> None:
+    """Refuse what ppo.py has beyond the arguments of all scripts and cannot do."""
+    grouped, critic = args.adv_estimator == "grpo", has_critic(args)
+    for wrong, message in (
+        (
+            args.num_samples_per_prompt_rollout == 1 and (grouped or args.filter_zero_std_samples),
+            "--num_samples_per_prompt_rollout 1: a group of one has no mean of others and no standard deviation "
+            "(--adv_estimator grpo, --filter_zero_std_samples); use at least 2",
+        ),
+        (
+            not grouped and (args.advantage_normalization_type != "standard" or args.kl_reward_norm != "outside"),
+            "--advantage_normalization_type and --kl_reward_norm belong to --adv_estimator grpo; gae has --adv_norm",
+        ),
+        (grouped and args.dense_reward != "none", "--dense_reward: --adv_estimator grpo compares whole responses only"),
+        (
+            not critic and (args.bootstrap_truncated or args.critic_warmup > 0 or args.value_model_name_or_path),
+            "--bootstrap_truncated, --critic_warmup and --value_model_name_or_path need a critic, and "
+            "--disable_value or --adv_estimator grpo is set",
+        ),
+        (
+            0 in (args.critic_learning_rate, args.value_clip, args.value_coef),
+            "--critic_learning_rate, --value_coef and --value_clip must be above 0 (no clip: --value_clip None)",
+        ),
+        (
+            args.bootstrap_truncated and args.mask_truncated_completions,
+            "--bootstrap_truncated is about cut responses, which --mask_truncated_completions leaves out",
+        ),
+        (
+            args.generation_size is not None and args.generation_size < args.num_samples_per_prompt_rollout,
+            f"--generation_size {args.generation_size} is less than --num_samples_per_prompt_rollout, which are kept",
+        ),
+        (
+            args.dataset_max_filter_share == 1 or not 0 < args.dataset_filter_threshold <= 1,
+            "--dataset_max_filter_share must be below 1, --dataset_filter_threshold above 0 and at most 1",
+        ),
+    ):
+        if wrong:
+            refuse(message)
+
+
+def check_model(args, flag: str = "model_name_or_path") -> None:
+    """Refuse a model that cannot serve, before anything is loaded: no weights, too short a context; no chat template.
+
+    ``flag``: the argument that names it. Only the policy, which is the default, needs a template.
+    """
+    name = getattr(args, flag)
+    folder = Path(name)
     hint = "give a local folder or a hub id; `make setup` prepares the default model"
     if folder.exists():
         files = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
         if "config.json" not in files:
-            refuse(f"--model_name_or_path {name}: no config.json there; {hint}")
+            refuse(f"--{flag} {name}: no config.json there; {hint}")
         if not any(f.endswith((".safetensors", ".bin")) for f in files):
-            refuse(f"--model_name_or_path {name}: no weights (*.safetensors or *.bin) there; {hint}")
+            refuse(f"--{flag} {name}: no weights (*.safetensors or *.bin) there; {hint}")
         read = lambda f: json.loads((folder / f).read_text()) if f in files else {}  # noqa: E731
     elif name.startswith((".", "/", "~")) or (folder.parent != Path() and folder.parent.is_dir()):
-        refuse(f"--model_name_or_path {name}: no such folder; {hint}")
+        refuse(f"--{flag} {name}: no such folder; {hint}")
     else:
         from huggingface_hub import hf_hub_download
 
@@ -321,7 +417,7 @@ def check_model(args) -> None:
                 return json.loads(Path(hf_hub_download(name, file, revision=args.revision)).read_text())
             except Exception as error:  # offline, gated, misspelt: the hub client has a class for each
                 if file == "config.json":
-                    refuse(f"--model_name_or_path {name}: no such folder, and not on the hub ({error}); {hint}")
+                    refuse(f"--{flag} {name}: no such folder, and not on the hub ({error}); {hint}")
                 return {}
 
         files = set()
@@ -340,7 +436,7 @@ def check_model(args) -> None:
             f"{wanted} tokens, but the context of {name} is {context}; shorten one of them"
         )
     own = not files or "chat_template.jinja" in files or read("tokenizer_config.json").get("chat_template")
-    if chat_template(args) is None and not own:
+    if flag == "model_name_or_path" and chat_template(args) is None and not own:
         known = ", ".join(CHAT_TEMPLATES)
         refuse(f"--chat_template: the tokenizer of {name} has none of its own; give a file or one of {known}")
 
@@ -476,7 +572,12 @@ def print_header(args, folder, problems, tokenizer, total_steps: int, world_size
     if parameters:
         weight = 2 if "bfloat16" in hardware else 4
         sharded = 12 if weight == 2 else 8  # fp32 master weights (bf16 only) and two moments
-        trainer = parameters * (weight + 4 + sharded / (world_size if args.zero_stage else 1)) / 2**30
+        trainer = (
+            (1 + has_critic(args))
+            * parameters
+            * (weight + 4 + sharded / (world_size if args.zero_stage else 1))
+            / 2**30
+        )
         others = parameters * weight * (1 + (args.beta > 0 and args.kl_placement != "none")) / 2**30
         logits = 3 * min(args.logprob_chunk, args.micro_batch_tokens) * len(tokenizer) * 4 / 2**30
         lines.append(

@@ -342,6 +342,7 @@ def shape_reward(sample: Sample, found: Reward, args: Args) -> None:
     """What the verifier found, and the reward that is made of it: (score - bias) * scaling, truncation, clip."""
     cut = sample.finish_reason == "length"
     sample.score, sample.reward_parts, sample.reward_status = found.score, dict(found.parts), found.status
+    sample.reward_steps = found.steps
     if cut and args.mask_no_eos_with_zero:
         sample.score, sample.reward_parts["correct"] = 0.0, 0.0
     sample.reward = (sample.score - args.reward_bias) * args.reward_scaling - cut * args.non_stop_penalty
@@ -576,17 +577,7 @@ def main(args: Args) -> None:
         full_reference = reference if args.kl_estimator == "full" else None
         policy = utils.TokenLogprobs(model.to(device), args.temperature, args.logprob_chunk)
         utils.check_forward(policy, args.batch_layout, stop_ids[0])
-        if args.optimizer == "adamw":
-            optimizer = torch.optim.AdamW(
-                policy.parameters(),
-                lr=args.learning_rate,
-                betas=(args.adam_beta1, args.adam_beta2),
-                eps=args.adam_eps,
-                weight_decay=args.weight_decay,
-                fused=not args.offload_optimizer,
-            )
-        else:
-            optimizer = torch.optim.SGD(policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+        optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
         policy, optimizer = accelerator.prepare(policy, optimizer)
         controller = None
         if beta > 0:
@@ -753,8 +744,8 @@ def main(args: Args) -> None:
                         continue
                     weights_N = loss_weights(samples, [i for i in counted if samples[i].prompt_id in members], args)
                     weights_N = weights_N.to(device)
-                    stats = utils.TokenStats(device)
                     micro_batches = utils.micro_batches(samples, indices, budget=args.micro_batch_tokens, **layout)
+                    stats = utils.TokenStats(device)
                     for mb in micro_batches:
                         logprobs_T, entropy_T, full_kl_T = policy(mb, full_reference, args.entropy_coeff != 0)
                         old_T = old_N[mb.tokens] if updates > 1 else logprobs_T.detach()
@@ -818,7 +809,7 @@ def main(args: Args) -> None:
                 utils.move_reference(reference, policy, args.ref_policy_alpha, args.zero_stage)
             kl_per_sequence = totals["k1"] / max(1, totals["samples"])
             kl_coef = controller.coef if controller is not None else 0.0
-            if args.kl_controller == "adaptive" and trained:
+            if args.kl_controller == "adaptive" and totals["rounds"] > 0:
                 controller.update(kl_per_sequence, len(samples))
 
             # 9 record

@@ -26,11 +26,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Reward:
-    """What a verifier found: ``score`` (what is optimised), ``parts`` for the log (``correct``, ``format``: 0 to 1)."""
+    """What a verifier found: ``score`` (what is optimised), ``parts`` for the log (``correct``, ``format``: 0 to 1).
+
+    ``steps``, for ppo.py --dense_reward: (number of characters, score of the response up to there), in rising order.
+    """
 
     score: float
     parts: dict[str, float] = field(default_factory=dict)
     status: str = "ok"
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 # A minus is a sign only where no number or bracket stands before it: "10-4" ends in 4, "= -4" in -4. A comma belongs

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -105,11 +105,26 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
         "gradient_clipping": args.max_grad_norm,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
     if dtype == torch.bfloat16:
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     return config
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], rate: float, args) -> torch.optim.Optimizer:
+    """The optimizer that ``--optimizer`` names, at the learning rate ``rate``."""
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=rate, weight_decay=args.weight_decay)
+    return torch.optim.AdamW(
+        parameters,
+        lr=rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_eps,
+        weight_decay=args.weight_decay,
+        fused=not args.offload_optimizer,
+    )
 
 
 def learning_rate(optimizer_step: int, total: int, args) -> float:
@@ -353,6 +368,69 @@ class TokenLogprobs(nn.Module):
                 reference_TV = reference._logits(reference_TD)
             full_kl_T = full_vocabulary_kl(logits_TV, reference_TV)
         return logprobs_T, entropy_T, full_kl_T
+
+
+class TokenValues(nn.Module):
+    """A transformer with a scalar head, called for the values of the states in which given tokens were chosen.
+
+    The head starts with zero bias and weights small enough for all values to start near 0, the same on every rank
+    whatever else has drawn random numbers. In bf16 its inputs and weights are bf16, its product and the value fp32.
+    """
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model.base_model  # the transformer alone: no output head
+        size = model.config.get_text_config().hidden_size
+        self.head = nn.Linear(size, 1, dtype=model.dtype)
+        nn.init.zeros_(self.head.bias)
+        nn.init.normal_(self.head.weight, std=1 / (size + 1), generator=torch.Generator().manual_seed(0))
+
+    hidden = TokenLogprobs.hidden  # a base model's base model is itself
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """[T] in fp32: the value before each response token, from the position that predicts it."""
+        hidden_TD = self.hidden(batch).float()
+        return nn.functional.linear(hidden_TD, self.head.weight.float(), self.head.bias.float())[:, 0]
+
+
+def make_critic(args, dtype: torch.dtype, device: torch.device, attention: str, vocabulary: int):
+    """The critic that starts from ``--model_name_or_path``, under a DeepSpeed engine with the policy's settings.
+
+    An engine of its own, as accelerate prepares one model. Refuses a model that has another vocabulary or cannot take
+    the rows of ``--batch_layout``: then it is not the policy, and ``--value_model_name_or_path`` named it.
+    """
+    import deepspeed
+
+    model = load_model(args, dtype, attention)
+    size = model.config.get_text_config().vocab_size
+    if size != vocabulary:
+        refuse(f"--value_model_name_or_path {args.model_name_or_path}: {size} tokens, the policy has {vocabulary}")
+    check_forward(TokenLogprobs(model.to(device), 1.0, args.logprob_chunk), args.batch_layout, 0)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    critic = TokenValues(model).to(device)
+    config = deepspeed_config(args, dtype, device.type == "cuda")
+    optimizer = make_optimizer(critic.parameters(), args.learning_rate, args)
+    return deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0]
+
+
+@torch.no_grad()
+def values(critic, samples: list[Sample], indices: list[int], after: list[bool], **cutting):
+    """The critic's outputs on the samples ``indices``, on every rank: before each token [N], and after each response.
+
+    The second, [samples], is computed where ``after`` is True, and 0 elsewhere: the state after a last token is the
+    one before one more, whatever that is, so such responses get one. ``cutting``: what ``micro_batches`` takes.
+    """
+    longer = [replace(s, response_ids=[*s.response_ids, 0]) if a else s for s, a in zip(samples, after, strict=True)]
+    offsets, device = token_offsets(longer), cutting["device"]
+    outputs = torch.zeros(offsets[-1], device=device)
+    for batch in micro_batches(longer, indices, **cutting):
+        outputs[batch.tokens] = critic(batch) * batch.scale
+    torch.distributed.all_reduce(outputs)  # every token was computed on one rank
+    extra = torch.tensor([b - 1 for b, a in zip(offsets[1:], after, strict=True) if a], dtype=torch.long, device=device)
+    ends = torch.zeros(len(samples), device=device)
+    ends[torch.tensor(after, device=device)] = outputs[extra]
+    return outputs[torch.ones_like(outputs, dtype=torch.bool).index_fill(0, extra, False)], ends
 
 
 @torch.no_grad()

@@ -88,11 +88,11 @@ def samples() -> list[data.Sample]:
     return make_samples()
 
 
-def tiny_args(tiny: Path, out: Path, **changes):
+def tiny_args(tiny: Path, out: Path, script: str = "grpo", **changes):
     """Arguments of a two-step run on the tiny model that takes a second or two."""
-    from grpo import Args
+    import importlib
 
-    return Args(
+    return importlib.import_module(script).Args(
         **{
             "model_name_or_path": str(tiny),
             "output_dir": str(out),

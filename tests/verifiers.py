@@ -26,3 +26,13 @@ def dies(response, truth, row):
 
 def not_a_reward(response, truth, row):
     return 1.0
+
+
+def addition(response, truth, row):
+    """A reward that the prompt alone decides, so that a critic can learn it whatever is answered."""
+    return Reward(float("+" in row["question"]))
+
+
+def stepwise(response, truth, row):
+    """Half of it for the first character, all of it at the end."""
+    return Reward(1.0, steps=((1, 0.5), (len(response), 1.0)))
