@@ -461,6 +461,16 @@ def test_naive_is_untouched_up_to_its_limit():
         assert torch.allclose(grad(loss.sum(), logp), grad(expected.sum(), logp), rtol=1e-12, atol=1e-12), name
 
 
+def test_naive_keeps_its_last_size_beyond_its_limit():
+    """The exponent is held, not the exponential: value and slope of k3 stay where they were, and only d goes on."""
+    d = f64([-20.0, -21.0, -90.0, -200.0])
+    logp = d.clone().requires_grad_()
+    loss = kl.kl_loss(logp, d, 0 * d, torch.ones(4, dtype=torch.bool), estimator="k3")
+    value = loss.detach()
+    assert torch.equal(value, value[:1].expand(4)) and value[0].item() == pytest.approx(math.exp(20) - 21)
+    assert close(grad(loss.sum(), logp), f64([1 - math.exp(20)] * 4), 1e-3)
+
+
 def test_bfloat16_is_upcast_before_the_subtraction():
     leaf, old, ref = (torch.tensor(x).bfloat16() for x in ([-11.4375, -0.1], [-11.3, -0.11], [-11.375, -0.0004]))
     mask = torch.ones(2, dtype=torch.bool)
