@@ -548,7 +548,11 @@ class Watch:
             if first != text and first not in text:
                 text = f"{text}\nafter another rank had failed: {first}"
             print(text, file=sys.stderr, flush=True)
-            time.sleep(2.0)  # the board may live in this process
+            # The board may live in this process, and the launcher kills the others as soon as one has left.
+            self.store.add("reported", 1)
+            deadline = time.monotonic() + 4.0
+            while self.store.add("reported", 0) < torch.distributed.get_world_size() and time.monotonic() < deadline:
+                time.sleep(0.1)
         finally:
             os._exit(1)  # no interpreter shutdown: it would wait for the engine's thread
 
