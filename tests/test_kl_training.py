@@ -25,8 +25,8 @@ def test_same_gradient_same_trajectory():
     assert (k2 - forward).abs().max() > 1e-2
 
 
-def test_the_sequence_kl_is_exact():
-    """Against the mean of log pi - log ref over every one of the 8^2 sequences of a policy of two places."""
+def test_the_sequence_kl_is_that_of_sampled_sequences():
+    """Against the mean of log pi - log ref over 400,000 sequences that are drawn here, within 5 standard errors."""
     _, _, logp = kl.toy_grpo([("k1", "naive", 0.0)], seeds=1, steps=3)
     found, _, again = kl.toy_grpo([("k1", "naive", 0.0)], seeds=1, steps=3)
     assert torch.equal(logp, again) and found > 0.01
