@@ -1,4 +1,4 @@
-"""What verifiers accept and refuse: labelled real data, tables of answers, and what a model says instead of an answer."""
+"""What verifiers accept and refuse: labelled real data, tables of answers, and what models say instead of one."""
 
 from __future__ import annotations
 

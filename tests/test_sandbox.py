@@ -1,0 +1,321 @@
+"""Programs of a model: honest ones pass, and whatever the others try, they fail in time and leave nothing behind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_verifiers import DATA
+
+import rewards
+from rewards import RewardPool, Sandbox, code
+
+REFUSED = rewards.namespaces_refused()
+isolated = pytest.mark.skipif(bool(REFUSED), reason=f"the kernel gives no namespaces here: {REFUSED}")
+TESTS = json.dumps([{"input": [1, 2], "output": 3}, {"input": [5, 7], "output": 12}, {"input": [-1, 1], "output": 0}])
+ADD = {"entry_point": "add", "time_limit": 2}
+
+
+def passes(program: str, tests: str = TESTS, row: dict = ADD) -> bool:
+    reward = code(program, tests, row)
+    assert reward.status == "ok", reward
+    return reward.score == 1
+
+
+@pytest.fixture(autouse=True)
+def _limits_where_there_are_no_namespaces(monkeypatch):
+    monkeypatch.setattr(rewards, "_allow_unsafe", bool(REFUSED))
+
+
+# ------------------------------------------------------------------------------------------------------ honest programs
+
+
+def test_functions():
+    assert passes("def add(a, b):\n    return a + b")
+    assert passes("Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nIt adds.")
+    assert passes("```\nbad(\n```\n```py\ndef add(a, b):\n    print('noise')\n    return a + b\n```")
+    assert passes("import math, collections, heapq, re\ndef add(a, b):\n    return int(math.fsum([a, b]))")
+    assert not passes("def add(a, b):\n    return a - b")
+    assert not passes("def sum(a, b):\n    return a + b")
+    assert not passes("def add(a, b):\n    return str(a + b)")
+    assert not passes("def add(a, b:\n")
+    assert not passes("")
+    assert not passes("<think>def add(a, b):\n    return a + b")
+
+
+def test_values():
+    """What a function may take and return: JSON, with tuples as lists; True is not 1, floats are close."""
+    echo, row = "def f(x):\n    return x", {"entry_point": "f"}
+    for value in (None, True, 0, -7, 2**80, 1.5, "\u00e9\ud800\0\n", [], [[1], {"a": [None]}], {"b": {}}):
+        tests = json.dumps([{"input": [value], "output": value}])
+        assert passes(echo, tests, row), value
+        assert not passes("def f(x):\n    return [x]", tests, row), value
+    for program, output, right in (
+        ("(1, 2)", [1, 2], True),
+        ("{1: 2}", {"1": 2}, True),
+        ("0.1 + 0.2", 0.3, True),
+        ("1", 1.0, True),
+        ("1", True, False),
+        ("{1, 2}", [1, 2], False),
+        ("float('nan')", 0.0, False),
+        ("range(2)", [0, 1], False),
+        ("10 ** 5000", 1, False),
+        ("[[]] * 10", [[]] * 9, False),
+    ):
+        tests = json.dumps([{"input": [], "output": output}])
+        assert passes(f"def f():\n    return {program}", tests, row) == right, program
+
+
+def test_programs():
+    tests = json.dumps([{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 7", "stdout": "12"}])
+    assert passes("print(sum(map(int, input().split())))", tests, {})
+    assert passes("import sys\nprint(sum(map(int, sys.stdin.read().split())), ' ')", tests, {})
+    assert passes("import threading\ndef f(): print(sum(map(int, input().split())))\n" + THREAD, tests, {})
+    assert passes("print(sum(map(int, open(0).read().split())))\nexit()", tests, {})
+    assert not passes("print(3)", tests, {})
+    assert not passes("print(sum(map(int, input().split())))\n1 / 0", tests, {})
+    assert not passes("print(sum(map(int, input().split())))\nraise SystemExit(3)", tests, {})
+    assert not passes("pass", tests, {})
+
+
+THREAD = "threading.stack_size(2 ** 26)\nt = threading.Thread(target=f)\nt.start()"
+
+
+def test_python_tests():
+    check = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate([1], [2]) == [1, 2]\n"
+    asserts = json.dumps(["assert add(1, 2) == 3", "assert set(add((1,), (2,))) == {1, 2}"])
+    for tests, row in ((check, ADD), (asserts, {}), ("assert abs(add(1, 2) - 3) < 1e-9", {})):
+        assert passes("def add(a, b):\n    return a + b", tests, row)
+        assert not passes("def add(a, b):\n    return b", tests, row)
+    raising = "try:\n    f(0)\n    assert False\nexcept ZeroDivisionError:\n    pass"
+    assert passes(
+        "def f(x):\n    return 1 / x", "def check(f):\n    " + raising.replace("\n", "\n    "), {"entry_point": "f"}
+    )
+
+
+def test_tests_that_are_none():
+    for tests, row in (("[]", ADD), ("{}", ADD), (TESTS, {}), ('[{"input": 1}]', ADD), ("x = 1", ADD), ("(", ADD)):
+        assert code("def add(a, b):\n    return a + b", tests, row).status == "unscorable", tests
+        assert rewards.truth_error("code", tests, row) != "", tests
+    assert rewards.truth_error("code", TESTS, ADD) == ""
+
+
+# ------------------------------------------------------------------------------------------------------------ attacks
+
+F = "def add(a, b):\n    "
+MARK = "rlvr-sandbox-survivor"
+ALWAYS = (
+    "class Yes{base}:\n    def __eq__(self, other): return True\n    __hash__ = None\n" + F + "return Yes({value})\n"
+)
+DAEMON = """
+import os, time
+def add(a, b):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for fd in range(64):
+                try: os.close(fd)
+                except OSError: pass
+            time.sleep(30)
+        os._exit(0)
+    return None
+"""
+ATTACKS = {
+    "sys.exit(0)": F + "import sys; sys.exit(0)",
+    "sys.exit(0) at import": "import sys\nsys.exit(0)",
+    "os._exit(0)": F + "import os; os._exit(0)",
+    "os._exit(0) at import": "import os\nos._exit(0)",
+    "raise SystemExit": F + "raise SystemExit(0)",
+    "endless loop": F + "while True: pass",
+    "endless loop at import": "while True: pass",
+    "sleep": F + "import time; time.sleep(60)",
+    "ignores signals": "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n"
+    "    except (OSError, ValueError): pass\n" + F + "while True: pass",
+    "catches everything": F
+    + "while True:\n        try:\n            while True: pass\n        except BaseException: pass",
+    "regex backtracking": F + "import re; return re.match(r'(a+)+$', 'a' * 40 + 'b')",
+    "huge power": F + "return 9 ** 9 ** 9",
+    "memory bomb": F + "x = []\n    while True: x.append(bytearray(10 ** 7))",
+    "memory bomb at once": F + "return len(bytearray(10 ** 11))",
+    "recursion": "import sys\nsys.setrecursionlimit(10 ** 9)\n" + F + "return add(a, b)",
+    "segfault": F + "import ctypes; ctypes.string_at(0)",
+    "daemon": DAEMON,
+    "fork bomb": F + "import os\n    while True:\n        try: os.fork()\n        except OSError: pass",
+    "thread bomb": F
+    + "import threading, time\n    while True: threading.Thread(target=time.sleep, args=(60,)).start()",
+    "equal to everything": ALWAYS.format(base="", value=""),
+    "int equal to everything": ALWAYS.format(base="(int)", value="7"),
+    "list equal to everything": ALWAYS.format(base="(list)", value=""),
+    "str equal to everything": ALWAYS.format(base="(str)", value="'x'"),
+    "patched builtins": "import builtins, json\nbuiltins.all = builtins.any = lambda *a: True\n"
+    "json.dumps = lambda *a, **k: '{\"verdict\": true}'\n" + F + "return None",
+    "prints a verdict": F
+    + "import os\n    for fd in range(64):\n        try: os.write(fd, b'{\"verdict\": true}\\n' * 9)\n"
+    "        except OSError: pass\n    os._exit(0)",
+    "says PASS": "print('PASS')\nprint('ok')\n" + F + "print('PASS')",
+    "output flood": F + "import os\n    while True:\n        for fd in range(64):\n"
+    "            try: os.write(fd, b'x' * 65536)\n            except OSError: pass",
+    "huge value": F + "return 'x' * 10 ** 8",
+    "deep value": F + "x = []\n    for i in range(10 ** 5): x = [x]\n    return x",
+    "disk flood": F + "f = open('x', 'wb')\n    while True: f.write(b'x' * 10 ** 6)",
+    "many files": F + "i = 0\n    while True:\n        open(f'x{i}', 'wb').close(); i += 1",
+    "kills everybody": F + "import os\n    os.kill(-1, 9)",
+    "kills the keeper": F
+    + "import os, signal\n    os.kill(os.getppid(), 9); os.kill(1, 9)\n    import time; time.sleep(60)",
+    "traces the keeper": F + "import ctypes\n    return 1 / (ctypes.CDLL(None).ptrace(16, 1, 0, 0) + 1)",
+    "network": F
+    + "import socket\n    socket.create_connection(('127.0.0.1', PORT), 1).sendall(b'x')\n    return a + b",
+    "environment": F + "import os\n    return a + b if 'RLVR_SECRET' in os.environ else None",
+    "parent's environment": F
+    + "return a + b if b'RLVR_SECRET' in open(f'/proc/PARENT/environ', 'rb').read() else None",
+    "reads a file": F + "return a + b if open('SECRET').read() else None",
+    "reads the tests": F + "return a + b if 'RLVR' in open('REPOSITORY/rewards.py').read() or True else None",
+    "writes outside": F + "open('OUTSIDE', 'w').write('x')\n    return a + b",
+    "writes to the library": F
+    + "import os\n    open(os.path.dirname(os.__file__) + '/RLVR.py', 'w')\n    return a + b",
+    "remounts": F
+    + "import ctypes, os\n    assert ctypes.CDLL(None).mount(b'none', os.path.dirname(os.__file__).encode(),"
+    " None, 32 | 4096, None) == 0\n    return a + b",
+    "further namespaces": F + "import ctypes\n    assert ctypes.CDLL(None).unshare(0x10000000) == 0\n    return a + b",
+    "mounts memory": F + "import ctypes\n    assert ctypes.CDLL(None).mount(b't', b'/tmp', b'tmpfs', 0, None) == 0\n"
+    "    return a + b",
+    "becomes root": F + "import os\n    os.setuid(0)\n    return a + b",
+    "runs a command": F
+    + "import subprocess\n    subprocess.run(['/bin/sh', '-c', 'true'], check=True)\n    return a + b",
+    "sees processes": F + "import os\n    assert any(p.isdigit() for p in os.listdir('/proc'))\n    return a + b",
+}
+NEED_NAMESPACES = list(ATTACKS)[list(ATTACKS).index("kills everybody") :]
+
+
+def descendants() -> set[int]:
+    """Processes with this test's mark in their environment-free command line: every sandbox has the source in it."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if b"_sandboxed()" in (entry / "cmdline").read_bytes():
+                    found.add(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_attacks(attack, tmp_path, monkeypatch):
+    if attack in NEED_NAMESPACES and REFUSED:
+        pytest.skip(f"needs namespaces: {REFUSED}")
+    import socket
+
+    monkeypatch.setenv("RLVR_SECRET", "x")
+    secret, outside = tmp_path / "secret", tmp_path / "outside"
+    secret.write_text("x")
+    tmp_path.chmod(0o777)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        words = {"PORT": server.getsockname()[1], "PARENT": os.getpid(), "SECRET": secret, "OUTSIDE": outside}
+        program = ATTACKS[attack]
+        for word, value in {**words, "REPOSITORY": ROOT}.items():
+            program = (
+                program.replace(f"'{word}'", f"'{value}'") if word != "PORT" else program.replace(word, str(value))
+            )
+        program = program.replace("/proc/PARENT/", f"/proc/{os.getpid()}/").replace("'REPOSITORY/", f"'{ROOT}/")
+        before, homes = descendants(), set(Path("/tmp").glob("sandbox-*"))
+        start = time.perf_counter()
+        assert not passes(program), "it passes"
+        seconds = time.perf_counter() - start
+        assert seconds < ADD["time_limit"] + 1, f"{seconds:.1f} s"
+        time.sleep(0.05)
+        assert descendants() - before == set(), "it survives"
+        assert set(Path("/tmp").glob("sandbox-*")) - homes == set(), "its folder stays"
+        assert not outside.exists()
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_attacks_against_python_tests():
+    """The same through check(candidate): the test code meets values, never the model's objects."""
+    check = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+    for attack in ("sys.exit(0)", "os._exit(0)", "equal to everything", "int equal to everything", "prints a verdict"):
+        start = time.perf_counter()
+        assert not passes(ATTACKS[attack], check), attack
+        assert time.perf_counter() - start < ADD["time_limit"] + 1
+    assert not passes("def check(candidate):\n    pass\n" + F + "return 0", check)
+    assert not passes(F + "raise AssertionError", check)
+
+
+@isolated
+def test_nothing_outside_is_seen():
+    """The root, the user, the processes and the environment as the program sees them."""
+    program = "import os\ndef f():\n    return [sorted(os.listdir('/')), os.getuid(), os.getpid(), sorted(os.environ)]"
+    with Sandbox("calls", {"code": program, "entry_point": "f"}, 5.0) as sandbox:
+        sandbox.send(b'{"call": [[], {"dict": []}]}\n')
+        root, user, process, environment = json.loads(sandbox.read(line=True))["value"]
+    assert "proc" not in root and "home" not in root and "etc" not in root and "tmp" in root
+    assert user in (0, 1000) and process == 2 and set(environment) <= {"LC_CTYPE"}
+
+
+def test_limits_without_namespaces():
+    """The fall-back still ends, kills and hides the environment; a daemon dies with its program."""
+    before = descendants()
+    for attack in ("endless loop", "memory bomb at once", "daemon", "environment", "output flood", "ignores signals"):
+        start = time.perf_counter()
+        with Sandbox("calls", {"code": ATTACKS[attack], "entry_point": "add"}, 2.0, namespaces=False) as sandbox:
+            sandbox.send(b'{"call": [[1, 2], {"dict": []}]}\n')
+            said = sandbox.read(line=True)
+        assert said is None or json.loads(said).get("value") is None, attack
+        assert time.perf_counter() - start < 3, attack
+    time.sleep(0.05)
+    assert descendants() - before == set()
+
+
+def test_no_sandbox_no_code(monkeypatch):
+    monkeypatch.setattr(rewards, "namespaces_refused", lambda: "not permitted")
+    monkeypatch.setattr(rewards, "_allow_unsafe", False)
+    with pytest.raises(RuntimeError, match=r"not permitted.*--allow_unsafe_code_exec"):
+        code(F + "return a + b", TESTS, ADD)
+    monkeypatch.setattr(rewards, "_allow_unsafe", True)
+    assert code(F + "return a + b", TESTS, ADD).score == 1
+
+
+def test_a_killed_worker_takes_its_programs_along():
+    """The pool kills the verifier in the middle of a program's run: nobody is left to clean up but the keeper."""
+    before = descendants()
+    pool = RewardPool(1, 1.5, allow_unsafe=bool(REFUSED))
+    pool.result(pool.submit("exact", "x", "x", {}))
+    future = pool.submit("code", ATTACKS["ignores signals"], TESTS, {**ADD, "time_limit": 60})
+    time.sleep(0.8)
+    assert descendants() - before, "it does not run yet"
+    assert pool.result(future).status == "timeout"
+    deadline = time.monotonic() + 1
+    while descendants() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert descendants() - before == set()
+    pool.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ HumanEval
+
+
+@pytest.mark.slow
+def test_humaneval():
+    """All 164 canonical solutions pass, all 164 empty bodies fail, on two workers in less than three minutes."""
+    if not (DATA / "HumanEval.jsonl.gz").is_file():
+        pytest.skip(f"no HumanEval.jsonl.gz in {DATA}; set RLVR_TEST_DATA to the folder that has it")
+    rows = [json.loads(x) for x in gzip.decompress((DATA / "HumanEval.jsonl.gz").read_bytes()).splitlines()]
+    assert len(rows) == 164
+    pool = RewardPool(2, 30.0, ("code",), allow_unsafe=bool(REFUSED))
+    start = time.perf_counter()
+    solved = [pool.submit("code", r["canonical_solution"], r["test"], r) for r in rows]
+    empty = [pool.submit("code", "    pass\n", r["test"], r) for r in rows]
+    failed = [r["task_id"] for r, f in zip(rows, solved, strict=True) if pool.result(f).score != 1]
+    passed = [r["task_id"] for r, f in zip(rows, empty, strict=True) if pool.result(f).score != 0]
+    seconds = time.perf_counter() - start
+    pool.close()
+    print(f"{seconds:.0f} s")
+    assert (failed, passed) == ([], []) and seconds < 180
+    assert [r["task_id"] for r in rows if rewards.truth_error("code", r["test"], r)] == []
