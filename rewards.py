@@ -71,13 +71,17 @@ Verifier = Callable[[str, str, dict], Reward]
 NUMBER = re.compile(
     r"(?<![0-9])(?<![0-9]\.)(?:(?<![0-9)\]])[-\u2212])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
 )
-NEGATED = re.compile(r"(?:\bnot|n't|n\u2019t|\bnever)\s*[:$*]*\s*$", re.IGNORECASE)
+NEGATED = re.compile(r"(?:\bnot|n't|n\u2019t|\bnever)[\s:$*}]*$", re.IGNORECASE)
 FINAL_ANSWER = re.compile(r"(?:####|\banswer\b[ \t]*(?:is\b[ \t]*:?|:|=))[ \t]*([^\n]*)", re.IGNORECASE)
 LONGEST_ANSWER = 1000  # characters; what is longer is no answer, and parsers take more than linear time
 
 
 def _number(text: str) -> Decimal:
     return Decimal(text.strip().replace(",", "").replace("\u2212", "-"))
+
+
+def _foreign_digits(text: str) -> bool:
+    return any(c.isdigit() and not c.isascii() for c in text)
 
 
 def after_thinking(response: str) -> str:
@@ -136,9 +140,15 @@ def _judged(correct: bool | float, extracted: str | None, **more: float) -> Rewa
 def last_number(response: str, truth: str, row: dict) -> Reward:
     """1 when the last number of the response equals the truth ("1,024" equals "1024", "7.0" equals "7").
 
-    A number that is only named to be denied ("not 42") is no answer.
+    In a response with a box it is the last number of the last box. A number that is only named to be denied ("not 42"),
+    an open box, and a box with an "or" are no answers.
     """
     text, number = after_thinking(response), None
+    if "\\boxed" in text or "\\fbox" in text:
+        text = last_boxed(text) or ""
+        text = "" if re.search(r"\bor\b", text) else text
+    end = 1 + max(text.rfind(digit) for digit in "0123456789")
+    text = text[max(0, end - 20 * LONGEST_ANSWER) : end]  # a response may have any length, and the pattern is slow
     for found in NUMBER.finditer(text):
         number = found
     if number is not None and NEGATED.search(text, max(0, number.start() - 20), number.start()):
@@ -191,7 +201,7 @@ def _parse_math(latex: str) -> tuple:
 def math_(response: str, truth: str, row: dict) -> Reward:
     """1 when the final answer is the truth as text, LaTeX's decoration aside, or equal to it by math-verify."""
     answer = final_answer(response)
-    if answer is None or any(c.isdigit() and not c.isascii() for c in answer):
+    if answer is None or _foreign_digits(answer):
         return _judged(False, None)
     plain, wanted = _plain_latex(answer), _plain_latex(truth if last_boxed(truth) is None else last_boxed(truth))
     correct = bool(plain) and plain == wanted
@@ -265,36 +275,29 @@ FORMULA = re.compile(
 
 
 @functools.lru_cache
-def _gym_scorer(name: str) -> tuple[Callable, bool]:
-    """(``score_answer`` of a reasoning-gym data set, whether it is the general one, equality of strings)."""
+def _gym_scorer(name: str) -> Callable:
     import reasoning_gym
-    from reasoning_gym.dataset import ProceduralDataset
 
-    score = reasoning_gym.get_score_answer_fn(name)
-    return score, getattr(score, "__func__", score) is ProceduralDataset.score_answer
+    return reasoning_gym.get_score_answer_fn(name)
 
 
 def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
     """The data set's own ``score_answer`` on the last ``<answer>``, or else the final answer, of the response.
 
-    Only 1 counts as correct. Where the data set has no scorer of its own, a text that merely holds the truth gets 0,
-    not the general scorer's consolation.
+    Only 1 counts as correct. Many scorers console a text that merely holds the truth with a share of its length; that
+    pays for listing everything, and is 0 here. Digits that are not ASCII, which ``int`` would read, are no answer.
     """
     metadata = row.get("metadata")
     if not isinstance(metadata, dict) or "source_dataset" not in metadata:
         return Reward(0.0, status="unscorable", detail="the row's column metadata names no source_dataset")
     name, text = metadata["source_dataset"], after_thinking(response)
     answer = tagged(text) or final_answer(text)
-    unsafe = answer is not None and (
-        (name in GYM_EVALUATES and "(" in answer) or (name in GYM_PARSES and not FORMULA.fullmatch(answer))
-    )
-    if answer is None or unsafe or len(answer) > 100 * LONGEST_ANSWER:
+    if answer is None or len(answer) > 100 * LONGEST_ANSWER or _foreign_digits(answer):
         return _judged(False, None)
-    scorer, general = _gym_scorer(name)
-    score = float(scorer(answer, entry={**row, "answer": truth}))
-    if not math.isfinite(score) or (general and score < 1):
-        score = 0.0
-    return _judged(score, answer)
+    if (name in GYM_EVALUATES and "(" in answer) or (name in GYM_PARSES and not FORMULA.fullmatch(answer)):
+        return _judged(False, None)
+    score = float(_gym_scorer(name)(answer, entry={**row, "answer": truth}))
+    return _judged(0.0 if not math.isfinite(score) or (score < 1 and truth in answer) else score, answer)
 
 
 def format_(response: str, truth: str, row: dict) -> Reward:
