@@ -171,8 +171,7 @@ ATTACKS = {
     "network": F
     + "import socket\n    socket.create_connection(('127.0.0.1', PORT), 1).sendall(b'x')\n    return a + b",
     "environment": F + "import os\n    return a + b if 'RLVR_SECRET' in os.environ else None",
-    "parent's environment": F
-    + "return a + b if b'RLVR_SECRET' in open(f'/proc/PARENT/environ', 'rb').read() else None",
+    "parent's environment": F + "return a + b if b'PATH=' in open('/proc/PARENT/environ', 'rb').read() else None",
     "reads a file": F + "return a + b if open('SECRET').read() else None",
     "reads the tests": F + "return a + b if 'RLVR' in open('REPOSITORY/rewards.py').read() or True else None",
     "writes outside": F + "open('OUTSIDE', 'w').write('x')\n    return a + b",
