@@ -582,9 +582,8 @@ def main(args: Args) -> None:
         utils.check_forward(policy, args.batch_layout, stop_ids[0])
         optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
         policy, optimizer = accelerator.prepare(policy, optimizer)
-        reward_model = None
-        if args.reward_model_name_or_path is not None:
-            reward_model = RewardModel(args.reward_model_name_or_path, args.logprob_micro_batch_tokens, device, dtype)
+        name = args.reward_model_name_or_path
+        scorer = RewardModel(name, args.logprob_micro_batch_tokens, device, dtype) if name is not None else None
         controller = None
         if beta > 0:
             controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon)
@@ -619,9 +618,8 @@ def main(args: Args) -> None:
                         futures.append(pool.submit(problem.verifier, sample.response, problem.truth, problem.row))
             with clock("score"):
                 found = [pool.result(future) for future in futures]
-                if reward_model is not None:
-                    said = [(batch[s.prompt_id].messages, s.response) for s in samples]
-                    found = reward_model.add(found, said, weights)
+                if scorer is not None:
+                    found = scorer.add(found, [(batch[s.prompt_id].messages, s.response) for s in samples], weights)
                 for sample, reward in zip(samples, found, strict=True):
                     shape_reward(sample, reward, args)
                 # 4 gather

@@ -39,7 +39,7 @@ from typing import Literal
 
 import data
 from data import Problem, Sample
-from rewards import Reward, RewardPool
+from rewards import RewardModel, RewardPool, parse_weights, shape_reward
 
 
 @dataclass
@@ -104,13 +104,23 @@ class Args:
     ground_truth_key: str = "answer"
     """Column of the truth."""
     verifier: str = "last_number"
-    """How a response is scored: last_number or exact (rewards.py)."""
+    """How a response is scored: a name of docs/rewards.md (math, gsm8k, code, ...), or several with commas between."""
+    verifier_key: str | None = None
+    """Column that names a row's verifiers, where they differ from row to row; where it is empty --verifier counts."""
+    reward_weights: tuple[str, ...] = ()
+    """NAME=NUMBER of a verifier or reward_model (default 1); NAME=gate: others count only where this one scores 1."""
     reward_fn: str | None = None
     """Your own verifier instead: path/to/file.py:function, called as function(response, truth, row) -> Reward."""
     reward_timeout: float = 10.0
     """Seconds for one verification; then its process is killed and the score is 0."""
     reward_workers: int = 1
     """Verifier processes on each rank."""
+    bad_truth: Literal["raise", "drop"] = "raise"
+    """A truth that its own verifier rejects ends the run at the start, or its row is left out and reported."""
+    allow_unsafe_code_exec: bool = False
+    """Let the verifier code run programs with limits only where the kernel gives no namespaces."""
+    reward_model_name_or_path: str | None = None
+    """A sequence classifier with one output; its score, times its weight, is added to the verifiers'."""
     system_prompt: str | None = None
     """System message before every prompt; "" for none. None: the one data.py has for the data set, if any."""
     chat_template: str | None = None
@@ -246,6 +256,10 @@ class Args:
     """A response that was cut scores 0, whatever it says."""
     non_stop_penalty: float = 0.0
     """Taken from the reward of a response that was cut."""
+    overlong_buffer: int = 0
+    """Tokens before max_response_length over which up to 1 is taken from the reward (DAPO). 0: off."""
+    repetition_penalty: float = 0.0
+    """Times the share of a response's runs of 8 tokens that stood in it before, taken from the reward. 0: off."""
     mask_truncated_completions: bool = True
     """Leave responses that were cut out of the loss and out of its counts, not out of the group's mean (DAPO)."""
 
@@ -279,8 +293,7 @@ class Args:
     value_norm_eps: float = 1e-5
     """The variance counts as at least this."""
     dense_reward: Literal["none", "sum", "difference"] = "none"
-    """A verifier's scores on the way (rewards.Reward.steps) instead of its last one: each as the reward of the token
-    where it stands, or its gain over the one before."""
+    """Scores on the way (rewards.Reward.steps) go to the tokens where they stand, whole or as gains over the last."""
     generation_size: int | None = None
     """Samples per prompt of which the num_samples_per_prompt_rollout of highest reward are kept. None: all are."""
     check_verifier_status: bool = False
@@ -450,18 +463,6 @@ class ValueNormaliser:
     def denormalise(self, values):
         """The critic's units -> returns."""
         return values * self.std + self.mean
-
-
-def shape_reward(sample: Sample, found: Reward, args: Args) -> None:
-    """What the verifier found, and the reward that is made of it: (score - bias) * scaling, truncation, clip."""
-    cut = sample.finish_reason == "length"
-    sample.score, sample.reward_parts, sample.reward_status = found.score, dict(found.parts), found.status
-    sample.reward_steps = found.steps
-    if cut and args.mask_no_eos_with_zero:
-        sample.score, sample.reward_parts["correct"] = 0.0, 0.0
-    sample.reward = (sample.score - args.reward_bias) * args.reward_scaling - cut * args.non_stop_penalty
-    if args.max_reward_clip is not None:
-        sample.reward = max(-args.max_reward_clip, min(args.max_reward_clip, sample.reward))
 
 
 def loss_weights(samples: list[Sample], indices: list[int], args: Args):
@@ -673,7 +674,8 @@ def main(args: Args) -> None:
         kwargs_handlers=[InitProcessGroupKwargs(backend="nccl" if device.type == "cuda" else "gloo")],
     )
     with utils.Watch() as watch:  # from here on, a failure on one rank ends all of them
-        pool = RewardPool(args.reward_workers, args.reward_timeout)
+        verifiers, weights = {p.verifier for p in [*problems, *eval_problems]}, parse_weights(args.reward_weights)
+        pool = RewardPool(args.reward_workers, args.reward_timeout, verifiers, weights, args.allow_unsafe_code_exec)
         model = utils.load_model(args, dtype, attention)
         stop_ids = utils.stop_token_ids(model, tokenizer)
         # The engine is built first: it measures free memory and changes global settings of torch while it is.
@@ -702,6 +704,8 @@ def main(args: Args) -> None:
         critic, normaliser = None, ValueNormaliser(args.value_norm, args.value_norm_beta, args.value_norm_eps)
         if data.has_critic(args):
             critic = utils.make_critic(critic_args, dtype, device, attention, model.config.get_text_config().vocab_size)
+        name = args.reward_model_name_or_path
+        scorer = RewardModel(name, args.logprob_micro_batch_tokens, device, dtype) if name is not None else None
         controller = None
         if beta > 0:
             controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon)
@@ -735,8 +739,11 @@ def main(args: Args) -> None:
                         samples.append(sample)
                         futures.append(pool.submit(problem.verifier, sample.response, problem.truth, problem.row))
             with clock("score"):
-                for sample, future in zip(samples, futures, strict=True):
-                    shape_reward(sample, pool.result(future), args)
+                found = [pool.result(future) for future in futures]
+                if scorer is not None:
+                    found = scorer.add(found, [(batch[s.prompt_id].messages, s.response) for s in samples], weights)
+                for sample, reward in zip(samples, found, strict=True):
+                    shape_reward(sample, reward, args)
                 # 4 gather
                 return utils.gather_samples(samples)
 
@@ -1039,7 +1046,8 @@ def main(args: Args) -> None:
                 "reward/correct": utils.mean([s.reward_parts.get("correct", s.score) for s in samples]),
                 "reward/format": utils.mean([s.reward_parts["format"] for s in samples if "format" in s.reward_parts]),
                 "reward/timeouts": sum(s.reward_status == "timeout" for s in samples),
-                "reward/errors": sum(s.reward_status not in ("ok", "timeout") for s in samples),
+                "reward/errors": sum(s.reward_status == "crash" for s in samples),
+                "reward/unscorable": sum(s.reward_status == "unscorable" for s in samples),
                 "reward/zero_std_frac": zero_std_P.double().mean().item(),
                 "completions/length_mean": utils.mean(lengths),
                 "completions/length_max": max(lengths),

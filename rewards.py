@@ -9,15 +9,13 @@ time-out, so a response that sends a parser into an endless loop costs one sampl
     kills its process      score 0, status "crash", counted in reward/errors; so does running out of memory
     raises                 a bug in the verifier: the run ends with the worker's traceback
 
-Programs that a model wrote run in a process and in namespaces of their own (``Sandbox``). docs/rewards.md lists the
-verifiers, the columns they read, and what is guaranteed.
-
-Importing this imports no torch: workers start in a second and stay small.
+docs/rewards.md lists the verifiers, the columns they read, and what is guaranteed. Importing this imports no torch.
 """
 
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import importlib.util
 import inspect
@@ -127,12 +125,11 @@ def last_number(response: str, truth: str, row: dict) -> Reward:
 
     A number that is only named to be denied ("not 42") is no answer.
     """
-    text, number = after_thinking(response), None
-    for number in NUMBER.finditer(text):
-        pass
-    if number is None or NEGATED.search(text, max(0, number.start() - 20), number.start()):
+    text = after_thinking(response)
+    last = next(iter(collections.deque(NUMBER.finditer(text), maxlen=1)), None)
+    if last is None or NEGATED.search(text, max(0, last.start() - 20), last.start()):
         return _judged(0, None)
-    return _judged(_number(number[0]) == _number(truth), number[0])
+    return _judged(_number(last[0]) == _number(truth), last[0])
 
 
 def exact(response: str, truth: str, row: dict) -> Reward:
@@ -222,9 +219,8 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
     if answer is None or len(answer) > LONGEST_ANSWER:
         return _judged(0, None)
     plain, used = answer, []
-    for sign, others in {"*": ("\u00d7", "\\times", "\\cdot"), "/": ("\u00f7", "\\div"), "-": ("\u2212",)}.items():
-        for other in others:
-            plain = plain.replace(other, sign)
+    for sign, other in (("*", r"\\times|\\cdot|\u00d7"), ("/", r"\\div|\u00f7"), ("-", "\u2212")):
+        plain = re.sub(other, sign, plain)
     expression, equals, claimed = plain.partition("=")
     try:
         if not re.fullmatch(r"[0-9+\-*/() ]+", expression):
@@ -240,11 +236,9 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
 # list without calls, or a formula of these names alone. Anything else scores 0 before it gets there.
 LIST = r"[^(]*"
 FORMULA = r"(?:[0-9\s+\-*/^(),]|\.(?![^\W\d])|(?<!\w)(?:[a-zCXY]|sin|cos|tan|exp|log|sqrt|asin|acos|atan|pi|E)(?!\w))*"
-GYM_ANSWERS = {
-    **dict.fromkeys(("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"), LIST),
-    **dict.fromkeys(("simple_integration", "intermediate_integration", "polynomial_multiplication"), FORMULA),
-    **dict.fromkeys(("puzzle24", "countdown"), FORMULA),
-}
+GYM_ANSWERS = dict.fromkeys(("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"), LIST)
+GYM_ANSWERS |= dict.fromkeys(("simple_integration", "intermediate_integration", "polynomial_multiplication"), FORMULA)
+GYM_ANSWERS |= dict.fromkeys(("puzzle24", "countdown"), FORMULA)
 
 
 def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
@@ -288,8 +282,8 @@ def _is_json(text: str) -> bool:
         return False
 
 
-def _related(count: int, relation: str | None, wanted: int) -> bool:
-    return {"less than": count < wanted, "at least": count >= wanted, None: count >= wanted}[relation]
+def _related(count: int, a: dict, wanted: str) -> bool:
+    return {"less than": count < a[wanted], "at least": count >= a[wanted]}[a.get("relation") or "at least"]
 
 
 def _times(text: str, word: str) -> int:
@@ -300,13 +294,9 @@ WORD, SENTENCE, BULLET = r"\w+(?:['\u2019-]\w+)*", r"\w[^.!?]*(?:[.!?]+|$)", r"(
 CONSTRAINTS: dict[str, Callable[[str, dict], bool]] = {  # name -> function(text, its arguments in the row) -> bool
     "keywords:existence": lambda t, a: all(_times(t, w) for w in a["keywords"]),
     "keywords:forbidden_words": lambda t, a: not any(_times(t, w) for w in a["forbidden_words"]),
-    "keywords:frequency": lambda t, a: _related(_times(t, a["keyword"]), a.get("relation"), a["frequency"]),
-    "length_constraints:number_words": lambda t, a: _related(
-        len(re.findall(WORD, t)), a.get("relation"), a["num_words"]
-    ),
-    "length_constraints:number_sentences": lambda t, a: _related(
-        len(re.findall(SENTENCE, t)), a.get("relation"), a["num_sentences"]
-    ),
+    "keywords:frequency": lambda t, a: _related(_times(t, a["keyword"]), a, "frequency"),
+    "length_constraints:number_words": lambda t, a: _related(len(re.findall(WORD, t)), a, "num_words"),
+    "length_constraints:number_sentences": lambda t, a: _related(len(re.findall(SENTENCE, t)), a, "num_sentences"),
     "detectable_format:number_bullet_lists": lambda t, a: len(re.findall(BULLET, t)) == a["num_bullets"],
     "detectable_format:json_format": lambda t, a: _is_json(t),
     "change_case:english_capital": lambda t, a: t.isupper(),
@@ -320,17 +310,17 @@ CONSTRAINTS: dict[str, Callable[[str, dict], bool]] = {  # name -> function(text
 def ifeval(response: str, truth: str, row: dict) -> Reward:
     """1 when a response that says something keeps every constraint; part ``constraints``: the share that it keeps.
 
-    They are in the truth as JSON, ``{"instruction_id_list": [...], "kwargs": [...]}``, or in the columns of these names.
+    They are the truth as JSON, ``{"instruction_id_list": [...], "kwargs": [...]}``, or the columns of these names.
     """
     text = after_thinking(response).strip()
     try:
         given = json.loads(truth) if truth.strip().startswith("{") else row
         names, arguments = given["instruction_id_list"], given["kwargs"]
         kept = [CONSTRAINTS[name](text, a or {}) for name, a in zip(names, arguments, strict=True)]
-    except (ValueError, TypeError, KeyError) as error:
+        share = sum(kept) / len(kept)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         return Reward(0.0, status="unscorable", detail=f"constraints: {type(error).__name__}: {error}")
-    correct = bool(re.search(r"\w", text)) and all(kept)
-    return _judged(correct, text or None, constraints=sum(kept) / max(1, len(kept)))
+    return _judged(share == 1 and re.search(r"\w", text) is not None, text or None, constraints=share)
 
 
 # ----------------------------------------------------------------------------------- the sandbox for models' programs
@@ -391,21 +381,21 @@ def _sandboxed() -> None:
         if getattr(libc, name)(*(a.encode() if isinstance(a, str) else a for a in arguments)) != 0:
             raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
+    def children():
+        with open(f"/proc/self/task/{os.getpid()}/children") as f:
+            return [int(pid) for pid in f.read().split()]
+
     def isolate():
         kernel("unshare", 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000)  # mounts, network, ipc, host name
         with open("/proc/sys/user/max_user_namespaces", "w") as f:  # no further ones, where it would be root again
             f.write("0")
         root = os.getcwd()
-        kernel("mount", None, "/", None, 0x4000 | 0x40000, None)  # recursive, private
-        kernel("mount", "tmpfs", root, "tmpfs", 2 | 4, "size=32m,nr_inodes=4096,mode=755")  # no suid, no devices
+        kernel("mount", "tmpfs", root, "tmpfs", 0, "size=32m,nr_inodes=4096,mode=755")
         for path in settings["readable"]:
-            if os.path.islink(path):
-                os.symlink(os.readlink(path), root + path)
-            elif os.path.exists(path) and not os.path.exists(root + path):
+            if os.path.exists(path) and not os.path.exists(root + path):
                 os.makedirs(root + path)
                 kernel("mount", path, root + path, None, 0x1000 | 0x4000, None)  # bind, recursive
-                read_only = (ctypes.c_uint64 * 4)(1 | 2 | 4, 0, 0, 0)  # no suid and no devices either
-                kernel("syscall", 442, -100, root + path, 0x8000, read_only, 32)  # mount_setattr, recursive
+                kernel("syscall", 442, -100, root + path, 0x8000, (ctypes.c_uint64 * 4)(1), 32)  # all of it read-only
         os.mkdir(root + "/tmp")
         os.chmod(root + "/tmp", 0o1777)
         os.chdir(root)
@@ -469,9 +459,9 @@ def _sandboxed() -> None:
     events.register(os.pidfd_open(program), select.POLLIN)
     events.register(0, 0)  # nothing but the end of the pipe: the parent closed it, or died
     events.poll(settings["seconds"] * 1000)
-    status, children = 0, f"/proc/self/task/{os.getpid()}/children"
-    while pids := open(children).read().split():  # orphans too; with process 1 the kernel kills its whole namespace
-        for pid in map(int, pids):
+    status = 0
+    while pids := children():  # orphans too; with process 1 the kernel kills its whole namespace
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
             _, ended = os.waitpid(pid, 0)
             status = ended if pid == program else status
@@ -493,14 +483,14 @@ class Sandbox:
             namespaces = not namespaces_refused()
             if not namespaces and not allow_unsafe:
                 raise OSError(f"no sandbox for code here ({namespaces_refused()}) and no --allow_unsafe_code_exec")
-        self.home, self.output = tempfile.TemporaryDirectory(prefix="sandbox-"), tempfile.TemporaryFile()
+        self.home, self.output = tempfile.TemporaryDirectory(prefix="sandbox-"), os.memfd_create("output")
         self.channel, theirs = socket.socketpair()
         self.replies, user = self.channel.makefile("rb"), os.geteuid()
         settings = {
             "namespaces": namespaces,
             "seconds": seconds,
             "limits": {**CODE_LIMITS, "CPU": int(seconds) + 2},
-            "readable": [os.path.dirname(os.__file__), "/usr/lib", "/usr/lib64", "/lib", "/lib64"],
+            "readable": ["/usr/lib", "/usr/lib64", "/lib", "/lib64", os.path.dirname(os.__file__)],
             "channel": theirs.fileno(),
             "user": int(user == 0),  # root would have no limit of processes, so it maps a second user, nobody
         }
@@ -547,8 +537,9 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.process.stdin.close()  # the launcher sees it and kills
         self.process.wait()
-        for used in (self.replies, self.channel, self.output):
-            used.close()
+        self.replies.close()
+        self.channel.close()
+        os.close(self.output)
         self.home.cleanup()
 
 
@@ -591,10 +582,8 @@ def _prints(program: str, tests: list[dict], entry: str, seconds: float) -> bool
     """Whether the program ends well and prints each stdout for its stdin, line by line, spacing aside."""
     for test in tests:
         with Sandbox("program", program, seconds, text=test["stdin"]) as sandbox:
-            ended = sandbox.process.wait()
-            sandbox.output.seek(0)
-            said, wanted = sandbox.output.read().decode(errors="replace"), test["stdout"]
-        said, wanted = ([line.split() for line in text.strip().splitlines()] for text in (said, wanted))
+            ended, said = sandbox.process.wait(), os.pread(sandbox.output, MOST_SAID, 0).decode(errors="replace")
+        said, wanted = ([line.split() for line in text.strip().splitlines()] for text in (said, test["stdout"]))
         if ended != 0 or said != wanted:
             return False
     return True
@@ -616,11 +605,8 @@ def code(response: str, truth: str, row: dict) -> Reward:
     ``[{"stdin": "1 2", "stdout": "3"}]`` for a whole program, or Python, ``def check(candidate): ...`` as in
     HumanEval, where the row's ``prompt`` comes before the program. The standard library is all there is.
     """
-    text, entry, seconds = (
-        after_thinking(response),
-        row.get("entry_point"),
-        float(row.get("time_limit") or CODE_SECONDS),
-    )
+    text, entry = after_thinking(response), row.get("entry_point")
+    seconds = float(row.get("time_limit") or CODE_SECONDS)
     blocks = re.findall(r"```(?:python3?|py)?[ \t]*\n(.*?)```", text, re.DOTALL | re.IGNORECASE)
     program = blocks[-1] if blocks else text
     try:
@@ -644,22 +630,10 @@ def code(response: str, truth: str, row: dict) -> Reward:
 
 # ---------------------------------------------------------------------------------------- by name, and several of them
 
-VERIFIERS: dict[str, Verifier] = {
-    "last_number": last_number,
-    "exact": exact,
-    "gsm8k": gsm8k,
-    "math": math_,
-    "countdown": countdown,
-    "reasoning_gym": reasoning_gym_,
-    "format": format_,
-    "ifeval": ifeval,
-    "code": code,
-}
-SAY_THE_TRUTH = {  # how a response would say a truth and nothing else, where that can be done
-    **dict.fromkeys(("last_number", "exact", "gsm8k"), "{}"),
-    "math": "\\boxed{{{}}}",
-    "reasoning_gym": "<answer>{}</answer>",
-}
+_ALL = (last_number, exact, gsm8k, math_, countdown, reasoning_gym_, format_, ifeval, code)
+VERIFIERS: dict[str, Verifier] = {verifier.__name__.rstrip("_"): verifier for verifier in _ALL}
+SAY_THE_TRUTH = {"last_number": "{}", "exact": "{}", "gsm8k": "{}", "math": "\\boxed{{{}}}"}  # as a response would
+SAY_THE_TRUTH["reasoning_gym"] = "<answer>{}</answer>"
 
 
 def find_verifier(name: str) -> Verifier:
@@ -680,9 +654,9 @@ def find_verifier(name: str) -> Verifier:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file does wrong
         raise ValueError(f"the file {path!r} does not load: {type(error).__name__}: {error}") from error
-    if not callable(getattr(module, function, None)):
+    if not callable(found := getattr(module, function, None)):
         raise ValueError(f"the file {path!r} has no function {function!r}")
-    return getattr(module, function)
+    return found
 
 
 def names_of(verifier: str) -> list[str]:
@@ -885,6 +859,12 @@ class RewardModel:
         self.model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype).eval().requires_grad_(False)
         if self.model.config.num_labels != 1:
             raise ValueError(f"{name} has {self.model.config.num_labels} outputs; a reward model has one")
+        # Decoders score the last token that is not padding; where the padding is also the end of a text they would
+        # score the token before it, so padding gets an id of its own.
+        self.tokenizer.add_special_tokens({"pad_token": "<|padding of the reward model|>"})
+        self.model.resize_token_embeddings(max(len(self.tokenizer), self.model.config.vocab_size), mean_resizing=False)
+        self.model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+        self.model.config.pad_token_id = self.tokenizer.pad_token_id
 
     def _ids(self, messages: list[dict[str, str]], response: str) -> list[int]:
         messages = [*messages, {"role": "assistant", "content": response}]
@@ -897,28 +877,18 @@ class RewardModel:
 
     def score(self, conversations: list[tuple[list[dict[str, str]], str]]) -> list[float]:
         """(messages, response) -> score, each as if it were alone. Raises RuntimeError when one is not finite."""
-        import torch
-
-        rows = [self._ids(messages, response) for messages, response in conversations]
-        # Decoders score the last token that is not padding; where the padding is also the end of a text (pad = eos)
-        # they would score the token before it, so padding is an id that no text has.
-        used = {i for row in rows for i in row}
-        pad = next(i for i in (self.tokenizer.pad_token_id, *range(len(used) + 1)) if i is not None and i not in used)
-        self.model.config.get_text_config().pad_token_id = self.model.config.pad_token_id = pad
-        scores, order = [0.0] * len(rows), sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        rows, scores = [self._ids(messages, response) for messages, response in conversations], {}
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         self.model.to(self.device)
         while order:
-            longest = max(len(rows[order[-1]]), 1)
-            batch = order[-max(1, self.budget // longest) :]  # the longest of those that are left
-            del order[-len(batch) :]
-            ids_BT = torch.tensor([rows[i] + [pad] * (longest - len(rows[i])) for i in batch], device=self.device)
-            logits_B1 = self.model(input_ids=ids_BT, attention_mask=(ids_BT != pad).long()).logits
-            for i, value in zip(batch, logits_B1[:, 0].tolist(), strict=True):
-                scores[i] = value
+            count = max(1, self.budget // max(1, len(rows[order[0]])))
+            batch, order = order[:count], order[count:]
+            inputs = self.tokenizer.pad({"input_ids": [rows[i] for i in batch]}, return_tensors="pt").to(self.device)
+            scores |= zip(batch, self.model(**inputs).logits[:, 0].tolist(), strict=True)
         self.model.to("cpu")
-        if not all(map(math.isfinite, scores)):
+        if not all(map(math.isfinite, scores.values())):
             raise RuntimeError("the reward model's scores are not finite")
-        return scores
+        return [scores[i] for i in range(len(rows))]
 
     def add(self, found: list[Reward], conversations: list, weights: dict[str, float | None]) -> list[Reward]:
         """The verifiers' rewards plus this model's score times its weight ``reward_model``; not past a shut gate."""
