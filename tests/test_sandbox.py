@@ -29,7 +29,7 @@ def passes(program: str, tests: str = TESTS, row: dict = ADD) -> bool:
 
 @pytest.fixture(autouse=True)
 def _limits_where_there_are_no_namespaces(monkeypatch):
-    monkeypatch.setattr(rewards, "_allow_unsafe", bool(REFUSED))
+    monkeypatch.setattr(rewards, "allow_unsafe", bool(REFUSED))
 
 
 # ------------------------------------------------------------------------------------------------------ honest programs
@@ -88,18 +88,22 @@ THREAD = "threading.stack_size(2 ** 26)\nt = threading.Thread(target=f)\nt.start
 
 def test_python_tests():
     check = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate([1], [2]) == [1, 2]\n"
-    asserts = json.dumps(["assert add(1, 2) == 3", "assert set(add((1,), (2,))) == {1, 2}"])
-    for tests, row in ((check, ADD), (asserts, {}), ("assert abs(add(1, 2) - 3) < 1e-9", {})):
-        assert passes("def add(a, b):\n    return a + b", tests, row)
-        assert not passes("def add(a, b):\n    return b", tests, row)
-    raising = "try:\n    f(0)\n    assert False\nexcept ZeroDivisionError:\n    pass"
-    assert passes(
-        "def f(x):\n    return 1 / x", "def check(f):\n    " + raising.replace("\n", "\n    "), {"entry_point": "f"}
-    )
+    assert passes("def add(a, b):\n    return a + b", check)
+    assert not passes("def add(a, b):\n    return b", check)
+    values = "def check(f):\n    assert f((1,)) == (1,) and f({1}) == {1} and f({1: (2,)}) == {1: (2,)} != f([1])\n"
+    assert passes("    return x", values, {"entry_point": "f", "prompt": "def f(x):\n    'The same.'\n"})
+    assert code("1", check, {**ADD, "prompt": "Write add."}).status == "unscorable"
 
 
 def test_tests_that_are_none():
-    for tests, row in (("[]", ADD), ("{}", ADD), (TESTS, {}), ('[{"input": 1}]', ADD), ("x = 1", ADD), ("(", ADD)):
+    for tests, row in (
+        ("[]", ADD),
+        ("{}", ADD),
+        (TESTS, {}),
+        ('[{"input": 1}]', ADD),
+        ("x = 1", ADD),
+        ("def check(", ADD),
+    ):
         assert code("def add(a, b):\n    return a + b", tests, row).status == "unscorable", tests
         assert rewards.truth_error("code", tests, row) != "", tests
     assert rewards.truth_error("code", TESTS, ADD) == ""
@@ -251,11 +255,10 @@ def test_attacks_against_python_tests():
 def test_nothing_outside_is_seen():
     """The root, the user, the processes and the environment as the program sees them."""
     program = "import os\ndef f():\n    return [sorted(os.listdir('/')), os.getuid(), os.getpid(), sorted(os.environ)]"
-    with Sandbox("calls", {"code": program, "entry_point": "f"}, 5.0) as sandbox:
-        sandbox.send(b'{"call": [[], {"dict": []}]}\n')
-        root, user, process, environment = json.loads(sandbox.read(line=True))["value"]
+    with Sandbox("calls", program, 5.0, "f") as sandbox:
+        root, user, process, environment = json.loads(sandbox.ask(b"[]\n"))["value"]
     assert "proc" not in root and "home" not in root and "etc" not in root and "tmp" in root
-    assert user in (0, 1000) and process == 2 and set(environment) <= {"LC_CTYPE"}
+    assert user in (0, 1) and process == 1 and set(environment) <= {"LC_CTYPE"}
 
 
 def test_limits_without_namespaces():
@@ -263,10 +266,9 @@ def test_limits_without_namespaces():
     before = descendants()
     for attack in ("endless loop", "memory bomb at once", "daemon", "environment", "output flood", "ignores signals"):
         start = time.perf_counter()
-        with Sandbox("calls", {"code": ATTACKS[attack], "entry_point": "add"}, 2.0, namespaces=False) as sandbox:
-            sandbox.send(b'{"call": [[1, 2], {"dict": []}]}\n')
-            said = sandbox.read(line=True)
-        assert said is None or json.loads(said).get("value") is None, attack
+        with Sandbox("calls", ATTACKS[attack], 2.0, "add", namespaces=False) as sandbox:
+            said = sandbox.ask(b"[1, 2]\n")
+        assert b'"value": 3' not in said, attack
         assert time.perf_counter() - start < 3, attack
     time.sleep(0.05)
     assert descendants() - before == set()
@@ -274,17 +276,17 @@ def test_limits_without_namespaces():
 
 def test_no_sandbox_no_code(monkeypatch):
     monkeypatch.setattr(rewards, "namespaces_refused", lambda: "not permitted")
-    monkeypatch.setattr(rewards, "_allow_unsafe", False)
-    with pytest.raises(RuntimeError, match=r"not permitted.*--allow_unsafe_code_exec"):
+    monkeypatch.setattr(rewards, "allow_unsafe", False)
+    with pytest.raises(OSError, match=r"not permitted.*--allow_unsafe_code_exec"):
         code(F + "return a + b", TESTS, ADD)
-    monkeypatch.setattr(rewards, "_allow_unsafe", True)
+    monkeypatch.setattr(rewards, "allow_unsafe", True)
     assert code(F + "return a + b", TESTS, ADD).score == 1
 
 
 def test_a_killed_worker_takes_its_programs_along():
     """The pool kills the verifier in the middle of a program's run: nobody is left to clean up but the keeper."""
     before = descendants()
-    pool = RewardPool(1, 1.5, allow_unsafe=bool(REFUSED))
+    pool = RewardPool(1, 1.5, unsafe=bool(REFUSED))
     pool.result(pool.submit("exact", "x", "x", {}))
     future = pool.submit("code", ATTACKS["ignores signals"], TESTS, {**ADD, "time_limit": 60})
     time.sleep(0.8)
@@ -307,7 +309,7 @@ def test_humaneval():
         pytest.skip(f"no HumanEval.jsonl.gz in {DATA}; set RLVR_TEST_DATA to the folder that has it")
     rows = [json.loads(x) for x in gzip.decompress((DATA / "HumanEval.jsonl.gz").read_bytes()).splitlines()]
     assert len(rows) == 164
-    pool = RewardPool(2, 30.0, ("code",), allow_unsafe=bool(REFUSED))
+    pool = RewardPool(2, 30.0, ("code",), unsafe=bool(REFUSED))
     start = time.perf_counter()
     solved = [pool.submit("code", r["canonical_solution"], r["test"], r) for r in rows]
     empty = [pool.submit("code", "    pass\n", r["test"], r) for r in rows]

@@ -155,30 +155,14 @@ IFEVAL = [  # (response, [(constraint, arguments)], right?)
     (WORDS, [("keywords:forbidden_words", {"forbidden_words": ["whales"]})], False),
     (WORDS, [("keywords:frequency", {"keyword": "sing", "relation": "at least", "frequency": 2})], True),
     (WORDS, [("keywords:frequency", {"keyword": "sing", "relation": "less than", "frequency": 2})], False),
-    (WORDS, [("keywords:letter_frequency", {"letter": "b", "let_relation": "exactly", "let_frequency": 1})], True),
     (WORDS, [("length_constraints:number_words", {"num_words": 7, "relation": "at least"})], True),
     (WORDS, [("length_constraints:number_words", {"num_words": 7, "relation": "less than"})], False),
-    (WORDS, [("length_constraints:number_sentences", {"num_sentences": 2, "relation": "exactly"})], True),
-    ("one\n\ntwo", [("length_constraints:number_paragraphs", {"num_paragraphs": 2})], True),
-    ("one\n***\ntwo\n\nstill two", [("length_constraints:number_paragraphs", {"num_paragraphs": 2})], True),
-    ("one\ntwo", [("length_constraints:number_paragraphs", {"num_paragraphs": 2})], False),
-    ("* a\n- b\n", [("detectable_format:number_bullet_lists", {"num_bullets": 2})], True),
-    ("**a**\n", [("detectable_format:number_bullet_lists", {"num_bullets": 1})], False),
-    ("<<Song>> la", [("detectable_format:title", {})], True),
-    ("<<>> la", [("detectable_format:title", {})], False),
     ('```json\n{"a": [1]}\n```', [("detectable_format:json_format", {})], True),
     ('{"a": [1]', [("detectable_format:json_format", {})], False),
-    ("[name], [city]", [("detectable_content:number_placeholders", {"num_placeholders": 2})], True),
     ("ALL OF IT", [("change_case:english_capital", {})], True),
     ("ALL of IT", [("change_case:english_capital", {})], False),
     ("all of it", [("change_case:english_lowercase", {})], True),
-    (
-        "NO big",
-        [("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"})],
-        False,
-    ),
     ("well, bye.", [("startend:end_checker", {"end_phrase": "Bye."})], True),
-    ('"said"', [("startend:quotation", {})], True),
     ("one two", [("punctuation:no_comma", {})], True),
     ("one, two", [("punctuation:no_comma", {})], False),
     ("", [("punctuation:no_comma", {})], False),  # nothing said keeps no promise
@@ -222,7 +206,9 @@ def test_every_constraint_is_tried_both_ways_or_once():
 
 
 def test_ifeval_share():
-    truth = json.dumps({"instruction_id_list": ["punctuation:no_comma", "change_case:english_lowercase"]})
+    truth = json.dumps(
+        {"instruction_id_list": ["punctuation:no_comma", "change_case:english_lowercase"], "kwargs": [{}, {}]}
+    )
     assert VERIFIERS["ifeval"]("a, b", truth, {}).parts["constraints"] == 0.5
     assert VERIFIERS["ifeval"]("a", '{"instruction_id_list": ["detectable:nothing"]}', {}).status == "unscorable"
     assert VERIFIERS["ifeval"]("a", "", {}).status == "unscorable"
@@ -244,7 +230,7 @@ def test_reasoning_gym(name):
     assert VERIFIERS["reasoning_gym"]("<answer>1</answer>", "1", {}).status == "unscorable"
 
 
-@pytest.mark.parametrize("name", [*rewards.GYM_EVALUATES, *rewards.GYM_PARSES])
+@pytest.mark.parametrize("name", list(rewards.GYM_ANSWERS))
 def test_reasoning_gym_evaluates_no_code(name, tmp_path):
     """These scorers hand the answer to eval; what could call something must not reach them."""
     import reasoning_gym
