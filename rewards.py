@@ -177,8 +177,6 @@ def _parse_math(latex: str) -> list:
 
 def math_(response: str, truth: str, row: dict) -> Reward:
     """1 when the final answer is the truth as text, LaTeX's decoration aside, or equal to it by math-verify."""
-    from math_verify import verify
-
     answer = final_answer(after_thinking(response))
     if answer is None or any(c.isdigit() and not c.isascii() for c in answer):
         return _judged(0, None)
@@ -187,6 +185,8 @@ def math_(response: str, truth: str, row: dict) -> Reward:
         return _judged(plain == wanted != "", answer)
     if "=" in plain and "=" not in wanted and not re.match(r"[A-Za-z](?:\([A-Za-z]\))?=", plain):
         return _judged(0, answer)  # an equation where a value is asked for; "x = 5" and "f(x) = 5" name one
+    from math_verify import verify
+
     gold, found = _parse_math(wanted), _parse_math(plain)
     return _judged(bool(gold and found) and verify(gold, found, timeout_seconds=None), answer)
 
@@ -247,16 +247,15 @@ def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
 
     Only 1 counts as correct. A text that merely holds the truth gets 0, not the general scorer's consolation.
     """
-    import reasoning_gym
-
-    metadata = row.get("metadata")
-    if not isinstance(metadata, dict) or "source_dataset" not in metadata:
+    name, answer = (row.get("metadata") or {}).get("source_dataset"), tagged_answer(after_thinking(response))
+    if name is None:
         return Reward(0.0, status="unscorable", detail="the row's column metadata names no source_dataset")
-    name, answer = metadata["source_dataset"], tagged_answer(after_thinking(response))
     if answer is None or len(answer) > 100 * LONGEST_ANSWER:
         return _judged(0, None)
     if not re.fullmatch(GYM_ANSWERS.get(name, r"(?s:.*)"), answer):
         return _judged(0, answer)
+    import reasoning_gym
+
     score = float(reasoning_gym.get_score_answer_fn(name)(answer, entry={**row, "answer": truth}))
     return _judged(0 if not math.isfinite(score) or (score < 1 and truth in answer) else score, answer)
 
@@ -847,8 +846,7 @@ class RewardModel:
         self.model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype).eval().requires_grad_(False)
         if self.model.config.num_labels != 1:
             raise ValueError(f"{name} has {self.model.config.num_labels} outputs; a reward model has one")
-        # Decoders score the last token that is not padding; where the padding is also the end of a text they would
-        # score the token before it, so padding gets an id of its own.
+        # Decoders score the last token that is not padding: padding must not be what a text ends in.
         self.tokenizer.add_special_tokens({"pad_token": "<|padding of the reward model|>"})
         self.model.resize_token_embeddings(max(len(self.tokenizer), self.model.config.vocab_size), mean_resizing=False)
         self.model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
