@@ -740,25 +740,32 @@ class RewardPool:
     """
 
     def __init__(self, workers, timeout, verifiers=(), weights=None, unsafe=False, memory=4 * 2**30):
+        self.workers, self.timeout, self.weights, self.shown = workers, timeout, weights or {}, set()
+        self.worker_arguments = [sorted({name for v in verifiers for name in names_of(v)}), unsafe, memory]
+        self._start()
+
+    def _start(self) -> None:
         import multiprocessing
 
         from pebble import ProcessPool
 
-        self.timeout, self.weights, self.shown = timeout, weights or {}, set()
         self.pool = ProcessPool(
-            max_workers=workers,
+            max_workers=self.workers,
             context=multiprocessing.get_context("spawn"),
             initializer=_start_worker,
-            initargs=[sorted({name for v in verifiers for name in names_of(v)}), unsafe, memory],
+            initargs=self.worker_arguments,
         )
-        for _ in range(workers):  # start them while the models load
+        for _ in range(self.workers):  # start them while the models load
             self.pool.schedule(find_verifier, args=["exact"])
 
-    def submit(self, verifier: str, response: str, truth: str, row: dict):
+    def submit(self, verifier: str, response: str, truth: str, row: dict, tries: int = 5):
         """Start verifying one response; the returned future goes to ``result``."""
+        if not self.pool.active:
+            self.pool.stop()
+            self._start()
         arguments = [names_of(verifier), self.weights, response, truth, row]
         future = self.pool.schedule(_verify, args=arguments, timeout=self.timeout)
-        future.about = f"{verifier} on {response[:200]!r}"
+        future.asked, future.tries = (verifier, response, truth, row), tries
         return future
 
     def result(self, future) -> Reward:
@@ -771,13 +778,16 @@ class RewardPool:
             reward = Reward(0.0, status="timeout", detail=f"killed after {self.timeout:g} s (--reward_timeout)")
         except ProcessExpired as error:
             reward = Reward(0.0, status="crash", detail=f"the worker died: {error}, exit code {error.exitcode}")
-        except BrokenProcessPool as error:
+        except BrokenProcessPool as error:  # also where a worker dies before pebble has read that it took the task
+            if future.tries > 1:
+                return self.result(self.submit(*future.asked, tries=future.tries - 1))
             raise RuntimeError("the verifier processes do not start (is the script guarded by __main__?)") from error
         except Exception as error:
             raise RuntimeError(f"a verifier raised in its worker:\n{getattr(error, 'traceback', error)}") from error
         if reward.status not in ("ok", *self.shown):
             self.shown.add(reward.status)
-            print(f"warning: first {reward.status} of a verification: {future.about}\n{reward.detail}", flush=True)
+            about = f"{future.asked[0]} on {future.asked[1][:200]!r}"
+            print(f"warning: first {reward.status} of a verification: {about}\n{reward.detail}", flush=True)
         return reward
 
     def close(self) -> None:

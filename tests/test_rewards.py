@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 from conftest import ROOT, make_samples
@@ -163,6 +164,15 @@ def test_pool_outlives_a_worker(pool):
     assert works(pool)
     assert [verify(pool, f"{MINE}:dies").status for _ in range(3)] == ["crash"] * 3  # more than there are workers
     assert works(pool)
+
+
+def test_pool_starts_again():
+    """A worker that dies before its acknowledgement was read breaks pebble's pool: the samples under way are not lost."""
+    pool = RewardPool(1, 20.0)
+    futures = [pool.submit("exact", "x", truth, {}) for truth in ("x", "y", "x")]
+    pool.pool._pool_manager.handle_broken_pool(BrokenProcessPool("All workers expired"))
+    assert [pool.result(f).score for f in futures] == [1.0, 0.0, 1.0] and works(pool)
+    pool.close()
 
 
 def test_pool_raises_what_a_verifier_raises(pool):
