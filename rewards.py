@@ -32,7 +32,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from concurrent.futures import TimeoutError
+from concurrent.futures import TimeoutError, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -765,20 +765,24 @@ class RewardPool:
             self._start()
         arguments = [names_of(verifier), self.weights, response, truth, row]
         future = self.pool.schedule(_verify, args=arguments, timeout=self.timeout)
-        future.asked, future.tries = (verifier, response, truth, row), tries
+        future.pool, future.asked, future.tries = self.pool, (verifier, response, truth, row), tries
         return future
 
     def result(self, future) -> Reward:
         """Wait for one Reward. Raises what the verifier raised, with the worker's traceback in the message."""
         from pebble import ProcessExpired
 
+        while not wait([future], timeout=1.0).done and future.pool.active:
+            pass  # pebble gives a pool up where a worker dies before it has read that it took a task
         try:
+            if not future.done():
+                raise BrokenProcessPool("given up, and what was queued is forgotten")
             reward = future.result()
         except TimeoutError:
             reward = Reward(0.0, status="timeout", detail=f"killed after {self.timeout:g} s (--reward_timeout)")
         except ProcessExpired as error:
             reward = Reward(0.0, status="crash", detail=f"the worker died: {error}, exit code {error.exitcode}")
-        except BrokenProcessPool as error:  # also where a worker dies before pebble has read that it took the task
+        except BrokenProcessPool as error:
             if future.tries > 1:
                 return self.result(self.submit(*future.asked, tries=future.tries - 1))
             raise RuntimeError("the verifier processes do not start (is the script guarded by __main__?)") from error

@@ -167,7 +167,7 @@ def test_pool_outlives_a_worker(pool):
 
 
 def test_pool_starts_again():
-    """A worker that dies before its acknowledgement was read breaks pebble's pool: the samples under way are not lost."""
+    """A worker that dies before pebble read that it took a task breaks the pool; the samples under way are not lost."""
     pool = RewardPool(1, 20.0)
     futures = [pool.submit("exact", "x", truth, {}) for truth in ("x", "y", "x")]
     pool.pool._pool_manager.handle_broken_pool(BrokenProcessPool("All workers expired"))
