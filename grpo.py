@@ -226,7 +226,7 @@ class Args:
     advantage_normalization_type: Literal["standard", "centered", "leave_one_out"] = "standard"
     """(r - mean) / (std + 1e-6), with the unbiased std; r - mean (Dr. GRPO); r - mean of the others (RLOO)."""
     filter_zero_std_samples: bool = False
-    """Leave groups of equal reward out of the loss's counts (DAPO): few informative groups then weigh as much as many."""
+    """Leave groups of equal reward out of the loss's counts (DAPO): few informative ones then weigh as much as many."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens (DAPO), over sequences of their token means (GRPO), or sum / max length (Dr. GRPO)."""
     clip_lower: float = 0.2
