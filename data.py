@@ -631,12 +631,8 @@ def print_header(args, folder, problems, tokenizer, total_steps: int, world_size
     if parameters:
         weight = 2 if "bfloat16" in hardware else 4
         sharded = 12 if weight == 2 else 8  # fp32 master weights (bf16 only) and two moments
-        trainer = (
-            (1 + has_critic(args))
-            * parameters
-            * (weight + 4 + sharded / (world_size if args.zero_stage else 1))
-            / 2**30
-        )
+        trained = parameters * (1 + has_critic(args))
+        trainer = trained * (weight + 4 + sharded / world_size) / 2**30
         others = parameters * weight * (1 + (args.beta > 0 and args.kl_placement != "none")) / 2**30
         logits = 3 * min(args.logprob_chunk, args.micro_batch_tokens) * len(tokenizer) * 4 / 2**30
         lines.append(

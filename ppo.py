@@ -835,10 +835,11 @@ def main(args: Args) -> None:
             old_N, ref_N, full_kl_N = torch.zeros(3, offsets[-1], device=device)
             exact_kl = torch.zeros(2, device=device)  # sum and number of tokens of the few samples it is taken on
             with clock("logprobs"), torch.no_grad():
-                if trained and (beta > 0 or updates > 1):
+                known = list(range(len(samples))) if kl_in_reward and args.adv_estimator == "gae" else trained
+                if known and (beta > 0 or updates > 1):
                     if reference is not None:
                         reference.to(device)
-                    for mb in utils.micro_batches(samples, trained, budget=args.logprob_micro_batch_tokens, **layout):
+                    for mb in utils.micro_batches(samples, known, budget=args.logprob_micro_batch_tokens, **layout):
                         if updates > 1 or kl_in_reward:
                             old_T, _, full_kl_T = policy(mb, full_reference)
                             old_N[mb.tokens] = old_T * mb.scale
@@ -861,7 +862,7 @@ def main(args: Args) -> None:
             if critic is not None:
                 with clock("logprobs"):
                     sizes = {"budget": args.logprob_micro_batch_tokens, **layout}
-                    outputs_N, after_B = utils.values(critic, samples, counted, cut, **sizes)
+                    outputs_N, after_B = utils.values(critic, samples, cut, **sizes)
 
             # 6 advantages: one a response, from its group's task rewards; KL in the reward enters here, one a token
             advantages_PG = group_advantages(rewards_PG, args.advantage_normalization_type)
@@ -880,35 +881,34 @@ def main(args: Args) -> None:
                 torch.tensor([s.advantage for s in samples for _ in s.response_ids], device=device) - penalty_N
             )
 
-            # With GAE one a token instead. Every rank has all tokens and finds the same numbers, in fp64.
-            if args.adv_estimator == "gae" and counted:
+            # With GAE one a token instead, whitened over all responses, also those that the loss leaves out: an end is
+            # worth something against being cut. Every rank has all tokens and finds the same numbers, in fp64.
+            if args.adv_estimator == "gae":
                 gained_N = torch.tensor(data.token_rewards(samples, tokenizer.decode, args), dtype=torch.float64)
                 if kl_in_reward:
                     gained_N -= controller.coef * kl_N.double().cpu()
                 values_N, after_B = (normaliser.denormalise(x.double().cpu()) for x in (outputs_N, after_B))
                 after_B = torch.where(torch.tensor(cut), after_B, 0.0)
                 token_N, returns_N = gae(gained_N, values_N, after_B, offsets, args.gamma, args.gae_lambda)
-                owners = torch.full((len(samples),), -1).index_fill(0, torch.tensor(counted), 0)  # -1: left out
-                if args.adv_norm == "group":
-                    owners = torch.where(owners < 0, owners, torch.tensor([s.prompt_id for s in samples]))
-                owner_N = owners.repeat_interleave(torch.tensor(offsets).diff())
-                valid_N = owner_N >= 0
-                token_N[~valid_N] = 0.0
-                for owner in owner_N[valid_N].unique() if args.adv_norm != "none" else ():
+                owner_N = torch.tensor(
+                    [s.prompt_id * (args.adv_norm == "group") for s in samples for _ in s.response_ids]
+                )
+                for owner in owner_N.unique() if args.adv_norm != "none" else ():
                     token_N[owner_N == owner] = whiten(token_N[owner_N == owner])
                 advantages_N = token_N.float().to(device)
                 for sample, (a, b) in zip(samples, itertools.pairwise(offsets), strict=True):
                     sample.advantage = token_N[a:b].mean().item()
                 if critic is not None:
-                    ppo_metrics["value/mean"] = values_N[valid_N].mean().item()
-                    ppo_metrics["value/return_mean"] = returns_N[valid_N].mean().item()
-                    ppo_metrics["value/explained_variance"] = explained_variance(values_N[valid_N], returns_N[valid_N])
-                    normaliser.update(returns_N[valid_N])
+                    ppo_metrics["value/mean"] = values_N.mean().item()
+                    ppo_metrics["value/return_mean"] = returns_N.mean().item()
+                    ppo_metrics["value/explained_variance"] = explained_variance(values_N, returns_N)
+                    normaliser.update(returns_N)
                     targets_N = normaliser.normalise(returns_N).float().to(device)
 
             # 7 update: epochs x mini-batches x micro-batches
             totals, peaks, applied, skipped, stopped = Counter(), Counter(), 0, 0, False
-            grad_norm, groups = 0.0, sorted({samples[i].prompt_id for i in counted})
+            taught = range(len(samples)) if critic is not None else counted
+            grad_norm, groups = 0.0, sorted({samples[i].prompt_id for i in taught})
             with clock("update"):
                 for epoch, mini in itertools.product(range(args.num_epochs), range(args.num_mini_batches)):
                     optimizer_step = (step - 1) * updates + epoch * args.num_mini_batches + mini
@@ -924,14 +924,12 @@ def main(args: Args) -> None:
                     share = len(order) / args.num_mini_batches  # groups that were dropped leave uneven shares
                     members = set(order[round(mini * share) : round((mini + 1) * share)])
                     indices = [i for i in trained if samples[i].prompt_id in members]
-                    if not indices:
-                        continue
-                    weights_N = loss_weights(samples, [i for i in counted if samples[i].prompt_id in members], args)
-                    weights_N = weights_N.to(device)
-                    micro_batches = utils.micro_batches(samples, indices, budget=args.micro_batch_tokens, **layout)
-
-                    # the critic, on the same rows
+                    # The critic learns from all responses: from those that ended alone it would learn what to expect of
+                    # an end. Its steps come first, and change nothing for the policy's.
                     if critic is not None:
+                        own = [i for i in taught if samples[i].prompt_id in members]
+                        weights_N = loss_weights(samples, own, args).to(device)
+                        micro_batches = utils.micro_batches(samples, own, budget=args.micro_batch_tokens, **layout)
                         for parameter_group in critic.optimizer.param_groups:
                             parameter_group["lr"] = critic_lr
                         stats = utils.TokenStats(device)
@@ -952,8 +950,11 @@ def main(args: Args) -> None:
                             ppo_metrics["value/grad_norm"] = float(critic.get_global_grad_norm())
                         else:
                             skipped += 1
-                    if stopped or moves < 0:
+                    if not indices or stopped or moves < 0:
                         continue
+                    weights_N = loss_weights(samples, [i for i in counted if samples[i].prompt_id in members], args)
+                    weights_N = weights_N.to(device)
+                    micro_batches = utils.micro_batches(samples, indices, budget=args.micro_batch_tokens, **layout)
                     stats = utils.TokenStats(device)
                     for mb in micro_batches:
                         logprobs_T, entropy_T, full_kl_T = policy(mb, full_reference, args.entropy_coeff != 0)

@@ -415,8 +415,8 @@ def make_critic(args, dtype: torch.dtype, device: torch.device, attention: str, 
 
 
 @torch.no_grad()
-def values(critic, samples: list[Sample], indices: list[int], after: list[bool], **cutting):
-    """The critic's outputs on the samples ``indices``, on every rank: before each token [N], and after each response.
+def values(critic, samples: list[Sample], after: list[bool], **cutting):
+    """The critic's outputs on all samples, on every rank: before each token [N], and after each response.
 
     The second, [samples], is computed where ``after`` is True, and 0 elsewhere: the state after a last token is the
     one before one more, whatever that is, so such responses get one. ``cutting``: what ``micro_batches`` takes.
@@ -424,7 +424,7 @@ def values(critic, samples: list[Sample], indices: list[int], after: list[bool],
     longer = [replace(s, response_ids=[*s.response_ids, 0]) if a else s for s, a in zip(samples, after, strict=True)]
     offsets, device = token_offsets(longer), cutting["device"]
     outputs = torch.zeros(offsets[-1], device=device)
-    for batch in micro_batches(longer, indices, **cutting):
+    for batch in micro_batches(longer, list(range(len(longer))), **cutting):
         outputs[batch.tokens] = critic(batch) * batch.scale
     torch.distributed.all_reduce(outputs)  # every token was computed on one rank
     extra = torch.tensor([b - 1 for b, a in zip(offsets[1:], after, strict=True) if a], dtype=torch.long, device=device)
@@ -548,7 +548,11 @@ class Watch:
             if first != text and first not in text:
                 text = f"{text}\nafter another rank had failed: {first}"
             print(text, file=sys.stderr, flush=True)
-            time.sleep(2.0)  # the board may live in this process
+            # The board may live in this process, and the launcher kills the others as soon as one has left.
+            self.store.add("reported", 1)
+            deadline = time.monotonic() + 4.0
+            while self.store.add("reported", 0) < torch.distributed.get_world_size() and time.monotonic() < deadline:
+                time.sleep(0.1)
         finally:
             os._exit(1)  # no interpreter shutdown: it would wait for the engine's thread
 

@@ -119,11 +119,15 @@ def run_here(args, script: str = "grpo") -> list[dict]:
     """Run a script's main in this process; its metrics, one dict a step."""
     import importlib
 
+    import torch
     from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     module = importlib.import_module(script)
+    if torch.distributed.is_initialized():  # runs of one process share a board: what an earlier one failed of is over
+        for key in ("failure", "reported"):
+            torch.distributed.distributed_c10d._get_default_store().delete_key(key)
     leave, os._exit = os._exit, lambda code: None  # a failing run leaves at once, and would take pytest along
     try:
         module.main(args)

@@ -103,6 +103,9 @@ def test_lines_of_the_loop_are_only_added():
         "chosen = data.prompts_of_step(step, len(problems), prompts, args.seed, args.shuffle)",
         "(p, k, data.sampling_seed(args.seed, step, i, k)) for p, i in enumerate(chosen) for k in range(group)",
         "inert = beta == 0 and args.entropy_coeff == 0",
+        "if trained and (beta > 0 or updates > 1):",
+        "for mb in utils.micro_batches(samples, trained, budget=args.logprob_micro_batch_tokens, **layout):",
+        "grad_norm, groups = 0.0, sorted({samples[i].prompt_id for i in counted})",
         "lr = utils.learning_rate(optimizer_step, total_steps * updates, args)",
         "if not indices or stopped:",
     ]
@@ -583,7 +586,7 @@ def test_the_value_after_a_cut_is_that_of_the_longer_text(critic):
     after = [s.finish_reason == "length" for s in samples]
     after[3] = True  # of one token
     shape = {"layout": "shared", "budget": 60, "rank": 0, "world_size": 1, "dtype": torch.float32, "device": CPU}
-    values, ends = utils.values(critic, samples, list(range(len(samples))), after, **shape)
+    values, ends = utils.values(critic, samples, after, **shape)
     with torch.no_grad():
         torch.testing.assert_close(values, plain_values(critic, samples), rtol=1e-4, atol=1e-5)
         for s, end, wanted in zip(samples, ends, after, strict=True):
@@ -649,6 +652,13 @@ def questions(folder: Path, count: int) -> Path:
         "".join(json.dumps({"question": f"{i} + 1 = ?", "answer": str(i + 1)}) + "\n" for i in range(count))
     )
     return path
+
+
+def test_cut_responses_teach_the_critic_but_not_the_policy(tiny, tmp_path):
+    """Where all are cut and left out of the loss, the policy stands still and the critic learns all the same."""
+    args = tiny_ppo(tiny, tmp_path, mask_truncated_completions=True, ignore_eos=False, max_response_length=2)
+    stopped = [m for m in run_here(args, "ppo") if m["completions/truncated_frac"] == 1]
+    assert stopped and all(m["optim/steps"] == 0 and m["value/grad_norm"] > 0 for m in stopped)
 
 
 def test_one_sample_a_prompt(tiny, tmp_path):
