@@ -705,11 +705,12 @@ def main(args: Args) -> None:
             critic = utils.make_critic(critic_args, dtype, device, attention, model.config.get_text_config().vocab_size)
         name = args.reward_model_name_or_path
         scorer = RewardModel(name, args.logprob_micro_batch_tokens, device, dtype) if name is not None else None
-        controller = None
-        if beta > 0:
-            controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon)
+        adaptive = args.kl_controller == "adaptive"
+        controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon) if adaptive else None
         clock = utils.Stopwatch()
         log = data.RunLog(folder, args, world_size, total_steps, rank == 0)
+        sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+        ends = {"max_tokens": args.max_response_length, "stop": list(args.stop), "ignore_eos": args.ignore_eos}
         layout = {"layout": args.batch_layout, "rank": rank, "world_size": world_size, "dtype": dtype, "device": device}
 
         def answer(batch: list[Problem], wanted: list[tuple[int, int, int]], sampling: dict) -> list[Sample]:
@@ -752,12 +753,11 @@ def main(args: Args) -> None:
                 return
             k = args.eval_samples
             sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p, "top_k": args.eval_top_k}
-            sampling |= {"max_tokens": args.max_response_length, "stop": list(args.stop), "ignore_eos": args.ignore_eos}
             wanted = [
                 (i, j, data.sampling_seed(args.seed, "eval", i, j)) for i in range(len(eval_problems)) for j in range(k)
             ]
             with clock("eval"):
-                samples = answer(eval_problems, wanted, sampling)
+                samples = answer(eval_problems, wanted, sampling | ends)
             correct = [s.reward_parts.get("correct", s.score) > 0.5 for s in samples]
             right = [sum(correct[i * k : (i + 1) * k]) for i in range(len(eval_problems))]
             log.evaluation(
@@ -782,11 +782,10 @@ def main(args: Args) -> None:
         kept, rates, begun = list(range(len(problems))), {}, 0  # for --dataset_max_filter_share
         push()
         evaluate(0)
-        sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "stop": list(args.stop)}
-        sampling |= {"max_tokens": args.max_response_length, "ignore_eos": args.ignore_eos}
 
         for step in range(1, total_steps + 1):
             started = clock.restart()
+            kl_coef = controller.coef if adaptive else beta
 
             # 1 prompts: the same list on every rank
             chosen = data.prompts_of_step(step - begun, len(kept), prompts, args.seed, args.shuffle)
@@ -797,12 +796,10 @@ def main(args: Args) -> None:
             ]
 
             # 2 generate, 3 score, 4 gather
-            samples = answer(batch, wanted, sampling)
+            samples = answer(batch, wanted, sampling | ends)
             ppo_metrics, value_totals = {}, Counter()
             if args.check_verifier_status and all(s.score == 0 for s in samples):
-                raise RuntimeError(
-                    "--check_verifier_status: all scores of a step are 0; look at the verifier, the prompt"
-                )
+                raise RuntimeError("--check_verifier_status: all scores of a step are 0; see --verifier, the prompt")
             if args.dataset_max_filter_share > 0:
                 for p, i in enumerate(chosen):
                     own = samples[p * sampled : (p + 1) * sampled]
@@ -870,7 +867,7 @@ def main(args: Args) -> None:
             if kl_in_reward:
                 all_N = torch.ones(offsets[-1], dtype=torch.bool, device=device)
                 kl_N = kl_reward(old_N, ref_N, all_N, estimator=args.kl_estimator, full_kl=full_kl_N)
-                penalty_N = controller.coef * return_to_go(kl_N, offsets)
+                penalty_N = kl_coef * return_to_go(kl_N, offsets)
                 if args.kl_reward_norm == "inside":  # whole responses, before the statistics, as verl does
                     penalty_PG = penalty_N[offsets[:-1]].double().cpu().view(prompts, group)
                     advantages_PG = group_advantages(rewards_PG - penalty_PG, args.advantage_normalization_type)
@@ -886,7 +883,7 @@ def main(args: Args) -> None:
             if args.adv_estimator == "gae":
                 gained_N = torch.tensor(data.token_rewards(samples, tokenizer.decode, args), dtype=torch.float64)
                 if kl_in_reward:
-                    gained_N -= controller.coef * kl_N.double().cpu()
+                    gained_N -= kl_coef * kl_N.double().cpu()
                 values_N, after_B = (normaliser.denormalise(x.double().cpu()) for x in (outputs_N, after_B))
                 after_B = torch.where(torch.tensor(cut), after_B, 0.0)
                 token_N, returns_N = gae(gained_N, values_N, after_B, offsets, args.gamma, args.gae_lambda)
@@ -963,7 +960,8 @@ def main(args: Args) -> None:
                         sampler_T, weights_T = sampler_N[mb.tokens], weights_N[mb.tokens] * mb.scale
                         loss_T, parts = token_loss(
                             *(logprobs_T, old_T, ref_T, sampler_T, advantages_N[mb.tokens], entropy_T, full_kl_T),
-                            *(controller.coef if controller is not None else 0.0, args),
+                            kl_coef,
+                            args,
                         )
                         loss = (loss_T * weights_T).sum() * world_size  # DeepSpeed takes the mean over ranks
 
@@ -1023,8 +1021,7 @@ def main(args: Args) -> None:
             if args.ref_policy_update_freq > 0 and step % args.ref_policy_update_freq == 0:
                 utils.move_reference(reference, policy, args.ref_policy_alpha, args.zero_stage)
             kl_per_sequence = totals["k1"] / max(1, totals["samples"])
-            kl_coef = controller.coef if controller is not None else 0.0
-            if args.kl_controller == "adaptive" and totals["rounds"] > 0:
+            if adaptive and totals["rounds"] > 0:
                 controller.update(kl_per_sequence, len(samples))
 
             # 9 record
@@ -1043,16 +1040,8 @@ def main(args: Args) -> None:
                 "episode": step * prompts * group,
                 "reward/mean": rewards_PG.mean().item(),
                 "reward/std": rewards_PG.std().item(),
-                "reward/correct": utils.mean([s.reward_parts.get("correct", s.score) for s in samples]),
-                "reward/format": utils.mean([s.reward_parts["format"] for s in samples if "format" in s.reward_parts]),
-                "reward/timeouts": sum(s.reward_status == "timeout" for s in samples),
-                "reward/errors": sum(s.reward_status == "crash" for s in samples),
-                "reward/unscorable": sum(s.reward_status == "unscorable" for s in samples),
                 "reward/zero_std_frac": zero_std_P.double().mean().item(),
-                "completions/length_mean": utils.mean(lengths),
-                "completions/length_max": max(lengths),
-                "completions/truncated_frac": utils.mean([s.finish_reason == "length" for s in samples]),
-                "sampler/staleness": utils.mean([step - s.weights_version for s in samples]),
+                **utils.sample_metrics(samples, step),
                 "optim/lr": lr,
                 "optim/steps": applied,
                 "optim/skipped": skipped,
