@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import rewards
+import sandbox
 
 # Arguments that say where and how a run is shown, not what it computes: no part of its name or its identity.
 PRESENTATION = (
@@ -181,7 +182,7 @@ def load_problems(args) -> tuple[list[Problem], list[Problem]]:
             f"warning: --bad_truth drop leaves out {len(dropped)} of {len(rows)} rows whose verifier rejects the truth "
             f"(rows {indices}); the first: {dropped[0][1]}"
         )
-    if any("code" in rewards.names_of(p.verifier) for p in problems) and (why := rewards.namespaces_refused()):
+    if any("code" in rewards.names_of(p.verifier) for p in problems) and (why := sandbox.namespaces_refused()):
         if not args.allow_unsafe_code_exec:
             refuse(
                 f"the verifier code has no sandbox here: the kernel gives no namespaces ({why}). Run where user "
@@ -646,6 +647,20 @@ def print_header(args, folder, problems, tokenizer, total_steps: int, world_size
     print("\n".join(lines), flush=True)
 
 
+def explain_zeros(samples: list[Sample], problems: list[Problem], steps: int) -> str:
+    """Help for a run whose scores have all been 0 for ``steps`` steps: what two samples said, and what was expected."""
+    lines = [f"all scores of the last {steps} steps are 0. What was extracted, and what was expected:"]
+    for s in samples[:: max(1, len(samples) - 1)][:2]:
+        problem = problems[s.prompt_id]
+        lines += [
+            f"  prompt     {problem.messages[-1]['content'][-300:]!r}",
+            f"  response   {s.response[-300:]!r} (ended by {s.finish_reason})",
+            f"  extracted  {s.extracted[:200]!r} by {problem.verifier}, status {s.reward_status}",
+            f"  expected   {problem.truth[:200]!r}",
+        ]
+    return "\n".join([*lines, "  see --max_response_length, --verifier, --system_prompt"])
+
+
 class RunLog:
     """The files of a run (rank 0 writes, the others are silent), wandb, and the console.
 
@@ -731,7 +746,7 @@ class RunLog:
             self.write("samples.jsonl", row)
         self.zero_steps = 0 if any(s.score for s in samples) else self.zero_steps + 1
         if self.zero_steps and self.zero_steps % ZERO_STEPS == 0:
-            self._say(rewards.explain_zeros(samples, batch, self.zero_steps))
+            self._say(explain_zeros(samples, batch, self.zero_steps))
         if not self.is_main:
             return
         remaining = (time.monotonic() - self.begun) / step * (self.total - step)

@@ -16,20 +16,14 @@ from __future__ import annotations
 
 import ast
 import collections
-import contextlib
 import functools
 import importlib.util
-import inspect
 import json
 import logging
 import math
 import operator
-import os
 import re
-import socket
-import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from concurrent.futures import TimeoutError, wait
@@ -38,6 +32,9 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+
+import sandbox
+from sandbox import Sandbox
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,6 @@ class Reward:
     extracted: str = field(default="", compare=False)
     detail: str = field(default="", compare=False)
 
-
-Verifier = Callable[[str, str, dict], Reward]
 
 # ------------------------------------------------------------------------------------------------ finding the answer
 
@@ -319,223 +314,9 @@ def ifeval(response: str, truth: str, row: dict) -> Reward:
     return _judged(share == 1 and re.search(r"\w", text) is not None, text or None, constraints=share)
 
 
-# ----------------------------------------------------------------------------------- the sandbox for models' programs
+# ------------------------------------------------------------------------------- models' programs, run by sandbox.py
 
 CODE_SECONDS = 5.0  # of wall time for one program; a row's column time_limit changes it
-CODE_LIMITS = {"AS": 2**30, "FSIZE": 2**22, "NPROC": 16, "NOFILE": 64, "CORE": 0}  # RLIMIT_*: bytes, counts
-MOST_SAID = CODE_LIMITS["FSIZE"]  # bytes of one value
-allow_unsafe = False  # in a worker: what --allow_unsafe_code_exec says
-
-
-def _encode(value):
-    """A plain value for JSON: tuples, sets and dicts under their name. Raises TypeError for any other object."""
-    for kind in (tuple, set, dict):
-        if isinstance(value, kind):
-            return {kind.__name__: [_encode(v) for v in (value.items() if kind is dict else value)]}
-    if isinstance(value, list):
-        return [_encode(v) for v in value]
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise TypeError(f"a {type(value).__name__} is no plain value")
-
-
-def _decode(value):
-    if isinstance(value, dict):
-        ((kind, items),) = value.items()
-        return {"tuple": tuple, "set": set, "dict": dict}[kind](_decode(v) for v in items)
-    return [_decode(v) for v in value] if isinstance(value, list) else value
-
-
-def _sandboxed() -> None:
-    """The program of a sandbox's two processes: its source is what ``python -I -S -c`` gets.
-
-    The launcher takes its own user and process namespaces, waits for the end, the time-out or its parent's death, and
-    kills everything. Its child, process 1 in there, goes into an empty root with nothing but the standard library
-    (read-only), an empty network and no rights, takes the limits upon itself, and runs the job by its mode:
-
-        program   stdin is the job's text, stdout the parent's file
-        calls     for each line with arguments from the channel, a line {"value": ...} or {"error": name} back
-        judge     a test's check(candidate); the candidate's arguments go out and its value comes back as such lines
-    """
-    import ctypes
-    import json
-    import os
-    import resource
-    import select
-    import signal
-    import sys
-
-    settings = json.loads(sys.argv[1])
-    channel, null = os.fdopen(settings["channel"], "rb"), os.open("/dev/null", os.O_RDWR)
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def say(text):
-        os.write(channel.fileno(), text.encode() + b"\n")
-
-    def kernel(name, *arguments):
-        """A call of libc that returns 0 or raises."""
-        if getattr(libc, name)(*(a.encode() if isinstance(a, str) else a for a in arguments)) != 0:
-            raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
-
-    def children():
-        with open(f"/proc/self/task/{os.getpid()}/children") as f:
-            return [int(pid) for pid in f.read().split()]
-
-    def isolate():
-        kernel("unshare", 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000)  # mounts, network, ipc, host name
-        with open("/proc/sys/user/max_user_namespaces", "w") as f:  # no further ones, where it would be root again
-            f.write("0")
-        root = os.getcwd()
-        kernel("mount", "tmpfs", root, "tmpfs", 0, "size=32m,nr_inodes=4096,mode=755")
-        for path in settings["readable"]:
-            if os.path.exists(path) and not os.path.exists(root + path):
-                os.makedirs(root + path)
-                kernel("mount", path, root + path, None, 0x1000 | 0x4000, None)  # bind, recursive
-                kernel("syscall", 442, -100, root + path, 0x8000, (ctypes.c_uint64 * 4)(1), 32)  # all of it read-only
-        os.mkdir(root + "/tmp")
-        os.chmod(root + "/tmp", 0o1777)
-        os.chdir(root)
-        kernel("pivot_root", ".", ".")
-        kernel("umount2", ".", 2)
-        os.chdir("/tmp")
-        os.setresgid(*[settings["user"]] * 3)
-        os.setresuid(*[settings["user"]] * 3)
-        kernel("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
-        kernel("prctl", 38, 1, 0, 0, 0)  # no new privileges
-
-    def run(mode, entry_point, code, text):
-        stdin = os.memfd_create("stdin")
-        os.write(stdin, text.encode())
-        os.lseek(stdin, 0, os.SEEK_SET)
-        os.dup2(stdin, 0)
-        for name, most in settings["limits"].items():
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
-        if mode != "program":
-            os.dup2(null, 1)
-        say("ready")
-        __builtins__.exit = __builtins__.quit = sys.exit  # programs use them; the site module, left out, defines them
-        scope = {"__name__": "__main__" if mode == "program" else "solution"}
-        exec(compile(code, mode, "exec"), scope)
-
-        def candidate(*arguments):
-            """The function under test, as the test sees it: it runs in another sandbox. KeyError where it raised."""
-            say(json.dumps(_encode(arguments)))
-            return _decode(json.loads(channel.readline())["value"])
-
-        if mode == "judge":
-            scope["check"](candidate)
-        for line in channel if mode == "calls" else ():
-            try:
-                reply = {"value": _encode(scope[entry_point](*_decode(json.loads(line))))}
-            except BaseException as error:
-                reply = {"error": type(error).__name__}
-            say(json.dumps(reply))
-
-    program = None
-    try:
-        if settings["namespaces"]:
-            kernel("unshare", 0x10000000 | 0x20000000)  # users, processes
-        else:
-            kernel("prctl", 36, 1, 0, 0, 0)  # orphans become this process's children
-        say("alone")
-        job = json.loads(sys.stdin.buffer.readline())
-        program = os.fork()
-        if program == 0:
-            os.setsid()
-            if settings["namespaces"]:
-                isolate()
-            kernel("prctl", 1, signal.SIGKILL, 0, 0, 0)  # dies with the launcher
-    except OSError as error:
-        say(str(error))
-        os._exit(1)
-    if program == 0:
-        return run(**job)
-    channel.close()
-    events = select.poll()
-    events.register(os.pidfd_open(program), select.POLLIN)
-    events.register(0, 0)  # nothing but the end of the pipe: the parent closed it, or died
-    events.poll(settings["seconds"] * 1000)
-    status = 0
-    while pids := children():  # orphans too; with process 1 the kernel kills its whole namespace
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            _, ended = os.waitpid(pid, 0)
-            status = ended if pid == program else status
-    os._exit(os.waitstatus_to_exitcode(status) & 255)
-
-
-_CHILD = "\n".join([*map(inspect.getsource, (_encode, _decode, _sandboxed)), "_sandboxed()"])
-
-
-class Sandbox(contextlib.ExitStack):
-    """One job in a fresh process that sees neither this one's environment, files, network nor processes.
-
-    Use as a context manager: leaving it kills whatever the job started. ``namespaces=False`` leaves only the limits.
-    Raises OSError where the kernel refuses.
-    """
-
-    def __init__(self, mode: str, code: str, seconds: float, entry_point="", text="", namespaces: bool | None = None):
-        super().__init__()
-        if namespaces is None:
-            namespaces = not namespaces_refused()
-            if not namespaces and not allow_unsafe:
-                raise OSError(f"no sandbox for code here ({namespaces_refused()}) and no --allow_unsafe_code_exec")
-        home = self.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-"))
-        self.output = self.enter_context(os.fdopen(os.memfd_create("output"), "rb"))
-        self.channel, theirs = map(self.enter_context, socket.socketpair())
-        self.replies, user = self.enter_context(self.channel.makefile("rb")), os.geteuid()
-        settings = {"namespaces": namespaces, "seconds": seconds, "channel": theirs.fileno()}
-        settings["limits"] = {**CODE_LIMITS, "CPU": int(seconds) + 2}
-        settings["readable"] = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", os.path.dirname(os.__file__)]
-        settings["user"] = int(user == 0)  # root would have no limit of processes, so it maps a second user, nobody
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _CHILD, json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=self.output,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env={},
-            cwd=home,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
-        self.callback(self.process.wait)
-        self.callback(self.process.stdin.close)  # the launcher sees it and kills
-        try:
-            self._expect("alone")
-            if namespaces:  # it may not say itself who is who in there
-                for file, own in {"setgroups": None, "uid_map": user, "gid_map": os.getegid()}.items():
-                    who = "deny" if own is None else f"0 {own} 1\n" + "1 65534 1\n" * (user == 0)
-                    Path(f"/proc/{self.process.pid}/{file}").write_text(who)
-            job = {"mode": mode, "code": code, "entry_point": entry_point, "text": text}
-            self.process.stdin.write(json.dumps(job).encode() + b"\n")
-            self._expect("ready")
-        except OSError:
-            self.close()
-            raise
-
-    def _expect(self, word: str) -> None:
-        if (said := self.replies.readline().decode().strip()) != word:
-            raise OSError(said or "the sandbox does not start")
-
-    def ask(self, line: bytes) -> bytes:
-        """One line to the job, one line back; b"" once it has ended."""
-        try:
-            self.channel.sendall(line)
-            return self.replies.readline(MOST_SAID)
-        except OSError:
-            return b""
-
-
-@functools.lru_cache
-def namespaces_refused() -> str:
-    """Why the kernel gives this process no namespaces; "" where it does."""
-    try:
-        with Sandbox("program", "", 20.0, namespaces=True):
-            return ""
-    except OSError as error:
-        return str(error)
 
 
 def _same(a, b) -> bool:
@@ -554,9 +335,9 @@ def _returns(program: str, tests: list[dict], entry: str, seconds: float) -> boo
     """Whether the function returns each output for its input. The process gets the inputs, never the outputs."""
     with Sandbox("calls", program, seconds, entry) as solution:
         for test in tests:
-            reply = solution.ask(json.dumps(_encode(test["input"])).encode() + b"\n")
+            reply = solution.ask(json.dumps(sandbox.encode(test["input"])).encode() + b"\n")
             try:
-                if not _same(_decode(json.loads(reply)["value"]), test["output"]):
+                if not _same(sandbox.decode(json.loads(reply)["value"]), test["output"]):
                     return False
             except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
                 return False  # it raised, ended, or said what is no value
@@ -566,10 +347,10 @@ def _returns(program: str, tests: list[dict], entry: str, seconds: float) -> boo
 def _prints(program: str, tests: list[dict], entry: str, seconds: float) -> bool:
     """Whether the program ends well and prints each stdout for its stdin, line by line, spacing aside."""
     for test in tests:
-        with Sandbox("program", program, seconds, text=test["stdin"]) as sandbox:
-            ended = sandbox.process.wait()
-            sandbox.output.seek(0)
-            said = sandbox.output.read().decode(errors="replace")
+        with Sandbox("program", program, seconds, text=test["stdin"]) as run:
+            ended = run.process.wait()
+            run.output.seek(0)
+            said = run.output.read().decode(errors="replace")
         said, wanted = ([line.split() for line in text.strip().splitlines()] for text in (said, test["stdout"]))
         if ended != 0 or said != wanted:
             return False
@@ -618,12 +399,13 @@ def code(response: str, truth: str, row: dict) -> Reward:
 # ---------------------------------------------------------------------------------------- by name, and several of them
 
 _ALL = (last_number, exact, gsm8k, math_, countdown, reasoning_gym_, format_, ifeval, code)
-VERIFIERS: dict[str, Verifier] = {verifier.__name__.rstrip("_"): verifier for verifier in _ALL}
-SAY_THE_TRUTH = {"last_number": "{}", "exact": "{}", "gsm8k": "{}", "math": "\\boxed{{{}}}"}  # as a response would
-SAY_THE_TRUTH["reasoning_gym"] = "<answer>{}</answer>"
+VERIFIERS = {verifier.__name__.rstrip("_"): verifier for verifier in _ALL}
+SAY_THE_TRUTH = {"math": "\\boxed{{{}}}", "reasoning_gym": "<answer>{}</answer>"}  # as a response would
+SAY_THE_TRUTH |= dict.fromkeys(("last_number", "exact", "gsm8k"), "{}")
 
 
-def find_verifier(name: str) -> Verifier:
+@functools.lru_cache  # in a worker, a file is loaded once
+def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     """A verifier by its name here, or from a file of the user's: ``path/to/file.py:function``.
 
     Raises ValueError, saying what there is, when no such verifier, file or function exists.
@@ -702,28 +484,27 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
 
 # ------------------------------------------------------------------------------------------------ the worker processes
 
-_find_once = functools.lru_cache(find_verifier)  # in a worker: a file is loaded once
+WORKER_MEMORY = 4 * 2**30  # bytes of address space
 
 
-def _start_worker(verifiers: list[str], unsafe: bool, memory: int) -> None:
+def _start_worker(verifiers: list[str], unsafe: bool) -> None:
     """In a new worker: its memory limit, and what takes long to import, so that no sample's time pays for it."""
     import resource
 
-    global allow_unsafe
-    allow_unsafe = unsafe
+    sandbox.allow_unsafe = unsafe
     sys.set_int_max_str_digits(0)  # what takes too long is killed; an exception here would be taken for a bug
     if "math" in verifiers:
         _parse_math("1")
     if "reasoning_gym" in verifiers:
         importlib.import_module("reasoning_gym")
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY, WORKER_MEMORY))
 
 
 def _verify(names: list[str], weights: dict, response: str, truth: str, row: dict) -> Reward:
     found = {}
     for name in names:
         try:
-            found[name] = _find_once(name)(response, truth, row)
+            found[name] = find_verifier(name)(response, truth, row)
         except (MemoryError, RecursionError):  # the response's doing, as a rule
             found[name] = Reward(0.0, status="crash", detail=traceback.format_exc(limit=-4))
         if not isinstance(found[name], Reward):
@@ -735,13 +516,12 @@ class RewardPool:
     """Worker processes that each verify one sample at a time.
 
     Workers are started by spawn, never by fork: the parent holds threads, an engine and maybe a CUDA context.
-    ``verifiers`` says which will be needed, so that their libraries are there before the first sample; ``weights`` is
-    for ``combine``; ``memory`` is each worker's limit of address space in bytes.
+    ``verifiers`` says which will be needed, so that their libraries are there before the first sample.
     """
 
-    def __init__(self, workers, timeout, verifiers=(), weights=None, unsafe=False, memory=4 * 2**30):
+    def __init__(self, workers, timeout, verifiers=(), weights=None, unsafe=False):
         self.workers, self.timeout, self.weights, self.shown = workers, timeout, weights or {}, set()
-        self.worker_arguments = [sorted({name for v in verifiers for name in names_of(v)}), unsafe, memory]
+        self.worker_arguments = [sorted({name for v in verifiers for name in names_of(v)}), unsafe]
         self._start()
 
     def _start(self) -> None:
@@ -829,20 +609,6 @@ def shape_reward(sample, found: Reward, args) -> None:
         sample.reward = max(-args.max_reward_clip, min(args.max_reward_clip, sample.reward))
 
 
-def explain_zeros(samples: list, problems: list, steps: int) -> str:
-    """Help for a run whose scores have all been 0 for ``steps`` steps: what two samples said, and what was expected."""
-    lines = [f"all scores of the last {steps} steps are 0. What was extracted, and what was expected:"]
-    for s in samples[:: max(1, len(samples) - 1)][:2]:
-        problem = problems[s.prompt_id]
-        lines += [
-            f"  prompt     {problem.messages[-1]['content'][-300:]!r}",
-            f"  response   {s.response[-300:]!r} (ended by {s.finish_reason})",
-            f"  extracted  {s.extracted[:200]!r} by {problem.verifier}, status {s.reward_status}",
-            f"  expected   {problem.truth[:200]!r}",
-        ]
-    return "\n".join([*lines, "  see --max_response_length, --verifier, --system_prompt"])
-
-
 # ------------------------------------------------------------------------------------------------------- reward models
 
 
@@ -866,14 +632,12 @@ class RewardModel:
         self.model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
 
-    def _ids(self, messages: list[dict[str, str]], response: str) -> list[int]:
-        messages = [*messages, {"role": "assistant", "content": response}]
-        ids = self.tokenizer.apply_chat_template(messages, return_dict=False)
-        return ids[-getattr(self.model.config, "max_position_embeddings", len(ids)) :]  # the end is what is scored
-
     def score(self, conversations: list[tuple[list[dict[str, str]], str]]) -> list[float]:
         """(messages, response) -> score, each as if it were alone. Raises RuntimeError when one is not finite."""
-        rows, scores = [self._ids(messages, response) for messages, response in conversations], {}
+        texts = [[*messages, {"role": "assistant", "content": response}] for messages, response in conversations]
+        rows = [self.tokenizer.apply_chat_template(text, return_dict=False) for text in texts]
+        most, scores = getattr(self.model.config, "max_position_embeddings", None), {}
+        rows = [ids[-most:] if most else ids for ids in rows]  # the end is what is scored
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         self.model.to(self.device)
         while order:

@@ -394,9 +394,8 @@ def test_truths_that_are_lists(tmp_path):
 
 
 def test_code_without_namespaces(tmp_path, capsys, monkeypatch):
-    import rewards
 
-    monkeypatch.setattr(rewards, "namespaces_refused", lambda: "not permitted")
+    monkeypatch.setattr(data.sandbox, "namespaces_refused", lambda: "not permitted")
     content = [{**row, "answer": [{"stdin": "", "stdout": "1"}]} for row in rows()]
     with pytest.raises(SystemExit) as end:
         from_file(tmp_path, content, verifier="code")

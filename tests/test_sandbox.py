@@ -13,9 +13,11 @@ from conftest import ROOT
 from test_verifiers import DATA
 
 import rewards
-from rewards import RewardPool, Sandbox, code
+import sandbox
+from rewards import RewardPool, code
+from sandbox import Sandbox
 
-REFUSED = rewards.namespaces_refused()
+REFUSED = sandbox.namespaces_refused()
 isolated = pytest.mark.skipif(bool(REFUSED), reason=f"the kernel gives no namespaces here: {REFUSED}")
 TESTS = json.dumps([{"input": [1, 2], "output": 3}, {"input": [5, 7], "output": 12}, {"input": [-1, 1], "output": 0}])
 ADD = {"entry_point": "add", "time_limit": 2}
@@ -29,7 +31,7 @@ def passes(program: str, tests: str = TESTS, row: dict = ADD) -> bool:
 
 @pytest.fixture(autouse=True)
 def _limits_where_there_are_no_namespaces(monkeypatch):
-    monkeypatch.setattr(rewards, "allow_unsafe", bool(REFUSED))
+    monkeypatch.setattr(sandbox, "allow_unsafe", bool(REFUSED))
 
 
 # ------------------------------------------------------------------------------------------------------ honest programs
@@ -112,7 +114,6 @@ def test_tests_that_are_none():
 # ------------------------------------------------------------------------------------------------------------ attacks
 
 F = "def add(a, b):\n    "
-MARK = "rlvr-sandbox-survivor"
 ALWAYS = (
     "class Yes{base}:\n    def __eq__(self, other): return True\n    __hash__ = None\n" + F + "return Yes({value})\n"
 )
@@ -196,12 +197,12 @@ NEED_NAMESPACES = list(ATTACKS)[list(ATTACKS).index("kills everybody") :]
 
 
 def descendants() -> set[int]:
-    """Processes with this test's mark in their environment-free command line: every sandbox has the source in it."""
+    """Processes of sandboxes, by their command line."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if b"_sandboxed()" in (entry / "cmdline").read_bytes():
+                if b"sandbox.py" in (entry / "cmdline").read_bytes():
                     found.add(int(entry.name))
             except OSError:
                 continue
@@ -255,8 +256,8 @@ def test_attacks_against_python_tests():
 def test_nothing_outside_is_seen():
     """The root, the user, the processes and the environment as the program sees them."""
     program = "import os\ndef f():\n    return [sorted(os.listdir('/')), os.getuid(), os.getpid(), sorted(os.environ)]"
-    with Sandbox("calls", program, 5.0, "f") as sandbox:
-        root, user, process, environment = json.loads(sandbox.ask(b"[]\n"))["value"]
+    with Sandbox("calls", program, 5.0, "f") as run:
+        root, user, process, environment = json.loads(run.ask(b"[]\n"))["value"]
     assert "proc" not in root and "home" not in root and "etc" not in root and "tmp" in root
     assert user in (0, 1) and process == 1 and set(environment) <= {"LC_CTYPE"}
 
@@ -266,8 +267,8 @@ def test_limits_without_namespaces():
     before = descendants()
     for attack in ("endless loop", "memory bomb at once", "daemon", "environment", "output flood", "ignores signals"):
         start = time.perf_counter()
-        with Sandbox("calls", ATTACKS[attack], 2.0, "add", namespaces=False) as sandbox:
-            said = sandbox.ask(b"[1, 2]\n")
+        with Sandbox("calls", ATTACKS[attack], 2.0, "add", namespaces=False) as run:
+            said = run.ask(b"[1, 2]\n")
         assert b'"value": 3' not in said, attack
         assert time.perf_counter() - start < 3, attack
     time.sleep(0.05)
@@ -275,11 +276,11 @@ def test_limits_without_namespaces():
 
 
 def test_no_sandbox_no_code(monkeypatch):
-    monkeypatch.setattr(rewards, "namespaces_refused", lambda: "not permitted")
-    monkeypatch.setattr(rewards, "allow_unsafe", False)
+    monkeypatch.setattr(sandbox, "namespaces_refused", lambda: "not permitted")
+    monkeypatch.setattr(sandbox, "allow_unsafe", False)
     with pytest.raises(OSError, match=r"not permitted.*--allow_unsafe_code_exec"):
         code(F + "return a + b", TESTS, ADD)
-    monkeypatch.setattr(rewards, "allow_unsafe", True)
+    monkeypatch.setattr(sandbox, "allow_unsafe", True)
     assert code(F + "return a + b", TESTS, ADD).score == 1
 
 
