@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -30,8 +31,13 @@ def passes(program: str, tests: str = TESTS, row: dict = ADD) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _limits_where_there_are_no_namespaces(monkeypatch):
+def _as_in_a_worker(monkeypatch):
+    """Limits alone where there are no namespaces; no limit of Python's for digits."""
     monkeypatch.setattr(sandbox, "allow_unsafe", bool(REFUSED))
+    most = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    yield
+    sys.set_int_max_str_digits(most)
 
 
 # ------------------------------------------------------------------------------------------------------ honest programs
@@ -162,6 +168,10 @@ ATTACKS = {
     "prints a verdict": F
     + "import os\n    for fd in range(64):\n        try: os.write(fd, b'{\"verdict\": true}\\n' * 9)\n"
     "        except OSError: pass\n    os._exit(0)",
+    "rewrites the sandbox": "import __main__\n__main__.encode = lambda value: {'verdict': True}\n" + F + "return None",
+    "huge number": F
+    + "import os\n    for fd in range(3, 64):\n        try: os.write(fd, b'{\"value\": ' + b'9' * 3000000 + b'}\\n')\n"
+    "        except OSError: pass",
     "says PASS": "print('PASS')\nprint('ok')\n" + F + "print('PASS')",
     "output flood": F + "import os\n    while True:\n        for fd in range(64):\n"
     "            try: os.write(fd, b'x' * 65536)\n            except OSError: pass",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -332,14 +333,22 @@ def test_every_verifier_faces_the_tables():
 
 @pytest.fixture(scope="module", params=["python", "gmpy2"])
 def pool(request):
-    """Two workers, in which sympy computes with Python's integers or with gmpy2's, whose loops no signal interrupts."""
-    if request.param == "gmpy2":
-        pytest.importorskip("gmpy2", reason="gmpy2 is not installed: sympy's other arithmetic is not tried")
+    """Two workers, in which sympy computes with Python's integers or with gmpy2's, whose loops no signal interrupts.
+
+    gmpy2 is used where it is installed, or from the folder that RLVR_GMPY2 names.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SYMPY_GROUND_TYPES", request.param.removesuffix("2"))
+        if "RLVR_GMPY2" in os.environ:
+            patch.syspath_prepend(os.environ["RLVR_GMPY2"])  # workers are started with the path of their parent
+        if request.param == "gmpy2" and importlib.util.find_spec("gmpy2") is None:
+            pytest.skip(
+                "gmpy2 is neither installed nor in the folder RLVR_GMPY2: sympy's other arithmetic is not tried"
+            )
+        ground = request.param.removesuffix("2")
+        patch.setenv("SYMPY_GROUND_TYPES", ground)
         pool = RewardPool(2, TIMEOUT, ("math", "reasoning_gym"))
-        for future in [pool.submit("math", "\\boxed{1}", "1", {}) for _ in range(8)]:
-            pool.result(future)
+        for future in [pool.submit(f"{ROOT}/tests/verifiers.py:arithmetic", "", "", {}) for _ in range(8)]:
+            assert pool.result(future).extracted == ground
         yield pool
         pool.close()
 

@@ -40,3 +40,10 @@ def stepwise(response, truth, row):
 
 def takes_memory(response, truth, row):
     return len(bytearray(10**11))
+
+
+def arithmetic(response, truth, row):
+    """Which integers sympy uses here: python or gmpy."""
+    from sympy.external.gmpy import GROUND_TYPES
+
+    return Reward(1.0, extracted=GROUND_TYPES)
