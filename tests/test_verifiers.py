@@ -39,13 +39,17 @@ def score(name: str, response: str, truth: str, row: dict | None = None) -> floa
 def test_gsm8k_labels():
     rows = real("gsm8k_model_solutions.jsonl")
     assert len(rows) == 5276 and 1000 < sum(r["label"] for r in rows) < 4000
-    assert [r for r in rows if (score("gsm8k", r["pred"], r["gold"]) == 1) != r["label"]] == []
+    wrong = [r for r in rows if (score("gsm8k", r["pred"], r["gold"]) == 1) != r["label"]]
+    print(f"GSM8K: {len(rows)} labelled solutions, {len(wrong)} judged wrongly")
+    assert wrong == []
 
 
 def test_gsm8k_golds():
     rows = real("gsm8k_test.jsonl")
     assert len(rows) == 1319
-    assert [r for r in rows if score("gsm8k", r["answer"], r["answer"]) != 1] == []
+    refused = [r for r in rows if score("gsm8k", r["answer"], r["answer"]) != 1]
+    print(f"GSM8K: {len(rows)} golds, {len(refused)} refused")
+    assert refused == []
     assert [r for r in rows if rewards.truth_error("gsm8k", r["answer"], r)] == []
 
 
@@ -53,6 +57,7 @@ def test_math_gold_pairs():
     rows = real("math500_gold_pairs.jsonl")
     assert len(rows) == 992 and 400 < sum(r["label"] for r in rows) < 600
     wrong = [r for r in rows if (score("math", f"Hence \\boxed{{{r['pred']}}}.", r["gold"]) == 1) != r["label"]]
+    print(f"MATH: {len(rows)} labelled pairs, {len(wrong)} judged wrongly")
     assert wrong == []
 
 
@@ -380,6 +385,7 @@ def test_degenerate_answers(pool, name):
     assert errors == [] and found[0][0].score == 1, found[:1]
     scored = {case: reward for case, (reward, _) in zip(cases, found[1:], strict=True) if reward.score > 0}
     assert scored == {}
+    print(f"{name}: {len(cases)} answers, none scored, the slowest {max(seconds for _, seconds in found[1:]):.1f} s")
     late = {case: seconds for case, (_, seconds) in zip(cases, found[1:], strict=True) if seconds > TIMEOUT + 1}
     assert late == {}
 
@@ -395,6 +401,7 @@ def test_hangs(pool, case):
     found, errors = from_a_thread(pool, jobs)
     assert errors == []
     assert [(r.score, r.status) for r, _ in found if r.score > 0] == []
+    print(f"{text}: {', '.join(f'{r.status} after {seconds:.1f} s' for r, seconds in found)}")
     assert max(seconds for _, seconds in found) < TIMEOUT + 1, found
     assert pool.result(pool.submit("math", "\\boxed{0.5}", "\\frac12", {})).score == 1
 
@@ -421,5 +428,5 @@ def test_throughput_of_math():
     right = sum(pool.result(f).score for f in futures)
     rate = len(answers) / (time.perf_counter() - start)
     pool.close()
-    print(f"{rate:.0f} answers a second")
+    print(f"math: {len(answers)} answers, {rate:.0f} a second in one worker")
     assert right >= 500 and rate >= 100
