@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,7 +23,9 @@ from sandbox import Sandbox
 REFUSED = sandbox.namespaces_refused()
 isolated = pytest.mark.skipif(bool(REFUSED), reason=f"the kernel gives no namespaces here: {REFUSED}")
 TESTS = json.dumps([{"input": [1, 2], "output": 3}, {"input": [5, 7], "output": 12}, {"input": [-1, 1], "output": 0}])
-ADD = {"entry_point": "add", "time_limit": 2}
+ADD = {"entry_point": "add"}
+MARK = os.getpid() / 10**8  # added to limits, so that the sandboxes of these tests are known by their command line
+LIMIT = 1 + MARK
 
 
 def passes(program: str, tests: str = TESTS, row: dict = ADD) -> bool:
@@ -184,12 +188,12 @@ ATTACKS = {
     + "import os, signal\n    os.kill(os.getppid(), 9); os.kill(1, 9)\n    import time; time.sleep(60)",
     "traces the keeper": F + "import ctypes\n    return 1 / (ctypes.CDLL(None).ptrace(16, 1, 0, 0) + 1)",
     "network": F
-    + "import socket\n    socket.create_connection(('127.0.0.1', PORT), 1).sendall(b'x')\n    return a + b",
+    + "import socket\n    socket.create_connection(('127.0.0.1', @PORT), 1).sendall(b'x')\n    return a + b",
     "environment": F + "import os\n    return a + b if 'RLVR_SECRET' in os.environ else None",
-    "parent's environment": F + "return a + b if b'PATH=' in open('/proc/PARENT/environ', 'rb').read() else None",
-    "reads a file": F + "return a + b if open('SECRET').read() else None",
-    "reads the tests": F + "return a + b if 'RLVR' in open('REPOSITORY/rewards.py').read() or True else None",
-    "writes outside": F + "open('OUTSIDE', 'w').write('x')\n    return a + b",
+    "parent's environment": F + "return a + b if b'PATH=' in open('/proc/@PARENT/environ', 'rb').read() else None",
+    "reads a file": F + "return a + b if open('@SECRET').read() else None",
+    "reads the tests": F + "return a + b if open('@REPOSITORY/rewards.py').read() else None",
+    "writes outside": F + "open('@OUTSIDE', 'w').write('x')\n    return a + b",
     "writes to the library": F
     + "import os\n    open(os.path.dirname(os.__file__) + '/RLVR.py', 'w')\n    return a + b",
     "remounts": F
@@ -206,16 +210,13 @@ ATTACKS = {
 NEED_NAMESPACES = list(ATTACKS)[list(ATTACKS).index("kills everybody") :]
 
 
-def descendants() -> set[int]:
-    """Processes of sandboxes, by their command line."""
-    found = set()
+def running(limit: float = LIMIT) -> list[str]:
+    """Processes of this test's sandboxes, and whatever came of them."""
+    found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if b"sandbox.py" in (entry / "cmdline").read_bytes():
-                    found.add(int(entry.name))
-            except OSError:
-                continue
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and f'"seconds": {limit},'.encode() in (entry / "cmdline").read_bytes():
+                found.append(entry.name)
     return found
 
 
@@ -229,24 +230,23 @@ def test_attacks(attack, tmp_path, monkeypatch):
     secret, outside = tmp_path / "secret", tmp_path / "outside"
     secret.write_text("x")
     tmp_path.chmod(0o777)
+    homes = tmp_path / "homes"
+    homes.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(homes))
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
-        words = {"PORT": server.getsockname()[1], "PARENT": os.getpid(), "SECRET": secret, "OUTSIDE": outside}
-        program = ATTACKS[attack]
-        for word, value in {**words, "REPOSITORY": ROOT}.items():
-            program = (
-                program.replace(f"'{word}'", f"'{value}'") if word != "PORT" else program.replace(word, str(value))
-            )
-        program = program.replace("/proc/PARENT/", f"/proc/{os.getpid()}/").replace("'REPOSITORY/", f"'{ROOT}/")
-        before, homes = descendants(), set(Path("/tmp").glob("sandbox-*"))
+        program, port = ATTACKS[attack], server.getsockname()[1]
+        words = {"PORT": port, "PARENT": os.getpid(), "SECRET": secret, "OUTSIDE": outside, "REPOSITORY": ROOT}
+        for word, value in words.items():
+            program = program.replace(f"@{word}", str(value))
         start = time.perf_counter()
-        assert not passes(program), "it passes"
+        assert not passes(program, row={**ADD, "time_limit": LIMIT}), "it passes"
         seconds = time.perf_counter() - start
         print(f"{attack}: fails after {seconds:.1f} s")
-        assert seconds < ADD["time_limit"] + 1
+        assert seconds < LIMIT + 1
         time.sleep(0.05)
-        assert descendants() - before == set(), "it survives"
-        assert set(Path("/tmp").glob("sandbox-*")) - homes == set(), "its folder stays"
+        assert running() == [], "it survives"
+        assert list(homes.iterdir()) == [], "its folder stays"
         assert not outside.exists()
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -257,8 +257,8 @@ def test_attacks_against_python_tests():
     check = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
     for attack in ("sys.exit(0)", "os._exit(0)", "equal to everything", "int equal to everything", "prints a verdict"):
         start = time.perf_counter()
-        assert not passes(ATTACKS[attack], check), attack
-        assert time.perf_counter() - start < ADD["time_limit"] + 1
+        assert not passes(ATTACKS[attack], check, {**ADD, "time_limit": LIMIT}), attack
+        assert time.perf_counter() - start < LIMIT + 1
     assert not passes("def check(candidate):\n    pass\n" + F + "return 0", check)
     assert not passes(F + "raise AssertionError", check)
 
@@ -275,15 +275,14 @@ def test_nothing_outside_is_seen():
 
 def test_limits_without_namespaces():
     """The fall-back still ends, kills and hides the environment; a daemon dies with its program."""
-    before = descendants()
     for attack in ("endless loop", "memory bomb at once", "daemon", "environment", "output flood", "ignores signals"):
         start = time.perf_counter()
-        with Sandbox("calls", ATTACKS[attack], 2.0, "add", namespaces=False) as run:
+        with Sandbox("calls", ATTACKS[attack], LIMIT, "add", namespaces=False) as run:
             said = run.ask(b"[1, 2]\n")
         assert b'"value": 3' not in said, attack
-        assert time.perf_counter() - start < 3, attack
+        assert time.perf_counter() - start < LIMIT + 1, attack
     time.sleep(0.05)
-    assert descendants() - before == set()
+    assert running() == []
 
 
 def test_no_sandbox_no_code(monkeypatch):
@@ -297,17 +296,17 @@ def test_no_sandbox_no_code(monkeypatch):
 
 def test_a_killed_worker_takes_its_programs_along():
     """The pool kills the verifier in the middle of a program's run: nobody is left to clean up but the keeper."""
-    before = descendants()
+    limit = 60 + MARK
     pool = RewardPool(1, 1.5, unsafe=bool(REFUSED))
     pool.result(pool.submit("exact", "x", "x", {}))
-    future = pool.submit("code", ATTACKS["ignores signals"], TESTS, {**ADD, "time_limit": 60})
+    future = pool.submit("code", ATTACKS["ignores signals"], TESTS, {**ADD, "time_limit": limit})
     time.sleep(0.8)
-    assert descendants() - before, "it does not run yet"
+    assert running(limit), "it does not run yet"
     assert pool.result(future).status == "timeout"
     deadline = time.monotonic() + 1
-    while descendants() - before and time.monotonic() < deadline:
+    while running(limit) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert descendants() - before == set()
+    assert running(limit) == []
     pool.close()
 
 
