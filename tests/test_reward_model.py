@@ -94,6 +94,7 @@ def test_refused(classifier, tiny, tmp_path, capsys):
     assert "2 outputs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_run(classifier, tiny, tmp_path):
     """Two steps whose reward is the reward model's alone."""
     args = tiny_args(tiny, tmp_path, reward_model_name_or_path=str(classifier), reward_weights=("reward_model=2",))
