@@ -366,7 +366,7 @@ def _prints(program: str, tests: list[dict], entry: str, seconds: float) -> bool
 
 def _passes(program: str, test: str, entry: str, seconds: float) -> bool:
     """Whether test code accepts the function. They run in two sandboxes that exchange plain values only."""
-    with Sandbox("calls", program, seconds, entry) as solution, Sandbox("judge", test, seconds) as judge:
+    with Sandbox("calls", program, seconds, entry) as solution, Sandbox("judge", test, seconds, entry) as judge:
         question = judge.ask(b"")
         while question and (reply := solution.ask(question)):
             question = judge.ask(reply)

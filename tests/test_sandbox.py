@@ -102,6 +102,8 @@ def test_python_tests():
     check = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate([1], [2]) == [1, 2]\n"
     assert passes("def add(a, b):\n    return a + b", check)
     assert not passes("def add(a, b):\n    return b", check)
+    named = "def check(candidate):\n    assert candidate(1, 2) == add(1, 2) == 3\n"
+    assert passes("def add(a, b):\n    return a + b", named) and not passes("def add(a, b):\n    pass", named)
     values = "def check(f):\n    assert f((1,)) == (1,) and f({1}) == {1} and f({1: (2,)}) == {1: (2,)} != f([1])\n"
     assert passes("    return x", values, {"entry_point": "f", "prompt": "def f(x):\n    'The same.'\n"})
     assert code("1", check, {**ADD, "prompt": "Write add."}).status == "unscorable"
