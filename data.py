@@ -25,13 +25,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rewards import VERIFIERS, find_verifier
+import rewards
+import sandbox
 
 # Arguments that say where and how a run is shown, not what it computes: no part of its name or its identity.
 PRESENTATION = (
     *("output_dir", "run_name", "dry_run", "overwrite", "track", "wandb_project", "wandb_entity"),
     *("log_samples", "log_samples_every", "save_every", "reward_workers"),
 )
+ZERO_STEPS = 5  # so many steps without a score above 0, and the run shows what was extracted and what was expected
 MAY_BE_NEGATIVE = ("seed", "reward_scaling", "reward_bias", "non_stop_penalty", "entropy_coeff")
 AT_MOST_ONE = (
     *("top_p", "eval_top_p", "lr_min_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha"),
@@ -77,6 +79,7 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_status: str = "ok"
     reward_steps: tuple[tuple[int, float], ...] = ()  # scores on the way: rewards.Reward.steps
+    extracted: str = ""  # what the verifier took for the answer
     advantage: float = 0.0  # without KL: the same for every token of the response
 
 
@@ -137,7 +140,7 @@ def load_problems(args) -> tuple[list[Problem], list[Problem]]:
     distinct prompts are for evaluation, the rest for training. Ends with exit code 2 for an unknown data set or
     column and when too few problems are left.
     """
-    rows, problems, seen = _rows(args), [], set()
+    rows, problems, seen, dropped, known = _rows(args), [], set(), [], set()
     system = args.system_prompt if args.system_prompt is not None else SYSTEM_PROMPTS.get(args.dataset.split("?")[0])
     for index, row in enumerate(rows):
         for flag, key in (("--prompt_key", args.prompt_key), ("--ground_truth_key", args.ground_truth_key)):
@@ -149,21 +152,45 @@ def load_problems(args) -> tuple[list[Problem], list[Problem]]:
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
         if system:
             messages = [{"role": "system", "content": system}, *messages]
-        verifier, truth = args.reward_fn or args.verifier, str(row[args.ground_truth_key])
-        if verifier in VERIFIERS:
-            try:
-                accepted = VERIFIERS[verifier](truth, truth, row).score > 0
-            except ArithmeticError:
-                accepted = False
-            if not accepted:
-                refuse(
-                    f"--verifier {verifier} rejects the truth itself in row {index} of --dataset {args.dataset}: "
-                    f"{truth[:80]!r}; choose another --verifier, or --reward_fn, or repair the row"
-                )
+        verifier, truth = args.reward_fn or args.verifier, row[args.ground_truth_key]
+        truth = json.dumps(truth) if isinstance(truth, list | dict) else str(truth)
+        if args.verifier_key is not None:
+            named = row.get(args.verifier_key) or verifier
+            verifier = ",".join(named) if isinstance(named, list) else str(named)
+            for name in set(rewards.names_of(verifier)) - known:
+                try:
+                    rewards.find_verifier(name)
+                    known.add(name)
+                except ValueError as error:
+                    refuse(f"--verifier_key {args.verifier_key}: row {index} of --dataset {args.dataset}: {error}")
+        wrong = rewards.truth_error(verifier, truth, row)
+        if wrong and args.bad_truth == "raise":
+            refuse(
+                f"--verifier {verifier} rejects the truth itself in row {index} of --dataset {args.dataset}: "
+                f"{truth[:80]!r} ({wrong}); choose another --verifier, or --reward_fn, repair the row, or leave such "
+                f"rows out by --bad_truth drop"
+            )
+        if wrong:
+            dropped.append((index, f"{truth[:80]!r} ({wrong})"))
+            continue
         identity = json.dumps(messages)
         if identity not in seen:
             seen.add(identity)
             problems.append(Problem(messages, truth, verifier, row))
+    if dropped and os.environ.get("RANK", "0") == "0":
+        indices = ", ".join(str(index) for index, _ in dropped[:20]) + (", ..." if len(dropped) > 20 else "")
+        print(
+            f"warning: --bad_truth drop leaves out {len(dropped)} of {len(rows)} rows whose verifier rejects the truth "
+            f"(rows {indices}); the first: {dropped[0][1]}"
+        )
+    if any("code" in rewards.names_of(p.verifier) for p in problems) and (why := sandbox.namespaces_refused()):
+        if not args.allow_unsafe_code_exec:
+            refuse(
+                f"the verifier code has no sandbox here: the kernel gives no namespaces ({why}). Run where user "
+                f"namespaces are allowed, or accept limits of time and memory alone by --allow_unsafe_code_exec"
+            )
+        if os.environ.get("RANK", "0") == "0":
+            print(f"warning: --allow_unsafe_code_exec: programs run with this user's rights, no sandbox ({why})")
     random.Random(args.seed).shuffle(problems)
     evaluation, training = problems[: args.eval_prompts], problems[args.eval_prompts :]
     if len(training) < args.num_unique_prompts_rollout:
@@ -340,12 +367,26 @@ def check_args(args, world_size: int) -> None:
     ):
         if wrong:
             refuse(message)
-    for name in ("verifier", "reward_fn"):
-        if getattr(args, name) is not None:
+    for flag in ("verifier", "reward_fn"):
+        for name in rewards.names_of(getattr(args, flag) or args.verifier):
             try:
-                find_verifier(getattr(args, name))
+                rewards.find_verifier(name)
             except ValueError as error:
-                refuse(f"--{name}: {error}")
+                refuse(f"--{flag}: {error}")
+    try:
+        weights = rewards.parse_weights(args.reward_weights)
+    except ValueError as error:
+        refuse(f"--reward_weights: {error}; for example --reward_weights math=1 format=0.1")
+    named = {*rewards.VERIFIERS, *rewards.names_of(args.reward_fn or args.verifier), "reward_model"}
+    if unknown := [name for name in weights if name not in named and ":" not in name]:
+        refuse(f"--reward_weights: no verifier {unknown[0]!r}; known: {', '.join(rewards.VERIFIERS)}, reward_model")
+    if weights.get("reward_model", 1.0) is None:
+        refuse("--reward_weights reward_model=gate: its score has no scale on which 1 is right; gate by a verifier")
+    if args.overlong_buffer >= args.max_response_length:
+        refuse(
+            f"--overlong_buffer {args.overlong_buffer} must be below --max_response_length {args.max_response_length}: "
+            f"the penalty would start before the first token"
+        )
 
 
 def has_critic(args) -> bool:
@@ -436,10 +477,29 @@ def check_model(args, flag: str = "model_name_or_path") -> None:
             f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} = "
             f"{wanted} tokens, but the context of {name} is {context}; shorten one of them"
         )
+    if args.reward_model_name_or_path is not None:
+        check_reward_model(args.reward_model_name_or_path)
     own = not files or "chat_template.jinja" in files or read("tokenizer_config.json").get("chat_template")
     if flag == "model_name_or_path" and chat_template(args) is None and not own:
         known = ", ".join(CHAT_TEMPLATES)
         refuse(f"--chat_template: the tokenizer of {name} has none of its own; give a file or one of {known}")
+
+
+def check_reward_model(name: str) -> None:
+    """Refuse a local folder that holds no sequence classifier: its head would be random numbers, without a word."""
+    folder = Path(name)
+    if not folder.exists() and not name.startswith((".", "/", "~")):
+        return  # a hub id
+    if not (folder / "config.json").is_file():
+        refuse(f"--reward_model_name_or_path {name}: no such folder, or no config.json in it")
+    config = json.loads((folder / "config.json").read_text())
+    if not any("SequenceClassification" in a for a in config.get("architectures") or ()):
+        refuse(
+            f"--reward_model_name_or_path {name}: {config.get('architectures')} is no sequence classifier; its scores "
+            f"would come from a random head"
+        )
+    if len(config.get("id2label", "01")) != 1:
+        refuse(f"--reward_model_name_or_path {name}: has {len(config.get('id2label', '01'))} outputs, must have one")
 
 
 def check_launch(world_size: int) -> None:
@@ -597,6 +657,20 @@ def print_header(args, folder, problems, tokenizer, total_steps: int, world_size
     print("\n".join(lines), flush=True)
 
 
+def explain_zeros(samples: list[Sample], problems: list[Problem], steps: int) -> str:
+    """Help for a run whose scores have all been 0 for ``steps`` steps: what two samples said, and what was expected."""
+    lines = [f"all scores of the last {steps} steps are 0. What was extracted, and what was expected:"]
+    for s in samples[:: max(1, len(samples) - 1)][:2]:
+        problem = problems[s.prompt_id]
+        lines += [
+            f"  prompt     {problem.messages[-1]['content'][-300:]!r}",
+            f"  response   {s.response[-300:]!r} (ended by {s.finish_reason})",
+            f"  extracted  {s.extracted[:200]!r} by {problem.verifier}, status {s.reward_status}",
+            f"  expected   {problem.truth[:200]!r}",
+        ]
+    return "\n".join([*lines, "  see --max_response_length, --verifier, --system_prompt"])
+
+
 class RunLog:
     """The files of a run (rank 0 writes, the others are silent), wandb, and the console.
 
@@ -606,6 +680,7 @@ class RunLog:
 
     def __init__(self, folder: Path, args, world_size: int, total_steps: int, is_main: bool):
         self.folder, self.args, self.total, self.is_main, self.wandb = folder, args, total_steps, is_main, None
+        self.zero_steps = 0
         if not is_main:
             return
         import shutil
@@ -676,8 +751,12 @@ class RunLog:
         for s in shown:
             row = {"step": step, "prompt": batch[s.prompt_id].messages[-1]["content"], "response": s.response}
             row |= {"truth": batch[s.prompt_id].truth, "reward": s.reward, "reward_parts": s.reward_parts}
+            row |= {"extracted": s.extracted, "reward_status": s.reward_status}
             row |= {"advantage": s.advantage, "finish_reason": s.finish_reason, "weights_version": s.weights_version}
             self.write("samples.jsonl", row)
+        self.zero_steps = 0 if any(s.score for s in samples) else self.zero_steps + 1
+        if self.zero_steps and self.zero_steps % ZERO_STEPS == 0:
+            self._say(explain_zeros(samples, batch, self.zero_steps))
         if not self.is_main:
             return
         remaining = (time.monotonic() - self.begun) / step * (self.total - step)

@@ -37,7 +37,7 @@ from typing import Literal
 
 import data
 from data import Problem, Sample
-from rewards import Reward, RewardPool
+from rewards import RewardModel, RewardPool, parse_weights, shape_reward
 
 
 @dataclass
@@ -102,13 +102,23 @@ class Args:
     ground_truth_key: str = "answer"
     """Column of the truth."""
     verifier: str = "last_number"
-    """How a response is scored: last_number or exact (rewards.py)."""
+    """How a response is scored: a name of docs/rewards.md (math, gsm8k, code, ...), or several with commas between."""
+    verifier_key: str | None = None
+    """Column that names a row's verifiers, where they differ from row to row; where it is empty --verifier counts."""
+    reward_weights: tuple[str, ...] = ()
+    """NAME=NUMBER of a verifier or reward_model (default 1); NAME=gate: others count only where this one scores 1."""
     reward_fn: str | None = None
     """Your own verifier instead: path/to/file.py:function, called as function(response, truth, row) -> Reward."""
     reward_timeout: float = 10.0
     """Seconds for one verification; then its process is killed and the score is 0."""
     reward_workers: int = 1
     """Verifier processes on each rank."""
+    bad_truth: Literal["raise", "drop"] = "raise"
+    """A truth that its own verifier rejects ends the run at the start, or its row is left out and reported."""
+    allow_unsafe_code_exec: bool = False
+    """Let the verifier code run programs with limits only where the kernel gives no namespaces."""
+    reward_model_name_or_path: str | None = None
+    """A sequence classifier with one output; its score, times its weight, is added to the verifiers'."""
     system_prompt: str | None = None
     """System message before every prompt; "" for none. None: the one data.py has for the data set, if any."""
     chat_template: str | None = None
@@ -216,8 +226,7 @@ class Args:
     advantage_normalization_type: Literal["standard", "centered", "leave_one_out"] = "standard"
     """(r - mean) / (std + 1e-6), with the unbiased std; r - mean (Dr. GRPO); r - mean of the others (RLOO)."""
     filter_zero_std_samples: bool = False
-    """Leave groups of equal reward out of the loss's counts too (DAPO): few informative groups then move the policy as
-    much as many. Off, they count; where their gradient is exactly 0 no time is spent on them either way."""
+    """Leave groups of equal reward out of the loss's counts (DAPO): few informative ones then weigh as much as many."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens (DAPO), over sequences of their token means (GRPO), or sum / max length (Dr. GRPO)."""
     clip_lower: float = 0.2
@@ -244,6 +253,10 @@ class Args:
     """A response that was cut scores 0, whatever it says."""
     non_stop_penalty: float = 0.0
     """Taken from the reward of a response that was cut."""
+    overlong_buffer: int = 0
+    """Tokens before max_response_length over which up to 1 is taken from the reward (DAPO). 0: off."""
+    repetition_penalty: float = 0.0
+    """Times the share of a response's runs of 8 tokens that stood in it before, taken from the reward. 0: off."""
     mask_truncated_completions: bool = True
     """Leave responses that were cut out of the loss and out of its counts, not out of the group's mean (DAPO)."""
 
@@ -336,18 +349,6 @@ def return_to_go(values_N, offsets: list[int]):
     import torch
 
     return torch.cat([values_N[a:b].flip(0).cumsum(0).flip(0) for a, b in itertools.pairwise(offsets)])
-
-
-def shape_reward(sample: Sample, found: Reward, args: Args) -> None:
-    """What the verifier found, and the reward that is made of it: (score - bias) * scaling, truncation, clip."""
-    cut = sample.finish_reason == "length"
-    sample.score, sample.reward_parts, sample.reward_status = found.score, dict(found.parts), found.status
-    sample.reward_steps = found.steps
-    if cut and args.mask_no_eos_with_zero:
-        sample.score, sample.reward_parts["correct"] = 0.0, 0.0
-    sample.reward = (sample.score - args.reward_bias) * args.reward_scaling - cut * args.non_stop_penalty
-    if args.max_reward_clip is not None:
-        sample.reward = max(-args.max_reward_clip, min(args.max_reward_clip, sample.reward))
 
 
 def loss_weights(samples: list[Sample], indices: list[int], args: Args):
@@ -553,7 +554,8 @@ def main(args: Args) -> None:
         kwargs_handlers=[InitProcessGroupKwargs(backend="nccl" if device.type == "cuda" else "gloo")],
     )
     with utils.Watch() as watch:  # from here on, a failure on one rank ends all of them
-        pool = RewardPool(args.reward_workers, args.reward_timeout)
+        verifiers, weights = {p.verifier for p in [*problems, *eval_problems]}, parse_weights(args.reward_weights)
+        pool = RewardPool(args.reward_workers, args.reward_timeout, verifiers, weights, args.allow_unsafe_code_exec)
         model = utils.load_model(args, dtype, attention)
         stop_ids = utils.stop_token_ids(model, tokenizer)
         # The engine is built first: it measures free memory and changes global settings of torch while it is.
@@ -579,11 +581,14 @@ def main(args: Args) -> None:
         utils.check_forward(policy, args.batch_layout, stop_ids[0])
         optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
         policy, optimizer = accelerator.prepare(policy, optimizer)
-        controller = None
-        if beta > 0:
-            controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon)
+        name = args.reward_model_name_or_path
+        scorer = RewardModel(name, args.logprob_micro_batch_tokens, device, dtype) if name is not None else None
+        adaptive = args.kl_controller == "adaptive"
+        controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon) if adaptive else None
         clock = utils.Stopwatch()
         log = data.RunLog(folder, args, world_size, total_steps, rank == 0)
+        sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+        ends = {"max_tokens": args.max_response_length, "stop": list(args.stop), "ignore_eos": args.ignore_eos}
         layout = {"layout": args.batch_layout, "rank": rank, "world_size": world_size, "dtype": dtype, "device": device}
 
         def answer(batch: list[Problem], wanted: list[tuple[int, int, int]], sampling: dict) -> list[Sample]:
@@ -612,8 +617,11 @@ def main(args: Args) -> None:
                         samples.append(sample)
                         futures.append(pool.submit(problem.verifier, sample.response, problem.truth, problem.row))
             with clock("score"):
-                for sample, future in zip(samples, futures, strict=True):
-                    shape_reward(sample, pool.result(future), args)
+                found = [pool.result(future) for future in futures]
+                if scorer is not None:
+                    found = scorer.add(found, [(batch[s.prompt_id].messages, s.response) for s in samples], weights)
+                for sample, reward in zip(samples, found, strict=True):
+                    shape_reward(sample, reward, args)
                 # 4 gather
                 return utils.gather_samples(samples)
 
@@ -623,12 +631,11 @@ def main(args: Args) -> None:
                 return
             k = args.eval_samples
             sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p, "top_k": args.eval_top_k}
-            sampling |= {"max_tokens": args.max_response_length, "stop": list(args.stop), "ignore_eos": args.ignore_eos}
             wanted = [
                 (i, j, data.sampling_seed(args.seed, "eval", i, j)) for i in range(len(eval_problems)) for j in range(k)
             ]
             with clock("eval"):
-                samples = answer(eval_problems, wanted, sampling)
+                samples = answer(eval_problems, wanted, sampling | ends)
             correct = [s.reward_parts.get("correct", s.score) > 0.5 for s in samples]
             right = [sum(correct[i * k : (i + 1) * k]) for i in range(len(eval_problems))]
             log.evaluation(
@@ -652,11 +659,10 @@ def main(args: Args) -> None:
         skipped_in_a_row = 0
         push()
         evaluate(0)
-        sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "stop": list(args.stop)}
-        sampling |= {"max_tokens": args.max_response_length, "ignore_eos": args.ignore_eos}
 
         for step in range(1, total_steps + 1):
             started = clock.restart()
+            kl_coef = controller.coef if adaptive else beta
 
             # 1 prompts: the same list on every rank
             chosen = data.prompts_of_step(step, len(problems), prompts, args.seed, args.shuffle)
@@ -666,7 +672,7 @@ def main(args: Args) -> None:
             ]
 
             # 2 generate, 3 score, 4 gather
-            samples = answer(batch, wanted, sampling)
+            samples = answer(batch, wanted, sampling | ends)
             if args.vllm_enable_sleep_mode:
                 inbox.put(("sleep",))
                 watch.receive(outbox, thread, args.rollout_timeout, "sleep of the engine")
@@ -714,7 +720,7 @@ def main(args: Args) -> None:
             if kl_in_reward:
                 all_N = torch.ones(offsets[-1], dtype=torch.bool, device=device)
                 kl_N = kl_reward(old_N, ref_N, all_N, estimator=args.kl_estimator, full_kl=full_kl_N)
-                penalty_N = controller.coef * return_to_go(kl_N, offsets)
+                penalty_N = kl_coef * return_to_go(kl_N, offsets)
                 if args.kl_reward_norm == "inside":  # whole responses, before the statistics, as verl does
                     penalty_PG = penalty_N[offsets[:-1]].double().cpu().view(prompts, group)
                     advantages_PG = group_advantages(rewards_PG - penalty_PG, args.advantage_normalization_type)
@@ -753,7 +759,8 @@ def main(args: Args) -> None:
                         sampler_T, weights_T = sampler_N[mb.tokens], weights_N[mb.tokens] * mb.scale
                         loss_T, parts = token_loss(
                             *(logprobs_T, old_T, ref_T, sampler_T, advantages_N[mb.tokens], entropy_T, full_kl_T),
-                            *(controller.coef if controller is not None else 0.0, args),
+                            kl_coef,
+                            args,
                         )
                         loss = (loss_T * weights_T).sum() * world_size  # DeepSpeed takes the mean over ranks
 
@@ -808,8 +815,7 @@ def main(args: Args) -> None:
             if args.ref_policy_update_freq > 0 and step % args.ref_policy_update_freq == 0:
                 utils.move_reference(reference, policy, args.ref_policy_alpha, args.zero_stage)
             kl_per_sequence = totals["k1"] / max(1, totals["samples"])
-            kl_coef = controller.coef if controller is not None else 0.0
-            if args.kl_controller == "adaptive" and totals["rounds"] > 0:
+            if adaptive and totals["rounds"] > 0:
                 controller.update(kl_per_sequence, len(samples))
 
             # 9 record
@@ -828,15 +834,8 @@ def main(args: Args) -> None:
                 "episode": step * prompts * group,
                 "reward/mean": rewards_PG.mean().item(),
                 "reward/std": rewards_PG.std().item(),
-                "reward/correct": utils.mean([s.reward_parts.get("correct", s.score) for s in samples]),
-                "reward/format": utils.mean([s.reward_parts["format"] for s in samples if "format" in s.reward_parts]),
-                "reward/timeouts": sum(s.reward_status == "timeout" for s in samples),
-                "reward/errors": sum(s.reward_status not in ("ok", "timeout") for s in samples),
                 "reward/zero_std_frac": zero_std_P.double().mean().item(),
-                "completions/length_mean": utils.mean(lengths),
-                "completions/length_max": max(lengths),
-                "completions/truncated_frac": utils.mean([s.finish_reason == "length" for s in samples]),
-                "sampler/staleness": utils.mean([step - s.weights_version for s in samples]),
+                **utils.sample_metrics(samples, step),
                 "optim/lr": lr,
                 "optim/steps": applied,
                 "optim/skipped": skipped,

@@ -1,27 +1,40 @@
-"""Verifiers, and the pool of processes that runs them.
+"""Verifiers, the pool of processes that runs them, the sandbox for code, shaping, and reward models.
 
 A verifier is a plain function ``(response, truth, row) -> Reward``: ``response`` is the decoded text of one sample,
 ``truth`` the answer in the data set, ``row`` the whole row. It runs in a worker process that is killed at the
 time-out, so a response that sends a parser into an endless loop costs one sample and not the night. What happens then:
 
-    returns a Reward       used as it is
+    returns a Reward       used as it is; status "unscorable" where the row cannot be scored, score 0, counted
     runs out of time       score 0, status "timeout", counted in reward/timeouts
-    kills its process      score 0, status "crash", counted in reward/errors
+    kills its process      score 0, status "crash", counted in reward/errors; so does running out of memory
     raises                 a bug in the verifier: the run ends with the worker's traceback
 
-Nothing here imports torch: workers start in a second and stay small.
+docs/rewards.md lists the verifiers, the columns they read, and what is guaranteed. Importing this imports no torch.
 """
 
 from __future__ import annotations
 
+import ast
+import collections
+import functools
 import importlib.util
+import json
+import logging
+import math
+import operator
 import re
+import sys
+import traceback
 from collections.abc import Callable
-from concurrent.futures import TimeoutError
+from concurrent.futures import TimeoutError, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
+
+import sandbox
+from sandbox import Sandbox
 
 
 @dataclass(frozen=True)
@@ -29,41 +42,376 @@ class Reward:
     """What a verifier found: ``score`` (what is optimised), ``parts`` for the log (``correct``, ``format``: 0 to 1).
 
     ``steps``, for ppo.py --dense_reward: (number of characters, score of the response up to there), in rising order.
+    For people: ``extracted``, what was taken for the answer ("" if nothing was), ``detail``, why there is no score.
     """
 
     score: float
     parts: dict[str, float] = field(default_factory=dict)
-    status: str = "ok"
+    status: str = "ok"  # or timeout, crash, unscorable
     steps: tuple[tuple[int, float], ...] = ()
+    extracted: str = field(default="", compare=False)
+    detail: str = field(default="", compare=False)
 
+
+# ------------------------------------------------------------------------------------------------ finding the answer
 
 # A minus is a sign only where no number or bracket stands before it: "10-4" ends in 4, "= -4" in -4. A comma belongs
 # to a number only between groups of three digits, a dot only between digits.
 NUMBER = re.compile(
     r"(?<![0-9])(?<![0-9]\.)(?:(?<![0-9)\]])[-\u2212])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
 )
+NEGATED = re.compile(r"(?:\bnot|n't|n\u2019t|\bnever)\s*[:$*]*\s*$", re.IGNORECASE)
+FINAL_ANSWER = re.compile(r"(?:####|\banswer\b[ \t]*(?:is\b[ \t]*:?|:|=))[ \t]*([^\n]*)", re.IGNORECASE)
+LONGEST_ANSWER = 1000  # characters; what is longer is no answer, and parsers take more than linear time
 
 
 def _number(text: str) -> Decimal:
     return Decimal(text.strip().replace(",", "").replace("\u2212", "-"))
 
 
+def after_thinking(response: str) -> str:
+    """What follows the last ``</think>``; nothing when a ``<think>`` is still open: a thought is not an answer."""
+    answer = response.rpartition("</think>")[2]
+    return "" if "<think>" in answer else answer
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last ``\boxed{...}`` or ``\fbox{...}``, braces balanced; None if there is none or it is open."""
+    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if start < 0:
+        return None
+    first, depth = text.index("{", start) + 1, 1
+    for brace in re.finditer(r"\\.|[{}]", text[first : first + LONGEST_ANSWER], re.DOTALL):  # \{ is no brace
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[first : first + brace.start()].strip()
+    return None
+
+
+def final_answer(text: str) -> str | None:
+    r"""The last box; else what follows the last "answer is", "answer:" or "####" on its line; else None.
+
+    Never the whole text: somewhere in it any number can be found. Of several answers the last counts.
+    """
+    if "\\boxed" in text or "\\fbox" in text:
+        return last_boxed(text) or None
+    found = FINAL_ANSWER.findall(text)
+    answer = found[-1].strip().strip("*$ ").rstrip(".").strip("*$ ") if found else ""
+    return answer if 0 < len(answer) <= LONGEST_ANSWER and not re.match(r"not\b", answer, re.IGNORECASE) else None
+
+
+def tagged_answer(text: str) -> str | None:
+    """What stands in the last ``<answer>...</answer>``, else the final answer."""
+    head, closed, _ = text.rpartition("</answer>")
+    _, opened, inside = head.rpartition("<answer>")
+    return inside.strip() if closed and opened and inside.strip() else final_answer(text)
+
+
+def _judged(score: float, extracted: str | None, **more: float) -> Reward:
+    """A Reward of a verifier that looks for one answer: part ``format`` says whether there was one."""
+    parts = {"correct": float(score == 1), "format": float(extracted is not None), **more}
+    return Reward(float(score), parts, extracted=(extracted or "")[:LONGEST_ANSWER])
+
+
+# ---------------------------------------------------------------------------------------------------------- verifiers
+
+
 def last_number(response: str, truth: str, row: dict) -> Reward:
-    """1 when the last number of the response equals the truth ("1,024" equals "1024", "7.0" equals "7")."""
-    numbers = NUMBER.findall(response)
-    correct = bool(numbers) and _number(numbers[-1]) == _number(truth)
-    return Reward(float(correct), {"correct": float(correct), "format": float(bool(numbers))})
+    """1 when the last number of the response equals the truth ("1,024" equals "1024", "7.0" equals "7").
+
+    A number that is only named to be denied ("not 42") is no answer.
+    """
+    text = after_thinking(response)
+    last = next(iter(collections.deque(NUMBER.finditer(text), maxlen=1)), None)
+    if last is None or NEGATED.search(text, max(0, last.start() - 20), last.start()):
+        return _judged(0, None)
+    return _judged(_number(last[0]) == _number(truth), last[0])
 
 
 def exact(response: str, truth: str, row: dict) -> Reward:
     """1 when the response is the truth, white space at both ends aside."""
     correct = float(response.strip() == truth.strip())
-    return Reward(correct, {"correct": correct})
+    return Reward(correct, {"correct": correct}, extracted=response.strip()[:LONGEST_ANSWER])
 
 
-VERIFIERS: dict[str, Callable[[str, str, dict], Reward]] = {"last_number": last_number, "exact": exact}
+def gsm8k(response: str, truth: str, row: dict) -> Reward:
+    """1 when the number after the last "####", or without one the last number, equals that of the truth.
+
+    The truth is a number or GSM8K's whole solution, which ends in "#### 1,234".
+    """
+    _, marked, said = after_thinking(response).rpartition("####")
+    number = NUMBER.search(said.partition("\n")[0]) if marked else None
+    return last_number(number[0] if number else "" if marked else response, truth.rpartition("####")[2], row)
 
 
+LATEX_DECORATION = [  # (pattern, what stands in its place): what does not change the meaning of an answer
+    (r"\\(?:left|right|displaystyle|limits|[,;:! ])|\\?\$|~", ""),
+    (r"\\[dt]frac", r"\\frac"),
+    (r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r"\1"),
+    (r"\\frac\s*([0-9])\s*([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
+    (r"\\sqrt\s*([0-9])(?![0-9])", r"\\sqrt{\1}"),
+    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\%|%|\s+", ""),
+    (r"^([-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?)$", lambda match: match[0].replace(",", "")),
+]
+
+
+def _plain_latex(text: str) -> str:
+    text = text.strip().rstrip(".")
+    for pattern, plain in LATEX_DECORATION:
+        text = re.sub(pattern, plain, text)
+    return text.lower() if text.isalpha() else text
+
+
+def _parse_math(latex: str) -> list:
+    """LaTeX as math-verify reads it: sympy expressions, possibly none. Its own time-outs are signals and stay off."""
+    from math_verify import LatexExtractionConfig, parse
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns that the signals are off
+    return parse(f"\\boxed{{{latex}}}", [LatexExtractionConfig()], parsing_timeout=None)
+
+
+def math_(response: str, truth: str, row: dict) -> Reward:
+    """1 when the final answer is the truth as text, LaTeX's decoration aside, or equal to it by math-verify."""
+    answer = final_answer(after_thinking(response))
+    if answer is None or any(c.isdigit() and not c.isascii() for c in answer):
+        return _judged(0, None)
+    plain, wanted = _plain_latex(answer), _plain_latex(last_boxed(truth) or truth)
+    if not plain or plain == wanted:
+        return _judged(plain == wanted != "", answer)
+    if "=" in plain and "=" not in wanted and not re.match(r"[A-Za-z](?:\([A-Za-z]\))?=", plain):
+        return _judged(0, answer)  # an equation where a value is asked for; "x = 5" and "f(x) = 5" name one
+    from math_verify import verify
+
+    gold, found = _parse_math(wanted), _parse_math(plain)
+    return _judged(bool(gold and found) and verify(gold, found, timeout_seconds=None), answer)
+
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def _value(node: ast.AST, used: list[int]) -> Fraction:
+    """Exact value of an expression of + - * / and whole numbers, which go to ``used``. Raises ValueError otherwise."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, used)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    raise ValueError("only + - * / and whole numbers")
+
+
+def countdown(response: str, truth: str, row: dict) -> Reward:
+    """1 when the answer's expression uses each number of the row exactly once and comes to the target, exactly.
+
+    The truth is the target, or ``{"target": ..., "numbers": [...]}``; else the numbers are the row's ``nums`` or
+    ``numbers``. "= 24" may follow the expression.
+    """
+    given = json.loads(truth) if truth.strip().startswith("{") else {**row, "target": truth}
+    numbers, target = given.get("numbers", given.get("nums")), Fraction(str(given["target"]).strip())
+    if numbers is None:
+        return Reward(0.0, status="unscorable", detail="no numbers in the truth, nor a column numbers or nums")
+    answer = tagged_answer(after_thinking(response))
+    if answer is None or len(answer) > LONGEST_ANSWER:
+        return _judged(0, None)
+    plain, used = answer, []
+    for sign, other in (("*", r"\\times|\\cdot|\u00d7"), ("/", r"\\div|\u00f7"), ("-", "\u2212")):
+        plain = re.sub(other, sign, plain)
+    expression, equals, claimed = plain.partition("=")
+    try:
+        if not re.fullmatch(r"[0-9+\-*/() ]+", expression):
+            raise ValueError("other characters")
+        value = _value(ast.parse(expression.strip(), mode="eval").body, used)
+        correct = value == target and (not equals or Fraction(claimed.strip()) == value)
+    except (ValueError, SyntaxError, RecursionError, MemoryError, ZeroDivisionError):
+        correct = False
+    return _judged(correct and sorted(used) == sorted(map(int, numbers)), answer)
+
+
+# Some of reasoning-gym's scorers pass the answer to eval, directly or inside sympy's parse_expr. What they may get: a
+# list without calls, or a formula of these names alone. Anything else scores 0 before it gets there.
+LIST = r"[^(]*"
+FORMULA = r"(?:[0-9\s+\-*/^(),]|\.(?![^\W\d])|(?<!\w)(?:[a-zCXY]|sin|cos|tan|exp|log|sqrt|asin|acos|atan|pi|E)(?!\w))*"
+GYM_ANSWERS = dict.fromkeys(("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"), LIST)
+GYM_ANSWERS |= dict.fromkeys(("simple_integration", "intermediate_integration", "polynomial_multiplication"), FORMULA)
+GYM_ANSWERS |= dict.fromkeys(("puzzle24", "countdown"), FORMULA)
+
+
+def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
+    """The data set's own ``score_answer`` on the last ``<answer>``, or else the final answer, of the response.
+
+    Only 1 counts as correct. A text that merely holds the truth gets 0, not the general scorer's consolation.
+    """
+    name, answer = (row.get("metadata") or {}).get("source_dataset"), tagged_answer(after_thinking(response))
+    if name is None:
+        return Reward(0.0, status="unscorable", detail="the row's column metadata names no source_dataset")
+    if answer is None or len(answer) > 100 * LONGEST_ANSWER:
+        return _judged(0, None)
+    if not re.fullmatch(GYM_ANSWERS.get(name, r"(?s:.*)"), answer):
+        return _judged(0, answer)
+    import reasoning_gym
+
+    score = float(reasoning_gym.get_score_answer_fn(name)(answer, entry={**row, "answer": truth}))
+    return _judged(0 if not math.isfinite(score) or (score < 1 and truth in answer) else score, answer)
+
+
+def format_(response: str, truth: str, row: dict) -> Reward:
+    """1 for ``<think>...</think><answer>...</answer>``: each tag once, in this order, neither empty, nothing around.
+
+    The opening ``<think>`` may be missing: many chat templates write it into the prompt. The truth is not looked at.
+    """
+    text = "<think>" + response.strip().removeprefix("<think>")
+    between = re.split(r"(</?(?:think|answer)>)", text)
+    good = between[1::2] == ["<think>", "</think>", "<answer>", "</answer>"]
+    good = good and [bool(part.strip()) for part in between[::2]] == [False, True, False, True, False]
+    return Reward(float(good), {"format": float(good)}, extracted=response.strip()[:LONGEST_ANSWER])
+
+
+# ------------------------------------------------------------------------------- constraints, under the names of IFEval
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(re.sub(r"^```(?:json)?\s*|\s*```$", "", text)), dict | list)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _related(count: int, a: dict, wanted: str) -> bool:
+    return {"less than": count < a[wanted], "at least": count >= a[wanted]}[a.get("relation") or "at least"]
+
+
+def _times(text: str, word: str) -> int:
+    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
+
+
+CONSTRAINTS: dict[str, Callable[[str, dict], bool]] = {  # name -> function(text, its arguments in the row) -> bool
+    "keywords:existence": lambda t, a: all(_times(t, w) for w in a["keywords"]),
+    "keywords:forbidden_words": lambda t, a: not any(_times(t, w) for w in a["forbidden_words"]),
+    "keywords:frequency": lambda t, a: _related(_times(t, a["keyword"]), a, "frequency"),
+    "length_constraints:number_words": lambda t, a: _related(len(re.findall(r"\w+(?:['-]\w+)*", t)), a, "num_words"),
+    "detectable_format:json_format": lambda t, a: _is_json(t),
+    "change_case:english_capital": lambda t, a: t.isupper(),
+    "change_case:english_lowercase": lambda t, a: t.islower(),
+    "startend:end_checker": lambda t, a: t.lower().endswith(a["end_phrase"].strip().lower()),
+    "punctuation:no_comma": lambda t, a: "," not in t,
+}
+
+
+def ifeval(response: str, truth: str, row: dict) -> Reward:
+    """1 when a response that says something keeps every constraint; part ``constraints``: the share that it keeps.
+
+    They are the truth as JSON, ``{"instruction_id_list": [...], "kwargs": [...]}``, or the columns of these names.
+    """
+    text = after_thinking(response).strip()
+    try:
+        given = json.loads(truth) if truth.strip().startswith("{") else row
+        names, arguments = given["instruction_id_list"], given["kwargs"]
+        kept = [CONSTRAINTS[name](text, a or {}) for name, a in zip(names, arguments, strict=True)]
+        share = sum(kept) / len(kept)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        return Reward(0.0, status="unscorable", detail=f"constraints: {type(error).__name__}: {error}")
+    return _judged(share == 1 and re.search(r"\w", text) is not None, text or None, constraints=share)
+
+
+# ------------------------------------------------------------------------------- models' programs, run by sandbox.py
+
+CODE_SECONDS = 5.0  # of wall time for one program; a row's column time_limit changes it
+
+
+def _same(a, b) -> bool:
+    """Whether a program's value is that of a test in JSON: tuples are lists, keys are text, floats to 9 digits."""
+    if isinstance(a, list | tuple) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        a = {str(k): v for k, v in a.items()}
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if {type(a), type(b)} in ({float}, {int, float}):
+        return a == b or math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
+    return type(a) is type(b) and a == b
+
+
+def _whole(digits: str) -> int:
+    """A whole number of JSON. Python needs quadratic time to read one, and a program may send millions of digits."""
+    if len(digits) > LONGEST_ANSWER:
+        raise ValueError("a number as long as no answer is")
+    return int(digits)
+
+
+def _returns(program: str, tests: list[dict], entry: str, seconds: float) -> bool:
+    """Whether the function returns each output for its input. The process gets the inputs, never the outputs."""
+    with Sandbox("calls", program, seconds, entry) as solution:
+        for test in tests:
+            reply = solution.ask(json.dumps(sandbox.encode(test["input"])).encode() + b"\n")
+            try:
+                if not _same(sandbox.decode(json.loads(reply, parse_int=_whole)["value"]), test["output"]):
+                    return False
+            except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
+                return False  # it raised, ended, or said what is no value
+    return True
+
+
+def _prints(program: str, tests: list[dict], entry: str, seconds: float) -> bool:
+    """Whether the program ends well and prints each stdout for its stdin, line by line, spacing aside."""
+    for test in tests:
+        with Sandbox("program", program, seconds, text=test["stdin"]) as run:
+            ended = run.process.wait()
+            run.output.seek(0)
+            said = run.output.read().decode(errors="replace")
+        said, wanted = ([line.split() for line in text.strip().splitlines()] for text in (said, test["stdout"]))
+        if ended != 0 or said != wanted:
+            return False
+    return True
+
+
+def _passes(program: str, test: str, entry: str, seconds: float) -> bool:
+    """Whether test code accepts the function. They run in two sandboxes that exchange plain values only."""
+    with Sandbox("calls", program, seconds, entry) as solution, Sandbox("judge", test, seconds, entry) as judge:
+        question = judge.ask(b"")
+        while question and (reply := solution.ask(question)):
+            question = judge.ask(reply)
+        return not question and judge.process.wait() == 0
+
+
+def code(response: str, truth: str, row: dict) -> Reward:
+    """1 when the program passes all tests of the truth: the last fenced block of the response, or all of it.
+
+    Tests are JSON, ``[{"input": [1, 2], "output": 3}]`` for the function named by the row's ``entry_point`` or
+    ``[{"stdin": "1 2", "stdout": "3"}]`` for a whole program, or Python, ``def check(candidate): ...`` as in
+    HumanEval, where the row's ``prompt`` comes before the program. The standard library is all there is.
+    """
+    text, entry = after_thinking(response), row.get("entry_point")
+    seconds = float(row.get("time_limit") or CODE_SECONDS)
+    blocks = re.findall(r"```(?:python3?|py)?[ \t]*\n(.*?)```", text, re.DOTALL | re.IGNORECASE)
+    program = blocks[-1] if blocks else text
+    try:
+        if "def check(" in truth:
+            prompt = row.get("prompt", "")
+            passes, program, tests = _passes, prompt + program, f"{prompt}\n{truth}"
+            ast.parse(tests)
+        else:
+            tests = json.loads(truth)
+            passes, keys = (_returns, {"input", "output"}) if "input" in tests[0] else (_prints, {"stdin", "stdout"})
+            if not all(keys <= test.keys() for test in tests):
+                raise ValueError(f"every test must have {keys}")
+        if passes is not _prints and not entry:
+            raise ValueError("tests of a function need a column entry_point with its name")
+    except (AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+        return Reward(0.0, status="unscorable", detail=f"tests: {type(error).__name__}: {error}")
+    if not program.strip() or len(program) > 100 * LONGEST_ANSWER:
+        return _judged(0, None)
+    return _judged(passes(program, tests, entry, seconds), program)
+
+
+# ---------------------------------------------------------------------------------------- by name, and several of them
+
+_ALL = (last_number, exact, gsm8k, math_, countdown, reasoning_gym_, format_, ifeval, code)
+VERIFIERS = {verifier.__name__.rstrip("_"): verifier for verifier in _ALL}
+SAY_THE_TRUTH = {"math": "\\boxed{{{}}}", "reasoning_gym": "<answer>{}</answer>"}  # as a response would
+SAY_THE_TRUTH |= dict.fromkeys(("last_number", "exact", "gsm8k"), "{}")
+
+
+@functools.lru_cache  # in a worker, a file is loaded once
 def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     """A verifier by its name here, or from a file of the user's: ``path/to/file.py:function``.
 
@@ -82,59 +430,237 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file does wrong
         raise ValueError(f"the file {path!r} does not load: {type(error).__name__}: {error}") from error
-    if not callable(getattr(module, function, None)):
+    if not callable(found := getattr(module, function, None)):
         raise ValueError(f"the file {path!r} has no function {function!r}")
-    return getattr(module, function)
+    return found
 
 
-_verifiers: dict[str, Callable[[str, str, dict], Reward]] = {}  # one per worker process: a file is loaded once
+def names_of(verifier: str) -> list[str]:
+    """The verifiers of a row: one name, or several with commas between."""
+    return [name.strip() for name in verifier.split(",")]
 
 
-def _verify(name: str, response: str, truth: str, row: dict) -> Reward:
-    if name not in _verifiers:
-        _verifiers[name] = find_verifier(name)
-    reward = _verifiers[name](response, truth, row)
-    if not isinstance(reward, Reward):
-        raise TypeError(f"the verifier {name!r} returned {type(reward).__name__}, not a rewards.Reward")
-    return reward
+def parse_weights(weights: tuple[str, ...]) -> dict[str, float | None]:
+    """("math=1", "format=gate") -> {"math": 1.0, "format": None}. Raises ValueError for anything else."""
+    found: dict[str, float | None] = {}
+    for text in weights:
+        name, _, value = text.rpartition("=")
+        try:
+            found[name] = None if value == "gate" else float(value)
+            if not name or not math.isfinite(found[name] or 0.0):
+                raise ValueError
+        except ValueError:
+            raise ValueError(f"{text!r} is not NAME=NUMBER or NAME=gate") from None
+    return found
+
+
+def combine(found: dict[str, Reward], weights: dict[str, float | None]) -> Reward:
+    """Sum of weight x score; 0 unless every gate (weight None) scored 1. A weight that is not given is 1.
+
+    Parts: those of each verifier, the first to give one wins, and with several verifiers each one's score by its name.
+    """
+    first, *_ = found.values()
+    gates = [r.score >= 1 for name, r in found.items() if weights.get(name, 1.0) is None]
+    score = sum((weights.get(name, 1.0) or 0.0) * r.score for name, r in found.items()) if all(gates) else 0.0
+    parts = {name: r.score for name, r in found.items()} if len(found) > 1 else {}
+    for reward in reversed(found.values()):
+        parts |= reward.parts
+    if gates:
+        parts["gate"] = float(all(gates))
+    bad = next((r for r in found.values() if r.status != "ok"), first)
+    return replace(first, score=score, parts=parts, status=bad.status, detail=bad.detail)
+
+
+def truth_error(verifier: str, truth: str, row: dict) -> str:
+    """What is wrong with a truth, in the eyes of its own verifiers; "" if nothing is.
+
+    A truth that can be said as a response must score 1; for the others it is enough that nothing can be scored by it.
+    """
+    for name in names_of(verifier):
+        if name not in VERIFIERS:
+            continue  # yours may take anything
+        said = truth if name == "math" and last_boxed(truth) else SAY_THE_TRUTH.get(name, "").format(truth)
+        try:
+            reward = VERIFIERS[name](said, truth, row)
+        except (ArithmeticError, LookupError, SyntaxError, TypeError, ValueError) as error:
+            return f"{name} rejects the truth itself ({type(error).__name__}: {error})"
+        if reward.status != "ok" or (name in SAY_THE_TRUTH and reward.score < 1):
+            return reward.detail or f"{name} rejects the truth itself"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------ the worker processes
+
+WORKER_MEMORY = 4 * 2**30  # bytes of address space
+
+
+def _start_worker(verifiers: list[str], unsafe: bool) -> None:
+    """In a new worker: its memory limit, and what takes long to import, so that no sample's time pays for it."""
+    import resource
+
+    sandbox.allow_unsafe = unsafe
+    sys.set_int_max_str_digits(0)  # what takes too long is killed; an exception here would be taken for a bug
+    if "math" in verifiers:
+        _parse_math("1")
+    if "reasoning_gym" in verifiers:
+        importlib.import_module("reasoning_gym")
+    resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY, WORKER_MEMORY))
+
+
+def _verify(names: list[str], weights: dict, response: str, truth: str, row: dict) -> Reward:
+    found = {}
+    for name in names:
+        try:
+            found[name] = find_verifier(name)(response, truth, row)
+        except (MemoryError, RecursionError):  # the response's doing, as a rule
+            found[name] = Reward(0.0, status="crash", detail=traceback.format_exc(limit=-4))
+        if not isinstance(found[name], Reward):
+            raise TypeError(f"the verifier {name!r} returned {type(found[name]).__name__}, not a rewards.Reward")
+    return combine(found, weights)
 
 
 class RewardPool:
     """Worker processes that each verify one sample at a time.
 
     Workers are started by spawn, never by fork: the parent holds threads, an engine and maybe a CUDA context.
+    ``verifiers`` says which will be needed, so that their libraries are there before the first sample.
     """
 
-    def __init__(self, workers: int, timeout: float):
+    def __init__(self, workers, timeout, verifiers=(), weights=None, unsafe=False):
+        self.workers, self.timeout, self.weights, self.shown = workers, timeout, weights or {}, set()
+        self.worker_arguments = [sorted({name for v in verifiers for name in names_of(v)}), unsafe]
+        self._start()
+
+    def _start(self) -> None:
         import multiprocessing
 
         from pebble import ProcessPool
 
-        self.timeout = timeout
-        self.pool = ProcessPool(max_workers=workers, context=multiprocessing.get_context("spawn"))
-        for _ in range(workers):  # start them while the models load
+        self.pool = ProcessPool(
+            max_workers=self.workers,
+            context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=self.worker_arguments,
+        )
+        for _ in range(self.workers):  # start them while the models load
             self.pool.schedule(find_verifier, args=["exact"])
 
-    def submit(self, verifier: str, response: str, truth: str, row: dict):
+    def submit(self, verifier: str, response: str, truth: str, row: dict, tries: int = 5):
         """Start verifying one response; the returned future goes to ``result``."""
-        return self.pool.schedule(_verify, args=[verifier, response, truth, row], timeout=self.timeout)
+        if not self.pool.active:
+            self.pool.stop()
+            self._start()
+        arguments = [names_of(verifier), self.weights, response, truth, row]
+        future = self.pool.schedule(_verify, args=arguments, timeout=self.timeout)
+        future.pool, future.asked, future.tries = self.pool, (verifier, response, truth, row), tries
+        return future
 
     def result(self, future) -> Reward:
         """Wait for one Reward. Raises what the verifier raised, with the worker's traceback in the message."""
         from pebble import ProcessExpired
 
+        while not wait([future], timeout=1.0).done and future.pool.active:
+            pass  # pebble gives a pool up where a worker dies before it has read that it took a task
         try:
-            return future.result()
+            if not future.done():
+                raise BrokenProcessPool("given up, and what was queued is forgotten")
+            reward = future.result()
         except TimeoutError:
-            return Reward(0.0, status="timeout")
-        except ProcessExpired:
-            return Reward(0.0, status="crash")
+            reward = Reward(0.0, status="timeout", detail=f"killed after {self.timeout:g} s (--reward_timeout)")
+        except ProcessExpired as error:
+            reward = Reward(0.0, status="crash", detail=f"the worker died: {error}, exit code {error.exitcode}")
         except BrokenProcessPool as error:
+            if future.tries > 1:
+                return self.result(self.submit(*future.asked, tries=future.tries - 1))
             raise RuntimeError("the verifier processes do not start (is the script guarded by __main__?)") from error
         except Exception as error:
             raise RuntimeError(f"a verifier raised in its worker:\n{getattr(error, 'traceback', error)}") from error
+        if reward.status not in ("ok", *self.shown):
+            self.shown.add(reward.status)
+            about = f"{future.asked[0]} on {future.asked[1][:200]!r}"
+            print(f"warning: first {reward.status} of a verification: {about}\n{reward.detail}", flush=True)
+        return reward
 
     def close(self) -> None:
-        """Kill the workers, whatever they are doing."""
+        """Kill the workers, whatever they are doing; a sandbox dies with the worker that started it."""
         self.pool.stop()
         self.pool.join()
+
+
+# ----------------------------------------------------------------------------------------------------------- shaping
+
+
+def overlong_penalty(length: int, longest: int, buffer: int) -> float:
+    """DAPO's soft penalty (arXiv 2503.14476, equation 13): 0 up to ``longest - buffer`` tokens, then linearly to 1."""
+    return min(1.0, max(0.0, length - (longest - buffer)) / buffer) if buffer > 0 else 0.0
+
+
+def repetition(ids: list[int], n: int = 8) -> float:
+    """Share of the runs of ``n`` tokens that stood in the response before; 0 for fewer than two runs."""
+    runs = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def shape_reward(sample, found: Reward, args) -> None:
+    """What the verifier found, and the reward made of it: (score - bias) * scaling, truncation, penalties, clip."""
+    cut = sample.finish_reason == "length"
+    sample.score, sample.reward_parts, sample.reward_status = found.score, dict(found.parts), found.status
+    sample.reward_steps, sample.extracted = found.steps, found.extracted
+    if cut and args.mask_no_eos_with_zero:
+        sample.score, sample.reward_parts["correct"] = 0.0, 0.0
+    sample.reward = (sample.score - args.reward_bias) * args.reward_scaling - cut * args.non_stop_penalty
+    sample.reward -= overlong_penalty(len(sample.response_ids), args.max_response_length, args.overlong_buffer)
+    if args.repetition_penalty:
+        sample.reward -= args.repetition_penalty * repetition(sample.response_ids)
+    if args.max_reward_clip is not None:
+        sample.reward = max(-args.max_reward_clip, min(args.max_reward_clip, sample.reward))
+
+
+# ------------------------------------------------------------------------------------------------------- reward models
+
+
+class RewardModel:
+    """A classifier with one output (any ``AutoModelForSequenceClassification``) that scores whole conversations.
+
+    It has its own tokenizer and chat template: text goes in, not the policy's ids. It lies in CPU memory between uses.
+    Raises ValueError where the model has not exactly one output.
+    """
+
+    def __init__(self, name: str, token_budget: int, device, dtype):
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self.tokenizer, self.device, self.budget = AutoTokenizer.from_pretrained(name), device, token_budget
+        self.model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype).eval().requires_grad_(False)
+        if self.model.config.num_labels != 1:
+            raise ValueError(f"{name} has {self.model.config.num_labels} outputs; a reward model has one")
+        # Decoders score the last token that is not padding: padding must not be what a text ends in.
+        self.tokenizer.add_special_tokens({"pad_token": "<|padding of the reward model|>"})
+        self.model.resize_token_embeddings(max(len(self.tokenizer), self.model.config.vocab_size), mean_resizing=False)
+        self.model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+        self.model.config.pad_token_id = self.tokenizer.pad_token_id
+
+    def score(self, conversations: list[tuple[list[dict[str, str]], str]]) -> list[float]:
+        """(messages, response) -> score, each as if it were alone. Raises RuntimeError when one is not finite."""
+        texts = [[*messages, {"role": "assistant", "content": response}] for messages, response in conversations]
+        rows = [self.tokenizer.apply_chat_template(text, return_dict=False) for text in texts]
+        most, scores = getattr(self.model.config, "max_position_embeddings", None), {}
+        rows = [ids[-most:] if most else ids for ids in rows]  # the end is what is scored
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+        self.model.to(self.device)
+        while order:
+            count = max(1, self.budget // max(1, len(rows[order[0]])))
+            batch, order = order[:count], order[count:]
+            inputs = self.tokenizer.pad({"input_ids": [rows[i] for i in batch]}, return_tensors="pt").to(self.device)
+            scores |= zip(batch, self.model(**inputs).logits[:, 0].tolist(), strict=True)
+        self.model.to("cpu")
+        if not all(map(math.isfinite, scores.values())):
+            raise RuntimeError("the reward model's scores are not finite")
+        return [scores[i] for i in range(len(rows))]
+
+    def add(self, found: list[Reward], conversations: list, weights: dict[str, float | None]) -> list[Reward]:
+        """The verifiers' rewards plus this model's score times its weight ``reward_model``; not past a shut gate."""
+        weight, added = weights.get("reward_model", 1.0), []
+        for reward, s in zip(found, self.score(conversations) if found else [], strict=True):
+            gain = weight * s if reward.parts.get("gate", 1.0) else 0.0
+            added.append(replace(reward, score=reward.score + gain, parts={**reward.parts, "reward_model": s}))
+        return added

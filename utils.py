@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -641,6 +642,23 @@ class Stopwatch:
 def mean(values: list[float]) -> float | None:
     """None where there is nothing to take a mean of: a metric without a value is left out, not logged as 0."""
     return sum(values) / len(values) if values else None
+
+
+def sample_metrics(samples: list[Sample], step: int) -> dict[str, float | None]:
+    """What the samples of a step say by themselves: right, well formed, without a score, how long, cut, how old."""
+    parts, statuses = [s.reward_parts for s in samples], Counter(s.reward_status for s in samples)
+    lengths = [len(s.response_ids) for s in samples]
+    return {
+        "reward/correct": mean([p.get("correct", s.score) for p, s in zip(parts, samples, strict=True)]),
+        "reward/format": mean([p["format"] for p in parts if "format" in p]),
+        "reward/timeouts": statuses["timeout"],
+        "reward/errors": statuses["crash"],
+        "reward/unscorable": statuses["unscorable"],
+        "completions/length_mean": mean(lengths),
+        "completions/length_max": max(lengths),
+        "completions/truncated_frac": mean([s.finish_reason == "length" for s in samples]),
+        "sampler/staleness": mean([step - s.weights_version for s in samples]),
+    }
 
 
 def pass_at_k(correct: int, total: int, k: int) -> float:

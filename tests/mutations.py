@@ -55,8 +55,8 @@ MUTATIONS = [
     (
         "mean of the KL instead of its sum",
         GRPO,
-        "penalty_N = controller.coef * return_to_go(kl_N, offsets)",
-        "penalty_N = controller.coef * return_to_go(kl_N, offsets) / 8",
+        "penalty_N = kl_coef * return_to_go(kl_N, offsets)",
+        "penalty_N = kl_coef * return_to_go(kl_N, offsets) / 8",
     ),
     ("sum up to a token instead of from it", GRPO, ".flip(0).cumsum(0).flip(0)", ".cumsum(0)"),
     (

@@ -11,9 +11,9 @@ import torch
 from conftest import make_samples
 
 import utils
-from grpo import Args, group_advantages, loss_weights, return_to_go, shape_reward, token_loss
+from grpo import Args, group_advantages, loss_weights, return_to_go, token_loss
 from kl_estimators import ALIASES, ESTIMATORS, canonical_name, full_vocabulary_kl, kl_loss, kl_reward
-from rewards import Reward
+from rewards import Reward, shape_reward
 
 F64 = torch.float64
 

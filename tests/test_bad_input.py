@@ -160,6 +160,11 @@ CASES = {
     "unknown verifier file": ({"reward_fn": "nothing.py:score"}, ["--reward_fn", "no file 'nothing.py'", "'score'"]),
     "unknown function": ({"reward_fn": f"{VERIFIERS}:nothing"}, ["--reward_fn", "no function 'nothing'"]),
     "function is none": ({"reward_fn": f"{VERIFIERS}:__name__"}, ["--reward_fn", "no function '__name__'"]),
+    "one of two verifiers": ({"verifier": "math,maths"}, ["--verifier", "'maths'"]),
+    "weights": ({"reward_weights": ("math",)}, ["--reward_weights", "'math'", "NAME=NUMBER"]),
+    "weight of nothing": ({"reward_weights": ("maths=1",)}, ["--reward_weights", "'maths'", "last_number"]),
+    "reward model as gate": ({"reward_weights": ("reward_model=gate",)}, ["--reward_weights reward_model=gate"]),
+    "overlong buffer": ({"overlong_buffer": 32}, ["--overlong_buffer 32", "--max_response_length 32"]),
     # the algorithm
     "lower clip": ({"clip_lower": 1.0}, ["--clip_lower 1.0", "[0, 1)"]),
     "lower clip negative": ({"clip_lower": -0.1}, ["--clip_lower -0.1"]),

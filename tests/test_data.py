@@ -350,3 +350,74 @@ def test_wandb_that_cannot_be_reached(tmp_path, monkeypatch, capsys):
     assert logged == [(4, {"reward/mean": 0.5})]
     said = capsys.readouterr().out
     assert "warning: wandb is not reachable (no route to host)" in said and str(tmp_path) in said
+
+
+# ----------------------------------------------------------------------------------------- verifiers and truths of rows
+
+
+def test_verifier_of_a_row(tmp_path, capsys):
+    content = rows()
+    for i, name in enumerate(["exact", ["exact", "format"], "exact, format", None]):
+        content[i]["scored_by"] = name
+    training, _ = from_file(tmp_path, content, eval_prompts=0, verifier_key="scored_by", verifier="gsm8k")
+    found = {p.truth: p.verifier for p in training}
+    assert [found[str(i + 1)] for i in range(5)] == ["exact", "exact,format", "exact, format", "gsm8k", "gsm8k"]
+    content[7]["scored_by"] = "maths"
+    with pytest.raises(SystemExit) as end:
+        from_file(tmp_path, content, verifier_key="scored_by")
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert "--verifier_key scored_by" in message and "row 7" in message and "'maths'" in message
+
+
+def test_bad_truth(tmp_path, capsys):
+    content = rows()
+    content[3]["answer"] = "four"
+    with pytest.raises(SystemExit) as end:
+        from_file(tmp_path, content)
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert "row 3" in message and "'four'" in message and "--bad_truth drop" in message
+    content[8]["answer"] = "nine"
+    training, evaluation = from_file(tmp_path, content, bad_truth="drop")
+    assert len(training) + len(evaluation) == 28
+    assert not {"3 + 1 =", "8 + 1 ="} & set(questions(training + evaluation))
+    said = capsys.readouterr().out
+    assert "2 of 30 rows" in said and "rows 3, 8" in said and "'four'" in said
+
+
+def test_truths_that_are_lists(tmp_path):
+    tests = [{"input": [1, 2], "output": 3}]
+    content = [{**row, "answer": tests, "entry_point": "add"} for row in rows()]
+    training, _ = from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
+    assert json.loads(training[0].truth) == tests
+
+
+def test_code_without_namespaces(tmp_path, capsys, monkeypatch):
+
+    monkeypatch.setattr(data.sandbox, "namespaces_refused", lambda: "not permitted")
+    content = [{**row, "answer": [{"stdin": "", "stdout": "1"}]} for row in rows()]
+    with pytest.raises(SystemExit) as end:
+        from_file(tmp_path, content, verifier="code")
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert "not permitted" in message and "--allow_unsafe_code_exec" in message
+    from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
+    assert capsys.readouterr().out.count("no sandbox") == 1
+
+
+def test_zeros_are_explained(tmp_path, capsys):
+    training, _ = from_file(tmp_path, rows())
+    samples, args = make_samples(), Args(output_dir=str(tmp_path), log_samples_every=0)
+    for s in samples:
+        s.response, s.extracted = "It is 77", "77"
+    log = data.RunLog(tmp_path / "run", args, 1, 20, True)
+    metrics = {"completions/length_mean": 1.0, "completions/truncated_frac": 0.0, "optim/skipped": 0}
+    for step in range(1, 14):
+        for s in samples:
+            s.score = float(step == 7)
+        log.step({"step": step, **metrics}, samples, training)
+        said = capsys.readouterr().out
+        assert ("all scores of the last 5 steps are 0" in said) == (step in (5, 12)), step
+        if step in (5, 12):
+            assert said.count("'77' by last_number, status ok") == 2 and repr(training[0].truth) in said

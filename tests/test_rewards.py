@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, make_samples
 
-from rewards import VERIFIERS, Reward, RewardPool, exact, find_verifier, last_number
+import rewards
+from grpo import Args
+from rewards import VERIFIERS, Reward, RewardPool, combine, exact, find_verifier, last_number, parse_weights
 
 MINE = ROOT / "tests" / "verifiers.py"
 
@@ -63,6 +66,10 @@ LAST_NUMBER = [
     ("\u0664\u0662", "42", False),  # Arabic-Indic digits: int() would take them
     ("\u00b2", "2", False),
     ("\u0664\u0662 or 7", "7", True),
+    ("it is not 7", "7", False),  # named to be denied
+    ("it isn't 7", "7", False),
+    ("<think>7", "7", False),
+    ("<think>6</think>7", "7", True),
     ("9" * 5000, "9" * 5000, True),  # more digits than int() reads
     ("9" * 5000, "9" * 4999 + "8", False),
     ("0.1", "0.1000000000000000000000000001", False),  # decimals, not floats
@@ -97,7 +104,7 @@ def test_exact():
 
 
 def test_find_verifier(tmp_path):
-    assert find_verifier("last_number") is last_number and set(VERIFIERS) == {"last_number", "exact"}
+    assert find_verifier("last_number") is last_number and {"last_number", "exact", "math", "code"} <= set(VERIFIERS)
     assert find_verifier(f"{MINE}:parity")("abc", "", {}).score == 1.0
     for name, words in {
         "maths": ["'maths'", "last_number", "file.py:function"],
@@ -159,6 +166,15 @@ def test_pool_outlives_a_worker(pool):
     assert works(pool)
 
 
+def test_pool_starts_again():
+    """A worker that dies before pebble read that it took a task breaks the pool; the samples under way are not lost."""
+    pool = RewardPool(1, 20.0)
+    futures = [pool.submit("exact", "x", truth, {}) for truth in ("x", "y", "x")]
+    pool.pool._pool_manager.handle_broken_pool(BrokenProcessPool("All workers expired"))
+    assert [pool.result(f).score for f in futures] == [1.0, 0.0, 1.0] and works(pool)
+    pool.close()
+
+
 def test_pool_raises_what_a_verifier_raises(pool):
     with pytest.raises(RuntimeError) as error:
         verify(pool, f"{MINE}:raises")
@@ -193,3 +209,103 @@ def test_close_does_not_wait():
     late = closing.is_alive()
     pool.pool.stop()  # else a failure would leave the worker asleep, and this process waiting for it
     assert not late
+
+
+def test_pool_limits_memory(pool):
+    """A response that makes a verifier take all there is costs one sample; the worker may go on or die."""
+    reward = verify(pool, f"{MINE}:takes_memory")
+    assert (reward.score, reward.status) == (0.0, "crash") and "MemoryError" in reward.detail
+    assert works(pool)
+
+
+def test_first_of_each_kind_is_shown_once(pool, capsys):
+    pool.shown.clear()
+    for _ in range(2):
+        for name in (f"{MINE}:takes_memory", f"{MINE}:dies", "reasoning_gym", f"{MINE}:hangs"):
+            verify(pool, name, response="what it said")
+    said = capsys.readouterr().out
+    assert [said.count(f"first {kind}") for kind in ("crash", "unscorable", "timeout")] == [1, 1, 1]
+    for words in ("MemoryError", "in takes_memory", "names no source_dataset", "--reward_timeout", "'what it said'"):
+        assert words in said
+
+
+# ------------------------------------------------------------------------------------------- several verifiers, shaping
+
+
+def test_parse_weights():
+    assert parse_weights(("math=1", "a/b.py:f=-0.5", "format=gate")) == {"math": 1, "a/b.py:f": -0.5, "format": None}
+    for wrong in ("math", "math=", "math=much", "math=nan", "math=inf"):
+        with pytest.raises(ValueError, match="NAME=NUMBER"):
+            parse_weights((wrong,))
+
+
+def test_combine():
+    right, wrong = Reward(1.0, {"correct": 1.0, "format": 1.0}, extracted="7"), Reward(0.0, {"correct": 0.0})
+    good, bad = Reward(1.0, {"format": 1.0}), Reward(0.0, {"format": 0.0})
+    assert combine({"math": right, "format": bad}, {"format": 0.25}).score == 1.0
+    assert combine({"math": wrong, "format": good}, {"format": 0.25}).score == 0.25
+    assert combine({"math": right, "format": good}, {"math": 2.0}).score == 3.0
+    assert combine({"math": right, "format": bad}, {"format": None}).score == 0.0
+    gated = combine({"math": right, "format": good}, {"format": None})
+    assert gated.score == 1.0 and gated.parts == {"math": 1, "format": 1.0, "correct": 1.0, "gate": 1.0}
+    assert gated.extracted == "7"
+    lost = combine({"math": right, "ifeval": Reward(0.0, status="unscorable", detail="why")}, {})
+    assert (lost.status, lost.detail, lost.score) == ("unscorable", "why", 1.0)
+
+
+def test_pool_combines():
+    pool = RewardPool(1, 20.0, weights={"format": None, "last_number": 2.0})
+    good, bad = "<think>so</think><answer>7</answer>", "7"
+    futures = [pool.submit("last_number,format", r, "7", {}) for r in (good, bad)]
+    futures.append(pool.submit("last_number", bad, "7", {}))
+    assert [pool.result(f).score for f in futures] == [2.0, 0.0, 2.0]
+    pool.close()
+
+
+def test_overlong_penalty():
+    """DAPO, equation 13, with 100 tokens and a buffer of 20."""
+    lengths = {80: 0.0, 81: 0.05, 85: 0.25, 90: 0.5, 100: 1.0, 120: 1.0, 0: 0.0}
+    assert {n: pytest.approx(rewards.overlong_penalty(n, 100, 20)) for n in lengths} == lengths
+    assert rewards.overlong_penalty(100, 100, 0) == 0.0
+
+
+def test_repetition():
+    assert rewards.repetition(list(range(100))) == rewards.repetition([1] * 8) == rewards.repetition([]) == 0.0
+    assert rewards.repetition([1] * 9) == 0.5
+    assert rewards.repetition(list(range(20)) * 2) == pytest.approx(1 - 20 / 33)
+
+
+def test_shape_penalties():
+    sample = make_samples(1, 2)[0]
+    sample.finish_reason, sample.response_ids = "stop", [1] * 30
+    found = Reward(1.0, {"correct": 1.0}, extracted="7")
+    args = Args(max_response_length=32, overlong_buffer=4, repetition_penalty=0.5)
+    rewards.shape_reward(sample, found, args)
+    assert sample.reward == pytest.approx(1 - 0.5 - 0.5 * 22 / 23) and (sample.score, sample.extracted) == (1.0, "7")
+    rewards.shape_reward(sample, found, Args())
+    assert sample.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "truth", "row", "wrong"),
+    [
+        ("last_number", "7", {}, ""),
+        ("last_number", "seven", {}, "last_number"),
+        ("gsm8k", "so\n#### 7", {}, ""),
+        ("gsm8k", "so\n####", {}, "gsm8k"),
+        ("math", "\\frac{1}{2}", {}, ""),
+        ("math", "\\boxed{7}", {}, ""),
+        ("math", "{", {}, "math"),
+        ("math", " ", {}, "math"),
+        ("countdown", "24", {"nums": [4, 6]}, ""),
+        ("countdown", "24", {}, "no numbers"),
+        ("countdown", "many", {"nums": [4, 6]}, "countdown"),
+        ("ifeval", "{}", {}, "instruction_id_list"),
+        ("format", "", {}, ""),
+        ("math,countdown", "24", {}, "no numbers"),
+        (f"{MINE}:raises", "24", {}, ""),  # yours may take anything
+    ],
+)
+def test_truth_error(name, truth, row, wrong):
+    found = rewards.truth_error(name, truth, row)
+    assert wrong in found and bool(found) == bool(wrong)

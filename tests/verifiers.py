@@ -36,3 +36,14 @@ def addition(response, truth, row):
 def stepwise(response, truth, row):
     """Half of it for the first character, all of it at the end."""
     return Reward(1.0, steps=((1, 0.5), (len(response), 1.0)))
+
+
+def takes_memory(response, truth, row):
+    return len(bytearray(10**11))
+
+
+def arithmetic(response, truth, row):
+    """Which integers sympy uses here: python or gmpy."""
+    from sympy.external.gmpy import GROUND_TYPES
+
+    return Reward(1.0, extracted=GROUND_TYPES)
