@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -129,10 +130,14 @@ def run_here(args, script: str = "grpo") -> list[dict]:
         for key in ("failure", "reported"):
             torch.distributed.distributed_c10d._get_default_store().delete_key(key)
     leave, os._exit = os._exit, lambda code: None  # a failing run leaves at once, and would take pytest along
+    handlers = {number: signal.getsignal(number) for number in data.STOP_SIGNALS}
     try:
         module.main(args)
     finally:
         os._exit = leave
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     folder = Path(args.output_dir) / data.run_name(args, module.Args())
     return read_jsonl(folder / "metrics.jsonl")
 

@@ -234,6 +234,7 @@ def test_the_form_of_a_name():
     assert set(data.PRESENTATION) == {
         *("output_dir", "run_name", "dry_run", "overwrite", "track", "wandb_project", "wandb_entity"),
         *("log_samples", "log_samples_every", "save_every", "reward_workers"),
+        *("resume", "save_minutes", "keep_checkpoints", "stall_timeout"),
     }, "whatever is added here no longer separates two runs: it must not change what a run computes"
 
 
