@@ -145,11 +145,11 @@ class Checkpoints:
         torch.distributed.all_gather_object(said, mine)
         return said
 
-    def _try(self, write, *arguments) -> None:
+    def _try(self, write, *arguments, **named) -> None:
         """Errors of writing are kept: a rank that left here would leave the others waiting in a collective."""
         Watch.beat()
         try:
-            write(*arguments)
+            write(*arguments, **named)
         except (OSError, RuntimeError) as error:  # torch.save raises either when the disk is full
             self.errors.append(f"rank {self.rank}: {type(error).__name__}: {error}")
 

@@ -552,7 +552,11 @@ class Watch:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self.ended.set()
         if error is not None and not isinstance(error, SystemExit):
-            self._end(f"rank {self.rank} failed:\n{''.join(traceback.format_exception(error))}")
+            text = f"rank {self.rank} failed:\n{''.join(traceback.format_exception(error))}"
+            if "OutOfMemoryError" in text:
+                text += "lower --micro_batch_tokens, --logprob_micro_batch_tokens or --vllm_gpu_memory_utilization, or "
+                text += "--gradient_checkpointing; docs/faq.md has more"
+            self._end(text)
 
     def _look(self) -> None:
         """The thread: twice a second until the end."""

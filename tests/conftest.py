@@ -19,6 +19,16 @@ import data  # noqa: E402
 data.prepare_environment()
 
 
+@pytest.fixture(autouse=True)
+def own_signals():
+    """Runs in this process listen for signals; after a test they are pytest's again."""
+    handlers = {number: signal.getsignal(number) for number in data.STOP_SIGNALS}
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A folder with a random two-layer Llama, tied head, and a tokenizer of 600 tokens trained on the task's text."""
@@ -130,14 +140,10 @@ def run_here(args, script: str = "grpo") -> list[dict]:
         for key in ("failure", "reported"):
             torch.distributed.distributed_c10d._get_default_store().delete_key(key)
     leave, os._exit = os._exit, lambda code: None  # a failing run leaves at once, and would take pytest along
-    handlers = {number: signal.getsignal(number) for number in data.STOP_SIGNALS}
     try:
         module.main(args)
     finally:
         os._exit = leave
-        signal.set_wakeup_fd(-1)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     folder = Path(args.output_dir) / data.run_name(args, module.Args())
     return read_jsonl(folder / "metrics.jsonl")
 

@@ -38,7 +38,8 @@ def test_every_name_that_a_script_writes_down_is_documented():
     """Also what no test run logs: names in the source of the scripts, found without running them."""
     names = set(documented("metrics.jsonl")) | set(documented("eval.jsonl"))
     groups = {name.split("/")[0] for name in names if "/" in name}
-    written = set(re.findall(rf'"((?:{"|".join(groups)})/[\w@]+)"', (ROOT / "grpo.py").read_text()))
+    source = (ROOT / "grpo.py").read_text() + (ROOT / "utils.py").read_text()
+    written = set(re.findall(rf'"((?:{"|".join(groups)})/[\w@]+)"', source))
     assert len(written) > 25
     assert written - names == set()
 
@@ -49,7 +50,7 @@ def test_config_and_files(folder):
     for path in folder.iterdir():
         assert path.name in tree, f"{path.name} is left by a run, but not in docs/metrics.md"
     assert (folder / "model" / "config.json").exists()
-    assert (folder / "checkpoints" / "step_000001" / "config.json").exists()
+    assert (folder / "checkpoints" / "step_000001" / "model" / "config.json").exists()
 
 
 def test_defined_denominators(folder):
