@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 import data
@@ -150,7 +151,7 @@ class Checkpoints:
         Watch.beat()
         try:
             write(*arguments, **named)
-        except (OSError, RuntimeError) as error:  # torch.save raises either when the disk is full
+        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these, by who writes
             self.errors.append(f"rank {self.rank}: {type(error).__name__}: {error}")
 
     def _went_well(self, step: int, partial: Path) -> bool:
