@@ -9,6 +9,8 @@ from __future__ import annotations
 import bisect
 import ctypes
 import dataclasses
+import faulthandler
+import fcntl
 import hashlib
 import itertools
 import json
@@ -16,9 +18,12 @@ import logging
 import math
 import os
 import random
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -32,7 +37,9 @@ import sandbox
 PRESENTATION = (
     *("output_dir", "run_name", "dry_run", "overwrite", "track", "wandb_project", "wandb_entity"),
     *("log_samples", "log_samples_every", "save_every", "reward_workers"),
+    *("resume", "save_minutes", "keep_checkpoints", "stall_timeout"),
 )
+MAY_CHANGE = (*PRESENTATION, "total_steps", "total_episodes")  # between the parts of a run that was interrupted
 ZERO_STEPS = 5  # so many steps without a score above 0, and the run shows what was extracted and what was expected
 MAY_BE_NEGATIVE = ("seed", "reward_scaling", "reward_bias", "non_stop_penalty", "entropy_coeff")
 AT_MOST_ONE = (
@@ -88,6 +95,64 @@ def refuse(message: str) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+# ------------------------------------------------------------------------------------------------------------- signals
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Stop:
+    """Whether this process was asked to stop, and from when on there is something to save first."""
+
+    asked, training = False, False
+
+
+def listen_for_signals() -> None:
+    """The first of STOP_SIGNALS asks for a checkpoint after the step and exit code 75; a second one ends at once.
+
+    Before training there is nothing to save, and the first ends at once, with 75. A thread reads which signals came:
+    it answers also while the main thread waits in a collective, where a handler in Python would not run. SIGUSR2 prints
+    where every thread is. What was ignored from the start (nohup, a shell's background job) stays ignored.
+    """
+    Stop.asked = Stop.training = False
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    for signum in STOP_SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)
+
+    def listen(pipe: socket.socket, keep: socket.socket) -> None:
+        first = 0.0
+        while word := pipe.recv(1):
+            signum, now = word[0], time.monotonic()
+            if signum not in STOP_SIGNALS or (Stop.asked and now - first < 1.0):
+                continue  # a launcher repeats what the terminal sent to everyone
+            name = f"rank {os.environ.get('RANK', '0')}: {signal.Signals(signum).name}"
+            if Stop.asked:
+                os.write(2, f"{name} again: ending now, without a checkpoint\n".encode())
+                os._exit(128 + signum)
+            if not Stop.training:
+                os.write(2, f"{name} before the first step: ending, there is nothing to save\n".encode())
+                os._exit(75)
+            os.write(2, f"{name}: saving after this step, then exit code 75; again to end now\n".encode())
+            Stop.asked, first = True, now
+
+    threading.Thread(target=listen, args=(ours, theirs), daemon=True, name="signals").start()
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when the thread that started it ends, in whatever way (PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def live_for_parent() -> None:
+    """In a child: end with the run and not before. A signal to all processes is for the run, which needs this one."""
+    die_with_parent()
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 # ---------------------------------------------------------------------------------------------- problems and prompts
@@ -567,21 +632,190 @@ def versions() -> dict[str, str]:
     return found
 
 
-def open_run(args, defaults) -> Path:
-    """The run's folder, empty or new. Ends with exit code 2 where a run would mix with another one.
+def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
+    """(the run's folder, the checkpoint it goes on from or None where it begins). Refuses what would lose a run's work.
 
-    Only looks: ``RunLog`` writes, once the models stand, so that a failed start leaves nothing behind.
+    Only looks: ``RunLog`` writes, once the models stand, so that a failed start leaves nothing behind. Rank 0 alone
+    reads checkpoints through and gives one; ``utils.Checkpoints`` tells the others. A finished run ends here, with 0.
     """
     folder = Path(args.output_dir) / run_name(args, defaults)
     config = folder / "config.json"
-    if config.exists() and not args.overwrite:
-        theirs, ours = json.loads(config.read_text())["args"], json.loads(json.dumps(dataclasses.asdict(args)))
-        differs = [k for k in ours if k not in PRESENTATION and ours[k] != theirs.get(k)]
-        if differs:
-            change = ", ".join(f"--{k} {theirs.get(k)} there, {ours[k]} here" for k in differs[:5])
+    if holder := lock_holder(folder):
+        refuse(f"{folder} is being written by a run that goes on ({holder}); wait for its end or choose a --run_name")
+    if args.overwrite:
+        return folder, None
+    if config.exists():
+        other, _ = changed_arguments(json.loads(config.read_text())["args"], args)
+        if other:
+            change = ", ".join(other[:5])
             refuse(f"{folder} holds a run of another configuration ({change}); choose another --run_name or --exp_name")
-        refuse(f"{folder} holds this very run already; --overwrite replaces it, --seed or --exp_name start another")
-    return folder
+        if args.resume == "never":
+            refuse(f"{folder} holds this very run already; --overwrite replaces it, --seed or --exp_name start another")
+        if args.resume == "auto" and not unfinished(folder, args):
+            if os.environ.get("RANK", "0") == "0":
+                print(f"{folder} is finished; --overwrite replaces it, --seed or --exp_name start another")
+            raise SystemExit(0)
+    if os.environ.get("RANK", "0") != "0" or args.resume == "never":
+        return folder, None
+    return folder, choose_checkpoint(folder, args, world_size)
+
+
+def changed_arguments(theirs: dict[str, Any], args) -> tuple[list[str], list[str]]:
+    """Arguments that differ from a run's own, in words: those that make it another run, and those that may change."""
+    ours = json.loads(json.dumps(dataclasses.asdict(args)))
+    words = {k: f"--{k} {theirs.get(k)} there, {ours[k]} here" for k in ours if ours[k] != theirs.get(k)}
+    return [w for k, w in words.items() if k not in MAY_CHANGE], [w for k, w in words.items() if k in MAY_CHANGE]
+
+
+def last_step(path: Path) -> int:
+    """Step of the last whole line of a .jsonl file; -1 without any."""
+    for line in reversed(path.read_text().splitlines() if path.is_file() else []):
+        try:
+            return json.loads(line)["step"]
+        except json.JSONDecodeError:
+            continue  # half written
+    return -1
+
+
+def unfinished(folder: Path, args) -> str:
+    """What the run in ``folder`` still lacks of what only its end writes; "" when it is finished."""
+    batch = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    steps = args.total_steps if args.total_episodes is None else args.total_episodes // batch
+    reached = last_step(folder / "metrics.jsonl")
+    if reached < steps:
+        return f"is at step {max(reached, 0)} of {steps}"
+    if args.eval_prompts > 0 and last_step(folder / "eval.jsonl") < steps:
+        return "has not evaluated its last step"
+    if not (folder / "model" / "config.json").is_file() or not any((folder / "model").glob("*.safetensors")):
+        return "has not saved its model"
+    return ""
+
+
+# --------------------------------------------------------------------------------------------- checkpoints, as files
+
+
+def saved_steps(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of the checkpoints of a run, oldest first. One that is being written has another name."""
+    found = [p for p in (folder / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdigit()]
+    return sorted((int(p.name.removeprefix("step_")), p) for p in found)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that a crash leaves the old text or the new one, never a part."""
+    beside = path.with_name(path.name + ".partial")
+    with open(beside, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(beside, path)
+
+
+def damage(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint's files, by its manifest; "" when all are there and as they were written."""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        for name, (size, digest) in files.items():
+            if not (checkpoint / name).is_file():
+                return f"{name} is missing"
+            if (found := (checkpoint / name).stat().st_size) != size:
+                return f"{name} has {found} bytes, not {size}"
+            if file_digest(checkpoint / name) != digest:
+                return f"{name} has changed since it was written (another SHA-256)"
+    except FileNotFoundError:
+        return "manifest.json is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it cannot be read ({type(error).__name__}: {error})"
+    return ""
+
+
+def choose_checkpoint(folder: Path, args, world_size: int) -> Path | None:
+    """The checkpoint that ``--resume`` means: None where there is none and nothing is lost by a new start.
+
+    auto takes the newest whose manifest holds, and says why newer ones were passed over. Ends with exit code 2 where
+    all are damaged, and where the checkpoint belongs to another run or to another number of ranks.
+    """
+    say = lambda text: print(text, flush=True)  # noqa: E731
+    if args.resume != "auto":
+        start = Path(args.resume)
+        if wrong := damage(start):
+            refuse(f"--resume {start}: {wrong}; give auto, never, or the folder of a checkpoint that is whole")
+    else:
+        for partial in sorted((folder / "checkpoints").glob("step_*.partial")):
+            say(f"passed over {partial}: the save was not finished")
+        steps, start = saved_steps(folder), None
+        for _, checkpoint in reversed(steps):
+            if not (wrong := damage(checkpoint)):
+                start = checkpoint
+                break
+            say(f"passed over {checkpoint}: {wrong}")
+        named = folder / "checkpoints" / "latest"
+        if start is not None and (not named.is_file() or named.read_text().strip() != start.name):
+            say(f"{named} does not name {start.name}, the newest checkpoint that is whole")
+        if steps and start is None:
+            refuse(
+                f"{folder}: no checkpoint is whole (see above). Restore one from a copy, or --overwrite to lose this "
+                f"run's work; --run_name starts another beside it"
+            )
+        done = last_step(folder / "metrics.jsonl")
+        if start is None and done > 0 and args.save_every == 0 and args.save_minutes == 0:
+            refuse(
+                f"{folder} holds {done} steps of this very run and saved none of them (--save_every 0, --save_minutes "
+                f"0); --overwrite starts it anew, --seed or --exp_name start another"
+            )
+        if start is None:
+            if done > 0:
+                say(f"{folder} stopped after step {done}, before its first checkpoint: it starts anew")
+            return None
+    state = json.loads((start / "state.json").read_text())
+    other, may = changed_arguments(state["args"], args)
+    if other:
+        refuse(f"{start} belongs to a run of another configuration ({', '.join(other[:5])}); choose another --run_name")
+    if state["world_size"] != world_size:
+        refuse(
+            f"{start} was saved by {state['world_size']} rank(s), this run has {world_size}: ZeRO's partitions of the "
+            f"optimizer belong to that number of ranks. Start it with --num_processes {state['world_size']}, or a new "
+            f"run from its weights: --model_name_or_path {start / 'model'}"
+        )
+    say(f"resuming after step {state['step']}, from {start}")
+    for line in may:
+        say(f"  changed: {line}")
+    new = versions()
+    for name in sorted({*new, *state["versions"]}):
+        if new.get(name) != state["versions"].get(name):
+            say(f"  changed: {name} {state['versions'].get(name)} there, {new.get(name)} here: results may differ")
+    return start
+
+
+def cut_back(file: Path, last: int) -> None:
+    """Leave the whole lines of a .jsonl file up to step ``last``; later steps are done again."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= last:
+                kept.append(line + "\n")
+        except json.JSONDecodeError:
+            continue
+    write_whole(file, "".join(kept))
+
+
+def lock_holder(folder: Path) -> str:
+    """Who writes to a run's folder right now ("process 4711 on node3"); "" for nobody."""
+    if not (folder / "lock").exists():
+        return ""
+    with open(folder / "lock") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return lock.read().strip()
+    return ""
 
 
 def prepare_environment() -> None:
@@ -610,6 +844,8 @@ def prepare_environment() -> None:
     defaults |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by a launcher, whose end nothing else would tell this rank
+        die_with_parent()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -678,28 +914,37 @@ class RunLog:
     left out and what is not finite is written as null.
     """
 
-    def __init__(self, folder: Path, args, world_size: int, total_steps: int, is_main: bool):
+    def __init__(self, folder: Path, args, world_size: int, total_steps: int, is_main: bool, start: Path | None = None):
         self.folder, self.args, self.total, self.is_main, self.wandb = folder, args, total_steps, is_main, None
-        self.zero_steps = 0
+        self.zero_steps, self.first, self.wandb_id = 0, 0, None
+        self.scores: dict[int, float | None] = {}  # step -> pass@1 of the evaluation after it
         if not is_main:
             return
-        import shutil
-
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-        if folder.exists() and args.overwrite:
-            shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        if args.overwrite:
+            for path in folder.iterdir():
+                if path.name != "lock":
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        state = json.loads((start / "state.json").read_text()) if start is not None else {}
+        self.first, self.wandb_id = state.get("step", 0), state.get("wandb_id")
+        for file in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
+            cut_back(folder / file, self.first if start is not None else -1)
+        if start is not None and self.first == total_steps:  # all that follows is the last evaluation, and the model
+            cut_back(folder / "eval.jsonl", total_steps - 1)
         config = {
             "args": dataclasses.asdict(args),
             "world_size": world_size,
             "command": sys.argv,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "resumed_after": self.first,
             "git": git_state(),
             "versions": versions(),
         }
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")
         if args.track:
             self._start_wandb(args, config)
         self.begun, self.progress = time.monotonic(), None
@@ -710,19 +955,36 @@ class RunLog:
                 *(TimeElapsedColumn(), "left", TimeRemainingColumn()),
                 console=console,
             )
-            self.bar = self.progress.add_task("steps", total=total_steps)
+            self.bar = self.progress.add_task("steps", total=total_steps, completed=self.first)
             self.progress.start()
+
+    def _lock(self) -> None:
+        """Hold the folder until this process ends: two runs that write to one folder would spoil both."""
+        self.lock = open(self.folder / "lock", "a+")  # noqa: SIM115
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.lock.seek(0)
+            refuse(f"{self.folder} is being written by a run that goes on ({self.lock.read().strip()})")
+        except OSError as error:  # a file system without locks
+            print(f"warning: {self.folder} cannot be locked ({error}); take care that no second run writes there")
+        self.lock.truncate(0)
+        self.lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self.lock.flush()
 
     def _start_wandb(self, args, config: dict) -> None:
         import wandb
 
         options = {"project": args.wandb_project, "entity": args.wandb_entity, "name": self.folder.name}
         options |= {"config": config, "dir": str(self.folder)}
+        if self.wandb_id is not None:
+            options |= {"id": self.wandb_id, "resume": "allow"}
         try:
             self.wandb = wandb.init(**options, settings=wandb.Settings(init_timeout=20, silent=True))
         except Exception as error:  # no network, no key, a server error: tracking never stops a run
             print(f"warning: wandb is not reachable ({str(error).splitlines()[0]}); tracking offline in {self.folder}")
             self.wandb = wandb.init(**options, mode="offline", settings=wandb.Settings(silent=True))
+        self.wandb_id = self.wandb.id
 
     def write(self, file: str, record: dict[str, Any]) -> None:
         """Append one object to ``file`` (metrics.jsonl, eval.jsonl, samples.jsonl)."""
@@ -736,6 +998,7 @@ class RunLog:
     def evaluation(self, result: dict[str, Any]) -> None:
         """One evaluation: to eval.jsonl and the console."""
         self.write("eval.jsonl", result)
+        self.scores[result["step"]] = result.get("eval/pass@1")
         self._say(
             f"eval after step {result['step']}: pass@1 {result['eval/pass@1']:.3f}  pass@{result['eval/samples']} "
             f"{result['eval/pass@k']:.3f}  length {result['eval/length_mean']:.1f}  "
@@ -759,7 +1022,7 @@ class RunLog:
             self._say(explain_zeros(samples, batch, self.zero_steps))
         if not self.is_main:
             return
-        remaining = (time.monotonic() - self.begun) / step * (self.total - step)
+        remaining = (time.monotonic() - self.begun) / (step - self.first) * (self.total - step)
         short = {"generate": "gen", "score": "score", "logprobs": "logp", "update": "update", "push": "push"}
         show = lambda label, key, form: f"{label} {metrics[key]:{form}}" if key in metrics else None  # noqa: E731
         parts = [
@@ -824,6 +1087,8 @@ class RunLog:
             self.progress.stop()
         if self.wandb is not None:
             self.wandb.finish()
+        if self.is_main:
+            self.lock.close()
 
 
 def _finite(value: Any) -> Any:

@@ -30,9 +30,9 @@ import os
 import queue
 import random
 import threading
-import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Literal
 
 import data
@@ -54,9 +54,17 @@ class Args:
     eval_every: int = 0
     """Evaluate every so many steps, besides before the first and after the last. 0: only those two."""
     save_every: int = 0
-    """Save the model to checkpoints/ every so many steps. 0: only model/ at the end."""
-    output_dir: str = "runs"
-    """Folder that holds the folders of runs."""
+    """Write a checkpoint every so many steps. 0: only for --save_minutes and when a signal asks for one."""
+    save_minutes: float = 30.0
+    """Write one when the last is so many minutes old. 0: never."""
+    keep_checkpoints: int = 2
+    """So many stay, the newest, and the one of the best evaluation. 0: all."""
+    resume: str = "auto"
+    """auto: go on from the newest checkpoint of this run that is whole. never. Or the folder of a checkpoint."""
+    stall_timeout: float = 1800.0
+    """Seconds without any progress after which the run prints where it is and ends. 0: never."""
+    output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
+    """Folder that holds the folders of runs; scripts/submit.py gives one in RUN_DIR."""
     run_name: str | None = None
     """Folder of this run in output_dir. None: exp_name, what differs from the defaults, and the seed."""
     overwrite: bool = False
@@ -509,12 +517,13 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
 def main(args: Args) -> None:
     # Whatever can be refused is refused here, before torch is imported.
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    data.listen_for_signals()
     data.check_launch(world_size)
     data.check_args(args, world_size)
     check_args(args)
     data.check_model(args)
     problems, eval_problems = data.load_problems(args)
-    folder = data.open_run(args, Args())
+    folder, start = data.open_run(args, Args(), world_size)
     prompts, group = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
     total_steps = args.total_steps if args.total_episodes is None else args.total_episodes // (prompts * group)
     updates = args.num_epochs * args.num_mini_batches  # optimizer steps on each batch
@@ -529,6 +538,7 @@ def main(args: Args) -> None:
     from transformers import AutoTokenizer
 
     import utils
+    from checkpoints import Checkpoints
     from kl_estimators import AdaptiveKLController, kl_reward, kl_setting_message, kl_values
 
     if args.external_lib is not None:
@@ -553,7 +563,7 @@ def main(args: Args) -> None:
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=utils.deepspeed_config(args, dtype, device.type == "cuda")),
         kwargs_handlers=[InitProcessGroupKwargs(backend="nccl" if device.type == "cuda" else "gloo")],
     )
-    with utils.Watch() as watch:  # from here on, a failure on one rank ends all of them
+    with utils.Watch(args.stall_timeout) as watch:  # from here on, a failure on one rank ends all of them
         verifiers, weights = {p.verifier for p in [*problems, *eval_problems]}, parse_weights(args.reward_weights)
         pool = RewardPool(args.reward_workers, args.reward_timeout, verifiers, weights, args.allow_unsafe_code_exec)
         model = utils.load_model(args, dtype, attention)
@@ -586,7 +596,12 @@ def main(args: Args) -> None:
         adaptive = args.kl_controller == "adaptive"
         controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon) if adaptive else None
         clock = utils.Stopwatch()
-        log = data.RunLog(folder, args, world_size, total_steps, rank == 0)
+        log = data.RunLog(folder, args, world_size, total_steps, rank == 0, start)
+        progress = SimpleNamespace(skipped_in_a_row=0)  # what a step hands on to the next, besides the parts
+        parts = {"policy": policy, "controller": controller, "progress": progress}
+        parts["reference"] = reference if args.ref_policy_update_freq > 0 else None
+        checkpoints = Checkpoints(log, args, tokenizer, clock, parts)
+        restored = checkpoints.load(start)  # the step after which it was saved; 0 in a new run
         sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
         ends = {"max_tokens": args.max_response_length, "stop": list(args.stop), "ignore_eos": args.ignore_eos}
         layout = {"layout": args.batch_layout, "rank": rank, "world_size": world_size, "dtype": dtype, "device": device}
@@ -609,7 +624,7 @@ def main(args: Args) -> None:
                     _, (place, k), ids, logprobs, finish_reason, version = message
                     if not all(math.isfinite(x) for x in logprobs):
                         raise RuntimeError("the sampler's log-probs are not finite: its weights are broken")
-                    sample = Sample(place, k, batch[place].prompt_ids, ids, logprobs, finish_reason, version)
+                    sample = Sample(place, k, batch[place].prompt_ids, ids, logprobs, finish_reason, restored + version)
                     sample.response = tokenizer.decode(ids, skip_special_tokens=True)
                     # 3 score: at once, in another process, while the rest still decodes
                     if shard == 0:
@@ -656,12 +671,12 @@ def main(args: Args) -> None:
                 inbox.put(("weights", utils.current_weights(policy, args.zero_stage)))
                 watch.receive(outbox, thread, args.rollout_timeout, "acknowledgement of new weights")
 
-        skipped_in_a_row = 0
         push()
-        evaluate(0)
+        if restored == 0:
+            evaluate(0)
 
-        for step in range(1, total_steps + 1):
-            started = clock.restart()
+        clock.restart()
+        for step in range(restored + 1, total_steps + 1):
             kl_coef = controller.coef if adaptive else beta
 
             # 1 prompts: the same list on every rank
@@ -800,10 +815,11 @@ def main(args: Args) -> None:
                     totals.update(sums, rounds=1, samples=len(indices))
                     peaks |= Counter(maxima)
                     if policy.was_step_applied():
-                        grad_norm, applied, skipped_in_a_row = float(policy.get_global_grad_norm()), applied + 1, 0
+                        grad_norm, applied = float(policy.get_global_grad_norm()), applied + 1
+                        progress.skipped_in_a_row = 0
                     elif not stopped:
-                        skipped, skipped_in_a_row = skipped + 1, skipped_in_a_row + 1
-                        if skipped_in_a_row == 10:
+                        skipped, progress.skipped_in_a_row = skipped + 1, progress.skipped_in_a_row + 1
+                        if progress.skipped_in_a_row == 10:
                             log.dump("bad_batch.jsonl", samples)
                             raise RuntimeError(
                                 f"loss or gradient not finite in ten optimizer steps in a row; the last batch is in "
@@ -821,21 +837,11 @@ def main(args: Args) -> None:
             # 9 record
             if args.eval_every > 0 and step % args.eval_every == 0 and step < total_steps:
                 evaluate(step)
-            if args.save_every > 0 and step % args.save_every == 0:
-                with clock("save"):
-                    utils.save_model(
-                        policy, tokenizer, folder / "checkpoints" / f"step_{step:06d}", args.zero_stage, rank
-                    )
-            lengths = [len(s.response_ids) for s in samples]
-            seconds = time.perf_counter() - started
             n = max(1.0, totals["tokens"])
             metrics = {
                 "step": step,
                 "episode": step * prompts * group,
-                "reward/mean": rewards_PG.mean().item(),
-                "reward/std": rewards_PG.std().item(),
-                "reward/zero_std_frac": zero_std_P.double().mean().item(),
-                **utils.sample_metrics(samples, step),
+                **utils.sample_metrics(samples, rewards_PG, step),
                 "optim/lr": lr,
                 "optim/steps": applied,
                 "optim/skipped": skipped,
@@ -861,20 +867,21 @@ def main(args: Args) -> None:
                     metrics["kl/sequence"] = kl_per_sequence
                 if exact_kl[1] > 0:
                     metrics["kl/full"] = (exact_kl[0] / exact_kl[1]).item()
-            metrics |= {f"time/{phase}": s for phase, s in clock.seconds.items()} | {"time/step": seconds}
-            metrics |= {
-                "perf/tokens_per_second": sum(lengths) / seconds,
-                "perf/generate_tokens_per_second": sum(lengths) / clock.seconds["generate"],
-                "perf/update_tokens_per_second": totals["tokens"] / clock.seconds["update"],
-            }
+            metrics |= clock.metrics(offsets[-1], totals["tokens"])
             log.step(metrics, samples, batch)
+            clock.restart()  # the time of a checkpoint is the next step's
+            if checkpoints.after_step(step):
+                break
 
-        evaluate(total_steps)
-        utils.save_model(policy, tokenizer, folder / "model", args.zero_stage, rank)
+        if not checkpoints.stopping:
+            evaluate(total_steps)
+            utils.save_model(policy, tokenizer, folder / "model", args.zero_stage, rank)
         inbox.put(("stop",))
         thread.join(timeout=30)
         pool.close()
         log.close()
+    if checkpoints.stopping:
+        raise SystemExit(75)  # EX_TEMPFAIL: saved, start me again
 
 
 if __name__ == "__main__":

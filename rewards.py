@@ -498,6 +498,9 @@ def _start_worker(verifiers: list[str], unsafe: bool) -> None:
     """In a new worker: its memory limit, and what takes long to import, so that no sample's time pays for it."""
     import resource
 
+    import data
+
+    data.live_for_parent()
     sandbox.allow_unsafe = unsafe
     sys.set_int_max_str_digits(0)  # what takes too long is killed; an exception here would be taken for a bug
     if "math" in verifiers:
@@ -534,8 +537,9 @@ class RewardPool:
     def _start(self) -> None:
         import multiprocessing
 
-        from pebble import ProcessPool
+        from pebble import CONSTS, ProcessPool
 
+        CONSTS.term_timeout = 0.0  # workers ignore SIGTERM: kill at once
         self.pool = ProcessPool(
             max_workers=self.workers,
             context=multiprocessing.get_context("spawn"),

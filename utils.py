@@ -7,10 +7,13 @@ tokens of a step, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import math
 import os
 import queue
 import random
+import shutil
 import sys
 import threading
 import time
@@ -51,8 +54,6 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
 
 def load_model(args, dtype: torch.dtype, attention: str):
     """The causal language model that ``--model_name_or_path`` names, on the CPU, dropout off, in train mode."""
-    import json
-
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -321,6 +322,7 @@ class TokenLogprobs(nn.Module):
         ``use_cache=False`` is not only thrift: with a cache, transformers no longer finds the borders of packed
         sequences, and they see each other.
         """
+        Watch.beat()
         output = self.model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -509,8 +511,6 @@ def move_reference(reference: TokenLogprobs, policy, alpha: float, zero_stage: i
 
 def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
     """Weights, config and tokenizer in Hugging Face format; written beside and renamed, so never half there."""
-    import shutil
-
     weights = current_weights(policy, zero_stage)  # every rank takes part
     if rank != 0:
         return
@@ -526,24 +526,59 @@ def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> N
 
 
 class Watch:
-    """Ends every rank when one fails, and waits for nobody: ``with Watch() as watch: ...`` around the work.
+    """Ends every rank when one fails or stands still, and waits for nobody: ``with Watch(...) as watch: ...``.
 
     torch.distributed's key-value store is a board that all ranks can read without a collective. A failure is written
     there, with its traceback; whoever waits looks there twice a second. A rank inside a collective learns of it by the
-    lost connection, and reads there why.
+    lost connection, and reads there why, or is ended by a thread of its own that looks there, too. That thread also
+    ends a run without any progress (a message, a forward pass, a phase, a file) for ``stall_timeout`` seconds.
     """
 
-    def __init__(self) -> None:
+    progress: float | None = None  # when there was some; None before the first
+
+    def __init__(self, stall_timeout: float) -> None:
         self.store = torch.distributed.distributed_c10d._get_default_store()
-        self.rank = torch.distributed.get_rank()
+        self.rank, self.limit, self.ended = torch.distributed.get_rank(), stall_timeout, threading.Event()
+
+    @staticmethod
+    def beat() -> None:
+        """There is progress."""
+        Watch.progress = time.monotonic()
 
     def __enter__(self) -> Watch:
+        Watch.progress = None
+        threading.Thread(target=self._look, daemon=True, name="watchdog").start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, SystemExit):
-            return
-        text = f"rank {self.rank} failed:\n{''.join(traceback.format_exception(error))}"
+        self.ended.set()
+        if error is not None and not isinstance(error, SystemExit):
+            text = f"rank {self.rank} failed:\n{''.join(traceback.format_exception(error))}"
+            if "OutOfMemoryError" in text:
+                text += "lower --micro_batch_tokens, --logprob_micro_batch_tokens or --vllm_gpu_memory_utilization, or "
+                text += "--gradient_checkpointing; docs/faq.md has more"
+            self._end(text)
+
+    def _look(self) -> None:
+        """The thread: twice a second until the end."""
+        seen = 0
+        while not self.ended.wait(0.5):
+            try:
+                seen += self.store.check(["failure"])
+            except RuntimeError as error:  # the store lives in the launcher or in rank 0
+                seen, lost = seen + 1, f"rank {self.rank}: the launcher or rank 0 is gone ({error})"
+            else:
+                lost = f"rank {self.rank} was waiting for a rank that failed"
+            if seen > 10 and not self.ended.is_set():  # five seconds in which this rank did not notice by itself
+                print(lost, file=sys.stderr, flush=True)
+                os._exit(1)
+            idle = time.monotonic() - (Watch.progress or math.inf)
+            if 0 < self.limit < idle:
+                faulthandler.dump_traceback(file=2, all_threads=True)
+                self._end(f"rank {self.rank} failed: no progress for {idle:.0f} s (--stall_timeout {self.limit:g})")
+
+    def _end(self, text: str) -> None:
+        """Say why, let the others say what they saw, and end this process."""
         try:
             first = self.store.compare_set("failure", "", text).decode()  # the first failure stands: the others follow
             if first != text and first not in text:
@@ -577,6 +612,7 @@ class Watch:
                 continue
             if message[0] == "error":
                 raise RuntimeError("the rollout thread failed") from message[1]
+            self.beat()
             return message
 
 
@@ -618,19 +654,31 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.started = time.perf_counter()
         self.running: list[tuple[str, float]] = []
 
     def __call__(self, phase: str) -> Stopwatch:
+        Watch.beat()
         self.running.append((phase, time.perf_counter()))
         return self
 
     def __enter__(self) -> Stopwatch:
         return self
 
-    def restart(self) -> float:
-        """Forget the seconds, give the time."""
+    def restart(self) -> None:
+        """Forget the phases; a step begins."""
         self.seconds.clear()
-        return time.perf_counter()
+        self.started = time.perf_counter()
+
+    def metrics(self, tokens: int, trained: float) -> dict[str, float]:
+        """Of the step so far: seconds, and response tokens a second. ``trained``: tokens of the update."""
+        seconds = time.perf_counter() - self.started
+        return {f"time/{phase}": s for phase, s in self.seconds.items()} | {
+            "time/step": seconds,
+            "perf/tokens_per_second": tokens / seconds,
+            "perf/generate_tokens_per_second": tokens / self.seconds["generate"],
+            "perf/update_tokens_per_second": trained / self.seconds["update"],
+        }
 
     def __exit__(self, *_: object) -> None:
         phase, start = self.running.pop()
@@ -639,26 +687,28 @@ class Stopwatch:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
-def mean(values: list[float]) -> float | None:
-    """None where there is nothing to take a mean of: a metric without a value is left out, not logged as 0."""
-    return sum(values) / len(values) if values else None
-
-
-def sample_metrics(samples: list[Sample], step: int) -> dict[str, float | None]:
-    """What the samples of a step say by themselves: right, well formed, without a score, how long, cut, how old."""
-    parts, statuses = [s.reward_parts for s in samples], Counter(s.reward_status for s in samples)
+def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -> dict[str, float | None]:
+    """The metrics that follow from a step's samples alone, whatever is then made of them."""
     lengths = [len(s.response_ids) for s in samples]
     return {
-        "reward/correct": mean([p.get("correct", s.score) for p, s in zip(parts, samples, strict=True)]),
-        "reward/format": mean([p["format"] for p in parts if "format" in p]),
-        "reward/timeouts": statuses["timeout"],
-        "reward/errors": statuses["crash"],
-        "reward/unscorable": statuses["unscorable"],
+        "reward/mean": rewards_PG.mean().item(),
+        "reward/std": rewards_PG.std().item(),
+        "reward/correct": mean([s.reward_parts.get("correct", s.score) for s in samples]),
+        "reward/format": mean([s.reward_parts["format"] for s in samples if "format" in s.reward_parts]),
+        "reward/timeouts": sum(s.reward_status == "timeout" for s in samples),
+        "reward/errors": sum(s.reward_status == "crash" for s in samples),
+        "reward/unscorable": sum(s.reward_status == "unscorable" for s in samples),
+        "reward/zero_std_frac": (rewards_PG.amax(1) == rewards_PG.amin(1)).double().mean().item(),
         "completions/length_mean": mean(lengths),
         "completions/length_max": max(lengths),
         "completions/truncated_frac": mean([s.finish_reason == "length" for s in samples]),
         "sampler/staleness": mean([step - s.weights_version for s in samples]),
     }
+
+
+def mean(values: list[float]) -> float | None:
+    """None where there is nothing to take a mean of: a metric without a value is left out, not logged as 0."""
+    return sum(values) / len(values) if values else None
 
 
 def pass_at_k(correct: int, total: int, k: int) -> float:

@@ -22,16 +22,6 @@ import data
 FINISHED, ABSENT, BEGUN = 0, 1, 3
 
 
-def last_step(path: Path) -> int:
-    """Step of the last whole line of a .jsonl file; -1 without any."""
-    for line in reversed(path.read_text().splitlines() if path.is_file() else []):
-        try:
-            return json.loads(line)["step"]
-        except json.JSONDecodeError:
-            continue  # half written
-    return -1
-
-
 def state(args, defaults) -> tuple[int, str]:
     """(FINISHED, ABSENT or BEGUN, in words) of the run that these arguments name."""
     folder = Path(args.output_dir) / data.run_name(args, defaults)
@@ -41,15 +31,8 @@ def state(args, defaults) -> tuple[int, str]:
     for name in ours:
         if name not in data.PRESENTATION and ours[name] != theirs.get(name):
             return BEGUN, f"another run: {folder} has --{name} {theirs.get(name)}, not {ours[name]}"
-    batch = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
-    steps = args.total_steps if args.total_episodes is None else args.total_episodes // batch
-    reached = last_step(folder / "metrics.jsonl")
-    if reached < steps:
-        return BEGUN, f"begun: {folder} is at step {max(reached, 0)} of {steps}"
-    if args.eval_prompts > 0 and last_step(folder / "eval.jsonl") < steps:
-        return BEGUN, f"begun: {folder} has not evaluated its last step"
-    if not (folder / "model" / "config.json").is_file() or not any((folder / "model").glob("*.safetensors")):
-        return BEGUN, f"begun: {folder} has not saved its model"
+    if lacks := data.unfinished(folder, args):
+        return BEGUN, f"begun: {folder} {lacks}"
     return FINISHED, f"finished: {folder}"
 
 

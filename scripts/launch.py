@@ -3,8 +3,9 @@
     python scripts/launch.py --config_file scripts/zero2.yaml --num_processes 8 grpo.py ...
 
 Takes what ``accelerate launch`` takes. On its own that ends with 1 whatever code the ranks ended with, so 75 ("saved,
-start me again") would be lost; and SIGTERM makes it kill the ranks 30 seconds later, however long they need to save.
-Here the first rank that fails gives the exit code, and SIGTERM is passed on to the ranks, which end when they are done.
+start me again") would be lost; after SIGTERM or Ctrl-C it kills the ranks 30 seconds later, however long they need to
+save, and SIGUSR1 kills it and leaves them behind. Here the first rank that fails gives the exit code, and these signals
+are passed on to the ranks, which end when they are done.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def pass_on(signum: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGINT,SIGHUP,SIGQUIT")  # torchrun's own, without SIGTERM
-    signal.signal(signal.SIGTERM, pass_on)
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGHUP,SIGQUIT")  # torchrun's own, without those below
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(signum, pass_on)
     from accelerate.commands.launch import main
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,16 @@ ROOT = Path(__file__).resolve().parent.parent
 import data  # noqa: E402
 
 data.prepare_environment()
+
+
+@pytest.fixture(autouse=True)
+def own_signals():
+    """Runs in this process listen for signals; after a test they are pytest's again."""
+    handlers = {number: signal.getsignal(number) for number in data.STOP_SIGNALS}
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -226,7 +226,8 @@ def test_only_rank_zero_speaks(place, nothing_is_loaded, capsys, monkeypatch):
 
 def earlier_run(place: Path, changes: dict) -> None:
     args = arguments(place, changes)
-    data.RunLog(data.open_run(args, Args()), args, 1, args.total_steps, True)
+    folder, _ = data.open_run(args, Args())
+    data.RunLog(folder, args, 1, args.total_steps, True).close()
 
 
 def test_folder_of_another_run(place, nothing_is_loaded, capsys):

@@ -234,6 +234,7 @@ def test_the_form_of_a_name():
     assert set(data.PRESENTATION) == {
         *("output_dir", "run_name", "dry_run", "overwrite", "track", "wandb_project", "wandb_entity"),
         *("log_samples", "log_samples_every", "save_every", "reward_workers"),
+        *("resume", "save_minutes", "keep_checkpoints", "stall_timeout"),
     }, "whatever is added here no longer separates two runs: it must not change what a run computes"
 
 
@@ -253,7 +254,7 @@ def test_long_and_strange_names():
 def test_every_field_is_read(script):
     """A flag that nothing reads would be accepted and do nothing. Read: args.<field>, or named for a getattr."""
     read, named = set(), set()
-    for file in (f"{script}.py", "utils.py", "data.py"):
+    for file in (f"{script}.py", "utils.py", "checkpoints.py", "data.py"):
         for node in ast.walk(ast.parse((ROOT / file).read_text())):
             attribute = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
             if attribute and ast.unparse(node.value) in ("args", "self.args"):

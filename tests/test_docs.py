@@ -50,7 +50,7 @@ def test_config_and_files(folder):
     for path in folder.iterdir():
         assert path.name in tree, f"{path.name} is left by a run, but not in docs/metrics.md"
     assert (folder / "model" / "config.json").exists()
-    assert (folder / "checkpoints" / "step_000001" / "config.json").exists()
+    assert (folder / "checkpoints" / "step_000001" / "model" / "config.json").exists()
 
 
 def test_defined_denominators(folder):

@@ -82,7 +82,7 @@ def between(module, begin: str, end: str) -> list[str]:
     [
         ("            # 8 push", "            # 9 record", []),
         ("            # 9 record", "if __name__", ["            metrics |= ppo_metrics"]),
-        ("        def answer", "        skipped_in_a_row = 0", []),
+        ("        def answer", "            # 1 prompts", []),
     ],
 )
 def test_shared_phases_are_the_same_text(begin, end, added):
@@ -96,7 +96,7 @@ def test_lines_of_the_loop_are_only_added():
     """From the first phase to the last, grpo.py's lines stand in ppo.py, in order, but for a few that must differ."""
     import difflib
 
-    begin, end = "        for step in range(1, total_steps + 1):", "            # 8 push"
+    begin, end = "        for step in range(", "            # 8 push"
     lines = list(difflib.ndiff(between(grpo, begin, end), between(ppo, begin, end)))
     removed = [line[2:].strip() for line in lines if line.startswith("- ")]
     assert removed == [
@@ -112,7 +112,7 @@ def test_lines_of_the_loop_are_only_added():
 
 
 def test_budget_of_lines():
-    for name, most in {"grpo": 900, "ppo": 1100, "utils": 900, "rewards": 700}.items():
+    for name, most in {"grpo": 900, "ppo": 1100, "utils": 900, "checkpoints": 300, "rewards": 700}.items():
         assert len((ROOT / f"{name}.py").read_text().splitlines()) <= most, name
 
 

@@ -18,6 +18,11 @@ def hangs(response, truth, row):
     time.sleep(3600)
 
 
+def slow(response, truth, row):
+    time.sleep(5)
+    return Reward(1.0)
+
+
 def dies(response, truth, row):
     import os
 

@@ -1,0 +1,289 @@
+"""Real processes that are killed, signalled, stalled, started twice: nothing is lost, hangs or is left over."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, read_jsonl
+from test_checkpoints import record
+
+import data
+
+ARGUMENTS = f"""--dtype float32 --seed 3 --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 4
+    --max_response_length 8 --eval_prompts 4 --eval_samples 2 --no-mask_no_eos_with_zero
+    --no-mask_truncated_completions --learning_rate 1e-3 --reward_fn {ROOT}/tests/verifiers.py:parity
+    --micro_batch_tokens 256 --logprob_micro_batch_tokens 256 --vllm_kv_cache_gb 0.1 --log_samples 16
+    --log_samples_every 0 --eval_every 2 --run_name run"""
+
+
+def command(tiny: Path, out: Path, *more: str, script: str = "grpo", ranks: int = 1, rollout: str = "hf") -> list[str]:
+    launch = [str(ROOT / "scripts" / "launch.py"), "--config_file", str(ROOT / "scripts" / "zero2.yaml")]
+    launch += ["--num_processes", str(ranks), "--main_process_port", "0"]
+    line = [sys.executable, *(launch if ranks > 1 else []), str(ROOT / f"{script}.py"), *ARGUMENTS.split()]
+    return [*line, "--model_name_or_path", str(tiny), "--output_dir", str(out), "--rollout", rollout, *more]
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes under one, by /proc."""
+    try:
+        lists = [p.read_text().split() for p in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return []
+    return [d for child in {int(c) for cs in lists for c in cs} for d in (child, *descendants(child))]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits to be noticed by its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Run:
+    """A run in processes of its own, with what it prints in a file."""
+
+    def __init__(self, line: list[str], log: Path, cwd: Path = ROOT):
+        environment = {k: v for k, v in os.environ.items() if k not in data_environment()}
+        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.log, self.seen = log, set()
+        with open(log, "w") as out:
+            self.process = subprocess.Popen(
+                line, cwd=cwd, env=environment, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def until(self, condition, timeout: float = 150) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            self.seen |= set(descendants(self.process.pid))
+            assert self.process.poll() is None, f"ended with {self.process.returncode}\n{self.text()}"
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.01)
+        self.seen |= set(descendants(self.process.pid))
+
+    def end(self, timeout: float = 150) -> int:
+        """Wait for its end, give the exit code, and insist that nothing is left over 10 seconds later."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            for pid in (self.process.pid, *descendants(self.process.pid)):
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"does not end\n{self.text()}") from None
+        deadline = time.monotonic() + 10
+        while (left := [pid for pid in self.seen if alive(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left, f"{len(left)} processes were left over"
+        return code
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.end(30)
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def ranks(self) -> list[int]:
+        """Process of each rank: the launcher's children that run a script."""
+        return [
+            pid
+            for pid in sorted(descendants(self.process.pid))
+            if b"--num_processes" not in (line := Path(f"/proc/{pid}/cmdline").read_bytes())
+            and (b"grpo.py" in line or b"ppo.py" in line)
+        ]
+
+
+def data_environment() -> set[str]:
+    """What a run of this process set for itself and another one must find out anew."""
+    return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RUN_DIR", "RUN_ID"}
+
+
+def saved(out: Path) -> int:
+    """Step of the newest checkpoint that has its name."""
+    return max((step for step, _ in data.saved_steps(out / "run")), default=0)
+
+
+def logged(out: Path) -> int:
+    return max(0, data.last_step(out / "run" / "metrics.jsonl"))
+
+
+def finish(line: list[str], log: Path) -> str:
+    run = Run(line, log)
+    assert run.end() == 0, run.text()
+    return run.text()
+
+
+CASES = [("grpo", 1, "hf"), ("grpo", 2, "hf"), ("ppo", 1, "hf"), ("ppo", 2, "hf")]
+CASES += [("grpo", 1, "vllm"), ("ppo", 2, "vllm")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, ranks, rollout", CASES)
+def test_killed_and_resumed_equals_straight(tiny, tmp_path, script, ranks, rollout):
+    """kill -9 after the save of step 3 of 6, of one rank: the same numbers, samples and weights at the end."""
+    more = ["--total_steps", "6", "--save_every", "3", "--beta", "0.1", "--num_mini_batches", "2"]
+    shape = {"script": script, "ranks": ranks, "rollout": rollout}
+    finish(command(tiny, tmp_path / "straight", *more, **shape), tmp_path / "straight.log")
+    line, parts = command(tiny, tmp_path / "parts", *more, **shape), tmp_path / "parts"
+    run = Run(line, tmp_path / "first.log")
+    run.until(lambda: saved(parts) == 3)
+    os.kill(run.ranks()[-1] if ranks > 1 else run.process.pid, signal.SIGKILL)
+    assert run.end(60) != 0 and not (parts / "run" / "model").exists()
+    assert "resuming after step 3" in finish(line, tmp_path / "second.log")
+    expected, got = record(tmp_path / "straight" / "run"), record(parts / "run")
+    for key in expected:
+        assert got[key] == expected[key], key
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_moments(tiny, tmp_path):
+    """A run that saves after every step, killed 20 times, half of them in a save: each resume loses no saved step."""
+    line = command(tiny, tmp_path, "--total_steps", "5000", "--save_every", "1", "--eval_prompts", "0")
+    folder, r = tmp_path / "run" / "checkpoints", random.Random(0)
+
+    def one_life(k: int, before: int) -> bool:
+        """Until it is killed some time after its first save; whether that was in a save."""
+        run = Run(line, tmp_path / f"{k}.log")
+        run.until(lambda: saved(tmp_path) > before)
+        if k % 2:
+            run.until(lambda: any(folder.glob("*.partial")))
+            time.sleep(r.random() * 0.1)
+        else:
+            time.sleep(r.random() * 1.5)
+        run.kill()
+        resumed = run.text().split("resuming after step ")[1:]
+        assert [int(text.split(",")[0]) for text in resumed] == ([before] if before else []), run.text()
+        assert logged(tmp_path) - saved(tmp_path) <= 1, "more than the step since the last save is lost"
+        return any(folder.glob("*.partial"))
+
+    in_a_save, before = 0, 0
+    for k in range(20):
+        in_a_save += one_life(k, before)
+        before = saved(tmp_path)
+    print(f"20 kills, {in_a_save} of them in a save, {before} steps")
+    assert in_a_save >= 5
+    last = Run(line, tmp_path / "last.log")
+    last.until(lambda: saved(tmp_path) > before)
+    os.kill(last.process.pid, signal.SIGTERM)
+    assert last.end(30) == 75
+    steps = [m["step"] for m in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == list(range(1, saved(tmp_path) + 1))
+
+
+LONG = ("--total_steps", "500")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_saves_and_ends_with_75(tiny, tmp_path, name):
+    run = Run(command(tiny, tmp_path, *LONG), tmp_path / "log")
+    run.until(lambda: logged(tmp_path) >= 2)
+    for pid in filter(alive, run.seen):
+        os.kill(pid, getattr(signal, name))  # as Slurm or a terminal does, to the children, too
+    os.kill(run.process.pid, getattr(signal, name))
+    assert run.end(30) == 75, run.text()
+    assert saved(tmp_path) == logged(tmp_path) >= 2 and f"{name}: saving after this step" in run.text()
+    assert all(m["reward/errors"] == 0 for m in read_jsonl(tmp_path / "run" / "metrics.jsonl")), "workers acted on it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["launcher", "one rank"])
+def test_a_signal_with_two_ranks(tiny, tmp_path, whom):
+    """All ranks stop after the same step, and the launcher keeps the code."""
+    run = Run(command(tiny, tmp_path, *LONG, ranks=2), tmp_path / "log")
+    run.until(lambda: logged(tmp_path) >= 2)
+    os.kill(run.process.pid if whom == "launcher" else run.ranks()[1], signal.SIGTERM)
+    assert run.end(60) == 75, run.text()
+    assert saved(tmp_path) == logged(tmp_path) >= 2 and run.text().count("saving after this step") >= 1
+
+
+@pytest.mark.slow
+def test_other_moments_and_signals(tiny, tmp_path):
+    """SIGUSR2 prints stacks and the run goes on; a second signal ends at once; before the first step one is enough."""
+    run = Run(command(tiny, tmp_path, *LONG, "--reward_fn", f"{ROOT}/tests/verifiers.py:slow"), tmp_path / "log")
+    run.until(lambda: (tmp_path / "run" / "config.json").exists() and len(descendants(run.process.pid)) > 1)
+    time.sleep(3)  # in the evaluation before the first step, whose samples take 5 seconds each to verify
+    os.kill(run.process.pid, signal.SIGUSR2)
+    run.until(lambda: "most recent call first" in run.text() and "in answer" in run.text(), 10)
+    os.kill(run.process.pid, signal.SIGTERM)
+    run.until(lambda: "saving after this step" in run.text(), 10)
+    time.sleep(1.5)
+    begun = time.monotonic()
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.end(10) == 128 + signal.SIGTERM and time.monotonic() - begun < 3 + 10
+    assert "again: ending now" in run.text()
+    run = Run(command(tiny, tmp_path / "early", *LONG), tmp_path / "early.log")
+    time.sleep(2.5)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.end(10) == 75 and "nothing to save" in run.text(), run.text()
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_folder(tiny, tmp_path):
+    first = Run(command(tiny, tmp_path, *LONG), tmp_path / "log")
+    first.until(lambda: logged(tmp_path) >= 1)
+    for more in ([], ["--overwrite"]):
+        second = Run(command(tiny, tmp_path, *LONG, *more), tmp_path / "second.log")
+        assert second.end(30) == 2
+        assert f"process {first.process.pid} on " in second.text() and "--run_name" in second.text()
+    first.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, victim", [(1, "rank"), (2, "rank"), (2, "launcher")])
+@pytest.mark.parametrize("rollout", ["hf", "vllm"])
+def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
+    """kill -9 in the middle of a verification that never ends: no process, and the folder can be used again."""
+    hangs = ["--reward_fn", f"{ROOT}/tests/verifiers.py:hangs", "--reward_timeout", "600", "--reward_workers", "2"]
+    run = Run(command(tiny, tmp_path, *LONG, *hangs, ranks=ranks, rollout=rollout), tmp_path / "log")
+    run.until(lambda: (tmp_path / "run" / "config.json").exists())
+    time.sleep(3)
+    run.until(lambda: len(run.seen) >= 2 * ranks)
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in (run.process.pid, *run.seen) if alive(pid))
+    shared = {line.split()[-1] for line in maps.splitlines() if line.split()[-1].startswith("/dev/shm/")}
+    os.kill(run.process.pid if ranks == 1 or victim == "launcher" else run.ranks()[0], signal.SIGKILL)
+    assert run.end(40) != 0
+    assert not data.lock_holder(tmp_path / "run")
+    assert not [path for path in shared if Path(path).exists()], "shared memory is left over"
+
+
+STALLS = """
+import data
+data.prepare_environment()
+import sys, time
+import tyro
+import grpo, utils
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain = data.RunLog.step
+
+    def stuck(self, metrics, *rest):
+        plain(self, metrics, *rest)
+        if metrics["step"] == 2 and self.is_main:
+            time.sleep(3600)
+
+    data.RunLog.step = stuck
+    grpo.main(tyro.cli(grpo.Args))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_stands_still_says_where_and_ends(tiny, tmp_path, ranks):
+    (tmp_path / "stalls.py").write_text(STALLS)
+    line = command(tiny, tmp_path, *LONG, "--stall_timeout", "6", ranks=ranks)
+    run = Run([str(tmp_path / "stalls.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "log")
+    run.until(lambda: logged(tmp_path) == 2)
+    begun = time.monotonic()
+    assert run.end(40) == 1, run.text()
+    assert time.monotonic() - begun < 6 + 15
+    assert "--stall_timeout 6" in run.text() and "no progress for " in run.text()
+    assert "in stuck" in run.text(), "the stack of the thread that stands still"
