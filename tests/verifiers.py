@@ -40,3 +40,7 @@ def stepwise(response, truth, row):
 
 def takes_memory(response, truth, row):
     return len(bytearray(10**11))
+
+
+def always(response, truth, row):
+    return Reward(1.0)
