@@ -22,7 +22,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,7 +53,7 @@ COUNTDOWN = (
     "expression between <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."
 )
 READABLE = (".jsonl", ".json", ".parquet", ".csv")
-LARGE = 5000  # prompts from which on they are rendered by several processes and kept in the cache of datasets
+LARGE = 5000  # rows of files, or prompts, from which on several processes prepare them and the result is kept
 CHAT_TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
@@ -134,7 +135,9 @@ def read_batches(path: Path, size: int) -> Iterator[list]:
     Raises ValueError or OSError where the file is not what its name says.
     """
     if path.suffix == ".jsonl":
-        with open(path, newline="\n") as lines:  # only this ends a line: others may stand inside a text
+        with open(
+            path, encoding="utf-8", newline="\n"
+        ) as lines:  # only this ends a line: others may stand inside a text
             numbered = ((i, line) for i, line in enumerate(lines, 1) if line.strip())
             while batch := list(itertools.islice(numbered, size)):
                 rows = []
@@ -156,7 +159,7 @@ def read_batches(path: Path, size: int) -> Iterator[list]:
             yield [row | {"prompt_ids": i} for row, i in zip(rows, ids, strict=True)]
     elif path.suffix in (".json", ".csv"):
         if path.suffix == ".json":
-            rows = json.loads(path.read_text())
+            rows = json.loads(path.read_text(encoding="utf-8"))
         else:
             import pyarrow.csv
 
@@ -251,6 +254,9 @@ def _messages(prompt: Any, row: dict[str, Any]) -> list[dict[str, str]]:
     raise ValueError(f"its prompt must be text or chat messages with role and content, but is {kinds}")
 
 
+_find_once = functools.lru_cache(rewards.find_verifier)
+
+
 def make_problem(row: Any, keys: tuple[str, str, str], system: str | None, args) -> Problem:
     """One row as a problem. Raises ValueError that says what is wrong with the row, or with its truth."""
     prompt_key, truth_key, verifier = keys
@@ -268,6 +274,11 @@ def make_problem(row: Any, keys: tuple[str, str, str], system: str | None, args)
     if args.verifier_key is not None:
         named = row.get(args.verifier_key) or verifier
         verifier = ",".join(named) if isinstance(named, list) else str(named)
+        try:
+            for name in rewards.names_of(verifier):
+                _find_once(name)
+        except ValueError as error:
+            raise ValueError(f"names a verifier that is none (--verifier_key {args.verifier_key}): {error}") from error
     if wrong := rewards.truth_error(verifier, truth, row):
         raise ValueError(f"has a truth that its own verifier {verifier} rejects: {truth[:80]!r} ({wrong})")
     return Problem(messages, truth, verifier, row)
@@ -290,20 +301,12 @@ def problems_of(
     rows: list, start: int, keys: tuple[str, str, str], system: str | None, args
 ) -> tuple[list[Problem], list[tuple[int, str]]]:
     """(the problems, [(index, what is wrong)] of the other rows); ``start`` is the index of the first row."""
-    problems, bad, known = [], [], {keys[2]}
+    problems, bad = [], []
     for index, row in enumerate(rows, start):
         try:
-            problem = make_problem(row, keys, system, args)
+            problems.append(make_problem(row, keys, system, args))
         except ValueError as error:
             bad.append((index, str(error)))
-            continue
-        problems.append(problem)
-        for name in rewards.names_of(problem.verifier) if problem.verifier not in known else ():
-            try:
-                rewards.find_verifier(name)
-            except ValueError as error:
-                refuse(f"--verifier_key {args.verifier_key}: row {index} of --dataset {args.dataset}: {error}")
-        known.add(problem.verifier)
     return problems, bad
 
 
@@ -316,7 +319,7 @@ def report_bad_rows(bad: list[tuple[int, str]], count: int, source: str, args) -
         f"{len(bad)} of {count} rows of --dataset {source} cannot be used (rows {indices}); row {bad[0][0]} {bad[0][1]}"
     )
     if args.bad_rows == "raise":
-        refuse(f"{found}; repair them, choose another column, --verifier or --reward_fn, or add --bad_rows drop")
+        refuse(f"{found}; repair them, choose other columns, --verifier or --reward_fn, or add --bad_rows drop")
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: --bad_rows drop: {found}")
 
@@ -328,11 +331,101 @@ def source_name(source: str) -> str:
     return Path(source.split(",")[0].partition(":")[0]).name.partition(".")[0]
 
 
+def digest(*parts: bytes) -> str:
+    """A name that changes whenever one of the parts does."""
+    total = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        total.update(hashlib.blake2b(part).digest())
+    return total.hexdigest()
+
+
+def _kept(key: str) -> Path:
+    """The file of the cache of datasets that ``kept_table`` keeps under a key."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    return Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser() / "rlvr" / f"{key}.parquet"
+
+
+def kept_table(key: str, texts: Callable[[], list[str]], function: Callable, kinds: dict[str, Any], words: str):
+    """``function`` on batches of texts, by several processes and once only: then it is read from the cache.
+
+    The result is a pyarrow.Table with the columns ``kinds``, name -> datasets' name of its type. A bar on terminals.
+    """
+    import pyarrow.parquet
+
+    path = _kept(key)
+    if not path.exists():
+        import datasets
+        from filelock import FileLock
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        watched = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+        (datasets.enable_progress_bars if watched else datasets.disable_progress_bars)()
+        features = datasets.Features(
+            {n: datasets.List(datasets.Value("int32")) if k == "ids" else datasets.Value(k) for n, k in kinds.items()}
+        )
+        with FileLock(f"{path}.lock"):  # of several ranks one does it, and the others read
+            if not path.exists():
+                done = datasets.Dataset.from_dict({"text": texts()}).map(
+                    lambda batch: function(batch["text"]),
+                    batched=True,
+                    num_proc=min(16, len(os.sched_getaffinity(0))),
+                    remove_columns=["text"],
+                    features=features,
+                    new_fingerprint=key,
+                    desc=words,
+                )
+                done.to_parquet(path.with_suffix(".partial"))
+                path.with_suffix(".partial").rename(path)
+    return pyarrow.parquet.read_table(path)
+
+
+def _check(texts: list[str], keys: tuple[str, str, str], system: str | None, args) -> dict[str, list[str]]:
+    """Rows as JSON -> columns of their problems; of a bad row only ``wrong`` says something."""
+    columns: dict[str, list[str]] = {name: [] for name in ("messages", "truth", "verifier", "row", "wrong")}
+    for text in texts:
+        problems, bad = problems_of([json.loads(text)], 0, keys, system, args)
+        found = {"wrong": bad[0][1]} if bad else {"truth": problems[0].truth, "verifier": problems[0].verifier}
+        if problems:
+            found |= {"messages": json.dumps(problems[0].messages), "row": text}
+        for name, values in columns.items():
+            values.append(found.get(name, ""))
+    return columns
+
+
+def _read_large(source: str, rows: Callable[[], list], key: str, args) -> list[Problem]:
+    """``problems_of`` by several processes, and once only; ``rows`` are read where it has not been done before."""
+
+    def texts() -> list[str]:
+        return [json.dumps(row, default=str) for row in rows()]
+
+    def check(batch: list[str]) -> dict[str, list[str]]:
+        return _check(batch, *look, args)
+
+    look = look_at(source, rows(), args) if not _kept(key).exists() else ()
+    names = ("messages", "truth", "verifier", "row", "wrong")
+    table = kept_table(key, texts, check, dict.fromkeys(names, "string"), "checking rows")
+    columns = [table.column(name).to_pylist() for name in names]
+    report_bad_rows([(i, w) for i, w in enumerate(columns[-1]) if w], len(table), source, args)
+    return [Problem(json.loads(m), t, v, json.loads(r)) for m, t, v, r, w in zip(*columns, strict=True) if not w]
+
+
 def read_problems(source: str, args) -> dict[str, Problem]:
     """All usable problems of one source, in its order, each prompt once; the key is the prompt as text."""
-    rows = [row for batch in read_source(source, args) for row in batch]
-    if prepared := [row for row in rows if isinstance(row, dict) and "prepared_for" in row]:
-        problems = [_prepared(row, args) for row in prepared]
+    read = functools.cache(lambda: [row for batch in read_source(source, args) for row in batch])
+    key, files = "", () if source.startswith("reasoning_gym:") else _files(source)
+    if files:  # what a problem becomes follows from these files, arguments and code
+        named = ("prompt_key", "ground_truth_key", "verifier", "verifier_key", "reward_fn", "system_prompt")
+        parts = [repr([source, *(getattr(args, name) for name in named)]).encode()]
+        own = [Path(name.rpartition(":")[0]) for name in rewards.names_of(args.reward_fn or "")]
+        code = [Path(__file__), Path(rewards.__file__), *(path for path in own if path.is_file())]
+        for path in (*files, *code):
+            with open(path, "rb") as content:
+                parts.append(hashlib.file_digest(content, "blake2b").digest())
+        key = digest(*parts)
+    if key and (_kept(key).exists() or (len(read()) >= LARGE and not _is_prepared(read()))):
+        problems = _read_large(source, read, key, args)
+    elif _is_prepared(rows := read()):
+        problems = [_prepared(row, args) for row in rows]
     else:
         problems, bad = problems_of(rows, 0, *look_at(source, rows, args), args)
         report_bad_rows(bad, len(rows), source, args)
@@ -341,6 +434,10 @@ def read_problems(source: str, args) -> dict[str, Problem]:
         problem.source = problem.source or name
         distinct.setdefault(json.dumps(problem.messages), problem)
     return distinct
+
+
+def _is_prepared(rows: list) -> bool:
+    return bool(rows) and isinstance(rows[0], dict) and "prepared_for" in rows[0]
 
 
 def _prepared(row: dict[str, Any], args) -> Problem:
@@ -499,33 +596,15 @@ def render(conversations: list[list[dict[str, str]]], tokenizer, template: str |
 
 
 def _render_many(conversations: list[list[dict[str, str]]], tokenizer, args) -> list[list[int]]:
-    """``render`` by several processes, and once only: the result is kept in the cache folder of datasets.
+    """``render`` by several processes, and once only. The key of the cache holds messages, template and tokenizer."""
+    template, texts = chat_template(args), [json.dumps(messages) for messages in conversations]
 
-    Its name there holds the messages, the template and the tokenizer.
-    """
-    import datasets
-    from filelock import FileLock
+    def ids(batch: list[str]) -> dict[str, list]:
+        return {"ids": render([json.loads(text) for text in batch], tokenizer, template)}
 
-    texts = [json.dumps(messages) for messages in conversations]
-    key = hashlib.sha256("\n".join([prompt_key(tokenizer, args), *texts]).encode()).hexdigest()
-    folder, template = Path(datasets.config.HF_DATASETS_CACHE) / "prompts", chat_template(args)
-    folder.mkdir(parents=True, exist_ok=True)
-    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
-        datasets.enable_progress_bars()
-    else:
-        datasets.disable_progress_bars()
-    with FileLock(folder / f"{key}.lock"):  # of several ranks one does it, and the others read
-        table = datasets.Dataset.from_dict({"messages": texts}).map(
-            lambda batch: {"ids": render([json.loads(text) for text in batch["messages"]], tokenizer, template)},
-            batched=True,
-            num_proc=min(16, len(os.sched_getaffinity(0))),
-            remove_columns=["messages"],
-            cache_file_name=str(folder / f"{key}.arrow"),
-            new_fingerprint=key,
-            features=datasets.Features({"ids": datasets.List(datasets.Value("int32"))}),
-            desc="tokenising prompts",
-        )
-    return [ids for chunk in table.data.column("ids").chunks for ids in int_lists(chunk)]
+    key = digest(prompt_key(tokenizer, args).encode(), "\n".join(texts).encode())
+    table = kept_table(key, lambda: texts, ids, {"ids": "ids"}, "tokenising prompts")
+    return [ids for chunk in table.column("ids").chunks for ids in int_lists(chunk)]
 
 
 def shorten(ids: list[int], args) -> list[int] | None:
@@ -548,7 +627,7 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
             f"--dataset {args.dataset} was prepared for another tokenizer or --chat_template than that of "
             f"--model_name_or_path {args.model_name_or_path}; run scripts/prepare_data.py with these"
         )
-    missing = [p for p in problems if not p.prompt_ids]
+    missing = [p for p in problems if not p.prepared_for]
     conversations = [p.messages for p in missing]
     many = len(missing) >= LARGE
     found = (
@@ -979,10 +1058,12 @@ def print_header(args, folder, problems, tokenizer, total_steps: int, world_size
     prompts, group = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
     updates, samples = args.num_epochs * args.num_mini_batches, prompts * group
     longest = max(len(p.prompt_ids) for p in problems)
+    origins = Counter(f"{p.source} ({p.verifier})" for p in problems)
     lines = [
         f"run        {folder}",
         f"hardware   {world_size} rank(s), {hardware.replace('torch.', '')}",
         f"data       {len(problems)} problems, {args.eval_prompts} more held out; longest prompt {longest} tokens",
+        f"from       {', '.join(f'{count} {origin}' for origin, count in origins.most_common(8))}",
         f"a step     {prompts} prompts x {group} samples = {samples} samples, at most "
         f"{samples * args.max_response_length} new tokens, {updates} optimizer step(s)",
         f"the run    {total_steps} steps, {total_steps * samples} samples, {total_steps * updates} optimizer steps, "

@@ -36,8 +36,7 @@ def refusal(capsys, args: Args, load=data.load_problems) -> str:
 
 
 def everything(args: Args) -> list[data.Problem]:
-    training, evaluation = data.load_problems(args)
-    return training + evaluation
+    return list(data.mixed_problems(args).values())
 
 
 def questions(problems: list[data.Problem]) -> list[str]:
@@ -73,6 +72,24 @@ def test_ends_of_line_inside_a_text(tmp_path):
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content)
     (tmp_path / "a.jsonl").write_text(text)
     assert len(everything(Args(dataset=str(tmp_path / "a.jsonl")))) == 31
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_files_are_read_piece_by_piece(tmp_path, suffix):
+    """A file may be larger than memory: what stands at its end is not looked at for the first rows."""
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows(25)) + "broken")
+    else:
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows(30)), path, row_group_size=5)
+    batches = data.read_batches(path, 10)
+    assert next(batches) == rows(10)
+    assert next(batches) == rows(10, first=10)
+    if suffix == "jsonl":
+        with pytest.raises(ValueError, match="line 26"):
+            next(batches)
 
 
 def test_evaluation_on_other_data(tmp_path):
@@ -362,9 +379,7 @@ def test_overlong_prompts(tokenizer, capsys):
 
 def test_many_prompts_come_from_the_cache(tokenizer, tmp_path, monkeypatch):
     """Several processes give what one gives, the second time nothing is rendered, and any change is another key."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setattr(data, "LARGE", 10)
     content = [[{"role": "user", "content": f"{i} + 1"}] for i in range(40)]
 
@@ -374,13 +389,43 @@ def test_many_prompts_come_from_the_cache(tokenizer, tmp_path, monkeypatch):
 
     expected = {t: data.render(content, tokenizer, data.CHAT_TEMPLATES[t]) for t in ("chatml", "tulu")}
     assert ids(chat_template="chatml") == expected["chatml"]
-    files = set(tmp_path.rglob("*.arrow"))
+    files = set(tmp_path.rglob("*.parquet"))
     assert files
     stamps = {f: f.stat().st_mtime_ns for f in files}
     assert ids(chat_template="chatml") == expected["chatml"]
-    assert {f: f.stat().st_mtime_ns for f in tmp_path.rglob("*.arrow")} == stamps
+    assert {f: f.stat().st_mtime_ns for f in tmp_path.rglob("*.parquet")} == stamps
     assert ids(chat_template="tulu") == expected["tulu"], "the template is part of the key"
-    assert set(tmp_path.rglob("*.arrow")) > files
+    assert set(tmp_path.rglob("*.parquet")) > files
+
+
+def test_many_rows_come_from_the_cache(tmp_path, monkeypatch, capsys):
+    """The same problems and the same complaint as without it; a changed file or argument is another key."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    content = [
+        *rows(30),
+        {"question": None, "answer": "1"},
+        {"question": "2 + 2", "answer": "four"},
+        *rows(9, first=40),
+    ]
+    source = write(tmp_path / "a.jsonl", content)
+    show = lambda args: [(p.messages, p.truth, p.verifier, p.row, p.source) for p in everything(args)]  # noqa: E731
+    plain = show(Args(dataset=source, bad_rows="drop"))
+    said = capsys.readouterr().out
+    assert "rows 30, 31" in said and not (tmp_path / "cache").exists()
+    monkeypatch.setattr(data, "LARGE", 10)
+    complaint = refusal(capsys, Args(dataset=source))
+    assert "rows 30, 31" in complaint and "row 30 has an empty 'question'" in complaint
+    (kept,) = (tmp_path / "cache").rglob("*.parquet")
+    reads = []
+    monkeypatch.setattr(data, "read_source", lambda *rest, inside=data.read_source: reads.append(1) or inside(*rest))
+    for _ in range(2):
+        assert show(Args(dataset=source, bad_rows="drop")) == plain
+        assert capsys.readouterr().out == said
+    assert not reads, "the file is not read again"
+    assert show(Args(dataset=source, bad_rows="drop", verifier="exact"))[0][2] == "exact"
+    write(tmp_path / "a.jsonl", rows(12))
+    assert len(show(Args(dataset=source))) == 12
+    assert kept.exists() and len(list((tmp_path / "cache").rglob("*.parquet"))) == 3
 
 
 def test_prompt_key(tokenizer, tiny):
