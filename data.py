@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import rewards
@@ -242,7 +243,7 @@ def _messages(prompt: Any, row: dict[str, Any]) -> list[dict[str, str]]:
     """A prompt as chat messages. Raises ValueError for what is neither text nor messages nor countdown's numbers."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and prompt == row.get("nums"):
+    if isinstance(prompt, list) and prompt == row.get("nums") and "target" in row:
         return [{"role": "user", "content": COUNTDOWN.format(target=row["target"], nums=", ".join(map(str, prompt)))}]
     kinds = type(prompt).__name__
     if isinstance(prompt, list):
@@ -328,7 +329,8 @@ def source_name(source: str) -> str:
     """A short name for the metrics: data/gsm8k_train.jsonl -> gsm8k_train, openai/gsm8k:main -> gsm8k."""
     if source.startswith("reasoning_gym:"):
         return source.removeprefix("reasoning_gym:").partition("?")[0]
-    return Path(source.split(",")[0].partition(":")[0]).name.partition(".")[0]
+    path = Path(source.split(",")[0].partition(":")[0])
+    return path.name.partition(".")[0].strip("*?-_") or path.parent.name
 
 
 def digest(*parts: bytes) -> str:
@@ -399,8 +401,9 @@ def _read_large(source: str, rows: Callable[[], list], key: str, args) -> list[P
         return [json.dumps(row, default=str) for row in rows()]
 
     def check(batch: list[str]) -> dict[str, list[str]]:
-        return _check(batch, *look, args)
+        return _check(batch, *look, plain)
 
+    plain = SimpleNamespace(**vars(args))  # the class of args may be that of the program: other processes have none
     look = look_at(source, rows(), args) if not _kept(key).exists() else ()
     names = ("messages", "truth", "verifier", "row", "wrong")
     table = kept_table(key, texts, check, dict.fromkeys(names, "string"), "checking rows")
@@ -472,8 +475,12 @@ def mixture(args) -> dict[str, float | int]:
 def mixed_problems(args) -> dict[str, Problem]:
     """What ``--dataset`` or ``--dataset_mixer`` names, source by source; the key says which prompts are equal."""
     problems: dict[str, Problem] = {}
-    for source, part in mixture(args).items():
+    parts = mixture(args)
+    names = Counter(map(source_name, parts))
+    for source, part in parts.items():
         own = {k: p for k, p in read_problems(source, args).items() if k not in problems}
+        for problem in own.values() if names[source_name(source)] > 1 else ():
+            problem.source = source.replace("/", "-")
         wanted = round(part * len(own)) if isinstance(part, float) else part
         if args.dataset_mixer is not None and not 0 < wanted <= len(own):
             refuse(f"--dataset_mixer: {source!r} has {len(own)} distinct problems, {part} asks for {wanted}")

@@ -173,7 +173,6 @@ def answer(args: grpo.Args, problems: list[Problem], tokenizer) -> list[Sample]:
         inbox.put(("stop",))
         thread.join(timeout=30)
         pool.close()
-    torch.distributed.destroy_process_group()
     return samples
 
 

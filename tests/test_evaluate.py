@@ -221,8 +221,10 @@ def test_groups_are_replaced():
     assert measured["data/zero_std_frac"] == pytest.approx(2 / 7)
 
 
-def test_dynamic_sampling_in_a_run(tiny, tmp_path):
+def test_dynamic_sampling_in_a_run(tiny, tmp_path, monkeypatch):
     """More groups that differ, and prompts in the order of the counter: what was drawn is drawn no second time."""
+    drawn, inside = [], data.prompts_at
+    monkeypatch.setattr(data, "prompts_at", lambda *rest: drawn.append(rest[:2]) or inside(*rest))
     options = {"num_samples_per_prompt_rollout": 2, "eval_prompts": 0, "num_unique_prompts_rollout": 8}
     few, many = (
         run_here(tiny_args(tiny, tmp_path, run_name=f"{rounds}", dynamic_sampling_rounds=rounds, **options))
@@ -232,6 +234,11 @@ def test_dynamic_sampling_in_a_run(tiny, tmp_path):
     assert many[0]["data/zero_std_frac"] > 0, "what came before is still told"
     assert many[0]["data/dropped"] > 0 and many[0]["data/rounds"] > 0
     assert "data/rounds" not in few[0]
+    assert drawn[:2] == [(0, 8), (8, 8)]
+    ends = [position + count for position, count in drawn[2:]]
+    assert [position for position, _ in drawn[2:]] == [0, *ends[:-1]]
+    assert len(drawn) == 4 + sum(m["data/rounds"] for m in many)
+    assert ends[-1] == 16 + sum(m["data/dropped"] for m in many)
 
 
 def test_all_solved_does_not_go_on_for_ever(tiny, tmp_path):

@@ -697,6 +697,7 @@ def test_all_rewards_zero_end_the_run_if_asked(tiny, tmp_path):
         ({"bootstrap_truncated": True, "mask_truncated_completions": True}, "--mask_truncated_completions"),
         ({"generation_size": 3}, "--generation_size"),
         ({"dataset_max_filter_share": 1.0}, "--dataset_max_filter_share"),
+        ({"dynamic_sampling_rounds": 1}, "--dynamic_sampling_rounds"),
         ({"gae_lambda": 1.1}, "--gae_lambda"),
         ({"gamma": -0.1}, "--gamma"),
         ({"value_model_name_or_path": "./nowhere"}, "--value_model_name_or_path"),

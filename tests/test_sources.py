@@ -127,6 +127,17 @@ def test_mixer_counts(tmp_path, parts, counts):
         assert len(taken) == count or (count is None and 30 <= len(taken) <= 50)
 
 
+def test_names_of_sources(tmp_path):
+    names = {"data/gsm8k_train.jsonl": "gsm8k_train", "openai/gsm8k:main": "gsm8k", "data/train-*.parquet": "train"}
+    names |= {"data/*.parquet": "data", "a.jsonl,b.jsonl": "a", "reasoning_gym:chain_sum?size=3": "chain_sum"}
+    assert {source: data.source_name(source) for source in names} == names
+    for folder in "xy":
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "train.jsonl", rows(5, first=ord(folder)))
+    args = mixer(tmp_path, {"x/train.jsonl": 1.0, "y/train.jsonl": 1.0})
+    assert len({p.source for p in everything(args)}) == 2, "equal file names are told apart"
+
+
 def test_mixer_draws_by_the_seed(tmp_path):
     draw = lambda seed: questions(data.mixed_problems(mixer(tmp_path, {"a.jsonl": 10}, seed=seed)).values())  # noqa: E731
     assert draw(1) == draw(1)
