@@ -60,8 +60,8 @@ LARGE = 5000  # rows of files, or prompts, from which on several processes prepa
 CHAT_TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "tulu": "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "tulu": "{% for m in messages %}<|{{ m['role'] }}|>\n"
+    "{{ m['content'] + (eos_token if m['role'] == 'assistant' else '') }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
     # The model opens <think> itself: an opening tag in the prompt would be missing in what the verifier reads, and a
     # thought without an end would pass for an answer.

@@ -55,10 +55,9 @@ def parse(words: list[str]) -> tuple[grpo.Args, Path, bool]:
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known}
         defaults = grpo.Args(**values | {"model_name_or_path": str(given.run / "model"), "revision": None})
     args = tyro.cli(grpo.Args, args=words, default=defaults, description=__doc__)
-    longest = args.max_prompt_length + args.max_response_length
-    args.micro_batch_tokens, args.logprob_micro_batch_tokens = (  # here they have no say
-        max(longest, tokens) for tokens in (args.micro_batch_tokens, args.logprob_micro_batch_tokens)
-    )
+    longest, args.best_metric = args.max_prompt_length + args.max_response_length, None
+    args.micro_batch_tokens = max(longest, args.micro_batch_tokens)  # these have no say here, and could be refused
+    args.logprob_micro_batch_tokens = max(longest, args.logprob_micro_batch_tokens)
     output = given.output or (given.run or Path(args.output_dir)) / "eval_samples.jsonl"
     same = (args.dataset, args.dataset_mixer) == (defaults.dataset, defaults.dataset_mixer)
     return args, output, given.run is not None and same

@@ -63,6 +63,7 @@ def test_a_folder_saved_by_datasets(tmp_path, capsys):
     assert len(everything(Args(dataset=str(tmp_path / "splits")))) == 30
     assert len(everything(Args(dataset=str(tmp_path / "splits"), dataset_split="test", eval_prompts=1))) == 9
     (tmp_path / "other").mkdir()
+    capsys.readouterr()  # datasets has shown a bar
     assert f"--dataset {tmp_path / 'other'}" in refusal(capsys, Args(dataset=str(tmp_path / "other")))
 
 
