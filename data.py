@@ -118,7 +118,7 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-# ---------------------------------------------------------------------------------------------- problems and prompts
+# ------------------------------------------------------------------------------------------------------ sources of rows
 
 
 def _files(source: str) -> list[Path]:
@@ -222,6 +222,9 @@ def read_source(source: str, args, size: int = 10**9) -> Iterator[list]:
         )
     for start in range(0, len(found), size):
         yield found.select(range(start, min(start + size, len(found)))).to_list()
+
+
+# ----------------------------------------------------------------------------------- rows, and the problems they become
 
 
 def columns_of(rows: list, args) -> tuple[str, str, str]:
@@ -333,6 +336,9 @@ def source_name(source: str) -> str:
         return source.removeprefix("reasoning_gym:").partition("?")[0]
     path = Path(source.split(",")[0].partition(":")[0])
     return path.name.partition(".")[0].strip("*?-_") or path.parent.name
+
+
+# ------------------------------------------------------------------------------------------- what is done once and kept
 
 
 def digest(*parts: bytes) -> str:
@@ -461,6 +467,9 @@ def _prepared(row: dict[str, Any], args) -> Problem:
     return Problem(messages, row["truth"], verifier, json.loads(row["row"]), **fields)
 
 
+# --------------------------------------------------------------------------------------- mixtures, the split, the order
+
+
 def mixture(args) -> dict[str, float | int]:
     """Source -> share of its problems, at most 1.0, or their number: ``--dataset_mixer``, or all of ``--dataset``."""
     if args.dataset_mixer is None:
@@ -582,6 +591,9 @@ def eval_requests(problems: int, args) -> tuple[list[tuple[int, int, int]], dict
     sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p, "top_k": args.eval_top_k}
     sampling |= {"max_tokens": args.max_response_length, "stop": list(args.stop), "ignore_eos": args.ignore_eos}
     return requests(range(problems), count, args.seed, "eval"), sampling
+
+
+# ------------------------------------------------------------------------------------------------- from messages to ids
 
 
 def chat_template(args) -> str | None:
