@@ -55,6 +55,8 @@ class Args:
     """Instead of total_steps: samples in all, a multiple of prompts times samples per prompt."""
     eval_every: int = 0
     """Evaluate every so many steps, besides before the first and after the last. 0: only those two."""
+    best_metric: str | None = None
+    """Keep the weights of the evaluation with the largest value of this, for example eval/pass@1, in best/."""
     save_every: int = 0
     """Write a checkpoint every so many steps. 0: only for --save_minutes and when a signal asks for one."""
     save_minutes: float = 30.0
@@ -104,15 +106,19 @@ class Args:
 
     # ---------------------------------------------------------------------------------------------------------- data
     dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
-    """reasoning_gym:NAME?key=value, a .jsonl, .json, .parquet or .csv file, or a hub id."""
+    """reasoning_gym:NAME?key=value, .jsonl, .json, .parquet or .csv files, a folder saved by datasets, or a hub id."""
+    dataset_mixer: str | None = None
+    """Several of them instead, as JSON: {"a": 1.0, "b": 500} takes all problems of a, and 500 of b."""
     dataset_split: str = "train"
-    """Split of a hub data set."""
-    prompt_key: str = "question"
-    """Column of the prompt: text, or a list of chat messages."""
-    ground_truth_key: str = "answer"
-    """Column of the truth."""
-    verifier: str = "last_number"
-    """How a response is scored: a name of docs/rewards.md (math, gsm8k, code, ...), or several with commas between."""
+    """Split of a hub data set or a saved folder."""
+    eval_dataset: str | None = None
+    """Evaluate on the first eval_prompts problems of this; on none of them is trained. None: on a part of dataset."""
+    prompt_key: str | None = None
+    """Column of the prompt: text, or a list of chat messages. None: question; known for MATH and countdown."""
+    ground_truth_key: str | None = None
+    """Column of the truth. None: answer; known for MATH and countdown."""
+    verifier: str | None = None
+    """A name of docs/rewards.md (math, code, ...), or several with commas. None: as the columns say, or last_number."""
     verifier_key: str | None = None
     """Column that names a row's verifiers, where they differ from row to row; where it is empty --verifier counts."""
     reward_weights: tuple[str, ...] = ()
@@ -123,8 +129,8 @@ class Args:
     """Seconds for one verification; then its process is killed and the score is 0."""
     reward_workers: int = 1
     """Verifier processes on each rank."""
-    bad_truth: Literal["raise", "drop"] = "raise"
-    """A truth that its own verifier rejects ends the run at the start, or its row is left out and reported."""
+    bad_rows: Literal["raise", "drop"] = "raise"
+    """Rows without a prompt or with a truth that its verifier rejects: end the run at the start, or leave them out."""
     allow_unsafe_code_exec: bool = False
     """Let the verifier code run programs with limits only where the kernel gives no namespaces."""
     reward_model_name_or_path: str | None = None
@@ -132,9 +138,11 @@ class Args:
     system_prompt: str | None = None
     """System message before every prompt; "" for none. None: the one data.py has for the data set, if any."""
     chat_template: str | None = None
-    """A Jinja file, chatml, or question_answer. None: the tokenizer's own."""
+    """A Jinja file, chatml, tulu, r1 (with think tags), or question_answer. None: the tokenizer's own."""
     max_prompt_length: int = 128
-    """Tokens; a longer prompt ends the run at the start."""
+    """Tokens, the template's included."""
+    overlong_prompts: Literal["error", "filter", "left", "right"] = "error"
+    """Longer prompts: end the run at the start, leave them out, or cut their first or their last tokens off."""
     shuffle: bool = True
     """Take the prompts in a new random order on every pass over the data."""
 
@@ -178,7 +186,7 @@ class Args:
     eval_samples: int = 4
     """Responses to each."""
     eval_temperature: float = 1.0
-    """Temperature in evaluation; 0 is greedy."""
+    """Temperature in evaluation. 0: greedy, one response to each whatever eval_samples says."""
     eval_top_p: float = 1.0
     """Nucleus in evaluation."""
     eval_top_k: int = 0
@@ -237,6 +245,8 @@ class Args:
     """(r - mean) / (std + 1e-6), with the unbiased std; r - mean (Dr. GRPO); r - mean of the others (RLOO)."""
     filter_zero_std_samples: bool = False
     """Leave groups of equal reward out of the loss's counts (DAPO): few informative ones then weigh as much as many."""
+    dynamic_sampling_rounds: int = 0
+    """Draw new prompts for groups of equal reward at most so many times a step (DAPO); what then remains is kept."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens (DAPO), over sequences of their token means (GRPO), or sum / max length (Dr. GRPO)."""
     clip_lower: float = 0.2
@@ -666,7 +676,7 @@ def main(args: Args) -> None:
     tokenizer = AutoTokenizer.from_pretrained(
         args.model_name_or_path, revision=args.revision, trust_remote_code=args.trust_remote_code
     )
-    data.render_prompts([*problems, *eval_problems], tokenizer, args)
+    problems, eval_problems = (data.render_prompts(part, tokenizer, args) for part in (problems, eval_problems))
     meaning, warnings = kl_setting_message(
         args.kl_placement, args.kl_estimator, args.kl_gradient, beta, updates, args.kl_reward_norm
     )
@@ -719,15 +729,16 @@ def main(args: Args) -> None:
         controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon) if adaptive else None
         clock = utils.Stopwatch()
         log = data.RunLog(folder, args, world_size, total_steps, rank == 0, start)
-        # What a step hands on to the next besides the parts below; the last three for --dataset_max_filter_share.
-        progress = SimpleNamespace(skipped_in_a_row=0, begun=0, kept=[*range(len(problems))], rates=[0] * len(problems))
+        # What a step hands on to the next besides the parts below; position: prompts drawn so far.
+        progress = SimpleNamespace(skipped_in_a_row=0, position=0)
+        progress.kept, progress.rates = [*range(len(problems))], [0] * len(problems)  # for --dataset_max_filter_share
         parts = {"policy": policy, "controller": controller, "progress": progress}
         parts |= {"critic": critic, "normaliser": normaliser}
         parts["reference"] = reference if args.ref_policy_update_freq > 0 else None
         checkpoints = Checkpoints(log, args, tokenizer, clock, parts)
         restored = checkpoints.load(start)  # the step after which it was saved; 0 in a new run
         sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
-        ends = {"max_tokens": args.max_response_length, "stop": list(args.stop), "ignore_eos": args.ignore_eos}
+        sampling |= {"max_tokens": args.max_response_length, "stop": list(args.stop), "ignore_eos": args.ignore_eos}
         layout = {"layout": args.batch_layout, "rank": rank, "world_size": world_size, "dtype": dtype, "device": device}
 
         def answer(batch: list[Problem], wanted: list[tuple[int, int, int]], sampling: dict) -> list[Sample]:
@@ -768,26 +779,10 @@ def main(args: Args) -> None:
             """Answer the held-out problems with the weights after ``step``; the same seeds in every evaluation."""
             if not eval_problems:
                 return
-            k = args.eval_samples
-            sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p, "top_k": args.eval_top_k}
-            wanted = [
-                (i, j, data.sampling_seed(args.seed, "eval", i, j)) for i in range(len(eval_problems)) for j in range(k)
-            ]
             with clock("eval"):
-                samples = answer(eval_problems, wanted, sampling | ends)
-            correct = [s.reward_parts.get("correct", s.score) > 0.5 for s in samples]
-            right = [sum(correct[i * k : (i + 1) * k]) for i in range(len(eval_problems))]
-            log.evaluation(
-                {
-                    "step": step,
-                    "eval/pass@1": sum(correct) / len(samples),
-                    "eval/pass@k": sum(utils.pass_at_k(c, k, k) for c in right) / len(right),
-                    "eval/length_mean": sum(len(s.response_ids) for s in samples) / len(samples),
-                    "eval/truncated_frac": sum(s.finish_reason == "length" for s in samples) / len(samples),
-                    "eval/problems": len(eval_problems),
-                    "eval/samples": k,
-                }
-            )
+                samples = answer(eval_problems, *data.eval_requests(len(eval_problems), args))
+            if log.evaluation(utils.eval_metrics(samples, eval_problems, step)):
+                utils.save_model(policy, tokenizer, folder / "best", args.zero_stage, rank)
 
         def push() -> None:
             """Phase 8. Waits for the acknowledgement: the engine reads the trainer's own tensors."""
@@ -804,15 +799,14 @@ def main(args: Args) -> None:
             kl_coef = controller.coef if adaptive else beta
 
             # 1 prompts: the same list on every rank
-            chosen = data.prompts_of_step(step - progress.begun, len(progress.kept), prompts, args.seed, args.shuffle)
+            chosen = data.prompts_at(progress.position, prompts, len(progress.kept), args.seed, args.shuffle)
+            progress.position += prompts
             chosen = [progress.kept[i] for i in chosen]
             batch = [problems[i] for i in chosen]
-            wanted = [
-                (p, k, data.sampling_seed(args.seed, step, i, k)) for p, i in enumerate(chosen) for k in range(sampled)
-            ]
+            wanted = data.requests(chosen, sampled, args.seed, step)
 
             # 2 generate, 3 score, 4 gather
-            samples = answer(batch, wanted, sampling | ends)
+            samples = answer(batch, wanted, sampling)
             ppo_metrics, value_totals = {}, Counter()
             if args.check_verifier_status and all(s.score == 0 for s in samples):
                 raise RuntimeError("--check_verifier_status: all scores of a step are 0; see --verifier, the prompt")
@@ -820,11 +814,12 @@ def main(args: Args) -> None:
                 for p, i in enumerate(chosen):
                     own = samples[p * sampled : (p + 1) * sampled]
                     progress.rates[i] = utils.mean([s.reward_parts.get("correct", s.score) for s in own])
-                kept, begun = progress.kept, progress.begun
-                if (step - begun) * prompts // len(kept) > (step - 1 - begun) * prompts // len(kept):  # a pass is over
+                kept, done = progress.kept, progress.position
+                if done // len(kept) > (done - prompts) // len(kept):  # a pass is over
                     limits = args.dataset_filter_threshold, args.dataset_max_filter_share
                     left = data.drop_solved(kept, dict(enumerate(progress.rates)), *limits)
-                    progress.kept, progress.begun = (left, step) if len(left) < len(kept) else (kept, begun)
+                    if len(left) < len(kept):  # a new list, a new pass
+                        progress.kept, progress.position = left, 0
                 ppo_metrics["data/problems"] = len(progress.kept)
             if sampled > group:
                 ppo_metrics["reward/generated_mean"] = utils.mean([s.reward for s in samples])

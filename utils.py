@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from data import Sample, refuse
+from data import Problem, Sample, refuse
 from kl_estimators import full_vocabulary_kl
 
 # --------------------------------------------------------------------------------------------------- devices and models
@@ -714,6 +714,50 @@ def mean(values: list[float]) -> float | None:
 def pass_at_k(correct: int, total: int, k: int) -> float:
     """Unbiased pass@k of ``correct`` right answers among ``total``: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374)."""
     return 1.0 - math.comb(total - correct, k) / math.comb(total, k)
+
+
+def is_right(sample: Sample) -> bool:
+    """Whether a response counts as right: its part ``correct``, or else its score, is above 0.5."""
+    return sample.reward_parts.get("correct", sample.score) > 0.5
+
+
+def majority(group: list[Sample]) -> float:
+    """Whether the answer that most responses to one prompt give is right; of n equally frequent ones each counts 1/n.
+
+    All right responses give the same answer, however they write it. Nothing extracted: the whole text is the answer.
+    """
+    votes = Counter(None if is_right(s) else (s.extracted or s.response).strip() for s in group)
+    first = [answer for answer, count in votes.items() if count == max(votes.values())]
+    return first.count(None) / len(first)
+
+
+def eval_metrics(samples: list[Sample], problems: list[Problem], step: int) -> dict[str, float]:
+    """What an evaluation of the weights after ``step`` found; names and units are in docs/metrics.md.
+
+    ``samples``: equally many to each of ``problems``. Of several sources each has its own numbers as well.
+    """
+    groups: list[list[Sample]] = [[] for _ in problems]
+    for sample in samples:
+        groups[sample.prompt_id].append(sample)
+    count = len(groups[0])
+
+    def numbers(places: list[int]) -> dict[str, float]:
+        right = [sum(map(is_right, groups[p])) for p in places]
+        answers = [s for p in places for s in groups[p]]
+        found = {"pass@1": sum(right) / len(answers)}
+        for name, k in [*((2**i, 2**i) for i in range(1, count.bit_length())), ("k", count)]:
+            found[f"pass@{name}"] = mean([pass_at_k(c, count, k) for c in right])
+        found["majority@k"] = mean([majority(groups[p]) for p in places])
+        found["length_mean"] = mean([len(s.response_ids) for s in answers])
+        found["truncated_frac"] = mean([s.finish_reason == "length" for s in answers])
+        return found | {"problems": len(places)}
+
+    every, sources = list(range(len(problems))), sorted({p.source for p in problems})
+    result = {"step": step} | {f"eval/{name}": value for name, value in numbers(every).items()}
+    for source in sources if len(sources) > 1 else ():
+        own = numbers([p for p in every if problems[p].source == source])
+        result |= {f"eval/{source}/{name}": value for name, value in own.items()}
+    return result | {"eval/samples": count, "eval/weights_version": samples[0].weights_version}
 
 
 def seed_everything(seed: int) -> None:

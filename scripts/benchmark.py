@@ -272,7 +272,7 @@ def main(args: Args) -> None:
         data.refuse(f"--repeats {args.repeats}: must be above 0")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))  # before this program adds to it
     problems = data.load_problems(run)[0]
-    problems = [problems[i] for i in data.prompts_of_step(1, len(problems), prompts, run.seed, run.shuffle)]
+    problems = [problems[i] for i in data.prompts_at(0, prompts, len(problems), run.seed, run.shuffle)]
 
     data.prepare_environment()
     import torch

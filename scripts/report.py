@@ -33,7 +33,7 @@ def contents(folder: Path) -> dict:
     curves: dict[str, list] = {}
     for record in (*metrics, *evals):
         for name, value in record.items():
-            if name not in ("step", "episode", "eval/problems", "eval/samples"):
+            if name not in ("step", "episode", "eval/problems", "eval/samples", "eval/weights_version"):
                 curves.setdefault(name, []).append([record["step"], value])
     seconds = {p: sum(r.get(f"time/{p}") or 0.0 for r in metrics) for p in PHASES}
     seconds["rest"] = max(0.0, sum(r.get("time/step") or 0.0 for r in metrics) - sum(seconds.values()))

@@ -261,7 +261,7 @@ def test_long_prompts(tiny, tmp_path, capsys, monkeypatch):
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {"dataset": "PLACE/long.jsonl", "model_name_or_path": str(tiny), "max_prompt_length": 60}
     message = refusal(arguments(tmp_path, changes), capsys)
-    for word in ("1 of 20 prompts", "--max_prompt_length 60", "one one"):
+    for word in ("1 of 12 prompts", "--max_prompt_length 60", "one one", "--overlong_prompts filter"):
         assert word in message
     assert not (tmp_path / "runs").exists()
 

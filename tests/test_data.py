@@ -154,17 +154,21 @@ def test_prompts_as_the_template_writes_them(tokenizer, tmp_path):
 
 
 def order(steps: int, problems: int, prompts: int, seed: int = 1, shuffle: bool = True) -> list[int]:
-    return [i for step in range(1, steps + 1) for i in data.prompts_of_step(step, problems, prompts, seed, shuffle)]
+    return [
+        i
+        for step in range(1, steps + 1)
+        for i in data.prompts_at((step - 1) * prompts, prompts, problems, seed, shuffle)
+    ]
 
 
 def test_order_is_a_pure_function():
     import random
 
-    forward = [data.prompts_of_step(step, 10, 4, 1, True) for step in range(1, 9)]
+    forward = [data.prompts_at(step * 4 - 4, 4, 10, 1, True) for step in range(1, 9)]
     random.seed(5)
-    backward = [data.prompts_of_step(step, 10, 4, 1, True) for step in range(8, 0, -1)]
+    backward = [data.prompts_at(step * 4 - 4, 4, 10, 1, True) for step in range(8, 0, -1)]
     assert forward == backward[::-1]
-    assert forward != [data.prompts_of_step(step, 10, 4, 2, True) for step in range(1, 9)]
+    assert forward != [data.prompts_at(step * 4 - 4, 4, 10, 2, True) for step in range(1, 9)]
 
 
 def test_every_pass_is_a_permutation_of_its_own():
@@ -175,7 +179,7 @@ def test_every_pass_is_a_permutation_of_its_own():
 
 
 def test_batch_larger_than_the_data():
-    assert sorted(data.prompts_of_step(1, 3, 7, 1, True)[:6]) == [0, 0, 1, 1, 2, 2]
+    assert sorted(data.prompts_at(0, 7, 3, 1, True)[:6]) == [0, 0, 1, 1, 2, 2]
 
 
 def test_sampling_seeds_differ():
@@ -233,7 +237,7 @@ def test_the_form_of_a_name():
     assert data.run_name(Args(run_name="mine", beta=0.1), Args()) == "mine"
     assert set(data.PRESENTATION) == {
         *("output_dir", "run_name", "dry_run", "overwrite", "track", "wandb_project", "wandb_entity"),
-        *("log_samples", "log_samples_every", "save_every", "reward_workers"),
+        *("log_samples", "log_samples_every", "save_every", "best_metric", "reward_workers"),
         *("resume", "save_minutes", "keep_checkpoints", "stall_timeout"),
     }, "whatever is added here no longer separates two runs: it must not change what a run computes"
 
@@ -254,7 +258,7 @@ def test_long_and_strange_names():
 def test_every_field_is_read(script):
     """A flag that nothing reads would be accepted and do nothing. Read: args.<field>, or named for a getattr."""
     read, named = set(), set()
-    for file in (f"{script}.py", "utils.py", "checkpoints.py", "data.py"):
+    for file in (f"{script}.py", "utils.py", "checkpoints.py", "data.py", "rewards.py"):
         for node in ast.walk(ast.parse((ROOT / file).read_text())):
             attribute = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
             if attribute and ast.unparse(node.value) in ("args", "self.args"):
@@ -371,16 +375,16 @@ def test_verifier_of_a_row(tmp_path, capsys):
     assert "--verifier_key scored_by" in message and "row 7" in message and "'maths'" in message
 
 
-def test_bad_truth(tmp_path, capsys):
+def test_bad_rows(tmp_path, capsys):
     content = rows()
     content[3]["answer"] = "four"
     with pytest.raises(SystemExit) as end:
         from_file(tmp_path, content)
     assert end.value.code == 2
     message = capsys.readouterr().err
-    assert "row 3" in message and "'four'" in message and "--bad_truth drop" in message
+    assert "row 3" in message and "'four'" in message and "--bad_rows drop" in message
     content[8]["answer"] = "nine"
-    training, evaluation = from_file(tmp_path, content, bad_truth="drop")
+    training, evaluation = from_file(tmp_path, content, bad_rows="drop")
     assert len(training) + len(evaluation) == 28
     assert not {"3 + 1 =", "8 + 1 ="} & set(questions(training + evaluation))
     said = capsys.readouterr().out

@@ -21,6 +21,7 @@ def folder(tiny, tmp_path_factory):
     """A run that logs all there is: a reference, an evaluation and a checkpoint between steps, a format score."""
     out = tmp_path_factory.mktemp("documented")
     options = {"beta": 0.1, "eval_every": 1, "save_every": 1, "filter_zero_std_samples": False, "reward_fn": None}
+    options |= {"dynamic_sampling_rounds": 1, "best_metric": "eval/pass@1"}
     run_here(tiny_args(tiny, out, run_name="run", **options))
     return out / "run"
 

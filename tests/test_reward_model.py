@@ -113,5 +113,5 @@ def test_the_page_is_complete():
     rows = [line.split("|")[1].strip(" `") for line in page.splitlines() if line.startswith("| `")]
     assert set(rows) == set(rewards.VERIFIERS)
     flags = {name for name in vars(Args()) if name.startswith("reward_") and name not in ("reward_workers",)}
-    for name in flags | {"verifier", "verifier_key", "bad_truth", "allow_unsafe_code_exec", "overlong_buffer"}:
+    for name in flags | {"verifier", "verifier_key", "bad_rows", "allow_unsafe_code_exec", "overlong_buffer"}:
         assert f"--{name}" in page, name

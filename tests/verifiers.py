@@ -52,3 +52,7 @@ def arithmetic(response, truth, row):
     from sympy.external.gmpy import GROUND_TYPES
 
     return Reward(1.0, extracted=GROUND_TYPES)
+
+
+def always(response, truth, row):
+    return Reward(1.0)

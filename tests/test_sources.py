@@ -1,0 +1,496 @@
+"""Where problems come from: files, folders, mixtures, known columns, bad rows, templates, long prompts, preparing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, script
+
+import data
+from grpo import Args
+
+REAL = Path(os.environ.get("RLVR_TEST_DATA", ROOT.parent / "shared" / "data"))
+needs_real_data = pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} is absent (RLVR_TEST_DATA names another place)")
+
+
+def rows(count: int = 30, first: int = 0) -> list[dict]:
+    return [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(first, first + count)]
+
+
+def write(path: Path, content: list) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return str(path)
+
+
+def refusal(capsys, args: Args, load=data.load_problems) -> str:
+    with pytest.raises(SystemExit) as end:
+        load(args)
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1
+    return message
+
+
+def everything(args: Args) -> list[data.Problem]:
+    return list(data.mixed_problems(args).values())
+
+
+def questions(problems: list[data.Problem]) -> list[str]:
+    return [p.messages[-1]["content"] for p in problems]
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+
+
+def test_several_files(tmp_path):
+    first, second = write(tmp_path / "a.jsonl", rows(20)), write(tmp_path / "b.jsonl", rows(20, first=15))
+    for source in (f"{first},{second}", f"{tmp_path}/*.jsonl"):
+        found = everything(Args(dataset=source, eval_prompts=5))
+        assert sorted(questions(found)) == sorted(row["question"] for row in rows(35)), "five are in both files"
+
+
+def test_a_folder_saved_by_datasets(tmp_path, capsys):
+    import datasets
+
+    table = datasets.Dataset.from_list(rows())
+    table.save_to_disk(tmp_path / "plain")
+    datasets.DatasetDict({"train": table, "test": table.select(range(9))}).save_to_disk(tmp_path / "splits")
+    assert len(everything(Args(dataset=str(tmp_path / "plain")))) == 30
+    assert len(everything(Args(dataset=str(tmp_path / "splits")))) == 30
+    assert len(everything(Args(dataset=str(tmp_path / "splits"), dataset_split="test", eval_prompts=1))) == 9
+    (tmp_path / "other").mkdir()
+    capsys.readouterr()  # datasets has shown a bar
+    assert f"--dataset {tmp_path / 'other'}" in refusal(capsys, Args(dataset=str(tmp_path / "other")))
+
+
+def test_ends_of_line_inside_a_text(tmp_path):
+    """JSON allows U+2028 unescaped in a string; a reader that splits there sees two broken rows."""
+    content = rows() + [{"question": "one\u2028two \u0085 three", "answer": "3"}]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content)
+    (tmp_path / "a.jsonl").write_text(text)
+    assert len(everything(Args(dataset=str(tmp_path / "a.jsonl")))) == 31
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_files_are_read_piece_by_piece(tmp_path, suffix):
+    """A file may be larger than memory: what stands at its end is not looked at for the first rows."""
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows(25)) + "broken")
+    else:
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows(30)), path, row_group_size=5)
+    batches = data.read_batches(path, 10)
+    assert next(batches) == rows(10)
+    assert next(batches) == rows(10, first=10)
+    if suffix == "jsonl":
+        with pytest.raises(ValueError, match="line 26"):
+            next(batches)
+
+
+def test_evaluation_on_other_data(tmp_path):
+    """The first ones, in their order; what is evaluated on is not trained on."""
+    train, test = write(tmp_path / "train.jsonl", rows(30)), write(tmp_path / "test.jsonl", rows(10, first=25))
+    training, evaluation = data.load_problems(Args(dataset=train, eval_dataset=test, eval_prompts=7))
+    assert questions(evaluation) == [row["question"] for row in rows(7, first=25)]
+    assert sorted(questions(training)) == sorted(row["question"] for row in rows(25))
+    assert (training[0].source, evaluation[0].source) == ("train", "test")
+
+
+# ------------------------------------------------------------------------------------------------------------ mixtures
+
+
+def mixer(tmp_path: Path, parts: dict, **changes) -> Args:
+    write(tmp_path / "a.jsonl", rows(100)), write(tmp_path / "b.jsonl", rows(50, first=80))
+    mixture = json.dumps({str(tmp_path / name): part for name, part in parts.items()})
+    return Args(dataset_mixer=mixture, eval_prompts=10, **changes)
+
+
+@pytest.mark.parametrize(
+    ("parts", "counts"),
+    [
+        ({"a.jsonl": 1.0, "b.jsonl": 12}, {"a": 100, "b": 12}),
+        ({"a.jsonl": 0.25, "b.jsonl": 1.0}, {"a": 25, "b": None}),  # None: 50 less those already drawn from a
+        ({"b.jsonl": 1.0, "a.jsonl": 0.5}, {"b": 50, "a": 40}),  # 20 of a are in b: half of the other 80
+        ({"a.jsonl": 1}, {"a": 1}),  # a number, not a share
+    ],
+)
+def test_mixer_counts(tmp_path, parts, counts):
+    found = list(data.mixed_problems(mixer(tmp_path, parts)).values())
+    assert len(set(questions(found))) == len(found)
+    for source, count in counts.items():
+        taken = [p for p in found if p.source == source]
+        assert len(taken) == count or (count is None and 30 <= len(taken) <= 50)
+
+
+def test_names_of_sources(tmp_path):
+    names = {"data/gsm8k_train.jsonl": "gsm8k_train", "openai/gsm8k:main": "gsm8k", "data/train-*.parquet": "train"}
+    names |= {"data/*.parquet": "data", "a.jsonl,b.jsonl": "a", "reasoning_gym:chain_sum?size=3": "chain_sum"}
+    assert {source: data.source_name(source) for source in names} == names
+    for folder in "xy":
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "train.jsonl", rows(5, first=ord(folder)))
+    args = mixer(tmp_path, {"x/train.jsonl": 1.0, "y/train.jsonl": 1.0})
+    assert len({p.source for p in everything(args)}) == 2, "equal file names are told apart"
+
+
+def test_mixer_draws_by_the_seed(tmp_path):
+    draw = lambda seed: questions(data.mixed_problems(mixer(tmp_path, {"a.jsonl": 10}, seed=seed)).values())  # noqa: E731
+    assert draw(1) == draw(1)
+    assert set(draw(1)) != set(draw(2))
+
+
+@pytest.mark.parametrize(
+    ("mixture", "words"),
+    [
+        ("{a: 1}", ["not valid JSON", "for example"]),
+        ("[1]", ["JSON object"]),
+        ("{}", ["JSON object"]),
+        ('{"a": 1.5}', ["'a'", "1.5", "share in (0, 1]"]),
+        ('{"a": 0}', ["'a'", "number above 0"]),
+        ('{"a": true}', ["'a'", "True"]),
+        ('{"PLACE/a.jsonl": 101}', ["a.jsonl", "100 distinct problems", "101"]),
+    ],
+)
+def test_mixer_refusals(tmp_path, capsys, mixture, words):
+    write(tmp_path / "a.jsonl", rows(100))
+    message = refusal(capsys, Args(dataset_mixer=mixture.replace("PLACE", str(tmp_path))))
+    for word in ("--dataset_mixer", *words):
+        assert word in message
+
+
+# ------------------------------------------------------------------------------------------------------- known columns
+
+KNOWN = {
+    "gsm8k": (
+        {"question": "How many?", "answer": "2 + 2 = 4\n#### 4"},
+        "How many?",
+        "gsm8k",
+        "2 + 2 = 4\n#### 4",
+        None,
+    ),
+    "MATH": ({"problem": "$1+1$", "answer": "2", "solution": "\\boxed{2}"}, "$1+1$", "math", "2", "\\boxed{}"),
+    "MATH without answers": (
+        {"problem": "$1+1$", "solution": "is \\boxed{2}"},
+        "$1+1$",
+        "math",
+        "is \\boxed{2}",
+        "boxed",
+    ),
+    "countdown": ({"nums": [3, 5, 7], "target": 22}, "3, 5, 7", "countdown", "22", None),
+    "other": ({"question": "1 + 1", "answer": "2"}, "1 + 1", "last_number", "2", None),
+}
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_known_columns(tmp_path, case):
+    row, prompt, verifier, truth, system = KNOWN[case]
+    (problem,) = data.read_problems(write(tmp_path / "a.jsonl", [row]), Args()).values()
+    assert prompt in problem.messages[-1]["content"]
+    assert (problem.verifier, problem.truth) == (verifier, truth)
+    assert (system or "") in problem.messages[0]["content"] and len(problem.messages) == 1 + (system is not None)
+
+
+def test_flags_win_over_known_columns(tmp_path):
+    source = write(tmp_path / "a.jsonl", [{"problem": "$1+1$", "answer": "2", "solution": "x", "hint": "add"}])
+    args = Args(prompt_key="hint", ground_truth_key="solution", verifier="exact")
+    (problem,) = data.read_problems(source, args).values()
+    assert (problem.messages, problem.truth) == ([{"role": "user", "content": "add"}], "x")
+    assert problem.verifier == "exact"
+
+
+def test_countdown_can_be_scored(tmp_path):
+    """The prompt that is made of the columns asks for what the verifier of that name accepts."""
+    import rewards
+
+    (problem,) = data.read_problems(write(tmp_path / "a.jsonl", [{"nums": [3, 5, 7], "target": 22}]), Args()).values()
+    assert "22" in problem.messages[0]["content"] and "<answer>" in problem.messages[0]["content"]
+    assert rewards.countdown("<answer>3 * 5 + 7</answer>", problem.truth, problem.row).score == 1
+
+
+@needs_real_data
+@pytest.mark.parametrize(("file", "count", "verifier"), [("gsm8k_test", 1319, "gsm8k"), ("math500", 500, "math")])
+def test_real_files_need_no_flags(file, count, verifier):
+    problems = data.read_problems(str(REAL / f"{file}.jsonl"), Args()).values()
+    assert len(problems) == count
+    assert {(p.verifier, p.source) for p in problems} == {(verifier, file)}
+
+
+# ------------------------------------------------------------------------------------------------------------ bad rows
+
+BAD = {
+    "no prompt": ({"question": None, "answer": "1"}, "row 7 has an empty 'question'"),
+    "empty prompt": ({"question": "", "answer": "1"}, "row 7 has an empty 'question'"),
+    "no truth": ({"question": "1 + 1", "answer": None}, "row 7 has an empty 'answer'"),
+    "empty truth": ({"question": "1 + 1", "answer": ""}, "row 7 has an empty 'answer'"),
+    "empty list as truth": ({"question": "1 + 1", "answer": []}, "row 7 has an empty 'answer'"),
+    "not a number as truth": ({"question": "1 + 1", "answer": float("nan")}, "row 7 has an empty 'answer'"),
+    "missing column": ({"question": "1 + 1"}, "row 7 has no 'answer'"),
+    "number as prompt": ({"question": 5, "answer": "1"}, "row 7 its prompt must be text or chat messages"),
+    "no messages": ({"question": ["a"], "answer": "1"}, "row 7 its prompt must be text or chat messages"),
+    "messages without content": ({"question": [{"role": "user"}], "answer": "1"}, "with role and content"),
+    "not an object": (["1 + 1", "2"], "row 7 is list, not an object"),
+    "truth of another kind": (
+        {"question": "1 + 1", "answer": "two"},
+        "row 7 has a truth that its own verifier last_number",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_rows(tmp_path, capsys, case):
+    bad, words = BAD[case]
+    source = write(tmp_path / "a.jsonl", [*rows(7), bad, *rows(20, first=7)])
+    message = refusal(capsys, Args(dataset=source))
+    assert words in message and "1 of 28 rows" in message and "--bad_rows drop" in message
+    found = everything(Args(dataset=source, bad_rows="drop", eval_prompts=5))
+    assert len(found) == 27
+    said = capsys.readouterr().out
+    assert words in said and "--bad_rows drop" in said
+
+
+def test_every_row_without_the_column(tmp_path, capsys):
+    """Then the name is wrong, not the rows: nothing is dropped, the columns that are there are named."""
+    source = write(tmp_path / "a.jsonl", [{"task": "1 + 1", "gold": "2"}] * 20)
+    message = refusal(capsys, Args(dataset=source, bad_rows="drop"))
+    assert "--prompt_key question" in message and "it has: task, gold" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", '{"question": "1", "answer": "1"}\n\n{"question"\n', ["not valid jsonl", "line 3"]),
+        ("a.json", '{"question": "1"}', ["not valid json", "not a list of rows"]),
+        ("a.parquet", "not parquet", ["not valid parquet"]),
+        ("a.txt", "1 + 1", [".jsonl", ".parquet"]),
+    ],
+)
+def test_files_that_are_not_what_they_say(tmp_path, capsys, name, text, words):
+    (tmp_path / name).write_text(text)
+    message = refusal(capsys, Args(dataset=str(tmp_path / name)))
+    for word in ("--dataset", *words):
+        assert word in message
+
+
+# ----------------------------------------------------------------------------------------------------------- templates
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+CHAT = [
+    {"role": "system", "content": "Be  brief.\n"},
+    {"role": "user", "content": "1 + 1 = "},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "and «ß» 2?"},
+]
+
+
+def test_own_template_is_the_tokenizers(tokenizer):
+    for messages in (CHAT, CHAT[1:2]):
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert data.render([messages], tokenizer, None) == [ids]
+
+
+@pytest.mark.skipif(not (ROOT / "models/SmolLM2-135M-Instruct").is_dir(), reason="the default model is not set up")
+def test_templates_of_a_real_tokenizer():
+    """SmolLM2's own template is ChatML once there is a system message."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/SmolLM2-135M-Instruct")
+    for messages in (CHAT, CHAT[1:2]):
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert data.render([messages], tokenizer, None) == [ids]
+    own, named = (data.render([CHAT], tokenizer, template) for template in (None, data.CHAT_TEMPLATES["chatml"]))
+    assert own == named
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chatml", "<|im_start|>user\n1 + 1 = <|im_end|>\n<|im_start|>assistant\n"),
+        ("tulu", "<|user|>\n1 + 1 = \n<|assistant|>\n"),
+        ("question_answer", "Question: 1 + 1 = \nAnswer:"),
+    ],
+)
+def test_named_templates(tokenizer, name, expected):
+    (ids,) = data.render([CHAT[1:2]], tokenizer, data.CHAT_TEMPLATES[name])
+    assert tokenizer.decode(ids) == expected
+
+
+def test_tulu_ends_an_answer(tokenizer):
+    text = tokenizer.decode(data.render([CHAT], tokenizer, data.CHAT_TEMPLATES["tulu"])[0])
+    assert text == (
+        "<|system|>\nBe  brief.\n\n<|user|>\n1 + 1 = \n<|assistant|>\n2<|im_end|>\n"
+        "<|user|>\nand «ß» 2?\n<|assistant|>\n"
+    )
+
+
+def test_r1_asks_for_what_the_verifier_takes(tokenizer):
+    import rewards
+
+    text = tokenizer.decode(data.render([CHAT[1:2]], tokenizer, data.CHAT_TEMPLATES["r1"])[0])
+    assert text.endswith("\nUser: 1 + 1 = \nAssistant:")
+    form = text.split("tags: ")[-1].partition("answer>: ")[2].partition(".\n")[0]
+    assert rewards.format_(form, "", {}).score == 1
+
+
+def test_exactly_one_bos(tokenizer, tiny):
+    """A tokenizer that begins texts with a BOS, as Llama's: templates that do not write it get it, the others none."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    llama = AutoTokenizer.from_pretrained(tiny)
+    bos = llama.bos_token_id
+    llama.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{llama.bos_token} $A", special_tokens=[(llama.bos_token, bos)]
+    )
+    assert llama("1")["input_ids"][0] == bos
+    for template in ("question_answer", "chatml"):  # the second writes this tokenizer's BOS itself
+        (ids,) = data.render([CHAT[1:2]], llama, data.CHAT_TEMPLATES[template])
+        assert ids[0] == bos and ids[1] != bos
+    (ids,) = data.render([CHAT[1:2]], tokenizer, data.CHAT_TEMPLATES["question_answer"])
+    assert ids[0] != bos, "this one adds none by itself"
+
+
+# -------------------------------------------------------------------------------------------------------- long prompts
+
+
+def test_overlong_prompts(tokenizer, capsys):
+    def problems() -> list[data.Problem]:
+        texts = ["short", "one " * 40, "also"]
+        return [data.Problem([{"role": "user", "content": text}], "1", "exact", {}) for text in texts]
+
+    whole = data.render([p.messages for p in problems()], tokenizer, None)
+    kept = {}
+    for how in ("filter", "left", "right"):
+        kept[how] = data.render_prompts(problems(), tokenizer, Args(max_prompt_length=30, overlong_prompts=how))
+        said = capsys.readouterr().out
+        assert f"--overlong_prompts {how}" in said and "1 of 3 prompts" in said and f"has {len(whole[1])}" in said
+    assert [p.prompt_ids for p in kept["filter"]] == [whole[0], whole[2]]
+    assert [p.prompt_ids for p in kept["left"]] == [whole[0], whole[1][-30:], whole[2]]
+    assert [p.prompt_ids for p in kept["right"]] == [whole[0], whole[1][:30], whole[2]]
+    message = refusal(capsys, Args(max_prompt_length=30), lambda args: data.render_prompts(problems(), tokenizer, args))
+    for word in ("1 of 3 prompts", "--max_prompt_length 30", "one one", "--overlong_prompts filter"):
+        assert word in message
+    exactly = Args(max_prompt_length=len(whole[1]))
+    assert [p.prompt_ids for p in data.render_prompts(problems(), tokenizer, exactly)] == whole
+
+
+# ------------------------------------------------------------------------------------------------- many prompts, cached
+
+
+def test_many_prompts_come_from_the_cache(tokenizer, tmp_path, monkeypatch):
+    """Several processes give what one gives, the second time nothing is rendered, and any change is another key."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(data, "LARGE", 10)
+    content = [[{"role": "user", "content": f"{i} + 1"}] for i in range(40)]
+
+    def ids(**changes) -> list[list[int]]:
+        problems = [data.Problem(messages, "1", "exact", {}) for messages in content]
+        return [p.prompt_ids for p in data.render_prompts(problems, tokenizer, Args(**changes))]
+
+    expected = {t: data.render(content, tokenizer, data.CHAT_TEMPLATES[t]) for t in ("chatml", "tulu")}
+    assert ids(chat_template="chatml") == expected["chatml"]
+    files = set(tmp_path.rglob("*.parquet"))
+    assert files
+    stamps = {f: f.stat().st_mtime_ns for f in files}
+    assert ids(chat_template="chatml") == expected["chatml"]
+    assert {f: f.stat().st_mtime_ns for f in tmp_path.rglob("*.parquet")} == stamps
+    assert ids(chat_template="tulu") == expected["tulu"], "the template is part of the key"
+    assert set(tmp_path.rglob("*.parquet")) > files
+
+
+def test_many_rows_come_from_the_cache(tmp_path, monkeypatch, capsys):
+    """The same problems and the same complaint as without it; a changed file or argument is another key."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    content = [
+        *rows(30),
+        {"question": None, "answer": "1"},
+        {"question": "2 + 2", "answer": "four"},
+        *rows(9, first=40),
+    ]
+    source = write(tmp_path / "a.jsonl", content)
+    show = lambda args: [(p.messages, p.truth, p.verifier, p.row, p.source) for p in everything(args)]  # noqa: E731
+    plain = show(Args(dataset=source, bad_rows="drop"))
+    said = capsys.readouterr().out
+    assert "rows 30, 31" in said and not (tmp_path / "cache").exists()
+    monkeypatch.setattr(data, "LARGE", 10)
+    complaint = refusal(capsys, Args(dataset=source))
+    assert "rows 30, 31" in complaint and "row 30 has an empty 'question'" in complaint
+    (kept,) = (tmp_path / "cache").rglob("*.parquet")
+    reads = []
+    monkeypatch.setattr(data, "read_source", lambda *rest, inside=data.read_source: reads.append(1) or inside(*rest))
+    for _ in range(2):
+        assert show(Args(dataset=source, bad_rows="drop")) == plain
+        assert capsys.readouterr().out == said
+    assert not reads, "the file is not read again"
+    assert show(Args(dataset=source, bad_rows="drop", verifier="exact"))[0][2] == "exact"
+    write(tmp_path / "a.jsonl", rows(12))
+    assert len(show(Args(dataset=source))) == 12
+    assert kept.exists() and len(list((tmp_path / "cache").rglob("*.parquet"))) == 3
+
+
+def test_prompt_key(tokenizer, tiny):
+    """It names the tokenizer and the template."""
+    from transformers import AutoTokenizer
+
+    other = AutoTokenizer.from_pretrained(tiny)
+    assert data.prompt_key(other, Args()) == data.prompt_key(tokenizer, Args())
+    other.add_tokens(["+ 1"])
+    keys = {data.prompt_key(t, Args(chat_template=c)) for t in (tokenizer, other) for c in (None, "tulu", "r1")}
+    assert len(keys) == 6
+
+
+# ------------------------------------------------------------------------------------------------------- prepared data
+
+
+def prepare(tiny: Path, source: str, output: Path, *words: str) -> subprocess.CompletedProcess:
+    command = script(
+        "scripts/prepare_data.py", "--dataset", source, "--model_name_or_path", str(tiny), "--output", str(output)
+    )
+    return subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
+def test_prepared_data_is_the_same_data(tiny, tokenizer, tmp_path, capsys):
+    content = [*rows(50), rows(1)[0], {"question": None, "answer": "1"}, {"question": "one " * 200, "answer": "1"}]
+    source, output = write(tmp_path / "sums.jsonl", content), tmp_path / "prepared.parquet"
+    flags = ["--overlong_prompts", "filter", "--bad_rows", "drop", "--system_prompt", "Add."]
+    done = prepare(tiny, source, output, *flags, "--batch_rows", "20", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    for words in ("50 of 53 rows", "1 could not be used", "1 had a prompt that was there before", "1 were longer"):
+        assert words in done.stdout
+    plain = Args(dataset=source, overlong_prompts="filter", bad_rows="drop", system_prompt="Add.", eval_prompts=5)
+    ready = Args(dataset=str(output), eval_prompts=5)
+    wanted = [data.render_prompts(part, tokenizer, plain) for part in data.load_problems(plain)]
+    problems = data.load_problems(ready)
+    assert all(p.prompt_ids for part in problems for p in part), "nothing is left to be tokenised"
+    found = [data.render_prompts(part, tokenizer, ready) for part in problems]
+    show = lambda p: (p.messages, p.truth, p.verifier, p.row, p.prompt_ids, p.source)  # noqa: E731
+    by_text = lambda part: sorted(map(show, part), key=str)  # noqa: E731
+    assert by_text(found[0] + found[1]) == by_text(wanted[0] + wanted[1])
+    capsys.readouterr()
+    other = Args(dataset=str(output), chat_template="tulu", eval_prompts=5)
+    message = refusal(capsys, other, lambda args: data.render_prompts(data.load_problems(args)[0], tokenizer, args))
+    assert "prepared for another tokenizer or --chat_template" in message and "prepare_data.py" in message
+    assert "--system_prompt" in refusal(capsys, Args(dataset=str(output), system_prompt="Add."))
+
+
+def test_preparing_stops_at_what_is_wrong(tiny, tmp_path):
+    source = write(tmp_path / "a.jsonl", [*rows(5), {"question": None, "answer": "1"}])
+    for words, message in (
+        ([], "row 5 has an empty 'question'"),
+        (["--bad_rows", "drop", "--max_prompt_length", "3"], "3"),
+    ):
+        done = prepare(tiny, source, tmp_path / "p.parquet", *words)
+        assert done.returncode == 2 and message in done.stderr
+        assert not (tmp_path / "p.parquet").exists()
