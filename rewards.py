@@ -60,7 +60,7 @@ class Reward:
 NUMBER = re.compile(
     r"(?<![0-9])(?<![0-9]\.)(?:(?<![0-9)\]])[-\u2212])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
 )
-NEGATED = re.compile(r"(?:\bnot|n't|n\u2019t|\bnever)\s*[:$*]*\s*$", re.IGNORECASE)
+NEGATED = re.compile(r"(?:\bnot|n't|n\u2019t|\bnever)\s*[:$*}]*\s*$", re.IGNORECASE)
 FINAL_ANSWER = re.compile(r"(?:####|\banswer\b[ \t]*(?:is\b[ \t]*:?|:|=))[ \t]*([^\n]*)", re.IGNORECASE)
 LONGEST_ANSWER = 1000  # characters; what is longer is no answer, and parsers take more than linear time
 
@@ -247,7 +247,8 @@ def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
         return Reward(0.0, status="unscorable", detail="the row's column metadata names no source_dataset")
     if answer is None or len(answer) > 100 * LONGEST_ANSWER:
         return _judged(0, None)
-    if not re.fullmatch(GYM_ANSWERS.get(name, r"(?s:.*)"), answer):
+    foreign = any(c.isdigit() and not c.isascii() for c in answer)  # int() would read other scripts' digits
+    if foreign or not re.fullmatch(GYM_ANSWERS.get(name, r"(?s:.*)"), answer):
         return _judged(0, answer)
     import reasoning_gym
 

@@ -302,6 +302,8 @@ DEGENERATE = {
     "deep braces": "\\boxed{" + "{" * 200 + "1" + "}" * 200 + "}",
     "deep fractions": "\\boxed{" + "\\frac{1}{" * 80 + "2" + "}" * 80 + "}",
 }
+# These two say of themselves that the last number counts: here it is 42, and hedging wins nothing by it.
+LAST_IS_RIGHT = {name: {"open box", "or", "deep brackets"} for name in ("last_number", "gsm8k")}
 HANGS = {
     "tower": "9^{9^{9}}",
     "factorial of a power": "(10^{10^{10}})!",
@@ -383,9 +385,10 @@ def test_degenerate_answers(pool, name):
     cases = {k: v for k, v in DEGENERATE.items() if not (name == "exact" and k == "")}
     found, errors = from_a_thread(pool, [(name, right, truth, row)] + [(name, r, truth, row) for r in cases.values()])
     assert errors == [] and found[0][0].score == 1, found[:1]
-    scored = {case: reward for case, (reward, _) in zip(cases, found[1:], strict=True) if reward.score > 0}
-    assert scored == {}
-    print(f"{name}: {len(cases)} answers, none scored, the slowest {max(seconds for _, seconds in found[1:]):.1f} s")
+    scored = {case for case, (reward, _) in zip(cases, found[1:], strict=True) if reward.score > 0}
+    assert scored == LAST_IS_RIGHT.get(name, set())
+    slowest = max(seconds for _, seconds in found[1:])
+    print(f"{name}: {len(cases)} answers, {len(scored)} scored, the slowest {slowest:.1f} s")
     late = {case: seconds for case, (_, seconds) in zip(cases, found[1:], strict=True) if seconds > TIMEOUT + 1}
     assert late == {}
 
@@ -400,7 +403,8 @@ def test_hangs(pool, case):
     jobs += [("reasoning_gym", f"<answer>{text}</answer>", *gym_countdown())]
     found, errors = from_a_thread(pool, jobs)
     assert errors == []
-    assert [(r.score, r.status) for r, _ in found if r.score > 0] == []
+    # reasoning-gym itself gives 0.05 to any well-formed countdown answer that misses the target.
+    assert [(r.score, r.status) for r, _ in found if r.score > 0.05 or r.parts.get("correct", 0) > 0] == []
     print(f"{text}: {', '.join(f'{r.status} after {seconds:.1f} s' for r, seconds in found)}")
     assert max(seconds for _, seconds in found) < TIMEOUT + 1, found
     assert pool.result(pool.submit("math", "\\boxed{0.5}", "\\frac12", {})).score == 1
