@@ -49,7 +49,7 @@ class Args:
     """First part of the run's name."""
     seed: int = 1
     """Seeds the data split, the order of prompts, every sample, and the shuffling of mini-batches."""
-    total_steps: int = 28
+    total_steps: int = 24
     """Batches to sample and train on."""
     total_episodes: int | None = None
     """Instead of total_steps: samples in all, a multiple of prompts times samples per prompt."""
@@ -149,8 +149,8 @@ class Args:
     # ------------------------------------------------------------------------------------------------------ batch sizes
     num_unique_prompts_rollout: int = 8
     """Prompts a step, over all ranks."""
-    num_samples_per_prompt_rollout: int = 8
-    """Responses to each: the group."""
+    num_samples_per_prompt_rollout: int = 4
+    """Responses to each: the group. Half of grpo.py's, as the critic costs as much as the policy."""
     num_mini_batches: int = 1
     """Optimizer steps an epoch; the groups are dealt out evenly."""
     num_epochs: int = 1
