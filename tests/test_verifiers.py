@@ -340,9 +340,10 @@ def test_every_verifier_faces_the_tables():
 
 @pytest.fixture(scope="module", params=["python", "gmpy2"])
 def pool(request):
-    """Two workers, in which sympy computes with Python's integers or with gmpy2's, whose loops no signal interrupts.
+    """Workers in which sympy computes with Python's integers or with gmpy2's, whose loops no signal interrupts.
 
-    gmpy2 is used where it is installed, or from the folder that RLVR_GMPY2 names.
+    Four of them, as a new one takes a second or two to start, and nobody is to wait for that here. gmpy2 is used where
+    it is installed, or from the folder that RLVR_GMPY2 names.
     """
     with pytest.MonkeyPatch.context() as patch:
         if "RLVR_GMPY2" in os.environ:
@@ -353,7 +354,7 @@ def pool(request):
             )
         ground = request.param.removesuffix("2")
         patch.setenv("SYMPY_GROUND_TYPES", ground)
-        pool = RewardPool(2, TIMEOUT, ("math", "reasoning_gym"))
+        pool = RewardPool(4, TIMEOUT, ("math", "reasoning_gym"))
         for future in [pool.submit(f"{ROOT}/tests/verifiers.py:arithmetic", "", "", {}) for _ in range(8)]:
             assert pool.result(future).extracted == ground
         yield pool
