@@ -239,10 +239,13 @@ def test_folder_of_another_run(place, nothing_is_loaded, capsys):
 
 def test_the_same_run_again(place, nothing_is_loaded, capsys):
     earlier_run(place, {"seed": 7})
-    message = refusal(arguments(place, {"seed": 7}), capsys)
+    never = {"seed": 7, "resume": "never"}
+    message = refusal(arguments(place, never), capsys)
     assert "this very run" in message and "--overwrite" in message
-    message = refusal(arguments(place, {"seed": 7, "log_samples": 1}), capsys)  # shown otherwise, still the same run
+    message = refusal(arguments(place, {**never, "log_samples": 1}), capsys)  # shown otherwise, still the same run
     assert "this very run" in message
+    with pytest.raises(AssertionError, match="went on"):  # it had not made a step, so nothing is lost
+        grpo.main(arguments(place, {"seed": 7}))
     with pytest.raises(AssertionError, match="went on"):
         grpo.main(arguments(place, {"seed": 7, "overwrite": True}))
 
