@@ -1,6 +1,6 @@
 """Checkpoints: what a run needs to go on as if it had never stopped, and how that gets onto a disk whole.
 
-Which checkpoint a run goes on from is decided earlier, without torch: data.open_run.
+Which checkpoint a run goes on from is decided earlier, without torch: runlog.open_run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-import data
+import runlog
 from utils import Watch, save_model
 
 
@@ -77,7 +77,7 @@ class Checkpoints:
         Later checkpoints of the run, damaged or left behind by going back, are set aside.
         """
         start = self._told(start)[0]
-        data.Stop.training = True
+        runlog.Stop.training = True
         if start is None:
             return 0
         state = json.loads((start / "state.json").read_text())
@@ -90,7 +90,7 @@ class Checkpoints:
             vars(thing).update(state["parts"][name])
         set_random_states(torch.load(start / f"rng_{self.rank}.pt", map_location="cpu", weights_only=True))
         if self.rank == 0:
-            for step, path in data.saved_steps(self.log.folder):
+            for step, path in runlog.saved_steps(self.log.folder):
                 if step > state["step"]:
                     aside = path.with_name(path.name + ".aside")
                     shutil.rmtree(aside, ignore_errors=True)
@@ -101,7 +101,7 @@ class Checkpoints:
     def after_step(self, step: int) -> bool:
         """Save if --save_every, --save_minutes or a signal say so. Whether the run is to end, the same on all ranks."""
         late = 0 < self.args.save_minutes <= (time.monotonic() - self.saved_at) / 60
-        self.stopping, late = (any(x) for x in zip(*self._told((data.Stop.asked, late)), strict=True))
+        self.stopping, late = (any(x) for x in zip(*self._told((runlog.Stop.asked, late)), strict=True))
         if self.stopping or late or (self.args.save_every > 0 and step % self.args.save_every == 0):
             with self.clock("save"):
                 self.save(step)
@@ -126,7 +126,7 @@ class Checkpoints:
             for name, module in self.modules.items():
                 self._try(torch.save, module.state_dict(), partial / f"{name}.pt")
             state = {"step": step, "score": self.log.scores.get(step), "wandb_id": self.log.wandb_id}
-            state |= {"args": vars(self.args), "versions": data.versions(), "world_size": self.world_size}
+            state |= {"args": vars(self.args), "versions": runlog.versions(), "world_size": self.world_size}
             state["parts"] = {name: vars(thing) for name, thing in self.plain.items()}
             self._try((partial / "state.json").write_text, json.dumps(state, indent=1) + "\n")
         self._told(None)  # all have written
@@ -165,7 +165,7 @@ class Checkpoints:
     def _make_room(self, partial: Path) -> None:
         """An empty folder. Raises OSError where the disk has room for less than 1.2 times the last checkpoint."""
         self.folder.mkdir(exist_ok=True)
-        if steps := data.saved_steps(self.log.folder):
+        if steps := runlog.saved_steps(self.log.folder):
             size = sum(p.stat().st_size for p in steps[-1][1].rglob("*") if p.is_file())
         else:  # the weights twice, and fp32 master weights and two moments
             weights = [w for engine in self.engines.values() for w in engine.parameters()]
@@ -179,17 +179,17 @@ class Checkpoints:
     def _enter(self, files: dict, partial: Path, path: Path) -> None:
         """Put a written file on the disk and in the manifest."""
         _sync(path)
-        files[str(path.relative_to(partial))] = (path.stat().st_size, data.file_digest(path))
+        files[str(path.relative_to(partial))] = (path.stat().st_size, runlog.file_digest(path))
 
     def _finish(self, files: dict, partial: Path, final: Path) -> None:
         """The manifest, then the name, then ``latest``: wherever this ends, one before is still whole."""
-        data.write_whole(partial / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
+        runlog.write_whole(partial / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
         _sync(partial)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
         _sync(self.folder)
-        data.write_whole(self.folder / "latest", final.name + "\n")
-        kept = [path for _, path in data.saved_steps(self.log.folder)]
+        runlog.write_whole(self.folder / "latest", final.name + "\n")
+        kept = [path for _, path in runlog.saved_steps(self.log.folder)]
         scores = {}
         for path in kept:
             score = json.loads((path / "state.json").read_text())["score"]

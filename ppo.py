@@ -37,7 +37,9 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Literal
 
+import checks
 import data
+import runlog
 from data import Problem, Sample
 from rewards import RewardModel, RewardPool, parse_weights, shape_reward
 
@@ -350,7 +352,7 @@ class Args:
 
 
 def check_args(args: Args) -> None:
-    """Refuse what PPO cannot do, or what would not mean what it says. data.check_args has what all scripts share."""
+    """Refuse what PPO cannot do, or what would not mean what it says. checks.check_args has what all scripts share."""
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     referee, adaptive = args.beta > 0 and args.kl_placement != "none", args.kl_controller == "adaptive"
     for wrong, message in (
@@ -640,18 +642,18 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
 def main(args: Args) -> None:
     # Whatever can be refused is refused here, before torch is imported.
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    data.listen_for_signals()
-    data.check_launch(world_size)
-    data.check_args(args, world_size)
+    runlog.listen_for_signals()
+    checks.check_launch(world_size)
+    checks.check_args(args, world_size)
     check_args(args)
-    data.check_critic_args(args)
-    data.check_model(args)
+    checks.check_critic_args(args)
+    checks.check_model(args)
     critic_args = replace(args, learning_rate=args.critic_learning_rate)
     if args.value_model_name_or_path is not None:
-        data.check_model(args, "value_model_name_or_path")
+        checks.check_model(args, "value_model_name_or_path")
         critic_args = replace(critic_args, model_name_or_path=args.value_model_name_or_path, revision=None)
     problems, eval_problems = data.load_problems(args)
-    folder, start = data.open_run(args, Args(), world_size)
+    folder, start = runlog.open_run(args, Args(), world_size)
     prompts, group = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
     total_steps = args.total_steps if args.total_episodes is None else args.total_episodes // (prompts * group)
     sampled = args.generation_size or group
@@ -659,7 +661,7 @@ def main(args: Args) -> None:
     beta = args.beta if args.kl_placement != "none" else 0.0
     kl_in_reward = beta > 0 and args.kl_placement in ("reward", "both")
 
-    data.prepare_environment()
+    runlog.prepare_environment()
     import torch
     import torch.distributed as dist
     from accelerate import Accelerator, DeepSpeedPlugin
@@ -683,7 +685,7 @@ def main(args: Args) -> None:
     if beta > 0 and args.filter_zero_std_samples:
         warnings.append("KL: --filter_zero_std_samples leaves groups of equal reward without a pull to the reference")
     if rank == 0:
-        data.print_header(args, folder, problems, tokenizer, total_steps, world_size, f"{device.type} {dtype}")
+        runlog.print_header(args, folder, problems, tokenizer, total_steps, world_size, f"{device.type} {dtype}")
         print("\n".join([meaning, *(f"warning: {line}" for line in warnings)]), flush=True)
     if args.dry_run:
         return
@@ -721,14 +723,14 @@ def main(args: Args) -> None:
         optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
         policy, optimizer = accelerator.prepare(policy, optimizer)
         critic, normaliser = None, ValueNormaliser(args.value_norm, args.value_norm_beta, args.value_norm_eps)
-        if data.has_critic(args):
+        if checks.has_critic(args):
             critic = utils.make_critic(critic_args, dtype, device, attention, model.config.get_text_config().vocab_size)
         name = args.reward_model_name_or_path
         scorer = RewardModel(name, args.logprob_micro_batch_tokens, device, dtype) if name is not None else None
         adaptive = args.kl_controller == "adaptive"
         controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon) if adaptive else None
         clock = utils.Stopwatch()
-        log = data.RunLog(folder, args, world_size, total_steps, rank == 0, start)
+        log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start)
         # What a step hands on to the next besides the parts below; position: prompts drawn so far.
         progress = SimpleNamespace(skipped_in_a_row=0, position=0)
         progress.kept, progress.rates = [*range(len(problems))], [0] * len(problems)  # for --dataset_max_filter_share

@@ -499,9 +499,9 @@ def _start_worker(verifiers: list[str], unsafe: bool) -> None:
     """In a new worker: its memory limit, and what takes long to import, so that no sample's time pays for it."""
     import resource
 
-    import data
+    import runlog
 
-    data.live_for_parent()
+    runlog.live_for_parent()
     sandbox.allow_unsafe = unsafe
     sys.set_int_max_str_digits(0)  # what takes too long is killed; an exception here would be taken for a bug
     if "math" in verifiers:

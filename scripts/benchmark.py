@@ -33,8 +33,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
+import checks
 import data
 import grpo
+import runlog
 from data import Problem, Sample
 
 if TYPE_CHECKING:
@@ -265,16 +267,16 @@ def main(args: Args) -> None:
     prompts, group, cap = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout, args.max_response_length
     shared = {k: v for k, v in vars(args).items() if k not in ("repeats", "skip_engine", "json")}
     run = grpo.Args(**shared, ignore_eos=True, mask_truncated_completions=False)
-    data.check_args(run, 1)
+    checks.check_args(run, 1)
     grpo.check_args(run)
-    data.check_model(run)
+    checks.check_model(run)
     if args.repeats < 1:
         data.refuse(f"--repeats {args.repeats}: must be above 0")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))  # before this program adds to it
     problems = data.load_problems(run)[0]
     problems = [problems[i] for i in data.prompts_at(0, prompts, len(problems), run.seed, run.shuffle)]
 
-    data.prepare_environment()
+    runlog.prepare_environment()
     import torch
     from transformers import AutoTokenizer
 
@@ -367,7 +369,7 @@ def main(args: Args) -> None:
     for phase, floor, seconds in rows:
         say(f"  {phase:16s} {floor:8.3f} s of {seconds:8.3f} s   {100 * floor / seconds:3.0f} %")
     if args.json is not None:
-        numbers = {"machine": machine, "cores": cores, "load": load, "versions": data.versions(), "dtype": name}
+        numbers = {"machine": machine, "cores": cores, "load": load, "versions": runlog.versions(), "dtype": name}
         numbers |= {"arguments": vars(args), "flop_per_second": flops, "bytes_per_second": bandwidth, "seconds": times}
         numbers |= {"ratios": ratios, "floor_seconds": bound, "response_tokens": tokens, "gradient_error": error}
         Path(args.json).write_text(json.dumps(numbers, indent=1))

@@ -32,8 +32,10 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
+import checks
 import data
 import grpo
+import runlog
 from data import Problem, Sample
 from rewards import RewardModel, RewardPool, parse_weights, shape_reward
 
@@ -194,11 +196,11 @@ def main(words: list[str]) -> dict[str, float]:
     """Evaluate, print, write; the metrics by their names in eval.jsonl, without a step."""
     args, output, held_out = parse(words)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    data.check_launch(world_size)
-    data.check_args(args, world_size)
-    data.check_model(args)
+    checks.check_launch(world_size)
+    checks.check_args(args, world_size)
+    checks.check_model(args)
     problems = problems_of(args, held_out)
-    data.prepare_environment()
+    runlog.prepare_environment()
     from transformers import AutoTokenizer
 
     import utils

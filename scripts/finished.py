@@ -18,20 +18,21 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
 import data
+import runlog
 
 FINISHED, ABSENT, BEGUN = 0, 1, 3
 
 
 def state(args, defaults) -> tuple[int, str]:
     """(FINISHED, ABSENT or BEGUN, in words) of the run that these arguments name."""
-    folder = Path(args.output_dir) / data.run_name(args, defaults)
+    folder = Path(args.output_dir) / runlog.run_name(args, defaults)
     if not (folder / "config.json").is_file():
         return ABSENT, f"not begun: {folder}"
     theirs, ours = json.loads((folder / "config.json").read_text())["args"], json.loads(json.dumps(vars(args)))
     for name in ours:
-        if name not in data.PRESENTATION and ours[name] != theirs.get(name):
+        if name not in runlog.PRESENTATION and ours[name] != theirs.get(name):
             return BEGUN, f"another run: {folder} has --{name} {theirs.get(name)}, not {ours[name]}"
-    if lacks := data.unfinished(folder, args):
+    if lacks := runlog.unfinished(folder, args):
         return BEGUN, f"begun: {folder} {lacks}"
     return FINISHED, f"finished: {folder}"
 

@@ -26,8 +26,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
+import checks
 import data
 import grpo
+import runlog
 
 NAMES = ("messages", "truth", "verifier", "source", "row", "prompt_ids", "prepared_for")
 
@@ -35,7 +37,7 @@ NAMES = ("messages", "truth", "verifier", "source", "row", "prompt_ids", "prepar
 def _start_worker(args: grpo.Args) -> None:
     """In a new process: what all of its pieces need."""
     global settings
-    data.prepare_environment()
+    runlog.prepare_environment()
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(
@@ -78,8 +80,8 @@ def main(words: list[str]) -> None:
     if given.output.suffix != ".parquet":
         data.refuse(f"--output {given.output}: the name must end in .parquet, or --dataset would not know it")
     args.micro_batch_tokens = args.logprob_micro_batch_tokens = 2**62  # here they have no say
-    data.check_args(args, 1)
-    data.check_model(args)
+    checks.check_args(args, 1)
+    checks.check_model(args)
     import pyarrow
     import pyarrow.parquet
 

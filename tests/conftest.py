@@ -15,14 +15,15 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 ROOT = Path(__file__).resolve().parent.parent
 
 import data  # noqa: E402
+import runlog  # noqa: E402
 
-data.prepare_environment()
+runlog.prepare_environment()
 
 
 @pytest.fixture(autouse=True)
 def own_signals():
     """Runs in this process listen for signals; after a test they are pytest's again."""
-    handlers = {number: signal.getsignal(number) for number in data.STOP_SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in runlog.STOP_SIGNALS}
     yield
     signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
@@ -144,7 +145,7 @@ def run_here(args, script: str = "grpo") -> list[dict]:
         module.main(args)
     finally:
         os._exit = leave
-    folder = Path(args.output_dir) / data.run_name(args, module.Args())
+    folder = Path(args.output_dir) / runlog.run_name(args, module.Args())
     return read_jsonl(folder / "metrics.jsonl")
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, script
 
-import data
 import grpo
+import runlog
 from grpo import Args
 
 FLASH = {"attn_implementation": "flash_attention_2"}
@@ -50,7 +50,7 @@ def nothing_is_loaded(monkeypatch):
     def reached() -> None:
         raise AssertionError("main went on to load tokenizer and model")
 
-    monkeypatch.setattr(data, "prepare_environment", reached)
+    monkeypatch.setattr(runlog, "prepare_environment", reached)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
 
@@ -226,8 +226,8 @@ def test_only_rank_zero_speaks(place, nothing_is_loaded, capsys, monkeypatch):
 
 def earlier_run(place: Path, changes: dict) -> None:
     args = arguments(place, changes)
-    folder, _ = data.open_run(args, Args())
-    data.RunLog(folder, args, 1, args.total_steps, True).close()
+    folder, _ = runlog.open_run(args, Args())
+    runlog.RunLog(folder, args, 1, args.total_steps, True).close()
 
 
 def test_folder_of_another_run(place, nothing_is_loaded, capsys):

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from conftest import read_jsonl, run_here, tiny_args
 
-import data
 import grpo
+import runlog
 
 TIMES = ("time/", "perf/")
 
 
 def folder_of(args, script: str = "grpo") -> Path:
-    return Path(args.output_dir) / data.run_name(args, importlib.import_module(script).Args())
+    return Path(args.output_dir) / runlog.run_name(args, importlib.import_module(script).Args())
 
 
 def record(folder: Path) -> dict:
@@ -32,19 +32,19 @@ def record(folder: Path) -> dict:
         "metrics": [{k: v for k, v in m.items() if not k.startswith(TIMES)} for m in metrics],
         "samples": read_jsonl(folder / "samples.jsonl"),
         "evaluations": [{k: v for k, v in e.items() if not k.startswith(TIMES)} for e in evaluations],
-        "weights": data.file_digest(folder / "model" / "model.safetensors"),
+        "weights": runlog.file_digest(folder / "model" / "model.safetensors"),
     }
 
 
 def stop_after(step: int, monkeypatch) -> None:
     """As if a signal had come during that step."""
-    plain = data.RunLog.step
+    plain = runlog.RunLog.step
 
     def spy(self, metrics, *rest):
         plain(self, metrics, *rest)
-        data.Stop.asked |= metrics["step"] == step
+        runlog.Stop.asked |= metrics["step"] == step
 
-    monkeypatch.setattr(data.RunLog, "step", spy)
+    monkeypatch.setattr(runlog.RunLog, "step", spy)
 
 
 def interrupted(args, monkeypatch, *, after: int, script: str = "grpo") -> Path:
@@ -106,14 +106,14 @@ def test_random_states_of_the_process(tiny, tmp_path, monkeypatch):
     import torch
 
     drawn: dict[str, list] = {"straight": [], "parts": []}
-    plain = data.RunLog.step
+    plain = runlog.RunLog.step
 
     def spy(self, *rest):
         plain(self, *rest)
         numbers = [random.random(), numpy.random.random(), torch.rand(1).item()]  # noqa: NPY002
         drawn[self.folder.parent.name].append(numbers)
 
-    monkeypatch.setattr(data.RunLog, "step", spy)
+    monkeypatch.setattr(runlog.RunLog, "step", spy)
     for name in drawn:
         args = tiny_args(tiny, tmp_path / name, **SMALL)
         if name == "parts":
@@ -184,7 +184,7 @@ def test_damage_is_seen_and_passed_over(stopped, tmp_path, capsys, name):
         left = {p.name for p in (folder / "checkpoints").iterdir()}
         assert left - {"step_000003.aside"} == {"latest", *(f"step_00000{k}" for k in (2, 3, 4))}
     else:
-        _, start = data.open_run(args, grpo.Args())
+        _, start = runlog.open_run(args, grpo.Args())
         said = capsys.readouterr().out
         assert start.name == f"step_{step:06d}"
     assert words in said and f"resuming after step {step}" in said
@@ -192,7 +192,7 @@ def test_damage_is_seen_and_passed_over(stopped, tmp_path, capsys, name):
 
 def refusal(args, capsys, world_size: int = 1) -> str:
     with pytest.raises(SystemExit) as end:
-        data.open_run(args, grpo.Args(), world_size)
+        runlog.open_run(args, grpo.Args(), world_size)
     assert end.value.code == 2
     return capsys.readouterr().err
 
@@ -210,7 +210,7 @@ def test_without_any_checkpoint(stopped, tmp_path, capsys):
     """Killed before the first save: a new start, unless saving was off and the steps are all there is."""
     args = copy_of(stopped, tmp_path)
     shutil.rmtree(folder_of(args) / "checkpoints")
-    assert data.open_run(args, grpo.Args())[1] is None
+    assert runlog.open_run(args, grpo.Args())[1] is None
     assert "stopped after step 3, before its first checkpoint" in capsys.readouterr().out
     args.save_every, args.save_minutes = 0, 0.0
     message = refusal(args, capsys)
@@ -219,7 +219,7 @@ def test_without_any_checkpoint(stopped, tmp_path, capsys):
 
 def test_changed_arguments(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path, total_steps=6, log_samples=2)
-    _, start = data.open_run(args, grpo.Args())
+    _, start = runlog.open_run(args, grpo.Args())
     said = capsys.readouterr().out
     assert start.name == "step_000003" and "changed: --total_steps 4 there, 6 here" in said and "--log_samples" in said
     args.beta = 0.5
@@ -258,7 +258,7 @@ def test_a_finished_run_says_so(stopped, tmp_path, capsys):
 def test_lines_of_steps_that_are_done_again_go(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
-    data.cut_back(file, 2)
+    runlog.cut_back(file, 2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
@@ -267,26 +267,28 @@ def test_lines_of_steps_that_are_done_again_go(tmp_path):
 
 def test_which_checkpoints_stay(tiny, tmp_path, monkeypatch):
     """The newest two and the best: pass@1 is set from here, the rest runs as it is."""
-    scores, plain = {0: 0.0, 1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3, 5: 0.4, 6: 0.5}, data.RunLog.evaluation
-    monkeypatch.setattr(data.RunLog, "evaluation", lambda self, r: plain(self, r | {"eval/pass@1": scores[r["step"]]}))
+    scores, plain = {0: 0.0, 1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3, 5: 0.4, 6: 0.5}, runlog.RunLog.evaluation
+    monkeypatch.setattr(
+        runlog.RunLog, "evaluation", lambda self, r: plain(self, r | {"eval/pass@1": scores[r["step"]]})
+    )
     args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 6, "save_every": 1, "eval_every": 1})
     run_here(args)
-    steps = [step for step, _ in data.saved_steps(folder_of(args))]
+    steps = [step for step, _ in runlog.saved_steps(folder_of(args))]
     assert steps == [2, 5, 6]
     assert (folder_of(args) / "checkpoints" / "latest").read_text() == "step_000006\n"
     run_here(tiny_args(tiny, tmp_path / "all", **{**SMALL, "save_every": 1, "keep_checkpoints": 0}))
-    assert len(data.saved_steps(folder_of(tiny_args(tiny, tmp_path / "all", **SMALL)))) == 4
+    assert len(runlog.saved_steps(folder_of(tiny_args(tiny, tmp_path / "all", **SMALL)))) == 4
 
 
 def test_save_minutes(tiny, tmp_path):
     args = tiny_args(tiny, tmp_path, **SMALL, save_minutes=1e-6)
     run_here(args)
-    assert [step for step, _ in data.saved_steps(folder_of(args))] == [2, 3, 4], (
+    assert [step for step, _ in runlog.saved_steps(folder_of(args))] == [2, 3, 4], (
         "after every step; the one with an evaluation stays"
     )
     args = tiny_args(tiny, tmp_path / "rare", **SMALL)  # half an hour
     run_here(args)
-    assert data.saved_steps(folder_of(args)) == []
+    assert runlog.saved_steps(folder_of(args)) == []
 
 
 def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, monkeypatch, capsys):
@@ -296,28 +298,28 @@ def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, mo
     assert len(run_here(args)) == 4
     said = capsys.readouterr().out
     assert "NO CHECKPOINT after step 2" in said and "GiB free" in said and "needed" in said
-    assert data.saved_steps(folder_of(args)) == []
+    assert runlog.saved_steps(folder_of(args)) == []
 
 
 def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys):
     """The kernel refuses files above a size, as on a full disk: the old checkpoint stays, the run goes on."""
     args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 3, "save_every": 1})
-    plain, limits = data.RunLog.step, resource.getrlimit(resource.RLIMIT_FSIZE)
+    plain, limits = runlog.RunLog.step, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill(self, metrics, *rest):
         plain(self, metrics, *rest)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000 if metrics["step"] == 2 else limits[0], limits[1]))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data.RunLog, "step", fill)
+        patch.setattr(runlog.RunLog, "step", fill)
         try:
             run_here(args)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = capsys.readouterr().out
     assert "NO CHECKPOINT after step 2" in said and "rank 0:" in said
-    assert [step for step, _ in data.saved_steps(folder_of(args))] == [1, 3]
-    assert not any(data.damage(path) for _, path in data.saved_steps(folder_of(args)))
+    assert [step for step, _ in runlog.saved_steps(folder_of(args))] == [1, 3]
+    assert not any(runlog.damage(path) for _, path in runlog.saved_steps(folder_of(args)))
     assert not list((folder_of(args) / "checkpoints").glob("*.partial"))
 
 

@@ -17,6 +17,7 @@ from conftest import ROOT, make_samples, read_jsonl
 import data
 import grpo
 import ppo
+import runlog
 from grpo import Args
 
 # ------------------------------------------------------------------------------------------------- problems, prompts
@@ -214,28 +215,28 @@ def other_value(name: str):
     return ("a",) if hint == tuple[str, ...] else "other"
 
 
-@pytest.mark.parametrize("name", sorted(set(FIELDS) - set(data.PRESENTATION)))
+@pytest.mark.parametrize("name", sorted(set(FIELDS) - set(runlog.PRESENTATION)))
 def test_an_argument_changes_the_name(name):
     changed = Args(**{name: other_value(name)})
-    assert data.run_name(changed, Args()) != data.run_name(Args(), Args())
-    assert data.run_name(changed, Args()) == data.run_name(Args(**{name: other_value(name)}), Args())
+    assert runlog.run_name(changed, Args()) != runlog.run_name(Args(), Args())
+    assert runlog.run_name(changed, Args()) == runlog.run_name(Args(**{name: other_value(name)}), Args())
 
 
 def test_all_single_changes_have_names_of_their_own():
-    names = [data.run_name(Args(**{n: other_value(n)}), Args()) for n in FIELDS if n not in data.PRESENTATION]
+    names = [runlog.run_name(Args(**{n: other_value(n)}), Args()) for n in FIELDS if n not in runlog.PRESENTATION]
     assert len(set(names)) == len(names) > 80
 
 
-@pytest.mark.parametrize("name", sorted(set(data.PRESENTATION) - {"run_name"}))
+@pytest.mark.parametrize("name", sorted(set(runlog.PRESENTATION) - {"run_name"}))
 def test_presentation_keeps_the_name(name):
-    assert data.run_name(Args(**{name: other_value(name)}), Args()) == data.run_name(Args(), Args())
+    assert runlog.run_name(Args(**{name: other_value(name)}), Args()) == runlog.run_name(Args(), Args())
 
 
 def test_the_form_of_a_name():
-    assert data.run_name(Args(), Args()) == "grpo__seed=1"
-    assert data.run_name(Args(beta=0.1, seed=3, exp_name="kl"), Args()) == "kl__beta=0.1__seed=3"
-    assert data.run_name(Args(run_name="mine", beta=0.1), Args()) == "mine"
-    assert set(data.PRESENTATION) == {
+    assert runlog.run_name(Args(), Args()) == "grpo__seed=1"
+    assert runlog.run_name(Args(beta=0.1, seed=3, exp_name="kl"), Args()) == "kl__beta=0.1__seed=3"
+    assert runlog.run_name(Args(run_name="mine", beta=0.1), Args()) == "mine"
+    assert set(runlog.PRESENTATION) == {
         *("output_dir", "run_name", "dry_run", "overwrite", "track", "wandb_project", "wandb_entity"),
         *("log_samples", "log_samples_every", "save_every", "best_metric", "reward_workers"),
         *("resume", "save_minutes", "keep_checkpoints", "stall_timeout"),
@@ -243,10 +244,10 @@ def test_the_form_of_a_name():
 
 
 def test_long_and_strange_names():
-    long = [data.run_name(Args(system_prompt="x" * 500 + end), Args()) for end in "ab"]
+    long = [runlog.run_name(Args(system_prompt="x" * 500 + end), Args()) for end in "ab"]
     assert long[0] != long[1]
     assert all(len(name.encode()) < 200 for name in long)
-    slashes = [data.run_name(Args(dataset=path), Args()) for path in ("a/b.jsonl", "a-b.jsonl")]
+    slashes = [runlog.run_name(Args(dataset=path), Args()) for path in ("a/b.jsonl", "a-b.jsonl")]
     assert slashes[0] != slashes[1]
     assert not any("/" in name for name in slashes)
 
@@ -258,7 +259,7 @@ def test_long_and_strange_names():
 def test_every_field_is_read(script):
     """A flag that nothing reads would be accepted and do nothing. Read: args.<field>, or named for a getattr."""
     read, named = set(), set()
-    for file in (f"{script}.py", "utils.py", "checkpoints.py", "data.py", "rewards.py"):
+    for file in (f"{script}.py", *("utils.py", "checkpoints.py", "data.py", "checks.py", "runlog.py", "rewards.py")):
         for node in ast.walk(ast.parse((ROOT / file).read_text())):
             attribute = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
             if attribute and ast.unparse(node.value) in ("args", "self.args"):
@@ -283,8 +284,8 @@ def test_every_field_has_its_docstring(script):
 # -------------------------------------------------------------------------------------------------- files of a run
 
 
-def new_log(folder: Path, **changes) -> data.RunLog:
-    return data.RunLog(folder, Args(log_samples_every=0, **changes), 2, 10, True)
+def new_log(folder: Path, **changes) -> runlog.RunLog:
+    return runlog.RunLog(folder, Args(log_samples_every=0, **changes), 2, 10, True)
 
 
 def test_config(tmp_path):
@@ -321,7 +322,7 @@ def test_samples_and_metrics_of_a_step(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    log = data.RunLog(tmp_path / "run", Args(), 2, 10, False)
+    log = runlog.RunLog(tmp_path / "run", Args(), 2, 10, False)
     log.write("metrics.jsonl", {"step": 1})
     log.dump("bad_batch.jsonl", make_samples())
     log.close()
@@ -416,7 +417,7 @@ def test_zeros_are_explained(tmp_path, capsys):
     samples, args = make_samples(), Args(output_dir=str(tmp_path), log_samples_every=0)
     for s in samples:
         s.response, s.extracted = "It is 77", "77"
-    log = data.RunLog(tmp_path / "run", args, 1, 20, True)
+    log = runlog.RunLog(tmp_path / "run", args, 1, 20, True)
     metrics = {"completions/length_mean": 1.0, "completions/truncated_frac": 0.0, "optim/skipped": 0}
     for step in range(1, 14):
         for s in samples:

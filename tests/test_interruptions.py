@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, read_jsonl
 from test_checkpoints import record
 
-import data
+import runlog
 
 ARGUMENTS = f"""--dtype float32 --seed 3 --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 4
     --max_response_length 8 --eval_prompts 4 --eval_samples 2 --no-mask_no_eos_with_zero
@@ -108,11 +108,11 @@ def data_environment() -> set[str]:
 
 def saved(out: Path) -> int:
     """Step of the newest checkpoint that has its name."""
-    return max((step for step, _ in data.saved_steps(out / "run")), default=0)
+    return max((step for step, _ in runlog.saved_steps(out / "run")), default=0)
 
 
 def logged(out: Path) -> int:
-    return max(0, data.last_step(out / "run" / "metrics.jsonl"))
+    return max(0, runlog.last_step(out / "run" / "metrics.jsonl"))
 
 
 def finish(line: list[str], log: Path) -> str:
@@ -251,26 +251,26 @@ def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
     shared = {line.split()[-1] for line in maps.splitlines() if line.split()[-1].startswith("/dev/shm/")}
     os.kill(run.process.pid if ranks == 1 or victim == "launcher" else run.ranks()[0], signal.SIGKILL)
     assert run.end(40) != 0
-    assert not data.lock_holder(tmp_path / "run")
+    assert not runlog.lock_holder(tmp_path / "run")
     assert not [path for path in shared if Path(path).exists()], "shared memory is left over"
 
 
 STALLS = """
 import data
-data.prepare_environment()
+runlog.prepare_environment()
 import sys, time
 import tyro
 import grpo, utils
 
 if __name__ == "__main__":  # the reward workers import this file
-    plain = data.RunLog.step
+    plain = runlog.RunLog.step
 
     def stuck(self, metrics, *rest):
         plain(self, metrics, *rest)
         if metrics["step"] == 2 and self.is_main:
             time.sleep(3600)
 
-    data.RunLog.step = stuck
+    runlog.RunLog.step = stuck
     grpo.main(tyro.cli(grpo.Args))
 """
 

@@ -18,6 +18,7 @@ from conftest import ROOT, make_samples, read_jsonl, run_here, tiny_args
 import data
 import grpo
 import ppo
+import runlog
 import utils
 from ppo import Args, ValueNormaliser, explained_variance, gae, value_loss, whiten
 
@@ -428,7 +429,7 @@ def weights(args, script="ppo") -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     defaults = {"ppo": ppo, "grpo": grpo}[script].Args()
-    return load_file(Path(args.output_dir) / data.run_name(args, defaults) / "model" / "model.safetensors")
+    return load_file(Path(args.output_dir) / runlog.run_name(args, defaults) / "model" / "model.safetensors")
 
 
 def same(a: dict, b: dict) -> bool:
@@ -483,7 +484,7 @@ def test_disable_value_creates_no_critic_and_trains_on_the_reward_to_go(tiny, tm
     args = tiny_ppo(tiny, tmp_path, disable_value=True, adv_norm="none", total_steps=1, log_samples=16)
     (m,) = run_here(args, "ppo")
     assert "loss/value" not in m and "value/explained_variance" not in m
-    rows = read_jsonl(Path(args.output_dir) / data.run_name(args, Args()) / "samples.jsonl")
+    rows = read_jsonl(Path(args.output_dir) / runlog.run_name(args, Args()) / "samples.jsonl")
     assert all(row["advantage"] == pytest.approx(row["reward"]) for row in rows) and len(rows) == 16
     assert set(torch.cat(seen).tolist()) == {row["reward"] for row in rows} == {0.0, 1.0}
 
@@ -584,7 +585,7 @@ def test_values_after_a_cut(tiny, tmp_path, monkeypatch):
         seen.clear()
         args = tiny_ppo(tiny, tmp_path, bootstrap_truncated=flag, log_samples=16, **more)
         run_here(args, "ppo")
-        rows = read_jsonl(Path(args.output_dir) / data.run_name(args, Args()) / "samples.jsonl")
+        rows = read_jsonl(Path(args.output_dir) / runlog.run_name(args, Args()) / "samples.jsonl")
         cut = torch.tensor([row["finish_reason"] == "length" for row in rows if row["step"] == 2])
         after = seen[1][2]
         assert cut.any() and not cut.all(), "the tiny model should both end and be cut"

@@ -7,7 +7,7 @@ import json
 import pytest
 from conftest import ROOT, run_here, tiny_args
 
-import data
+import checks
 import rewards
 from grpo import Args
 from rewards import Reward, RewardModel
@@ -82,15 +82,15 @@ def test_weight_and_gate(classifier):
 def test_refused(classifier, tiny, tmp_path, capsys):
     for name, word in ((str(tiny), "no sequence classifier"), (str(tmp_path / "none"), "no such folder")):
         with pytest.raises(SystemExit) as end:
-            data.check_reward_model(name)
+            checks.check_reward_model(name)
         assert end.value.code == 2
         message = capsys.readouterr().err
         assert "--reward_model_name_or_path" in message and word in message
-    data.check_reward_model(str(classifier))
+    checks.check_reward_model(str(classifier))
     config = json.loads((classifier / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": {"0": "a", "1": "b"}}))
     with pytest.raises(SystemExit):
-        data.check_reward_model(str(tmp_path))
+        checks.check_reward_model(str(tmp_path))
     assert "2 outputs" in capsys.readouterr().err
 
 
