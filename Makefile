@@ -12,7 +12,7 @@ quickstart: setup
 	$(PYTHON_BIN) scripts/plot.py runs
 
 test: setup
-	$(PYTHON_BIN) -m pytest -q $(ARGS)
+	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 lint: setup
 	$(PYTHON_BIN) -m ruff check .

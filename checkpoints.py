@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import random
 import shutil
@@ -88,6 +89,8 @@ class Checkpoints:
             module.load_state_dict(torch.load(start / f"{name}.pt", map_location="cpu", weights_only=True))
         for name, thing in self.plain.items():
             vars(thing).update(state["parts"][name])
+        if state["best"] is not None:
+            self.log.best = state["best"]
         set_random_states(torch.load(start / f"rng_{self.rank}.pt", map_location="cpu", weights_only=True))
         if self.rank == 0:
             for step, path in runlog.saved_steps(self.log.folder):
@@ -126,6 +129,7 @@ class Checkpoints:
             for name, module in self.modules.items():
                 self._try(torch.save, module.state_dict(), partial / f"{name}.pt")
             state = {"step": step, "score": self.log.scores.get(step), "wandb_id": self.log.wandb_id}
+            state["best"] = self.log.best if math.isfinite(self.log.best) else None  # by --best_metric, so far
             state |= {"args": vars(self.args), "versions": runlog.versions(), "world_size": self.world_size}
             state["parts"] = {name: vars(thing) for name, thing in self.plain.items()}
             self._try((partial / "state.json").write_text, json.dumps(state, indent=1) + "\n")

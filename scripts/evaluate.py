@@ -129,7 +129,7 @@ def answer(args: grpo.Args, problems: list[Problem], tokenizer) -> list[Sample]:
     device, dtype, _ = utils.resolve_device(args)
     torch.distributed.init_process_group("gloo")
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    with utils.Watch() as watch:
+    with utils.Watch(args.stall_timeout) as watch:
         weights = parse_weights(args.reward_weights)
         verifiers = {p.verifier for p in problems}
         pool = RewardPool(args.reward_workers, args.reward_timeout, verifiers, weights, args.allow_unsafe_code_exec)

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("WANDB_MODE", "disabled")
+if "PYTEST_XDIST_WORKER" in os.environ:  # a core for each worker
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 
 import data  # noqa: E402

@@ -332,7 +332,7 @@ def test_other_ranks_write_nothing(tmp_path):
 def test_overwrite_leaves_nothing_of_the_old_run(tmp_path):
     new_log(tmp_path / "run").write("metrics.jsonl", {"step": 1})
     new_log(tmp_path / "run", overwrite=True)
-    assert [f.name for f in (tmp_path / "run").iterdir()] == ["config.json"]
+    assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["config.json", "lock"]
 
 
 def test_wandb_that_cannot_be_reached(tmp_path, monkeypatch, capsys):
@@ -345,7 +345,7 @@ def test_wandb_that_cannot_be_reached(tmp_path, monkeypatch, capsys):
         calls.append(options.get("mode"))
         if options.get("mode") != "offline":
             raise wandb.errors.CommError("no route to host\nmore lines")
-        return types.SimpleNamespace(log=lambda record, step: logged.append((step, record)), finish=lambda: None)
+        return types.SimpleNamespace(id="x", log=lambda r, step: logged.append((step, r)), finish=lambda: None)
 
     monkeypatch.setattr(wandb, "init", init)
     log = new_log(tmp_path / "run", track=True)

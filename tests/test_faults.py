@@ -494,7 +494,7 @@ def test_another_vllm(tiny, tmp_path):
 
 
 VLLM = """
-import data
+import runlog
 runlog.prepare_environment()
 import tyro
 import grpo

@@ -256,7 +256,7 @@ def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
 
 
 STALLS = """
-import data
+import runlog
 runlog.prepare_environment()
 import sys, time
 import tyro

@@ -112,7 +112,7 @@ def test_lines_of_the_loop_are_only_added():
     lines = list(difflib.ndiff(between(grpo, begin, end), between(ppo, begin, end)))
     removed = [line[2:].strip() for line in lines if line.startswith("- ")]
     assert removed == [
-        "chosen = data.prompts_at(position, prompts, len(problems), args.seed, args.shuffle)",
+        "chosen = data.prompts_at(progress.position, prompts, len(problems), args.seed, args.shuffle)",
         "wanted = data.requests(chosen, group, args.seed, step)",
         *dynamic_sampling(),
         "inert = beta == 0 and args.entropy_coeff == 0",

@@ -342,7 +342,7 @@ def test_a_raising_verifier_ends_every_rank(tiny, tmp_path, ranks):
 
 DEAD_THREAD = """
 import sys, time
-import data
+import runlog
 runlog.prepare_environment()
 import grpo, utils
 sys.path.insert(0, "tests")
@@ -386,7 +386,7 @@ def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
 
 BAD_LOSS = """
 import sys
-import data
+import runlog
 runlog.prepare_environment()
 import grpo
 sys.path.insert(0, "tests")
@@ -417,7 +417,7 @@ def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path):
 
 DRIFT = """
 import sys
-import data
+import runlog
 runlog.prepare_environment()
 import grpo, utils
 sys.path.insert(0, "tests")
