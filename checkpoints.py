@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import random
 import shutil
@@ -55,7 +54,7 @@ class Checkpoints:
         manifest.json     size and SHA-256 of all of these, written last
 
     ``parts`` has the first ones by name: DeepSpeed engines, modules, and plain objects whose attributes JSON can hold;
-    None is left out. What is in no part follows from the seed and the step: prompts, samples, learning rate.
+    None is left out. What is in no part follows from the seed and the step: samples, learning rate.
     """
 
     def __init__(self, log, args, tokenizer, clock, parts: dict):
@@ -89,8 +88,7 @@ class Checkpoints:
             module.load_state_dict(torch.load(start / f"{name}.pt", map_location="cpu", weights_only=True))
         for name, thing in self.plain.items():
             vars(thing).update(state["parts"][name])
-        if state["best"] is not None:
-            self.log.best = state["best"]
+        self.log.best = self._told(runlog.best_so_far(self.log.folder, self.args) if self.rank == 0 else None)[0]
         set_random_states(torch.load(start / f"rng_{self.rank}.pt", map_location="cpu", weights_only=True))
         if self.rank == 0:
             for step, path in runlog.saved_steps(self.log.folder):
@@ -129,13 +127,13 @@ class Checkpoints:
             for name, module in self.modules.items():
                 self._try(torch.save, module.state_dict(), partial / f"{name}.pt")
             state = {"step": step, "score": self.log.scores.get(step), "wandb_id": self.log.wandb_id}
-            state["best"] = self.log.best if math.isfinite(self.log.best) else None  # by --best_metric, so far
             state |= {"args": vars(self.args), "versions": runlog.versions(), "world_size": self.world_size}
             state["parts"] = {name: vars(thing) for name, thing in self.plain.items()}
             self._try((partial / "state.json").write_text, json.dumps(state, indent=1) + "\n")
         self._told(None)  # all have written
         files: dict[str, tuple[int, str]] = {}
-        for path in sorted(p for p in partial.rglob("*") if p.is_file())[self.rank :: self.world_size]:
+        there = self._told([p for p in sorted(partial.rglob("*")) if p.is_file()] if self.rank == 0 else None)[0]
+        for path in there[self.rank :: self.world_size]:
             self._try(self._enter, files, partial, path)
         files = {name: entry for part in self._told(files) for name, entry in part.items()}
         if not self._went_well(step, partial):
@@ -163,7 +161,8 @@ class Checkpoints:
         errors = [error for part in self._told(self.errors) for error in part]
         if errors and self.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-            print(f"WARNING: NO CHECKPOINT after step {step}; the run goes on. {errors[0]}", flush=True)
+            then = "the last one counts" if self.stopping else "the run goes on"
+            print(f"WARNING: NO CHECKPOINT after step {step}; {then}. {errors[0]}", flush=True)
         return not errors
 
     def _make_room(self, partial: Path) -> None:

@@ -521,12 +521,21 @@ def load_problems(args) -> tuple[list[Problem], list[Problem]]:
     if args.eval_dataset is None:
         evaluation, training = training[: args.eval_prompts], training[args.eval_prompts :]
     check_sandbox([*training, *evaluation], args)
-    if len(training) < args.num_unique_prompts_rollout:
-        refuse(
-            f"--dataset {args.dataset} has {len(problems)} distinct problems; --eval_prompts {args.eval_prompts} "
-            f"leaves {len(training)}, fewer than --num_unique_prompts_rollout {args.num_unique_prompts_rollout}"
-        )
+    check_enough(training, evaluation, args)
     return training, evaluation
+
+
+def check_enough(training: list[Problem], evaluation: list[Problem], args) -> None:
+    """Refuse too few problems for one step, or none to evaluate on where that was asked."""
+    if len(training) < args.num_unique_prompts_rollout:
+        filtered = " that --overlong_prompts filter has left" if args.overlong_prompts == "filter" else ""
+        refuse(
+            f"--dataset {args.dataset} has {len(training) + len(evaluation)} distinct problems{filtered}; "
+            f"--eval_prompts {args.eval_prompts} leaves {len(training)}, fewer than --num_unique_prompts_rollout "
+            f"{args.num_unique_prompts_rollout}"
+        )
+    if args.eval_prompts > 0 and not evaluation:
+        refuse(f"--eval_prompts {args.eval_prompts}: none is left (--overlong_prompts {args.overlong_prompts})")
 
 
 def check_sandbox(problems: list[Problem], args) -> None:
@@ -566,8 +575,12 @@ def sampling_seed(seed: int, step: int | str, prompt_id: int, sample_id: int) ->
 
 
 def requests(chosen: Sequence[int], count: int, seed: int, step: int | str) -> list[tuple[int, int, int]]:
-    """(place in the batch, sample number, seed) of ``count`` responses to each of the problems ``chosen``."""
-    return [(place, k, sampling_seed(seed, step, i, k)) for place, i in enumerate(chosen) for k in range(count)]
+    """(place in the batch, sample number, seed) of ``count`` responses to each of the problems ``chosen``.
+
+    A problem that stands twice there, where one pass over the data ends and the next begins, gets other seeds then.
+    """
+    again = [chosen[:place].count(i) * count for place, i in enumerate(chosen)]
+    return [(p, k, sampling_seed(seed, step, i, again[p] + k)) for p, i in enumerate(chosen) for k in range(count)]
 
 
 def eval_requests(problems: int, args) -> tuple[list[tuple[int, int, int]], dict[str, Any]]:
@@ -679,6 +692,13 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     for problem in long:
         problem.prompt_ids = shorten(problem.prompt_ids, args) or []
     return [p for p in problems if p.prompt_ids]
+
+
+def render_problems(training: list[Problem], evaluation: list[Problem], tokenizer, args) -> tuple[list, list]:
+    """``render_prompts`` of a run's problems: those of both kinds that are kept, or exit code 2 where too few are."""
+    training, evaluation = (render_prompts(part, tokenizer, args) for part in (training, evaluation))
+    check_enough(training, evaluation, args)
+    return training, evaluation
 
 
 # ---------------------------------------------------------------------------------------------------- samples, rewards

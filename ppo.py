@@ -678,7 +678,7 @@ def main(args: Args) -> None:
     tokenizer = AutoTokenizer.from_pretrained(
         args.model_name_or_path, revision=args.revision, trust_remote_code=args.trust_remote_code
     )
-    problems, eval_problems = (data.render_prompts(part, tokenizer, args) for part in (problems, eval_problems))
+    problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args)
     meaning, warnings = kl_setting_message(
         args.kl_placement, args.kl_estimator, args.kl_gradient, beta, updates, args.kl_reward_norm
     )
@@ -769,7 +769,10 @@ def main(args: Args) -> None:
                         samples.append(sample)
                         futures.append(pool.submit(problem.verifier, sample.response, problem.truth, problem.row))
             with clock("score"):
-                found = [pool.result(future) for future in futures]
+                found = []
+                for future in futures:
+                    found.append(pool.result(future))
+                    watch.beat()
                 if scorer is not None:
                     found = scorer.add(found, [(batch[s.prompt_id].messages, s.response) for s in samples], weights)
                 for sample, reward in zip(samples, found, strict=True):

@@ -516,7 +516,7 @@ def _verify(names: list[str], weights: dict, response: str, truth: str, row: dic
     for name in names:
         try:
             found[name] = find_verifier(name)(response, truth, row)
-        except (MemoryError, RecursionError):  # the response's doing, as a rule
+        except (MemoryError, RecursionError, OSError):  # the response's doing, as a rule, or the machine's
             found[name] = Reward(0.0, status="crash", detail=traceback.format_exc(limit=-4))
         if not isinstance(found[name], Reward):
             raise TypeError(f"the verifier {name!r} returned {type(found[name]).__name__}, not a rewards.Reward")

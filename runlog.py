@@ -147,12 +147,14 @@ def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
     """(the run's folder, the checkpoint it goes on from or None where it begins). Refuses what would lose a run's work.
 
     Only looks: ``RunLog`` writes, once the models stand, so that a failed start leaves nothing behind. Rank 0 alone
-    reads checkpoints through and gives one; ``utils.Checkpoints`` tells the others. A finished run ends here, with 0.
+    reads checkpoints through and gives one; ``checkpoints.Checkpoints`` tells the others. A finished run ends here: 0.
     """
     folder = Path(args.output_dir) / run_name(args, defaults)
     config = folder / "config.json"
     if holder := lock_holder(folder):
         refuse(f"{folder} is being written by a run that goes on ({holder}); wait for its end or choose a --run_name")
+    if args.overwrite and args.resume not in ("auto", "never"):
+        refuse(f"--overwrite begins anew and --resume {args.resume} goes on: give one of them")
     if args.overwrite:
         return folder, None
     if config.exists():
@@ -317,6 +319,14 @@ def cut_back(file: Path, last: int) -> None:
     write_whole(file, "".join(kept))
 
 
+def best_so_far(folder: Path, args) -> float:
+    """The largest --best_metric in a run's eval.jsonl whose weights are in best/; minus infinity without any."""
+    file = folder / "eval.jsonl"
+    if args.best_metric is None or not file.is_file() or not (folder / "best").is_dir():
+        return -math.inf
+    return max((json.loads(line).get(args.best_metric, -math.inf) for line in open(file)), default=-math.inf)
+
+
 def lock_holder(folder: Path) -> str:
     """Who writes to a run's folder right now ("process 4711 on node3"); "" for nobody."""
     if not (folder / "lock").exists():
@@ -326,6 +336,8 @@ def lock_holder(folder: Path) -> str:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return lock.read().strip()
+        except OSError:  # a file system without locks
+            return ""
     return ""
 
 
@@ -449,6 +461,9 @@ class RunLog:
             cut_back(folder / file, self.first if start is not None else -1)
         if start is not None and self.first == total_steps:  # all that follows is the last evaluation, and the model
             cut_back(folder / "eval.jsonl", total_steps - 1)
+        if (folder / "model").exists():  # of an earlier end: this run is not finished before it has made its own
+            shutil.rmtree(folder / "model.aside", ignore_errors=True)
+            (folder / "model").rename(folder / "model.aside")
         config = {
             "args": dataclasses.asdict(args),
             "world_size": world_size,

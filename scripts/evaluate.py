@@ -40,8 +40,8 @@ from data import Problem, Sample
 from rewards import RewardModel, RewardPool, parse_weights, shape_reward
 
 
-def parse(words: list[str]) -> tuple[grpo.Args, Path, bool]:
-    """(arguments, file for the samples, whether the problems are those that the run has held out)."""
+def parse(words: list[str]) -> tuple[grpo.Args, Path, grpo.Args | None]:
+    """(arguments, file for the samples, the run's own arguments where its held-out problems are asked)."""
     import tyro
 
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -62,14 +62,19 @@ def parse(words: list[str]) -> tuple[grpo.Args, Path, bool]:
     args.logprob_micro_batch_tokens = max(longest, args.logprob_micro_batch_tokens)
     output = given.output or (given.run or Path(args.output_dir)) / "eval_samples.jsonl"
     same = (args.dataset, args.dataset_mixer) == (defaults.dataset, defaults.dataset_mixer)
-    return args, output, given.run is not None and same
+    return args, output, defaults if given.run is not None and same else None
 
 
-def problems_of(args: grpo.Args, held_out: bool) -> list[Problem]:
+def problems_of(args: grpo.Args, held_out: grpo.Args | None) -> list[Problem]:
     """What is asked. Ends with exit code 2 where there is nothing."""
-    if held_out:
-        problems = data.load_problems(args)[1]
+    if held_out is not None:  # the run's own split, however many of it are asked
+        problems = data.load_problems(held_out)[1]
+        if args.eval_prompts > len(problems):
+            data.refuse(f"--eval_prompts {args.eval_prompts}: the run held out {len(problems)}, others were trained on")
+        problems = problems[: args.eval_prompts]
     else:
+        if args.eval_dataset is not None:
+            data.refuse("--eval_dataset is for a run; name what to evaluate on by --dataset")
         problems = list(data.mixed_problems(args).values())[: args.eval_prompts or None]
         data.check_sandbox(problems, args)
     return problems or data.refuse("no problems to evaluate on: --eval_prompts 0 of a run, or an empty --dataset")
@@ -165,7 +170,10 @@ def answer(args: grpo.Args, problems: list[Problem], tokenizer) -> list[Sample]:
             if shard == 0:
                 samples.append(sample)
                 futures.append(pool.submit(problem.verifier, sample.response, problem.truth, problem.row))
-        found = [pool.result(future) for future in futures]
+        found = []
+        for future in futures:
+            found.append(pool.result(future))
+            watch.beat()
         if scorer is not None:
             found = scorer.add(found, [(problems[s.prompt_id].messages, s.response) for s in samples], weights)
         for sample, reward in zip(samples, found, strict=True):

@@ -69,8 +69,8 @@ MUTATIONS = [
     (
         "beta twice in the reward",
         GRPO,
-        "penalty_N = controller.coef * ",
-        "penalty_N = controller.coef * controller.coef * ",
+        "penalty_N = kl_coef * ",
+        "penalty_N = kl_coef * kl_coef * ",
     ),
     (
         "reward that ignores its estimator",

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, script
+from conftest import ROOT, script, tiny_args
 
 import grpo
 import runlog
@@ -248,9 +248,16 @@ def test_the_same_run_again(place, nothing_is_loaded, capsys):
         grpo.main(arguments(place, {"seed": 7}))
     with pytest.raises(AssertionError, match="went on"):
         grpo.main(arguments(place, {"seed": 7, "overwrite": True}))
+    both = {"seed": 7, "overwrite": True, "resume": "runs/other/checkpoints/step_000010"}
+    assert "--overwrite begins anew" in refusal(arguments(place, both), capsys)
 
 
 # ----------------------------------------------------------------------------------------- what needs the tokenizer
+
+
+def test_filtered_down_to_too_few(tiny, tmp_path, capsys):
+    args = tiny_args(tiny, tmp_path, max_prompt_length=3, overlong_prompts="filter", rollout="hf")
+    assert "--overlong_prompts filter has left" in refusal(args, capsys)
 
 
 def test_long_prompts(tiny, tmp_path, capsys, monkeypatch):

@@ -196,6 +196,13 @@ def test_sampling_seeds_differ():
     assert data.sampling_seed(1, "eval", 2, 3) == data.sampling_seed(1, "eval", 2, 3)
 
 
+def test_a_problem_twice_in_a_step_is_not_answered_alike():
+    wanted = data.requests([4, 7, 4], 3, seed=1, step=2)
+    assert [(p, k) for p, k, _ in wanted] == [(p, k) for p in range(3) for k in range(3)]
+    assert len({seed for _, _, seed in wanted}) == 9
+    assert wanted[:6] == data.requests([4, 7], 3, seed=1, step=2)
+
+
 # ------------------------------------------------------------------------------------------------------ names of runs
 
 FIELDS = {f.name: f for f in dataclasses.fields(Args)}

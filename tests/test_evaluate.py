@@ -190,6 +190,7 @@ def test_refusals(tmp_path):
     for words, message in (
         (["--run", str(tmp_path)], "no config.json"),
         (["--model_name_or_path", str(tmp_path / "nothing")], "--model_name_or_path"),
+        (["--eval_dataset", "other.jsonl"], "--eval_dataset is for a run"),
     ):
         done = call(*words)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
