@@ -201,7 +201,7 @@ def write_samples(samples: list[Sample], problems: list[Problem], path: Path) ->
 
 
 def main(words: list[str]) -> dict[str, float]:
-    """Evaluate, print, write; the metrics by their names in eval.jsonl, without a step."""
+    """Evaluate, print, write; the metrics by their names in eval.jsonl, at step 0."""
     args, output, held_out = parse(words)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     checks.check_launch(world_size)
