@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("WANDB_MODE", "disabled")
-if "PYTEST_XDIST_WORKER" in os.environ:  # a core for each worker
+if "PYTEST_XDIST_WORKER" in os.environ:  # a core and a port of its own for each worker
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.pop("MASTER_PORT", None)  # the one that their parent has found for itself
 ROOT = Path(__file__).resolve().parent.parent
 
 import data  # noqa: E402
