@@ -14,7 +14,7 @@ what reward to expect at every token, and the advantage of a token is what came 
 * With one optimizer step a batch there is no pass for old log-probs: the ratio is 1, its gradient that of log pi.
 * KL to a reference is off (``--beta 0``, and no reference is loaded). On, you choose the estimator, its gradient, and
   where it goes: into the loss, into the reward of its token, or both. docs/kl.md says what each really does.
-* Left out: dynamic sampling (grpo.py), tools and several turns, tensor-parallel training. Others' names: docs/fields.md.
+* Left out: dynamic sampling (grpo.py), tools, several turns, tensor-parallel training. Others' names: docs/fields.md.
 
     CPU, two cores       python ppo.py
     one GPU              python ppo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 \\
