@@ -14,7 +14,8 @@ import pytest
 os.environ.setdefault("WANDB_MODE", "disabled")
 if "PYTEST_XDIST_WORKER" in os.environ:  # a core and a port of its own for each worker
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.pop("MASTER_PORT", None)  # the one that their parent has found for itself
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # but what a test has launched keeps the port of its launcher
+        os.environ.pop("MASTER_PORT", None)
 ROOT = Path(__file__).resolve().parent.parent
 
 import data  # noqa: E402
