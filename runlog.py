@@ -324,7 +324,8 @@ def best_so_far(folder: Path, args) -> float:
     file = folder / "eval.jsonl"
     if args.best_metric is None or not file.is_file() or not (folder / "best").is_dir():
         return -math.inf
-    return max((json.loads(line).get(args.best_metric, -math.inf) for line in open(file)), default=-math.inf)
+    results = map(json.loads, file.read_text().splitlines())
+    return max((result.get(args.best_metric, -math.inf) for result in results), default=-math.inf)
 
 
 def lock_holder(folder: Path) -> str:
