@@ -33,7 +33,7 @@ def test_scoring_adds_less_than_five_percent(monkeypatch, tmp_path):
     data.render_prompts(problems, tokenizer, args)
     _, dtype, attention = utils.resolve_device(args)
     stop_ids = utils.stop_token_ids(utils.load_model(args, dtype, attention), tokenizer)
-    pool, inbox, outbox = RewardPool(1, args.reward_timeout, (args.verifier,)), queue.Queue(), queue.Queue()
+    pool, inbox, outbox = RewardPool(1, args.reward_timeout, {p.verifier for p in problems}), queue.Queue(), queue.Queue()
     thread = threading.Thread(target=grpo.vllm_thread, args=(args, dtype, 0, 1, stop_ids, inbox, outbox), daemon=True)
     thread.start()
 
@@ -56,7 +56,8 @@ def test_scoring_adds_less_than_five_percent(monkeypatch, tmp_path):
             _, (place, _), ids, *_ = receive()
             said.append(tokenizer.decode(ids, skip_special_tokens=True))
             if scored:
-                futures.append(pool.submit(args.verifier, said[-1], problems[place].truth, problems[place].row))
+                problem = problems[place]
+                futures.append(pool.submit(problem.verifier, said[-1], problem.truth, problem.row))
         assert [pool.result(future).status for future in futures] == ["ok"] * (len(wanted) * scored)
         return time.perf_counter() - start, sorted(said)
 
