@@ -33,7 +33,8 @@ def test_scoring_adds_less_than_five_percent(monkeypatch, tmp_path):
     data.render_prompts(problems, tokenizer, args)
     _, dtype, attention = utils.resolve_device(args)
     stop_ids = utils.stop_token_ids(utils.load_model(args, dtype, attention), tokenizer)
-    pool, inbox, outbox = RewardPool(1, args.reward_timeout, {p.verifier for p in problems}), queue.Queue(), queue.Queue()
+    pool = RewardPool(1, args.reward_timeout, {p.verifier for p in problems})
+    inbox, outbox = queue.Queue(), queue.Queue()
     thread = threading.Thread(target=grpo.vllm_thread, args=(args, dtype, 0, 1, stop_ids, inbox, outbox), daemon=True)
     thread.start()
 
