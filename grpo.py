@@ -6,7 +6,7 @@ Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300): several res
 one is its reward against its group's. Chosen here:
 
 * Samples come from vLLM in a thread of the same process, by token ids; only its own ids and log-probs are trained on.
-* The samples of a group share one row: the prompt is computed once (``--batch_layout``). The numbers do not change.
+* The samples of a group share one row: a common beginning is computed once (``--batch_layout``). No number changes.
 * A token's weight in the loss comes from global counts, before anything is cut up (``--loss_norm``): neither the
   micro-batches, nor padding, nor the number of ranks changes a gradient.
 * With one optimizer step a batch there is no pass for old log-probs: the ratio is 1, its gradient that of log pi.
@@ -164,7 +164,7 @@ class Args:
     logprob_chunk: int = 1024
     """Response tokens whose logits exist at the same time."""
     batch_layout: Literal["shared", "padded", "packed"] = "shared"
-    """shared: a group in one row, its prompt once. padded: a row each. packed: end to end, for flash attention."""
+    """shared: a group in one row, common beginnings once. padded: a row each. packed: end to end, for flash attention."""
 
     # ------------------------------------------------------------------------------------------------------- sampling
     max_response_length: int = 32

@@ -8,7 +8,7 @@ what reward to expect at every token, and the advantage of a token is what came 
 * The critic is a transformer of its own with a scalar head, under a DeepSpeed engine of its own; it takes the policy's
   rows. ``--adv_estimator grpo`` needs none and is grpo.py, number for number: ``diff grpo.py ppo.py`` is the critic.
 * Samples come from vLLM in a thread of the same process, by token ids; only its own ids and log-probs are trained on.
-* The samples of a group share one row: the prompt is computed once (``--batch_layout``). The numbers do not change.
+* The samples of a group share one row: a common beginning is computed once (``--batch_layout``). No number changes.
 * A token's weight in the loss comes from global counts, before anything is cut up (``--loss_norm``): neither the
   micro-batches, nor padding, nor the number of ranks changes a gradient. So are advantages whitened: over all ranks.
 * With one optimizer step a batch there is no pass for old log-probs: the ratio is 1, its gradient that of log pi.
@@ -166,7 +166,7 @@ class Args:
     logprob_chunk: int = 1024
     """Response tokens whose logits exist at the same time."""
     batch_layout: Literal["shared", "padded", "packed"] = "shared"
-    """shared: a group in one row, its prompt once. padded: a row each. packed: end to end, for flash attention."""
+    """shared: a group in one row, common beginnings once. padded: a row each. packed: end to end, for flash attention."""
 
     # ------------------------------------------------------------------------------------------------------- sampling
     max_response_length: int = 32

@@ -152,16 +152,18 @@ def learning_rate(optimizer_step: int, total: int, args) -> float:
 class MicroBatch:
     """Rows for one forward pass, and where in them the response tokens are.
 
-    ``tokens`` holds, for each of the T response tokens, its place among the N tokens of the step: per-token arrays
-    (advantages, old log-probs, weights) are kept flat, [N], and indexed with it. ``scale`` is 0 for a copy that only
-    keeps a rank in step with the others, else 1.
+    What the U tokens at hand are is in ``predict`` and ``targets``; the T tokens of the samples are copies of them,
+    for a token after the same tokens is computed once. ``tokens`` holds, for each of the T, its place among the N
+    tokens of the step: per-token arrays (advantages, old log-probs, weights) are kept flat, [N], and indexed with it.
+    ``scale`` is 0 for a batch that only keeps a rank in step with the others, else 1.
     """
 
     input_ids: torch.Tensor  # [B, S]
     position_ids: torch.Tensor  # [B, S]
     attention_mask: torch.Tensor | None  # [B, 1, S, S] additive, [B, S], or None for one packed row
-    predict: torch.Tensor  # [T] place in B*S whose logits predict the token
-    targets: torch.Tensor  # [T] the token
+    predict: torch.Tensor  # [U] place in B*S whose logits predict the token
+    targets: torch.Tensor  # [U] the token
+    copies: torch.Tensor  # [T] which of the U
     tokens: torch.Tensor  # [T] place in the step's flat arrays
     scale: float = 1.0
 
@@ -176,6 +178,30 @@ def token_offsets(samples: list[Sample]) -> list[int]:
     for sample in samples:
         offsets.append(offsets[-1] + len(sample.response_ids))
     return offsets
+
+
+class Tree:
+    """A prompt and its responses ``members`` as paths in the tree of their beginnings.
+
+    The same tokens after the same tokens have the same hidden state, so each node is computed once: the prompt, what
+    several responses begin with, a response that was sampled twice. A last token predicts nothing and is not computed.
+    """
+
+    def __init__(self, samples: list[Sample], members: list[int]):
+        self.prompt, self.members, self.paths = samples[members[0]].prompt_ids, members, []
+        nodes: dict[tuple[int, int], int] = {}  # (node before it or -1 for the prompt, token) -> node
+        for i in members:
+            node, path = -1, []
+            for token in samples[i].response_ids:
+                node = nodes.setdefault((node, token), len(nodes))
+                path.append(node)
+            self.paths.append(path)
+        self.nodes = list(nodes)
+        self.inner = sorted({before for before, _ in nodes} - {-1})
+
+    def __len__(self) -> int:
+        """Tokens that are computed."""
+        return len(self.prompt) + len(self.inner)
 
 
 def make_rows(samples: list[Sample], indices: list[int], layout: str, budget: int, most: int) -> list[list[int]]:
@@ -214,12 +240,6 @@ def make_rows(samples: list[Sample], indices: list[int], layout: str, budget: in
     return rows
 
 
-def row_length(samples: list[Sample], row: list[int], layout: str) -> int:
-    """Tokens of a row: in a shared one the prompt counts once."""
-    prompts = row[:1] if layout == "shared" else row
-    return sum(len(samples[i].prompt_ids) for i in prompts) + sum(len(samples[i].response_ids) for i in row)
-
-
 def micro_batches(
     samples: list[Sample],
     indices: list[int],
@@ -238,68 +258,75 @@ def micro_batches(
     repeats one with scale 0. Which rank and micro-batch a token lands in does not change its gradient.
     """
     offsets = token_offsets(samples)
-    rows = make_rows(samples, indices, layout, budget, most=-(-len(indices) // world_size))
-    rows.sort(key=lambda row: (-row_length(samples, row, layout), row))
+    rows: list[list[Tree]] = []
+    for row in make_rows(samples, indices, layout, budget, most=-(-len(indices) // world_size)):
+        rows.append([Tree(samples, members) for members in ([row] if layout == "shared" else [[i] for i in row])])
+    rows.sort(key=lambda row: (-row_length(row), row[0].members))
     load, plans = [0] * world_size, [[] for _ in range(world_size)]
     for row in rows:
         least = load.index(min(load))
-        load[least] += row_length(samples, row, layout)
+        load[least] += row_length(row)
         plans[least].append(row)
-    batches: list[list[list[list[int]]]] = []  # rank -> micro-batch -> row -> samples
+    batches: list[list[list[list[Tree]]]] = []  # rank -> micro-batch -> row -> trees
     for plan in plans:
-        cut: list[list[list[int]]] = []
+        cut: list[list[list[Tree]]] = []
         for row in plan:  # longest first, so the first row of a micro-batch sets its width
-            width = row_length(samples, cut[-1][0], layout) if cut else 0
+            width = row_length(cut[-1][0]) if cut else 0
             if layout == "packed" or not cut or (len(cut[-1]) + 1) * width > budget:
                 cut.append([row])
             else:
                 cut[-1].append(row)
         batches.append(cut)
     count = max(len(cut) for cut in batches)
-    mine = [_tensors(samples, offsets, batch, layout, dtype) for batch in batches[rank]]
+    mine = [_tensors(batch, offsets, layout, dtype) for batch in batches[rank]]
     while len(mine) < count:
-        idle = _tensors(samples, offsets, [rows[-1]], layout, dtype)
+        idle = _tensors([rows[-1]], offsets, layout, dtype)
         idle.scale = 0.0
         mine.append(idle)
     return [batch.to(device) for batch in mine]
 
 
-def _tensors(
-    samples: list[Sample], offsets: list[int], rows: list[list[int]], layout: str, dtype: torch.dtype
-) -> MicroBatch:
+def row_length(row: list[Tree]) -> int:
+    """Tokens of a row."""
+    return sum(len(tree) for tree in row)
+
+
+def _tensors(rows: list[list[Tree]], offsets: list[int], layout: str, dtype: torch.dtype) -> MicroBatch:
     """Ids, positions, mask and index lists of some rows, right-padded to the longest."""
-    width = max(row_length(samples, row, layout) for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    positions = torch.zeros(len(rows), width, dtype=torch.long)
-    segments = torch.full((len(rows), width), -1)  # -1 padding, 0 a prompt that all may see, k the k-th response
-    predict, targets, tokens = [], [], []
+    width = max(row_length(row) for row in rows)
+    ids, positions = torch.zeros(2, len(rows), width, dtype=torch.long)
+    visible = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1) if layout == "shared" else None
+    predict, targets, copies, tokens = [], [], [], []
     for b, row in enumerate(rows):
-        end = 0
-        for k, i in enumerate(row):
-            prompt, response = samples[i].prompt_ids, samples[i].response_ids
-            if layout != "shared" or k == 0:
-                ids[b, end : end + len(prompt)] = torch.tensor(prompt)
-                positions[b, end : end + len(prompt)] = torch.arange(len(prompt))
-                segments[b, end : end + len(prompt)] = 0
-                end += len(prompt)
-                last_of_prompt = b * width + end - 1
-            ids[b, end : end + len(response)] = torch.tensor(response)
-            positions[b, end : end + len(response)] = len(prompt) + torch.arange(len(response))
-            segments[b, end : end + len(response)] = k + 1 if layout == "shared" else 0
-            start = b * width + end
-            predict += [last_of_prompt, *range(start, start + len(response) - 1)]
-            targets += response
-            tokens += range(offsets[i], offsets[i] + len(response))
-            end += len(response)
+        start = 0
+        for tree in row:
+            # where nodes stand in the row, and in their sequence; node -1 is the last token of the prompt
+            end, n = start + len(tree), len(tree.prompt)
+            place = {-1: start + n - 1} | {node: start + n + k for k, node in enumerate(tree.inner)}
+            depth = {-1: n - 1}
+            if visible is not None:
+                visible[b, :n, :n] = torch.ones(n, n, dtype=torch.bool).tril()
+            for node in tree.inner:
+                before = tree.nodes[node][0]
+                depth[node] = depth[before] + 1
+                if visible is not None:  # what the node before it sees, and itself
+                    visible[b, place[node], : place[node]] = visible[b, place[before], : place[node]]
+            ids[b, start:end] = torch.tensor([*tree.prompt, *(tree.nodes[node][1] for node in tree.inner)])
+            positions[b, start:end] = torch.tensor([*range(n), *(depth[node] for node in tree.inner)])
+            for path, i in zip(tree.paths, tree.members, strict=True):
+                copies += [len(targets) + node for node in path]
+                tokens += range(offsets[i], offsets[i] + len(path))
+            predict += [b * width + place[before] for before, _ in tree.nodes]
+            targets += [token for _, token in tree.nodes]
+            start = end
     mask = None
     if layout == "padded":
-        mask = (segments >= 0).long()
-    if layout == "shared":
-        causal = torch.ones(width, width, dtype=torch.bool).tril()
-        visible = causal & ((segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0))
+        mask = (torch.arange(width) < torch.tensor([row_length(row) for row in rows])[:, None]).long()
+    if visible is not None:
         mask = torch.zeros(len(rows), 1, width, width, dtype=dtype)
         mask.masked_fill_(~visible[:, None], torch.finfo(dtype).min)
-    return MicroBatch(ids, positions, mask, *(torch.tensor(x, dtype=torch.long) for x in (predict, targets, tokens)))
+    lists = (torch.tensor(x, dtype=torch.long) for x in (predict, targets, copies, tokens))
+    return MicroBatch(ids, positions, mask, *lists)
 
 
 # ----------------------------------------------------------------------------------------------------- token log-probs
@@ -317,7 +344,7 @@ class TokenLogprobs(nn.Module):
         self.model, self.temperature, self.chunk = model, temperature, chunk
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
-        """Last hidden states at the positions that predict a response token: [T, D].
+        """Last hidden states at the positions that predict a response token: [U, D].
 
         ``use_cache=False`` is not only thrift: with a cache, transformers no longer finds the borders of packed
         sequences, and they see each other.
@@ -335,42 +362,41 @@ class TokenLogprobs(nn.Module):
         """(logprobs, entropy, full_kl), each [T] in fp32 nats at the sampling temperature.
 
         full_kl is KL(policy || reference) over the whole vocabulary, or None without ``reference``. The entropy has a
-        gradient only if asked for: it costs another [T, V].
+        gradient only if asked for: it costs another [U, V].
         """
-        hidden_TD, reference_TD = self.hidden(batch), None
+        hidden_UD, reference_UD = self.hidden(batch), None
         if reference is not None:
             with torch.no_grad():
-                reference_TD = reference.hidden(batch)
+                reference_UD = reference.hidden(batch)
         parts = []
-        for start in range(0, len(hidden_TD), self.chunk):
+        for start in range(0, len(hidden_UD), self.chunk):
             piece = slice(start, start + self.chunk)
             inputs = (
-                *(hidden_TD[piece], batch.targets[piece], entropy_gradient),
-                *((reference, reference_TD[piece]) if reference is not None else (None, None)),
+                *(hidden_UD[piece], batch.targets[piece], entropy_gradient),
+                *((reference, reference_UD[piece]) if reference is not None else (None, None)),
             )
-            if torch.is_grad_enabled() and len(hidden_TD) > self.chunk:  # hold one chunk of logits, not all of them
+            if torch.is_grad_enabled() and len(hidden_UD) > self.chunk:  # hold one chunk of logits, not all of them
                 parts.append(checkpoint(self._head, *inputs, use_reentrant=False))
             else:
                 parts.append(self._head(*inputs))
-        logprobs, entropy, full_kl = (list(column) for column in zip(*parts, strict=True))
-        return torch.cat(logprobs), torch.cat(entropy), torch.cat(full_kl) if reference is not None else None
+        logprobs, entropy, *full_kl = (torch.cat(column)[batch.copies] for column in zip(*parts, strict=True))
+        return logprobs, entropy, full_kl[0] if full_kl else None
 
-    def _logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        logits_TV = self.model.get_output_embeddings()(hidden_TD).float()
-        return logits_TV if self.temperature == 1.0 else logits_TV / self.temperature
+    def _logits(self, hidden_UD: torch.Tensor) -> torch.Tensor:
+        logits_UV = self.model.get_output_embeddings()(hidden_UD).float()
+        return logits_UV if self.temperature == 1.0 else logits_UV / self.temperature
 
-    def _head(self, hidden_TD, targets_T, entropy_gradient, reference, reference_TD):
-        logits_TV = self._logits(hidden_TD)
-        lse_T = logits_TV.logsumexp(-1)
-        logprobs_T = logits_TV.gather(-1, targets_T[:, None])[:, 0] - lse_T
+    def _head(self, hidden_UD, targets_U, entropy_gradient, reference, reference_UD):
+        logits_UV = self._logits(hidden_UD)
+        lse_U = logits_UV.logsumexp(-1)
+        logprobs_U = logits_UV.gather(-1, targets_U[:, None])[:, 0] - lse_U
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy_T = lse_T - ((logits_TV - lse_T[:, None]).exp() * logits_TV).sum(-1)
-        full_kl_T = None
-        if reference is not None:
-            with torch.no_grad():
-                reference_TV = reference._logits(reference_TD)
-            full_kl_T = full_vocabulary_kl(logits_TV, reference_TV)
-        return logprobs_T, entropy_T, full_kl_T
+            entropy_U = lse_U - ((logits_UV - lse_U[:, None]).exp() * logits_UV).sum(-1)
+        if reference is None:
+            return logprobs_U, entropy_U
+        with torch.no_grad():
+            reference_UV = reference._logits(reference_UD)
+        return logprobs_U, entropy_U, full_vocabulary_kl(logits_UV, reference_UV)
 
 
 class TokenValues(nn.Module):
@@ -392,8 +418,9 @@ class TokenValues(nn.Module):
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """[T] in fp32: the value before each response token, from the position that predicts it."""
-        hidden_TD = self.hidden(batch).float()
-        return nn.functional.linear(hidden_TD, self.head.weight.float(), self.head.bias.float())[:, 0]
+        hidden_UD = self.hidden(batch).float()
+        values_U = nn.functional.linear(hidden_UD, self.head.weight.float(), self.head.bias.float())[:, 0]
+        return values_U[batch.copies]
 
 
 def make_critic(args, dtype: torch.dtype, device: torch.device, attention: str, vocabulary: int):

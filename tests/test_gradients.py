@@ -66,6 +66,27 @@ def test_layouts_equal_plain_forward_passes(tiny_model, samples, layout, norm):
     close(gradient(tiny_model, samples, batches(samples, layout), norm), reference_gradient(tiny_model, samples, norm))
 
 
+@pytest.mark.parametrize("layout", ["shared", "padded", "packed"])
+def test_what_responses_begin_with_is_computed_once(tiny_model, layout):
+    """Words of two letters: samples that are equal, that begin alike, that are the beginning of another."""
+    samples, letters = make_samples(3, 8), random.Random(5)
+    for s in samples:
+        s.response_ids = [letters.choice((5, 9)) for _ in range(letters.randrange(1, 7))]
+        s.sampler_logprobs = [0.0] * len(s.response_ids)
+    beginnings = {(s.prompt_id, *s.response_ids[:n]) for s in samples for n in range(1, len(s.response_ids))}
+    prompts = {s.prompt_id: len(s.prompt_ids) for s in samples}
+    assert len({(s.prompt_id, *s.response_ids) for s in samples}) < len(samples), "two that are equal"
+    mbs = batches(samples, layout, budget=1 if layout == "padded" else 10_000)
+    close(gradient(tiny_model, samples, mbs), reference_gradient(tiny_model, samples))
+    if layout == "shared":
+        (mb,) = mbs
+        computed = (mb.attention_mask[:, 0].diagonal(dim1=1, dim2=2) == 0) & (mb.input_ids > 0)
+        assert computed.sum() == sum(prompts.values()) + len(beginnings)
+    elif layout == "padded":
+        computed = sum(mb.input_ids.numel() for mb in mbs)
+        assert computed == sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples)
+
+
 @pytest.mark.parametrize("norm", ["token", "sequence", "constant"])
 def test_number_of_micro_batches_is_irrelevant(tiny_model, norm):
     samples = make_samples(8, 4)
@@ -145,7 +166,7 @@ def test_temperature(tiny_model, samples, temperature):
     ]
     distribution = torch.distributions.Categorical(logits=logits / temperature)
     torch.testing.assert_close(entropy, distribution.entropy(), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(logprobs, distribution.log_prob(mb.targets), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logprobs, distribution.log_prob(mb.targets[mb.copies]), rtol=1e-4, atol=1e-5)
 
 
 def test_every_response_token_and_nothing_else_is_trained(samples):
@@ -154,14 +175,15 @@ def test_every_response_token_and_nothing_else_is_trained(samples):
     for layout in ("shared", "padded", "packed"):
         for mb in batches(samples, layout, budget=64):
             flat = mb.input_ids.flatten()
-            for where, target, token in zip(mb.predict.tolist(), mb.targets.tolist(), mb.tokens.tolist(), strict=True):
+            for u, token in zip(mb.copies.tolist(), mb.tokens.tolist(), strict=True):
+                where, target = mb.predict[u], mb.targets[u]
                 i = max(i for i in range(len(samples)) if offsets[i] <= token)
                 place = token - offsets[i]
                 assert target == samples[i].response_ids[place]
                 before = samples[i].prompt_ids[-1] if place == 0 else samples[i].response_ids[place - 1]
                 assert flat[where] == before  # the logits of the token before predict it
     ended = [s for s in samples if s.response_ids[-1] == 2]
-    assert ended and sum(mb.targets.eq(2).sum().item() for mb in batches(samples)) == sum(
+    assert ended and sum(mb.targets[mb.copies].eq(2).sum().item() for mb in batches(samples)) == sum(
         s.response_ids.count(2) for s in samples
     )
 
@@ -206,7 +228,10 @@ def test_full_vocabulary_kl_of_a_micro_batch(tiny_model, samples):
     (mb,) = batches(samples)
     _, _, kl = policy(mb, reference)
     with torch.no_grad():
-        p, q = ((m.lm_head(x.hidden(mb)) / 0.7).log_softmax(-1) for m, x in ((tiny_model, policy), (other, reference)))
+        p, q = (
+            (m.lm_head(x.hidden(mb)[mb.copies]) / 0.7).log_softmax(-1)
+            for m, x in ((tiny_model, policy), (other, reference))
+        )
     torch.testing.assert_close(kl, (p.exp() * (p - q)).sum(-1), rtol=1e-4, atol=1e-6)
     tiny_model.zero_grad()
     _, _, zero = policy(mb, utils.TokenLogprobs(copy.deepcopy(tiny_model), 0.7, 7))
