@@ -166,7 +166,7 @@ class Args:
     logprob_chunk: int = 1024
     """Response tokens whose logits exist at the same time."""
     batch_layout: Literal["shared", "padded", "packed"] = "shared"
-    """shared: a group in one row, common beginnings once. padded: a row each. packed: end to end, for flash attention."""
+    """shared: a group in one row, beginnings once. padded: a row each. packed: end to end, for flash attention."""
 
     # ------------------------------------------------------------------------------------------------------- sampling
     max_response_length: int = 32
