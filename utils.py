@@ -565,7 +565,8 @@ class Mailbox(queue.Queue):
     """A queue between threads that compute with OpenMP, one at a time: who waits lets go of its OpenMP threads.
 
     With more of them alive than cores, GNU's runtime no longer lets them spin for a moment after a parallel region but
-    puts them to sleep, and waking them took a third of the engine's time on two cores. The next region starts new ones.
+    puts them to sleep: on two cores a decoding step then keeps 1.3 to 1.5 of them busy instead of 1.97. The next region
+    starts new ones.
     """
 
     _pause = staticmethod(_openmp_pause() or (lambda how: None))
