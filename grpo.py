@@ -138,7 +138,7 @@ class Args:
     """System message before every prompt; "" for none. None: the one data.py has for the data set, if any."""
     chat_template: str | None = None
     """A Jinja file, chatml, tulu, r1 (with think tags), or question_answer. None: the tokenizer's own."""
-    max_prompt_length: int = 128
+    max_prompt_length: int = 256
     """Tokens, the template's included."""
     overlong_prompts: Literal["error", "filter", "left", "right"] = "error"
     """Longer prompts: end the run at the start, leave them out, or cut their first or their last tokens off."""

@@ -40,5 +40,6 @@ if __name__ == "__main__":
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        print(f"rank {rank} ended first, with exit code {code}", flush=True)
-        raise SystemExit(code if code > 0 else 128 - code) from None  # negative: the number of a signal
+        how = f"with exit code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
+        print(f"rank {rank} ended first, {how}", flush=True)
+        raise SystemExit(code if code > 0 else 128 - code) from None  # negative: minus the number of a signal

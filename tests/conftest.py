@@ -120,6 +120,7 @@ def tiny_args(tiny: Path, out: Path, script: str = "grpo", **changes):
             "eval_prompts": 4,
             "eval_samples": 2,
             "max_response_length": 8,
+            "max_prompt_length": 128,
             "micro_batch_tokens": 256,
             "logprob_micro_batch_tokens": 256,
             "mask_no_eos_with_zero": False,

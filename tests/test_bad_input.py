@@ -90,12 +90,12 @@ CASES = {
     ),
     "group of one": ({"num_samples_per_prompt_rollout": 1}, ["--num_samples_per_prompt_rollout 1", "at least 2"]),
     "micro-batch too small": (
-        {"micro_batch_tokens": 159},
-        ["--micro_batch_tokens 159", "--max_prompt_length 128", "--max_response_length 32", "160"],
+        {"micro_batch_tokens": 287},
+        ["--micro_batch_tokens 287", "--max_prompt_length 256", "--max_response_length 32", "288"],
     ),
     "log-prob micro-batch too small": (
-        {"logprob_micro_batch_tokens": 159},
-        ["--logprob_micro_batch_tokens 159", "160"],
+        {"logprob_micro_batch_tokens": 287},
+        ["--logprob_micro_batch_tokens 287", "288"],
     ),
     **{
         f"{name} zero": ({name: 0}, [f"--{name} 0", "above 0"])
@@ -139,7 +139,7 @@ CASES = {
         | {"logprob_micro_batch_tokens": 9999},
         ["--max_prompt_length 1200", "--max_response_length 1200", "2400", "2048", "shorten"],
     ),
-    "context overridden": ({"override_config": '{"max_position_embeddings": 100}'}, ["160", "100", "shorten"]),
+    "context overridden": ({"override_config": '{"max_position_embeddings": 100}'}, ["288", "100", "shorten"]),
     "override is not JSON": ({"override_config": "{rope_theta: 1}"}, ["--override_config", "not valid JSON", "for ex"]),
     "override is no object": ({"override_config": "[1]"}, ["--override_config", "JSON object"]),
     # sampling and engine

@@ -19,8 +19,8 @@ import runlog
 ARGUMENTS = f"""--dtype float32 --seed 3 --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 4
     --max_response_length 8 --eval_prompts 4 --eval_samples 2 --no-mask_no_eos_with_zero
     --no-mask_truncated_completions --learning_rate 1e-3 --reward_fn {ROOT}/tests/verifiers.py:parity
-    --micro_batch_tokens 256 --logprob_micro_batch_tokens 256 --vllm_kv_cache_gb 0.1 --log_samples 16
-    --log_samples_every 0 --eval_every 2 --run_name run"""
+    --max_prompt_length 128 --micro_batch_tokens 256 --logprob_micro_batch_tokens 256 --vllm_kv_cache_gb 0.1
+    --log_samples 16 --log_samples_every 0 --eval_every 2 --run_name run"""
 
 
 def command(tiny: Path, out: Path, *more: str, script: str = "grpo", ranks: int = 1, rollout: str = "hf") -> list[str]:
@@ -279,11 +279,11 @@ if __name__ == "__main__":  # the reward workers import this file
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_stands_still_says_where_and_ends(tiny, tmp_path, ranks):
     (tmp_path / "stalls.py").write_text(STALLS)
-    line = command(tiny, tmp_path, *LONG, "--stall_timeout", "6", ranks=ranks)
+    line = command(tiny, tmp_path, *LONG, "--stall_timeout", "12", ranks=ranks)
     run = Run([str(tmp_path / "stalls.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "log")
     run.until(lambda: logged(tmp_path) == 2)
     begun = time.monotonic()
     assert run.end(40) == 1, run.text()
-    assert time.monotonic() - begun < 6 + 15
-    assert "--stall_timeout 6" in run.text() and "no progress for " in run.text()
+    assert time.monotonic() - begun < 12 + 15
+    assert "--stall_timeout 12" in run.text() and "no progress for " in run.text()
     assert "in stuck" in run.text(), "the stack of the thread that stands still"

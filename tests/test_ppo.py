@@ -727,7 +727,8 @@ def test_two_ranks_equal_one(tiny, tmp_path, placement):
             --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 4 --max_response_length 8 --eval_prompts 4
             --eval_samples 2 --no-mask_no_eos_with_zero --reward_fn {ROOT}/tests/verifiers.py:parity --rollout hf
             --learning_rate 1e-3 --critic_learning_rate 1e-3 --micro_batch_tokens 256 --value_norm running
-            --logprob_micro_batch_tokens 256 --beta 0.1 --kl_placement {placement} --num_mini_batches 2"""
+            --logprob_micro_batch_tokens 256 --max_prompt_length 128 --num_mini_batches 2 --beta 0.1
+            --kl_placement {placement}"""
         line = [sys.executable, *(launch if ranks > 1 else []), str(ROOT / "ppo.py"), *arguments.split()]
         hidden = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
         environment = {k: v for k, v in os.environ.items() if k not in hidden}

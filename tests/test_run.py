@@ -291,7 +291,7 @@ def command(tiny: Path, out: Path, *more: str, ranks: int = 1) -> list[str]:
         --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 4 --max_response_length 8 --eval_prompts 4
         --eval_samples 2 --no-mask_no_eos_with_zero --no-mask_truncated_completions --learning_rate 1e-3
         --reward_fn {ROOT}/tests/verifiers.py:parity
-        --micro_batch_tokens 256 --logprob_micro_batch_tokens 256 --vllm_kv_cache_gb 0.1"""
+        --max_prompt_length 128 --micro_batch_tokens 256 --logprob_micro_batch_tokens 256 --vllm_kv_cache_gb 0.1"""
     return [sys.executable, *(launch if ranks > 1 else []), str(ROOT / "grpo.py"), *arguments.split(), *more]
 
 
