@@ -382,6 +382,7 @@ def test_verifiers_that_cost_a_sample(small, capfd, fault, injection, verifier, 
         "num_samples_per_prompt_rollout": 2,
         "total_steps": 1,
         "reward_workers": 2,
+        "reward_timeout": 1,
     }
     args = small(reward_fn=f"{ROOT}/tests/verifiers.py:{verifier}", **sizes)
     metrics, text = goes_on(args, capfd)
