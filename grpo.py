@@ -719,11 +719,11 @@ def main(args: Args) -> None:
                     for mb in utils.micro_batches(samples, trained, budget=args.logprob_micro_batch_tokens, **layout):
                         if updates > 1 or kl_in_reward:
                             old_T, _, full_kl_T = policy(mb, full_reference)
-                            old_N[mb.tokens] = old_T * mb.scale
+                            old_N[mb.tokens] += old_T * mb.scale
                             if full_kl_T is not None:
-                                full_kl_N[mb.tokens] = full_kl_T * mb.scale
+                                full_kl_N[mb.tokens] += full_kl_T * mb.scale
                         if reference is not None:
-                            ref_N[mb.tokens] = reference(mb)[0] * mb.scale
+                            ref_N[mb.tokens] += reference(mb)[0] * mb.scale
                     few = trained[: args.kl_full_samples] if reference is not None else []
                     for mb in utils.micro_batches(samples, few, budget=args.logprob_micro_batch_tokens, **layout):
                         full_kl_T = policy(mb, reference)[2] * mb.scale

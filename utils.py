@@ -1,8 +1,8 @@
 """What the scripts share because a bug in it would have to be fixed twice.
 
 Devices and models, rows and micro-batches, token log-probs, the weight push, waiting for threads and ranks, the
-learning rate, saving. Shapes in names: B rows, S positions of a row, T response tokens of a micro-batch, N response
-tokens of a step, V vocabulary, D hidden size.
+learning rate, saving. Shapes in names: B rows, S positions of a row, T response tokens of a micro-batch, U of them
+different, N response tokens of a step, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -153,10 +153,11 @@ def learning_rate(optimizer_step: int, total: int, args) -> float:
 class MicroBatch:
     """Rows for one forward pass, and where in them the response tokens are.
 
-    What the U tokens at hand are is in ``predict`` and ``targets``; the T tokens of the samples are copies of them,
-    for a token after the same tokens is computed once. ``tokens`` holds, for each of the T, its place among the N
+    ``predict`` and ``targets`` describe U different tokens, of which the T tokens of the samples are copies: a token
+    after the same tokens is computed once. ``tokens`` holds, for each of the T, its place among the N
     tokens of the step: per-token arrays (advantages, old log-probs, weights) are kept flat, [N], and indexed with it.
-    ``scale`` is 0 for a batch that only keeps a rank in step with the others, else 1.
+    ``scale`` is 0 for a batch that only keeps a rank in step with the others, else 1. Add to such arrays, do not set
+    them: that batch may hold tokens that this rank has computed already.
     """
 
     input_ids: torch.Tensor  # [B, S]
@@ -305,13 +306,12 @@ def _tensors(rows: list[list[Tree]], offsets: list[int], layout: str, dtype: tor
             end, n = start + len(tree), len(tree.prompt)
             place = {-1: start + n - 1} | {node: start + n + k for k, node in enumerate(tree.inner)}
             depth = {-1: n - 1}
-            if visible is not None:
-                visible[b, :n, :n] = torch.ones(n, n, dtype=torch.bool).tril()
             for node in tree.inner:
-                before = tree.nodes[node][0]
-                depth[node] = depth[before] + 1
-                if visible is not None:  # what the node before it sees, and itself
-                    visible[b, place[node], : place[node]] = visible[b, place[before], : place[node]]
+                depth[node] = depth[tree.nodes[node][0]] + 1
+            for path in tree.paths if visible is not None else ():
+                seen = torch.tensor([*range(n), *(place[node] for node in path if node in place)])
+                later, earlier = torch.tril_indices(len(seen), len(seen))
+                visible[b, seen[later], seen[earlier]] = True
             ids[b, start:end] = torch.tensor([*tree.prompt, *(tree.nodes[node][1] for node in tree.inner)])
             positions[b, start:end] = torch.tensor([*range(n), *(depth[node] for node in tree.inner)])
             for path, i in zip(tree.paths, tree.members, strict=True):
@@ -456,7 +456,7 @@ def values(critic, samples: list[Sample], after: list[bool], **cutting):
     offsets, device = token_offsets(longer), cutting["device"]
     outputs = torch.zeros(offsets[-1], device=device)
     for batch in micro_batches(longer, list(range(len(longer))), **cutting):
-        outputs[batch.tokens] = critic(batch) * batch.scale
+        outputs[batch.tokens] += critic(batch) * batch.scale
     torch.distributed.all_reduce(outputs)  # every token was computed on one rank
     extra = torch.tensor([b - 1 for b, a in zip(offsets[1:], after, strict=True) if a], dtype=torch.long, device=device)
     ends = torch.zeros(len(samples), device=device)
@@ -583,7 +583,8 @@ class Watch:
     torch.distributed's key-value store is a board that all ranks can read without a collective. A failure is written
     there, with its traceback; whoever waits looks there twice a second. A rank inside a collective learns of it by the
     lost connection, and reads there why, or is ended by a thread of its own that looks there, too. That thread also
-    ends a run without any progress (a message, a forward pass, a phase, a file) for ``stall_timeout`` seconds.
+    ends a run whose next rank on this machine was killed, or that is without any progress (a message, a forward pass,
+    a phase, a file) for ``stall_timeout`` seconds.
     """
 
     progress: float | None = None  # when there was some; None before the first
@@ -591,6 +592,9 @@ class Watch:
     def __init__(self, stall_timeout: float) -> None:
         self.store = torch.distributed.distributed_c10d._get_default_store()
         self.rank, self.limit, self.ended = torch.distributed.get_rank(), stall_timeout, threading.Event()
+        local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.neighbour = self.rank - local + (local + 1) % here  # the next rank of this machine, whose process it sees
+        self.store.set(f"process/{self.rank}", str(os.getpid()))
 
     @staticmethod
     def beat() -> None:
@@ -604,6 +608,7 @@ class Watch:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self.ended.set()
+        self.store.set(f"process/{self.rank}", "")
         if error is not None and not isinstance(error, SystemExit):
             text = f"rank {self.rank} failed:\n{''.join(traceback.format_exception(error))}"
             if "OutOfMemoryError" in text:
@@ -613,10 +618,12 @@ class Watch:
 
     def _look(self) -> None:
         """The thread: twice a second until the end."""
-        seen = 0
+        seen = gone = 0
         while not self.ended.wait(0.5):
             try:
                 seen += self.store.check(["failure"])
+                pid = self.store.check([f"process/{self.neighbour}"]) and self.store.get(f"process/{self.neighbour}")
+                gone = gone + 1 if pid and not Path(f"/proc/{pid.decode()}").exists() else 0
             except RuntimeError as error:  # the store lives in the launcher or in rank 0
                 seen, lost = seen + 1, f"rank {self.rank}: the launcher or rank 0 is gone ({error})"
             else:
@@ -624,6 +631,8 @@ class Watch:
             if seen > 10 and not self.ended.is_set():  # five seconds in which this rank did not notice by itself
                 print(lost, file=sys.stderr, flush=True)
                 os._exit(1)
+            if gone > 4 and not self.ended.is_set():  # two seconds: it could have said why
+                self._end(f"rank {self.rank} failed: rank {self.neighbour} is gone without a word (killed, no memory?)")
             idle = time.monotonic() - (Watch.progress or math.inf)
             if 0 < self.limit < idle:
                 faulthandler.dump_traceback(file=2, all_threads=True)

@@ -116,7 +116,8 @@ def fixed_samples(problems: list[Problem], group: int, cap: int, vocabulary: int
 
     Prompts are those of the quickstart's first step, 46 tokens with the model's template. Lengths are drawn from 3, 8,
     12, 20, 32 and 32 32nds of ``cap``: in the first steps of a quickstart the mean is 15 to 25 of 32 tokens, a sixth to
-    a half of the responses run into the cap, some are a bare number. The tokens are random: time does not depend on it.
+    a half of the responses run into the cap, some are a bare number. The tokens are random: of
+    what responses have in common only the prompt is computed once here, in training the words they begin with, too.
     """
     generator, samples = random.Random(0), []
     for place, k in ((place, k) for place in range(len(problems)) for k in range(group)):
@@ -149,17 +150,21 @@ def update(policy, samples: list[Sample], layout: str, budget: int) -> tuple[tor
     return logprobs_N, [p.grad for p in policy.parameters()], positions
 
 
-class EngineInbox(queue.Queue):
+def engine_inbox() -> queue.Queue:
     """The inbox of ``grpo.vllm_thread``, which also takes functions: the thread calls them while it waits for messages.
 
     So the script's own code is timed, and what it is compared with runs on the same engine in the same thread. Send a
     function only while no request runs.
     """
+    import utils
 
-    def get(self, *args: Any, **kwargs: Any) -> tuple:
-        while callable(item := super().get(*args, **kwargs)):
-            item()
-        return item
+    class EngineInbox(utils.Mailbox):
+        def get(self, *args: Any, **kwargs: Any) -> tuple:
+            while callable(item := super().get(*args, **kwargs)):
+                item()
+            return item
+
+    return EngineInbox()
 
 
 class Engine:
@@ -168,6 +173,8 @@ class Engine:
     def __init__(self, run: grpo.Args, dtype: torch.dtype, stop_ids: list[int]):
         import vllm
 
+        import utils
+
         build = vllm.LLM
 
         def build_and_note(**arguments: Any) -> vllm.LLM:
@@ -175,7 +182,7 @@ class Engine:
             return self.llm
 
         vllm.LLM = build_and_note  # in the thread the engine is a local variable, and llm.chat needs it
-        self.inbox, self.outbox = EngineInbox(), queue.Queue()
+        self.inbox, self.outbox = engine_inbox(), utils.Mailbox()
         arguments = (run, dtype, 0, 1, stop_ids, self.inbox, self.outbox)
         self.thread = threading.Thread(target=grpo.vllm_thread, args=arguments, daemon=True)
         self.thread.start()
@@ -250,14 +257,14 @@ def floors(model, samples: list[Sample], cap: int, flops: float, bandwidth: floa
 
     pairs = [(len(s.prompt_ids), len(s.response_ids)) for s in samples]
     every, once = [p for p, _ in pairs], [len(s.prompt_ids) for s in samples if s.sample_id == 0]
-    trained = sum(c for _, c in pairs)
+    trained, computed = sum(c for _, c in pairs), [(p, c - 1) for p, c in pairs]  # a last token predicts nothing
     decode_bytes = b * (n_b + n_h) * again * -(-len(samples) // slots)  # the weights, and next the caches
     decode_bytes += cache * sum(p * again + again**2 / 2 for p in every)
     decode_flops = forward([], [(p, again) for p in every], len(every) * again)
     return {
         "generate": forward(once, [], len(every)) / flops + max(decode_flops / flops, decode_bytes / bandwidth),
-        "shared": 3 * forward(once, pairs, trained) / flops,
-        "padded": 3 * forward(every, pairs, trained) / flops,
+        "shared": 3 * forward(once, computed, trained) / flops,
+        "padded": 3 * forward(every, computed, trained) / flops,
         "optimizer": (28 if b == 4 else 30) * n_all / bandwidth,
         "push": 2 * b * n_all / bandwidth,
     }

@@ -40,6 +40,6 @@ if __name__ == "__main__":
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        how = f"with exit code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
+        how = f"with exit code {code}" if code > 0 else f"by signal {-code} ({signal.strsignal(-code)})"
         print(f"rank {rank} ended first, {how}", flush=True)
         raise SystemExit(code if code > 0 else 128 - code) from None  # negative: minus the number of a signal

@@ -22,7 +22,7 @@ import pytest
 import torch
 from conftest import ROOT, read_jsonl, run_here, tiny_args
 from test_checkpoints import SMALL, engine_file, flip, folder_of, interrupted
-from test_interruptions import LONG, Run, command, logged, saved
+from test_interruptions import LONG, Run, command, logged, nothing_left, saved  # noqa: F401
 
 import grpo
 import runlog
@@ -461,7 +461,7 @@ def test_one_rank_is_killed(tiny, tmp_path):
     run.until(lambda: logged(tmp_path) >= 1)
     os.kill(run.ranks()[1], signal.SIGKILL)
     text = ended(run)
-    note("one of several ranks is killed", "SIGKILL", text, "ended first, by SIGKILL", ENDS)
+    note("one of several ranks is killed", "SIGKILL", text, "ended first, by signal 9 (Killed)", ENDS)
     observe("processes that are left over", "the same", "none, 10 seconds later", ENDS)
 
 

@@ -122,6 +122,20 @@ def test_more_ranks_than_samples(tiny_model):
     assert (gradient(tiny_model, samples, mbs) == 0).all()
 
 
+def test_an_idle_micro_batch_takes_nothing_back(monkeypatch):
+    """It may hold tokens that its own rank has computed: the values of two ranks still add up to one rank's."""
+    samples = make_samples(6, 1)
+    for sample, n in zip(samples, (46, 52, 23, 36, 40, 8), strict=True):
+        sample.prompt_ids, sample.response_ids = [sample.prompt_id + 3] * 10, list(range(10, 10 + n))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: None)
+    plan = [batches(samples, budget=95, rank=rank, world_size=2) for rank in range(2)]
+    idle = [(mb, mbs) for mbs in plan for mb in mbs if mb.scale == 0]
+    assert any(set(mb.tokens.tolist()) & {t for x in mbs if x.scale for t in x.tokens.tolist()} for mb, mbs in idle)
+    cutting = {"layout": "shared", "budget": 95, "world_size": 2, "dtype": torch.float32, "device": CPU}
+    parts = [utils.values(lambda mb: mb.tokens + 1.0, samples, [False] * 6, rank=r, **cutting)[0] for r in range(2)]
+    assert sum(parts).tolist() == list(range(1, 206))
+
+
 def test_budget_holds_and_rows_are_balanced():
     samples = make_samples(16, 8, seed=3)
     loads = []
