@@ -179,8 +179,14 @@ def fails(args, capfd, timeout: float = 30) -> str:
     return out + err
 
 
+@pytest.fixture(scope="session")
+def imported(tiny, tmp_path_factory):
+    """A run without a fault: the first one of a process imports DeepSpeed, which is not a fault's time."""
+    run_here(tiny_args(tiny, tmp_path_factory.mktemp("first"), total_steps=1, eval_prompts=0))
+
+
 @pytest.fixture
-def small(tiny, tmp_path):
+def small(tiny, tmp_path, imported):
     def make(**changes):
         return tiny_args(tiny, tmp_path / "runs", **{"eval_prompts": 0, "learning_rate": 1e-3, **changes})
 
