@@ -47,6 +47,7 @@ def note(fault: str, injection: str, text: str, words: str, run: str) -> None:
     lines = [line for line in text.splitlines() if words in line]
     assert lines, f"{fault}: no line has {words!r}\n{text[-3000:]}"
     line = re.sub(r"/tmp/[\w./+-]*/(?=[\w.+-]+)", "", lines[0].strip().replace(str(ROOT) + "/", ""))
+    line = re.sub(r"grpo__\S*?__seed=\d+", "runs/NAME", line)
     line = re.sub(r"process \d+ on \S+", "process 4711 on node3", line).replace("|", "\\|")
     line = line if len(line) <= 300 else line[:300] + " ..."
     RECORDED[fault] = f"| {fault} | {injection} | `{line.replace('`', chr(39))}` | {run} |"
