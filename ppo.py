@@ -29,6 +29,7 @@ import itertools
 import json
 import math
 import os
+import queue
 import random
 import threading
 from collections import Counter
@@ -699,7 +700,7 @@ def main(args: Args) -> None:
         model = utils.load_model(args, dtype, attention)
         stop_ids = utils.stop_token_ids(model, tokenizer)
         # The engine is built first: it measures free memory and changes global settings of torch while it is.
-        inbox, outbox = utils.Mailbox(), utils.Mailbox()
+        inbox, outbox = queue.Queue(), queue.Queue()
         rollout = vllm_thread if args.rollout == "vllm" else utils.hf_thread
         thread = threading.Thread(
             target=rollout, args=(args, dtype, rank, world_size, stop_ids, inbox, outbox), daemon=True, name="rollout"

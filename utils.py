@@ -7,7 +7,6 @@ different, N response tokens of a step, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import math
@@ -551,30 +550,6 @@ def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> N
 
 
 # ------------------------------------------------------------------------------------------- threads, ranks, statistics
-
-
-def _openmp_pause():
-    """GNU OpenMP's omp_pause_resource_all, of the copy that torch computes with; None where it has another OpenMP."""
-    torch_library = ctypes.CDLL(torch._C.__file__)  # its symbols are found in what it was linked against, too
-    if hasattr(torch_library, "kmp_get_blocktime"):  # LLVM's and Intel's
-        return None
-    return getattr(torch_library, "omp_pause_resource_all", None)
-
-
-class Mailbox(queue.Queue):
-    """A queue between threads that compute with OpenMP, one at a time: who waits lets go of its OpenMP threads.
-
-    With more of them alive than cores, GNU's runtime no longer lets them spin for a moment after a parallel region but
-    puts them to sleep: on two cores a decoding step then keeps 1.3 to 1.5 of them busy instead of 1.97. The next region
-    starts new ones.
-    """
-
-    _pause = staticmethod(_openmp_pause() or (lambda how: None))
-
-    def get(self, block: bool = True, timeout: float | None = None):
-        """As ``queue.Queue``'s."""
-        self._pause(1)  # omp_pause_soft
-        return super().get(block, timeout)
 
 
 class Watch:

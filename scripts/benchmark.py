@@ -150,21 +150,17 @@ def update(policy, samples: list[Sample], layout: str, budget: int) -> tuple[tor
     return logprobs_N, [p.grad for p in policy.parameters()], positions
 
 
-def engine_inbox() -> queue.Queue:
+class EngineInbox(queue.Queue):
     """The inbox of ``grpo.vllm_thread``, which also takes functions: the thread calls them while it waits for messages.
 
     So the script's own code is timed, and what it is compared with runs on the same engine in the same thread. Send a
     function only while no request runs.
     """
-    import utils
 
-    class EngineInbox(utils.Mailbox):
-        def get(self, *args: Any, **kwargs: Any) -> tuple:
-            while callable(item := super().get(*args, **kwargs)):
-                item()
-            return item
-
-    return EngineInbox()
+    def get(self, *args: Any, **kwargs: Any) -> tuple:
+        while callable(item := super().get(*args, **kwargs)):
+            item()
+        return item
 
 
 class Engine:
@@ -173,8 +169,6 @@ class Engine:
     def __init__(self, run: grpo.Args, dtype: torch.dtype, stop_ids: list[int]):
         import vllm
 
-        import utils
-
         build = vllm.LLM
 
         def build_and_note(**arguments: Any) -> vllm.LLM:
@@ -182,7 +176,7 @@ class Engine:
             return self.llm
 
         vllm.LLM = build_and_note  # in the thread the engine is a local variable, and llm.chat needs it
-        self.inbox, self.outbox = engine_inbox(), utils.Mailbox()
+        self.inbox, self.outbox = EngineInbox(), queue.Queue()
         arguments = (run, dtype, 0, 1, stop_ids, self.inbox, self.outbox)
         self.thread = threading.Thread(target=grpo.vllm_thread, args=arguments, daemon=True)
         self.thread.start()
