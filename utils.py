@@ -7,6 +7,7 @@ different, N response tokens of a step, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import math
@@ -583,7 +584,8 @@ class Watch:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self.ended.set()
-        self.store.set(f"process/{self.rank}", "")
+        with contextlib.suppress(RuntimeError):  # the store may have lived in a rank that is gone: nobody looks
+            self.store.set(f"process/{self.rank}", "")
         if error is not None and not isinstance(error, SystemExit):
             text = f"rank {self.rank} failed:\n{''.join(traceback.format_exception(error))}"
             if "OutOfMemoryError" in text:
