@@ -12,7 +12,7 @@ quickstart: setup
 	$(PYTHON_BIN) scripts/plot.py runs
 
 test: setup
-	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile $(ARGS)
+	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --max-worker-restart 0 $(ARGS)
 
 lint: setup
 	$(PYTHON_BIN) -m ruff check .

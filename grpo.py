@@ -545,8 +545,6 @@ def main(args: Args) -> None:
     runlog.prepare_environment()
     import torch
     import torch.distributed as dist
-    from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.utils import InitProcessGroupKwargs
     from transformers import AutoTokenizer
 
     import utils
@@ -571,10 +569,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         return
 
-    accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=utils.deepspeed_config(args, dtype, device.type == "cuda")),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="nccl" if device.type == "cuda" else "gloo")],
-    )
+    accelerator = utils.make_accelerator(args, dtype, device)
     with utils.Watch(args.stall_timeout) as watch:  # from here on, a failure on one rank ends all of them
         verifiers, weights = {p.verifier for p in [*problems, *eval_problems]}, parse_weights(args.reward_weights)
         pool = RewardPool(args.reward_workers, args.reward_timeout, verifiers, weights, args.allow_unsafe_code_exec)

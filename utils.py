@@ -116,6 +116,23 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
     return config
 
 
+def make_accelerator(args, dtype: torch.dtype, device: torch.device):
+    """accelerate's Accelerator, with DeepSpeed as ``args`` want it; the process group of all ranks stands afterwards.
+
+    DeepSpeed would compile an all-reduce for inference on CPUs here, which no training calls, and load it at every
+    start, beside a lock file that a killed process leaves behind: each later run would wait for it, without an end.
+    """
+    import deepspeed
+    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+
+    deepspeed.ops.__compatible_ops__ = {}  # of what it might compile; not a flag, but read for that all-reduce alone
+    cuda = device.type == "cuda"
+    return Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_config(args, dtype, cuda)),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="nccl" if cuda else "gloo")],
+    )
+
+
 def make_optimizer(parameters: Iterable[nn.Parameter], rate: float, args) -> torch.optim.Optimizer:
     """The optimizer that ``--optimizer`` names, at the learning rate ``rate``."""
     if args.optimizer == "sgd":

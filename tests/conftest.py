@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ import data  # noqa: E402
 import runlog  # noqa: E402
 
 runlog.prepare_environment()
+
+
+def pytest_collection_modifyitems(items):
+    """A test that hangs is ended with its process; pyproject.toml has its stacks printed before."""
+    for item in items:
+        item.add_marker(pytest.mark.timeout(1800 if item.get_closest_marker("slow") else 300, method="thread"))
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +152,13 @@ def run_here(args, script: str = "grpo") -> list[dict]:
     if torch.distributed.is_initialized():  # runs of one process share a board: what an earlier one failed of is over
         for key in ("failure", "reported"):
             torch.distributed.distributed_c10d._get_default_store().delete_key(key)
-    leave, os._exit = os._exit, lambda code: None  # a failing run leaves at once, and would take pytest along
+    leave = os._exit
+
+    def stay(code: int) -> None:  # a failing run leaves at once, and would take pytest along; a time-out may
+        if threading.current_thread().name.startswith("pytest_timeout"):
+            leave(code)
+
+    os._exit = stay
     try:
         module.main(args)
     finally:

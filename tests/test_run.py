@@ -340,6 +340,16 @@ def test_a_raising_verifier_ends_every_rank(tiny, tmp_path, ranks):
     assert not left, "processes are left"
 
 
+def test_a_lock_that_a_killed_process_left(tiny, tmp_path, monkeypatch):
+    """What DeepSpeed compiles it loads beside a lock file, on which all wait for ever: a run needs none of that."""
+    lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[1]))
+    code, text, _ = start(command(tiny, tmp_path / "runs", "--rollout", "hf"), timeout=90)
+    assert code == 0, text
+
+
 DEAD_THREAD = """
 import sys, time
 import runlog
