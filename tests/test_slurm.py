@@ -1,4 +1,4 @@
-"""scripts/submit.py on a real Slurm of one node, started here: run, preempt, requeue, finish."""
+"""scripts/submit.py on a real Slurm of one node, started here: run, preempt, requeue, resume, finish."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from test_checkpoints import record
+from test_interruptions import command, data_environment, finish
 
 TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "squeue")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -54,7 +56,8 @@ class Slurm:
 
     def __init__(self, folder: Path):
         self.folder, self.processes = folder, []
-        self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
+        self.env = {k: v for k, v in os.environ.items() if k not in data_environment()}
+        self.env |= {"OMP_NUM_THREADS": "1", "SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
         host = socket.gethostname().split(".")[0]
         for name in ("state", "spool"):
             (folder / name).mkdir()
@@ -79,9 +82,9 @@ class Slurm:
         f = self.folder
         munge = ["--foreground", "--force", f"--socket={f}/munge.socket", f"--key-file={f}/munge.key"]
         munge += [f"--{name}-file={f}/munge.{name}" for name in ("log", "pid", "seed")]
-        for command in (["munged", *munge], ["slurmctld", "-D", "-c"], ["slurmd", "-D"]):
-            log = open(f / f"{command[0]}.out", "w")  # noqa: SIM115
-            self.processes.append(subprocess.Popen(command, env=self.env, stdout=log, stderr=log))
+        for daemon in (["munged", *munge], ["slurmctld", "-D", "-c"], ["slurmd", "-D"]):
+            log = open(f / f"{daemon[0]}.out", "w")  # noqa: SIM115
+            self.processes.append(subprocess.Popen(daemon, env=self.env, stdout=log, stderr=log))
             time.sleep(1)
         deadline = time.monotonic() + 60
         while "idle" not in self.run("sinfo", "-h", "-o", "%T"):
@@ -158,6 +161,35 @@ def test_preempted_requeued_finished(slurm, tmp_path):
     assert [restart for _, restart, _ in starts] == ["0", "1"] and starts[0][2] == starts[1][2], log
     assert starts[1][0] == re.search(r"saved step (\d+)", log)[1]  # nothing lost, nothing done twice
     print(log)
+
+
+SLOWLY = """
+import time
+from rewards import Reward
+
+def slowly(response, truth, row):
+    time.sleep(0.5)
+    return Reward(float(len(response) % 2))
+"""
+
+
+def test_grpo_preempted(slurm, tiny, tmp_path):
+    """grpo.py itself, two steps, stopped in the first: afterwards every number is that of a run that was let alone."""
+    (tmp_path / "slowly.py").write_text(SLOWLY)
+    more = ["--total_steps", "2", "--beta", "0.1", "--reward_fn", f"{tmp_path}/slowly.py:slowly"]
+    finish(command(tiny, tmp_path / "straight", *more), tmp_path / "straight.log")
+    job = slurm.submit(tmp_path, "--run_dir", "parts", "--", *command(tiny, tmp_path / "parts", *more))
+    log = tmp_path / "parts" / f"slurm-{job}.out"
+    until(lambda: log.exists() and "eval after step 0" in log.read_text(), 120)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    now = slurm.wait(job, "COMPLETED", "FAILED")
+    text = log.read_text()
+    assert (now["JobState"], now["ExitCode"], now["Restarts"]) == ("COMPLETED", "0:0", "1"), text
+    assert "saving after this step" in text and "resuming after step 1" in text, text
+    expected, got = record(tmp_path / "straight" / "run"), record(tmp_path / "parts" / "run")
+    for key in expected:
+        assert got[key] == expected[key], key
+    print(text)
 
 
 @pytest.mark.parametrize("code, retries, restarts", [(3, 5, 0), (75, 0, 0), (75, 2, 2), (137, 5, 0)])
