@@ -1,10 +1,11 @@
 """Is the run of this command line finished? For sweeps: they skip what is.
 
-    python scripts/finished.py grpo.py --beta 0.03 --seed 2      exit code 0: finished, 1: not begun, 3: begun
+    python scripts/finished.py grpo.py --beta 0.03 --seed 2      exit code 0: finished, 3: leave it alone, 4: to be run
 
 Finished is judged by what only the end of a run writes: the last step in metrics.jsonl, the evaluation after it in
-eval.jsonl, and the weights in model/; and the run's arguments must be these. Says what it found on one line. Ends with
-2 for arguments that the script does not take.
+eval.jsonl, and the weights in model/; and the run's arguments must be these. What was begun is to be run, too, since it
+goes on where it was, unless a process is writing to it now, or the folder is another run's. Says what it found on one
+line. Ends with 2 for arguments that the script does not take; any other code is a failure of this program.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts a
 import data
 import runlog
 
-FINISHED, ABSENT, BEGUN = 0, 1, 3
+FINISHED, LEAVE, RUN = 0, 3, 4
 
 
 def state(args, defaults) -> tuple[int, str]:
-    """(FINISHED, ABSENT or BEGUN, in words) of the run that these arguments name."""
+    """(FINISHED, LEAVE or RUN, in words) of the run that these arguments name."""
     folder = Path(args.output_dir) / runlog.run_name(args, defaults)
     if not (folder / "config.json").is_file():
-        return ABSENT, f"not begun: {folder}"
+        return RUN, f"not begun: {folder}"
     theirs, ours = json.loads((folder / "config.json").read_text())["args"], json.loads(json.dumps(vars(args)))
     for name in ours:
         if name not in runlog.PRESENTATION and ours[name] != theirs.get(name):
-            return BEGUN, f"another run: {folder} has --{name} {theirs.get(name)}, not {ours[name]}"
+            return LEAVE, f"another run: {folder} has --{name} {theirs.get(name)}, not {ours[name]}"
     if lacks := runlog.unfinished(folder, args):
-        return BEGUN, f"begun: {folder} {lacks}"
+        if holder := runlog.lock_holder(folder):
+            return LEAVE, f"going on: {folder} {lacks} ({holder})"
+        return RUN, f"begun: {folder} {lacks}"
     return FINISHED, f"finished: {folder}"
 
 

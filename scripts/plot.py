@@ -239,6 +239,7 @@ def load_runs(paths: list[Path], where: list[str]) -> list[Run]:
         metrics = read(folder / "metrics.jsonl")
         if metrics and (folder / "config.json").exists():
             args = json.loads((folder / "config.json").read_text())["args"]
+            args = {k: tuple(v) if isinstance(v, list) else v for k, v in args.items()}  # values become keys
             runs.append(Run(folder, args, metrics, read(folder / "eval.jsonl")))
     if not runs:
         fail(f"no run with a config.json and a metrics.jsonl in {', '.join(map(str, paths))}")
@@ -282,8 +283,13 @@ def grouped(runs: list[Run], by: list[str]) -> dict[tuple, list[Run]]:
                 f"({members[0].folder.name}, {members[1].folder.name}, ...); add them to --by or --grid, or choose "
                 f"one with --where"
             )
-    order = lambda key: [(isinstance(v, str), v is not None and v) for v in key]  # noqa: E731
-    return dict(sorted(groups.items(), key=lambda item: order(item[0])))
+    return dict(sorted(groups.items(), key=lambda item: [order(v) for v in item[0]]))
+
+
+def order(value: object) -> tuple:
+    """What values of one argument are sorted by: None, numbers, then what is not a number as text."""
+    number = isinstance(value, (int, float))
+    return (value is not None, not number, value if number else str(value))
 
 
 def band(runs: list[Run], key: str, x: str) -> list[tuple[float, float, float, float]]:
@@ -296,7 +302,7 @@ def band(runs: list[Run], key: str, x: str) -> list[tuple[float, float, float, f
     for run in runs:
         xs, ys = run.curve(key, x)
         curves.append({a: y for a, y in zip(xs, ys, strict=True) if math.isfinite(y)})
-    if not all(curves):
+    if not curves or not all(curves):  # no such combination, or nothing logged
         return []
     if x == "time" and len(curves) > 1:
         import numpy as np
@@ -314,7 +320,7 @@ def draw_grid(runs: list[Run], by: list[str], grid: str | None, keys: list[str],
     """A row a metric, a column a value of ``grid``, a curve a group of ``by``: the same colour everywhere."""
     columns = grouped(runs, [*by, grid] if grid else by)
     values = list(dict.fromkeys(k[-1] for k in columns)) if grid else [None]
-    values.sort(key=lambda v: (isinstance(v, str), v))
+    values.sort(key=order)
     labels = list(dict.fromkeys(k[: len(by)] for k in columns))
     size = (max(5.5, 3.6 * len(values)), 2.6 * len(keys) + 1)
     figure, axes = plt.subplots(len(keys), len(values), figsize=size, sharey="row", sharex=True, squeeze=False)

@@ -136,6 +136,9 @@ finish() { # wait for $child, whatever happens meanwhile; its exit code
 }"""
 
 
+NODES_LEFT = ['        [ "$(cat "$RUN_DIR"/exit.* | wc -l)" -lt "$NUM_NODES" ] || break', "        sleep 1", "    done"]
+
+
 def job_script(
     job: Job,
     *,
@@ -144,20 +147,23 @@ def job_script(
     port: str | None = None,
     task: str | None = None,
     repeat: bool = True,
+    together: bool = False,
     ask: str = 'kill -TERM "$child" 2>/dev/null',
 ) -> str:
     """The script of one node. ``rank``, ``address``, ``port``, ``task`` are shell expressions of the backend.
 
     port: None finds a free one, which serves where there is a single node. task: the number of the command to run,
-    None for all in turn. repeat: start a command that ends with 75 again right here, where the backend cannot. ask:
-    how a request to stop reaches the command.
+    None for all in turn. repeat: start a command that ends with 75 again right here, where the backend cannot.
+    together: the backend ends all nodes when one has left with a code, so the nodes that saved wait for the others.
+    ask: how a request to stop reaches the command.
     """
     dirty = ", with uncommitted changes" if job.git.get("dirty") else ""
     lines = ["#!/usr/bin/env bash", f"# {job.run_id}: commit {job.git.get('commit', 'unknown')}{dirty}", "set -u"]
     if job.workdir is not None:
         lines.append(f"cd {shlex.quote(job.workdir)} || exit 1")
     suffix = "" if task is None else f"/task_{task}"
-    lines.append(f"export RUN_ID={job.run_id} RUN_DIR={shlex.quote(job.run_dir)}{suffix} WANDB_RESUME=allow")
+    folder = f"{job.mount[0][1].rstrip('/')}/{job.run_id}" if job.mount else job.run_dir  # the mount outlives the node
+    lines.append(f"export RUN_ID={job.run_id} RUN_DIR={shlex.quote(folder)}{suffix} WANDB_RESUME=allow")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.env]
     if job.processes > 1:
         if port is None:
@@ -187,7 +193,11 @@ def job_script(
         *(["        attempt=$((attempt + 1))"] * repeat),
         "    done",
         "}",
-        'leave() { echo "$1" >"$RUN_DIR/exit.${NODE_RANK:-0}"; exit "$1"; }',
+        "leave() {",
+        '    echo "$1" >"$RUN_DIR/exit.${NODE_RANK:-0}"',
+        *([f'    [ "$1" != 75 ] || for _ in {{1..{GRACE}}}; do', *NODES_LEFT] if together else []),
+        '    exit "$1"',
+        "}",
         "",
     ]
     runs = [f"run {i} {launched(command, job)} || leave $?" for i, command in enumerate(job.commands, 1)]
@@ -210,7 +220,8 @@ def to_yaml(value: Any, indent: int = 0) -> str:
         return "\n".join(f"{pad}{key}:{_item(item, indent)}" for key, item in value.items())
     if isinstance(value, list) and value:
         return "\n".join(f"{pad}-{_item(item, indent, nested=False)}" for item in value)
-    return f"{pad}{json.dumps(value, ensure_ascii=False)}"
+    text = json.dumps(value, ensure_ascii=False)  # YAML wants more escaped than JSON:
+    return pad + re.sub("[\x7f-\x9f\u2028\u2029\ufeff]", lambda m: f"\\u{ord(m[0]):04x}", text)
 
 
 def _item(item: Any, indent: int, nested: bool = True) -> str:
@@ -239,7 +250,8 @@ def slurm(job: Job) -> Plan:
     """sbatch: a batch script on the first node starts the node script everywhere, and requeues the job on 75.
 
     Slurm signals the batch script GRACE seconds before the end. SIGTERM to srun kills the step; scancel sends it to
-    every process of the step, so nobody passes it on (STOP_REACHES_ALL, for scripts/launch.py too).
+    every process of the step, so nobody passes it on (STOP_REACHES_ALL, for scripts/launch.py too). SIGTERM to the
+    batch script itself is a plain scancel, which is meant, or a preemption after which Slurm requeues by itself.
     """
     array = job.array_parallelism is not None
     multi = job.num_nodes > 1
@@ -250,6 +262,7 @@ def slurm(job: Job) -> Plan:
         port='"$MASTER_PORT"' if multi else None,
         task='"$SLURM_ARRAY_TASK_ID"' if array else None,
         repeat=False,
+        together=multi,
         ask=":",
     )
     run_dir = shlex.quote(job.run_dir) + ('/task_"$SLURM_ARRAY_TASK_ID"' if array else "")
@@ -260,18 +273,21 @@ def slurm(job: Job) -> Plan:
         lines.append('MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)')
         lines.append(f"MASTER_PORT=$({shlex.join([python_of(job), '-c', FREE_PORT])})")
         lines.append("export MASTER_ADDR MASTER_PORT")
+    # The last task of an array has the array's own number as SLURM_JOB_ID: that would mean all of them.
+    number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID' if array else '"$SLURM_JOB_ID'
     lines += [
-        "export STOP_REACHES_ALL=1",
-        WAIT.replace("@ASK@", 'scancel --signal=TERM "$SLURM_JOB_ID.0"'),
+        "export STOP_REACHES_ALL=1 cancelled=0",
+        WAIT.replace("@ASK@", f'scancel --signal=TERM {number}.0"'),
+        "trap '[ \"$stopping\" = 1 ] || cancelled=1; stopping=1 again=1; ask' TERM",
         'rm -f "$RUN_DIR"/exit.*',
         f"{shlex.join([*srun, 'bash', f'{job.run_dir}/job.sh'])} &",
         "child=$!",
         "finish",
         "code=$?",
         "# srun has the highest code of all nodes: 75 counts only if no node ended with another one.",
-        'if [ "$code" = 75 ] && ! cat "$RUN_DIR"/exit.* | grep -qvx 75 &&',
+        'if [ "$code" = 75 ] && [ "$cancelled" = 0 ] && ! cat "$RUN_DIR"/exit.* | grep -qvx 75 &&',
         f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_retries} ]; then',
-        '    scontrol requeue "$SLURM_JOB_ID"',
+        f'    scontrol requeue {number}"',
         "fi",
         'exit "$code"',
     ]
@@ -358,7 +374,9 @@ def skypilot(job: Job) -> Plan:
 def k8s_name(job: Job) -> str:
     """The run id as a DNS label: small letters, digits and -, at most 52 so that pods can add to it."""
     start, digest = job.run_id.rsplit("-", 1)
-    return f"{re.sub('[^a-z0-9]+', '-', start.lower()).strip('-')[:43].strip('-')}-{digest}"
+    start = re.sub("[^a-z0-9]+", "-", start.lower()).strip("-")
+    start = start if start[:1].isalpha() else f"job-{start}"  # the name of a Service begins with a letter
+    return f"{start[:43].strip('-')}-{digest}"
 
 
 def kubernetes(job: Job) -> Plan:
@@ -408,13 +426,14 @@ def kubernetes(job: Job) -> Plan:
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},  # evicted or preempted: not its fault
         {"action": "Count", "onExitCodes": {"operator": "In", "values": [75]}},
-        {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [75]}},
+        {"action": "FailIndex" if array else "FailJob", "onExitCodes": {"operator": "NotIn", "values": [75]}},
     ]
     spec = {
         "completions": completions,
         "parallelism": job.array_parallelism if array else completions,
         "completionMode": "Indexed",
-        "backoffLimit": job.max_retries * completions,  # every pod that ends with 75 counts
+        # Every pod that ends with 75 counts. Tasks of an array fail one by one, which Kubernetes knows since 1.29.
+        **({"backoffLimitPerIndex": job.max_retries} if array else {"backoffLimit": job.max_retries * completions}),
         "activeDeadlineSeconds": job.time,
         "podFailurePolicy": {"rules": rules},
         "template": {"metadata": {"labels": {"job": name}}, "spec": without_none(pod)},
@@ -641,7 +660,7 @@ def make_job(args: argparse.Namespace, commands: list[list[str]], environ: dict[
         run_dir=run_dir.rstrip("/"),
         submitted=time.strftime("%Y%m%d-%H%M%S"),
         commands=tuple(tuple(c) for c in commands),
-        git=git_state(),
+        git=git_state([word for command in commands for word in command]),
         workdir=args.workdir or (os.getcwd() if here else None),
         cluster=tuple(args.cluster),
         workspace=args.workspace,
@@ -676,20 +695,23 @@ def make_job(args: argparse.Namespace, commands: list[list[str]], environ: dict[
     return job
 
 
-def git_state() -> dict[str, Any]:
-    """Commit, whether tracked files differ from it, and how; empty outside a repository."""
+def git_state(words: list[str]) -> dict[str, Any]:
+    """Commit, and how tracked files differ from it, and files among ``words`` that are new; empty without git."""
 
-    def git(*words: str) -> str | None:
+    def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(["git", *words], capture_output=True, text=True, errors="replace")
+            done = subprocess.run(["git", *arguments], capture_output=True, text=True, errors="replace")
         except FileNotFoundError:
             return None
-        return done.stdout if done.returncode == 0 else None
+        return done.stdout if done.returncode in (0, 1) else None  # 1: a difference outside the index
 
-    commit = git("rev-parse", "HEAD")
-    if commit is None:
+    commit = git("rev-parse", "--verify", "HEAD")
+    if not commit:
         return {}
     diff = git("diff", "HEAD") or ""
+    for word in dict.fromkeys(w for w in words if w.endswith((".py", ".sh")) and Path(w).is_file()):
+        if git("ls-files", "--others", "--", word):
+            diff += git("diff", "--no-index", "--", "/dev/null", word) or ""
     return {"commit": commit.strip(), "dirty": bool(diff), "diff": diff}
 
 
@@ -768,6 +790,8 @@ def main(argv: list[str]) -> int:
         return 0
     write(plan)
     print(f"{job.run_id}: {job.run_dir}", file=sys.stderr, flush=True)
+    if "mount" in BACKENDS[job.backend][1] and not job.mount and job.max_retries > 0:
+        print("warning: no --mount: what a run saves is lost with its machine, and it begins anew", file=sys.stderr)
     for command in plan.commands:
         try:
             code = run_here(command) if job.backend == "local" else subprocess.run(command).returncode

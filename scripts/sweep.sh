@@ -1,9 +1,9 @@
 # Common to the sweeps: source it with their arguments, then call `run ARGUMENTS...` in loops.
 #   --seeds 1..5    or 1,3,8; other arguments go to every run
 #   RUN=...         what stands in front of every command: echo, or a submission that ends in --
-#   SCRIPT=grpo.py  PYTHON=.venv/bin/python
-# A finished run is skipped (scripts/finished.py says which are). One that was begun is left alone, since it may be
-# going on; --overwrite starts it again.
+#   SCRIPT=grpo.py  PYTHON=.venv/bin/python  OUTPUT_DIR=runs
+# A finished run is skipped, and one that is going on (scripts/finished.py says which are); one that was interrupted
+# goes on from its last checkpoint. --overwrite starts what is not finished anew.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -36,6 +36,9 @@ while (($#)); do
     esac
 done
 
+# Said outright, or a submitted run would lie in its job's folder, where neither this loop nor a plot looks for it.
+[[ " ${common[*]-} " == *" --output_dir"[=\ ]* ]] || common+=(--output_dir "${OUTPUT_DIR:-runs}")
+
 run() {
     local said state=0
     said=$("$PYTHON" scripts/finished.py "$SCRIPT" "$@" "${common[@]}") || state=$?
@@ -44,8 +47,8 @@ run() {
     elif ((state == 0 || (state == 3 && !overwrite))); then
         echo "skipped, $said"
         skipped=$((skipped + 1))
-    elif ((state != 1 && state != 3)); then
-        exit "$state"
+    elif ((state != 3 && state != 4)); then
+        exit "$state" # finished.py itself failed
     elif ${RUN:-} "$PYTHON" "$SCRIPT" "$@" "${common[@]}"; then # RUN is several words
         started=$((started + 1))
     else

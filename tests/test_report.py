@@ -105,6 +105,20 @@ def test_pictures(runs, tmp_path, suffix, start, x):
     assert output.read_bytes().startswith(start)
 
 
+def test_values_of_any_kind_are_columns_and_curves(runs, tmp_path):
+    """None beside numbers, and lists: --total_episodes where some runs count steps, --stop."""
+    names = [f for f in sorted(runs.iterdir()) if (f / "config.json").exists()]
+    for name, episodes, stop in zip(names, (None, 48, 96, 48), ([], ["a", "b"], ["a"], []), strict=True):
+        shutil.copytree(name, tmp_path / name.name)
+        config = json.loads((name / "config.json").read_text())
+        config["args"] |= {"total_episodes": episodes, "stop": stop, "learning_rate": 1e-3}
+        (tmp_path / name.name / "config.json").write_text(json.dumps(config))
+    out = call("plot.py", tmp_path, "--by", "stop", "--grid", "total_episodes", "--output", tmp_path / "p.svg")
+    comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "p.svg").read_text())
+    columns = [c.partition("total_episodes = ")[2] for c in comments if "total_episodes = " in c]
+    assert columns == ["None", "48", "96"] and "('a', 'b')" in out
+
+
 def test_one_run_as_before(runs, tmp_path):
     """The newest run of a folder, in words and as curves.png; a half written line is left for the next time."""
     copy = tmp_path / "runs" / "a"

@@ -192,6 +192,34 @@ def test_grpo_preempted(slurm, tiny, tmp_path):
     print(text)
 
 
+def test_cancelled_is_cancelled(slurm, tmp_path):
+    """A plain scancel: the program saves and leaves with 75 like any time, and the job does not come back."""
+    (tmp_path / "steps.py").write_text(PROGRAM)
+    job = slurm.submit(tmp_path, "--run_dir", "run", "--", sys.executable, "steps.py", "60", "0")
+    saved, log = tmp_path / "run" / "step", tmp_path / "run" / f"slurm-{job}.out"
+    until(lambda: saved.exists() and int(saved.read_text()) >= 1)
+    slurm.run("scancel", job)
+    now = slurm.wait(job, "CANCELLED", "COMPLETED", "FAILED")
+    time.sleep(3)
+    now = slurm.state(job)
+    assert (now["JobState"], now["Restarts"]) == ("CANCELLED", "0") and "saved step" in log.read_text()
+
+
+def test_one_task_of_an_array_is_requeued(slurm, tmp_path):
+    """The last one, whose job number is the array's: the others neither stop nor start again."""
+    (tmp_path / "steps.py").write_text(PROGRAM)
+    words = [w for steps in ("1", "8", "8") for w in ("--", sys.executable, "steps.py", steps, "0")]
+    array = slurm.submit(tmp_path, "--run_dir", "run", "--array_parallelism", "3", "--cpus", "1", *words)
+    saved = tmp_path / "run" / "task_2" / "step"
+    if os.cpu_count() < 3:  # they run two at a time: until the last has begun, the first has ended
+        slurm.wait(f"{array}_0", "COMPLETED", "FAILED")
+    until(lambda: saved.exists() and int(saved.read_text()) >= 2)
+    slurm.run("scancel", "--batch", "--signal=USR1", f"{array}_2")
+    until(lambda: slurm.state(f"{array}_2").get("Restarts") == "1")
+    ends = [slurm.wait(f"{array}_{task}", "COMPLETED", "FAILED", "CANCELLED") for task in (2, 1, 0)]
+    assert [(e["JobState"], e["Restarts"]) for e in ends] == [("COMPLETED", n) for n in "100"]
+
+
 @pytest.mark.parametrize("code, retries, restarts", [(3, 5, 0), (75, 0, 0), (75, 2, 2), (137, 5, 0)])
 def test_other_codes_and_the_limit(slurm, tmp_path, code, retries, restarts):
     """As many starts as requeues and one; a node whose script was killed (137) left no code, and is no 75 either."""

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -34,6 +35,7 @@ NASTY = [
         "tab\there",
         "-x",
         "%j ~ ;|&<>",
+        "\x7f\x85\u2028\ufeff",
     ),
     *(" leading", "trailing ", "\n", "EOF", "---", "carriage\rreturn", "a: b", "- item", "'\"'\"'", "$((1+1))"),
 ]
@@ -119,6 +121,70 @@ def test_words_arrive_in_array_tasks(backend, tmp_path):
     else:
         *_, batch = yaml.safe_load_all(plan.files[f"{job.run_dir}/job.yaml"])
         assert (batch["spec"]["completions"], batch["spec"]["parallelism"]) == (3, 2)
+        assert batch["spec"]["podFailurePolicy"]["rules"][-1]["action"] == "FailIndex"  # FailJob would end the others
+        assert (batch["spec"]["backoffLimitPerIndex"], batch["spec"].get("backoffLimit")) == (10, None)
+
+
+def test_nodes_that_saved_wait_for_the_others(tmp_path):
+    """srun ends all nodes when one has left: the first to be done stays until the second has saved, too."""
+    job = job_of("slurm", "--num_nodes 2", ["bash", "-c", "sleep $WAIT; exit $CODE"])
+    command, _ = script_of("slurm", submit.render(dataclasses.replace(job, workdir=None)))
+    (tmp_path / job.run_dir).mkdir(parents=True)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+    def nodes(*codes: int) -> list[subprocess.Popen]:
+        for left in (tmp_path / job.run_dir).glob("exit.*"):
+            left.unlink()
+        envs = [{"SLURM_NODEID": str(i), "WAIT": str(5 * i), "CODE": str(c)} for i, c in enumerate(codes)]
+        return [subprocess.Popen(command, cwd=tmp_path, env=os.environ | place | env) for env in envs]
+
+    first, second = nodes(75, 75)
+    while not (tmp_path / job.run_dir / "exit.0").exists():
+        assert first.poll() is None
+        time.sleep(0.05)
+    time.sleep(1.5)
+    assert first.poll() is None, "the second is still busy"
+    assert (first.wait(30), second.wait(30)) == (75, 75)
+    first, second = nodes(3, 75)  # a failure is told at once
+    assert first.wait(30) == 3 and second.poll() is None
+    assert second.wait(30) == 75
+
+
+@pytest.mark.parametrize("backend", ["skypilot", "kubernetes", "beaker"])
+def test_what_is_saved_outlives_the_machine(backend, tmp_path, monkeypatch, capsys):
+    """RUN_DIR lies on the first mount; without one, a restart would begin anew, and the submission says so."""
+    job = job_of(backend, EXAMPLES[backend])
+    assert f"RUN_DIR=/runs/{job.run_id} " in script_of(backend, submit.render(job))[0][-1]
+    monkeypatch.chdir(tmp_path)
+    tool = {"skypilot": "sky", "kubernetes": "kubectl", "beaker": "beaker"}[backend]
+    (tmp_path / tool).write_text("#!/bin/sh\n")
+    (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    start = ["--backend", backend, *needed(backend).split()]
+    for more, warns in (([], True), (["--max_retries", "0"], False), (["--mount", "a:/b"], False)):
+        assert submit.main([*start, *more, "--", "true"]) == 0
+        assert ("no --mount" in capsys.readouterr().err) == warns
+
+
+def test_a_service_has_a_name_that_kubernetes_takes():
+    for name in ("7b", "a" * 80, "x_Y.z", "9" * 60):
+        rendered = submit.k8s_name(job_of("kubernetes", f"--image y --name {name}"))
+        assert re.fullmatch("[a-z]([-a-z0-9]{0,50}[a-z0-9])?", rendered), rendered
+
+
+def test_a_copied_script_is_in_the_record(tmp_path, monkeypatch):
+    """Copy and edit: the new file is in no commit, and the patch has it."""
+    monkeypatch.chdir(tmp_path)
+    git = ["git", "-c", "user.name=me", "-c", "user.email=me@here"]
+    (tmp_path / "old.py").write_text("print(1)\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True, cwd=tmp_path)
+    assert submit.git_state(["python", "old.py"])["dirty"] is False
+    (tmp_path / "mine.py").write_text("print(2)\n")
+    (tmp_path / "other.py").write_text("print(3)\n")
+    state = submit.git_state(["python", "mine.py", "--x", "old.py", "/etc/none.py"])
+    assert state["dirty"] is True and "+print(2)" in state["diff"] and "print(3)" not in state["diff"]
+    assert submit.git_state(["python", "old.py"])["dirty"] is False
 
 
 def test_ray_would_take_the_words_of_either_rule():

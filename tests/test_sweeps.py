@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -59,9 +60,11 @@ def test_every_command_is_a_run_of_its_own(name, a_seed, tmp_path):
 
 
 def test_the_whole_grid_of_the_kl_sweep(tmp_path):
-    """4 estimators x 2 placements x 3 betas, and beta 0 once."""
+    """4 estimators x 2 placements x 3 betas, and once a beta that only has the KL measured."""
     code, commands, said = sweep("sweep_kl.sh", "--seeds", "1", "--output_dir", tmp_path, ESTIMATORS="", BETAS="")
     assert code == 0 and len(commands) == 4 * 2 * 3 + 1, said
+    betas = [float(c[c.index("--beta") + 1]) for c in commands]
+    assert [b for b in betas if b < 0.01] == [1e-9], "without a reference, the baseline would have no KL to compare"
 
 
 @pytest.mark.parametrize("seeds, found", [("1..3", [1, 2, 3]), ("4", [4]), ("3,1", [3, 1]), (None, [1, 2, 3])])
@@ -87,6 +90,29 @@ def test_bad_arguments_end_the_sweep(words, says):
 def test_a_failing_run_does_not_hold_up_the_others(tmp_path):
     code, _, said = sweep("sweep_lr.sh", "--seeds", "1", "--output_dir", tmp_path, RUN="false")
     assert code == 1 and "0 started, 0 skipped, 2 failed" in said
+
+
+def test_what_says_whether_a_run_is_finished_may_fail(tmp_path):
+    """Without tyro, say: the sweep ends, and does not take every run for one that was never begun."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    code, _, said = sweep("sweep_lr.sh", "--seeds", "1", "--output_dir", tmp_path, PYTHON=str(python))
+    assert code == 1 and "started" not in said
+
+
+def test_where_the_runs_lie(tmp_path):
+    """Said in every command: a submitted one would otherwise take its job's folder."""
+    for words, environment, expected in (
+        ([], {}, "runs"),
+        ([], {"OUTPUT_DIR": str(tmp_path)}, str(tmp_path)),
+        (["--output_dir", "here"], {}, "here"),
+    ):
+        _, commands, _ = sweep("sweep_lr.sh", "--seeds", "91", *words, LEARNING_RATES="1e-5", **environment)
+        (command,) = commands
+        assert command.count("--output_dir") == 1 and command[command.index("--output_dir") + 1] == expected
+    _, commands, _ = sweep("sweep_lr.sh", "--seeds", "91", "--output_dir=here", LEARNING_RATES="1e-5")
+    assert "--output_dir" not in commands[0]
 
 
 def test_in_front_of_every_command_stands_the_submission(tmp_path):
@@ -138,17 +164,19 @@ def half_a_line(path: Path) -> None:
         (lambda f: (f / "metrics.jsonl").unlink(), "is at step 0 of 2"),
     ],
 )
-def test_an_unfinished_run_is_left_alone_until_told(finished, tmp_path, spoil, says):
-    """By any one of what the end of a run writes; --overwrite starts it again."""
+def test_an_unfinished_run_goes_on(finished, tmp_path, spoil, says):
+    """By any one of what the end of a run writes; but not while a process writes to it."""
     folder, common = finished
     copy = tmp_path / folder.name
     shutil.copytree(folder, copy)
     spoil(copy)
     common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
-    _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
-    assert commands == [] and says in said
-    _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, "--overwrite", LEARNING_RATES="1e-5")
-    assert len(commands) == 1 and commands[0][-1] == "--overwrite"
+    _, commands, _ = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
+    assert len(commands) == 1 and "--overwrite" not in commands[0]
+    with open(copy / "lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
+    assert commands == [] and "skipped, going on" in said and says in said
 
 
 def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
@@ -162,6 +190,8 @@ def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
     common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
     _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
     assert commands == [] and "another run" in said and "--temperature 0.5, not 1.0" in said
+    _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, "--overwrite", LEARNING_RATES="1e-5")
+    assert len(commands) == 1 and commands[0][-1] == "--overwrite"
 
 
 # --------------------------------------------------------------------------------------- scripts/launch.py, real ranks
