@@ -5,6 +5,7 @@ Which checkpoint a run goes on from is decided earlier, without torch: runlog.op
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -181,35 +182,28 @@ class Checkpoints:
 
     def _enter(self, files: dict, partial: Path, path: Path) -> None:
         """Put a written file on the disk and in the manifest."""
-        _sync(path)
+        runlog.sync(path)
         files[str(path.relative_to(partial))] = (path.stat().st_size, runlog.file_digest(path))
 
     def _finish(self, files: dict, partial: Path, final: Path) -> None:
         """The manifest, then the name, then ``latest``: wherever this ends, one before is still whole."""
+        for log in self.log.folder.glob("*.jsonl"):  # a resume keeps their lines up to this step, and must find them
+            runlog.sync(log)
         runlog.write_whole(partial / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
-        _sync(partial)
+        runlog.sync(partial)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
-        _sync(self.folder)
+        runlog.sync(self.folder)
         runlog.write_whole(self.folder / "latest", final.name + "\n")
         kept = [path for _, path in runlog.saved_steps(self.log.folder)]
         scores = {}
         for path in kept:
-            score = json.loads((path / "state.json").read_text())["score"]
-            if score is not None:
-                scores[path] = score
+            with contextlib.suppress(OSError, ValueError, KeyError):  # an older one may be damaged: it has no score
+                scores[path] = json.loads((path / "state.json").read_text())["score"]
+        scores = {path: score for path, score in scores.items() if score is not None}
         best = max(scores, key=scores.get, default=None)  # the oldest of equal ones
         for path in kept[: -self.args.keep_checkpoints] if self.args.keep_checkpoints > 0 else ():
             if path != best:
                 path.rename(path.with_name(path.name + ".partial"))
         for path in self.folder.glob("step_*.partial"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import gc
 import glob
@@ -19,6 +20,7 @@ import math
 import os
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -340,6 +342,28 @@ def _kept(key: str) -> Path:
     return Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser() / "rlvr" / f"{key}.parquet"
 
 
+@contextlib.contextmanager
+def alone(lock: Path, words: str) -> Iterator[None]:
+    """Hold ``lock`` while no other process does, and say for whom one waits.
+
+    A record lock: it ends with the process in whatever way, is not inherited by a child, and holds over NFS. On a disk
+    without locks nobody waits: what is done twice then is done twice.
+    """
+    with open(lock, "a") as file:
+        for tenths in itertools.count():
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                if tenths % 100 == 20:
+                    print(f"{words}: waiting for the process that holds {lock}", flush=True)
+                time.sleep(0.1)
+            except OSError:
+                break
+            else:
+                break
+        yield
+
+
 def kept_table(key: str, texts: Callable[[], list[str]], function: Callable, kinds: dict[str, Any], words: str):
     """``function`` on batches of texts, by several processes and once only: then it is read from the cache.
 
@@ -350,7 +374,6 @@ def kept_table(key: str, texts: Callable[[], list[str]], function: Callable, kin
     path = _kept(key)
     if not path.exists():
         import datasets
-        from filelock import FileLock
 
         path.parent.mkdir(parents=True, exist_ok=True)
         watched = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
@@ -358,7 +381,7 @@ def kept_table(key: str, texts: Callable[[], list[str]], function: Callable, kin
         features = datasets.Features(
             {n: datasets.List(datasets.Value("int32")) if k == "ids" else datasets.Value(k) for n, k in kinds.items()}
         )
-        with FileLock(f"{path}.lock"):  # of several ranks one does it, and the others read
+        with alone(Path(f"{path}.lock"), words):  # of several ranks one does it, and the others read
             if not path.exists():
                 done = datasets.Dataset.from_dict({"text": texts()}).map(
                     lambda batch: function(batch["text"]),
@@ -369,8 +392,9 @@ def kept_table(key: str, texts: Callable[[], list[str]], function: Callable, kin
                     new_fingerprint=key,
                     desc=words,
                 )
-                done.to_parquet(path.with_suffix(".partial"))
-                path.with_suffix(".partial").rename(path)
+                beside = path.with_suffix(f".{os.getpid()}.partial")
+                done.to_parquet(beside)
+                beside.rename(path)
     return pyarrow.parquet.read_table(path)
 
 

@@ -603,7 +603,8 @@ def main(args: Args) -> None:
         adaptive = args.kl_controller == "adaptive"
         controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon) if adaptive else None
         clock = utils.Stopwatch()
-        log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start)
+        data_digest = runlog.data_digest(problems, eval_problems)
+        log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest)
         # What a step hands on to the next besides the parts below; position: prompts drawn so far.
         progress = SimpleNamespace(skipped_in_a_row=0, position=0)
         parts = {"policy": policy, "controller": controller, "progress": progress}

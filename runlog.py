@@ -23,6 +23,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ def listen_for_signals() -> None:
     it answers also while the main thread waits in a collective, where a handler in Python would not run. SIGUSR2 prints
     where every thread is. What was ignored from the start (nohup, a shell's background job) stays ignored.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by a launcher, whose end nothing else would tell this rank
+        die_with_parent()
     Stop.asked = Stop.training = False
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     ours, theirs = socket.socketpair()
@@ -82,6 +85,31 @@ def listen_for_signals() -> None:
             Stop.asked, first = True, now
 
     threading.Thread(target=listen, args=(ours, theirs), daemon=True, name="signals").start()
+
+
+class Fork:
+    """Children that a library forks (datasets' pool) neither listen for us nor outlive us.
+
+    They would have this process's wake-up pipe: a SIGTERM to one of them would read as one to the run.
+    """
+
+    by_main = False
+
+    @staticmethod
+    def before() -> None:
+        Fork.by_main = threading.current_thread() is threading.main_thread()
+
+    @staticmethod
+    def in_child() -> None:
+        signal.set_wakeup_fd(-1)
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, signal.SIG_DFL)
+        if Fork.by_main:  # "parent" is the thread that forked: of another one the child would die with that thread
+            die_with_parent()
+
+
+os.register_at_fork(before=Fork.before, after_in_child=Fork.in_child)
 
 
 def die_with_parent() -> None:
@@ -219,6 +247,15 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a small file so that a crash leaves the old text or the new one, never a part."""
     beside = path.with_name(path.name + ".partial")
@@ -280,6 +317,12 @@ def choose_checkpoint(folder: Path, args, world_size: int) -> Path | None:
             refuse(
                 f"{folder} holds {done} steps of this very run and saved none of them (--save_every 0, --save_minutes "
                 f"0); --overwrite starts it anew, --seed or --exp_name start another"
+            )
+        if start is None and (folder / "model").exists():
+            refuse(
+                f"{folder} holds {done} steps of this very run, ended, and no checkpoint to go on from (--save_every, "
+                f"--save_minutes); --overwrite starts it anew, --model_name_or_path {folder / 'model'} a run from its "
+                f"weights"
             )
         if start is None:
             if done > 0:
@@ -368,8 +411,6 @@ def prepare_environment() -> None:
     defaults |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by a launcher, whose end nothing else would tell this rank
-        die_with_parent()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -433,6 +474,15 @@ def explain_zeros(samples: list[Sample], problems: list[Problem], steps: int) ->
     return "\n".join([*lines, "  see --max_response_length, --verifier, --system_prompt"])
 
 
+def data_digest(*parts: Sequence[Problem]) -> str:
+    """What tells one set of rendered problems from another: up to a thousand of each part, evenly spaced."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for i in range(0, len(part), max(1, len(part) // 1000)):
+            digest.update(json.dumps([len(part), i, part[i].prompt_ids, part[i].truth]).encode())
+    return digest.hexdigest()
+
+
 class RunLog:
     """The files of a run (rank 0 writes, the others are silent), wandb, and the console.
 
@@ -440,7 +490,16 @@ class RunLog:
     left out and what is not finite is written as null.
     """
 
-    def __init__(self, folder: Path, args, world_size: int, total_steps: int, is_main: bool, start: Path | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        args,
+        world_size: int,
+        total_steps: int,
+        is_main: bool,
+        start: Path | None = None,
+        data: str = "",
+    ):
         self.folder, self.args, self.total, self.is_main, self.wandb = folder, args, total_steps, is_main, None
         self.zero_steps, self.first, self.wandb_id = 0, 0, None
         self.scores: dict[int, float | None] = {}  # step -> pass@1 of the evaluation after it
@@ -457,6 +516,13 @@ class RunLog:
                 if path.name != "lock":
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         state = json.loads((start / "state.json").read_text()) if start is not None else {}
+        config = folder / "config.json"
+        if start is not None and config.exists() and json.loads(config.read_text()).get("data", data) != data:
+            self.lock.close()
+            refuse(
+                f"{folder}: --dataset or --eval_dataset gives other problems than before. A file has changed, and with "
+                f"it the order and what is held out: bring it back, or start another run (--run_name, --exp_name)"
+            )
         self.first, self.wandb_id = state.get("step", 0), state.get("wandb_id")
         for file in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
             cut_back(folder / file, self.first if start is not None else -1)
@@ -471,6 +537,7 @@ class RunLog:
             "command": sys.argv,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "resumed_after": self.first,
+            "data": data,
             "git": git_state(),
             "versions": versions(),
         }
@@ -510,7 +577,8 @@ class RunLog:
         if self.wandb_id is not None:
             options |= {"id": self.wandb_id, "resume": "allow"}
         try:
-            self.wandb = wandb.init(**options, settings=wandb.Settings(init_timeout=20, silent=True))
+            settings = wandb.Settings(init_timeout=20, finish_timeout=30, silent=True)
+            self.wandb = wandb.init(**options, settings=settings)
         except Exception as error:  # no network, no key, a server error: tracking never stops a run
             print(f"warning: wandb is not reachable ({str(error).splitlines()[0]}); tracking offline in {self.folder}")
             self.wandb = wandb.init(**options, mode="offline", settings=wandb.Settings(silent=True))
@@ -523,7 +591,15 @@ class RunLog:
         with open(self.folder / file, "a") as f:
             f.write(json.dumps(_finite(record)) + "\n")
         if self.wandb is not None and file in ("metrics.jsonl", "eval.jsonl"):
-            self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+            self._track("log", {k: v for k, v in record.items() if k != "step"}, step=record["step"])
+
+    def _track(self, method: str, *arguments, **named) -> None:
+        """Tell wandb. Whatever becomes of it (its process killed, its server gone), the run goes on and is saved."""
+        try:
+            getattr(self.wandb, method)(*arguments, **named)
+        except Exception as error:
+            print(f"warning: wandb failed ({type(error).__name__}: {error}); no more tracking", flush=True)
+            self.wandb = None
 
     def evaluation(self, result: dict[str, Any]) -> bool:
         """One evaluation: to eval.jsonl and the console. True, on all ranks, where it is the best by --best_metric."""
@@ -620,7 +696,7 @@ class RunLog:
         if self.is_main and self.progress is not None:
             self.progress.stop()
         if self.wandb is not None:
-            self.wandb.finish()
+            self._track("finish")
         if self.is_main:
             self.lock.close()
 

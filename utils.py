@@ -22,6 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from data import Problem, Sample, refuse
 from kl_estimators import full_vocabulary_kl
+from runlog import sync
 
 # --------------------------------------------------------------------------------------------------- devices and models
 
@@ -42,6 +44,8 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     sdpa in bf16 (750 against 600 tokens/s, SmolLM2-135M); in fp32 neither was ahead at every micro-batch size.
     """
     cuda = torch.cuda.is_available()
+    if not cuda and args.vllm_tensor_parallel_size > 1:  # its shared memory has one name and outlives a killed run
+        refuse(f"--vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} needs GPUs; on CPUs leave it at 1")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if args.dtype == "auto":
         dtype = torch.bfloat16 if cuda or torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
@@ -127,9 +131,11 @@ def make_accelerator(args, dtype: torch.dtype, device: torch.device):
 
     deepspeed.ops.__compatible_ops__ = {}  # of what it might compile; not a flag, but read for that all-reduce alone
     cuda = device.type == "cuda"
+    # Ranks wait for one that verifies or writes for long; that it stands still is for Watch to say, which looks.
+    patience = timedelta(seconds=2 * args.stall_timeout or 86400)
     return Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_config(args, dtype, cuda)),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="nccl" if cuda else "gloo")],
+        kwargs_handlers=[InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=patience)],
     )
 
 
@@ -563,6 +569,8 @@ def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> N
     shutil.rmtree(beside, ignore_errors=True)
     policy.module.model.save_pretrained(beside, state_dict=dict(weights))
     tokenizer.save_pretrained(beside)
+    for path in beside.iterdir():
+        sync(path)
     shutil.rmtree(folder, ignore_errors=True)
     beside.rename(folder)
 

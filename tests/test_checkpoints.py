@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import random
 import resource
@@ -215,6 +216,44 @@ def test_without_any_checkpoint(stopped, tmp_path, capsys):
     args.save_every, args.save_minutes = 0, 0.0
     message = refusal(args, capsys)
     assert "holds 3 steps of this very run and saved none" in message and "--overwrite" in message
+
+
+def test_more_steps_for_a_run_that_kept_no_checkpoint(stopped, tmp_path, capsys):
+    """It has ended, and its weights are all there is: a new start in the same folder would throw them away."""
+    args = copy_of(stopped, tmp_path, total_steps=6)
+    shutil.rmtree(folder_of(args) / "checkpoints")
+    (folder_of(args) / "model").mkdir()
+    message = refusal(args, capsys)
+    assert "holds 3 steps of this very run, ended" in message and "--overwrite" in message and "/model" in message
+
+
+def test_other_problems_than_before(tiny, tmp_path, monkeypatch, capsys):
+    """A line more in the file, and other rows are held out: nothing goes on, and nothing is lost."""
+    rows = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(40)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = tiny_args(tiny, tmp_path / "runs", dataset=str(file), **SMALL)
+    folder = interrupted(args, monkeypatch, after=2)
+    with open(file, "a") as f:
+        f.write(json.dumps({"question": "40 + 1 =", "answer": "41"}) + "\n")
+    with pytest.raises(SystemExit) as end:
+        run_here(args)
+    assert end.value.code == 2 and "--dataset" in capsys.readouterr().err
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 2
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_here(args)
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 4
+
+
+def test_an_older_checkpoint_that_is_damaged(tiny, tmp_path, monkeypatch, capsys):
+    """Its score cannot be read: it is no reason not to save."""
+    args = tiny_args(tiny, tmp_path, **{**SMALL, "save_every": 1, "keep_checkpoints": 2})
+    folder = interrupted(args, monkeypatch, after=3)
+    state = folder / "checkpoints" / "step_000002" / "state.json"
+    state.write_text(state.read_text()[:50])
+    run_here(args)
+    assert "NO CHECKPOINT" not in capsys.readouterr().out
+    assert [step for step, _ in runlog.saved_steps(folder)] == [3, 4]
 
 
 def test_changed_arguments(stopped, tmp_path, capsys):

@@ -6,6 +6,7 @@ what was recorded; `make test ARGS="-m slow tests/test_faults.py"` makes it anew
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -411,6 +412,35 @@ def test_wandb_is_away(small, capfd, monkeypatch):
     observe("secrets in logs", "a key in the environment", "no file of the run has it", GOES_ON)
 
 
+def test_wandb_ends(tiny, tmp_path):
+    """Its process killed: by a batch system that signals every process of a job, or for want of memory."""
+    (tmp_path / "online.sh").write_text('WANDB_MODE=offline exec "$@"\n')
+    line = ["bash", str(tmp_path / "online.sh"), *command(tiny, tmp_path, *LONG, "--track")]
+    run = Run(line, tmp_path / "log")
+    run.until(lambda: logged(tmp_path) >= 1)
+    for pid in run.seen:
+        with contextlib.suppress(OSError):
+            if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGTERM)
+    run.until(lambda: "no more tracking" in run.text(), 60)
+    before = logged(tmp_path)
+    run.until(lambda: logged(tmp_path) > before)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.end(30) == 75 and saved(tmp_path) == logged(tmp_path)
+    note("wandb's process is killed", "SIGTERM to wandb-core", run.text(), "no more tracking", GOES_ON)
+
+
+def test_a_lock_that_a_killed_process_left(tiny, tmp_path):
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    line = ["env", f"TORCH_EXTENSIONS_DIR={tmp_path}", *command(tiny, tmp_path, "--total_steps", "1")]
+    run = Run(line, tmp_path / "log")
+    assert run.end(120) == 0, run.text()
+    injection = "the `lock` of an extension that DeepSpeed compiles"
+    note("a lock that a killed process left behind", injection, run.text(), "step 1/1", GOES_ON)
+
+
 def test_files_that_grow(small, capfd):
     args = small(num_samples_per_prompt_rollout=16, log_samples=4)
     goes_on(args, capfd)
@@ -526,4 +556,4 @@ def test_the_real_engine(tiny, tmp_path):
     note("the prefix cache outlives a push", "an engine that keeps it", ended(run, 120), "kept its prefix cache", ENDS)
 
 
-FAULTS = 56
+FAULTS = 58

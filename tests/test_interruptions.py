@@ -144,6 +144,38 @@ CASES = [("grpo", 1, "hf"), ("grpo", 2, "hf"), ("ppo", 1, "hf"), ("ppo", 2, "hf"
 CASES += [("grpo", 1, "vllm"), ("ppo", 2, "vllm")]
 
 
+FORKS = """
+import multiprocessing, os, sys, time
+import runlog
+
+def child(place):
+    open(place, "w").write(str(os.getpid()))
+    time.sleep(600)
+
+runlog.listen_for_signals()
+process = multiprocessing.get_context("fork").Process(target=child, args=(sys.argv[1],))
+process.start()
+process.join()
+print("the child ended by", process.exitcode, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_library_forks(tmp_path):
+    """The pool of `datasets`: a signal to a worker is not one to the run, and no worker outlives it."""
+    (tmp_path / "forks.py").write_text(FORKS)
+    for killed in ("child", "parent"):
+        place = tmp_path / killed
+        run = Run([sys.executable, str(tmp_path / "forks.py"), str(place)], tmp_path / f"{killed}.log")
+        run.until(lambda: place.exists() and place.read_text(), 30)  # noqa: B023
+        if killed == "child":
+            os.kill(int(place.read_text()), signal.SIGTERM)
+            run.until(lambda: "the child ended by -15" in run.text(), 10)  # noqa: B023
+            time.sleep(0.5)
+            assert run.process.poll() is None and "SIGTERM" not in run.text()
+        run.kill()  # and nothing is left over
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script, ranks, rollout", CASES)
 def test_killed_and_resumed_equals_straight(tiny, tmp_path, script, ranks, rollout):
