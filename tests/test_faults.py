@@ -6,7 +6,6 @@ what was recorded; `make test ARGS="-m slow tests/test_faults.py"` makes it anew
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -23,7 +22,7 @@ import pytest
 import torch
 from conftest import ROOT, read_jsonl, run_here, tiny_args
 from test_checkpoints import SMALL, engine_file, flip, folder_of, interrupted
-from test_interruptions import LONG, Run, command, logged, nothing_left, saved  # noqa: F401
+from test_interruptions import LONG, Run, alive, command, logged, nothing_left, saved  # noqa: F401
 
 import grpo
 import runlog
@@ -417,10 +416,10 @@ def test_wandb_ends(tiny, tmp_path):
     line = ["env", "WANDB_MODE=offline", *command(tiny, tmp_path, *LONG, "--track")]
     run = Run(line, tmp_path / "log")
     run.until(lambda: logged(tmp_path) >= 1)
-    for pid in run.seen:
-        with contextlib.suppress(OSError):
-            if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGTERM)
+    tracking = [pid for pid in run.seen if alive(pid) and b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert tracking
+    for pid in tracking:
+        os.kill(pid, signal.SIGTERM)
     run.until(lambda: "no more tracking" in run.text(), 60)
     before = logged(tmp_path)
     run.until(lambda: logged(tmp_path) > before)

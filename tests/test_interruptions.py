@@ -122,7 +122,7 @@ def nothing_left():
 
 def data_environment() -> set[str]:
     """What a run of this process set for itself and another one must find out anew."""
-    return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RUN_DIR", "RUN_ID"}
+    return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RUN_DIR", "RUN_ID", "WANDB_SERVICE"}
 
 
 def saved(out: Path) -> int:
