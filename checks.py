@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import rewards
@@ -211,6 +212,25 @@ def check_model(args, flag: str = "model_name_or_path") -> None:
     if flag == "model_name_or_path" and chat_template(args) is None and not own:
         known = ", ".join(CHAT_TEMPLATES)
         refuse(f"--chat_template: the tokenizer of {name} has none of its own; give a file or one of {known}")
+
+
+def check_disk(args) -> None:
+    """Refuse a disk that cannot take the trained weights: better in the first second than after the last step.
+
+    Counts model/ and best/ at the size of the given weights (safetensors of a local folder; a hub id says nothing yet).
+    Checkpoints are left out: with several ranks each node may have a disk of its own.
+    """
+    weights = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
+    wanted = weights * (2 if args.best_metric is not None else 1)
+    place = Path(args.output_dir).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < wanted:
+        refuse(
+            f"--output_dir {args.output_dir}: {free / 2**30:.1f} GiB free there, the trained weights alone take "
+            f"{wanted / 2**30:.1f}; make room or name another folder"
+        )
 
 
 def check_reward_model(name: str) -> None:

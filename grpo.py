@@ -534,6 +534,7 @@ def main(args: Args) -> None:
     checks.check_args(args, world_size)
     check_args(args)
     checks.check_model(args)
+    checks.check_disk(args)
     problems, eval_problems = data.load_problems(args)
     folder, start = runlog.open_run(args, Args(), world_size)
     prompts, group = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout

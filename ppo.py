@@ -648,6 +648,7 @@ def main(args: Args) -> None:
     check_args(args)
     checks.check_critic_args(args)
     checks.check_model(args)
+    checks.check_disk(args)
     critic_args = replace(args, learning_rate=args.critic_learning_rate)
     if args.value_model_name_or_path is not None:
         checks.check_model(args, "value_model_name_or_path")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -228,6 +229,21 @@ def earlier_run(place: Path, changes: dict) -> None:
     args = arguments(place, changes)
     folder, _ = runlog.open_run(args, Args())
     runlog.RunLog(folder, args, 1, args.total_steps, True).close()
+
+
+def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
+    """Weights larger than what is free (a hole in a file takes no room); with a best/ too, twice the weights."""
+    model = shutil.copytree(place / "model", tmp_path / "model")
+    free = shutil.disk_usage(tmp_path).free
+    for size, changes in ((free + 2**30, {}), (free // 2 + 2**30, {"best_metric": "eval/pass@1"})):
+        os.truncate(model / "model.safetensors", size)
+        args = arguments(place, {"model_name_or_path": str(model), "output_dir": str(tmp_path / "runs/new"), **changes})
+        message = refusal(args, capsys)
+        for word in ("--output_dir", "GiB free", "make room"):
+            assert word in message
+        assert not (tmp_path / "runs").exists()
+    with pytest.raises(AssertionError, match="went on"):
+        grpo.main(arguments(place, {"model_name_or_path": str(model)}))
 
 
 def test_folder_of_another_run(place, nothing_is_loaded, capsys):
