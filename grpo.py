@@ -35,11 +35,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Literal
 
-import checks
-import data
-import runlog
-from data import Problem, Sample
-from rewards import RewardModel, RewardPool, parse_weights, shape_reward
+from rewards import RewardModel, RewardPool, check_reward_args, parse_weights, shape_reward, truth_error
+from runtime import data, flags, process, rundir, runlog
+from runtime.records import Problem, Sample
 
 
 @dataclass
@@ -310,7 +308,7 @@ class Args:
 
 
 def check_args(args: Args) -> None:
-    """Refuse what GRPO cannot do, or what would not mean what it says. checks.check_args has what all scripts share."""
+    """Refuse what GRPO cannot do, or what would not mean what it says. flags.check_args has what all scripts share."""
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     referee, adaptive = args.beta > 0 and args.kl_placement != "none", args.kl_controller == "adaptive"
     for wrong, message in (
@@ -341,7 +339,7 @@ def check_args(args: Args) -> None:
         ),
     ):
         if wrong:
-            data.refuse(message)
+            process.refuse(message)
 
 
 # ------------------------------------------------------------------------------------------- the algorithm's arithmetic
@@ -529,28 +527,30 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
 def main(args: Args) -> None:
     # Whatever can be refused is refused here, before torch is imported.
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    runlog.listen_for_signals()
-    checks.check_launch(world_size)
-    checks.check_args(args, world_size)
+    process.listen_for_signals()
+    flags.check_launch(world_size)
+    flags.check_args(args, world_size)
+    check_reward_args(args)
     check_args(args)
-    checks.check_model(args)
-    checks.check_disk(args)
-    problems, eval_problems = data.load_problems(args)
-    folder, start = runlog.open_run(args, Args(), world_size)
+    flags.check_model(args)
+    flags.check_disk(args)
+    problems, eval_problems = data.load_problems(args, truth_error)
+    folder, start = rundir.open_run(args, Args(), world_size)
     prompts, group = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
     total_steps = args.total_steps if args.total_episodes is None else args.total_episodes // (prompts * group)
     updates = args.num_epochs * args.num_mini_batches  # optimizer steps on each batch
     beta = args.beta if args.kl_placement != "none" else 0.0
     kl_in_reward = beta > 0 and args.kl_placement in ("reward", "both")
 
-    runlog.prepare_environment()
+    process.prepare_environment()
     import torch
     import torch.distributed as dist
     from transformers import AutoTokenizer
 
     import utils
-    from checkpoints import Checkpoints
     from kl_estimators import AdaptiveKLController, kl_reward, kl_setting_message, kl_values
+    from runtime import batching, watchdog
+    from runtime.checkpoints import Checkpoints
 
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
@@ -571,7 +571,7 @@ def main(args: Args) -> None:
         return
 
     accelerator = utils.make_accelerator(args, dtype, device)
-    with utils.Watch(args.stall_timeout) as watch:  # from here on, a failure on one rank ends all of them
+    with watchdog.Watch(args.stall_timeout) as watch:  # from here on, a failure on one rank ends all of them
         verifiers, weights = {p.verifier for p in [*problems, *eval_problems]}, parse_weights(args.reward_weights)
         pool = RewardPool(args.reward_workers, args.reward_timeout, verifiers, weights, args.allow_unsafe_code_exec)
         model = utils.load_model(args, dtype, attention)
@@ -604,13 +604,13 @@ def main(args: Args) -> None:
         adaptive = args.kl_controller == "adaptive"
         controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon) if adaptive else None
         clock = utils.Stopwatch()
-        data_digest = runlog.data_digest(problems, eval_problems)
+        data_digest = rundir.data_digest(problems, eval_problems)
         log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest)
         # What a step hands on to the next besides the parts below; position: prompts drawn so far.
         progress = SimpleNamespace(skipped_in_a_row=0, position=0)
         parts = {"policy": policy, "controller": controller, "progress": progress}
         parts["reference"] = reference if args.ref_policy_update_freq > 0 else None
-        checkpoints = Checkpoints(log, args, tokenizer, clock, parts)
+        checkpoints = Checkpoints(log, args, tokenizer, clock, parts, utils.save_model)
         restored = checkpoints.load(start)  # the step after which it was saved; 0 in a new run
         sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
         sampling |= {"max_tokens": args.max_response_length, "stop": list(args.stop), "ignore_eos": args.ignore_eos}
@@ -693,7 +693,7 @@ def main(args: Args) -> None:
             if args.vllm_enable_sleep_mode:
                 inbox.put(("sleep",))
                 watch.receive(outbox, thread, args.rollout_timeout, "sleep of the engine")
-            offsets = utils.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
+            offsets = batching.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
             rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
             zero_std_P = rewards_PG.amax(1) == rewards_PG.amin(1)
             counted = [
@@ -714,7 +714,9 @@ def main(args: Args) -> None:
                 if trained and (beta > 0 or updates > 1):
                     if reference is not None:
                         reference.to(device)
-                    for mb in utils.micro_batches(samples, trained, budget=args.logprob_micro_batch_tokens, **layout):
+                    for mb in batching.micro_batches(
+                        samples, trained, budget=args.logprob_micro_batch_tokens, **layout
+                    ):
                         if updates > 1 or kl_in_reward:
                             old_T, _, full_kl_T = policy(mb, full_reference)
                             old_N[mb.tokens] += old_T * mb.scale
@@ -723,7 +725,7 @@ def main(args: Args) -> None:
                         if reference is not None:
                             ref_N[mb.tokens] += reference(mb)[0] * mb.scale
                     few = trained[: args.kl_full_samples] if reference is not None else []
-                    for mb in utils.micro_batches(samples, few, budget=args.logprob_micro_batch_tokens, **layout):
+                    for mb in batching.micro_batches(samples, few, budget=args.logprob_micro_batch_tokens, **layout):
                         full_kl_T = policy(mb, reference)[2] * mb.scale
                         exact_kl += torch.stack([full_kl_T.sum(), mb.scale * torch.ones_like(full_kl_T).sum()])
                     for x in (old_N, ref_N, full_kl_N, exact_kl):  # every token was computed on one rank
@@ -767,7 +769,7 @@ def main(args: Args) -> None:
                         continue
                     weights_N = loss_weights(samples, [i for i in counted if samples[i].prompt_id in members], args)
                     weights_N = weights_N.to(device)
-                    micro_batches = utils.micro_batches(samples, indices, budget=args.micro_batch_tokens, **layout)
+                    micro_batches = batching.micro_batches(samples, indices, budget=args.micro_batch_tokens, **layout)
                     stats = utils.TokenStats(device)
                     for mb in micro_batches:
                         logprobs_T, entropy_T, full_kl_T = policy(mb, full_reference, args.entropy_coeff != 0)

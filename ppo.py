@@ -37,11 +37,9 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Literal
 
-import checks
-import data
-import runlog
-from data import Problem, Sample
-from rewards import RewardModel, RewardPool, parse_weights, shape_reward
+from rewards import RewardModel, RewardPool, check_reward_args, parse_weights, shape_reward, truth_error
+from runtime import data, flags, process, rundir, runlog
+from runtime.records import Problem, Sample
 
 
 @dataclass
@@ -352,7 +350,7 @@ class Args:
 
 
 def check_args(args: Args) -> None:
-    """Refuse what PPO cannot do, or what would not mean what it says. checks.check_args has what all scripts share."""
+    """Refuse what PPO cannot do, or what would not mean what it says. flags.check_args has what all scripts share."""
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     referee, adaptive = args.beta > 0 and args.kl_placement != "none", args.kl_controller == "adaptive"
     for wrong, message in (
@@ -378,7 +376,7 @@ def check_args(args: Args) -> None:
         ),
     ):
         if wrong:
-            data.refuse(message)
+            process.refuse(message)
 
 
 # ------------------------------------------------------------------------------------------- the algorithm's arithmetic
@@ -642,19 +640,20 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
 def main(args: Args) -> None:
     # Whatever can be refused is refused here, before torch is imported.
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    runlog.listen_for_signals()
-    checks.check_launch(world_size)
-    checks.check_args(args, world_size)
+    process.listen_for_signals()
+    flags.check_launch(world_size)
+    flags.check_args(args, world_size)
+    check_reward_args(args)
     check_args(args)
-    checks.check_critic_args(args)
-    checks.check_model(args)
-    checks.check_disk(args)
+    flags.check_critic_args(args)
+    flags.check_model(args)
+    flags.check_disk(args)
     critic_args = replace(args, learning_rate=args.critic_learning_rate)
     if args.value_model_name_or_path is not None:
-        checks.check_model(args, "value_model_name_or_path")
+        flags.check_model(args, "value_model_name_or_path")
         critic_args = replace(critic_args, model_name_or_path=args.value_model_name_or_path, revision=None)
-    problems, eval_problems = data.load_problems(args)
-    folder, start = runlog.open_run(args, Args(), world_size)
+    problems, eval_problems = data.load_problems(args, truth_error)
+    folder, start = rundir.open_run(args, Args(), world_size)
     prompts, group = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
     total_steps = args.total_steps if args.total_episodes is None else args.total_episodes // (prompts * group)
     sampled = args.generation_size or group
@@ -662,15 +661,16 @@ def main(args: Args) -> None:
     beta = args.beta if args.kl_placement != "none" else 0.0
     kl_in_reward = beta > 0 and args.kl_placement in ("reward", "both")
 
-    runlog.prepare_environment()
+    process.prepare_environment()
     import torch
     import torch.distributed as dist
     from accelerate.utils import DeepSpeedEngineWrapper
     from transformers import AutoTokenizer
 
     import utils
-    from checkpoints import Checkpoints
     from kl_estimators import AdaptiveKLController, kl_reward, kl_setting_message, kl_values
+    from runtime import batching, watchdog
+    from runtime.checkpoints import Checkpoints
 
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
@@ -685,13 +685,15 @@ def main(args: Args) -> None:
     if beta > 0 and args.filter_zero_std_samples:
         warnings.append("KL: --filter_zero_std_samples leaves groups of equal reward without a pull to the reference")
     if rank == 0:
-        runlog.print_header(args, folder, problems, tokenizer, total_steps, world_size, f"{device.type} {dtype}")
+        runlog.print_header(
+            args, folder, problems, tokenizer, total_steps, world_size, f"{device.type} {dtype}", flags.has_critic(args)
+        )
         print("\n".join([meaning, *(f"warning: {line}" for line in warnings)]), flush=True)
     if args.dry_run:
         return
 
     accelerator = utils.make_accelerator(args, dtype, device)
-    with utils.Watch(args.stall_timeout) as watch:  # from here on, a failure on one rank ends all of them
+    with watchdog.Watch(args.stall_timeout) as watch:  # from here on, a failure on one rank ends all of them
         verifiers, weights = {p.verifier for p in [*problems, *eval_problems]}, parse_weights(args.reward_weights)
         pool = RewardPool(args.reward_workers, args.reward_timeout, verifiers, weights, args.allow_unsafe_code_exec)
         model = utils.load_model(args, dtype, attention)
@@ -720,14 +722,14 @@ def main(args: Args) -> None:
         optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
         policy, optimizer = accelerator.prepare(policy, optimizer)
         critic, normaliser = None, ValueNormaliser(args.value_norm, args.value_norm_beta, args.value_norm_eps)
-        if checks.has_critic(args):
+        if flags.has_critic(args):
             critic = utils.make_critic(critic_args, dtype, device, attention, model.config.get_text_config().vocab_size)
         name = args.reward_model_name_or_path
         scorer = RewardModel(name, args.logprob_micro_batch_tokens, device, dtype) if name is not None else None
         adaptive = args.kl_controller == "adaptive"
         controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon) if adaptive else None
         clock = utils.Stopwatch()
-        data_digest = runlog.data_digest(problems, eval_problems)
+        data_digest = rundir.data_digest(problems, eval_problems)
         log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest)
         # What a step hands on to the next besides the parts below; position: prompts drawn so far.
         progress = SimpleNamespace(skipped_in_a_row=0, position=0)
@@ -735,7 +737,7 @@ def main(args: Args) -> None:
         parts = {"policy": policy, "controller": controller, "progress": progress}
         parts |= {"critic": critic, "normaliser": normaliser}
         parts["reference"] = reference if args.ref_policy_update_freq > 0 else None
-        checkpoints = Checkpoints(log, args, tokenizer, clock, parts)
+        checkpoints = Checkpoints(log, args, tokenizer, clock, parts, utils.save_model)
         restored = checkpoints.load(start)  # the step after which it was saved; 0 in a new run
         sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
         sampling |= {"max_tokens": args.max_response_length, "stop": list(args.stop), "ignore_eos": args.ignore_eos}
@@ -830,7 +832,7 @@ def main(args: Args) -> None:
             if args.vllm_enable_sleep_mode:
                 inbox.put(("sleep",))
                 watch.receive(outbox, thread, args.rollout_timeout, "sleep of the engine")
-            offsets = utils.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
+            offsets = batching.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
             rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
             zero_std_P = rewards_PG.amax(1) == rewards_PG.amin(1)
             counted = [
@@ -852,7 +854,7 @@ def main(args: Args) -> None:
                 if known and (beta > 0 or updates > 1):
                     if reference is not None:
                         reference.to(device)
-                    for mb in utils.micro_batches(samples, known, budget=args.logprob_micro_batch_tokens, **layout):
+                    for mb in batching.micro_batches(samples, known, budget=args.logprob_micro_batch_tokens, **layout):
                         if updates > 1 or kl_in_reward:
                             old_T, _, full_kl_T = policy(mb, full_reference)
                             old_N[mb.tokens] += old_T * mb.scale
@@ -861,7 +863,7 @@ def main(args: Args) -> None:
                         if reference is not None:
                             ref_N[mb.tokens] += reference(mb)[0] * mb.scale
                     few = trained[: args.kl_full_samples] if reference is not None else []
-                    for mb in utils.micro_batches(samples, few, budget=args.logprob_micro_batch_tokens, **layout):
+                    for mb in batching.micro_batches(samples, few, budget=args.logprob_micro_batch_tokens, **layout):
                         full_kl_T = policy(mb, reference)[2] * mb.scale
                         exact_kl += torch.stack([full_kl_T.sum(), mb.scale * torch.ones_like(full_kl_T).sum()])
                     for x in (old_N, ref_N, full_kl_N, exact_kl):  # every token was computed on one rank
@@ -942,7 +944,7 @@ def main(args: Args) -> None:
                     if critic is not None:
                         own = [i for i in taught if samples[i].prompt_id in members]
                         weights_N = loss_weights(samples, own, args).to(device)
-                        micro_batches = utils.micro_batches(samples, own, budget=args.micro_batch_tokens, **layout)
+                        micro_batches = batching.micro_batches(samples, own, budget=args.micro_batch_tokens, **layout)
                         for parameter_group in critic.optimizer.param_groups:
                             parameter_group["lr"] = critic_lr
                         stats = utils.TokenStats(device)
@@ -967,7 +969,7 @@ def main(args: Args) -> None:
                         continue
                     weights_N = loss_weights(samples, [i for i in counted if samples[i].prompt_id in members], args)
                     weights_N = weights_N.to(device)
-                    micro_batches = utils.micro_batches(samples, indices, budget=args.micro_batch_tokens, **layout)
+                    micro_batches = batching.micro_batches(samples, indices, budget=args.micro_batch_tokens, **layout)
                     stats = utils.TokenStats(device)
                     for mb in micro_batches:
                         logprobs_T, entropy_T, full_kl_T = policy(mb, full_reference, args.entropy_coeff != 0)

@@ -33,8 +33,9 @@ from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
-import sandbox
-from sandbox import Sandbox
+from runtime import process, sandbox
+from runtime.process import refuse
+from runtime.sandbox import Sandbox
 
 
 @dataclass(frozen=True)
@@ -436,6 +437,9 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     return found
 
 
+_find_once = functools.lru_cache(find_verifier)
+
+
 def names_of(verifier: str) -> list[str]:
     """The verifiers of a row: one name, or several with commas between."""
     return [name.strip() for name in verifier.split(",")]
@@ -479,6 +483,7 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
     """
     for name in names_of(verifier):
         if name not in VERIFIERS:
+            _find_once(name)
             continue  # yours may take anything
         said = truth if name == "math" and last_boxed(truth) else SAY_THE_TRUTH.get(name, "").format(truth)
         try:
@@ -490,6 +495,25 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
     return ""
 
 
+def check_reward_args(args) -> None:
+    """Refuse verifiers that do not exist and weights that mean nothing: exit code 2."""
+    for flag in ("verifier", "reward_fn"):
+        for name in names_of(getattr(args, flag) or "exact"):
+            try:
+                find_verifier(name)
+            except ValueError as error:
+                refuse(f"--{flag}: {error}")
+    try:
+        weights = parse_weights(args.reward_weights)
+    except ValueError as error:
+        refuse(f"--reward_weights: {error}; for example --reward_weights math=1 format=0.1")
+    named = {*VERIFIERS, *names_of(args.reward_fn or args.verifier or "exact"), "reward_model"}
+    if unknown := [name for name in weights if name not in named and ":" not in name]:
+        refuse(f"--reward_weights: no verifier {unknown[0]!r}; known: {', '.join(VERIFIERS)}, reward_model")
+    if weights.get("reward_model", 1.0) is None:
+        refuse("--reward_weights reward_model=gate: its score has no scale on which 1 is right; gate by a verifier")
+
+
 # ------------------------------------------------------------------------------------------------ the worker processes
 
 WORKER_MEMORY = 4 * 2**30  # bytes of address space
@@ -499,9 +523,7 @@ def _start_worker(verifiers: list[str], unsafe: bool) -> None:
     """In a new worker: its memory limit, and what takes long to import, so that no sample's time pays for it."""
     import resource
 
-    import runlog
-
-    runlog.live_for_parent()
+    process.live_for_parent()
     sandbox.allow_unsafe = unsafe
     sys.set_int_max_str_digits(0)  # what takes too long is killed; an exception here would be taken for a bug
     if "math" in verifiers:

@@ -7,21 +7,15 @@ different, N response tokens of a step, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import json
 import math
 import os
-import queue
 import random
 import shutil
-import sys
-import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,11 +23,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from data import Problem, Sample, refuse
 from kl_estimators import full_vocabulary_kl
-from runlog import sync
-
-# --------------------------------------------------------------------------------------------------- devices and models
+from runtime.batching import MicroBatch, micro_batches, token_offsets
+from runtime.process import refuse, sync
+from runtime.records import Problem, Sample
+from runtime.watchdog import Watch
 
 
 def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
@@ -167,193 +161,6 @@ def learning_rate(optimizer_step: int, total: int, args) -> float:
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }[args.lr_scheduler_type]
     return args.learning_rate * (args.lr_min_ratio + (1.0 - args.lr_min_ratio) * factor)
-
-
-# -------------------------------------------------------------------------------------------------- rows, micro-batches
-
-
-@dataclass
-class MicroBatch:
-    """Rows for one forward pass, and where in them the response tokens are.
-
-    ``predict`` and ``targets`` describe U different tokens, of which the T tokens of the samples are copies: a token
-    after the same tokens is computed once. ``tokens`` holds, for each of the T, its place among the N
-    tokens of the step: per-token arrays (advantages, old log-probs, weights) are kept flat, [N], and indexed with it.
-    ``scale`` is 0 for a batch that only keeps a rank in step with the others, else 1. Add to such arrays, do not set
-    them: that batch may hold tokens that this rank has computed already.
-    """
-
-    input_ids: torch.Tensor  # [B, S]
-    position_ids: torch.Tensor  # [B, S]
-    attention_mask: torch.Tensor | None  # [B, 1, S, S] additive, [B, S], or None for one packed row
-    predict: torch.Tensor  # [U] place in B*S whose logits predict the token
-    targets: torch.Tensor  # [U] the token
-    copies: torch.Tensor  # [T] which of the U
-    tokens: torch.Tensor  # [T] place in the step's flat arrays
-    scale: float = 1.0
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
-        return MicroBatch(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in vars(self).values()))
-
-
-def token_offsets(samples: list[Sample]) -> list[int]:
-    """Where each sample's response begins in the flat per-token arrays; the last entry is their length N."""
-    offsets = [0]
-    for sample in samples:
-        offsets.append(offsets[-1] + len(sample.response_ids))
-    return offsets
-
-
-class Tree:
-    """A prompt and its responses ``members`` as paths in the tree of their beginnings.
-
-    The same tokens after the same tokens have the same hidden state, so each node is computed once: the prompt, what
-    several responses begin with, a response that was sampled twice. A last token predicts nothing and is not computed.
-    """
-
-    def __init__(self, samples: list[Sample], members: list[int]):
-        self.prompt, self.members, self.paths = samples[members[0]].prompt_ids, members, []
-        nodes: dict[tuple[int, int], int] = {}  # (node before it or -1 for the prompt, token) -> node
-        for i in members:
-            node, path = -1, []
-            for token in samples[i].response_ids:
-                node = nodes.setdefault((node, token), len(nodes))
-                path.append(node)
-            self.paths.append(path)
-        self.nodes = list(nodes)
-        self.inner = sorted({before for before, _ in nodes} - {-1})
-
-    def __len__(self) -> int:
-        """Tokens that are computed."""
-        return len(self.prompt) + len(self.inner)
-
-
-def make_rows(samples: list[Sample], indices: list[int], layout: str, budget: int, most: int) -> list[list[int]]:
-    """Lists of samples that share a row of at most ``budget`` tokens and ``most`` samples.
-
-    shared: samples of one prompt, the prompt once. packed: any samples, first fit by decreasing length. padded: one.
-    """
-
-    def length(i: int) -> int:
-        return len(samples[i].prompt_ids) + len(samples[i].response_ids)
-
-    if layout == "padded":
-        return [[i] for i in indices]
-    rows: list[list[int]] = []
-    used: list[int] = []
-    if layout == "packed":
-        for i in sorted(indices, key=length, reverse=True):
-            fits = (r for r, row in enumerate(rows) if used[r] + length(i) <= budget and len(row) < most)
-            r = next(fits, None)
-            if r is None:
-                rows.append([i]), used.append(length(i))
-            else:
-                rows[r].append(i)
-                used[r] += length(i)
-        return rows
-    open_row: dict[int, int] = {}  # prompt -> its row that still has room
-    for i in indices:
-        sample = samples[i]
-        r = open_row.get(sample.prompt_id)
-        if r is None or used[r] + len(sample.response_ids) > budget or len(rows[r]) == most:
-            open_row[sample.prompt_id] = len(rows)
-            rows.append([i]), used.append(length(i))
-        else:
-            rows[r].append(i)
-            used[r] += len(sample.response_ids)
-    return rows
-
-
-def micro_batches(
-    samples: list[Sample],
-    indices: list[int],
-    *,
-    layout: str,
-    budget: int,
-    rank: int,
-    world_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[MicroBatch]:
-    """This rank's share of the samples ``indices``, cut into micro-batches of at most ``budget`` padded tokens.
-
-    Every rank computes the whole plan from the same list, so that all of them run the same number of backward passes
-    without asking each other: rows go, longest first, to the rank with least to do, and a rank with fewer micro-batches
-    repeats one with scale 0. Which rank and micro-batch a token lands in does not change its gradient.
-    """
-    offsets = token_offsets(samples)
-    rows: list[list[Tree]] = []
-    for row in make_rows(samples, indices, layout, budget, most=-(-len(indices) // world_size)):
-        rows.append([Tree(samples, members) for members in ([row] if layout == "shared" else [[i] for i in row])])
-    rows.sort(key=lambda row: (-row_length(row), row[0].members))
-    load, plans = [0] * world_size, [[] for _ in range(world_size)]
-    for row in rows:
-        least = load.index(min(load))
-        load[least] += row_length(row)
-        plans[least].append(row)
-    batches: list[list[list[list[Tree]]]] = []  # rank -> micro-batch -> row -> trees
-    for plan in plans:
-        cut: list[list[list[Tree]]] = []
-        for row in plan:  # longest first, so the first row of a micro-batch sets its width
-            width = row_length(cut[-1][0]) if cut else 0
-            if layout == "packed" or not cut or (len(cut[-1]) + 1) * width > budget:
-                cut.append([row])
-            else:
-                cut[-1].append(row)
-        batches.append(cut)
-    count = max(len(cut) for cut in batches)
-    mine = [_tensors(batch, offsets, layout, dtype) for batch in batches[rank]]
-    while len(mine) < count:
-        idle = _tensors([rows[-1]], offsets, layout, dtype)
-        idle.scale = 0.0
-        mine.append(idle)
-    return [batch.to(device) for batch in mine]
-
-
-def row_length(row: list[Tree]) -> int:
-    """Tokens of a row."""
-    return sum(len(tree) for tree in row)
-
-
-def _tensors(rows: list[list[Tree]], offsets: list[int], layout: str, dtype: torch.dtype) -> MicroBatch:
-    """Ids, positions, mask and index lists of some rows, right-padded to the longest."""
-    width = max(row_length(row) for row in rows)
-    ids, positions = torch.zeros(2, len(rows), width, dtype=torch.long)
-    visible = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1) if layout == "shared" else None
-    predict, targets, copies, tokens = [], [], [], []
-    for b, row in enumerate(rows):
-        start = 0
-        for tree in row:
-            # where nodes stand in the row, and in their sequence; node -1 is the last token of the prompt
-            end, n = start + len(tree), len(tree.prompt)
-            place = {-1: start + n - 1} | {node: start + n + k for k, node in enumerate(tree.inner)}
-            depth = {-1: n - 1}
-            for node in tree.inner:
-                depth[node] = depth[tree.nodes[node][0]] + 1
-            for path in tree.paths if visible is not None else ():
-                seen = torch.tensor([*range(n), *(place[node] for node in path if node in place)])
-                later, earlier = torch.tril_indices(len(seen), len(seen))
-                visible[b, seen[later], seen[earlier]] = True
-            ids[b, start:end] = torch.tensor([*tree.prompt, *(tree.nodes[node][1] for node in tree.inner)])
-            positions[b, start:end] = torch.tensor([*range(n), *(depth[node] for node in tree.inner)])
-            for path, i in zip(tree.paths, tree.members, strict=True):
-                copies += [len(targets) + node for node in path]
-                tokens += range(offsets[i], offsets[i] + len(path))
-            predict += [b * width + place[before] for before, _ in tree.nodes]
-            targets += [token for _, token in tree.nodes]
-            start = end
-    mask = None
-    if layout == "padded":
-        mask = (torch.arange(width) < torch.tensor([row_length(row) for row in rows])[:, None]).long()
-    if visible is not None:
-        mask = torch.zeros(len(rows), 1, width, width, dtype=dtype)
-        mask.masked_fill_(~visible[:, None], torch.finfo(dtype).min)
-    lists = (torch.tensor(x, dtype=torch.long) for x in (predict, targets, copies, tokens))
-    return MicroBatch(ids, positions, mask, *lists)
-
-
-# ----------------------------------------------------------------------------------------------------- token log-probs
 
 
 class TokenLogprobs(nn.Module):
@@ -519,9 +326,6 @@ def check_forward(policy: TokenLogprobs, layout: str, eos: int) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------- weights, saving
-
-
 @torch.no_grad()
 def current_weights(policy, zero_stage: int) -> list[tuple[str, torch.Tensor]]:
     """The policy's weights by their Hugging Face names, the tied output head included, whole on every rank.
@@ -573,110 +377,6 @@ def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> N
         sync(path)
     shutil.rmtree(folder, ignore_errors=True)
     beside.rename(folder)
-
-
-# ------------------------------------------------------------------------------------------- threads, ranks, statistics
-
-
-class Watch:
-    """Ends every rank when one fails or stands still, and waits for nobody: ``with Watch(...) as watch: ...``.
-
-    torch.distributed's key-value store is a board that all ranks can read without a collective. A failure is written
-    there, with its traceback; whoever waits looks there twice a second. A rank inside a collective learns of it by the
-    lost connection, and reads there why, or is ended by a thread of its own that looks there, too. That thread also
-    ends a run whose next rank on this machine was killed, or that is without any progress (a message, a forward pass,
-    a phase, a file) for ``stall_timeout`` seconds.
-    """
-
-    progress: float | None = None  # when there was some; None before the first
-
-    def __init__(self, stall_timeout: float) -> None:
-        self.store = torch.distributed.distributed_c10d._get_default_store()
-        self.rank, self.limit, self.ended = torch.distributed.get_rank(), stall_timeout, threading.Event()
-        local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.neighbour = self.rank - local + (local + 1) % here  # the next rank of this machine, whose process it sees
-        self.store.set(f"process/{self.rank}", str(os.getpid()))
-
-    @staticmethod
-    def beat() -> None:
-        """There is progress."""
-        Watch.progress = time.monotonic()
-
-    def __enter__(self) -> Watch:
-        Watch.progress = None
-        threading.Thread(target=self._look, daemon=True, name="watchdog").start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        self.ended.set()
-        with contextlib.suppress(RuntimeError):  # the store may have lived in a rank that is gone: nobody looks
-            self.store.set(f"process/{self.rank}", "")
-        if error is not None and not isinstance(error, SystemExit):
-            text = f"rank {self.rank} failed:\n{''.join(traceback.format_exception(error))}"
-            if "OutOfMemoryError" in text:
-                text += "lower --micro_batch_tokens, --logprob_micro_batch_tokens or --vllm_gpu_memory_utilization, or "
-                text += "--gradient_checkpointing; docs/faq.md has more"
-            self._end(text)
-
-    def _look(self) -> None:
-        """The thread: twice a second until the end."""
-        seen = gone = 0
-        while not self.ended.wait(0.5):
-            try:
-                seen += self.store.check(["failure"])
-                pid = self.store.check([f"process/{self.neighbour}"]) and self.store.get(f"process/{self.neighbour}")
-                gone = gone + 1 if pid and not Path(f"/proc/{pid.decode()}").exists() else 0
-            except RuntimeError as error:  # the store lives in the launcher or in rank 0
-                seen, lost = seen + 1, f"rank {self.rank}: the launcher or rank 0 is gone ({error})"
-            else:
-                lost = f"rank {self.rank} was waiting for a rank that failed"
-            if seen > 10 and not self.ended.is_set():  # five seconds in which this rank did not notice by itself
-                print(lost, file=sys.stderr, flush=True)
-                os._exit(1)
-            if gone > 4 and not self.ended.is_set():  # two seconds: it could have said why
-                self._end(f"rank {self.rank} failed: rank {self.neighbour} is gone without a word (killed, no memory?)")
-            idle = time.monotonic() - (Watch.progress or math.inf)
-            if 0 < self.limit < idle:
-                faulthandler.dump_traceback(file=2, all_threads=True)
-                self._end(f"rank {self.rank} failed: no progress for {idle:.0f} s (--stall_timeout {self.limit:g})")
-
-    def _end(self, text: str) -> None:
-        """Say why, let the others say what they saw, and end this process."""
-        try:
-            first = self.store.compare_set("failure", "", text).decode()  # the first failure stands: the others follow
-            if first != text and first not in text:
-                text = f"{text}\nafter another rank had failed: {first}"
-            print(text, file=sys.stderr, flush=True)
-            # The board may live in this process, and the launcher kills the others as soon as one has left.
-            self.store.add("reported", 1)
-            deadline = time.monotonic() + 4.0
-            while self.store.add("reported", 0) < torch.distributed.get_world_size() and time.monotonic() < deadline:
-                time.sleep(0.1)
-        finally:
-            os._exit(1)  # no interpreter shutdown: it would wait for the engine's thread
-
-    def receive(self, outbox: queue.Queue, thread: threading.Thread, timeout: float, what: str) -> tuple:
-        """The next message of the rollout thread. Never waits for the dead, nor for ever.
-
-        Raises RuntimeError if the thread failed (chained to its exception) or another rank did (with its traceback),
-        and TimeoutError after ``timeout`` seconds without a message.
-        """
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                message = outbox.get(timeout=0.5)
-            except queue.Empty:
-                if self.store.check(["failure"]):
-                    raise RuntimeError(f"another rank failed: {self.store.get('failure').decode()}") from None
-                if not thread.is_alive() and outbox.empty():
-                    raise RuntimeError(f"the rollout thread ended without a word; {what} was awaited") from None
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no {what} within --rollout_timeout {timeout:.0f} s") from None
-                continue
-            if message[0] == "error":
-                raise RuntimeError("the rollout thread failed") from message[1]
-            self.beat()
-            return message
 
 
 def gather_samples(mine: list[Sample]) -> list[Sample]:
@@ -830,9 +530,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)  # noqa: NPY002 (libraries draw from the global state)
     torch.manual_seed(seed)
-
-
-# -------------------------------------------------------------------------------------- rollout without an engine
 
 
 def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:

@@ -33,11 +33,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-import checks
-import data
 import grpo
-import runlog
-from data import Problem, Sample
+from rewards import truth_error
+from runtime import batching, data, flags, process
+from runtime.records import Problem, Sample
 
 if TYPE_CHECKING:
     import torch
@@ -135,11 +134,9 @@ def update(policy, samples: list[Sample], layout: str, budget: int) -> tuple[tor
     """
     import torch
 
-    import utils
-
     one_rank = {"rank": 0, "world_size": 1, "dtype": policy.model.dtype, "device": policy.model.device}
-    micro_batches = utils.micro_batches(samples, list(range(len(samples))), layout=layout, budget=budget, **one_rank)
-    count = utils.token_offsets(samples)[-1]
+    micro_batches = batching.micro_batches(samples, list(range(len(samples))), layout=layout, budget=budget, **one_rank)
+    count = batching.token_offsets(samples)[-1]
     weights_N = (torch.rand(count, generator=torch.Generator().manual_seed(0)) + 0.5).to(policy.model.device) / count
     logprobs_N = torch.zeros_like(weights_N)
     for mb in micro_batches:
@@ -268,16 +265,16 @@ def main(args: Args) -> None:
     prompts, group, cap = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout, args.max_response_length
     shared = {k: v for k, v in vars(args).items() if k not in ("repeats", "skip_engine", "json")}
     run = grpo.Args(**shared, ignore_eos=True, mask_truncated_completions=False)
-    checks.check_args(run, 1)
+    flags.check_args(run, 1)
     grpo.check_args(run)
-    checks.check_model(run)
+    flags.check_model(run)
     if args.repeats < 1:
-        data.refuse(f"--repeats {args.repeats}: must be above 0")
+        process.refuse(f"--repeats {args.repeats}: must be above 0")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))  # before this program adds to it
-    problems = data.load_problems(run)[0]
+    problems = data.load_problems(run, truth_error)[0]
     problems = [problems[i] for i in data.prompts_at(0, prompts, len(problems), run.seed, run.shuffle)]
 
-    runlog.prepare_environment()
+    process.prepare_environment()
     import torch
     from transformers import AutoTokenizer
 
@@ -370,7 +367,7 @@ def main(args: Args) -> None:
     for phase, floor, seconds in rows:
         say(f"  {phase:16s} {floor:8.3f} s of {seconds:8.3f} s   {100 * floor / seconds:3.0f} %")
     if args.json is not None:
-        numbers = {"machine": machine, "cores": cores, "load": load, "versions": runlog.versions(), "dtype": name}
+        numbers = {"machine": machine, "cores": cores, "load": load, "versions": process.versions(), "dtype": name}
         numbers |= {"arguments": vars(args), "flop_per_second": flops, "bytes_per_second": bandwidth, "seconds": times}
         numbers |= {"ratios": ratios, "floor_seconds": bound, "response_tokens": tokens, "gradient_error": error}
         Path(args.json).write_text(json.dumps(numbers, indent=1))

@@ -32,12 +32,10 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-import checks
-import data
 import grpo
-import runlog
-from data import Problem, Sample
-from rewards import RewardModel, RewardPool, parse_weights, shape_reward
+from rewards import RewardModel, RewardPool, check_reward_args, parse_weights, shape_reward, truth_error
+from runtime import data, flags, process, watchdog
+from runtime.records import Problem, Sample
 
 
 def parse(words: list[str]) -> tuple[grpo.Args, Path, grpo.Args | None]:
@@ -51,7 +49,7 @@ def parse(words: list[str]) -> tuple[grpo.Args, Path, grpo.Args | None]:
     defaults = grpo.Args(eval_prompts=0, eval_samples=1)
     if given.run is not None:
         if not (given.run / "config.json").is_file():
-            data.refuse(f"--run {given.run}: no config.json there; give the folder of a run, runs/NAME")
+            process.refuse(f"--run {given.run}: no config.json there; give the folder of a run, runs/NAME")
         values = json.loads((given.run / "config.json").read_text())["args"]
         known = {f.name for f in dataclasses.fields(grpo.Args)}
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known}
@@ -68,16 +66,18 @@ def parse(words: list[str]) -> tuple[grpo.Args, Path, grpo.Args | None]:
 def problems_of(args: grpo.Args, held_out: grpo.Args | None) -> list[Problem]:
     """What is asked. Ends with exit code 2 where there is nothing."""
     if held_out is not None:  # the run's own split, however many of it are asked
-        problems = data.load_problems(held_out)[1]
+        problems = data.load_problems(held_out, truth_error)[1]
         if args.eval_prompts > len(problems):
-            data.refuse(f"--eval_prompts {args.eval_prompts}: the run held out {len(problems)}, others were trained on")
+            process.refuse(
+                f"--eval_prompts {args.eval_prompts}: the run held out {len(problems)}, others were trained on"
+            )
         problems = problems[: args.eval_prompts]
     else:
         if args.eval_dataset is not None:
-            data.refuse("--eval_dataset is for a run; name what to evaluate on by --dataset")
-        problems = list(data.mixed_problems(args).values())[: args.eval_prompts or None]
+            process.refuse("--eval_dataset is for a run; name what to evaluate on by --dataset")
+        problems = list(data.mixed_problems(args, truth_error).values())[: args.eval_prompts or None]
         data.check_sandbox(problems, args)
-    return problems or data.refuse("no problems to evaluate on: --eval_prompts 0 of a run, or an empty --dataset")
+    return problems or process.refuse("no problems to evaluate on: --eval_prompts 0 of a run, or an empty --dataset")
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -134,7 +134,7 @@ def answer(args: grpo.Args, problems: list[Problem], tokenizer) -> list[Sample]:
     device, dtype, _ = utils.resolve_device(args)
     torch.distributed.init_process_group("gloo")
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    with utils.Watch(args.stall_timeout) as watch:
+    with watchdog.Watch(args.stall_timeout) as watch:
         weights = parse_weights(args.reward_weights)
         verifiers = {p.verifier for p in problems}
         pool = RewardPool(args.reward_workers, args.reward_timeout, verifiers, weights, args.allow_unsafe_code_exec)
@@ -204,11 +204,12 @@ def main(words: list[str]) -> dict[str, float]:
     """Evaluate, print, write; the metrics by their names in eval.jsonl, at step 0."""
     args, output, held_out = parse(words)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    checks.check_launch(world_size)
-    checks.check_args(args, world_size)
-    checks.check_model(args)
+    flags.check_launch(world_size)
+    flags.check_args(args, world_size)
+    check_reward_args(args)
+    flags.check_model(args)
     problems = problems_of(args, held_out)
-    runlog.prepare_environment()
+    process.prepare_environment()
     from transformers import AutoTokenizer
 
     import utils

@@ -18,23 +18,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-import data
-import runlog
+from runtime import flags, process, rundir
 
 FINISHED, LEAVE, RUN = 0, 3, 4
 
 
 def state(args, defaults) -> tuple[int, str]:
     """(FINISHED, LEAVE or RUN, in words) of the run that these arguments name."""
-    folder = Path(args.output_dir) / runlog.run_name(args, defaults)
+    folder = Path(args.output_dir) / rundir.run_name(args, defaults)
     if not (folder / "config.json").is_file():
         return RUN, f"not begun: {folder}"
     theirs, ours = json.loads((folder / "config.json").read_text())["args"], json.loads(json.dumps(vars(args)))
     for name in ours:
-        if name not in runlog.PRESENTATION and ours[name] != theirs.get(name):
+        if name not in flags.PRESENTATION and ours[name] != theirs.get(name):
             return LEAVE, f"another run: {folder} has --{name} {theirs.get(name)}, not {ours[name]}"
-    if lacks := runlog.unfinished(folder, args):
-        if holder := runlog.lock_holder(folder):
+    if lacks := rundir.unfinished(folder, args):
+        if holder := process.lock_holder(folder):
             return LEAVE, f"going on: {folder} {lacks} ({holder})"
         return RUN, f"begun: {folder} {lacks}"
     return FINISHED, f"finished: {folder}"
@@ -42,7 +41,7 @@ def state(args, defaults) -> tuple[int, str]:
 
 def main() -> int:
     if len(sys.argv) < 2 or not sys.argv[1].endswith(".py"):
-        data.refuse("give a script and its arguments: finished.py grpo.py --beta 0.03")
+        process.refuse("give a script and its arguments: finished.py grpo.py --beta 0.03")
     import tyro
 
     script = importlib.import_module(Path(sys.argv[1]).stem)

@@ -28,7 +28,7 @@ import matplotlib
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from runlog import PRESENTATION
+from runtime.flags import PRESENTATION
 
 matplotlib.use("Agg")  # no display on a cluster
 import matplotlib.pyplot as plt

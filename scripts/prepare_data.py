@@ -26,10 +26,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-import checks
-import data
 import grpo
-import runlog
+from rewards import check_reward_args, truth_error
+from runtime import data, flags, process
 
 NAMES = ("messages", "truth", "verifier", "source", "row", "prompt_ids", "prepared_for")
 
@@ -37,7 +36,7 @@ NAMES = ("messages", "truth", "verifier", "source", "row", "prompt_ids", "prepar
 def _start_worker(args: grpo.Args) -> None:
     """In a new process: what all of its pieces need."""
     global settings
-    runlog.prepare_environment()
+    process.prepare_environment()
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(
@@ -52,7 +51,7 @@ def prepare(rows: list, start: int, look: tuple, name: str) -> tuple[list, list,
     ``start``: index of the first row; ``look``: what data.look_at found out about the data; ``name``: of the source.
     """
     args, tokenizer, key = settings
-    problems, bad = data.problems_of(rows, start, *look, args)
+    problems, bad = data.problems_of(rows, start, *look, args, truth_error)
     prompts = data.render([p.messages for p in problems], tokenizer, data.chat_template(args))
     long = [len(ids) for ids in prompts if len(ids) > args.max_prompt_length]
     done = []
@@ -74,14 +73,17 @@ def main(words: list[str]) -> None:
     args = tyro.cli(grpo.Args, args=words, description=__doc__)
     for name in ("workers", "batch_rows"):
         if getattr(given, name) < 1:
-            data.refuse(f"--{name} {getattr(given, name)}: must be above 0")
+            process.refuse(f"--{name} {getattr(given, name)}: must be above 0")
     if args.dataset_mixer is not None:
-        data.refuse("--dataset_mixer: prepare each data set by itself, and give the mixer of prepared files to the run")
+        process.refuse(
+            "--dataset_mixer: prepare each data set by itself, and give the mixer of prepared files to the run"
+        )
     if given.output.suffix != ".parquet":
-        data.refuse(f"--output {given.output}: the name must end in .parquet, or --dataset would not know it")
+        process.refuse(f"--output {given.output}: the name must end in .parquet, or --dataset would not know it")
     args.micro_batch_tokens = args.logprob_micro_batch_tokens = 2**62  # here they have no say
-    checks.check_args(args, 1)
-    checks.check_model(args)
+    flags.check_args(args, 1)
+    check_reward_args(args)
+    flags.check_model(args)
     import pyarrow
     import pyarrow.parquet
 
@@ -114,7 +116,7 @@ def main(words: list[str]) -> None:
             if bad and args.bad_rows == "raise":
                 data.report_bad_rows(bad, counts["rows"], args.dataset, args)
             if counts["long"] and args.overlong_prompts == "error":
-                data.refuse(
+                process.refuse(
                     f"{counts['long']} of {counts['rows']} prompts are longer than --max_prompt_length "
                     f"{args.max_prompt_length} tokens, up to {longest}; raise it, or --overlong_prompts filter"
                 )

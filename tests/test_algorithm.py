@@ -14,6 +14,7 @@ import utils
 from grpo import Args, group_advantages, loss_weights, return_to_go, token_loss
 from kl_estimators import ALIASES, ESTIMATORS, canonical_name, full_vocabulary_kl, kl_loss, kl_reward
 from rewards import Reward, shape_reward
+from runtime import batching
 
 F64 = torch.float64
 
@@ -70,7 +71,7 @@ def test_shape_reward():
 
 
 def test_loss_weights(samples):
-    offsets = utils.token_offsets(samples)
+    offsets = batching.token_offsets(samples)
     some = [0, 1, 5, 7]
     tokens = sum(len(samples[i].response_ids) for i in some)
     for norm, weight in {

@@ -14,8 +14,8 @@ import pytest
 from conftest import ROOT, script, tiny_args
 
 import grpo
-import runlog
 from grpo import Args
+from runtime import process, rundir, runlog
 
 FLASH = {"attn_implementation": "flash_attention_2"}
 VERIFIERS = ROOT / "tests" / "verifiers.py"
@@ -51,7 +51,7 @@ def nothing_is_loaded(monkeypatch):
     def reached() -> None:
         raise AssertionError("main went on to load tokenizer and model")
 
-    monkeypatch.setattr(runlog, "prepare_environment", reached)
+    monkeypatch.setattr(process, "prepare_environment", reached)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
 
@@ -227,7 +227,7 @@ def test_only_rank_zero_speaks(place, nothing_is_loaded, capsys, monkeypatch):
 
 def earlier_run(place: Path, changes: dict) -> None:
     args = arguments(place, changes)
-    folder, _ = runlog.open_run(args, Args())
+    folder, _ = rundir.open_run(args, Args())
     runlog.RunLog(folder, args, 1, args.total_steps, True).close()
 
 
@@ -360,7 +360,7 @@ def imported(err: str) -> set[str]:
 def test_help_and_import_are_light(words):
     code, out, err, _ = call(*script("-X", "importtime", *words))
     assert code == 0
-    assert "data" in imported(err), "the option was not heeded"
+    assert "runtime" in imported(err), "the option was not heeded"
     assert not imported(err) & {"torch", "transformers", "vllm", "deepspeed", "accelerate", "datasets", "reasoning_gym"}
     if "--help" in words:
         assert "--kl" in out and "--beta" in out

@@ -14,13 +14,13 @@ import pytest
 from conftest import read_jsonl, run_here, tiny_args
 
 import grpo
-import runlog
+from runtime import process, rundir, runlog
 
 TIMES = ("time/", "perf/")
 
 
 def folder_of(args, script: str = "grpo") -> Path:
-    return Path(args.output_dir) / runlog.run_name(args, importlib.import_module(script).Args())
+    return Path(args.output_dir) / rundir.run_name(args, importlib.import_module(script).Args())
 
 
 def record(folder: Path) -> dict:
@@ -33,7 +33,7 @@ def record(folder: Path) -> dict:
         "metrics": [{k: v for k, v in m.items() if not k.startswith(TIMES)} for m in metrics],
         "samples": read_jsonl(folder / "samples.jsonl"),
         "evaluations": [{k: v for k, v in e.items() if not k.startswith(TIMES)} for e in evaluations],
-        "weights": runlog.file_digest(folder / "model" / "model.safetensors"),
+        "weights": process.file_digest(folder / "model" / "model.safetensors"),
     }
 
 
@@ -43,7 +43,7 @@ def stop_after(step: int, monkeypatch) -> None:
 
     def spy(self, metrics, *rest):
         plain(self, metrics, *rest)
-        runlog.Stop.asked |= metrics["step"] == step
+        process.Stop.asked |= metrics["step"] == step
 
     monkeypatch.setattr(runlog.RunLog, "step", spy)
 
@@ -185,7 +185,7 @@ def test_damage_is_seen_and_passed_over(stopped, tmp_path, capsys, name):
         left = {p.name for p in (folder / "checkpoints").iterdir()}
         assert left - {"step_000003.aside"} == {"latest", *(f"step_00000{k}" for k in (2, 3, 4))}
     else:
-        _, start = runlog.open_run(args, grpo.Args())
+        _, start = rundir.open_run(args, grpo.Args())
         said = capsys.readouterr().out
         assert start.name == f"step_{step:06d}"
     assert words in said and f"resuming after step {step}" in said
@@ -193,7 +193,7 @@ def test_damage_is_seen_and_passed_over(stopped, tmp_path, capsys, name):
 
 def refusal(args, capsys, world_size: int = 1) -> str:
     with pytest.raises(SystemExit) as end:
-        runlog.open_run(args, grpo.Args(), world_size)
+        rundir.open_run(args, grpo.Args(), world_size)
     assert end.value.code == 2
     return capsys.readouterr().err
 
@@ -211,7 +211,7 @@ def test_without_any_checkpoint(stopped, tmp_path, capsys):
     """Killed before the first save: a new start, unless saving was off and the steps are all there is."""
     args = copy_of(stopped, tmp_path)
     shutil.rmtree(folder_of(args) / "checkpoints")
-    assert runlog.open_run(args, grpo.Args())[1] is None
+    assert rundir.open_run(args, grpo.Args())[1] is None
     assert "stopped after step 3, before its first checkpoint" in capsys.readouterr().out
     args.save_every, args.save_minutes = 0, 0.0
     message = refusal(args, capsys)
@@ -253,12 +253,12 @@ def test_an_older_checkpoint_that_is_damaged(tiny, tmp_path, monkeypatch, capsys
     state.write_text(state.read_text()[:50])
     run_here(args)
     assert "NO CHECKPOINT" not in capsys.readouterr().out
-    assert [step for step, _ in runlog.saved_steps(folder)] == [3, 4]
+    assert [step for step, _ in rundir.saved_steps(folder)] == [3, 4]
 
 
 def test_changed_arguments(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path, total_steps=6, log_samples=2)
-    _, start = runlog.open_run(args, grpo.Args())
+    _, start = rundir.open_run(args, grpo.Args())
     said = capsys.readouterr().out
     assert start.name == "step_000003" and "changed: --total_steps 4 there, 6 here" in said and "--log_samples" in said
     args.beta = 0.5
@@ -297,7 +297,7 @@ def test_a_finished_run_says_so(stopped, tmp_path, capsys):
 def test_lines_of_steps_that_are_done_again_go(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
-    runlog.cut_back(file, 2)
+    rundir.cut_back(file, 2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
@@ -312,22 +312,22 @@ def test_which_checkpoints_stay(tiny, tmp_path, monkeypatch):
     )
     args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 6, "save_every": 1, "eval_every": 1})
     run_here(args)
-    steps = [step for step, _ in runlog.saved_steps(folder_of(args))]
+    steps = [step for step, _ in rundir.saved_steps(folder_of(args))]
     assert steps == [2, 5, 6]
     assert (folder_of(args) / "checkpoints" / "latest").read_text() == "step_000006\n"
     run_here(tiny_args(tiny, tmp_path / "all", **{**SMALL, "save_every": 1, "keep_checkpoints": 0}))
-    assert len(runlog.saved_steps(folder_of(tiny_args(tiny, tmp_path / "all", **SMALL)))) == 4
+    assert len(rundir.saved_steps(folder_of(tiny_args(tiny, tmp_path / "all", **SMALL)))) == 4
 
 
 def test_save_minutes(tiny, tmp_path):
     args = tiny_args(tiny, tmp_path, **SMALL, save_minutes=1e-6)
     run_here(args)
-    assert [step for step, _ in runlog.saved_steps(folder_of(args))] == [2, 3, 4], (
+    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == [2, 3, 4], (
         "after every step; the one with an evaluation stays"
     )
     args = tiny_args(tiny, tmp_path / "rare", **SMALL)  # half an hour
     run_here(args)
-    assert runlog.saved_steps(folder_of(args)) == []
+    assert rundir.saved_steps(folder_of(args)) == []
 
 
 def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, monkeypatch, capsys):
@@ -338,7 +338,7 @@ def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, mo
     assert len(run_here(args)) == 4
     said = capsys.readouterr().out
     assert "NO CHECKPOINT after step 2" in said and "GiB free" in said and "needed" in said
-    assert runlog.saved_steps(folder_of(args)) == []
+    assert rundir.saved_steps(folder_of(args)) == []
 
 
 def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys):
@@ -358,8 +358,8 @@ def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = capsys.readouterr().out
     assert "NO CHECKPOINT after step 2" in said and "rank 0:" in said
-    assert [step for step, _ in runlog.saved_steps(folder_of(args))] == [1, 3]
-    assert not any(runlog.damage(path) for _, path in runlog.saved_steps(folder_of(args)))
+    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == [1, 3]
+    assert not any(rundir.damage(path) for _, path in rundir.saved_steps(folder_of(args)))
     assert not list((folder_of(args) / "checkpoints").glob("*.partial"))
 
 

@@ -11,7 +11,7 @@ import torch
 
 import grpo
 import utils
-from data import Sample
+from runtime.records import Sample
 
 EOS = 2
 LONG = [5 + 7 * i % 300 for i in range(70)]  # more than two cache blocks of 32

@@ -25,8 +25,8 @@ from test_checkpoints import SMALL, engine_file, flip, folder_of, interrupted
 from test_interruptions import LONG, Run, alive, command, logged, nothing_left, saved  # noqa: F401
 
 import grpo
-import runlog
 import utils
+from runtime import process
 
 pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "faults.md"
@@ -147,7 +147,7 @@ def test_bad_input(tiny, tmp_path, capsys, monkeypatch, case):
     (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": None}))
     (tmp_path / "base" / "chat_template.jinja").unlink(missing_ok=True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(runlog, "prepare_environment", lambda: pytest.fail("it went on to load torch"))
+    monkeypatch.setattr(process, "prepare_environment", lambda: pytest.fail("it went on to load torch"))
     usual = {"dataset": "PLACE/plain.jsonl", "num_unique_prompts_rollout": 8} | case.changes
     usual = {k: v.replace("PLACE", str(tmp_path)) if isinstance(v, str) else v for k, v in usual.items()}
     begun = time.monotonic()
@@ -531,8 +531,7 @@ def test_another_vllm(tiny, tmp_path):
 
 
 VLLM = """
-import runlog
-runlog.prepare_environment()
+process.prepare_environment()
 import tyro
 import grpo
 

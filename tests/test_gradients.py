@@ -11,13 +11,14 @@ from conftest import make_samples
 
 import utils
 from grpo import Args, loss_weights
+from runtime import batching
 
 CPU = torch.device("cpu")
 
 
 def batches(samples, layout="shared", budget=10_000, indices=None, rank=0, world_size=1):
     indices = list(range(len(samples))) if indices is None else indices
-    return utils.micro_batches(
+    return batching.micro_batches(
         *(samples, indices),
         layout=layout,
         budget=budget,
@@ -44,7 +45,7 @@ def reference_gradient(model, samples, norm="token", temperature=1.0):
     """The same from one plain forward pass a sample: no rows, no masks, no chunks."""
     weights = loss_weights(samples, list(range(len(samples))), Args(loss_norm=norm))
     advantages = torch.randn(len(weights), generator=torch.Generator().manual_seed(1))
-    offsets = utils.token_offsets(samples)
+    offsets = batching.token_offsets(samples)
     model.zero_grad()
     for i, s in enumerate(samples):
         ids = torch.tensor([s.prompt_ids + s.response_ids])
@@ -110,7 +111,7 @@ def test_ranks_split_the_sum(tiny_model, samples, layout, world_size):
         tokens += [t for mb in mbs if mb.scale for t in mb.tokens.tolist()]
         total = total + gradient(tiny_model, samples, mbs)
     assert len(counts) == 1
-    assert sorted(tokens) == list(range(utils.token_offsets(samples)[-1]))
+    assert sorted(tokens) == list(range(batching.token_offsets(samples)[-1]))
     close(total, reference_gradient(tiny_model, samples))
 
 
@@ -185,7 +186,7 @@ def test_temperature(tiny_model, samples, temperature):
 
 def test_every_response_token_and_nothing_else_is_trained(samples):
     """One term a response token, the EOS among them although pad is the same id; none for prompts or padding."""
-    offsets = utils.token_offsets(samples)
+    offsets = batching.token_offsets(samples)
     for layout in ("shared", "padded", "packed"):
         for mb in batches(samples, layout, budget=64):
             flat = mb.input_ids.flatten()

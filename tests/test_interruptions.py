@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, read_jsonl
 from test_checkpoints import record
 
-import runlog
+from runtime import process, rundir
 
 ARGUMENTS = f"""--dtype float32 --seed 3 --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 4
     --max_response_length 8 --eval_prompts 4 --eval_samples 2 --no-mask_no_eos_with_zero
@@ -127,11 +127,11 @@ def data_environment() -> set[str]:
 
 def saved(out: Path) -> int:
     """Step of the newest checkpoint that has its name."""
-    return max((step for step, _ in runlog.saved_steps(out / "run")), default=0)
+    return max((step for step, _ in rundir.saved_steps(out / "run")), default=0)
 
 
 def logged(out: Path) -> int:
-    return max(0, runlog.last_step(out / "run" / "metrics.jsonl"))
+    return max(0, rundir.last_step(out / "run" / "metrics.jsonl"))
 
 
 def finish(line: list[str], log: Path) -> str:
@@ -146,13 +146,12 @@ CASES += [("grpo", 1, "vllm"), ("ppo", 2, "vllm")]
 
 FORKS = """
 import multiprocessing, os, sys, time
-import runlog
 
 def child(place):
     open(place, "w").write(str(os.getpid()))
     time.sleep(600)
 
-runlog.listen_for_signals()
+process.listen_for_signals()
 process = multiprocessing.get_context("fork").Process(target=child, args=(sys.argv[1],))
 process.start()
 process.join()
@@ -303,13 +302,12 @@ def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
     shared = {line.split()[-1] for line in maps.splitlines() if line.split()[-1].startswith("/dev/shm/")}
     os.kill(run.process.pid if ranks == 1 or victim == "launcher" else run.ranks()[0], signal.SIGKILL)
     assert run.end(40) != 0
-    assert not runlog.lock_holder(tmp_path / "run")
+    assert not process.lock_holder(tmp_path / "run")
     assert not [path for path in shared if Path(path).exists()], "shared memory is left over"
 
 
 STALLS = """
-import runlog
-runlog.prepare_environment()
+process.prepare_environment()
 import sys, time
 import tyro
 import grpo, utils

@@ -15,12 +15,11 @@ import pytest
 import torch
 from conftest import ROOT, make_samples, read_jsonl, run_here, tiny_args
 
-import data
 import grpo
 import ppo
-import runlog
 import utils
 from ppo import Args, ValueNormaliser, explained_variance, gae, value_loss, whiten
+from runtime import batching, data, rundir
 
 F64 = torch.float64
 CPU = torch.device("cpu")
@@ -117,7 +116,7 @@ def test_lines_of_the_loop_are_only_added():
         *dynamic_sampling(),
         "inert = beta == 0 and args.entropy_coeff == 0",
         "if trained and (beta > 0 or updates > 1):",
-        "for mb in utils.micro_batches(samples, trained, budget=args.logprob_micro_batch_tokens, **layout):",
+        "for mb in batching.micro_batches(samples, trained, budget=args.logprob_micro_batch_tokens, **layout):",
         "grad_norm, groups = 0.0, sorted({samples[i].prompt_id for i in counted})",
         "lr = utils.learning_rate(optimizer_step, total_steps * updates, args)",
         "if not indices or stopped:",
@@ -229,7 +228,7 @@ def test_the_reward_is_on_exactly_the_last_token(length, finish):
     for i, s in enumerate(samples):
         s.reward = 1.0 + i
     rewards = torch.tensor(data.token_rewards(samples, None, Args()))
-    offsets = utils.token_offsets(samples)
+    offsets = batching.token_offsets(samples)
     assert len(rewards) == offsets[-1]
     assert rewards.nonzero().flatten().tolist() == [b - 1 for b in offsets[1:]]
     assert rewards[[b - 1 for b in offsets[1:]]].tolist() == [1, 2, 3, 4, 5, 6]
@@ -349,7 +348,7 @@ def test_drop_solved():
 def batches(samples, layout="shared", budget=10_000, rank=0, world_size=1):
     indices = list(range(len(samples)))
     shape = {"rank": rank, "world_size": world_size, "dtype": torch.float32, "device": CPU}
-    return utils.micro_batches(samples, indices, layout=layout, budget=budget, **shape)
+    return batching.micro_batches(samples, indices, layout=layout, budget=budget, **shape)
 
 
 @pytest.fixture
@@ -429,7 +428,7 @@ def weights(args, script="ppo") -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     defaults = {"ppo": ppo, "grpo": grpo}[script].Args()
-    return load_file(Path(args.output_dir) / runlog.run_name(args, defaults) / "model" / "model.safetensors")
+    return load_file(Path(args.output_dir) / rundir.run_name(args, defaults) / "model" / "model.safetensors")
 
 
 def same(a: dict, b: dict) -> bool:
@@ -484,7 +483,7 @@ def test_disable_value_creates_no_critic_and_trains_on_the_reward_to_go(tiny, tm
     args = tiny_ppo(tiny, tmp_path, disable_value=True, adv_norm="none", total_steps=1, log_samples=16)
     (m,) = run_here(args, "ppo")
     assert "loss/value" not in m and "value/explained_variance" not in m
-    rows = read_jsonl(Path(args.output_dir) / runlog.run_name(args, Args()) / "samples.jsonl")
+    rows = read_jsonl(Path(args.output_dir) / rundir.run_name(args, Args()) / "samples.jsonl")
     assert all(row["advantage"] == pytest.approx(row["reward"]) for row in rows) and len(rows) == 16
     assert set(torch.cat(seen).tolist()) == {row["reward"] for row in rows} == {0.0, 1.0}
 
@@ -585,7 +584,7 @@ def test_values_after_a_cut(tiny, tmp_path, monkeypatch):
         seen.clear()
         args = tiny_ppo(tiny, tmp_path, bootstrap_truncated=flag, log_samples=16, **more)
         run_here(args, "ppo")
-        rows = read_jsonl(Path(args.output_dir) / runlog.run_name(args, Args()) / "samples.jsonl")
+        rows = read_jsonl(Path(args.output_dir) / rundir.run_name(args, Args()) / "samples.jsonl")
         cut = torch.tensor([row["finish_reason"] == "length" for row in rows if row["step"] == 2])
         after = seen[1][2]
         assert cut.any() and not cut.all(), "the tiny model should both end and be cut"

@@ -14,9 +14,9 @@ import torch
 from conftest import ROOT, read_jsonl, run_here, tiny_args
 
 import grpo
-import runlog
 import utils
 from kl_estimators import ESTIMATORS
+from runtime import rundir
 
 SETTINGS = [("loss", name, g) for name in ESTIMATORS for g in ("naive", "unbiased") if (name, g) != ("full", "naive")]
 SETTINGS += [(place, name, "unbiased") for place in ("reward", "both") for name in ESTIMATORS]
@@ -25,7 +25,7 @@ SETTINGS += [(place, name, "unbiased") for place in ("reward", "both") for name 
 def final_weights(args) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(Path(args.output_dir) / runlog.run_name(args, grpo.Args()) / "model" / "model.safetensors")
+    return load_file(Path(args.output_dir) / rundir.run_name(args, grpo.Args()) / "model" / "model.safetensors")
 
 
 @pytest.mark.parametrize("placement, estimator, gradient", SETTINGS)
@@ -77,7 +77,7 @@ def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatc
     advantages, d, log_ratio = seen[-1]
     assert d.abs().mean() > 0.05 and len(advantages) == 16  # the second step: the policy has left the reference
     kl = d if estimator == "k1" else log_ratio.exp() - 1 - log_ratio
-    folder = Path(args.output_dir) / runlog.run_name(args, grpo.Args())
+    folder = Path(args.output_dir) / rundir.run_name(args, grpo.Args())
     samples = [s for s in read_jsonl(folder / "samples.jsonl") if s["step"] == 2]
     rewards = torch.tensor([s["reward"] for s in samples], dtype=torch.float64).view(4, 4)
     ends = []
@@ -172,7 +172,7 @@ def test_many_switches_at_once(tiny, tmp_path):
         ignore_eos=False,
     )
     metrics = run_here(args)
-    folder = Path(args.output_dir) / runlog.run_name(args, grpo.Args())
+    folder = Path(args.output_dir) / rundir.run_name(args, grpo.Args())
     assert [m["episode"] for m in metrics] == [16, 32, 48]
     assert [e["step"] for e in read_jsonl(folder / "eval.jsonl")] == [0, 1, 2, 3]
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["latest", "step_000002"]
@@ -352,8 +352,7 @@ def test_a_lock_that_a_killed_process_left(tiny, tmp_path, monkeypatch):
 
 DEAD_THREAD = """
 import sys, time
-import runlog
-runlog.prepare_environment()
+process.prepare_environment()
 import grpo, utils
 sys.path.insert(0, "tests")
 from conftest import tiny_args
@@ -396,8 +395,7 @@ def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
 
 BAD_LOSS = """
 import sys
-import runlog
-runlog.prepare_environment()
+process.prepare_environment()
 import grpo
 sys.path.insert(0, "tests")
 from conftest import tiny_args
@@ -427,8 +425,7 @@ def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path):
 
 DRIFT = """
 import sys
-import runlog
-runlog.prepare_environment()
+process.prepare_environment()
 import grpo, utils
 sys.path.insert(0, "tests")
 from conftest import tiny_args

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, script
 
-import data
 from grpo import Args
+from rewards import truth_error
+from runtime import data, records
 
 REAL = Path(os.environ.get("RLVR_TEST_DATA", ROOT.parent / "shared" / "data"))
 needs_real_data = pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} is absent (RLVR_TEST_DATA names another place)")
@@ -35,11 +36,11 @@ def refusal(capsys, args: Args, load=data.load_problems) -> str:
     return message
 
 
-def everything(args: Args) -> list[data.Problem]:
-    return list(data.mixed_problems(args).values())
+def everything(args: Args) -> list[records.Problem]:
+    return list(data.mixed_problems(args, truth_error).values())
 
 
-def questions(problems: list[data.Problem]) -> list[str]:
+def questions(problems: list[records.Problem]) -> list[str]:
     return [p.messages[-1]["content"] for p in problems]
 
 
@@ -96,7 +97,7 @@ def test_files_are_read_piece_by_piece(tmp_path, suffix):
 def test_evaluation_on_other_data(tmp_path):
     """The first ones, in their order; what is evaluated on is not trained on."""
     train, test = write(tmp_path / "train.jsonl", rows(30)), write(tmp_path / "test.jsonl", rows(10, first=25))
-    training, evaluation = data.load_problems(Args(dataset=train, eval_dataset=test, eval_prompts=7))
+    training, evaluation = data.load_problems(Args(dataset=train, eval_dataset=test, eval_prompts=7), truth_error)
     assert questions(evaluation) == [row["question"] for row in rows(7, first=25)]
     assert sorted(questions(training)) == sorted(row["question"] for row in rows(25))
     assert (training[0].source, evaluation[0].source) == ("train", "test")
@@ -121,7 +122,7 @@ def mixer(tmp_path: Path, parts: dict, **changes) -> Args:
     ],
 )
 def test_mixer_counts(tmp_path, parts, counts):
-    found = list(data.mixed_problems(mixer(tmp_path, parts)).values())
+    found = list(data.mixed_problems(mixer(tmp_path, parts), truth_error).values())
     assert len(set(questions(found))) == len(found)
     for source, count in counts.items():
         taken = [p for p in found if p.source == source]
@@ -140,7 +141,9 @@ def test_names_of_sources(tmp_path):
 
 
 def test_mixer_draws_by_the_seed(tmp_path):
-    draw = lambda seed: questions(data.mixed_problems(mixer(tmp_path, {"a.jsonl": 10}, seed=seed)).values())  # noqa: E731
+    def draw(seed):
+        return questions(data.mixed_problems(mixer(tmp_path, {"a.jsonl": 10}, seed=seed), truth_error).values())
+
     assert draw(1) == draw(1)
     assert set(draw(1)) != set(draw(2))
 
@@ -190,7 +193,7 @@ KNOWN = {
 @pytest.mark.parametrize("case", KNOWN)
 def test_known_columns(tmp_path, case):
     row, prompt, verifier, truth, system = KNOWN[case]
-    (problem,) = data.read_problems(write(tmp_path / "a.jsonl", [row]), Args()).values()
+    (problem,) = data.read_problems(write(tmp_path / "a.jsonl", [row]), Args(), truth_error).values()
     assert prompt in problem.messages[-1]["content"]
     assert (problem.verifier, problem.truth) == (verifier, truth)
     assert (system or "") in problem.messages[0]["content"] and len(problem.messages) == 1 + (system is not None)
@@ -199,7 +202,7 @@ def test_known_columns(tmp_path, case):
 def test_flags_win_over_known_columns(tmp_path):
     source = write(tmp_path / "a.jsonl", [{"problem": "$1+1$", "answer": "2", "solution": "x", "hint": "add"}])
     args = Args(prompt_key="hint", ground_truth_key="solution", verifier="exact")
-    (problem,) = data.read_problems(source, args).values()
+    (problem,) = data.read_problems(source, args, truth_error).values()
     assert (problem.messages, problem.truth) == ([{"role": "user", "content": "add"}], "x")
     assert problem.verifier == "exact"
 
@@ -208,7 +211,9 @@ def test_countdown_can_be_scored(tmp_path):
     """The prompt that is made of the columns asks for what the verifier of that name accepts."""
     import rewards
 
-    (problem,) = data.read_problems(write(tmp_path / "a.jsonl", [{"nums": [3, 5, 7], "target": 22}]), Args()).values()
+    (problem,) = data.read_problems(
+        write(tmp_path / "a.jsonl", [{"nums": [3, 5, 7], "target": 22}]), Args(), truth_error
+    ).values()
     assert "22" in problem.messages[0]["content"] and "<answer>" in problem.messages[0]["content"]
     assert rewards.countdown("<answer>3 * 5 + 7</answer>", problem.truth, problem.row).score == 1
 
@@ -216,7 +221,7 @@ def test_countdown_can_be_scored(tmp_path):
 @needs_real_data
 @pytest.mark.parametrize(("file", "count", "verifier"), [("gsm8k_test", 1319, "gsm8k"), ("math500", 500, "math")])
 def test_real_files_need_no_flags(file, count, verifier):
-    problems = data.read_problems(str(REAL / f"{file}.jsonl"), Args()).values()
+    problems = data.read_problems(str(REAL / f"{file}.jsonl"), Args(), truth_error).values()
     assert len(problems) == count
     assert {(p.verifier, p.source) for p in problems} == {(verifier, file)}
 
@@ -366,9 +371,9 @@ def test_exactly_one_bos(tokenizer, tiny):
 
 
 def test_overlong_prompts(tokenizer, capsys):
-    def problems() -> list[data.Problem]:
+    def problems() -> list[records.Problem]:
         texts = ["short", "one " * 40, "also"]
-        return [data.Problem([{"role": "user", "content": text}], "1", "exact", {}) for text in texts]
+        return [records.Problem([{"role": "user", "content": text}], "1", "exact", {}) for text in texts]
 
     whole = data.render([p.messages for p in problems()], tokenizer, None)
     kept = {}
@@ -396,7 +401,7 @@ def test_many_prompts_come_from_the_cache(tokenizer, tmp_path, monkeypatch):
     content = [[{"role": "user", "content": f"{i} + 1"}] for i in range(40)]
 
     def ids(**changes) -> list[list[int]]:
-        problems = [data.Problem(messages, "1", "exact", {}) for messages in content]
+        problems = [records.Problem(messages, "1", "exact", {}) for messages in content]
         return [p.prompt_ids for p in data.render_prompts(problems, tokenizer, Args(**changes))]
 
     expected = {t: data.render(content, tokenizer, data.CHAT_TEMPLATES[t]) for t in ("chatml", "tulu")}
@@ -471,8 +476,8 @@ def test_prepared_data_is_the_same_data(tiny, tokenizer, tmp_path, capsys):
         assert words in done.stdout
     plain = Args(dataset=source, overlong_prompts="filter", bad_rows="drop", system_prompt="Add.", eval_prompts=5)
     ready = Args(dataset=str(output), eval_prompts=5)
-    wanted = [data.render_prompts(part, tokenizer, plain) for part in data.load_problems(plain)]
-    problems = data.load_problems(ready)
+    wanted = [data.render_prompts(part, tokenizer, plain) for part in data.load_problems(plain, truth_error)]
+    problems = data.load_problems(ready, truth_error)
     assert all(p.prompt_ids for part in problems for p in part), "nothing is left to be tokenised"
     found = [data.render_prompts(part, tokenizer, ready) for part in problems]
     show = lambda p: (p.messages, p.truth, p.verifier, p.row, p.prompt_ids, p.source)  # noqa: E731
@@ -480,7 +485,9 @@ def test_prepared_data_is_the_same_data(tiny, tokenizer, tmp_path, capsys):
     assert by_text(found[0] + found[1]) == by_text(wanted[0] + wanted[1])
     capsys.readouterr()
     other = Args(dataset=str(output), chat_template="tulu", eval_prompts=5)
-    message = refusal(capsys, other, lambda args: data.render_prompts(data.load_problems(args)[0], tokenizer, args))
+    message = refusal(
+        capsys, other, lambda args: data.render_prompts(data.load_problems(args, truth_error)[0], tokenizer, args)
+    )
     assert "prepared for another tokenizer or --chat_template" in message and "prepare_data.py" in message
     assert "--system_prompt" in refusal(capsys, Args(dataset=str(output), system_prompt="Add."))
 

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run_here, tiny_args
 
-import checks
 import grpo
-import runlog
+from runtime import flags, rundir
 
 SWEEPS = sorted((ROOT / "scripts").glob("sweep_*.sh"))
 SMALL = {"ESTIMATORS": "k1 k3", "BETAS": "0 0.1", "LEARNING_RATES": "1e-5 1e-4", "PROMPTS": "4 8", "GROUPS_OF": "4"}
@@ -52,10 +51,10 @@ def test_every_command_is_a_run_of_its_own(name, a_seed, tmp_path):
     for python, script, *words in commands:
         assert (python, script) == (sys.executable, "grpo.py")
         args = tyro.cli(grpo.Args, args=words)
-        checks.check_args(args, 1)
+        flags.check_args(args, 1)
         grpo.check_args(args)
         assert args.output_dir == str(tmp_path) and args.seed in (2, 3)
-        names.add(runlog.run_name(args, grpo.Args()))
+        names.add(rundir.run_name(args, grpo.Args()))
     assert len(names) == 2 * a_seed
 
 
@@ -135,7 +134,7 @@ def finished(tiny, tmp_path_factory) -> tuple[Path, list[str]]:
     run_here(args)
     same = {k: v for k, v in vars(args).items() if v != getattr(grpo.Args(), k) and k not in words}
     common = [w for k, v in same.items() for w in ([f"--no-{k}"] if v is False else [f"--{k}", str(v)])]
-    return out / runlog.run_name(args, grpo.Args()), common
+    return out / rundir.run_name(args, grpo.Args()), common
 
 
 def test_a_finished_run_is_skipped(finished, tmp_path):

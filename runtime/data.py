@@ -1,35 +1,30 @@
-"""From files to problems, prompts and ids, and a step's samples before they become tensors.
-
-Nothing here imports torch or transformers, so a wrong argument is answered in a second or two, and the scripts'
-``--help`` and the workers of the reward pool stay light. checks.py and runlog.py are the same in this.
-"""
+"""From data sets to problems, prompts and token ids. Imports no torch."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import gc
 import glob
 import hashlib
+import inspect
 import itertools
 import json
 import math
 import os
 import random
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
-import rewards
-import sandbox
+from runtime import sandbox
+from runtime.process import alone, refuse
+from runtime.records import Problem, Sample
 
 # For data sets, or verifiers chosen by the columns, that say nothing about the form of an answer. The first one's
 # example shows that results can be negative: what is never sampled is not learnt, and with the model's own system
@@ -38,12 +33,23 @@ SYSTEM_PROMPTS = {
     "reasoning_gym:chain_sum": "Write out the calculation: 2 - 4 = -2",
     "math": "Reason step by step and put the final answer in \\boxed{}.",
 }
+
+
 COUNTDOWN = (
     "Make {target} from the numbers {nums}: use each of them exactly once, with + - * / and brackets. Give the "
     "expression between <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."
 )
+
+
+# (verifier, ground truth, row) -> what is wrong with the ground truth, "" if nothing is: rewards.truth_error.
+# Raises ValueError for a verifier that does not exist.
+Check = Callable[[str, str, dict], str]
 READABLE = (".jsonl", ".json", ".parquet", ".csv")
+
+
 LARGE = 5000  # rows of files, or prompts, from which on several processes prepare them and the result is kept
+
+
 CHAT_TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
@@ -62,50 +68,6 @@ CHAT_TEMPLATES = {
     "{% elif m['role'] == 'user' %}Question: {{ m['content'] }}\n{% else %}{{ m['content'] }}\n\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}",
 }
-
-
-@dataclass
-class Problem:
-    """One row of a data set: the chat messages, the truth, the verifier's name, and the row as it was read."""
-
-    messages: list[dict[str, str]]
-    truth: str
-    verifier: str
-    row: dict[str, Any]
-    prompt_ids: list[int] = field(default_factory=list)
-    source: str = ""  # short name of the data set it comes from
-    prepared_for: str = ""  # where prompt_ids were read with the row: prompt_key() of the tokenizer that made them
-
-
-@dataclass
-class Sample:
-    """One response on its way through a step. Token ids are the sampler's own, never made again from text."""
-
-    prompt_id: int  # index of the problem in its list
-    sample_id: int  # 0 .. samples per prompt - 1
-    prompt_ids: list[int]
-    response_ids: list[int]
-    sampler_logprobs: list[float]  # natural log, at the sampling temperature, one per response token
-    finish_reason: str  # "stop": it ended by itself; "length": it was cut at max_response_length
-    weights_version: int  # how many pushes the engine had seen when it answered
-    response: str = ""
-    score: float = 0.0  # the verifier's, unshaped
-    reward: float = 0.0  # what is optimised: scaled, clipped, truncation applied
-    reward_parts: dict[str, float] = field(default_factory=dict)
-    reward_status: str = "ok"
-    reward_steps: tuple[tuple[int, float], ...] = ()  # scores on the way: rewards.Reward.steps
-    extracted: str = ""  # what the verifier took for the answer
-    advantage: float = 0.0  # without KL: the same for every token of the response
-
-
-def refuse(message: str) -> NoReturn:
-    """End the program for bad input: the message on stderr (rank 0), exit code 2."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
-
-
-# ------------------------------------------------------------------------------------------------------ sources of rows
 
 
 def _files(source: str) -> list[Path]:
@@ -211,9 +173,6 @@ def read_source(source: str, args, size: int = 10**9) -> Iterator[list]:
         yield found.select(range(start, min(start + size, len(found)))).to_list()
 
 
-# ----------------------------------------------------------------------------------- rows, and the problems they become
-
-
 def columns_of(rows: list, args) -> tuple[str, str, str]:
     """(prompt column, truth column, verifier) of a source: the flags, or else what its first rows look like.
 
@@ -247,11 +206,8 @@ def _messages(prompt: Any, row: dict[str, Any]) -> list[dict[str, str]]:
     raise ValueError(f"its prompt must be text or chat messages with role and content, but is {kinds}")
 
 
-_find_once = functools.lru_cache(rewards.find_verifier)
-
-
-def make_problem(row: Any, keys: tuple[str, str, str], system: str | None, args) -> Problem:
-    """One row as a problem. Raises ValueError that says what is wrong with the row, or with its truth."""
+def make_problem(row: Any, keys: tuple[str, str, str], system: str | None, args, check: Check) -> Problem:
+    """One row as a problem. Raises ValueError that says what is wrong with the row, or with its ground truth."""
     prompt_key, truth_key, verifier = keys
     if not isinstance(row, dict):
         raise ValueError(f"is {type(row).__name__}, not an object with columns")
@@ -267,12 +223,13 @@ def make_problem(row: Any, keys: tuple[str, str, str], system: str | None, args)
     if args.verifier_key is not None:
         named = row.get(args.verifier_key) or verifier
         verifier = ",".join(named) if isinstance(named, list) else str(named)
-        try:
-            for name in rewards.names_of(verifier):
-                _find_once(name)
-        except ValueError as error:
-            raise ValueError(f"names a verifier that is none (--verifier_key {args.verifier_key}): {error}") from error
-    if wrong := rewards.truth_error(verifier, truth, row):
+    try:
+        wrong = check(verifier, truth, row)
+    except ValueError as error:
+        raise ValueError(
+            f"names a verifier that does not exist (--verifier_key {args.verifier_key}): {error}"
+        ) from error
+    if wrong:
         raise ValueError(f"has a truth that its own verifier {verifier} rejects: {truth[:80]!r} ({wrong})")
     return Problem(messages, truth, verifier, row)
 
@@ -291,13 +248,13 @@ def look_at(source: str, rows: list, args) -> tuple[tuple[str, str, str], str | 
 
 
 def problems_of(
-    rows: list, start: int, keys: tuple[str, str, str], system: str | None, args
+    rows: list, start: int, keys: tuple[str, str, str], system: str | None, args, check: Check
 ) -> tuple[list[Problem], list[tuple[int, str]]]:
     """(the problems, [(index, what is wrong)] of the other rows); ``start`` is the index of the first row."""
     problems, bad = [], []
     for index, row in enumerate(rows, start):
         try:
-            problems.append(make_problem(row, keys, system, args))
+            problems.append(make_problem(row, keys, system, args, check))
         except ValueError as error:
             bad.append((index, str(error)))
     return problems, bad
@@ -325,9 +282,6 @@ def source_name(source: str) -> str:
     return path.name.partition(".")[0].strip("*?-_") or path.parent.name
 
 
-# ------------------------------------------------------------------------------------------- what is done once and kept
-
-
 def digest(*parts: bytes) -> str:
     """A name that changes whenever one of the parts does."""
     total = hashlib.blake2b(digest_size=16)
@@ -340,28 +294,6 @@ def _kept(key: str) -> Path:
     """The file of the cache of datasets that ``kept_table`` keeps under a key."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     return Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser() / "rlvr" / f"{key}.parquet"
-
-
-@contextlib.contextmanager
-def alone(lock: Path, words: str) -> Iterator[None]:
-    """Hold ``lock`` while no other process does, and say for whom one waits.
-
-    A record lock: it ends with the process in whatever way, is not inherited by a child, and holds over NFS. On a disk
-    without locks nobody waits: what is done twice then is done twice.
-    """
-    with open(lock, "a") as file:
-        for tenths in itertools.count():
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                if tenths % 100 == 20:
-                    print(f"{words}: waiting for the process that holds {lock}", flush=True)
-                time.sleep(0.1)
-            except OSError:
-                break
-            else:
-                break
-        yield
 
 
 def kept_table(key: str, texts: Callable[[], list[str]], function: Callable, kinds: dict[str, Any], words: str):
@@ -398,11 +330,13 @@ def kept_table(key: str, texts: Callable[[], list[str]], function: Callable, kin
     return pyarrow.parquet.read_table(path)
 
 
-def _check(texts: list[str], keys: tuple[str, str, str], system: str | None, args) -> dict[str, list[str]]:
+def _check(
+    texts: list[str], keys: tuple[str, str, str], system: str | None, args, check: Check
+) -> dict[str, list[str]]:
     """Rows as JSON -> columns of their problems; of a bad row only ``wrong`` says something."""
     columns: dict[str, list[str]] = {name: [] for name in ("messages", "truth", "verifier", "row", "wrong")}
     for text in texts:
-        problems, bad = problems_of([json.loads(text)], 0, keys, system, args)
+        problems, bad = problems_of([json.loads(text)], 0, keys, system, args, check)
         found = {"wrong": bad[0][1]} if bad else {"truth": problems[0].truth, "verifier": problems[0].verifier}
         if problems:
             found |= {"messages": json.dumps(problems[0].messages), "row": text}
@@ -411,7 +345,7 @@ def _check(texts: list[str], keys: tuple[str, str, str], system: str | None, arg
     return columns
 
 
-def _read_large(source: str, read: Callable[[], list], key: str, args) -> list[tuple[str, Problem]]:
+def _read_large(source: str, read: Callable[[], list], key: str, args, check: Check) -> list[tuple[str, Problem]]:
     """(prompt as text, problem) of each good row: ``problems_of`` by several processes, and once only.
 
     ``read`` is called where it has not been done before.
@@ -420,13 +354,13 @@ def _read_large(source: str, read: Callable[[], list], key: str, args) -> list[t
     def texts() -> list[str]:
         return [json.dumps(row, default=str) for row in read()]
 
-    def check(batch: list[str]) -> dict[str, list[str]]:
-        return _check(batch, *look, plain)
+    def checked(batch: list[str]) -> dict[str, list[str]]:
+        return _check(batch, *look, plain, check)
 
     plain = SimpleNamespace(**vars(args))  # the class of args may be that of the program: other processes have none
     look = look_at(source, read(), args) if not _kept(key).exists() else ()
     names = ("messages", "truth", "verifier", "row", "wrong")
-    table = kept_table(key, texts, check, dict.fromkeys(names, "string"), "checking rows")
+    table = kept_table(key, texts, checked, dict.fromkeys(names, "string"), "checking rows")
     columns = [table.column(name).to_pylist() for name in names]
     report_bad_rows([(i, w) for i, w in enumerate(columns[-1]) if w], len(table), source, args)
     good = [[value for value, w in zip(column, columns[-1], strict=True) if not w] for column in columns[:-1]]
@@ -434,25 +368,25 @@ def _read_large(source: str, read: Callable[[], list], key: str, args) -> list[t
     return list(zip(good[0], map(Problem, messages, good[1], good[2], rows), strict=True))
 
 
-def read_problems(source: str, args) -> dict[str, Problem]:
+def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
     """All usable problems of one source, in its order, each prompt once; the key is the prompt as text."""
     read = functools.cache(lambda: [row for batch in read_source(source, args) for row in batch])
     key, files = "", () if source.startswith("reasoning_gym:") else _files(source)
     if files:  # what a problem becomes follows from these files, arguments and code
         named = ("prompt_key", "ground_truth_key", "verifier", "verifier_key", "reward_fn", "system_prompt")
         parts = [repr([source, *(getattr(args, name) for name in named)]).encode()]
-        own = [Path(name.rpartition(":")[0]) for name in rewards.names_of(args.reward_fn or "")]
-        code = [Path(__file__), Path(rewards.__file__), *(path for path in own if path.is_file())]
+        own = [Path(name.rpartition(":")[0]) for name in (args.reward_fn or "").split(",")]
+        code = [Path(__file__), Path(inspect.getfile(check)), *(path for path in own if path.is_file())]
         for path in (*files, *code):
             with open(path, "rb") as content:
                 parts.append(hashlib.file_digest(content, "blake2b").digest())
         key = digest(*parts)
     if key and (_kept(key).exists() or (len(read()) >= LARGE and not _is_prepared(read()))):
-        problems = _read_large(source, read, key, args)
+        problems = _read_large(source, read, key, args, check)
     elif _is_prepared(rows := read()):
         problems = [(row["messages"], _prepared(row, args)) for row in rows]
     else:
-        good, bad = problems_of(rows, 0, *look_at(source, rows, args), args)
+        good, bad = problems_of(rows, 0, *look_at(source, rows, args), args, check)
         report_bad_rows(bad, len(rows), source, args)
         problems = [(json.dumps(p.messages), p) for p in good]
     name, distinct = source_name(source), {}
@@ -476,9 +410,6 @@ def _prepared(row: dict[str, Any], args) -> Problem:
     return Problem(messages, row["truth"], verifier, json.loads(row["row"]), **fields)
 
 
-# --------------------------------------------------------------------------------------- mixtures, the split, the order
-
-
 def mixture(args) -> dict[str, float | int]:
     """Source -> share of its problems, at most 1.0, or their number: ``--dataset_mixer``, or all of ``--dataset``."""
     if args.dataset_mixer is None:
@@ -498,13 +429,13 @@ def mixture(args) -> dict[str, float | int]:
     return mixer
 
 
-def mixed_problems(args) -> dict[str, Problem]:
+def mixed_problems(args, check: Check) -> dict[str, Problem]:
     """What ``--dataset`` or ``--dataset_mixer`` names, source by source; the key says which prompts are equal."""
     problems: dict[str, Problem] = {}
     parts = mixture(args)
     names = Counter(map(source_name, parts))
     for source, part in parts.items():
-        own = {k: p for k, p in read_problems(source, args).items() if k not in problems}
+        own = {k: p for k, p in read_problems(source, args, check).items() if k not in problems}
         for problem in own.values() if names[source_name(source)] > 1 else ():
             problem.source = source.replace("/", "-")
         wanted = round(part * len(own)) if isinstance(part, float) else part
@@ -528,15 +459,15 @@ def without_collections() -> Iterator[None]:
 
 
 @without_collections()
-def load_problems(args) -> tuple[list[Problem], list[Problem]]:
+def load_problems(args, check: Check) -> tuple[list[Problem], list[Problem]]:
     """(training problems, evaluation problems), disjoint: no prompt of the second is ever trained on.
 
     Rows with the same prompt count once. The split is a permutation seeded by ``--seed``: the first ``eval_prompts``
     distinct prompts are for evaluation, the rest for training; with ``--eval_dataset`` the first ones there are. Ends
     with exit code 2 for an unknown data set or column and when too few problems are left.
     """
-    problems = mixed_problems(args)
-    apart = read_problems(args.eval_dataset, args) if args.eval_dataset is not None else {}
+    problems = mixed_problems(args, check)
+    apart = read_problems(args.eval_dataset, args, check) if args.eval_dataset is not None else {}
     evaluation = list(apart.values())[: args.eval_prompts]
     for same in list(apart)[: args.eval_prompts]:
         problems.pop(same, None)
@@ -564,7 +495,7 @@ def check_enough(training: list[Problem], evaluation: list[Problem], args) -> No
 
 def check_sandbox(problems: list[Problem], args) -> None:
     """Refuse to run models' programs where the kernel gives no sandbox, unless that is accepted."""
-    if any("code" in rewards.names_of(p.verifier) for p in problems) and (why := sandbox.namespaces_refused()):
+    if any("code" in p.verifier.split(",") for p in problems) and (why := sandbox.namespaces_refused()):
         if not args.allow_unsafe_code_exec:
             refuse(
                 f"the verifier code has no sandbox here: the kernel gives no namespaces ({why}). Run where user "
@@ -613,9 +544,6 @@ def eval_requests(problems: int, args) -> tuple[list[tuple[int, int, int]], dict
     sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p, "top_k": args.eval_top_k}
     sampling |= {"max_tokens": args.max_response_length, "stop": list(args.stop), "ignore_eos": args.ignore_eos}
     return requests(range(problems), count, args.seed, "eval"), sampling
-
-
-# ------------------------------------------------------------------------------------------------- from messages to ids
 
 
 def chat_template(args) -> str | None:
@@ -723,9 +651,6 @@ def render_problems(training: list[Problem], evaluation: list[Problem], tokenize
     training, evaluation = (render_prompts(part, tokenizer, args) for part in (training, evaluation))
     check_enough(training, evaluation, args)
     return training, evaluation
-
-
-# ---------------------------------------------------------------------------------------------------- samples, rewards
 
 
 def token_rewards(samples: list[Sample], decode, args) -> list[float]:

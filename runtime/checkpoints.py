@@ -12,14 +12,15 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
-import runlog
-from utils import Watch, save_model
+from runtime import process, rundir
+from runtime.watchdog import Watch
 
 
 def random_states() -> dict:
@@ -58,7 +59,8 @@ class Checkpoints:
     None is left out. What is in no part follows from the seed and the step: samples, learning rate.
     """
 
-    def __init__(self, log, args, tokenizer, clock, parts: dict):
+    def __init__(self, log, args, tokenizer, clock, parts: dict, save_weights: Callable):
+        self.save_weights = save_weights
         self.log, self.args, self.tokenizer, self.clock = log, args, tokenizer, clock
         self.folder = log.folder / "checkpoints"
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -78,7 +80,7 @@ class Checkpoints:
         Later checkpoints of the run, damaged or left behind by going back, are set aside.
         """
         start = self._told(start)[0]
-        runlog.Stop.training = True
+        process.Stop.training = True
         if start is None:
             return 0
         state = json.loads((start / "state.json").read_text())
@@ -89,10 +91,10 @@ class Checkpoints:
             module.load_state_dict(torch.load(start / f"{name}.pt", map_location="cpu", weights_only=True))
         for name, thing in self.plain.items():
             vars(thing).update(state["parts"][name])
-        self.log.best = self._told(runlog.best_so_far(self.log.folder, self.args) if self.rank == 0 else None)[0]
+        self.log.best = self._told(rundir.best_so_far(self.log.folder, self.args) if self.rank == 0 else None)[0]
         set_random_states(torch.load(start / f"rng_{self.rank}.pt", map_location="cpu", weights_only=True))
         if self.rank == 0:
-            for step, path in runlog.saved_steps(self.log.folder):
+            for step, path in rundir.saved_steps(self.log.folder):
                 if step > state["step"]:
                     aside = path.with_name(path.name + ".aside")
                     shutil.rmtree(aside, ignore_errors=True)
@@ -103,7 +105,7 @@ class Checkpoints:
     def after_step(self, step: int) -> bool:
         """Save if --save_every, --save_minutes or a signal say so. Whether the run is to end, the same on all ranks."""
         late = 0 < self.args.save_minutes <= (time.monotonic() - self.saved_at) / 60
-        self.stopping, late = (any(x) for x in zip(*self._told((runlog.Stop.asked, late)), strict=True))
+        self.stopping, late = (any(x) for x in zip(*self._told((process.Stop.asked, late)), strict=True))
         if self.stopping or late or (self.args.save_every > 0 and step % self.args.save_every == 0):
             with self.clock("save"):
                 self.save(step)
@@ -122,13 +124,15 @@ class Checkpoints:
             return False
         for name, engine in self.engines.items():
             engine.save_checkpoint(str(partial), tag=name, save_latest=False)
-        self._try(save_model, self.parts["policy"], self.tokenizer, partial / "model", self.args.zero_stage, self.rank)
+        self._try(
+            self.save_weights, self.parts["policy"], self.tokenizer, partial / "model", self.args.zero_stage, self.rank
+        )
         self._try(torch.save, random_states(), partial / f"rng_{self.rank}.pt")
         if self.rank == 0:
             for name, module in self.modules.items():
                 self._try(torch.save, module.state_dict(), partial / f"{name}.pt")
             state = {"step": step, "score": self.log.scores.get(step), "wandb_id": self.log.wandb_id}
-            state |= {"args": vars(self.args), "versions": runlog.versions(), "world_size": self.world_size}
+            state |= {"args": vars(self.args), "versions": process.versions(), "world_size": self.world_size}
             state["parts"] = {name: vars(thing) for name, thing in self.plain.items()}
             self._try((partial / "state.json").write_text, json.dumps(state, indent=1) + "\n")
         self._told(None)  # all have written
@@ -169,7 +173,7 @@ class Checkpoints:
     def _make_room(self, partial: Path) -> None:
         """An empty folder. Raises OSError where the disk has room for less than 1.2 times the last checkpoint."""
         self.folder.mkdir(exist_ok=True)
-        if steps := runlog.saved_steps(self.log.folder):
+        if steps := rundir.saved_steps(self.log.folder):
             size = sum(p.stat().st_size for p in steps[-1][1].rglob("*") if p.is_file())
         else:  # the weights twice, and fp32 master weights and two moments
             weights = [w for engine in self.engines.values() for w in engine.parameters()]
@@ -182,20 +186,20 @@ class Checkpoints:
 
     def _enter(self, files: dict, partial: Path, path: Path) -> None:
         """Put a written file on the disk and in the manifest."""
-        runlog.sync(path)
-        files[str(path.relative_to(partial))] = (path.stat().st_size, runlog.file_digest(path))
+        process.sync(path)
+        files[str(path.relative_to(partial))] = (path.stat().st_size, process.file_digest(path))
 
     def _finish(self, files: dict, partial: Path, final: Path) -> None:
         """The manifest, then the name, then ``latest``: wherever this ends, one before is still whole."""
         for log in self.log.folder.glob("*.jsonl"):  # a resume keeps their lines up to this step, and must find them
-            runlog.sync(log)
-        runlog.write_whole(partial / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
-        runlog.sync(partial)
+            process.sync(log)
+        process.write_whole(partial / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
+        process.sync(partial)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
-        runlog.sync(self.folder)
-        runlog.write_whole(self.folder / "latest", final.name + "\n")
-        kept = [path for _, path in runlog.saved_steps(self.log.folder)]
+        process.sync(self.folder)
+        process.write_whole(self.folder / "latest", final.name + "\n")
+        kept = [path for _, path in rundir.saved_steps(self.log.folder)]
         scores = {}
         for path in kept:
             with contextlib.suppress(OSError, ValueError, KeyError):  # an older one may be damaged: it has no score

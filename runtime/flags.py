@@ -1,7 +1,4 @@
-"""Refuses what cannot work, or would not mean what it says, before a model loads: exit code 2, flag and remedy.
-
-Nothing here imports torch or transformers: a wrong argument is answered in a second or two.
-"""
+"""Argument validation before any model is loaded (exit code 2). Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +9,23 @@ import os
 import shutil
 from pathlib import Path
 
-import rewards
-from data import CHAT_TEMPLATES, chat_template, refuse
+from runtime.data import CHAT_TEMPLATES, chat_template
+from runtime.process import refuse
+
+# Arguments that say where and how a run is shown, not what it computes: no part of its name or its identity.
+PRESENTATION = (
+    *("output_dir", "run_name", "dry_run", "overwrite", "track", "wandb_project", "wandb_entity"),
+    *("log_samples", "log_samples_every", "save_every", "best_metric", "reward_workers"),
+    *("resume", "save_minutes", "keep_checkpoints", "stall_timeout"),
+)
+
+
+MAY_CHANGE = (*PRESENTATION, "total_steps", "total_episodes")  # between the parts of a run that was interrupted
+
 
 MAY_BE_NEGATIVE = ("seed", "reward_scaling", "reward_bias", "non_stop_penalty", "entropy_coeff")
+
+
 AT_MOST_ONE = (
     *("top_p", "eval_top_p", "lr_min_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha"),
     *("gamma", "gae_lambda", "value_norm_beta", "dataset_max_filter_share"),
@@ -92,21 +102,6 @@ def check_args(args, world_size: int) -> None:
     ):
         if wrong:
             refuse(message)
-    for flag in ("verifier", "reward_fn"):
-        for name in rewards.names_of(getattr(args, flag) or "exact"):
-            try:
-                rewards.find_verifier(name)
-            except ValueError as error:
-                refuse(f"--{flag}: {error}")
-    try:
-        weights = rewards.parse_weights(args.reward_weights)
-    except ValueError as error:
-        refuse(f"--reward_weights: {error}; for example --reward_weights math=1 format=0.1")
-    named = {*rewards.VERIFIERS, *rewards.names_of(args.reward_fn or args.verifier or "exact"), "reward_model"}
-    if unknown := [name for name in weights if name not in named and ":" not in name]:
-        refuse(f"--reward_weights: no verifier {unknown[0]!r}; known: {', '.join(rewards.VERIFIERS)}, reward_model")
-    if weights.get("reward_model", 1.0) is None:
-        refuse("--reward_weights reward_model=gate: its score has no scale on which 1 is right; gate by a verifier")
     measured = ["eval/pass@1", "eval/pass@k", "eval/majority@k"]
     if args.best_metric is not None and (args.best_metric not in measured or args.eval_prompts == 0):
         refuse(f"--best_metric {args.best_metric}: one of {', '.join(measured)}, and with --eval_prompts above 0")
