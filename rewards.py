@@ -691,3 +691,47 @@ class RewardModel:
             gain = weight * s if reward.parts.get("gate", 1.0) else 0.0
             added.append(replace(reward, score=reward.score + gain, parts={**reward.parts, "reward_model": s}))
         return added
+
+
+# ------------------------------------------------------------------------------------------------- all of it, for a run
+
+
+class Verifiers:
+    """What scores the samples of a run: verifier processes, a reward model if there is one, and shaping."""
+
+    def __init__(self, args, problems: list, device, dtype):
+        self.args = args
+        self.weights = parse_weights(args.reward_weights)
+        names = {problem.verifier for problem in problems}
+        self.pool = RewardPool(
+            args.reward_workers, args.reward_timeout, names, self.weights, args.allow_unsafe_code_exec
+        )
+        self.reward_model = None
+        if args.reward_model_name_or_path is not None:
+            budget = args.logprob_micro_batch_tokens
+            self.reward_model = RewardModel(args.reward_model_name_or_path, budget, device, dtype)
+        self.pending: list[tuple] = []  # (sample, problem, future)
+
+    def submit(self, sample, problem) -> None:
+        """Begin to verify a sample, in another process."""
+        future = self.pool.submit(problem.verifier, sample.response, problem.truth, problem.row)
+        self.pending.append((sample, problem, future))
+
+    def collect(self, on_result: Callable[[], None]) -> list:
+        """The samples submitted since the last call, with their rewards. Calls ``on_result`` for each."""
+        found = []
+        for _, _, future in self.pending:
+            found.append(self.pool.result(future))
+            on_result()
+        samples = [sample for sample, _, _ in self.pending]
+        if self.reward_model is not None:
+            conversations = [(problem.messages, sample.response) for sample, problem, _ in self.pending]
+            found = self.reward_model.add(found, conversations, self.weights)
+        for sample, reward in zip(samples, found, strict=True):
+            shape_reward(sample, reward, self.args)
+        self.pending = []
+        return samples
+
+    def close(self) -> None:
+        """End the processes."""
+        self.pool.close()

@@ -15,7 +15,6 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -230,70 +229,6 @@ class TokenLogprobs(nn.Module):
         return logprobs_U, entropy_U, full_vocabulary_kl(logits_UV, reference_UV)
 
 
-class TokenValues(nn.Module):
-    """A transformer with a scalar head, called for the values of the states in which given tokens were chosen.
-
-    The head starts with zero bias and weights small enough for all values to start near 0, the same on every rank
-    whatever else has drawn random numbers. In bf16 its inputs and weights are bf16, its product and the value fp32.
-    """
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model.base_model  # the transformer alone: no output head
-        size = model.config.get_text_config().hidden_size
-        self.head = nn.Linear(size, 1, dtype=model.dtype)
-        nn.init.zeros_(self.head.bias)
-        nn.init.normal_(self.head.weight, std=1 / (size + 1), generator=torch.Generator().manual_seed(0))
-
-    hidden = TokenLogprobs.hidden  # a base model's base model is itself
-
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """[T] in fp32: the value before each response token, from the position that predicts it."""
-        hidden_UD = self.hidden(batch).float()
-        values_U = nn.functional.linear(hidden_UD, self.head.weight.float(), self.head.bias.float())[:, 0]
-        return values_U[batch.copies]
-
-
-def make_critic(args, dtype: torch.dtype, device: torch.device, attention: str, vocabulary: int):
-    """The critic that starts from ``--model_name_or_path``, under a DeepSpeed engine with the policy's settings.
-
-    An engine of its own, as accelerate prepares one model. Refuses a model that has another vocabulary or cannot take
-    the rows of ``--batch_layout``: then it is not the policy, and ``--value_model_name_or_path`` named it.
-    """
-    import deepspeed
-
-    model = load_model(args, dtype, attention)
-    size = model.config.get_text_config().vocab_size
-    if size != vocabulary:
-        refuse(f"--value_model_name_or_path {args.model_name_or_path}: {size} tokens, the policy has {vocabulary}")
-    check_forward(TokenLogprobs(model.to(device), 1.0, args.logprob_chunk), args.batch_layout, 0)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    critic = TokenValues(model).to(device)
-    config = deepspeed_config(args, dtype, device.type == "cuda")
-    optimizer = make_optimizer(critic.parameters(), args.learning_rate, args)
-    return deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0]
-
-
-@torch.no_grad()
-def values(critic, samples: list[Sample], after: list[bool], **cutting):
-    """The critic's outputs on all samples, on every rank: before each token [N], and after each response.
-
-    The second, [samples], is computed where ``after`` is True, and 0 elsewhere: the state after a last token is the
-    one before one more, whatever that is, so such responses get one. ``cutting``: what ``micro_batches`` takes.
-    """
-    longer = [replace(s, response_ids=[*s.response_ids, 0]) if a else s for s, a in zip(samples, after, strict=True)]
-    offsets, device = token_offsets(longer), cutting["device"]
-    outputs = torch.zeros(offsets[-1], device=device)
-    for batch in micro_batches(longer, list(range(len(longer))), **cutting):
-        outputs[batch.tokens] += critic(batch) * batch.scale
-    torch.distributed.all_reduce(outputs)  # every token was computed on one rank
-    extra = torch.tensor([b - 1 for b, a in zip(offsets[1:], after, strict=True) if a], dtype=torch.long, device=device)
-    ends = torch.zeros(len(samples), device=device)
-    ends[torch.tensor(after, device=device)] = outputs[extra]
-    return outputs[torch.ones_like(outputs, dtype=torch.bool).index_fill(0, extra, False)], ends
-
-
 @torch.no_grad()
 def check_forward(policy: TokenLogprobs, layout: str, eos: int) -> None:
     """Refuse a model whose log-probs in this layout are not those of its own plain forward pass.
@@ -392,8 +327,9 @@ class TokenStats:
     A mean is then a sum over all ranks divided by a count over all ranks, and never sees padding.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, engines: int = 1):
         self.device, self.names, self.sums, self.maxima = device, None, None, None
+        self.sampler_diff_2E = torch.zeros(2, engines, device=device)  # sum over tokens, and their number
 
     @torch.no_grad()
     def add(self, seen_T: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
@@ -405,11 +341,53 @@ class TokenStats:
         self.sums += table.sum(1)
         self.maxima = torch.maximum(self.maxima, table.amax(1))
 
+    @torch.no_grad()
+    def add_sampler_diff(self, seen_T: torch.Tensor, diff_T: torch.Tensor, engine_T: torch.Tensor) -> None:
+        """Add |trainer's - sampler's log-prob| of the tokens where ``seen_T`` is True to the engine of each."""
+        self.sampler_diff_2E.index_add_(1, engine_T, torch.stack([torch.where(seen_T, diff_T, 0.0), seen_T.float()]))
+
     def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
         """(sums, maxima) over all ranks, by name. Every rank must call."""
+        torch.distributed.all_reduce(self.sampler_diff_2E)
         torch.distributed.all_reduce(self.sums)
         torch.distributed.all_reduce(self.maxima, op=torch.distributed.ReduceOp.MAX)
         return tuple(dict(zip(self.names, x.tolist(), strict=True)) for x in (self.sums, self.maxima))
+
+
+def check_sampler(stats: TokenStats, limit: float, dtype: torch.dtype) -> None:
+    """End the run when the log-probs of one engine differ from the trainer's: over all engines it would be diluted.
+
+    ``limit``: mean nats per token in bf16, 0 disables; in fp32 a thousandth of it. Raises RuntimeError.
+    """
+    limit = limit * (1e-3 if dtype == torch.float32 else 1.0)
+    sums_E, counts_E = stats.sampler_diff_2E
+    means_E = sums_E / counts_E.clamp(min=1)
+    worst = means_E.argmax().item()
+    if limit > 0 and means_E[worst] > limit:
+        raise RuntimeError(
+            f"sampler and trainer log-probs differ by {means_E[worst]:.3g} nats per token (engine {worst}; "
+            f"--max_sampler_diff: {limit:g}): the engine has stale weights or a different model"
+        )
+
+
+def set_learning_rate(engine, rate: float) -> None:
+    """Set the learning rate of a DeepSpeed engine's optimizer."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
+
+
+def backward(engine, loss: torch.Tensor, is_last: bool) -> None:
+    """Backward pass of a micro-batch; after the last one of a mini-batch, the optimizer step."""
+    engine.set_gradient_accumulation_boundary(is_boundary=is_last)
+    engine.backward(loss)
+    if is_last:
+        engine.step()
+
+
+def even_part(items: list[int], part: int, parts: int) -> set[int]:
+    """Part number ``part`` of a list that is split as evenly as possible."""
+    size = len(items) / parts
+    return set(items[round(part * size) : round((part + 1) * size)])
 
 
 class Stopwatch:

@@ -20,8 +20,8 @@ class MicroBatch:
     ``predict`` and ``targets`` describe U different tokens, of which the T tokens of the samples are copies: a token
     after the same tokens is computed once. ``tokens`` holds, for each of the T, its place among the N
     tokens of the step: per-token arrays (advantages, old log-probs, weights) are kept flat, [N], and indexed with it.
-    ``scale`` is 0 for a batch that only keeps a rank in step with the others, else 1. Add to such arrays, do not set
-    them: that batch may hold tokens that this rank has computed already.
+    An idle micro-batch, which only keeps a rank in step with the others, has place N for all of its tokens: the arrays
+    have one more slot at their end, whose weight is 0.
     """
 
     input_ids: torch.Tensor  # [B, S]
@@ -31,7 +31,6 @@ class MicroBatch:
     targets: torch.Tensor  # [U] the token
     copies: torch.Tensor  # [T] which of the U
     tokens: torch.Tensor  # [T] place in the step's flat arrays
-    scale: float = 1.0
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
@@ -121,7 +120,7 @@ def micro_batches(
 
     Every rank computes the whole plan from the same list, so that all of them run the same number of backward passes
     without asking each other: rows go, longest first, to the rank with least to do, and a rank with fewer micro-batches
-    repeats one with scale 0. Which rank and micro-batch a token lands in does not change its gradient.
+    repeats one whose tokens count nothing. Which rank and micro-batch a token lands in does not change its gradient.
     """
     offsets = token_offsets(samples)
     rows: list[list[Tree]] = []
@@ -147,7 +146,7 @@ def micro_batches(
     mine = [_tensors(batch, offsets, layout, dtype) for batch in batches[rank]]
     while len(mine) < count:
         idle = _tensors([rows[-1]], offsets, layout, dtype)
-        idle.scale = 0.0
+        idle.tokens.fill_(offsets[-1])
         mine.append(idle)
     return [batch.to(device) for batch in mine]
 

@@ -123,7 +123,7 @@ class RunFlags:
     ground_truth_key: str | None = None
     """Column of the ground truth. Default: answer; known for MATH and countdown."""
     system_prompt: str | None = None
-    """System message before every prompt; "" for none. Default: the one runtime/data.py has for the data set, if any."""
+    """System message before every prompt; "" for none. Default: the one runtime/data.py has for it, if any."""
     chat_template: str | None = None
     """A Jinja file, chatml, tulu, r1 (with think tags), or question_answer. Default: the tokenizer's own."""
     max_prompt_length: int = 256
@@ -131,7 +131,7 @@ class RunFlags:
     overlong_prompts: Literal["error", "filter", "left", "right"] = "error"
     """Longer prompts: end the run at the start, leave them out, or truncate them on the left or on the right."""
     bad_rows: Literal["raise", "drop"] = "raise"
-    """Rows without a prompt, or with a ground truth that its verifier rejects: end the run at the start, or drop them."""
+    """Rows without a prompt, or whose ground truth its verifier rejects: end the run at the start, or drop them."""
     shuffle: bool = True
     """Take the prompts in a new random order in every epoch over the data."""
     generation_size: int | None = None
@@ -223,7 +223,7 @@ class RunFlags:
     batch_layout: Literal["shared", "padded", "packed"] = "shared"
     """shared: one row per group, common prefixes once. padded: one row per sample. packed: for flash attention."""
     zero_stage: Literal[1, 2, 3] = 2
-    """DeepSpeed ZeRO: 1 shards optimizer states, 2 gradients as well, 3 parameters as well. (0 does not check for NaN.)"""
+    """DeepSpeed ZeRO: 1 shards optimizer states, 2 gradients as well, 3 parameters as well. (0 has no NaN check.)"""
     offload_optimizer: bool = False
     """Keep master weights and optimizer states in CPU memory."""
     offload_param: bool = False
@@ -295,7 +295,6 @@ def check(args: RunFlags, world_size: int) -> None:
     """Refuse what no script can do, or what would not mean what it says. Loads no model, writes nothing."""
     check_launch(world_size)
     check_numbers(args)
-    check_batch(args)
     check_engine(args, world_size)
     check_model(args)
 
@@ -320,8 +319,8 @@ def check_numbers(args: RunFlags) -> None:
             refuse(f"--{name} {value}: must be 0 or more")
 
 
-def check_batch(args: RunFlags) -> None:
-    """Refuse sizes of batches, lengths and data options that do not fit together."""
+def check_training(args: RunFlags) -> None:
+    """Refuse sizes of batches, lengths and data options of a training run that do not fit together."""
     prompts = args.num_unique_prompts_rollout
     group = args.num_samples_per_prompt_rollout
     longest = args.max_prompt_length + args.max_response_length

@@ -37,4 +37,5 @@ class Sample:
     reward_status: str = "ok"
     reward_steps: tuple[tuple[int, float], ...] = ()  # scores on the way: rewards.Reward.steps
     extracted: str = ""  # what the verifier took for the answer
+    engine: int = 0  # which engine answered
     advantage: float = 0.0  # without KL: the same for every token of the response

@@ -159,7 +159,7 @@ def run_here(args, script: str = "grpo") -> list[dict]:
 
     os._exit = stay
     try:
-        module.main(args)
+        module.main(args, module.preflight(args))
     finally:
         os._exit = leave
     folder = Path(args.output_dir) / rundir.run_name(args, module.Args())

@@ -198,7 +198,7 @@ def test_refusals(tmp_path):
 @pytest.mark.parametrize("changes", [{"best_metric": "eval/pass"}, {"best_metric": "eval/pass@1", "eval_prompts": 0}])
 def test_best_by_what_is_not_measured(changes, capsys):
     with pytest.raises(SystemExit) as end:
-        flags.check_args(grpo.Args(**changes), 1)
+        flags.check_training(grpo.Args(**changes))
     assert end.value.code == 2 and "--best_metric" in capsys.readouterr().err
 
 

@@ -100,7 +100,6 @@ INPUTS = [
         {"max_response_length": 600, "micro_batch_tokens": 999, "logprob_micro_batch_tokens": 999},
         "shorten",
     ),
-    Input("top-p in training", "`--top_p 0.9`", {"top_p": 0.9}, "--eval_top_p"),
     Input(
         "no network, and no such model",
         "`--model_name_or_path nobody/nothing`",
@@ -152,7 +151,8 @@ def test_bad_input(tiny, tmp_path, capsys, monkeypatch, case):
     usual = {k: v.replace("PLACE", str(tmp_path)) if isinstance(v, str) else v for k, v in usual.items()}
     begun = time.monotonic()
     with pytest.raises(SystemExit) as end:
-        grpo.main(tiny_args(tiny, tmp_path / "runs", **usual))
+        args = tiny_args(tiny, tmp_path / "runs", **usual)
+        grpo.main(args, grpo.preflight(args))
     assert end.value.code == 2 and time.monotonic() - begun < 30
     note(case.fault, case.injection, capsys.readouterr().err, case.words, REFUSED)
 
@@ -539,7 +539,8 @@ if __name__ == "__main__":  # the reward workers import this file
     import vllm
 
     vllm.LLM.reset_prefix_cache = lambda self: False
-    grpo.main(tyro.cli(grpo.Args))
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
 """
 
 

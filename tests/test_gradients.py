@@ -7,8 +7,10 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import make_samples
 
+import ppo
 import utils
 from grpo import Args, loss_weights
 from runtime import batching
@@ -34,10 +36,11 @@ def gradient(model, samples, mbs, norm="token", chunk=1000, temperature=1.0):
     policy = utils.TokenLogprobs(model, temperature, chunk)
     weights = loss_weights(samples, list(range(len(samples))), Args(loss_norm=norm))
     advantages = torch.randn(len(weights), generator=torch.Generator().manual_seed(1))
+    advantages, weights = F.pad(advantages, (0, 1)), F.pad(weights, (0, 1))  # the place of idle micro-batches
     model.zero_grad()
     for mb in mbs:
         logprobs, _, _ = policy(mb)
-        (logprobs * advantages[mb.tokens] * weights[mb.tokens] * mb.scale).sum().backward()
+        (logprobs * advantages[mb.tokens] * weights[mb.tokens]).sum().backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
@@ -108,7 +111,7 @@ def test_ranks_split_the_sum(tiny_model, samples, layout, world_size):
     for rank in range(world_size):
         mbs = batches(samples, layout, budget=60, rank=rank, world_size=world_size)
         counts.add(len(mbs))
-        tokens += [t for mb in mbs if mb.scale for t in mb.tokens.tolist()]
+        tokens += [t for mb in mbs if not idle(mb, samples) for t in mb.tokens.tolist()]
         total = total + gradient(tiny_model, samples, mbs)
     assert len(counts) == 1
     assert sorted(tokens) == list(range(batching.token_offsets(samples)[-1]))
@@ -116,25 +119,33 @@ def test_ranks_split_the_sum(tiny_model, samples, layout, world_size):
 
 
 def test_more_ranks_than_samples(tiny_model):
-    """A rank without work repeats a row with scale 0 and contributes exactly nothing."""
+    """A rank without work repeats a row, its tokens at the place after the last, and contributes exactly nothing."""
     samples = make_samples(1, 2)
     mbs = batches(samples, rank=4, world_size=5)
-    assert [mb.scale for mb in mbs] == [0.0]
+    assert [idle(mb, samples) for mb in mbs] == [True]
     assert (gradient(tiny_model, samples, mbs) == 0).all()
 
 
+def idle(mb: batching.MicroBatch, samples) -> bool:
+    """Whether a micro-batch only keeps its rank in step with the others."""
+    count = batching.token_offsets(samples)[-1]
+    places = set(mb.tokens.tolist())
+    assert places == {count} or count not in places, "idle as a whole, or not at all"
+    return places == {count}
+
+
 def test_an_idle_micro_batch_takes_nothing_back(monkeypatch):
-    """It may hold tokens that its own rank has computed: the values of two ranks still add up to one rank's."""
+    """It repeats a row that its own rank may have computed: the values of two ranks still add up to one rank's."""
     samples = make_samples(6, 1)
     for sample, n in zip(samples, (46, 52, 23, 36, 40, 8), strict=True):
-        sample.prompt_ids, sample.response_ids = [sample.prompt_id + 3] * 10, list(range(10, 10 + n))
+        sample.prompt_ids = [sample.prompt_id + 3] * 10
+        sample.response_ids = list(range(10, 10 + n))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: None)
     plan = [batches(samples, budget=95, rank=rank, world_size=2) for rank in range(2)]
-    idle = [(mb, mbs) for mbs in plan for mb in mbs if mb.scale == 0]
-    assert any(set(mb.tokens.tolist()) & {t for x in mbs if x.scale for t in x.tokens.tolist()} for mb, mbs in idle)
+    assert sum(idle(mb, samples) for mbs in plan for mb in mbs) == 1
     cutting = {"layout": "shared", "budget": 95, "world_size": 2, "dtype": torch.float32, "device": CPU}
-    parts = [utils.values(lambda mb: mb.tokens + 1.0, samples, [False] * 6, rank=r, **cutting)[0] for r in range(2)]
-    assert sum(parts).tolist() == list(range(1, 206))
+    values = [ppo.values_of(lambda mb: mb.tokens + 1.0, samples, [False] * 6, rank=r, **cutting)[0] for r in range(2)]
+    assert sum(values).tolist() == list(range(1, 206))
 
 
 def test_budget_holds_and_rows_are_balanced():
@@ -143,7 +154,7 @@ def test_budget_holds_and_rows_are_balanced():
     for rank in range(4):
         mbs = batches(samples, budget=128, rank=rank, world_size=4)
         assert all(mb.input_ids.numel() <= 128 for mb in mbs)
-        loads.append(sum(mb.input_ids.numel() for mb in mbs if mb.scale))
+        loads.append(sum(mb.input_ids.numel() for mb in mbs if not idle(mb, samples)))
     assert max(loads) < 1.25 * min(loads), loads
 
 

@@ -321,7 +321,8 @@ if __name__ == "__main__":  # the reward workers import this file
             time.sleep(3600)
 
     runlog.RunLog.step = stuck
-    grpo.main(tyro.cli(grpo.Args))
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
 """
 
 

@@ -367,7 +367,8 @@ if os.environ["RANK"] == "{rank}":
     utils._generate = {action}
 if __name__ == "__main__":  # the reward workers import this file
     try:
-        grpo.main(tiny_args(Path("{tiny}"), Path("{out}")))
+        args = tiny_args(Path("{tiny}"), Path("{out}"))
+        grpo.main(args, grpo.preflight(args))
     finally:
         print("never reached", flush=True)
 """
@@ -409,7 +410,8 @@ def poisoned(*arguments):
 
 if __name__ == "__main__":
     grpo.token_loss = poisoned
-    grpo.main(tiny_args(Path("{tiny}"), Path("{out}"), total_steps=12, eval_prompts=0, entropy_coeff=1e-3))
+    args = tiny_args(Path("{tiny}"), Path("{out}"), total_steps=12, eval_prompts=0, entropy_coeff=1e-3)
+    grpo.main(args, grpo.preflight(args))
 """
 
 
@@ -435,7 +437,8 @@ whole = utils.current_weights
 
 if __name__ == "__main__":
     utils.current_weights = lambda *a: [(name, 1.1 * w) for name, w in whole(*a)]  # the engine gets something else
-    grpo.main(tiny_args(Path("{tiny}"), Path("{out}"), eval_prompts=0, entropy_coeff=1e-3, max_sampler_diff={limit}))
+    args = tiny_args(Path("{tiny}"), Path("{out}"), eval_prompts=0, entropy_coeff=1e-3, max_sampler_diff={limit})
+    grpo.main(args, grpo.preflight(args))
 """
 
 

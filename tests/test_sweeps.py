@@ -51,7 +51,8 @@ def test_every_command_is_a_run_of_its_own(name, a_seed, tmp_path):
     for python, script, *words in commands:
         assert (python, script) == (sys.executable, "grpo.py")
         args = tyro.cli(grpo.Args, args=words)
-        flags.check_args(args, 1)
+        flags.check(args, 1)
+        flags.check_training(args)
         grpo.check_args(args)
         assert args.output_dir == str(tmp_path) and args.seed in (2, 3)
         names.add(rundir.run_name(args, grpo.Args()))
