@@ -283,7 +283,8 @@ def hint_at_our_name(theirs: str) -> None:
             header = cells
             continue
         for column, cell in zip(header[1:], cells[1:], strict=False):
-            names = {name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", cell)}
+            alternatives = [re.search(r"`([\w.]+)`", part) for part in re.split("[;,]", cell)]
+            names = {found[1].rpartition(".")[2] for found in alternatives if found is not None}
             if theirs in names and cells[0].startswith("`--"):
                 refuse(f"--{theirs}: {column}'s {theirs} is {cells[0].replace('`', '')} here (docs/fields.md)")
 

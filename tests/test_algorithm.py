@@ -88,13 +88,13 @@ def test_loss_weights(samples):
 
 def inputs(n: int = 64, seed: int = 0, spread: float = 0.5, dtype=F64) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    names = ("logprobs", "old", "ref", "sampler", "advantages")
+    names = ("logprobs_T", "old_T", "ref_T", "sampler_T", "advantages_T")
     values = {k: -2 + spread * torch.randn(n, generator=g, dtype=dtype) for k in names}
-    values["advantages"] = torch.randn(n, generator=g, dtype=dtype)
-    values["logprobs"].requires_grad_()
-    values["entropy"] = torch.rand(n, generator=g, dtype=dtype)
+    values["advantages_T"] = torch.randn(n, generator=g, dtype=dtype)
+    values["logprobs_T"].requires_grad_()
+    values["entropy_T"] = torch.rand(n, generator=g, dtype=dtype)
     logits, reference = torch.randn(2, n, 11, generator=g, dtype=dtype)
-    values["full_kl"] = full_vocabulary_kl(logits, reference)
+    values["full_kl_T"] = full_vocabulary_kl(logits, reference)
     return values
 
 
@@ -104,14 +104,14 @@ def test_inline_kl_is_kl_estimators(name, gradient):
     """The block in the script and the module agree in value and gradient, under every name."""
     x = inputs()
     args = Args(kl_estimator=name, kl_gradient=gradient, kl_placement="loss")
-    x["full_kl"] = x["full_kl"] + 0 * x["logprobs"]
+    x["full_kl_T"] = x["full_kl_T"] + 0 * x["logprobs_T"]
     kl = token_loss(**x, beta=0.1, args=args)[1]["kl"]
     mask = torch.ones_like(kl, dtype=torch.bool)
     expected = kl_loss(
-        *(x["logprobs"], x["old"], x["ref"], mask), estimator=name, gradient=gradient, full_kl=x["full_kl"]
+        *(x["logprobs_T"], x["old_T"], x["ref_T"], mask), estimator=name, gradient=gradient, full_kl=x["full_kl_T"]
     )
     torch.testing.assert_close(kl, expected, rtol=1e-10, atol=1e-12)
-    got, want = (torch.autograd.grad(v.sum(), x["logprobs"], retain_graph=True)[0] for v in (kl, expected))
+    got, want = (torch.autograd.grad(v.sum(), x["logprobs_T"], retain_graph=True)[0] for v in (kl, expected))
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
     if name == "full":
         assert canonical_name(name) == "full"
@@ -137,8 +137,8 @@ def test_placement_reaches_the_loss_once(placement, in_loss):
     x = inputs()
     args = Args(kl_placement=placement, kl_estimator="k2", kl_gradient="naive")
     with_kl, parts = token_loss(**x, beta=0.3, args=args)
-    without, _ = token_loss(**{**x, "ref": None}, beta=0.3, args=args)
-    d = x["logprobs"] - x["ref"]
+    without, _ = token_loss(**{**x, "ref_T": None}, beta=0.3, args=args)
+    d = x["logprobs_T"] - x["ref_T"]
     torch.testing.assert_close(with_kl - without, in_loss * 0.3 * d**2 / 2)
     assert bool(parts["kl"].any()) == bool(in_loss)
 
@@ -166,10 +166,10 @@ def test_policy_loss_by_hand():
 
 def test_fresh_samples_have_ratio_one_and_the_gradient_of_log_pi():
     x = inputs()
-    x["old"] = x["logprobs"].detach()
+    x["old_T"] = x["logprobs_T"].detach()
     loss, parts = token_loss(**x, beta=0.0, args=Args())
     assert (parts["ratio"] == 1).all()
-    torch.testing.assert_close(torch.autograd.grad(loss.sum(), x["logprobs"])[0], -x["advantages"])
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), x["logprobs_T"])[0], -x["advantages_T"])
 
 
 def test_importance_weights_stay_off_kl_and_entropy():
@@ -177,7 +177,7 @@ def test_importance_weights_stay_off_kl_and_entropy():
     args = Args(kl_estimator="k1", kl_gradient="naive", entropy_coeff=0.1)
     args.truncated_importance_sampling_ratio_cap = 1e-30  # wipes out the policy term, and must wipe out nothing else
     loss, _ = token_loss(**x, beta=0.5, args=args)
-    torch.testing.assert_close(loss, 0.5 * (x["logprobs"] - x["ref"]) - 0.1 * x["entropy"])
+    torch.testing.assert_close(loss, 0.5 * (x["logprobs_T"] - x["ref_T"]) - 0.1 * x["entropy_T"])
 
 
 def test_kl_in_reward_outside_is_linear_in_beta_and_inside_is_not():

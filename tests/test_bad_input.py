@@ -171,7 +171,7 @@ CASES = {
     # the algorithm
     "lower clip": ({"clip_lower": 1.0}, ["--clip_lower 1.0", "[0, 1)"]),
     "lower clip negative": ({"clip_lower": -0.1}, ["--clip_lower -0.1"]),
-    "upper clip": ({"clip_higher": -0.2}, ["--clip_higher -0.2", "not negative"]),
+    "upper clip": ({"clip_higher": -0.2}, ["--clip_higher -0.2", "must be 0 or more"]),
     "dual clip": ({"clip_ratio_c": 1.0}, ["--clip_ratio_c 1.0", "above 1"]),
     # KL
     "negative beta": ({"beta": -0.1}, ["--beta -0.1", "0 or more"]),
@@ -333,8 +333,8 @@ COMMANDS = {
         "--dataset PLACE/problems.jsonl --prompt_key problem --model_name_or_path PLACE/model",
         ["--prompt_key problem", "question, answer"],
     ),
-    "estimator": ("--kl_estimator k9", ["--kl-estimator", "low_var_kl"]),
-    "placement": ("--kl_placement nowhere", ["--kl-placement", "reward"]),
+    "estimator": ("--kl_estimator k9", ["--kl_estimator", "low_var_kl"]),
+    "placement": ("--kl_placement nowhere", ["--kl_placement", "reward"]),
     "unknown flag": ("--learning_rat 1", ["learning_rat"]),
     "not a number": ("--beta much", ["--beta"]),
 }
@@ -368,7 +368,7 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
     assert "runtime" in imported(err), "the option was not heeded"
     assert not imported(err) & HEAVY
     if words == ("--help",):
-        assert out.index("--num_unique_prompts_rollout") < out.index("--beta") < out.index("--vllm_max_num_seqs")
+        assert out.index("│ --num_unique_prompts_rollout") < out.index("│ --beta") < out.index("│ --vllm_max_num_seqs")
         assert call(*script("grpo.py", *words))[3] < 3
 
 

@@ -531,6 +531,7 @@ def test_another_vllm(tiny, tmp_path):
 
 
 VLLM = """
+from runtime import process, runlog
 process.prepare_environment()
 import tyro
 import grpo

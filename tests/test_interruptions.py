@@ -307,6 +307,7 @@ def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
 
 
 STALLS = """
+from runtime import process, runlog
 process.prepare_environment()
 import sys, time
 import tyro

@@ -44,7 +44,7 @@ def test_functions_of_both_scripts_are_the_same_text():
     """What differs is named here: the arguments, their check, the loop; grpo.py alone has statistics of groups."""
     ours = functions(ppo)
     theirs = functions(grpo)
-    assert set(theirs) - set(ours) == {"group_advantages"}
+    assert set(theirs) - set(ours) == {"group_advantages", "return_to_go"}
     differ = {name for name in theirs if name in ours and ours[name] != theirs[name]}
     assert differ == {"Args", "check_args", "preflight", "main"}
 
@@ -365,9 +365,9 @@ def test_a_new_critic_says_about_nothing(tiny_model, samples):
 
 def value_gradient(critic, samples, mbs, pieces=1):
     """Gradient of the value loss as the script computes it; [parameters] flat."""
-    weights = F.pad(ppo.loss_weights(samples, list(range(len(samples))), Args()), (0, 1))
-    g = torch.Generator().manual_seed(1)
-    old, targets = torch.randn(2, len(weights), generator=g)
+    weights = ppo.loss_weights(samples, list(range(len(samples))), Args())
+    old, targets = torch.randn(2, len(weights), generator=torch.Generator().manual_seed(1))
+    weights, old, targets = (F.pad(x, (0, 1)) for x in (weights, old, targets))
     critic.zero_grad()
     for mb in mbs:
         loss, _ = value_loss(critic(mb), old[mb.tokens], targets[mb.tokens], 0.5)

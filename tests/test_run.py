@@ -352,6 +352,7 @@ def test_a_lock_that_a_killed_process_left(tiny, tmp_path, monkeypatch):
 
 DEAD_THREAD = """
 import sys, time
+from runtime import process, runlog
 process.prepare_environment()
 import grpo, utils
 sys.path.insert(0, "tests")
@@ -396,6 +397,7 @@ def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
 
 BAD_LOSS = """
 import sys
+from runtime import process, runlog
 process.prepare_environment()
 import grpo
 sys.path.insert(0, "tests")
@@ -427,6 +429,7 @@ def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path):
 
 DRIFT = """
 import sys
+from runtime import process, runlog
 process.prepare_environment()
 import grpo, utils
 sys.path.insert(0, "tests")
