@@ -354,20 +354,21 @@ def token_loss(
     kl_T = torch.zeros_like(loss_T)
     if ref_T is not None and args.kl_placement in ("loss", "both"):
         d_T = logprobs_T - ref_T
-        if args.kl_estimator in ("k1", "kl", "kl1"):
-            kl_T = d_T  # expected gradient on fresh samples: 0
-        elif args.kl_estimator in ("k2", "kl2", "mse"):
-            kl_T = d_T.square() / 2  # expected gradient on fresh samples: that of KL(policy || reference)
-        elif args.kl_estimator in ("k3", "kl3", "low_var_kl"):
-            bounded_T = clamp_straight_through(d_T, -20, math.inf)
-            kl_T = torch.expm1(-bounded_T) + bounded_T  # expected gradient on fresh samples: KL(reference || policy)
-        elif args.kl_estimator in ("k4", "kl4"):
-            live_ratio_T = clamp_straight_through(logprobs_T - old_T, -20, 20).exp()
-            kl_T = live_ratio_T * d_T  # expected gradient, also on stale samples: that of KL(policy || reference)
-        elif args.kl_estimator == "abs":
-            kl_T = d_T.abs()  # expected gradient on fresh samples: twice that of the total variation
-        elif args.kl_estimator == "full":
-            kl_T = full_kl_T  # exact, value and gradient
+        match args.kl_estimator:
+            case "k1" | "kl" | "kl1":  # expected gradient on fresh samples: 0
+                kl_T = d_T
+            case "k2" | "kl2" | "mse":  # expected gradient on fresh samples: that of KL(policy || reference)
+                kl_T = d_T.square() / 2
+            case "k3" | "kl3" | "low_var_kl":  # expected gradient on fresh samples: that of KL(reference || policy)
+                bounded_T = clamp_straight_through(d_T, -20, math.inf)
+                kl_T = torch.expm1(-bounded_T) + bounded_T
+            case "k4" | "kl4":  # expected gradient, on stale samples too: that of KL(policy || reference)
+                live_ratio_T = clamp_straight_through(logprobs_T - old_T, -20, 20).exp()
+                kl_T = live_ratio_T * d_T
+            case "abs":  # expected gradient on fresh samples: twice that of the total variation
+                kl_T = d_T.abs()
+            case "full":  # exact, value and gradient
+                kl_T = full_kl_T
         if args.kl_gradient == "unbiased" and args.kl_estimator != "full":  # this value, gradient of KL(policy || ref)
             slope_T = (logprobs_T - old_T).clamp(-20, 20).exp().clamp(max=10) * d_T.clamp(-10, 10)
             kl_T = kl_T.detach() + slope_T.detach() * (logprobs_T - logprobs_T.detach())
@@ -594,32 +595,30 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
         outbox.put(("ready",))
         while True:
             while not inbox.empty() or not engine.has_unfinished_requests():
-                kind, *body = inbox.get()
-                if kind == "stop":
-                    return
-                elif kind == "weights":
-                    if asleep:  # memory for the weights first, for the KV cache once the push needs no more
-                        llm.wake_up(tags=["weights"])
-                    utils.push_weights(llm, body[0])
-                    if asleep:
-                        llm.wake_up(tags=["kv_cache"])
-                    asleep = False
-                    pushes += 1
-                    outbox.put(("weights", pushes))
-                elif kind == "sleep":
-                    llm.sleep(level=2)
-                    asleep = True
-                    outbox.put(("slept",))
-                elif kind == "call":
-                    outbox.put(("called", body[0](llm)))
-                elif kind == "generate":
-                    requests, sampling = body
-                    for key, prompt_ids, seed in requests:
-                        name = str(next(numbers))
-                        keys[name] = key
-                        engine.add_request(
-                            name, {"prompt_token_ids": prompt_ids}, vllm_params(sampling, seed, stop_ids)
-                        )
+                match inbox.get():
+                    case ("stop",):
+                        return
+                    case ("weights", weights):
+                        if asleep:  # memory for the weights first, for the KV cache once the push needs no more
+                            llm.wake_up(tags=["weights"])
+                        utils.push_weights(llm, weights)
+                        if asleep:
+                            llm.wake_up(tags=["kv_cache"])
+                        asleep = False
+                        pushes += 1
+                        outbox.put(("weights", pushes))
+                    case ("sleep",):
+                        llm.sleep(level=2)
+                        asleep = True
+                        outbox.put(("slept",))
+                    case ("call", function):
+                        outbox.put(("called", function(llm)))
+                    case ("generate", requests, sampling):
+                        for key, prompt_ids, seed in requests:
+                            name = str(next(numbers))
+                            keys[name] = key
+                            params = vllm_params(sampling, seed, stop_ids)
+                            engine.add_request(name, {"prompt_token_ids": prompt_ids}, params)
             for output in engine.step():
                 answer = output.outputs[0]
                 ids = list(answer.token_ids)
@@ -849,29 +848,31 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
 
         # 5 log-probs: reference (only if beta > 0); old (only if more than one optimizer step, or for the reward)
         known = every_sample if kl_in_reward else in_loss
+        if beta == 0 and updates == 1:
+            known = []
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
         exact_kl = torch.zeros(2, device=device)  # sum over tokens, and their number, of the samples it is logged for
         with clock("logprobs"), torch.no_grad():
-            if known and (beta > 0 or updates > 1):
+            if known and reference is not None:
+                reference.to(device)
+            budget = args.logprob_micro_batch_tokens
+            for mb in batching.micro_batches(samples, known, budget=budget, **layout):
+                if updates > 1 or kl_in_reward:
+                    old_N[mb.tokens], _, full_kl_T = policy(mb, full_reference)
+                    if full_kl_T is not None:
+                        full_kl_N[mb.tokens] = full_kl_T
                 if reference is not None:
-                    reference.to(device)
-                budget = args.logprob_micro_batch_tokens
-                for mb in batching.micro_batches(samples, known, budget=budget, **layout):
-                    if updates > 1 or kl_in_reward:
-                        old_N[mb.tokens], _, full_kl_T = policy(mb, full_reference)
-                        if full_kl_T is not None:
-                            full_kl_N[mb.tokens] = full_kl_T
-                    if reference is not None:
-                        ref_N[mb.tokens] = reference(mb)[0]
-                few = in_loss[: args.kl_full_samples] if reference is not None else []
-                for mb in batching.micro_batches(samples, few, budget=budget, **layout):
-                    full_kl_T = policy(mb, reference)[2]
-                    real_T = mb.tokens < offsets[-1]
-                    exact_kl += torch.stack([full_kl_T[real_T].sum(), real_T.sum()])
+                    ref_N[mb.tokens] = reference(mb)[0]
+            few = in_loss[: args.kl_full_samples] if reference is not None else []
+            for mb in batching.micro_batches(samples, few, budget=budget, **layout):
+                full_kl_T = policy(mb, reference)[2]
+                real_T = mb.tokens < offsets[-1]
+                exact_kl += torch.stack([full_kl_T[real_T].sum(), real_T.sum()])
+            if known:
                 for array in (old_N, ref_N, full_kl_N, exact_kl):  # every token was computed on one rank
                     dist.all_reduce(array)
-                if reference is not None and args.offload_ref and full_reference is None:
-                    reference.to("cpu")
+            if reference is not None and args.offload_ref and full_reference is None:
+                reference.to("cpu")
 
         # 5 values: of the state before each token, and after the last one where a truncated response is bootstrapped
         outputs_N = torch.zeros(offsets[-1], device=device)
@@ -934,35 +935,35 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 mini_in_loss = [i for i in in_loss if samples[i].prompt_id in members]
 
                 # The critic's optimizer step comes first, and changes nothing for the policy's.
+                own = [i for i in every_sample if samples[i].prompt_id in members and critic is not None]
+                weights_N = F.pad(loss_weights(samples, own, args), (0, 1)).to(device)
+                budget = args.micro_batch_tokens
+                micro_batches = batching.micro_batches(samples, own, budget=budget, **layout)
+                critic_lr = utils.learning_rate(optimizer_step, total_steps * updates, critic_args)
                 if critic is not None:
-                    critic_lr = utils.learning_rate(optimizer_step, total_steps * updates, critic_args)
                     utils.set_learning_rate(critic, critic_lr)
-                    own = [i for i in every_sample if samples[i].prompt_id in members]
-                    weights_N = F.pad(loss_weights(samples, own, args), (0, 1)).to(device)
-                    budget = args.micro_batch_tokens
-                    micro_batches = batching.micro_batches(samples, own, budget=budget, **layout)
-                    stats = utils.TokenStats(device)
-                    for mb in micro_batches:
-                        weights_T = weights_N[mb.tokens]
-                        loss_T, clipped_T = value_loss(
-                            critic(mb), outputs_N[mb.tokens], targets_N[mb.tokens], args.value_clip
-                        )
-                        loss = args.value_coef * (loss_T * weights_T).sum() * world_size
-                        values = {"tokens": torch.ones_like(loss_T), "loss": loss_T * weights_T, "clipped": clipped_T}
-                        stats.add(weights_T > 0, values)
-                        is_last = mb is micro_batches[-1]
-                        if is_last:
-                            sums, _ = stats.reduce()
-                        if is_last and not math.isfinite(sums["loss"]):
-                            loss = loss * math.nan  # skipped, as below
-                        utils.backward(critic, loss, is_last)
+                stats = utils.TokenStats(device)
+                for mb in micro_batches:
+                    weights_T = weights_N[mb.tokens]
+                    loss_T, clipped_T = value_loss(
+                        critic(mb), outputs_N[mb.tokens], targets_N[mb.tokens], args.value_clip
+                    )
+                    loss = args.value_coef * (loss_T * weights_T).sum() * world_size
+                    values = {"tokens": torch.ones_like(loss_T), "loss": loss_T * weights_T, "clipped": clipped_T}
+                    stats.add(weights_T > 0, values)
+                    is_last = mb is micro_batches[-1]
+                    if is_last:
+                        sums, _ = stats.reduce()
+                    if is_last and not math.isfinite(sums["loss"]):
+                        loss = loss * math.nan  # skipped, as below
+                    utils.backward(critic, loss, is_last)
+                if critic is not None:
                     value_totals.update(sums, rounds=1)
-                    if critic.was_step_applied():
+                    applied_to_critic = critic.was_step_applied()
+                    skips.critic = 0 if applied_to_critic else skips.critic + 1
+                    skipped += not applied_to_critic
+                    if applied_to_critic:
                         value_metrics["value/grad_norm"] = float(critic.get_global_grad_norm())
-                        skips.critic = 0
-                    else:
-                        skipped += 1
-                        skips.critic += 1
 
                 if not mini_in_loss or stopped or policy_step < 0:
                     continue
