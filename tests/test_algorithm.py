@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 
 import pytest
 import torch
@@ -84,6 +85,29 @@ def test_loss_weights(samples):
         for i, (a, b) in enumerate(itertools.pairwise(offsets)):
             expected = weight(b - a) if i in some else 0.0
             torch.testing.assert_close(weights[a:b], torch.full((b - a,), expected))
+
+
+def test_loss_weights_take_linear_time():
+    """8,192 samples in well under a second: a sum over all lengths for each of them took 3.3 s."""
+    samples = [Sample(i // 8, i % 8, [1], [1] * 8, [0.0] * 8, "stop", 1) for i in range(8192)]
+    start = time.perf_counter()
+    weights = loss_weights(samples, list(range(8192)), Args())
+    assert time.perf_counter() - start < 0.5
+    assert weights.sum().item() == pytest.approx(1.0, rel=1e-4)
+
+
+def test_one_stale_engine_of_many_is_noticed():
+    """The check is per engine: over all 64 engines a difference of 0.64 nats on one of them would be a mean of 0.01."""
+    stats = utils.TokenStats(torch.device("cpu"), engines=64)
+    engine_T = torch.arange(64).repeat(8)
+    seen_T = torch.ones(512, dtype=torch.bool)
+    stats.add_sampler_diff(seen_T, torch.where(engine_T == 17, 0.05, 0.001), engine_T)
+    utils.check_sampler(stats, 0.1, torch.bfloat16)
+    stats.add_sampler_diff(seen_T, torch.where(engine_T == 17, 0.64, 0.001), engine_T)
+    assert stats.sampler_diff_2E[0].sum() / stats.sampler_diff_2E[1].sum() < 0.1, "the mean of all would pass"
+    with pytest.raises(RuntimeError, match="engine 17"):
+        utils.check_sampler(stats, 0.1, torch.bfloat16)
+    utils.check_sampler(stats, 0.0, torch.bfloat16)
 
 
 def inputs(n: int = 64, seed: int = 0, spread: float = 0.5, dtype=F64) -> dict[str, torch.Tensor]:

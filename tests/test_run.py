@@ -91,6 +91,41 @@ def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatc
     assert min(ends) < 1e-4
 
 
+def test_inside_the_group_statistics_truncated_responses_have_their_kl(tiny, tmp_path, monkeypatch):
+    """Left out of the loss, not out of the group: with a KL of 0 they would look better than they are."""
+    stops = utils.stop_token_ids
+    monkeypatch.setattr(utils, "stop_token_ids", lambda *a: [*stops(*a), *range(100, 130)])  # else few end
+    seen = []
+    plain = grpo.group_advantages
+    monkeypatch.setattr(grpo, "group_advantages", lambda rewards, kind: (seen.append(rewards), plain(rewards, kind))[1])
+    args = tiny_args(
+        *(tiny, tmp_path),
+        beta=0.5,
+        kl_placement="reward",
+        kl_estimator="k1",
+        kl_reward_norm="inside",
+        learning_rate=1e-2,
+        mask_truncated_completions=True,
+        max_response_length=24,
+        eval_prompts=0,
+        log_samples=16,
+    )
+    run_here(args)
+    folder = Path(args.output_dir) / rundir.run_name(args, grpo.Args())
+    truncated = [s["finish_reason"] == "length" for s in read_jsonl(folder / "samples.jsonl") if s["step"] == 2]
+    plain_rewards, penalized = seen[-2:]
+    penalty = (plain_rewards - penalized).flatten()
+    assert any(truncated) and not all(truncated)
+    assert (penalty[truncated].abs() > 1e-3).all(), "the second step: the policy has left the reference"
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_a_reference_that_is_not_loaded_is_not_offloaded(tiny, tmp_path, script):
+    """--offload_ref in a sweep over beta that includes 0, with several optimizer steps per batch."""
+    args = tiny_args(tiny, tmp_path, script, offload_ref=True, num_mini_batches=2, eval_prompts=0)
+    assert [m["optim/steps"] for m in run_here(args, script)] == [2, 2]
+
+
 def test_a_fresh_step(tiny, tmp_path):
     """One optimizer step on fresh samples: ratio exactly 1, nothing clipped, KL to the reference exactly 0."""
     first, second = run_here(tiny_args(tiny, tmp_path, beta=0.1, learning_rate=1e-3))
