@@ -16,6 +16,7 @@ from grpo import Args, group_advantages, loss_weights, return_to_go, token_loss
 from kl_estimators import ALIASES, ESTIMATORS, canonical_name, full_vocabulary_kl, kl_loss, kl_reward
 from rewards import Reward, shape_reward
 from runtime import batching
+from runtime.records import Sample
 
 F64 = torch.float64
 
