@@ -277,16 +277,22 @@ def hint_at_our_name(theirs: str) -> None:
     if not page.is_file():
         return
     header: list[str] = []
+    found: list[tuple[bool, str]] = []  # (whether it is only a part of an expression, the message)
     for line in page.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if cells[0] == "ours":
             header = cells
+        if not cells[0].startswith("`--"):
             continue
-        for column, cell in zip(header[1:], cells[1:], strict=False):
-            alternatives = [re.search(r"`([\w.]+)`", part) for part in re.split("[;,]", cell)]
-            names = {found[1].rpartition(".")[2] for found in alternatives if found is not None}
-            if theirs in names and cells[0].startswith("`--"):
-                refuse(f"--{theirs}: {column}'s {theirs} is {cells[0].replace('`', '')} here (docs/fields.md)")
+        for framework, cell in zip(header[1:], cells[1:], strict=False):
+            for alternative in re.split("[;,]", cell):
+                names = [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", alternative)]
+                if theirs in names:
+                    ours = cells[0].replace("`", "")
+                    words = f"--{theirs}: {framework}'s {theirs} is {ours} here (docs/fields.md)"
+                    found.append((names[0] != theirs, words))
+    if found:
+        refuse(min(found)[1])
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
