@@ -204,8 +204,8 @@ def check_operators(words: list[str]) -> None:
     for i, word in enumerate(words[:program]):
         if word in (";", "|", "||", "&") and not (i > 0 and words[i - 1].startswith("-")):
             refuse(
-                f"{shlex.join(words)}: {word} would be an argument of {words[0]}; of the shell's words only && (\\&\\&) "
-                f"works between commands: use it, give each command a -- of its own, or write: bash -c '...'"
+                f"{shlex.join(words)}: {word} would be an argument of {words[0]}; only && (\\&\\&) works "
+                f"between commands: use it, give each command a -- of its own, or write: bash -c '...'"
             )
 
 

@@ -256,3 +256,21 @@ def test_the_code_of_the_ranks_arrives(tmp_path, code):
     output = node.communicate(timeout=60)[0].decode()
     assert node.returncode == code, output
     assert [(tmp_path / f"stop{r}").read_text() for r in range(2)] == ["1", "1"]
+
+
+@pytest.mark.slow
+def test_a_submission_with_set_up_and_a_prefix_trains_on_two_ranks(tiny, tmp_path):
+    """``source FILE && env A=1 python grpo.py``, the form of open-instruct's submissions, on this machine."""
+    from test_interruptions import command, data_environment
+
+    (tmp_path / "setup.sh").write_text("export OMP_NUM_THREADS=1\n")
+    program = command(tiny, tmp_path / "out", "--total_steps", "1")
+    submit = [sys.executable, "scripts/submit.py", "--backend", "local", "--gpus", "2", "--run_dir", tmp_path / "job"]
+    line = [*submit, "--", "source", tmp_path / "setup.sh", "&&", "env", "A=1", *program]
+    env = {k: v for k, v in os.environ.items() if k not in data_environment()}
+    done = subprocess.run([str(w) for w in line], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "out" / "run"
+    assert json.loads((run / "config.json").read_text())["world_size"] == 2
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
+    assert len(list((tmp_path / "job").glob("finished.*"))) == 1
