@@ -176,7 +176,34 @@ def test_an_unfinished_run_goes_on(finished, tmp_path, spoil, says):
     with open(copy / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
-    assert commands == [] and "skipped, going on" in said and says in said
+    assert commands == [] and "skipped, running: " in said and says in said
+
+
+def test_a_copy_of_the_script_is_another_script(finished, tmp_path):
+    """Copied and edited, in any folder: its runs have names of their own and are not taken for those of grpo.py."""
+    folder, common = finished
+    copy = tmp_path / "mine.py"
+    copy.write_text((ROOT / "grpo.py").read_text())
+    words = ["sweep_lr.sh", "--seeds", "1", *common]
+    code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
+    assert code == 0, said
+    assert [(c[1], c[c.index("--exp_name") + 1]) for c in commands] == [(str(copy), "sweep_lr_mine")]
+    renamed = folder.parent / folder.name.replace("sweep_lr", "sweep_lr_mine")
+    shutil.copytree(folder, renamed)
+    config = json.loads((renamed / "config.json").read_text())
+    config["args"]["exp_name"] = "sweep_lr_mine"
+    (renamed / "config.json").write_text(json.dumps(config))
+    code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
+    shutil.rmtree(renamed)
+    assert code == 0 and commands == [] and f"skipped, finished: {renamed}" in said
+
+
+@pytest.mark.parametrize("text, says", [(None, "is not a script"), ("x = 1\n", "has no dataclass Args")])
+def test_what_is_no_training_script_is_refused(text, says, tmp_path):
+    if text is not None:
+        (tmp_path / "other.py").write_text(text)
+    code, commands, said = sweep("sweep_lr.sh", "--seeds", "1", SCRIPT=str(tmp_path / "other.py"))
+    assert code == 2 and commands == [] and says in said
 
 
 def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
