@@ -40,7 +40,10 @@ import matplotlib.pyplot as plt
 PHASES = ("generate", "score", "logprobs", "update", "push", "eval", "save")
 # title -> (metric, word of the legend, line style)
 PANELS = {
-    "reward, with pass@1 on held-out problems": [("reward/mean", "reward", "-"), ("reward/correct", "correct", ":")],
+    "reward, with pass@1 on held-out problems": [
+        ("reward/mean", "reward", "-"),
+        ("reward/correct", "correct", ":"),
+    ],
     "response length, truncated fraction": [
         ("completions/length_mean", "tokens", "-"),
         ("completions/truncated_frac", "truncated", ":"),
@@ -55,8 +58,18 @@ PANELS = {
     "seconds per step": [("time/step", "step", "-")],
     "tokens per second, whole step": [("perf/tokens_per_second", "tokens/s", "-")],
 }
-X_LABELS = {"step": "step", "episode": "samples", "time": "minutes of training"}
-COMPARED = ["reward/mean", "kl/sequence", "policy/entropy", "completions/length_mean", "eval/pass@1"]
+X_LABELS = {
+    "step": "step",
+    "episode": "samples",
+    "time": "minutes of training",
+}
+COMPARED = [
+    "reward/mean",
+    "kl/sequence",
+    "policy/entropy",
+    "completions/length_mean",
+    "eval/pass@1",
+]
 SAME_RUN = (*PRESENTATION, "seed")  # runs that differ in these alone are repetitions
 FINAL = "final:"
 
@@ -86,12 +99,13 @@ def read(path: Path) -> list[dict]:
 def find_runs(paths: list[Path]) -> list[Path]:
     """The folders of the runs that are meant: those given, or the newest in the one folder given."""
     folder = paths[0]
-    is_run = (folder / "config.json").exists() or (folder / "metrics.jsonl").exists()
+    is_run = any((folder / name).exists() for name in ("config.json", "metrics.jsonl"))
     if len(paths) == 1 and folder.is_dir() and not is_run:
-        files = sorted(folder.glob("*/metrics.jsonl"), key=lambda f: f.stat().st_mtime)
+        files = list(folder.glob("*/metrics.jsonl"))
         if not files:
             fail(f"{folder} holds no run with a metrics.jsonl; start one with: python grpo.py")
-        paths = [files[-1].parent]
+        newest = max(files, key=lambda file: file.stat().st_mtime)
+        paths = [newest.parent]
     for path in paths:
         if not path.is_dir():
             fail(f"{path} is not a folder; give runs, or the folder of a run")
@@ -104,10 +118,11 @@ def positions(metrics: list[dict], x: str) -> dict[int, float]:
     """step -> its place on the horizontal axis ``x``; the evaluation before the first step is at 0."""
     steps = [r["step"] for r in metrics]
     if x == "time":
-        places = np.cumsum([(r["time/step"] or 0.0) / 60 for r in metrics]).tolist()
+        minutes = series(metrics, "time/step").fillna(0) / 60
+        places = minutes.cumsum().tolist()
     else:
         places = [r[x] for r in metrics]
-    return {0: 0, **dict(zip(steps, places, strict=True))}
+    return dict(zip([0, *steps], [0, *places], strict=True))
 
 
 def series(records: list[dict], key: str, at: dict[int, float] | None = None) -> pd.Series:
@@ -115,9 +130,14 @@ def series(records: list[dict], key: str, at: dict[int, float] | None = None) ->
 
     at: the place of each step on the horizontal axis, from ``positions``; a step without a place is left out.
     """
-    logged = [r for r in records if key in r and (at is None or r["step"] in at)]
-    places = [r["step"] if at is None else at[r["step"]] for r in logged]
-    return pd.Series([r[key] for r in logged], index=places, dtype=float)
+    logged = [r for r in records if key in r]
+    if at is not None:
+        logged = [r for r in logged if r["step"] in at]
+    values = [r[key] for r in logged]
+    places = [r["step"] for r in logged]
+    if at is not None:
+        places = [at[step] for step in places]
+    return pd.Series(values, index=places, dtype=float)
 
 
 @dataclass
@@ -137,15 +157,23 @@ class Run:
     def final(self, key: str) -> float:
         """The last evaluation's value, or the mean over the last tenth of the steps that have one; NaN without any."""
         values = self.curve(key).dropna()
-        last = 1 if key.startswith("eval/") else max(1, len(values) // 10)
-        return values.tail(last).mean()
+        if key.startswith("eval/"):
+            return values.tail(1).mean()
+        return values.tail(tenth(values)).mean()
+
+
+def tenth(values: pd.Series) -> int:
+    """A tenth of the number of values, at least 1."""
+    return max(1, len(values) // 10)
 
 
 def load_run(folder: Path) -> Run:
     """The run in a folder; its arguments are {} where it has no config.json."""
     config = folder / "config.json"
     args = json.loads(config.read_text())["args"] if config.exists() else {}
-    return Run(folder, args, read(folder / "metrics.jsonl"), read(folder / "eval.jsonl"))
+    metrics = read(folder / "metrics.jsonl")
+    evals = read(folder / "eval.jsonl")
+    return Run(folder, args, metrics, evals)
 
 
 # ----------------------------------------------------------------------------------------------------- one run, or few
@@ -153,67 +181,98 @@ def load_run(folder: Path) -> Run:
 
 def draw(runs: dict[str, Run], output: Path, x: str = "step") -> None:
     """Draw one figure of all panels that have something to show, with one color per run if there are several."""
-    logged = {key for run in runs.values() for record in run.metrics for key in record}
-    panels = {title: lines for title, lines in PANELS.items() if any(key in logged for key, _, _ in lines)}
+    logged = logged_by(list(runs.values()))
+    panels = []
+    for title, lines in PANELS.items():
+        if any(key in logged for key, _, _ in lines):
+            panels.append(title)
     rows = math.ceil(len(panels) / 2)
     figure, axes = plt.subplots(rows, 2, figsize=(13, 3.1 * rows))
     for axis in axes.flat[len(panels) :]:
         axis.remove()
-    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=False):
-        draw_panel(axis, title, lines, runs, x, legend=len(runs) == 1 or axis is axes.flat[0])
+    for axis, title in zip(axes.flat, panels, strict=False):
+        legend = len(runs) == 1 or title == panels[0]
+        draw_panel(axis, title, runs, x, legend)
     for axis in axes[-1]:
         axis.set_xlabel(X_LABELS[x])
-    figure.suptitle(" and ".join(runs) if len(runs) < 3 else f"{len(runs)} runs", fontsize=11)
+    names = " and ".join(runs) if len(runs) < 3 else f"{len(runs)} runs"
+    figure.suptitle(names, fontsize=11)
     figure.tight_layout(rect=(0, 0, 1, 0.99))
     save(figure, output)
 
 
-def draw_panel(axis: plt.Axes, title: str, lines: list, runs: dict[str, Run], x: str, legend: bool) -> None:
+def draw_panel(axis: plt.Axes, title: str, runs: dict[str, Run], x: str, legend: bool) -> None:
     """Draw one panel of ``draw``."""
     several = len(runs) > 1
+    lines = PANELS[title]
+    if several and title.startswith("reward"):
+        lines = lines[:1]
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.25)
     axis.xaxis.get_major_locator().set_params(integer=x != "time")
-    right = axis.twinx() if title.startswith("response") else axis  # tokens and a fraction share no scale
-    if several and title.startswith("reward"):
-        lines = lines[:1]
+    right = axis
+    if title.startswith("response"):  # tokens and a fraction share no scale
+        right = axis.twinx()
+        right.set_ylim(-0.02, 1.02)
+    if title.startswith("sampler"):
+        axis.set_yscale("log", nonpositive="mask")
     for r, (name, run) in enumerate(runs.items()):
         if title == "seconds per step" and not several:
-            stack(axis, run.metrics, positions(run.metrics, x))
+            stack(axis, run, x)
             continue
         for i, (key, word, style) in enumerate(lines):
             curve = run.curve(key, x)
             if curve.empty:
                 continue
-            label = word
-            if several:
+            if not several:
+                label = word
+            else:
                 label = name if i == 0 else None
-            dot = "." if len(curve) < 2 else ""
-            color = f"C{r if several else i}"
-            (right if i else axis).plot(curve, style, color=color, label=label, lw=1.4, marker=dot)
+            target = right if i > 0 else axis
+            target.plot(
+                curve,
+                style,
+                color=f"C{r if several else i}",
+                label=label,
+                lw=1.4,
+                marker="." if len(curve) < 2 else "",
+            )
         if title.startswith("reward"):
-            label = None if several else "eval pass@1"
-            axis.plot(run.curve("eval/pass@1", x), "o--", color=f"C{r if several else 3}", label=label, ms=5, lw=0.8)
+            axis.plot(
+                run.curve("eval/pass@1", x),
+                "o--",
+                color=f"C{r if several else 3}",
+                label=None if several else "eval pass@1",
+                ms=5,
+                lw=0.8,
+            )
+    handles, words = axis.get_legend_handles_labels()
     if right is not axis:
-        right.set_ylim(-0.02, 1.02)
-    if title.startswith("sampler"):
-        axis.set_yscale("log", nonpositive="mask")
-    handles, labels = axis.get_legend_handles_labels()
-    if right is not axis:
-        more_handles, more_labels = right.get_legend_handles_labels()
+        more_handles, more_words = right.get_legend_handles_labels()
         handles += more_handles
-        labels += more_labels
+        words += more_words
     if len(handles) > 1 and legend:
-        axis.legend(handles, labels, fontsize=8, framealpha=0.6)
+        axis.legend(handles, words, fontsize=8, framealpha=0.6)
 
 
-def stack(axis: plt.Axes, metrics: list[dict], at: dict[int, float]) -> None:
+def stack(axis: plt.Axes, run: Run, x: str) -> None:
     """Draw the seconds of the phases one on the other, up to the whole step."""
-    phases = [p for p in PHASES if any(f"time/{p}" in r for r in metrics)]
-    layers = [[r.get(f"time/{p}") or 0.0 for r in metrics] for p in phases]
-    rest = [max(0.0, r["time/step"] - sum(column)) for r, *column in zip(metrics, *layers, strict=True)]
-    edges = {"step": "mid"} if len(metrics) > 1 else {}
-    axis.stackplot([at[r["step"]] for r in metrics], *layers, rest, labels=[*phases, "rest"], alpha=0.85, **edges)
+    frame = pd.DataFrame(run.metrics).set_index("step")
+    layers = {}
+    for phase in PHASES:
+        if f"time/{phase}" in frame:
+            layers[phase] = frame[f"time/{phase}"].astype(float).fillna(0)
+    rest = frame["time/step"].astype(float) - sum(layers.values())
+    layers["rest"] = rest.clip(lower=0)
+    at = positions(run.metrics, x)
+    edges = {"step": "mid"} if len(frame) > 1 else {}
+    axis.stackplot(
+        [at[step] for step in frame.index],
+        *layers.values(),
+        labels=list(layers),
+        alpha=0.85,
+        **edges,
+    )
 
 
 def save(figure: plt.Figure, output: Path) -> None:
@@ -228,25 +287,33 @@ def save(figure: plt.Figure, output: Path) -> None:
 
 def sparkline(values: pd.Series, width: int = 60) -> str:
     """A line of at most ``width`` bars, each the mean of its share of the values."""
+    if values.empty:
+        return ""
     width = min(width, len(values))
-    means = values.groupby(np.arange(len(values)) * width // max(1, len(values))).mean()
-    span = (means.max() - means.min()) or 1.0
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * height)] for height in (means - means.min()) / span)
+    share = np.arange(len(values)) * width // len(values)
+    means = values.groupby(share).mean()
+    heights = means - means.min()
+    if heights.max() > 0:
+        heights = heights / heights.max()
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * height)] for height in heights)
 
 
 def summary(metrics: list[dict], evals: list[dict]) -> str:
     """Reward, held-out pass@1 and time, in words. One step's reward is noisy, so a tenth of the steps is averaged."""
     rewards = series(metrics, "reward/mean").dropna()
-    tenth = max(1, len(rewards) // 10)
-    over = f"means of the first and last {tenth} of {len(rewards)} steps" if tenth > 1 else f"{len(rewards)} step(s)"
-    first, last = rewards.head(tenth).mean(), rewards.tail(tenth).mean()
+    n = tenth(rewards)
+    first = rewards.head(n).mean()
+    last = rewards.tail(n).mean()
+    over = f"{len(rewards)} step(s)"
+    if n > 1:
+        over = f"means of the first and last {n} of {len(rewards)} steps"
     lines = [f"  reward   {first:.3f} -> {last:.3f}  {sparkline(rewards)}  {over}"]
     scores = series(evals, "eval/pass@1")
-    if len(scores) > 1:
-        change = f"{scores.iloc[0]:.3f} -> {scores.iloc[-1]:.3f}"
-        lines.append(f"  pass@1   {change}  on held-out problems, after step {scores.index[0]} and {scores.index[-1]}")
-    elif len(scores) == 1:
-        lines.append(f"  pass@1   {scores.iloc[0]:.3f}  on held-out problems, after step {scores.index[0]}")
+    if len(scores) > 0:
+        ends = scores.iloc[[0, -1]] if len(scores) > 1 else scores
+        change = " -> ".join(f"{score:.3f}" for score in ends)
+        steps = " and ".join(map(str, ends.index))
+        lines.append(f"  pass@1   {change}  on held-out problems, after step {steps}")
     seconds = series(metrics, "time/step").sum()
     lines.append(f"  time     {seconds / 60:.1f} min of training, {seconds / len(metrics):.1f} s per step")
     return "\n".join(lines)
@@ -265,15 +332,21 @@ def load_runs(paths: list[Path], where: list[str]) -> list[Run]:
     if not runs:
         fail(f"no run with a config.json and a metrics.jsonl in {', '.join(map(str, paths))}")
     for condition in where:
-        name, equals, value = condition.partition("=")
-        if not equals:
-            fail(f"--where {condition}: write NAME=VALUE, for example --where beta=0.1")
-        check_argument("--where", name, runs)
-        values = sorted({show(run.args[name]) for run in runs if name in run.args})
-        runs = [run for run in runs if name in run.args and show(run.args[name]) == value]
-        if not runs:
-            fail(f"--where {condition}: no run; --{name} is {', '.join(values)}")
+        runs = chosen(runs, condition)
     return runs
+
+
+def chosen(runs: list[Run], condition: str) -> list[Run]:
+    """The runs whose arguments are as a ``NAME=VALUE`` says."""
+    name, equals, value = condition.partition("=")
+    if not equals:
+        fail(f"--where {condition}: write NAME=VALUE, for example --where beta=0.1")
+    check_argument("--where", name, runs)
+    having = [run for run in runs if name in run.args]
+    values = sorted({show(run.args[name]) for run in having})
+    if value not in values:
+        fail(f"--where {condition}: no run; --{name} is {', '.join(values)}")
+    return [run for run in having if show(run.args[name]) == value]
 
 
 def show(value: object) -> str:
@@ -292,7 +365,21 @@ def order(value: object) -> tuple:
 def differing(runs: list[Run]) -> list[str]:
     """The arguments in which the runs differ, apart from those that make a repetition."""
     names = dict.fromkeys(name for run in runs for name in run.args)
-    return [n for n in names if n not in SAME_RUN and len({json.dumps(run.args.get(n)) for run in runs}) > 1]
+    found = []
+    for name in names:
+        values = {json.dumps(run.args.get(name)) for run in runs}
+        if name not in SAME_RUN and len(values) > 1:
+            found.append(name)
+    return found
+
+
+def logged_by(runs: list[Run]) -> set[str]:
+    """The names of everything that the runs logged."""
+    logged = set()
+    for run in runs:
+        for record in (*run.metrics, *run.evals):
+            logged.update(record)
+    return logged
 
 
 def check_argument(flag: str, name: str, runs: list[Run]) -> None:
@@ -301,19 +388,29 @@ def check_argument(flag: str, name: str, runs: list[Run]) -> None:
         fail(f"{flag} {name}: no such argument in config.json; these runs differ in: {', '.join(differing(runs))}")
 
 
+def label(run: Run, names: list[str]) -> tuple[str, ...]:
+    """The values of some arguments of a run, as text."""
+    return tuple(show(run.args.get(name)) for name in names)
+
+
+def ordered(runs: list[Run], names: list[str]) -> list[Run]:
+    """The runs sorted by the values of some arguments, smallest first."""
+    return sorted(runs, key=lambda run: [order(run.args.get(name)) for name in names])
+
+
 def labels(runs: list[Run], names: list[str]) -> list[tuple[str, ...]]:
     """The combinations of values of some arguments among the runs, as text, smallest first."""
-    runs = sorted(runs, key=lambda run: [order(run.args.get(name)) for name in names])
-    return list(dict.fromkeys(tuple(show(run.args.get(name)) for name in names) for run in runs))
+    return list(dict.fromkeys(label(run, names) for run in ordered(runs, names)))
 
 
 def grouped(runs: list[Run], by: list[str]) -> dict[tuple[str, ...], list[Run]]:
     """Runs by the values of the arguments ``by``, as text, smallest first. Refuse a group that is not repetitions."""
     groups: dict[tuple[str, ...], list[Run]] = {}
-    for run in sorted(runs, key=lambda run: [order(run.args.get(name)) for name in by]):
-        groups.setdefault(tuple(show(run.args.get(name)) for name in by), []).append(run)
+    for run in ordered(runs, by):
+        groups.setdefault(label(run, by), []).append(run)
     for members in groups.values():
-        if names := differing(members):
+        names = differing(members)
+        if names:
             fail(
                 f"runs that differ in {', '.join(names)} would be averaged as if they differed in the seed alone "
                 f"({members[0].folder.name}, {members[1].folder.name}, ...); add them to --by, or choose one value "
@@ -340,18 +437,25 @@ def band(runs: list[Run], key: str, x: str) -> pd.DataFrame:
 def t_quantile(degrees: int) -> float:
     """The 97.5 % quantile of Student's t distribution, from its density integrated over [0, 20]."""
     t = np.linspace(0, 20, 200_001)
-    scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
-    density = scale * (1 + t * t / degrees) ** (-(degrees + 1) / 2)
-    area = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2 * (t[1] - t[0]))])
-    return float(np.interp(0.475, area, t))
+    log_scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
+    log_scale -= math.log(degrees * math.pi) / 2
+    density = np.exp(log_scale - (degrees + 1) / 2 * np.log1p(t * t / degrees))
+    between = (density[1:] + density[:-1]) / 2
+    area = np.cumsum(between) * t[1]  # from 0 to the second point, the third ...
+    return float(np.interp(0.475, area, t[1:]))
+
+
+def finals(runs: list[Run], key: str) -> pd.Series:
+    """The final values of the runs that have one."""
+    return pd.Series([run.final(key) for run in runs], dtype=float).dropna()
 
 
 def interval(runs: list[Run], key: str) -> tuple[float, float]:
     """(mean, half the 95 % interval) of the final values of repetitions; NaN for what too few runs do not give."""
-    finals = pd.Series([run.final(key) for run in runs], dtype=float).dropna()
-    if len(finals) < 2:
-        return finals.mean(), math.nan
-    return finals.mean(), t_quantile(len(finals) - 1) * finals.sem()
+    values = finals(runs, key)
+    if len(values) < 2:
+        return values.mean(), math.nan
+    return values.mean(), t_quantile(len(values) - 1) * values.sem()
 
 
 def draw_comparison(runs: list[Run], by: list[str], keys: list[str], x: str, output: Path) -> None:
@@ -361,67 +465,137 @@ def draw_comparison(runs: list[Run], by: list[str], keys: list[str], x: str, out
     lines = labels(runs, by[:1])
     columns = labels(runs, by[1:])
     places = [place for (place,) in labels(runs, [x])]
-    size = (max(5.5, 3.6 * len(columns)), 2.6 * len(keys) + 1)
-    figure, axes = plt.subplots(len(keys), len(columns), figsize=size, sharey="row", sharex=True, squeeze=False)
+    styles = [{"color": f"C{n % 10}", "ls": "-" if n < 10 else "--"} for n in range(len(lines))]
+    figure, axes = plt.subplots(
+        len(keys),
+        len(columns),
+        figsize=(max(5.5, 3.6 * len(columns)), 2.6 * len(keys) + 1),
+        sharey="row",
+        sharex=True,
+        squeeze=False,
+    )
     for (row, key), (column, values) in itertools.product(enumerate(keys), enumerate(columns)):
         axis = axes[row][column]
         axis.grid(alpha=0.25)
         for number, line in enumerate(lines):
-            style = {"color": f"C{number % 10}", "ls": "-" if number < 10 else "--"}
             if over_argument:
                 cells = [groups.get((*line, *values, place), []) for place in places]
-                draw_finals(axis, cells, key, offset=0.12 * (number - (len(lines) - 1) / 2) / len(lines), style=style)
+                shift = (number - (len(lines) - 1) / 2) / len(lines)  # keeps the intervals of the lines apart
+                draw_finals(axis, cells, key, 0.12 * shift, styles[number])
             else:
-                draw_band(axis, band(groups.get((*line, *values), []), key, x), style)
+                members = groups.get((*line, *values), [])
+                draw_band(axis, band(members, key, x), styles[number])
         if over_argument:
             axis.set_xticks(range(len(places)), places)
-        if row == 0 and values:
-            axis.set_title(", ".join(f"{n} = {v}" for n, v in zip(by[1:], values, strict=True)), fontsize=10)
         if column == 0:
             axis.set_ylabel(f"final {key}" if over_argument else key, fontsize=9)
-        if row == len(keys) - 1:
-            axis.set_xlabel(X_LABELS.get(x, x))
-    handles = [
-        plt.Line2D([], [], color=f"C{n % 10}", ls="-" if n < 10 else "--", label=" ".join(line) or "all")
-        for n, line in enumerate(lines)
-    ]
-    title = by[0] if by else None
-    figure.legend(handles=handles, title=title, loc="outside upper center", ncols=min(len(lines), 4), fontsize=8)
+    for axis, values in zip(axes[0], columns, strict=True):
+        title = [f"{name} = {value}" for name, value in zip(by[1:], values, strict=True)]
+        axis.set_title(", ".join(title), fontsize=10)
+    for axis in axes[-1]:
+        axis.set_xlabel(X_LABELS.get(x, x))
+    handles = []
+    for line, style in zip(lines, styles, strict=True):
+        handles.append(plt.Line2D([], [], label=" ".join(line) or "all", **style))
+    figure.legend(
+        handles=handles,
+        title=by[0] if by else None,
+        loc="outside upper center",
+        ncols=min(len(lines), 4),
+        fontsize=8,
+    )
     figure.set_layout_engine("constrained")
     save(figure, output)
 
 
-def draw_band(axis: plt.Axes, points: pd.DataFrame, style: dict) -> None:
+def draw_band(axis: plt.Axes, points: pd.DataFrame, style: dict[str, str]) -> None:
     """Draw a mean and its band."""
-    if not points.empty:
-        axis.plot(points["mean"], lw=1.4, marker="." if len(points) < 20 else "", ms=4, **style)
-        axis.fill_between(points.index, points["min"], points["max"], alpha=0.18, lw=0, color=style["color"])
+    if points.empty:
+        return
+    axis.plot(
+        points["mean"],
+        lw=1.4,
+        marker="." if len(points) < 20 else "",
+        ms=4,
+        **style,
+    )
+    axis.fill_between(
+        points.index,
+        points["min"],
+        points["max"],
+        alpha=0.18,
+        lw=0,
+        color=style["color"],
+    )
 
 
-def draw_finals(axis: plt.Axes, cells: list[list[Run]], key: str, offset: float, style: dict) -> None:
-    """Draw means and 95 % intervals at equal distances; lines are shifted a little so that intervals stay apart."""
-    stats = pd.DataFrame([interval(cell, key) for cell in cells], columns=["mean", "half"])
-    stats = stats.set_index(stats.index + offset).dropna(subset="mean")
+def draw_finals(axis: plt.Axes, cells: list[list[Run]], key: str, offset: float, style: dict[str, str]) -> None:
+    """Draw means and 95 % intervals at equal distances, one for each cell that has runs."""
+    stats = pd.DataFrame(
+        [interval(cell, key) for cell in cells],
+        index=np.arange(len(cells)) + offset,
+        columns=["mean", "half"],
+    )
+    stats = stats.dropna(subset="mean")
     axis.errorbar(
-        stats.index, stats["mean"], yerr=stats["half"].fillna(0), marker="o", ms=4, capsize=3, lw=1.2, **style
+        stats.index,
+        stats["mean"],
+        yerr=stats["half"].fillna(0),
+        marker="o",
+        ms=4,
+        capsize=3,
+        lw=1.2,
+        **style,
     )
 
 
 def table(runs: list[Run], by: list[str], keys: list[str], over_argument: bool) -> str:
     """A row per group in Markdown: its runs, and for each metric the mean of the final values and their spread."""
-    rows = [[*by, "runs", "steps", *keys], ["---"] * len(by) + ["---:"] * (len(keys) + 2)]
-    for label, members in grouped(runs, by).items():
+    rows = [
+        [*by, "runs", "steps", *keys],
+        [*["---"] * len(by), *["---:"] * (len(keys) + 2)],
+    ]
+    for names, members in grouped(runs, by).items():
         steps = sorted({run.metrics[-1]["step"] for run in members})
-        row = [*label, str(len(members)), "-".join(map(str, dict.fromkeys((steps[0], steps[-1]))))]
-        for key in keys:
-            finals = pd.Series([run.final(key) for run in members], dtype=float).dropna()
-            middle, half = interval(members, key)
-            spread = f" ± {half:.3g}" if over_argument else f" ({finals.min():.3g} to {finals.max():.3g})"
-            row.append("" if finals.empty else f"{middle:.3g}{spread if len(finals) > 1 else ''}")
-        rows.append(row)
-    spread = "± is half the 95 % interval over seeds" if over_argument else "in brackets the lowest and highest run"
-    note = f"Means over the last tenth of the steps, or of the last evaluation; {spread}."
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{note}"
+        span = str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
+        cells = [cell(members, key, over_argument) for key in keys]
+        rows.append([*names, str(len(members)), span, *cells])
+    spread = "in brackets the lowest and highest run"
+    if over_argument:
+        spread = "± is half the 95 % interval over seeds"
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines += ["", f"Means over the last tenth of the steps, or of the last evaluation; {spread}."]
+    return "\n".join(lines)
+
+
+def cell(members: list[Run], key: str, over_argument: bool) -> str:
+    """The final values of a metric in a group, as the table shows them."""
+    values = finals(members, key)
+    middle, half = interval(members, key)
+    if values.empty:
+        return ""
+    if len(values) == 1:
+        return f"{middle:.3g}"
+    if over_argument:
+        return f"{middle:.3g} ± {half:.3g}"
+    return f"{middle:.3g} ({values.min():.3g} to {values.max():.3g})"
+
+
+def metric_names(args: argparse.Namespace, runs: list[Run]) -> list[str]:
+    """The metrics of --y without ``final:``, or those usually compared. Refuse what was not logged or does not fit."""
+    over_argument = args.x not in X_LABELS
+    logged = logged_by(runs)
+    keys = []
+    for given in args.y:
+        key = given.removeprefix(FINAL)
+        if key not in logged:
+            fail(f"--y {given}: not logged by these runs; they have {', '.join(sorted(logged))}")
+        if given != key and not over_argument:
+            fail(f"--y {given}: a final value is drawn over an argument; add one, for example --x learning_rate")
+        if given == key and over_argument:
+            fail(f"--x {args.x}: draws final values; write --y {FINAL}{key}")
+        keys.append(key)
+    return keys or [key for key in COMPARED if key in logged]
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -432,21 +606,15 @@ def compare(args: argparse.Namespace) -> None:
     over_argument = args.x not in X_LABELS
     if over_argument:
         check_argument(f"--x {'|'.join(X_LABELS)} or", args.x, runs)
-    logged = {key for run in runs for record in (*run.metrics, *run.evals) for key in record}
-    keys = [key.removeprefix(FINAL) for key in args.y] or [key for key in COMPARED if key in logged]
-    for given, key in zip(args.y, keys, strict=False):
-        if key not in logged:
-            fail(f"--y {given}: not logged by these runs; they have {', '.join(sorted(logged))}")
-        if given.startswith(FINAL) and not over_argument:
-            fail(f"--y {given}: a final value is drawn over an argument; add one, for example --x learning_rate")
-        if over_argument and not given.startswith(FINAL):
-            fail(f"--x {args.x}: draws final values; write --y {FINAL}{key}")
+    keys = metric_names(args, runs)
     if args.output is None:
         fail("--output is needed to compare several runs, for example --output compare.png")
     by = [name for name in args.by if name != args.x]
     draw_comparison(runs, by, keys, args.x, args.output)
     print(args.output)
-    print(table(runs, [*by, args.x] if over_argument else by, keys, over_argument))
+    if over_argument:
+        by.append(args.x)
+    print(table(runs, by, keys, over_argument))
 
 
 def main() -> None:
