@@ -120,7 +120,7 @@ def test_in_front_of_every_command_stands_the_submission(tmp_path):
     run = f"{sys.executable} {ROOT}/scripts/submit.py --backend slurm --gpus 1 --dry_run --"
     code, _, said = sweep("sweep_lr.sh", "--seeds", "1..1", "--output_dir", tmp_path, RUN=run)
     assert code == 0 and said.count("# would run\nsbatch ") == 2
-    assert f"run 1 {sys.executable} grpo.py --exp_name sweep_lr --learning_rate 1e-5 --seed 1" in said
+    assert f"begin_command {sys.executable} grpo.py --exp_name sweep_lr --learning_rate 1e-5 --seed 1" in said
 
 
 # ------------------------------------------------------------------------------------------------------ what is skipped
