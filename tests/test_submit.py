@@ -582,16 +582,26 @@ def test_the_folder_to_run_in(tmp_path):
 STUBBORN = """
 import signal, sys, time, pathlib
 def save(*_):
-    time.sleep(1); pathlib.Path("saved").write_text("yes"); sys.exit(75)
+    time.sleep(0.5); pathlib.Path("saved").write_text("yes"); sys.exit(75)
 signal.signal(signal.SIGTERM, save)
 pathlib.Path("ready").write_text(""); time.sleep(60)
 """
 
 
+@pytest.mark.parametrize("form", ["plain", "&&", "bash -c"])
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_local_passes_the_request_to_stop_on_and_waits(tmp_path, sent):
-    """The command has the time it needs to save, and is not started again: this machine was asked to stop."""
-    process = subprocess.Popen([*SUBMIT, "--backend", "local", "--", sys.executable, "-c", STUBBORN], cwd=tmp_path)
+def test_local_passes_the_request_to_stop_on_and_waits(tmp_path, sent, form):
+    """The command has the time it needs to save, and is not started again: this machine was asked to stop.
+
+    Nothing stands between the job's script and the command, with a set-up before it or inside `bash -c` neither.
+    """
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    words = [sys.executable, "stubborn.py"]
+    if form == "&&":
+        words = ["source", "/dev/null", "&&", "env", "A=1", *words]
+    elif form == "bash -c":
+        words = ["bash", "-c", f"source /dev/null && {shlex.join(words)}"]
+    process = subprocess.Popen([*SUBMIT, "--backend", "local", "--", *words], cwd=tmp_path)
     deadline = time.monotonic() + 30
     while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
