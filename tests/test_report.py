@@ -83,11 +83,13 @@ def run_of(values: list[float | None], seconds: float) -> plot.Run:
 
 
 def test_a_band_in_time_is_interpolated_between_the_steps_of_each_run():
-    """Steps of one and of two minutes: at the first run's places, up to the end of the shorter; a gap is bridged."""
-    slow, fast = run_of([2.0, 4.0, 6.0], 120.0), run_of([10.0, 20.0, None, 40.0], 60.0)
+    """Steps of 2 and of 1.5 minutes: at the first run's places, up to the end of the shorter; a gap is bridged."""
+    slow, fast = run_of([2.0, 4.0, 6.0, 8.0], 120.0), run_of([10.0, 20.0, None, 40.0], 90.0)
     points = plot.band([slow, fast], "m", "time")
-    assert list(points.index) == [2, 4]  # minutes; the fast run ends after four
-    assert points.to_numpy().tolist() == [[11, 2, 20], [22, 4, 40]]
+    assert list(points.index) == [2, 4, 6]
+    between = [10 + 10 / 3, 20 + 20 / 3, 40]
+    assert points["max"].tolist() == pytest.approx(between) and points["min"].tolist() == [2, 4, 6]
+    assert points["mean"].tolist() == pytest.approx([(2 + between[0]) / 2, (4 + between[1]) / 2, 23])
     assert plot.band([slow, run_of([None], 1.0)], "m", "time").empty
 
 
