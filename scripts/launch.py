@@ -2,10 +2,10 @@
 
     python scripts/launch.py --config_file scripts/zero2.yaml --num_processes 8 grpo.py ...
 
-Takes what ``accelerate launch`` takes. On its own that ends with 1 whatever code the ranks ended with, so 75 ("saved,
-start me again") would be lost; after SIGTERM or Ctrl-C it kills the ranks 30 seconds later, however long they need to
-save, and SIGUSR1 kills it and leaves them behind. Here the first rank that fails gives the exit code, and these signals
-are passed on to the ranks, which end when they are done.
+It takes the arguments of ``accelerate launch``. That program on its own exits with 1 whatever code the ranks exited
+with, so 75 ("saved, start me again") would be lost; after SIGTERM or Ctrl-C it kills the ranks 30 seconds later,
+however long they need to save; SIGUSR1 kills it and leaves the ranks behind. Here the first rank that fails gives the
+exit code, and these signals are passed on to the ranks, which exit when they are done.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def pass_on(signum: int, frame: object) -> None:
-    """Send the signal to the ranks, unless they have it. Without any nothing is lost: 75, as a rank says it then."""
+    """Send the signal to the ranks. Before they exist there is nothing to lose: exit with 75, as a rank would."""
     children = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
     if not children:
         raise SystemExit(75)
@@ -39,7 +39,7 @@ if __name__ == "__main__":
         main()
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        code = failure.exitcode
+        code = failure.exitcode  # negative: minus the number of a signal
         how = f"with exit code {code}" if code > 0 else f"by signal {-code} ({signal.strsignal(-code)})"
         print(f"rank {rank} ended first, {how}", flush=True)
-        raise SystemExit(code if code > 0 else 128 - code) from None  # negative: minus the number of a signal
+        raise SystemExit(code if code > 0 else 128 - code) from None
