@@ -20,11 +20,11 @@ KL, GRPO = "kl_estimators.py", "grpo.py"
 MUTATIONS = [
     ("sign of d", KL, "    d = logp - ref\n", "    d = ref - logp\n"),
     ("sign of d, in the script", GRPO, "d = logprobs - ref\n", "d = ref - logprobs\n"),
-    ("k2 without its 1/2", KL, "(d * d / 2, d)", "(d * d, 2 * d)"),
+    ("k2 without its 1/2", KL, "return d * d / 2\n", "return d * d\n"),
     ("k2 without its 1/2, in the script", GRPO, "kl = d.square() / 2", "kl = d.square()"),
-    ("k3 by exp", KL, "torch.expm1(-d_exp) + d_exp,", "(-d_exp).exp() - 1 + d_exp,"),
-    ("k3 with the other sign", KL, "torch.expm1(-d_exp) + d_exp,", "torch.expm1(d_exp) - d_exp,"),
-    ("k4 with a detached ratio", KL, "(ratio * d, ratio * (d + 1))", "(ratio * d, ratio)"),
+    ("k3 by exp", KL, "torch.expm1(-bounded) + bounded", "(-bounded).exp() - 1 + bounded"),
+    ("k3 with the other sign", KL, "torch.expm1(-bounded) + bounded", "torch.expm1(bounded) - bounded"),
+    ("k4 with a detached ratio", KL, "_ratio(logp, old) * (d + 1)", "_ratio(logp, old)"),
     (
         "k4 with a detached ratio, in the script",
         GRPO,
@@ -34,10 +34,10 @@ MUTATIONS = [
     (
         "live ratio on k2",
         KL,
-        '"unbiased": (d, ratio.clamp(max=RATIO_CLIP) * d.clamp',
-        '"unbiased": (d, ratio.clamp(max=RATIO_CLIP) * (d + d * d / 2).clamp',
+        "return ratio * d\n",
+        "return ratio * (d + d * d / 2)\n",
     ),
-    ("unbiased without the ratio", KL, "ratio.clamp(max=RATIO_CLIP) * d.clamp", "d.clamp"),
+    ("unbiased without the ratio", KL, "return ratio * d\n", "return d\n"),
     (
         "unbiased without the ratio, in the script",
         GRPO,
@@ -62,8 +62,8 @@ MUTATIONS = [
     (
         "mask after the exponential",
         KL,
-        "torch.where(mask, x.to(torch.promote_types(x.dtype, torch.float32)), 0.0)",
-        "x.to(torch.promote_types(x.dtype, torch.float32))",
+        "torch.where(mask, wide, 0.0)",
+        "wide",
     ),
     ("beta twice in the loss", GRPO, "loss = loss + beta * kl", "loss = loss + beta * beta * kl"),
     (
@@ -75,8 +75,8 @@ MUTATIONS = [
     (
         "reward that ignores its estimator",
         KL,
-        "return _values_and_slopes(logp, logp, ref)[name][0]",
-        'return _values_and_slopes(logp, logp, ref)["k1"][0]',
+        "return _value(name, logp, logp, ref)",
+        'return _value("k1", logp, logp, ref)',
     ),
     (
         "reward that ignores its estimator, in the script",
@@ -90,7 +90,7 @@ MUTATIONS = [
         'if ref is not None and args.kl_placement in ("loss", "both"):',
         "if ref is not None:",
     ),
-    ("clamp after the exponential", KL, "torch.expm1(-d_exp) + d_exp,", "(torch.expm1(-d) + d).clamp(max=1e9),"),
+    ("clamp after the exponential", KL, "torch.expm1(-bounded) + bounded", "(torch.expm1(-d) + d).clamp(max=1e9)"),
     (
         "clamp after the exponential, in the script",
         GRPO,
@@ -100,10 +100,12 @@ MUTATIONS = [
     (
         "bf16 subtracted before the upcast",
         KL,
-        "torch.where(mask, x.to(torch.promote_types(x.dtype, torch.float32)), 0.0)",
+        "torch.where(mask, wide, 0.0)",
         "torch.where(mask, x, 0.0)",
     ),
     ("a zero in place of a missing reference", KL, "if any(x is None for x in tensors):", "if False:"),
+    ("a KL that is not finite moves beta", KL, "if not math.isfinite(current_kl):", "if False:"),
+    ("a long batch turns beta negative", KL, "if factor <= 0:", "if False:"),
 ]
 
 
