@@ -25,6 +25,7 @@ Run this file to compute and print the table; scripts/kl_demo.py trains small ta
 """
 
 import argparse
+import itertools
 import math
 from typing import NamedTuple
 
@@ -185,6 +186,33 @@ def full_vocabulary_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     ref = ref_logits.detach().log_softmax(-1, dtype=fp32)
     p = logp.exp()
     return (p * torch.where(p > 0, logp - ref, 0.0)).sum(-1)  # 0 log 0 = 0, for tokens masked by a logit of -inf
+
+
+def sequence_kl_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    offsets: list[int],
+    *,
+    max_ratio: float = RATIO_CLIP,
+) -> Tensor:
+    """A loss per token whose sum has the gradient of the KL of whole responses, on fresh and on stale samples.
+
+    All [N]; response i is offsets[i]:offsets[i + 1]. The value of a token is d. Its slope is the sum, over itself and
+    the later tokens u of its response, of d_u times the importance ratio of all tokens up to u. This is per-decision
+    importance sampling of grad KL(pi||ref) = E_old[sum_u ratio_1 ... ratio_u d_u (s_1 + ... + s_u)], s = grad log pi,
+    and exact while no cumulative ratio exceeds max_ratio. Its noise grows with the KL of a whole response between pi
+    and old (docs/kl.md). Divide the loss by a number of responses or by a constant: dividing by lengths would bias it.
+    """
+    everywhere = torch.ones(logprobs.shape, dtype=torch.bool, device=logprobs.device)
+    logp, old, ref = _masked(everywhere, logprobs, old_logprobs, ref_logprobs)
+    d = (logp - ref).detach()
+    log_ratio = (logp - old).detach()
+    slopes = []
+    for start, end in itertools.pairwise(offsets):
+        ratio = log_ratio[start:end].cumsum(0).clamp(max=math.log(max_ratio)).exp()
+        slopes.append((ratio * d[start:end]).flip(0).cumsum(0).flip(0))
+    return d + torch.cat(slopes) * (logp - logp.detach())
 
 
 class AdaptiveKLController:
