@@ -194,25 +194,43 @@ def sequence_kl_loss(
     ref_logprobs: Tensor,
     offsets: list[int],
     *,
+    full_kl: Tensor | None = None,
+    baseline: Tensor | None = None,
     max_ratio: float = RATIO_CLIP,
 ) -> Tensor:
     """A loss per token whose sum has the gradient of the KL of whole responses, on fresh and on stale samples.
 
-    All [N]; response i is offsets[i]:offsets[i + 1]. The value of a token is d. Its slope is the sum, over itself and
-    the later tokens u of its response, of d_u times the importance ratio of all tokens up to u. This is per-decision
-    importance sampling of grad KL(pi||ref) = E_old[sum_u ratio_1 ... ratio_u d_u (s_1 + ... + s_u)], s = grad log pi,
-    and exact while no cumulative ratio exceeds max_ratio. Its noise grows with the KL of a whole response between pi
-    and old (docs/kl.md). Divide the loss by a number of responses or by a constant: dividing by lengths would bias it.
+    All [N]; response i is offsets[i]:offsets[i + 1]. With s = grad log pi this is per-decision importance sampling of
+    grad KL(pi||ref) = E_old[sum_u ratio_1 ... ratio_u d_u (s_1 + ... + s_u)]. The slope of a token is the sum of the
+    terms of itself and the later tokens u, and its value is d.
+    full_kl, from `full_vocabulary_kl` with gradient, replaces d_u by its expectation over token u, which is less noisy.
+    baseline is subtracted from the sums; any numbers that do not depend on the response itself keep the expectation,
+    such as the mean of the same place over the other responses to the prompt.
+    Exact while no product of ratios exceeds max_ratio; its noise grows with the KL between pi and old of a whole
+    response (docs/kl.md). Divide the loss by a number of responses or a constant: dividing by lengths would bias it.
     """
     everywhere = torch.ones(logprobs.shape, dtype=torch.bool, device=logprobs.device)
     logp, old, ref = _masked(everywhere, logprobs, old_logprobs, ref_logprobs)
-    d = (logp - ref).detach()
+    value = logp - ref if full_kl is None else _masked(everywhere, full_kl)[0]
     log_ratio = (logp - old).detach()
-    slopes = []
+    limit = math.log(max_ratio)
+    losses = []
     for start, end in itertools.pairwise(offsets):
-        ratio = log_ratio[start:end].cumsum(0).clamp(max=math.log(max_ratio)).exp()
-        slopes.append((ratio * d[start:end]).flip(0).cumsum(0).flip(0))
-    return d + torch.cat(slopes) * (logp - logp.detach())
+        own = log_ratio[start:end]
+        total = own.cumsum(0)
+        through = total.clamp(max=limit).exp()  # the product of the ratios up to and including this token
+        before = (total - own).clamp(max=limit).exp()
+        terms = value[start:end].detach() * (through if full_kl is None else before)
+        slope = terms.flip(0).cumsum(0).flip(0)
+        direct = torch.zeros_like(terms)
+        if full_kl is not None:  # a token's own KL has a gradient of its own, and none through its log-prob
+            slope = slope - terms
+            direct = before * (value[start:end] - value[start:end].detach())
+        if baseline is not None:
+            slope = slope - through * baseline[start:end]
+        score = logp[start:end] - logp[start:end].detach()
+        losses.append(value[start:end].detach() + direct + slope * score)
+    return torch.cat(losses)
 
 
 class AdaptiveKLController:

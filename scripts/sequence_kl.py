@@ -312,7 +312,7 @@ def long_rows(token_kl: float, length: int, count: int) -> dict[str, Accuracy]:
 CONDITIONS = ("fresh", "one step", "stale")
 LENGTHS = (16, 64, 256)
 TOKEN_KLS = (0.0, 1e-3, 1e-2)
-COUNT = 4000  # sampled responses
+COUNT = 2000  # sampled responses
 
 
 def print_exact() -> None:

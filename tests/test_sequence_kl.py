@@ -153,6 +153,66 @@ def test_noise_over_length_is_measured_against_the_right_gradient():
     assert rows["full KL and baseline"].noise < rows["per decision, full KL"].noise < rows["per decision"].noise
 
 
+def page_rows(column: str) -> dict[str, list[str]]:
+    """The rows of the table of docs/kl.md whose header has this column: estimator of the script -> cells."""
+    text = (ROOT / "docs" / "kl.md").read_text()
+    after = text.split(f"| {column} |", 1)[1].split("\n\n", 1)[0]
+    names = {
+        "token loss, `unbiased`": "token loss, unbiased",
+        "`k1` in the reward": "k1 in the reward",
+        "ratio of the whole response": "whole ratio",
+        "per decision, ratio ≤ 2": "per decision, ratio <= 2",
+        "per decision, full KL and baseline": "full KL and baseline",
+    }
+    found = {}
+    for line in after.splitlines()[2:]:
+        label, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        found[names.get(label, label)] = cells
+    return found
+
+
+def test_the_page_shows_the_exact_numbers():
+    rows = page_rows("one step")
+    assert set(rows) == set(sequence_kl.ESTIMATORS)
+    world = loss_table.World(max_length=4)
+    ref = sequence_kl.reference(world)
+    for name, cells in rows.items():
+        for condition, cell in zip(sequence_kl.CONDITIONS, cells, strict=True):
+            policies = loss_table.policies_of(world, condition)
+            row = sequence_kl.exact_row(name, world, policies.pi, policies.old, ref)
+            assert cell == f"{row.bias:.3f} / {row.noise:.2f}", (name, condition)
+
+
+@pytest.mark.slow
+def test_the_page_shows_the_sampled_numbers():
+    """Within 10%, as random numbers may differ between versions of torch; where ratios have heavy tails, within 50%."""
+    rows = page_rows("256 tokens, 2.6")
+    columns = [(0.0, 64), (1e-3, 64), (1e-3, 256), (1e-2, 64), (1e-2, 256)]
+    for place, (token_kl, length) in enumerate(columns):
+        measured = sequence_kl.long_rows(token_kl, length, sequence_kl.COUNT)
+        assert set(measured) == set(rows)
+        for name, cells in rows.items():
+            noise = float(cells[place].split()[0])
+            tolerance = 0.5 if (token_kl, length) == columns[-1] else 0.1
+            assert noise == pytest.approx(measured[name].noise, rel=tolerance), (name, token_kl, length)
+
+
+@pytest.mark.slow
+def test_what_the_page_says_about_the_noise_of_long_responses():
+    """docs/kl.md: on fresh samples the best form is as quiet as the token loss, and on stale ones it depends on the KL
+    between pi and old of the whole response."""
+    fresh = sequence_kl.long_rows(0.0, 256, 2000)
+    best = fresh["full KL and baseline"]
+    assert best.noise < 1.1 * fresh["token loss, unbiased"].noise
+    assert best.noise < 0.1 * fresh["k1 in the reward"].noise
+    assert best.bias < 4 * best.noise / 2000**0.5
+    assert fresh["token loss, unbiased"].bias > 0.05
+    near = sequence_kl.long_rows(1e-3, 64, 2000)["full KL and baseline"]
+    far = sequence_kl.long_rows(1e-2, 256, 2000)["full KL and baseline"]
+    assert near.noise < 0.6
+    assert far.noise > 3
+
+
 # ------------------------------------------------------------------------------------ kl_estimators.sequence_kl_loss
 
 
@@ -173,6 +233,58 @@ def test_the_loss_has_the_gradient_of_the_sequence_kl(seed):
     updates = world.sum_over_response(slopes[:, None] * world.scores(pi))
     mean = world.probabilities(old) @ updates
     torch.testing.assert_close(mean, gradient_by_hand(world, pi, ref), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("full", [False, True])
+def test_any_baseline_of_the_place_keeps_the_gradient_of_the_sequence_kl(seed, full):
+    """With and without the whole vocabulary; random baselines that depend on the place in the response alone."""
+    world, pi, old, ref = unrelated(seed)
+    leaf = pi.clone().requires_grad_()
+    rng = torch.Generator().manual_seed(seed)
+    of_place = torch.randn(world.max_length, generator=rng, dtype=F64)
+    baseline = of_place[torch.cat([torch.arange(n) for n in world.lengths])]
+    offsets = [0, *itertools.accumulate(world.lengths.tolist())]
+    full_kl = kl.full_vocabulary_kl(leaf, ref)[world.rows]
+    loss = kl.sequence_kl_loss(
+        world.token_logprobs(leaf),
+        world.token_logprobs(old),
+        world.token_logprobs(ref),
+        offsets,
+        full_kl=full_kl if full else None,
+        baseline=baseline,
+        max_ratio=math.inf,
+    )
+    if full:
+        assert torch.equal(loss, full_kl)
+    mean_loss = world.probabilities(old) @ world.sum_over_response(loss)
+    mean = torch.autograd.grad(mean_loss, leaf)[0].flatten()
+    torch.testing.assert_close(mean, gradient_by_hand(world, pi, ref), rtol=0, atol=1e-12)
+
+
+def test_the_loss_is_the_estimator_that_the_tables_measure():
+    """Response by response: plain, with the whole vocabulary, and truncated."""
+    world, pi, old, ref = unrelated(1)
+    responses = sequence_kl.enumerate_responses(world, pi, old, ref)
+    offsets = [0, *itertools.accumulate(world.lengths.tolist())]
+    for name, full, max_ratio in (
+        ("per decision", False, math.inf),
+        ("per decision, full KL", True, math.inf),
+        ("per decision, ratio <= 2", False, 2.0),
+    ):
+        leaf = pi.clone().requires_grad_()
+        loss = kl.sequence_kl_loss(
+            world.token_logprobs(leaf),
+            world.token_logprobs(old),
+            world.token_logprobs(ref),
+            offsets,
+            full_kl=kl.full_vocabulary_kl(leaf, ref)[world.rows] if full else None,
+            max_ratio=max_ratio,
+        )
+        per_response = world.sum_over_response(loss)
+        updates = [torch.autograd.grad(x, leaf, retain_graph=True)[0].flatten() for x in per_response]
+        measured = responses.to_parameters(sequence_kl.ESTIMATORS[name](responses))
+        torch.testing.assert_close(torch.stack(updates), measured, rtol=0, atol=1e-12)
 
 
 def test_a_slope_knows_the_tokens_before_it_by_their_ratio_and_the_later_ones_by_their_kl():
@@ -252,12 +364,11 @@ def test_the_forward_kl_of_responses_needs_the_references_prefixes():
     assert abs(world.probabilities(pi) @ per_response - forward) > 0.05 * forward
 
 
-@pytest.mark.parametrize("distance", [0.05, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("distance", [0.01, 0.1, 0.3, 1.0])
 def test_the_largest_token_kl_bounds_the_error_of_the_surrogate(distance):
-    """TRM's bound (2512.23075), derived for rewards in [0, 1]: |E_pi[R] - E_old[R] - L| <= 4/3 T^1.5 max KL(old||pi).
-
-    L = E_old[A sum_t (ratio_t - 1)]. The mean token KL cannot take the maximum's place.
-    """
+    """The bound of docs/kl.md, after TRM (2512.23075): |E_pi[R] - E_old[R] - L| <= 2/3 T^1.5 max KL(old||pi) with
+    L = E_old[A sum_t (ratio_t - 1)], for rewards in [0, 1]."""
+    says_something = 0
     for seed in range(10):
         world, old, direction, _ = unrelated(seed)
         pi = old + distance * direction
@@ -267,18 +378,27 @@ def test_the_largest_token_kl_bounds_the_error_of_the_surrogate(distance):
         surrogate = drawn @ (advantages * world.sum_over_response(ratio - 1))
         gain = (world.probabilities(pi) - drawn) @ world.rewards
         largest = kl.full_vocabulary_kl(old, pi).max()
-        assert (gain - surrogate).abs() <= 4 / 3 * world.max_length**1.5 * largest
+        bound = 2 / 3 * world.max_length**1.5 * largest
+        assert (gain - surrogate).abs() <= bound
+        says_something += int(gain.abs() > bound)
+    if distance == 0.01:
+        assert says_something >= 5  # the gain itself exceeds the bound, so the test could fail
 
 
 # -------------------------------------------------------------------------------------------------------- mutations
 
+LOSS = "kl_estimators.py"
 KL_MUTATIONS = [
-    ("kl_estimators.py", "log_ratio[start:end].cumsum(0).clamp", "log_ratio[start:end].clamp"),
-    ("kl_estimators.py", "(ratio * d[start:end]).flip(0).cumsum(0).flip(0)", "(ratio * d[start:end]).cumsum(0)"),
-    ("kl_estimators.py", "(ratio * d[start:end]).flip(0)", "(ratio.detach()[-1] * d[start:end]).flip(0)"),
-    ("kl_estimators.py", "    log_ratio = (logp - old).detach()", "    log_ratio = (old - logp).detach()"),
-    ("kl_estimators.py", "    d = (logp - ref).detach()", "    d = (ref - logp).detach()"),
-    ("kl_estimators.py", ".clamp(max=math.log(max_ratio)).exp()", ".exp()"),
+    (LOSS, "total = own.cumsum(0)", "total = own"),
+    (LOSS, "slope = terms.flip(0).cumsum(0).flip(0)", "slope = terms.cumsum(0)"),
+    (LOSS, "slope = terms.flip(0).cumsum(0).flip(0)", "slope = terms"),
+    (LOSS, "    log_ratio = (logp - old).detach()", "    log_ratio = (old - logp).detach()"),
+    (LOSS, "value = logp - ref if full_kl", "value = ref - logp if full_kl"),
+    (LOSS, "through = total.clamp(max=limit).exp()", "through = total.exp()"),
+    (LOSS, "(through if full_kl is None else before)", "through"),
+    (LOSS, "slope = slope - terms", "slope = slope"),
+    (LOSS, "direct = before * (value", "direct = (value"),
+    (LOSS, "slope = slope - through * baseline", "slope = slope - before * baseline"),
 ]
 
 
@@ -289,7 +409,9 @@ def test_a_mutation_of_the_loss_is_noticed(file, old, new, tmp_path):
     source = (ROOT / file).read_text()
     assert old in source
     (tmp_path / file).write_text(source.replace(old, new))
-    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kl_estimators, pytest; sys.exit(pytest.main("
-    program += f"['-q', '-x', '-p', 'no:cacheprovider', '-k', 'loss_has or slope_knows or bounded', {__file__!r}]))"
+    selected = "loss_has or loss_is or slope_knows or bounded or any_baseline"
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-k", selected, __file__]
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    program += f"import kl_estimators, pytest\nsys.exit(pytest.main({options!r}))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stdout
