@@ -646,10 +646,11 @@ def recipe_row(name: str, world: World, policies: Policies) -> Row:
     updates = torch.einsum("ghk,gkp->ghp", weight[..., :GROUP], first.updates)
     updates += torch.einsum("ghk,hkp->ghp", weight[..., GROUP:], second.updates)
     updates = world.max_length * updates.flatten(0, 1)  # [pairs, parameters]
-    drawn = torch.outer(first.probability, second.probability).flatten()
+    drawn = torch.outer(first.probability, second.probability)
     zero = first.probability @ first.zero + second.probability @ second.zero
     tokens = first.probability @ first.tokens + second.probability @ second.tokens
-    return summarize(updates, drawn, world, policies, responses=2 * GROUP, zero=(zero / tokens).item())
+    zero = (zero / tokens).item()
+    return summarize(updates, drawn.flatten(), world, policies, responses=2 * GROUP, zero=zero)
 
 
 # ---------------------------------------------------------------------------------------------------------- the table
@@ -683,7 +684,8 @@ def median_rows(worlds: int) -> dict[tuple[str, str], Row]:
                 found.setdefault((condition, name), []).append(row)
     medians = {}
     for cell, rows in found.items():
-        numbers = [statistics.median(values) for values in zip(*[row[1:] for row in rows], strict=True)]
+        columns = zip(*[row[1:] for row in rows], strict=True)
+        numbers = [statistics.median(column) for column in columns]
         medians[cell] = Row("", *numbers)
     return medians
 
@@ -720,7 +722,9 @@ def draw(rows: dict[tuple[str, str], Row], picture: str) -> None:
         "noise: sd of one response / |expected update|": ("noise", 10.0),
     }
     for axis, (title, (field, largest)) in zip(axes, panels.items(), strict=True):
-        grid = [[getattr(rows[condition, name], field) for condition in CONDITIONS] for name in LOSSES]
+        grid = []
+        for name in LOSSES:
+            grid.append([getattr(rows[condition, name], field) for condition in CONDITIONS])
         axis.imshow(grid, cmap="YlOrRd", vmin=0, vmax=largest, aspect="auto")
         for y, line in enumerate(grid):
             for x, value in enumerate(line):

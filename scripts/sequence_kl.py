@@ -84,13 +84,15 @@ def to_go(values: Tensor) -> Tensor:
 
 def token_loss(r: Responses) -> Tensor:
     """--kl_placement loss --kl_gradient unbiased: each token's own KL after the prefixes that old drew."""
-    return r.score_gradient(r.log_ratio().exp() * r.d())
+    ratio = r.log_ratio().exp()
+    return r.score_gradient(ratio * r.d())
 
 
 def reward(r: Responses) -> Tensor:
     """--kl_placement reward with k1: the penalty as it was at sampling time, and the ratio of one token."""
     d_then = r.of_token(r.old) - r.of_token(r.ref)
-    return r.score_gradient(r.log_ratio().exp() * to_go(d_then))
+    ratio = r.log_ratio().exp()
+    return r.score_gradient(ratio * to_go(d_then))
 
 
 def whole_ratio(r: Responses) -> Tensor:
@@ -119,10 +121,12 @@ def full_per_decision(r: Responses) -> Tensor:
     log_ratio = r.log_ratio()
     before = (log_ratio.cumsum(1) - log_ratio).exp()  # of the tokens before this one
     kl = r.full_kl()
-    later = to_go(before * kl) - before * kl
-    own = r.pi.exp() * (r.pi - r.ref - kl[..., None])  # grad KL of the next token with respect to its logits
-    weight = (before * r.mask)[..., None]
-    return r.score_gradient(later) + weight * own
+    terms = before * kl
+    later = to_go(terms) - terms
+    d = r.pi - r.ref
+    own = r.pi.exp() * (d - kl[..., None])  # grad KL of the next token with respect to its logits
+    weight = before * r.mask
+    return r.score_gradient(later) + weight[..., None] * own
 
 
 def baseline(r: Responses, sums: Tensor) -> Tensor:
@@ -132,8 +136,10 @@ def baseline(r: Responses, sums: Tensor) -> Tensor:
     it changes no expectation.
     """
     groups = sums.view(-1, GROUP, sums.shape[1])
-    others = (groups.sum(1, keepdim=True) - groups) / (GROUP - 1)
-    return r.log_ratio().cumsum(1).exp() * others.view_as(sums)
+    total = groups.sum(1, keepdim=True)
+    others = (total - groups) / (GROUP - 1)
+    ratio = r.log_ratio().cumsum(1).exp()
+    return ratio * others.view_as(sums)
 
 
 def per_decision_baseline(r: Responses) -> Tensor:
@@ -147,9 +153,10 @@ def full_per_decision_baseline(r: Responses) -> Tensor:
     """Per decision with the whole vocabulary and the group's baseline."""
     log_ratio = r.log_ratio()
     before = (log_ratio.cumsum(1) - log_ratio).exp()
-    kl = before * r.full_kl()
-    later = to_go(kl) - kl
-    return full_per_decision(r) - r.score_gradient(baseline(r, later))
+    terms = before * r.full_kl()
+    later = to_go(terms) - terms
+    subtracted = r.score_gradient(baseline(r, later))
+    return full_per_decision(r) - subtracted
 
 
 GROUP = 8  # responses per prompt
@@ -207,14 +214,18 @@ def accuracy(gradients: Tensor, weights: Tensor, truth: Tensor) -> Accuracy:
     mean = weights @ gradients
     variance = weights @ (gradients - mean).square().sum(1)
     size = truth.norm()
-    return Accuracy(((mean - truth).norm() / size).item(), (variance.sqrt() / size).item())
+    bias = (mean - truth).norm() / size
+    noise = variance.sqrt() / size
+    return Accuracy(bias.item(), noise.item())
 
 
 def exact_row(name: str, world: World, pi: Tensor, old: Tensor, ref: Tensor) -> Accuracy:
     """Bias and noise of an estimator by exact enumeration."""
     responses = enumerate_responses(world, pi, old, ref)
-    gradients = responses.to_parameters(ESTIMATORS[name](responses))
-    return accuracy(gradients, world.probabilities(old), sequence_kl_gradient(world, pi, ref))
+    estimates = ESTIMATORS[name](responses)
+    gradients = responses.to_parameters(estimates)
+    truth = sequence_kl_gradient(world, pi, ref)
+    return accuracy(gradients, world.probabilities(old), truth)
 
 
 def reference(world: World) -> Tensor:
@@ -295,7 +306,8 @@ def long_rows(token_kl: float, length: int, count: int) -> dict[str, Accuracy]:
     for _ in range(count // CHUNK):
         responses = draw_long(pi, old, ref, length, CHUNK, rng)
         for name, estimator in estimators.items():
-            gradients = responses.to_parameters(estimator(responses))
+            estimates = estimator(responses)
+            gradients = responses.to_parameters(estimates)
             by_group = gradients.view(CHUNK // GROUP, GROUP, -1)
             means[name].append(by_group.mean(1))
     groups = count // GROUP
