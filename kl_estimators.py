@@ -1,4 +1,4 @@
-"""KL(pi||ref) from sampled tokens: six estimators, in the loss or in the reward, and the gradient that each really has.
+"""KL(pi||ref) from sampled tokens: six estimators, in the loss or in the reward, and the gradient each one really has.
 
     d = log pi - log ref      ratio = pi / old      (pi is trained, ref is frozen, old drew the samples; all in nats)
 
@@ -10,29 +10,42 @@
     abs    |d|               sign d                grad 2TV(pi,ref)
     full   sum_v pi_v d_v    (autograd)            grad KL(pi||ref), without sampling noise
 
-Values: Schulman 2020, http://joschu.net/blog/kl-approx.html. A good value need not have a good gradient: Tang & Munos
-2506.09477, Liu et al. 2510.01555, Zhang et al. 2505.17508 (arXiv). One rule for both, on fresh samples: a loss f(d)
-descends sum_x ref phi(pi/ref) with phi'(t) = f'(log t), and a reward -c(d) the same with phi'(t) = c(log t). That is a
-divergence only if phi' increases: a loss has to be convex in d, a reward term c increasing in d, and only k1 is.
-`unbiased` keeps any value and takes the slope ratio d, that of ratio k3 (DeepSeek-V3.2, 2512.02556), fresh or stale.
-In the loss all is per token and omits what a token does to the KL of later ones; k1 in the reward, summed from a token
-to the end, has the gradient of the sequence KL. Run the file for the table, computed; with --demo, for an experiment.
+The values are from Schulman 2020, http://joschu.net/blog/kl-approx.html. An estimator with a good value need not have
+a good gradient: Tang & Munos 2506.09477, Liu et al. 2510.01555, Zhang et al. 2505.17508 (arXiv). One rule covers both
+placements on fresh samples: a loss f(d) descends sum_x ref phi(pi/ref) with phi'(t) = f'(log t), and a reward -c(d)
+descends the same sum with phi'(t) = c(log t). The sum is a divergence only if phi' increases, so a loss has to be
+convex in d and a reward term c has to increase in d; only k1 does (and k4, which is k1 on fresh samples).
+
+The gradient `unbiased` keeps any value and replaces its slope by ratio d. That is the slope of ratio k3 (DeepSeek-V3.2,
+2512.02556), and it is right on fresh and on stale samples. Every term in the loss is per token and leaves out how a
+token changes the KL of later tokens; k1 in the reward, summed from each token to the end of the response, has the
+gradient of the sequence KL.
+
+Run this file to compute and print the table; scripts/kl_demo.py trains small tables with each estimator.
 """
 
 import argparse
+import itertools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 ESTIMATORS = ("k1", "k2", "k3", "k4", "abs", "full")
+GRADIENTS = ("naive", "unbiased")
 ALIASES = {"kl": "k1", "kl1": "k1", "mse": "k2", "kl2": "k2", "low_var_kl": "k3", "kl3": "k3", "kl4": "k4"}
-EXP_LIMIT = 20.0  # naive exponents stop here: value and slope keep their last size, so no slope dies or flips
-RATIO_CLIP = D_CLIP = 10.0  # bounds of the unbiased slope, which is exact while ratio <= 10 and |d| <= 10
+
+EXP_LIMIT = 20.0  # naive exponents stop here: value and slope keep their last size, so no slope vanishes or flips
+RATIO_CLIP = 10.0  # the unbiased slope is exact while ratio <= RATIO_CLIP and |d| <= D_CLIP
+D_CLIP = 10.0
+
+
+# --------------------------------------------------------------------------------------------------- the estimators
 
 
 def canonical_name(name: str) -> str:
-    """The name in ESTIMATORS that `name` means. Raises ValueError, listing the names, for any other."""
+    """The entry of ESTIMATORS that `name` or its alias stands for. Raises ValueError for an unknown name."""
     name = ALIASES.get(name, name)
     if name not in ESTIMATORS:
         raise ValueError(f"unknown KL estimator {name!r}: use {', '.join(ESTIMATORS)} (or {', '.join(ALIASES)})")
@@ -40,261 +53,419 @@ def canonical_name(name: str) -> str:
 
 
 def _masked(mask: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    """fp32 before subtracting (bf16 log-probs near -11 are 0.06 apart); 0 where mask is False before any exp (NaN)."""
+    """The tensors in fp32 or wider, with 0 where mask is False.
+
+    Both steps come before any arithmetic: bf16 log-probs near -11 are 0.06 apart, and a NaN under the mask would
+    survive a multiplication by 0.
+    """
     if any(x is None for x in tensors):
-        raise ValueError("KL without reference log-probs (estimator full: without full_kl); zeros cannot replace them")
+        raise ValueError(
+            "the KL needs the reference's log-probs (estimator full: full_kl), and zeros cannot replace them"
+        )
     if mask.dtype != torch.bool or any(x.shape != mask.shape for x in tensors):
-        got = ", ".join(str(tuple(x.shape)) for x in (mask, *tensors))
-        raise ValueError(f"KL needs a bool mask and equal shapes, got {mask.dtype} and {got}")
-    return [torch.where(mask, x.to(torch.promote_types(x.dtype, torch.float32)), 0.0) for x in tensors]
+        shapes = ", ".join(str(tuple(x.shape)) for x in (mask, *tensors))
+        raise ValueError(f"the KL needs a bool mask and equal shapes, got {mask.dtype} and shapes {shapes}")
+    clean = []
+    for x in tensors:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        clean.append(torch.where(mask, wide, 0.0))
+    return clean
+
+
+def _ratio(logp: Tensor, old: Tensor) -> Tensor:
+    return (logp - old).clamp(-EXP_LIMIT, EXP_LIMIT).exp()
 
 
 @torch.no_grad()
-def _values_and_slopes(logp: Tensor, old: Tensor, ref: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each sampled estimator's value, and the derivative of that value with respect to logp (ref, old constant)."""
+def _value(name: str, logp: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """The value of one sampled estimator, per token."""
     d = logp - ref
-    d_exp = d.clamp(min=-EXP_LIMIT)
-    ratio = (logp - old).clamp(-EXP_LIMIT, EXP_LIMIT).exp()
-    return {
-        "k1": (d, torch.ones_like(d)),
-        "k2": (d * d / 2, d),
-        "k3": (torch.expm1(-d_exp) + d_exp, -torch.expm1(-d_exp)),  # expm1: float32 exp(-d) - 1 + d is < 0 near d = 0
-        "k4": (ratio * d, ratio * (d + 1)),
-        "abs": (d.abs(), d.sign()),
-        "unbiased": (d, ratio.clamp(max=RATIO_CLIP) * d.clamp(-D_CLIP, D_CLIP)),  # a slope for each value above
-    }
+    if name == "k1":
+        return d
+    if name == "k2":
+        return d * d / 2
+    if name == "k3":
+        bounded = d.clamp(min=-EXP_LIMIT)
+        return torch.expm1(-bounded) + bounded  # in float32, exp(-d) - 1 + d would be negative near d = 0
+    if name == "k4":
+        return _ratio(logp, old) * d
+    return d.abs()
+
+
+@torch.no_grad()
+def _naive_slope(name: str, logp: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """The derivative of `_value` with respect to logp, with old and ref constant."""
+    d = logp - ref
+    if name == "k1":
+        return torch.ones_like(d)
+    if name == "k2":
+        return d
+    if name == "k3":
+        return -torch.expm1(-d.clamp(min=-EXP_LIMIT))
+    if name == "k4":
+        return _ratio(logp, old) * (d + 1)
+    return d.sign()
+
+
+@torch.no_grad()
+def _unbiased_slope(logp: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """ratio d, for every value: its expectation under old is grad KL(pi||ref) (Zhang et al. 2505.17508)."""
+    ratio = _ratio(logp, old).clamp(max=RATIO_CLIP)
+    d = (logp - ref).clamp(-D_CLIP, D_CLIP)
+    return ratio * d
 
 
 def kl_loss(
-    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor,
-    *, estimator: str, gradient: str = "naive", full_kl: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """KL term of the loss, per token, in nats; any shape, the same for all. 0, and no gradient, where mask is False.
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    estimator: str,
+    gradient: str = "naive",
+    full_kl: Tensor | None = None,
+) -> Tensor:
+    """The KL term of the loss per token, in nats; all tensors share one shape. 0 without gradient where mask is False.
 
-    gradient: naive (the formula as written, differentiated) or unbiased (same value, gradient of KL(pi||ref)). full is
-    exact either way and takes full_kl, from `full_vocabulary_kl`. Only logprobs or full_kl gets a gradient. float32 out
-    (float64 if float64 in). ValueError: unknown name, no ref_logprobs or full_kl, unequal shapes, mask not bool.
+    gradient: naive (the formula as written, differentiated) or unbiased (the same value with the gradient of
+    KL(pi||ref)). The estimator full is exact either way and takes full_kl, from `full_vocabulary_kl`. Only logprobs or
+    full_kl receives a gradient. Returns float32, or float64 for float64 inputs.
+    Raises ValueError for an unknown name, missing ref_logprobs or full_kl, unequal shapes, or a mask that is not bool.
     """
     name = canonical_name(estimator)
-    if gradient not in ("naive", "unbiased"):
-        raise ValueError(f"unknown KL gradient {gradient!r}: use naive, unbiased")
+    if gradient not in GRADIENTS:
+        raise ValueError(f"unknown KL gradient {gradient!r}: use {', '.join(GRADIENTS)}")
     if name == "full":
         return _masked(mask, full_kl)[0]
     logp, old, ref = _masked(mask, logprobs, old_logprobs, ref_logprobs)
-    terms = _values_and_slopes(logp, old, ref)
-    value, slope = terms[name][0], terms[name if gradient == "naive" else "unbiased"][1]
-    return value + slope * (logp - logp.detach())  # the bracket is 0, its gradient that of log pi
+    value = _value(name, logp, old, ref)
+    if gradient == "unbiased":
+        slope = _unbiased_slope(logp, old, ref)
+    else:
+        slope = _naive_slope(name, logp, old, ref)
+    return value + slope * (logp - logp.detach())  # the parenthesis is 0, and its gradient is that of log pi
 
 
 @torch.no_grad()
 def kl_reward(
-    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: str, full_kl: Tensor | None = None
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    estimator: str,
+    full_kl: Tensor | None = None,
 ) -> Tensor:
-    """What the reward loses, before beta: per token, nats, no gradient, 0 where mask is False. Errors as in `kl_loss`.
+    """The penalty to subtract from the reward per token, before beta: nats, no gradient, 0 where mask is False.
 
-    logprobs are those of the policy that drew the samples, so ratio is 1 and k4 is k1.
+    logprobs are those of the policy that drew the samples, so the ratio is 1 and k4 equals k1. Errors as in `kl_loss`.
     """
     name = canonical_name(estimator)
     if name == "full":
         return _masked(mask, full_kl)[0]
     logp, ref = _masked(mask, logprobs, ref_logprobs)
-    return _values_and_slopes(logp, logp, ref)[name][0]
+    return _value(name, logp, logp, ref)
 
 
 @torch.no_grad()
 def kl_values(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """For the log: k1, k2, k3, k4, abs per token, nats, no gradient, 0 where mask is False. Errors as in `kl_loss`."""
-    terms = _values_and_slopes(*_masked(mask, logprobs, old_logprobs, ref_logprobs))
-    return {name: terms[name][0] for name in ESTIMATORS if name != "full"}
+    """k1, k2, k3, k4 and abs per token, for logging: nats, no gradient, 0 where mask is False. Errors as in `kl_loss`.
+
+    All tensors share one shape.
+    """
+    logp, old, ref = _masked(mask, logprobs, old_logprobs, ref_logprobs)
+    return {name: _value(name, logp, old, ref) for name in ESTIMATORS if name != "full"}
 
 
 def full_vocabulary_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """KL(pi||ref): [..., V], [..., V] -> [...], nats, differentiable in logits. Both at the sampling temperature."""
+    """KL(pi||ref) of [..., V] and [..., V] -> [...], in nats, differentiable in logits.
+
+    Both logits must already be divided by the sampling temperature.
+    """
     fp32 = torch.promote_types(logits.dtype, torch.float32)
-    logp, ref = logits.log_softmax(-1, dtype=fp32), ref_logits.detach().log_softmax(-1, dtype=fp32)
+    logp = logits.log_softmax(-1, dtype=fp32)
+    ref = ref_logits.detach().log_softmax(-1, dtype=fp32)
     p = logp.exp()
-    return (p * torch.where(p > 0, logp - ref, 0.0)).sum(-1)  # 0 log 0 = 0, for tokens barred by a logit of -inf
+    return (p * torch.where(p > 0, logp - ref, 0.0)).sum(-1)  # 0 log 0 = 0, for tokens masked by a logit of -inf
+
+
+def sequence_kl_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    offsets: list[int],
+    *,
+    full_kl: Tensor | None = None,
+    baseline: Tensor | None = None,
+    max_ratio: float = RATIO_CLIP,
+) -> Tensor:
+    """A loss per token whose sum has the gradient of the KL of whole responses, on fresh and on stale samples.
+
+    All [N]; response i is offsets[i]:offsets[i + 1]. With s = grad log pi this is per-decision importance sampling of
+    grad KL(pi||ref) = E_old[sum_u ratio_1 ... ratio_u d_u (s_1 + ... + s_u)]. The slope of a token is the sum of the
+    terms of itself and the later tokens u, and its value is d.
+    full_kl, from `full_vocabulary_kl` with gradient, replaces d_u by its expectation over token u, which is less noisy.
+    baseline is subtracted from the sums; any numbers that do not depend on the response itself keep the expectation,
+    such as the mean of the same place over the other responses to the prompt.
+    Exact while no product of ratios exceeds max_ratio; its noise grows with the KL between pi and old of a whole
+    response (docs/kl.md). Divide the loss by a number of responses or a constant: dividing by lengths would bias it.
+    """
+    everywhere = torch.ones(logprobs.shape, dtype=torch.bool, device=logprobs.device)
+    logp, old, ref = _masked(everywhere, logprobs, old_logprobs, ref_logprobs)
+    value = logp - ref if full_kl is None else _masked(everywhere, full_kl)[0]
+    log_ratio = (logp - old).detach()
+    limit = math.log(max_ratio)
+    losses = []
+    for start, end in itertools.pairwise(offsets):
+        own = log_ratio[start:end]
+        total = own.cumsum(0)
+        through = total.clamp(max=limit).exp()  # the product of the ratios up to and including this token
+        before = (total - own).clamp(max=limit).exp()
+        terms = value[start:end].detach() * (through if full_kl is None else before)
+        slope = terms.flip(0).cumsum(0).flip(0)
+        direct = torch.zeros_like(terms)
+        if full_kl is not None:  # a token's own KL has a gradient of its own, and none through its log-prob
+            slope = slope - terms
+            direct = before * (value[start:end] - value[start:end].detach())
+        if baseline is not None:
+            slope = slope - through * baseline[start:end]
+        score = logp[start:end] - logp[start:end].detach()
+        losses.append(value[start:end].detach() + direct + slope * score)
+    return torch.cat(losses)
 
 
 class AdaptiveKLController:
-    """beta that steers the KL to a target: Ziegler et al. 2019, arXiv 1909.08593; n / horizon stands for their K_beta.
+    """beta, steered so that the KL approaches a target: Ziegler et al. 2019, arXiv 1909.08593.
 
-    target: nats per sequence (sum over its tokens, mean over sequences). horizon: sequences in which an error of +10%
-    raises beta by 10%. Raises ValueError unless coef (the first beta), target and horizon are > 0.
+    target: nats per sequence (sum over its tokens, mean over sequences). horizon: number of sequences over which a KL
+    10% above target raises beta by 10%; n_sequences / horizon stands for the paper's K_beta.
+    Raises ValueError unless coef (the first beta), target and horizon are > 0.
     """
 
     def __init__(self, coef: float, target: float, horizon: float):
         if not (coef > 0 and target > 0 and horizon > 0):
             raise ValueError(f"adaptive KL needs beta, target, horizon > 0, got {coef}, {target}, {horizon}")
-        self.coef, self.target, self.horizon = coef, target, horizon
+        self.coef = coef
+        self.target = target
+        self.horizon = horizon
 
     def update(self, current_kl: float, n_sequences: int) -> float:
-        """Move coef by the KL of the last n_sequences; return it. ValueError: KL not finite, or coef would be <= 0."""
-        factor = 1 + min(max(current_kl / self.target - 1, -0.2), 0.2) * n_sequences / self.horizon
-        if not (math.isfinite(current_kl) and factor > 0):
-            raise ValueError(f"adaptive KL: {current_kl} nats, {n_sequences} sequences take beta times {factor:g}")
+        """Adjust coef to the mean KL of the last n_sequences and return it; a KL that is not finite changes nothing.
+
+        Raises ValueError when the horizon is so short that coef would become <= 0.
+        """
+        if not math.isfinite(current_kl):
+            return self.coef
+        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
+        factor = 1 + error * n_sequences / self.horizon
+        if factor <= 0:
+            raise ValueError(
+                f"adaptive KL: {n_sequences} sequences with a horizon of {self.horizon:g} would multiply beta by "
+                f"{factor:g}; raise --kl_horizon"
+            )
         self.coef *= factor
         return self.coef
 
 
-# The expected gradient of each setting: (on fresh samples, on stale ones). `table_row` finds the same by computing it.
-ZERO, REVERSE, FORWARD, TV = "zero", "grad KL(pi||ref)", "grad KL(ref||pi)", "grad 2TV(pi,ref)"
-AWAY, GAP, LATE = "-grad KL(old||pi)", "grad [KL(pi||ref) - KL(ref||pi)]", "grad [KL(pi||ref) - KL(pi||old)]"
-NONE, RIGHT = "not a KL gradient", (REVERSE, REVERSE)
-NAIVE_LOSS = (ZERO, AWAY), (REVERSE, NONE), (FORWARD, NONE), RIGHT, (TV, NONE), RIGHT  # in the order of ESTIMATORS
-REWARD = (REVERSE, LATE), (NONE, NONE), (GAP, NONE), (REVERSE, LATE), (NONE, NONE), (ZERO, ZERO)
+# ------------------------------------------------------------------------------------------- what each setting means
+
+# Names of the expected gradients. `table_row` computes them and finds the name.
+ZERO = "zero"
+REVERSE = "grad KL(pi||ref)"
+FORWARD = "grad KL(ref||pi)"
+TV = "grad 2TV(pi,ref)"
+AWAY = "-grad KL(old||pi)"
+GAP = "grad [KL(pi||ref) - KL(ref||pi)]"
+LATE = "grad [KL(pi||ref) - KL(pi||old)]"
+NONE = "not a KL gradient"
+
+# estimator -> expected gradient (on fresh samples, on stale samples)
+NAIVE_LOSS = {
+    "k1": (ZERO, AWAY),
+    "k2": (REVERSE, NONE),
+    "k3": (FORWARD, NONE),
+    "k4": (REVERSE, REVERSE),
+    "abs": (TV, NONE),
+    "full": (REVERSE, REVERSE),
+}
+UNBIASED_LOSS = dict.fromkeys(ESTIMATORS, (REVERSE, REVERSE))
+REWARD = {
+    "k1": (REVERSE, LATE),
+    "k2": (NONE, NONE),
+    "k3": (GAP, NONE),
+    "k4": (REVERSE, LATE),
+    "abs": (NONE, NONE),
+    "full": (ZERO, ZERO),
+}
 WHY = {
-    ("loss", ZERO): "noise without a pull, nothing holds the policy near the reference (unbiased does)",
-    ("loss", AWAY): "a push away from the sampler that knows no reference: larger beta, larger KL (unbiased cures it)",
-    ("loss", FORWARD): "not the reverse KL that its value measures; unbounded where pi << ref (unbiased cures it)",
-    ("loss", TV): "as large near the reference as far from it, so it never settles (unbiased cures it)",
-    ("loss", NONE): "the importance ratio is missing (unbiased has it)",
-    ("reward", ZERO): "the same whichever token is drawn, so it acts only through later tokens (use k1)",
-    ("reward", GAP): "no pull near the reference, and a push away where pi < ref: can raise the KL (use k1)",
-    ("reward", LATE): "the penalty keeps its value at sampling while pi moves (use one step a batch, or the loss)",
-    ("reward", NONE): "not increasing in d, so it punishes tokens with pi < ref too: can raise the KL (use k1)",
+    ("loss", ZERO): "it adds noise and no pull toward the reference (fix: --kl_gradient unbiased)",
+    ("loss", AWAY): (
+        "it pushes the policy away from the sampler and ignores the reference, so a larger beta gives a larger KL "
+        "(fix: --kl_gradient unbiased)"
+    ),
+    ("loss", FORWARD): (
+        "this is not the reverse KL that its value measures, and it is unbounded where pi << ref "
+        "(fix: --kl_gradient unbiased)"
+    ),
+    ("loss", TV): (
+        "its size is the same near the reference as far from it, so it never settles (fix: --kl_gradient unbiased)"
+    ),
+    ("loss", NONE): "the importance ratio is missing (fix: --kl_gradient unbiased)",
+    ("reward", ZERO): "it does not depend on which token is sampled, so it acts only through later tokens (use k1)",
+    ("reward", GAP): "it has no pull near the reference and a push away where pi < ref, and can raise the KL (use k1)",
+    ("reward", LATE): (
+        "the penalty keeps its value from sampling while pi moves (use one optimizer step per batch, or the loss)"
+    ),
+    ("reward", NONE): (
+        "it does not increase in d, so it also punishes tokens with pi < ref, and can raise the KL (use k1)"
+    ),
 }
 
 
-def kl_setting_message(
-    placement: str, estimator: str, gradient: str, beta: float, optimizer_steps_per_batch: int, kl_reward_norm: str
-) -> tuple[str, list[str]]:
-    """One line on what the setting means, and one for each way in which it does not do what its name says.
+def expected_gradients(place: str, estimator: str, gradient: str) -> tuple[str, str]:
+    """Names of the expected gradient (on fresh samples, on stale samples) of a term in the loss or in the reward."""
+    if place == "reward":
+        return REWARD[estimator]
+    if gradient == "unbiased":
+        return UNBIASED_LOSS[estimator]
+    return NAIVE_LOSS[estimator]
 
-    kl_reward_norm: outside or inside the group statistics. Samples are stale from the second optimizer step of a batch
-    on. Raises ValueError: unknown names, beta < 0.
+
+def kl_setting_message(
+    placement: str,
+    estimator: str,
+    gradient: str,
+    beta: float,
+    optimizer_steps_per_batch: int,
+    kl_reward_norm: str,
+) -> tuple[str, list[str]]:
+    """(one line on what the setting means, one warning for each way in which it does not do what its name says).
+
+    kl_reward_norm: outside or inside the group statistics. Samples are stale from the second optimizer step of a batch.
+    Raises ValueError for unknown names and for beta < 0.
     """
     name = canonical_name(estimator)
-    known = placement in ("none", "loss", "reward", "both") and gradient in ("naive", "unbiased")
+    known = placement in ("none", "loss", "reward", "both") and gradient in GRADIENTS
     if not (known and kl_reward_norm in ("outside", "inside") and beta >= 0):
         raise ValueError(f"no such KL setting: {placement=}, {gradient=}, {kl_reward_norm=}, {beta=}")
     if placement == "none" or beta == 0:
-        return "KL: none, no reference model", ["KL: placement none, so beta has no effect"] if beta else []
-    means, warnings = [], []
-    for place in ("loss", "reward") if placement == "both" else (placement,):
-        what = f"{name} in the {place}" + (f", {gradient}" if place == "loss" and name != "full" else "")
-        rows = REWARD if place == "reward" else NAIVE_LOSS if gradient == "naive" else (RIGHT,) * len(ESTIMATORS)
-        fresh, stale = rows[ESTIMATORS.index(name)]
-        when = [(fresh, "fresh and stale")] if fresh == stale else [(fresh, "fresh"), (stale, "stale")]
-        when = when[:optimizer_steps_per_batch]
-        means.append(f"{beta:g} x {what}: expected gradient " + ", ".join(f"{g} on {w} samples" for g, w in when))
-        warnings += [f"KL: {what}: {g} on {w} samples: {WHY[place, g]}" for g, w in when if g != REVERSE]
-    if placement != "loss" and name == "k4":
-        warnings.append("KL: k4 in the reward is k1: ratio is 1 where the reward is taken")
-    if placement != "loss" and kl_reward_norm == "inside":
-        warnings.append("KL: norm inside: the group's std divides beta; equal rewards leave KL noise at full size")
-    return "KL: " + "; ".join(means), warnings
+        warnings = ["KL: the placement is none, so beta has no effect"] if beta else []
+        return "KL: none, no reference model", warnings
+
+    meanings = []
+    warnings = []
+    places = ("loss", "reward") if placement == "both" else (placement,)
+    for place in places:
+        term = f"{name} in the {place}"
+        if place == "loss" and name != "full":
+            term += f", {gradient}"
+        fresh, stale = expected_gradients(place, name, gradient)
+        if fresh == stale:
+            cases = [(fresh, "fresh and stale")]
+        elif optimizer_steps_per_batch == 1:
+            cases = [(fresh, "fresh")]
+        else:
+            cases = [(fresh, "fresh"), (stale, "stale")]
+        found = ", ".join(f"{label} on {samples} samples" for label, samples in cases)
+        meanings.append(f"{beta:g} x {term}: expected gradient {found}")
+        for label, samples in cases:
+            if label != REVERSE:
+                warnings.append(f"KL: {term}: {label} on {samples} samples: {WHY[place, label]}")
+    if "reward" in places and name == "k4":
+        warnings.append("KL: k4 in the reward equals k1, because the ratio is 1 where the reward is computed")
+    if "reward" in places and kl_reward_norm == "inside":
+        warnings.append(
+            "KL: --kl_reward_norm inside: the group's std divides beta, and a group of equal rewards turns KL noise "
+            "into full-size advantages"
+        )
+    return "KL: " + "; ".join(meanings), warnings
 
 
-# The table: fixed policies over 5 tokens; every expectation is a sum over the 5, in float64.
-THETA, REF, OLD = [0.5, -0.3, 1.2, 0.0, -1.0], [0.0, 0.4, 0.6, -0.9, 0.3], [0.3, 0.1, 0.9, 0.4, -0.8]  # logits
-SETTINGS = [("loss", name, gradient) for gradient in ("naive", "unbiased") for name in ESTIMATORS[:-1]]
-SETTINGS += [("loss", "full", "naive"), *(("reward", name, "-") for name in ESTIMATORS)]
+# ------------------------------------------------------------------------------------------------------ the table
+
+# Logits of fixed policies over 5 tokens. Every expectation is a sum over the 5, in float64.
+THETA = [0.5, -0.3, 1.2, 0.0, -1.0]
+REF = [0.0, 0.4, 0.6, -0.9, 0.3]
+OLD = [0.3, 0.1, 0.9, 0.4, -0.8]
+
+SETTINGS = [("loss", name, gradient) for gradient in GRADIENTS for name in ESTIMATORS if name != "full"]
+SETTINGS += [("loss", "full", "naive")]
+SETTINGS += [("reward", name, "-") for name in ESTIMATORS]
 
 
-def table_row(place: str, estimator: str, gradient: str, fresh: bool) -> tuple[float, float, str, float, float]:
-    """(bias of the value, its sd, name of the expected gradient, its cosine with REVERSE, sd of one sample of it)."""
+class TableRow(NamedTuple):
+    """What one setting does, by exact enumeration."""
+
+    value_bias: float
+    value_sd: float
+    label: str  # the name of its expected gradient
+    cosine: float  # between its expected gradient and grad KL(pi||ref)
+    gradient_sd: float  # of the gradient from one sample: the root of the trace of its covariance
+
+
+def table_row(place: str, estimator: str, gradient: str, fresh: bool) -> TableRow:
+    """The row of one setting, on fresh samples (old = pi) or on stale ones."""
     theta = torch.tensor(THETA, dtype=torch.float64, requires_grad=True)
-    logits = theta, *torch.tensor([THETA if fresh else OLD, REF], dtype=torch.float64)
-    logp, old, ref = (x.log_softmax(-1) for x in logits)  # [5 tokens]
-    pi, weights, mask = logp.exp(), old.exp(), torch.ones(5, dtype=torch.bool)
+    old_logits, ref_logits = torch.tensor([THETA if fresh else OLD, REF], dtype=torch.float64)
+    logp = theta.log_softmax(-1)  # [5 tokens]
+    old = old_logits.log_softmax(-1)
+    ref = ref_logits.log_softmax(-1)
+    pi = logp.exp()
+    weights = old.exp()
+    mask = torch.ones(5, dtype=torch.bool)
     if place == "loss":
         full_kl = full_vocabulary_kl(logp, ref).expand(5)
-        value = term = kl_loss(logp, old, ref, mask, estimator=estimator, gradient=gradient, full_kl=full_kl)
-    else:  # policy gradient of a penalty that was fixed when the samples were drawn
-        value = kl_reward(old, ref, mask, estimator=estimator, full_kl=full_vocabulary_kl(old, ref).expand(5))
+        value = kl_loss(logp, old, ref, mask, estimator=estimator, gradient=gradient, full_kl=full_kl)
+        term = value
+    else:  # the policy gradient of a penalty that was fixed when the samples were drawn
+        full_kl = full_vocabulary_kl(old, ref).expand(5)
+        value = kl_reward(old, ref, mask, estimator=estimator, full_kl=full_kl)
         term = (logp - old).exp() * value
 
     def grad(x: Tensor) -> Tensor:
         return torch.autograd.grad(x, theta, retain_graph=True)[0]
 
-    reverse, forward = (pi * (logp - ref)).sum(), (ref.exp() * (ref - logp)).sum()
-    known = {ZERO: 0 * logp.sum(), REVERSE: reverse, FORWARD: forward, TV: (pi - ref.exp()).abs().sum()}
-    known |= {AWAY: (weights * logp).sum(), GAP: reverse - forward, LATE: (pi * (old - ref)).sum()}
+    reverse = (pi * (logp - ref)).sum()
+    forward = (ref.exp() * (ref - logp)).sum()
+    named = {
+        ZERO: 0 * logp.sum(),
+        REVERSE: reverse,
+        FORWARD: forward,
+        TV: (pi - ref.exp()).abs().sum(),
+        AWAY: (weights * logp).sum(),
+        GAP: reverse - forward,
+        LATE: (pi * (old - ref)).sum(),
+    }
     samples = torch.stack([grad(x) for x in term])  # [5 tokens, 5 logits]
-    mean, mean_value = weights @ samples, weights @ value
-    label = next((name for name, x in known.items() if torch.allclose(mean, grad(x), rtol=0, atol=1e-10)), NONE)
+    mean = weights @ samples
+    mean_value = weights @ value
+    label = NONE
+    for name, objective in named.items():
+        if torch.allclose(mean, grad(objective), rtol=0, atol=1e-10):
+            label = name
+            break
     cosine = 0.0 if label == ZERO else torch.cosine_similarity(mean, grad(reverse), dim=0).item()
-    sd_value, sd_grad = (weights @ (value - mean_value) ** 2) ** 0.5, (weights @ ((samples - mean) ** 2).sum(-1)) ** 0.5
-    return (mean_value - reverse).item(), sd_value.item(), label, cosine, sd_grad.item()
+    value_variance = weights @ (value - mean_value) ** 2
+    gradient_variance = weights @ ((samples - mean) ** 2).sum(-1)
+    return TableRow(
+        value_bias=(mean_value - reverse).item(),
+        value_sd=(value_variance**0.5).item(),
+        label=label,
+        cosine=cosine,
+        gradient_sd=(gradient_variance**0.5).item(),
+    )
 
 
 def print_table() -> None:
-    for title, fresh in ("fresh samples", True), ("stale samples, a reward as it was when they were drawn", False):
-        print(f"\n{title}\nplace   name  gradient  value bias    sd  expected gradient                 cosine    sd")
+    """Print the row of every setting, on fresh samples and on stale ones."""
+    titles = {"fresh samples": True, "stale samples, a reward as it was when they were drawn": False}
+    for title, fresh in titles.items():
+        print(f"\n{title}")
+        print("place   name  gradient  value bias    sd  expected gradient                 cosine    sd")
         for setting in SETTINGS:
-            print("{:8}{:6}{:9}{:+11.4f}{:6.3f}  {:33}{:+7.3f}{:6.3f}".format(*setting, *table_row(*setting, fresh)))
-
-
-# The experiment of --demo: GRPO on tables, so small that the KL of a whole sequence is known exactly. 8 groups of 8 a
-# step, clip 0.2, gradient norm 1. pi starts at ref. Reward 1: two of a response's 8 tokens are the prompt's own.
-CURVES, BETAS = [*((name, "naive") for name in ("k1", "k2", "k3", "k4")), ("k3", "unbiased")], (0.1, 0.3, 1.0)
-
-
-def toy_grpo(
-    settings: list[tuple[str, str, float]], *, seeds: int = 5, steps: int = 100, mini_batches: int = 4, epochs: int = 4,
-    optimizer: type[torch.optim.Optimizer] = torch.optim.Adam, lr: float = 0.02, task: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """A run for each (estimator, gradient, beta in the loss) and seed -> the exact KL of a sequence in nats, the mean
-    reward of the last batch, both [settings, seeds], and log pi [runs, 4 prompts, 8 places, 8 tokens before, 8 tokens].
-    """
-    rng, copies, runs = torch.Generator().manual_seed(0), len(settings), len(settings) * seeds
-    ref = torch.randn(seeds, 4, 8, 8, 8, generator=rng).log_softmax(-1).repeat(copies, 1, 1, 1, 1)
-    run, prompt, place = torch.arange(runs)[:, None], torch.arange(64) // 16, torch.arange(8)
-    wanted = torch.randint(8, (seeds, 4), generator=rng).repeat(copies, 1)[:, prompt, None]  # [runs, 64, 1]
-    table = ref.clone().requires_grad_()
-    stepper = optimizer([table], lr=lr)
-    for _ in range(steps):
-        sampler, tokens = table.detach().log_softmax(-1), torch.zeros(runs, 64, 9, dtype=torch.long)  # begins with a 0
-        for t in range(8):
-            drawn = torch.rand(seeds, 64, 1, generator=rng).repeat(copies, 1, 1)
-            tokens[..., t + 1] = (sampler[run, prompt, t, tokens[..., t]].exp().cumsum(-1) < drawn).sum(-1).clamp(max=7)
-        at = run[..., None], prompt[:, None], place, tokens[..., :-1], tokens[..., 1:]  # of [runs, 64, 8] log-probs
-        rewards = ((tokens[..., 1:] == wanted).sum(-1) >= 2).view(runs, 8, 8) * float(task)
-        advantages = (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(-1, keepdim=True) + 1e-6)
-        order = (torch.randperm(8, generator=rng) for _ in range(epochs))  # of the groups; 8 samples each
-        for rows in ((g[:, None] * 8 + place).flatten() for x in order for g in x.chunk(mini_batches)):
-            logp, old, ref_logp = (x[at][:, rows] for x in (table.log_softmax(-1), sampler, ref))
-            ratio, a = (logp - old).exp(), advantages.view(runs, 64, 1)[:, rows]
-            loss = torch.maximum(-ratio * a, -ratio.clamp(0.8, 1.2) * a)
-            for (name, gradient, beta), part in zip(settings, torch.arange(runs).chunk(copies), strict=True):
-                of_part = logp[part], old[part], ref_logp[part], torch.ones_like(old[part], dtype=torch.bool)
-                loss[part] += beta * kl_loss(*of_part, estimator=name, gradient=gradient)
-            grad = torch.autograd.grad(loss.mean((1, 2)).sum(), table)[0]
-            table.grad = grad / grad.flatten(1).norm(dim=1).clamp(min=1).view(-1, 1, 1, 1, 1)
-            stepper.step()
-    logp, kl, before = table.detach().log_softmax(-1), torch.zeros(runs, 4), torch.eye(8)[0].expand(runs, 4, 8)
-    for t in range(8):  # the KL of each place, averaged over the law of the token before it
-        kl += (before * full_vocabulary_kl(logp[:, :, t], ref[:, :, t])).sum(-1)
-        before = (before[..., None] * logp[:, :, t].exp()).sum(-2)
-    return kl.mean(-1).view(copies, seeds), rewards.mean((1, 2)).view(copies, seeds), logp
-
-
-def demo(picture: str) -> bool:
-    """Print and draw the KL over beta; True if more beta means more KL with k1 as written, and less with the others."""
-    import matplotlib.pyplot as plt
-
-    settings = [("k1", "naive", 0.0), *((*curve, beta) for curve in CURVES for beta in BETAS)]
-    (kl, success, _), passed = toy_grpo(settings), True  # [settings, seeds]
-    print(f"\nKL of a sequence, mean and sd of {kl.shape[1]} seeds, and the share of solved problems")
-    for i, (name, gradient) in enumerate(CURVES):
-        at = [0, 3 * i + 1, 3 * i + 2, 3 * i + 3]  # beta 0, then BETAS
-        none, _, some, much = kl[at]
-        more = (much > 1.3 * none).all() and ((none < some) & (some < much)).sum() >= 4
-        passed &= bool(more if name == "k1" else ((some < 0.6 * none) & (much < 0.25 * none)).all())
-        for j, beta in zip(at, (0, *BETAS), strict=True):
-            print(
-                f"{name} {gradient:9} beta {beta:<4}{kl[j].mean():6.2f} +- {kl[j].std():.2f}  {success[j].mean():.2f}"
-            )
-        plt.errorbar((0, *BETAS), kl[at].mean(1), kl[at].std(1), label=f"{name} {gradient}")
-    plt.xlabel("beta"), plt.ylabel("KL of a sequence (nats)"), plt.legend(), plt.savefig(picture, dpi=120)
-    print(f"{'PASS' if passed else 'FAIL'}: with k1 more beta, more KL; with the others less; drawn in {picture}")
-    return passed
+            row = table_row(*setting, fresh)
+            print("{:8}{:6}{:9}{:+11.4f}{:6.3f}  {:33}{:+7.3f}{:6.3f}".format(*setting, *row))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Prints the table.")
-    parser.add_argument("--demo", metavar="PNG", nargs="?", const="docs/kl_demo.png", help="also train small tables")
-    picture = parser.parse_args().demo
+    argparse.ArgumentParser(description="Print the table of all KL settings.").parse_args()
     print_table()
-    raise SystemExit(0 if picture is None or demo(picture) else 1)

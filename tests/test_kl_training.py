@@ -13,6 +13,9 @@ from conftest import ROOT
 
 import kl_estimators as kl
 
+sys.path.insert(0, str(ROOT / "scripts"))
+import kl_demo
+
 matplotlib.use("Agg")
 
 
@@ -20,17 +23,17 @@ def test_same_gradient_same_trajectory():
     """On fresh samples k2 as written and k3 unbiased have one gradient, sample by sample: they train the same table."""
     settings = [("k2", "naive", 0.3), ("k3", "unbiased", 0.3), ("k3", "naive", 0.3)]
     steps = {"seeds": 2, "steps": 20, "mini_batches": 1, "epochs": 1}
-    k2, unbiased, forward = kl.toy_grpo(settings, **steps)[2].chunk(3)
+    k2, unbiased, forward = kl_demo.toy_grpo(settings, **steps)[2].chunk(3)
     torch.testing.assert_close(k2, unbiased, rtol=0, atol=1e-5)
     assert (k2 - forward).abs().max() > 1e-2
 
 
 def test_the_sequence_kl_is_that_of_sampled_sequences():
     """Against the mean of log pi - log ref over 400,000 sequences that are drawn here, within 5 standard errors."""
-    _, _, logp = kl.toy_grpo([("k1", "naive", 0.0)], seeds=1, steps=3)
-    found, _, again = kl.toy_grpo([("k1", "naive", 0.0)], seeds=1, steps=3)
+    _, _, logp = kl_demo.toy_grpo([("k1", "naive", 0.0)], seeds=1, steps=3)
+    found, _, again = kl_demo.toy_grpo([("k1", "naive", 0.0)], seeds=1, steps=3)
     assert torch.equal(logp, again) and found > 0.01
-    start, _, ref = kl.toy_grpo([("k1", "naive", 0.0)], seeds=1, steps=1, lr=0.0)
+    start, _, ref = kl_demo.toy_grpo([("k1", "naive", 0.0)], seeds=1, steps=1, lr=0.0)
     assert start.abs() < 1e-6
     generator, sums = torch.Generator().manual_seed(1), []
     for prompt in range(4):
@@ -83,7 +86,7 @@ def test_without_a_reward_only_k1_drifts():
     settings = [(name, "naive", beta) for name in ("k1", "k2", "k3", "k4") for beta in (0.1, 0.3, 1.0)]
     settings += [("k3", "unbiased", beta) for beta in (0.1, 0.3, 1.0)]
     fresh = {"mini_batches": 1, "epochs": 1, "optimizer": torch.optim.SGD, "lr": 25.0, "task": False}
-    ends = kl.toy_grpo(settings, steps=300, **fresh)[0].mean(1).view(5, 3)  # [estimators, betas]
+    ends = kl_demo.toy_grpo(settings, steps=300, **fresh)[0].mean(1).view(5, 3)  # [estimators, betas]
     k1, k2, k3, k4, unbiased = ends
     assert 5 < k1[2] / k1[1] < 20 and 5 < k1[1] / k1[0] < 20
     assert torch.stack([k2, k3, unbiased]).abs().max() < 1e-6
@@ -92,7 +95,7 @@ def test_without_a_reward_only_k1_drifts():
 
 @pytest.mark.slow
 def test_demonstration(tmp_path):
-    line = [sys.executable, str(ROOT / "kl_estimators.py"), "--demo", str(tmp_path / "kl.png")]
+    line = [sys.executable, str(ROOT / "scripts" / "kl_demo.py"), "--output", str(tmp_path / "kl.png")]
     done = subprocess.run(line, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "PASS" in done.stdout and (tmp_path / "kl.png").stat().st_size > 10_000, done
 

@@ -1,0 +1,748 @@
+"""The expected gradient of every policy loss beside the gradient of E[R], by exact enumeration.
+
+    python scripts/loss_table.py                              prints the table (a few seconds on one core)
+    python scripts/loss_table.py --output docs/losses.png     also draws it
+    python scripts/loss_table.py --worlds 20                  medians over random rewards and policies instead
+
+Policies are tables over all prefixes of responses of at most 4 tokens out of 3, the first of which ends a response, so
+every expectation is a sum over all responses, in float64. Two prompts, one easier than the other; rewards are 0 or 1.
+Three policies matter: the sampler drew the responses, `old` is the trainer's policy before the first update on them,
+and `pi` is the policy that is trained now. CONDITIONS lists how far apart they are.
+
+What grpo.py has is called from grpo.py (token_loss, loss_weights, group_advantages), so the table holds for the code
+that trains. Every other loss is a function of a few lines below, with its source. docs/losses.md explains the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
+
+from data import Sample
+
+import grpo
+
+PROMPTS = 2
+VOCABULARY = 3
+END = 0  # the token that ends a response
+F64 = torch.float64
+
+
+# ---------------------------------------------------------------------------------------------------------- the world
+
+
+class World:
+    """All responses of at most max_length tokens to each prompt, and the rewards of these responses.
+
+    The N tokens of all R responses lie one after the other. A policy is a table of logits [rows, vocabulary] with one
+    row for each prompt and prefix.
+    """
+
+    def __init__(self, max_length: int, seed: int = 0, binary: bool = True):
+        self.max_length = max_length
+        self.responses: list[tuple[int, tuple[int, ...]]] = []  # (prompt, tokens)
+        for prompt in range(PROMPTS):
+            for tokens in all_responses(max_length):
+                self.responses.append((prompt, tokens))
+        row_of_prefix: dict[tuple[int, tuple[int, ...]], int] = {}
+        rows = []
+        flat = []
+        owner = []
+        for i, (prompt, tokens) in enumerate(self.responses):
+            for t, token in enumerate(tokens):
+                prefix = (prompt, tokens[:t])
+                row = row_of_prefix.setdefault(prefix, len(row_of_prefix))
+                rows.append(row)
+                flat.append(token)
+                owner.append(i)
+        self.rows = torch.tensor(rows)  # [N]
+        self.tokens = torch.tensor(flat)  # [N]
+        self.owner = torch.tensor(owner)  # [N], the response of each token
+        self.lengths = torch.bincount(self.owner)  # [R]
+        self.prompts = torch.tensor([prompt for prompt, _ in self.responses])  # [R]
+        self.n_rows = len(row_of_prefix)
+        self.prompt_of_row = torch.tensor([prompt for prompt, _ in row_of_prefix])
+        self.rewards = self.draw_rewards(seed, binary)  # [R]
+
+    def draw_rewards(self, seed: int, binary: bool) -> Tensor:
+        """Binary: half of the first prompt's responses are correct, and a seventh of the second's."""
+        rng = torch.Generator().manual_seed(seed)
+        uniform = torch.rand(len(self.responses), generator=rng, dtype=F64)
+        if not binary:
+            return uniform
+        rewards = torch.zeros_like(uniform)
+        for prompt, fraction in enumerate((1 / 2, 1 / 7)):
+            own = torch.nonzero(self.prompts == prompt).flatten()
+            order = uniform[own].argsort()
+            correct = round(fraction * len(own))
+            rewards[own[order[:correct]]] = 1.0
+        return rewards
+
+    def noise(self, scale: float, rng: torch.Generator) -> Tensor:
+        """Normal numbers [rows, vocabulary]."""
+        shape = (self.n_rows, VOCABULARY)
+        return scale * torch.randn(shape, generator=rng, dtype=F64)
+
+    def token_logprobs(self, logits: Tensor) -> Tensor:
+        """[rows, vocabulary] -> the log-probs [N] of all response tokens."""
+        return logits.log_softmax(-1)[self.rows, self.tokens]
+
+    def sum_over_response(self, values: Tensor) -> Tensor:
+        """[N, ...] -> [R, ...]"""
+        shape = (len(self.responses), *values.shape[1:])
+        return torch.zeros(shape, dtype=F64).index_add(0, self.owner, values)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Probability [R] of each response when the prompt is drawn uniformly; sums to 1."""
+        logp = self.sum_over_response(self.token_logprobs(logits))
+        return logp.exp() / PROMPTS
+
+    def prompt_means(self, logits: Tensor) -> Tensor:
+        """E[R | prompt] under a policy, [prompts]."""
+        weighted = PROMPTS * self.probabilities(logits) * self.rewards
+        return torch.zeros(PROMPTS, dtype=F64).index_add(0, self.prompts, weighted)
+
+    def advantages(self, sampler: Tensor) -> Tensor:
+        """R minus the exact mean reward of its prompt under the sampler, [R]."""
+        return self.rewards - self.prompt_means(sampler)[self.prompts]
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """The gradient of each token's log-prob, [N, rows * vocabulary]."""
+        p = logits.softmax(-1)[self.rows]
+        by_row = torch.zeros(len(self.rows), self.n_rows, VOCABULARY, dtype=F64)
+        n = torch.arange(len(self.rows))
+        by_row[n, self.rows] = -p
+        by_row[n, self.rows, self.tokens] += 1
+        return by_row.flatten(1)
+
+    def gradient(self, objective: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+        """The gradient [rows * vocabulary] of a number that depends on the logits."""
+        leaf = logits.detach().clone().requires_grad_()
+        return torch.autograd.grad(objective(leaf), leaf)[0].flatten()
+
+    def reward_gradient(self, logits: Tensor) -> Tensor:
+        """grad E[R]"""
+        return self.gradient(lambda x: self.probabilities(x) @ self.rewards, logits)
+
+
+def all_responses(max_length: int) -> list[tuple[int, ...]]:
+    """Every response that ends with END, or without it at max_length."""
+    found = []
+    words = [token for token in range(VOCABULARY) if token != END]
+    for length in range(1, max_length + 1):
+        for body in itertools.product(words, repeat=length - 1):
+            last = range(VOCABULARY) if length == max_length else [END]
+            for token in last:
+                found.append((*body, token))
+    return found
+
+
+class Policies(NamedTuple):
+    """Logits [rows, vocabulary] of the three policies."""
+
+    pi: Tensor
+    old: Tensor
+    sampler: Tensor
+
+
+CONDITIONS = {
+    "fresh": "sampler = old = pi",
+    "one step": "sampler = old, and pi is one update further",
+    "stale": "sampler = old, and pi is 8 updates further",
+    "unlike": "old = pi, and the sampler computes other probabilities, far off after one prefix in five",
+    "async": "an unlike sampler, old is 4 updates further, and pi is 8 updates further",
+}
+UPDATE_SIZE = 0.15  # an update is this times the sum of two unit vectors: along grad E[R], and a random one
+
+
+def trajectory(world: World, updates: int, rng: torch.Generator) -> list[Tensor]:
+    """Logits at the start and after each of several updates."""
+    logits = world.noise(0.8, rng)
+    path = [logits]
+    for _ in range(updates):
+        uphill = world.reward_gradient(logits)
+        sideways = world.noise(1.0, rng).flatten()
+        step = uphill / uphill.norm() + sideways / sideways.norm()
+        logits = logits + UPDATE_SIZE * step.view_as(logits)
+        path.append(logits)
+    return path
+
+
+def policies_of(world: World, condition: str, seed: int = 1) -> Policies:
+    """The three policies of one of CONDITIONS; the same for the same world and seed."""
+    rng = torch.Generator().manual_seed(seed)
+    path = trajectory(world, 8, rng)
+    everywhere = world.noise(0.05, rng)
+    rare = torch.rand(world.n_rows, 1, generator=rng) < 0.2
+    unlike = path[0] + everywhere + rare * world.noise(1.0, rng)
+    policies = {
+        "fresh": Policies(pi=path[0], old=path[0], sampler=path[0]),
+        "one step": Policies(pi=path[1], old=path[0], sampler=path[0]),
+        "stale": Policies(pi=path[8], old=path[0], sampler=path[0]),
+        "unlike": Policies(pi=path[0], old=path[0], sampler=unlike),
+        "async": Policies(pi=path[8], old=path[4], sampler=unlike),
+    }
+    return policies[condition]
+
+
+# ----------------------------------------------------------------------------------------------------- policy losses
+
+
+class Batch(NamedTuple):
+    """What a policy loss sees: one entry per response token, [N]."""
+
+    logprobs: Tensor  # pi's, with gradient
+    old: Tensor
+    sampler: Tensor
+    advantages: Tensor
+    owner: Tensor  # the response of each token
+    lengths: Tensor  # [R], tokens of each response
+    drift: Tensor  # the exact KL(sampler||pi) of the next token after each token's prefix
+
+    def response_sum(self, values: Tensor) -> Tensor:
+        """The sum over its response, at every token: [N] -> [N]."""
+        sums = torch.zeros(len(self.lengths), dtype=F64).index_add(0, self.owner, values)
+        return sums[self.owner]
+
+    def response_mean(self, values: Tensor) -> Tensor:
+        """The mean over its response, at every token: [N] -> [N]."""
+        return self.response_sum(values) / self.lengths[self.owner]
+
+
+def from_grpo(b: Batch, **settings) -> Tensor:
+    """The loss of grpo.py with these arguments."""
+    nothing = torch.zeros_like(b.old)
+    args = grpo.Args(**settings)
+    loss, _ = grpo.token_loss(
+        logprobs_T=b.logprobs,
+        old_T=b.old,
+        ref_T=None,
+        sampler_T=b.sampler,
+        advantages_T=b.advantages,
+        entropy_T=nothing,
+        full_kl_T=None,
+        beta=0.0,
+        args=args,
+    )
+    return loss
+
+
+def mismatch(b: Batch) -> Tensor:
+    """old / sampler, per token: what the engine's probabilities are off by."""
+    return (b.old - b.sampler).exp()
+
+
+def sequence_mismatch(b: Batch) -> Tensor:
+    """old / sampler of the whole response, at every token."""
+    return b.response_sum(b.old - b.sampler).exp()
+
+
+def policy_gradient(b: Batch) -> Tensor:
+    """REINFORCE: no ratio at all."""
+    return -b.advantages * b.logprobs
+
+
+def sequence_ratio(b: Batch) -> Tensor:
+    """REINFORCE with the importance ratio pi / sampler of the whole response."""
+    ratio = b.response_sum(b.logprobs - b.sampler).exp().detach()
+    return -ratio * b.advantages * b.logprobs
+
+
+def token_ratio(b: Batch) -> Tensor:
+    """pi / old per token and no clip: the surrogate that PPO bounds (Kakade & Langford 2002; TRPO, 1502.05477)."""
+    return from_grpo(b, clip_lower=1.0, clip_higher=math.inf)
+
+
+def ppo_clip(b: Batch) -> Tensor:
+    """PPO, arXiv 1707.06347."""
+    return from_grpo(b, clip_lower=0.2, clip_higher=0.2)
+
+
+def clip_higher(b: Batch) -> Tensor:
+    """DAPO, arXiv 2503.14476."""
+    return from_grpo(b, clip_lower=0.2, clip_higher=0.28)
+
+
+def dual_clip(b: Batch) -> Tensor:
+    """arXiv 1912.09729."""
+    return from_grpo(b, clip_ratio_c=3.0)
+
+
+def tis_token(b: Batch) -> Tensor:
+    """Truncated importance sampling against the sampler, per token, around PPO clip."""
+    return from_grpo(b, truncated_importance_sampling_ratio_cap=2.0)
+
+
+def tis_sequence(b: Batch) -> Tensor:
+    """The same with the ratio of the whole response."""
+    return from_grpo(b) * sequence_mismatch(b).clamp(max=2.0)
+
+
+def decoupled_ppo(b: Batch) -> Tensor:
+    """arXiv 2110.00641: old is a proximal policy, and old / sampler corrects for who drew the samples."""
+    return from_grpo(b, truncated_importance_sampling_ratio_cap=math.inf)
+
+
+def icepop(b: Batch) -> Tensor:
+    """Ant Group 2025: the token ratio old / sampler as a weight, and no gradient where it is outside [0.5, 5]."""
+    weight = mismatch(b)
+    kept = (weight >= 0.5) & (weight <= 5.0)
+    return from_grpo(b) * weight * kept
+
+
+def mis_token(b: Batch) -> Tensor:
+    """Masked importance sampling: like TIS, but what is above the cap is dropped instead of truncated."""
+    weight = mismatch(b)
+    return from_grpo(b) * weight * (weight <= 2.0)
+
+
+def mis_sequence(b: Batch) -> Tensor:
+    """Masked importance sampling of whole responses."""
+    weight = sequence_mismatch(b)
+    return from_grpo(b) * weight * (weight <= 2.0)
+
+
+def sequence_rejection(b: Batch) -> Tensor:
+    """Responses whose geometric mean of old / sampler is outside [0.9, 1.1] are dropped; no weight."""
+    mean = b.response_mean(b.old - b.sampler).exp()
+    kept = (mean >= 0.9) & (mean <= 1.1)
+    return from_grpo(b) * kept
+
+
+def off_policy_mask(b: Batch) -> Tensor:
+    """DeepSeek-V3.2, arXiv 2512.02556: drops responses with A < 0 whose mean log(sampler / pi) is above 0.1."""
+    distance = b.response_mean(b.sampler - b.logprobs.detach())
+    dropped = (b.advantages < 0) & (distance > 0.1)
+    return from_grpo(b) * ~dropped
+
+
+def trust_region_masking(b: Batch) -> Tensor:
+    """TRM, arXiv 2512.23075: drops a response if KL(sampler||pi) of any of its tokens is above 0.05; pi / sampler."""
+    ratio = (b.logprobs - b.sampler).exp()
+    largest = torch.zeros(len(b.lengths), dtype=F64)
+    largest = largest.scatter_reduce(0, b.owner, b.drift, "amax")
+    kept = largest[b.owner] <= 0.05
+    return -ratio * b.advantages * kept
+
+
+def dppo(b: Batch) -> Tensor:
+    """arXiv 2602.04879 with the binary TV: no gradient further away from the sampler once |pi - sampler| > 0.1."""
+    ratio = (b.logprobs - b.sampler).exp()
+    moved = (b.logprobs.exp() - b.sampler.exp()).detach()
+    away = moved * b.advantages.sign()
+    return -ratio * b.advantages * (away <= 0.1)
+
+
+def cispo(b: Batch) -> Tensor:
+    """MiniMax-M1, arXiv 2506.13585: REINFORCE weighted by the truncated, detached ratio, so no token is dropped."""
+    ratio = (b.logprobs - b.old).exp().detach()
+    return -ratio.clamp(max=1.28) * b.advantages * b.logprobs
+
+
+def gspo(b: Batch) -> Tensor:
+    """arXiv 2507.18071: one ratio per response, the geometric mean of its tokens'. Clip 0.2 (the paper's: 3e-4)."""
+    ratio = b.response_mean(b.logprobs - b.old).exp()
+    clipped = ratio.clamp(0.8, 1.2)
+    loss = torch.maximum(-b.advantages * ratio, -b.advantages * clipped)
+    return loss / b.lengths[b.owner]  # the loss of the response, divided among its tokens
+
+
+def gmpo(b: Batch) -> Tensor:
+    """arXiv 2507.20673: GSPO's ratio, but each token stops counting once it has moved e^0.4 the way A points."""
+    sign = b.advantages.sign()
+    log_ratio = sign * (b.logprobs - b.old)
+    bounded = torch.minimum(log_ratio, log_ratio.clamp(-0.4, 0.4))
+    ratio = b.response_mean(sign * bounded).exp()
+    return -b.advantages * ratio / b.lengths[b.owner]
+
+
+LOSSES: dict[str, Callable[[Batch], Tensor]] = {
+    "policy gradient": policy_gradient,
+    "sequence ratio": sequence_ratio,
+    "token ratio": token_ratio,
+    "PPO clip": ppo_clip,
+    "clip-higher": clip_higher,
+    "dual clip": dual_clip,
+    "TIS, token": tis_token,
+    "TIS, sequence": tis_sequence,
+    "decoupled PPO": decoupled_ppo,
+    "IcePop": icepop,
+    "MIS, token": mis_token,
+    "MIS, sequence": mis_sequence,
+    "sequence rejection": sequence_rejection,
+    "off-policy mask": off_policy_mask,
+    "TRM": trust_region_masking,
+    "DPPO": dppo,
+    "CISPO": cispo,
+    "GSPO": gspo,
+    "GMPO": gmpo,
+}
+
+
+# ------------------------------------------------------------------------------------------------ what a loss ascends
+
+# Names of the objectives whose gradients are recognized. A = R - b, where b is the prompt's mean reward under the
+# sampler.
+REWARD = "E[R]"
+SURROGATE = "E_sampler[A sum_t pi/sampler]"
+LIKELIHOOD = "E_sampler[A log pi]"
+PER_TOKEN = "E[A / length]"
+REWEIGHTED = "sum_x c_x E[R|x]"
+UNNAMED = "-"
+
+
+class Row(NamedTuple):
+    """One cell of the table: a loss under a condition."""
+
+    ascends: str  # the objective whose gradient is the expected update, with "c" in front up to a factor
+    bias: float  # |expected update - grad E[R]| / |grad E[R]|
+    cosine: float  # between the two
+    size: float  # |expected update| / |grad E[R]|
+    noise: float  # standard deviation of the update from one response, over |expected update|
+    zero: float  # fraction of the sampled tokens without gradient
+
+
+def objectives(world: World, policies: Policies) -> dict[str, Tensor]:
+    """The gradient of each named objective at pi."""
+    drawn = world.probabilities(policies.sampler)
+    advantages = world.advantages(policies.sampler)
+    sampler = world.token_logprobs(policies.sampler)
+
+    def surrogate(logits: Tensor) -> Tensor:
+        ratio = (world.token_logprobs(logits) - sampler).exp()
+        return drawn @ (advantages * world.sum_over_response(ratio))
+
+    def likelihood(logits: Tensor) -> Tensor:
+        logp = world.token_logprobs(logits)
+        return drawn @ (advantages * world.sum_over_response(logp))
+
+    def per_token(logits: Tensor) -> Tensor:
+        return world.probabilities(logits) @ (advantages / world.lengths)
+
+    return {
+        REWARD: world.reward_gradient(policies.pi),
+        SURROGATE: world.gradient(surrogate, policies.pi),
+        LIKELIHOOD: world.gradient(likelihood, policies.pi),
+        PER_TOKEN: world.gradient(per_token, policies.pi),
+    }
+
+
+def parallel(a: Tensor, b: Tensor) -> bool:
+    return torch.cosine_similarity(a, b, dim=0).item() > 1 - 1e-12
+
+
+def recognize(mean: Tensor, world: World, policies: Policies) -> str:
+    """The name of the objective with this gradient."""
+    known = objectives(world, policies)
+    for name, gradient in known.items():
+        if (mean - gradient).norm() < 1e-6 * gradient.norm():  # grpo.py's weights are float32
+            return name
+    for name, gradient in known.items():
+        if parallel(mean, gradient):
+            return f"c {name}"
+    prompt = world.prompt_of_row.repeat_interleave(VOCABULARY)
+    truth = known[REWARD]
+    if all(parallel(mean[prompt == x], truth[prompt == x]) for x in range(PROMPTS)):
+        return REWEIGHTED
+    return UNNAMED
+
+
+def summarize(updates: Tensor, drawn: Tensor, world: World, policies: Policies, responses: int, zero: float) -> Row:
+    """The row of updates [cases, parameters] that occur with probabilities drawn [cases].
+
+    responses: how many of them an update is computed from; noise is that of one response.
+    """
+    mean = drawn @ updates
+    truth = world.reward_gradient(policies.pi)
+    variance = drawn @ (updates - mean).square().sum(-1)
+    return Row(
+        ascends=recognize(mean, world, policies),
+        bias=((mean - truth).norm() / truth.norm()).item(),
+        cosine=torch.cosine_similarity(mean, truth, dim=0).item(),
+        size=(mean.norm() / truth.norm()).item(),
+        noise=((responses * variance).sqrt() / mean.norm()).item(),
+        zero=zero,
+    )
+
+
+def batch_of(world: World, policies: Policies) -> Batch:
+    """Each response of the world once, with exact advantages."""
+    sampler = policies.sampler.log_softmax(-1)
+    drift = (sampler.exp() * (sampler - policies.pi.log_softmax(-1))).sum(-1)
+    return Batch(
+        logprobs=world.token_logprobs(policies.pi).requires_grad_(),
+        old=world.token_logprobs(policies.old),
+        sampler=world.token_logprobs(policies.sampler),
+        advantages=world.advantages(policies.sampler)[world.owner],
+        owner=world.owner,
+        lengths=world.lengths,
+        drift=drift[world.rows],
+    )
+
+
+def loss_row(name: str, world: World, policies: Policies) -> Row:
+    """The row of a policy loss: the update is minus the gradient of the sum of its token losses over a response."""
+    batch = batch_of(world, policies)
+    loss = LOSSES[name](batch)
+    slopes = torch.autograd.grad(loss.sum(), batch.logprobs)[0]  # [N]
+    by_token = -slopes[:, None] * world.scores(policies.pi)
+    drawn = world.probabilities(policies.sampler)
+    drawn_tokens = drawn[world.owner]
+    zero = drawn_tokens @ (slopes == 0).to(F64) / drawn_tokens.sum()
+    updates = world.sum_over_response(by_token)
+    return summarize(updates, drawn, world, policies, responses=1, zero=zero.item())
+
+
+# ------------------------------------------------------------------------------------- aggregation, advantages, filter
+
+GROUP = 4  # responses per prompt
+RECIPES: dict[str, dict] = {
+    "constant": {
+        "loss_norm": "constant",
+        "advantage_normalization_type": "leave_one_out",
+    },
+    "sequence": {
+        "loss_norm": "sequence",
+        "advantage_normalization_type": "leave_one_out",
+    },
+    "token": {
+        "loss_norm": "token",
+        "advantage_normalization_type": "leave_one_out",
+    },
+    "centered": {
+        "loss_norm": "constant",
+        "advantage_normalization_type": "centered",
+    },
+    "std": {
+        "loss_norm": "constant",
+        "advantage_normalization_type": "standard",
+    },
+    "filter": {
+        "loss_norm": "constant",
+        "advantage_normalization_type": "leave_one_out",
+        "filter_zero_std_samples": True,
+    },
+    "GRPO": {
+        "loss_norm": "sequence",
+        "advantage_normalization_type": "standard",
+    },
+    "Dr. GRPO": {
+        "loss_norm": "constant",
+        "advantage_normalization_type": "centered",
+    },
+    "DAPO": {
+        "loss_norm": "token",
+        "advantage_normalization_type": "standard",
+        "filter_zero_std_samples": True,
+        "clip_higher": 0.28,
+    },
+}
+RECIPE_CONDITIONS = ("fresh", "stale")
+
+
+class Groups(NamedTuple):
+    """All groups of responses to one prompt: combinations with repetition."""
+
+    probability: Tensor  # [groups]
+    updates: Tensor  # [groups, GROUP, parameters], of each member before weighting
+    layouts: list[tuple[tuple[int, ...], bool]]  # of each group: lengths of its members, whether all rewards are equal
+    tokens: Tensor  # [groups]
+    zero: Tensor  # [groups], tokens without gradient
+
+
+def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args) -> Groups:
+    """Every group of one prompt, with the advantages and the loss of grpo.py."""
+    own = torch.nonzero(world.prompts == prompt).flatten().tolist()
+    combinations = list(itertools.combinations_with_replacement(own, GROUP))
+    orders = [len(set(itertools.permutations(group))) for group in combinations]
+    members = torch.tensor(combinations)  # [groups, GROUP], indices of responses
+    drawn = PROMPTS * world.probabilities(policies.sampler)
+    probability = torch.tensor(orders, dtype=F64) * drawn[members].prod(1)
+    rewards = world.rewards[members]
+    advantages = grpo.group_advantages(rewards, args.advantage_normalization_type)
+
+    # the tokens of all members of all groups, one after the other
+    flat = members.flatten()
+    token = torch.cat([torch.nonzero(world.owner == i).flatten() for i in flat])
+    slot = torch.arange(len(flat)).repeat_interleave(world.lengths[flat])
+    logprobs = world.token_logprobs(policies.pi)[token].requires_grad_()
+    old = world.token_logprobs(policies.old)[token]
+    loss, _ = grpo.token_loss(
+        logprobs_T=logprobs,
+        old_T=old,
+        ref_T=None,
+        sampler_T=world.token_logprobs(policies.sampler)[token],
+        advantages_T=advantages.flatten()[slot],
+        entropy_T=torch.zeros_like(old),
+        full_kl_T=None,
+        beta=0.0,
+        args=args,
+    )
+    slopes = torch.autograd.grad(loss.sum(), logprobs)[0]
+    scores = world.scores(policies.pi)[token]
+    updates = torch.zeros(len(flat), scores.shape[1], dtype=F64)
+    updates.index_add_(0, slot, -slopes[:, None] * scores)
+
+    equal = rewards.amax(1) == rewards.amin(1)
+    lengths = world.lengths[members]
+    layouts = []
+    for group, flag in zip(lengths.tolist(), equal.tolist(), strict=True):
+        layout = (tuple(group), flag)
+        layouts.append(layout)
+    idle = torch.zeros(len(flat), dtype=F64)
+    idle.index_add_(0, slot, (slopes == 0).to(F64))
+    return Groups(
+        probability=probability,
+        updates=updates.view(*members.shape, -1),
+        layouts=layouts,
+        tokens=lengths.sum(1).to(F64),
+        zero=idle.view(members.shape).sum(1),
+    )
+
+
+def response_weights(layouts: list[tuple[tuple[int, ...], bool]], args: grpo.Args) -> Tensor:
+    """grpo.loss_weights of one step on these groups, one weight per response.
+
+    As in grpo.py, the zero-variance filter takes the responses of groups of equal reward out of the counts.
+    """
+    sizes = []
+    counted = []
+    for lengths, equal in layouts:
+        for length in lengths:
+            if not (args.filter_zero_std_samples and equal):
+                counted.append(len(sizes))
+            sizes.append(length)
+    samples = [Sample(0, 0, [], [END] * size, [0.0] * size, "stop", 0) for size in sizes]
+    per_token = grpo.loss_weights(samples, counted, args)
+    first_tokens = [0, *itertools.accumulate(sizes)][:-1]
+    return per_token[first_tokens].to(F64)
+
+
+def recipe_row(name: str, world: World, policies: Policies) -> Row:
+    """The row of a recipe: one optimizer step of grpo.py on a group of each prompt, over all pairs of groups.
+
+    Updates are multiplied by the maximum length, by which loss_norm constant divides.
+    """
+    args = grpo.Args(max_response_length=world.max_length, **RECIPES[name])
+    first, second = [groups_of(world, policies, prompt, args) for prompt in range(PROMPTS)]
+
+    @cache
+    def weights(*layouts) -> Tensor:
+        return response_weights(list(layouts), args)
+
+    pairs = [weights(x, y) for x in first.layouts for y in second.layouts]
+    weight = torch.stack(pairs).view(len(first.layouts), len(second.layouts), 2 * GROUP)
+    updates = torch.einsum("ghk,gkp->ghp", weight[..., :GROUP], first.updates)
+    updates += torch.einsum("ghk,hkp->ghp", weight[..., GROUP:], second.updates)
+    updates = world.max_length * updates.flatten(0, 1)  # [pairs, parameters]
+    drawn = torch.outer(first.probability, second.probability)
+    zero = first.probability @ first.zero + second.probability @ second.zero
+    tokens = first.probability @ first.tokens + second.probability @ second.tokens
+    zero = (zero / tokens).item()
+    return summarize(updates, drawn.flatten(), world, policies, responses=2 * GROUP, zero=zero)
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+
+
+def table() -> dict[tuple[str, str], Row]:
+    """(condition, loss or recipe) -> its row."""
+    world = World(max_length=4)
+    small_world = World(max_length=2)  # small enough for all pairs of groups
+    rows = {}
+    for condition in CONDITIONS:
+        policies = policies_of(world, condition)
+        for name in LOSSES:
+            rows[condition, name] = loss_row(name, world, policies)
+    for condition in RECIPE_CONDITIONS:
+        policies = policies_of(small_world, condition)
+        for name in RECIPES:
+            rows[condition, name] = recipe_row(name, small_world, policies)
+    return rows
+
+
+def median_rows(worlds: int) -> dict[tuple[str, str], Row]:
+    """(condition, loss) -> the median of each number over random rewards and policies."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for seed in range(worlds):
+        world = World(max_length=4, seed=seed)
+        for condition in CONDITIONS:
+            policies = policies_of(world, condition, seed=100 + seed)
+            for name in LOSSES:
+                row = loss_row(name, world, policies)
+                found.setdefault((condition, name), []).append(row)
+    medians = {}
+    for cell, rows in found.items():
+        columns = zip(*[row[1:] for row in rows], strict=True)
+        numbers = [statistics.median(column) for column in columns]
+        medians[cell] = Row("", *numbers)
+    return medians
+
+
+def format_row(name: str, row: Row) -> str:
+    """One line of the printed table."""
+    numbers = f"{row.bias:7.3f}{row.cosine:+8.3f}{row.size:7.3f}{row.noise:8.2f}{row.zero:7.2f}"
+    return f"{name:19}{numbers}  {row.ascends}"
+
+
+def print_table(rows: dict[tuple[str, str], Row]) -> None:
+    """Print a block per condition, with the recipes if rows has them."""
+    for condition, meaning in CONDITIONS.items():
+        print(f"\n{condition}: {meaning}")
+        print("loss                  bias  cosine   size   noise   zero  ascends")
+        for name in LOSSES:
+            print(format_row(name, rows[condition, name]))
+        if (condition, "GRPO") in rows:
+            print(f"recipe (groups of {GROUP})")
+            for name in RECIPES:
+                print(format_row(name, rows[condition, name]))
+
+
+def draw(rows: dict[tuple[str, str], Row], picture: str) -> None:
+    """Draw bias and noise of every policy loss under every condition as two grids of numbers."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display on a cluster
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 6.5), sharey=True, layout="constrained")
+    panels = {
+        "bias: |expected update - grad E[R]| / |grad E[R]|": ("bias", 1.2),
+        "noise: sd of one response / |expected update|": ("noise", 10.0),
+    }
+    for axis, (title, (field, largest)) in zip(axes, panels.items(), strict=True):
+        grid = []
+        for name in LOSSES:
+            grid.append([getattr(rows[condition, name], field) for condition in CONDITIONS])
+        axis.imshow(grid, cmap="YlOrRd", vmin=0, vmax=largest, aspect="auto")
+        for y, line in enumerate(grid):
+            for x, value in enumerate(line):
+                axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8)
+        axis.set_title(title, fontsize=10)
+        axis.set_xticks(range(len(CONDITIONS)), CONDITIONS)
+        axis.set_yticks(range(len(LOSSES)), LOSSES)
+    figure.savefig(picture, dpi=120)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Print the expected gradient of every policy loss.")
+    parser.add_argument("--output", metavar="PNG", help="also draw bias and noise")
+    parser.add_argument("--worlds", metavar="N", type=int, help="print medians over N random worlds")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found = median_rows(args.worlds) if args.worlds else table()
+    print_table(found)
+    if args.output:
+        draw(found, args.output)
