@@ -30,9 +30,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from data import Sample
-
 import grpo
+from runtime.records import Sample
 
 PROMPTS = 2
 VOCABULARY = 3
