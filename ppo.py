@@ -34,6 +34,7 @@ import random
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
@@ -45,8 +46,8 @@ from runtime.records import Problem, Sample
 @dataclass
 class Args:
     # ---------------------------------------------------------------------------------------------------- experiment
-    exp_name: str = "ppo"
-    """First part of the run's name."""
+    exp_name: str = Path(__file__).stem
+    """First part of the run's name. Default: the name of the script."""
     seed: int = 1
     """Seeds the data split, the order of prompts, every sample, and the shuffling of mini-batches."""
     total_steps: int = 24
@@ -65,6 +66,8 @@ class Args:
     """So many stay, the newest, and the one of the best evaluation. 0: all."""
     resume: str = "auto"
     """auto: go on from the newest checkpoint of this run that is whole. never. Or the folder of a checkpoint."""
+    accept_changed_code: bool = False
+    """Resume a run although the script, or a project file that it imports, has changed since its checkpoint."""
     stall_timeout: float = 1800.0
     """Seconds without any progress after which the run prints where it is and ends. 0: never."""
     output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
@@ -647,13 +650,13 @@ def main(args: Args) -> None:
     check_args(args)
     flags.check_critic_args(args)
     flags.check_model(args)
-    flags.check_disk(args)
     critic_args = replace(args, learning_rate=args.critic_learning_rate)
     if args.value_model_name_or_path is not None:
         flags.check_model(args, "value_model_name_or_path")
         critic_args = replace(critic_args, model_name_or_path=args.value_model_name_or_path, revision=None)
     problems, eval_problems = data.load_problems(args, truth_error)
     folder, start = rundir.open_run(args, Args(), world_size)
+    rundir.check_disk(args, folder)
     prompts, group = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
     total_steps = args.total_steps if args.total_episodes is None else args.total_episodes // (prompts * group)
     sampled = args.generation_size or group

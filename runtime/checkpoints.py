@@ -1,6 +1,6 @@
 """Checkpoints: what a run needs to go on as if it had never stopped, and how that gets onto a disk whole.
 
-Which checkpoint a run goes on from is decided earlier, without torch: runlog.open_run.
+Which checkpoint a run goes on from is decided earlier, without torch: rundir.open_run.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ class Checkpoints:
                 self._try(torch.save, module.state_dict(), partial / f"{name}.pt")
             state = {"step": step, "score": self.log.scores.get(step), "wandb_id": self.log.wandb_id}
             state |= {"args": vars(self.args), "versions": process.versions(), "world_size": self.world_size}
+            state["code"] = self.log.code
             state["parts"] = {name: vars(thing) for name, thing in self.plain.items()}
             self._try((partial / "state.json").write_text, json.dumps(state, indent=1) + "\n")
         self._told(None)  # all have written

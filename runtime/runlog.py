@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from runtime.identity import code_of
 from runtime.process import git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
 from runtime.rundir import cut_back
@@ -115,6 +116,7 @@ class RunLog:
             for path in folder.iterdir():
                 if path.name != "lock":
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        self.code = code_of(args)
         state = json.loads((start / "state.json").read_text()) if start is not None else {}
         config = folder / "config.json"
         if start is not None and config.exists() and json.loads(config.read_text()).get("data", data) != data:
@@ -138,6 +140,7 @@ class RunLog:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "resumed_after": self.first,
             "data": data,
+            "code": self.code,
             "git": git_state(),
             "versions": versions(),
         }

@@ -12,6 +12,7 @@ RANKS = [
     {"runtime.process", "runtime.records"},
     {"runtime.sandbox", "runtime.data", "runtime.batching", "runtime.watchdog"},
     {"runtime.flags"},
+    {"runtime.identity"},
     {"runtime.rundir", "runtime.runlog", "runtime.checkpoints"},
     {"kl_estimators", "rewards"},
     {"utils"},
