@@ -239,7 +239,7 @@ def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
         os.truncate(model / "model.safetensors", size)
         args = arguments(place, {"model_name_or_path": str(model), "output_dir": str(tmp_path / "runs/new"), **changes})
         message = refusal(args, capsys)
-        for word in ("--output_dir", "GiB free", "make room"):
+        for word in ("--output_dir", "GiB free", "free some space"):
             assert word in message
         assert not (tmp_path / "runs").exists()
     with pytest.raises(AssertionError, match="went on"):

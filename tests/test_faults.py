@@ -42,13 +42,27 @@ ENDS, GOES_ON, REFUSED = "ends", "goes on", "does not start"
 RECORDED: dict[str, str] = {}
 
 
+def messages(text: str) -> list[str]:
+    """What was printed, without the frames of tracebacks: source lines are no message."""
+    kept = []
+    frame = None  # indentation of the frame that is being skipped
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if re.match(r'\s*File ".*", line \d+', line):
+            frame = indent
+        elif frame is None or indent <= frame:
+            frame = None
+            kept.append(line)
+    return kept
+
+
 def note(fault: str, injection: str, text: str, words: str, run: str) -> None:
-    """Find the line with ``words`` in what was printed, and enter it in the table."""
-    lines = [line for line in text.splitlines() if words in line]
-    assert lines, f"{fault}: no line has {words!r}\n{text[-3000:]}"
-    line = re.sub(r"/tmp/[\w./+-]*/(?=[\w.+-]+)", "", lines[0].strip().replace(str(ROOT) + "/", ""))
+    """Find the last message with ``words`` in what was printed, and enter it in the table."""
+    lines = [line for line in messages(text) if words in line]
+    assert lines, f"{fault}: no message has {words!r}\n{text[-3000:]}"
+    line = re.sub(r"/tmp/[\w./+-]*/(?=[\w.+-]+)", "", lines[-1].strip().replace(str(ROOT) + "/", ""))
     line = re.sub(r"grpo__\S*?__seed=\d+", "runs/NAME", line)
-    line = re.sub(r"process \d+ on \S+", "process 4711 on node3", line).replace("|", "\\|")
+    line = re.sub(r"process \d+ on [\w.-]+", "process 4711 on node3", line).replace("|", "\\|")
     line = line if len(line) <= 300 else line[:300] + " ..."
     RECORDED[fault] = f"| {fault} | {injection} | `{line.replace('`', chr(39))}` | {run} |"
 
@@ -483,7 +497,7 @@ def test_signals_and_two_runs(tiny, tmp_path):
     run = Run(command(tiny, tmp_path, *LONG), tmp_path / "log")
     run.until(lambda: logged(tmp_path) >= 1)
     second = Run(command(tiny, tmp_path, *LONG), tmp_path / "second.log")
-    note("two runs in one folder", "the same command twice", ended(second), "is being written by a run", REFUSED)
+    note("two runs in one folder", "the same command twice", ended(second), "is in use by a running process", REFUSED)
     os.kill(run.process.pid, signal.SIGUSR2)
     run.until(lambda: "most recent call first" in run.text(), 10)
     note("where does it stand?", "SIGUSR2", run.text(), "most recent call first", GOES_ON)
