@@ -265,7 +265,7 @@ def test_the_same_run_again(place, nothing_is_loaded, capsys):
     with pytest.raises(AssertionError, match="went on"):
         grpo.main(arguments(place, {"seed": 7, "overwrite": True}))
     both = {"seed": 7, "overwrite": True, "resume": "runs/other/checkpoints/step_000010"}
-    assert "--overwrite begins anew" in refusal(arguments(place, both), capsys)
+    assert "--overwrite starts from scratch" in refusal(arguments(place, both), capsys)
 
 
 # ----------------------------------------------------------------------------------------- what needs the tokenizer
