@@ -481,6 +481,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
             generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
             block_size=None if cuda else 32,  # the CPU's 128 would share no prompt shorter than that
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             **memory,
         )
         engine, version, asleep = llm.llm_engine, 0, False

@@ -9,10 +9,14 @@ import os
 import random
 import resource
 import shutil
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from conftest import read_jsonl, run_here, tiny_args
+from conftest import ROOT, read_jsonl, run_here, tiny_args
 
 import grpo
 from runtime import process, rundir, runlog
@@ -281,6 +285,56 @@ def test_resume_never_and_paths(stopped, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "resuming after step 2" in said and "step_000003.aside" in said
     assert [m["step"] for m in read_jsonl(folder_of(args) / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from runtime import process
+
+process.FolderLock(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_lock_of_a_folder_ends_with_its_process(tmp_path, capsys):
+    """It names its holder, refuses a second one, and is free as soon as the process was killed."""
+    line = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    holder = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        assert process.lock_holder(tmp_path).startswith(f"process {holder.pid} on ")
+        with pytest.raises(SystemExit) as end:
+            process.FolderLock(tmp_path).acquire()
+        assert end.value.code == 2
+        assert f"is in use by a running process (process {holder.pid} on " in capsys.readouterr().err
+    finally:
+        holder.kill()
+        holder.wait()
+    assert process.lock_holder(tmp_path) == ""
+    mine = process.FolderLock(tmp_path)
+    mine.acquire()
+    assert process.lock_holder(tmp_path).startswith(f"process {os.getpid()} on ")
+    mine.release()
+
+
+def test_alone_waits_and_says_so(tmp_path, capsys):
+    """Two threads as two processes: the second waits for the first, and names the lock."""
+    order = []
+
+    def second():
+        with process.alone(tmp_path / "lock", "preparing"):
+            order.append("second")
+
+    with process.alone(tmp_path / "lock", "preparing"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        time.sleep(2.3)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+    assert f"preparing: waiting for the process that holds {tmp_path / 'lock'}" in capsys.readouterr().out
 
 
 def test_a_finished_run_says_so(stopped, tmp_path, capsys):

@@ -367,7 +367,7 @@ def test_the_loss_is_zero(small, capfd):
 
 def test_all_responses_are_cut(small, capfd):
     _, text = goes_on(small(mask_truncated_completions=True, ignore_eos=False, max_response_length=2), capfd)
-    note("no response ever ends", "2 tokens at most", text, "ALL CUT, nothing to train on", GOES_ON)
+    note("no response ever ends", "2 tokens at most", text, "ALL TRUNCATED, nothing to train on", GOES_ON)
 
 
 def test_responses_of_one_token(small, capfd, monkeypatch):

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 TOP = {"grpo", "ppo", "utils", "rewards", "kl_estimators"}
 # What each room may import; a room stands below all that import it.
 RANKS = [
+    {"runtime.libraries"},
     {"runtime.process", "runtime.records"},
     {"runtime.sandbox", "runtime.data", "runtime.batching", "runtime.watchdog"},
     {"runtime.flags"},
