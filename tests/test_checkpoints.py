@@ -292,7 +292,8 @@ import sys, time
 from pathlib import Path
 from runtime import process
 
-process.FolderLock(Path(sys.argv[1])).acquire()
+lock = process.FolderLock(Path(sys.argv[1]))
+lock.acquire()
 print("held", flush=True)
 time.sleep(600)
 """
