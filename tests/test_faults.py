@@ -254,6 +254,19 @@ def test_an_engine_that_dies(small, capfd, monkeypatch):
     note("the engine dies", "`sys.exit` in its thread", fails(small(), capfd), "the rollout thread failed", ENDS)
 
 
+def test_an_engine_that_ends_in_a_push(small, capfd, monkeypatch):
+    """No message, no exception: the thread is gone while the run waits for its acknowledgement."""
+    pushes = []
+
+    def end_in_the_second(message):
+        pushes.append(message[0] == "weights")
+        return ("stop",) if sum(pushes) == 2 else message
+
+    hf_thread_with(monkeypatch, end_in_the_second)
+    text = fails(small(), capfd)
+    note("the engine ends in a push", "its thread returns", text, "the rollout thread ended", ENDS)
+
+
 def test_an_engine_that_raises(small, capfd, monkeypatch):
     def generate(*_):
         raise ValueError("the engine broke on purpose")
@@ -568,4 +581,4 @@ def test_the_real_engine(tiny, tmp_path):
     note("the prefix cache outlives a push", "an engine that keeps it", ended(run, 120), "kept its prefix cache", ENDS)
 
 
-FAULTS = 58
+FAULTS = 59

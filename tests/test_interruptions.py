@@ -337,3 +337,78 @@ def test_a_run_that_stands_still_says_where_and_ends(tiny, tmp_path, ranks):
     assert time.monotonic() - begun < 18 + 12
     assert "--stall_timeout 18" in run.text() and "no progress for " in run.text()
     assert "in stuck" in run.text(), "the stack of the thread that stands still"
+
+
+SIGNAL_IN_EVALUATION = """
+from runtime import process
+process.prepare_environment()
+import os, signal
+import tyro
+import grpo, utils
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain, calls = utils.gather_samples, []
+
+    def gather(samples):
+        calls.append(1)
+        if len(calls) == int(os.environ["SIGNAL_AT"]) and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(samples)
+
+    utils.gather_samples = gather
+    grpo.main(tyro.cli(grpo.Args))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("moment, steps", [("the first evaluation", 1), ("one between steps", 2), ("the last one", 2)])
+def test_a_signal_in_an_evaluation(tiny, tmp_path, monkeypatch, ranks, moment, steps):
+    """To one rank of several: the evaluation ends, the step after it is saved (75), or the run is finished (0)."""
+    at = {"the first evaluation": 1, "one between steps": 4, "the last one": 6}[moment]
+    monkeypatch.setenv("SIGNAL_AT", str(at))
+    (tmp_path / "evaluates.py").write_text(SIGNAL_IN_EVALUATION)
+    line = command(tiny, tmp_path, "--total_steps", "3" if at < 6 else "2", "--eval_every", "1", ranks=ranks)
+    line = [str(tmp_path / "evaluates.py") if word == str(ROOT / "grpo.py") else word for word in line]
+    run = Run(line, tmp_path / "log")
+    finished = moment == "the last one"
+    assert run.end(120) == (0 if finished else 75), run.text()
+    assert logged(tmp_path) == steps
+    assert saved(tmp_path) == (0 if finished else steps)
+    assert (tmp_path / "run" / "model").exists() == finished
+
+
+ENDS_IN_A_PUSH = """
+from runtime import process
+process.prepare_environment()
+import os
+import tyro
+import grpo, utils
+
+class Inbox:
+    def __init__(self, inbox):
+        self.inbox, self.pushes = inbox, 0
+
+    def get(self):
+        message = self.inbox.get()
+        self.pushes += message[0] == "weights"
+        return ("stop",) if self.pushes == 2 and os.environ["RANK"] == "1" else message
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain = utils.hf_thread
+    utils.hf_thread = lambda *a: plain(*a[:-2], Inbox(a[-2]), a[-1])
+    grpo.main(tyro.cli(grpo.Args))
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_that_ends_in_a_push_on_one_of_two_ranks(tiny, tmp_path):
+    """The other rank, which goes on to the next step, waits for nobody: both end within seconds, with the reason."""
+    (tmp_path / "push.py").write_text(ENDS_IN_A_PUSH)
+    line = command(tiny, tmp_path, *LONG, "--zero_stage", "3", ranks=2)
+    run = Run([str(tmp_path / "push.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "log")
+    run.until(lambda: (tmp_path / "run" / "config.json").exists())
+    begun = time.monotonic()
+    assert run.end(60) == 1, run.text()
+    assert time.monotonic() - begun < 40
+    assert "the rollout thread ended without a word; acknowledgement of new weights was awaited" in run.text()
