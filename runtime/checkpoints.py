@@ -124,7 +124,7 @@ class Checkpoints:
                 print(f"{path} is now {aside.name}: the run continues from step {last}", flush=True)
 
     def after_step(self, step: int) -> bool:
-        """Save if --save_every, --save_minutes or a signal ask for it. Whether to end the run, the same on all ranks."""
+        """Save if --save_every, --save_minutes or a signal ask for it. Returns, on all ranks, whether to end the run."""
         late = 0 < self.args.save_minutes <= (time.monotonic() - self.saved_at) / 60
         wishes = self._gather((process.Stop.asked, late))
         self.stopping = any(asked for asked, _ in wishes)

@@ -365,13 +365,12 @@ if __name__ == "__main__":  # the reward workers import this file
 @pytest.mark.parametrize("moment, steps", [("the first evaluation", 1), ("one between steps", 2), ("the last one", 2)])
 def test_a_signal_in_an_evaluation(tiny, tmp_path, monkeypatch, ranks, moment, steps):
     """To one rank of several: the evaluation ends, the step after it is saved (75), or the run is finished (0)."""
-    at = {"the first evaluation": 1, "one between steps": 4, "the last one": 6}[moment]
-    monkeypatch.setenv("SIGNAL_AT", str(at))
+    monkeypatch.setenv("SIGNAL_AT", "1" if moment == "the first evaluation" else "5")
+    finished = moment == "the last one"
     (tmp_path / "evaluates.py").write_text(SIGNAL_IN_EVALUATION)
-    line = command(tiny, tmp_path, "--total_steps", "3" if at < 6 else "2", "--eval_every", "1", ranks=ranks)
+    line = command(tiny, tmp_path, "--total_steps", "2" if finished else "3", "--eval_every", "1", ranks=ranks)
     line = [str(tmp_path / "evaluates.py") if word == str(ROOT / "grpo.py") else word for word in line]
     run = Run(line, tmp_path / "log")
-    finished = moment == "the last one"
     assert run.end(120) == (0 if finished else 75), run.text()
     assert logged(tmp_path) == steps
     assert saved(tmp_path) == (0 if finished else steps)
