@@ -86,9 +86,7 @@ class Checkpoints:
         self.plain = {k: v for k, v in self.parts.items() if not isinstance(v, nn.Module)}
         for engine in self.engines.values():
             engine.checkpoint_engine.save = functools.partial(self._try, engine.checkpoint_engine.save)
-            engine._copy_recovery_script = lambda *_: (
-                None
-            )  # the script makes of DeepSpeed's files what model/ is already
+            engine._copy_recovery_script = lambda *_: None  # it would make of these files what model/ is already
 
     def load(self, start: Path | None) -> int:
         """Give all parts the state in the checkpoint that rank 0 chose; the step after which it was saved, or 0.
@@ -124,7 +122,7 @@ class Checkpoints:
                 print(f"{path} is now {aside.name}: the run continues from step {last}", flush=True)
 
     def after_step(self, step: int) -> bool:
-        """Save if --save_every, --save_minutes or a signal ask for it. Returns, on all ranks, whether to end the run."""
+        """Save if --save_every, --save_minutes or a signal ask for it. Returns whether to end, the same on all ranks."""
         late = 0 < self.args.save_minutes <= (time.monotonic() - self.saved_at) / 60
         wishes = self._gather((process.Stop.asked, late))
         self.stopping = any(asked for asked, _ in wishes)
@@ -199,11 +197,7 @@ class Checkpoints:
         Watch.beat()
         try:
             write(*arguments, **named)
-        except (
-            OSError,
-            RuntimeError,
-            SafetensorError,
-        ) as error:  # a full disk is any of these, depending on the writer
+        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these
             self.errors.append(f"rank {self.rank}: {type(error).__name__}: {error}")
 
     def _went_well(self, step: int, partial: Path) -> bool:
