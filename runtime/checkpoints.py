@@ -122,7 +122,7 @@ class Checkpoints:
                 print(f"{path} is now {aside.name}: the run continues from step {last}", flush=True)
 
     def after_step(self, step: int) -> bool:
-        """Save if --save_every, --save_minutes or a signal ask for it. Returns whether to end, the same on all ranks."""
+        """Save if --save_every, --save_minutes or a signal ask for it. Returns whether to end, equal on all ranks."""
         late = 0 < self.args.save_minutes <= (time.monotonic() - self.saved_at) / 60
         wishes = self._gather((process.Stop.asked, late))
         self.stopping = any(asked for asked, _ in wishes)
