@@ -80,12 +80,20 @@ class Checkpoints:
         self.saved_at = time.monotonic()
         self.stopping = False
         self.errors: list[str] = []
-        self.parts = {name: part for name, part in parts.items() if part is not None}
-        self.engines = {name: part for name, part in self.parts.items() if hasattr(part, "save_checkpoint")}
-        self.modules = {k: v for k, v in self.parts.items() if isinstance(v, nn.Module) and k not in self.engines}
-        self.plain = {k: v for k, v in self.parts.items() if not isinstance(v, nn.Module)}
+        self.policy = parts["policy"]
+        self.engines = {}
+        self.modules = {}
+        self.plain = {}
+        for name, part in parts.items():
+            if hasattr(part, "save_checkpoint"):
+                self.engines[name] = part
+            elif isinstance(part, nn.Module):
+                self.modules[name] = part
+            elif part is not None:
+                self.plain[name] = part
         for engine in self.engines.values():
-            engine.checkpoint_engine.save = functools.partial(self._try, engine.checkpoint_engine.save)
+            writer = engine.checkpoint_engine
+            writer.save = functools.partial(self._try, writer.save)
             engine._copy_recovery_script = lambda *_: None  # it would make of these files what model/ is already
 
     def load(self, start: Path | None) -> int:
@@ -99,15 +107,18 @@ class Checkpoints:
             return 0
         state = json.loads((start / "state.json").read_text())
         for name, engine in self.engines.items():
-            if engine.load_checkpoint(str(start), tag=name, load_lr_scheduler_states=False)[0] is None:
+            loaded, _ = engine.load_checkpoint(str(start), tag=name, load_lr_scheduler_states=False)
+            if loaded is None:
                 raise RuntimeError(f"DeepSpeed found nothing to load in {start / name}")
         for name, module in self.modules.items():
-            module.load_state_dict(torch.load(start / f"{name}.pt", map_location="cpu", weights_only=True))
+            weights = torch.load(start / f"{name}.pt", map_location="cpu", weights_only=True)
+            module.load_state_dict(weights)
         for name, thing in self.plain.items():
             vars(thing).update(state["parts"][name])
         best = rundir.best_so_far(self.log.folder, self.args) if self.rank == 0 else None
         self.log.best = self._gather(best)[0]
-        set_random_states(torch.load(start / f"rng_{self.rank}.pt", map_location="cpu", weights_only=True))
+        states = torch.load(start / f"rng_{self.rank}.pt", map_location="cpu", weights_only=True)
+        set_random_states(states)
         if self.rank == 0:
             self._set_aside(state["step"])
         return state["step"]
@@ -123,7 +134,8 @@ class Checkpoints:
 
     def after_step(self, step: int) -> bool:
         """Save if --save_every, --save_minutes or a signal ask for it. Returns whether to end, equal on all ranks."""
-        late = 0 < self.args.save_minutes <= (time.monotonic() - self.saved_at) / 60
+        minutes = (time.monotonic() - self.saved_at) / 60
+        late = 0 < self.args.save_minutes <= minutes
         wishes = self._gather((process.Stop.asked, late))
         self.stopping = any(asked for asked, _ in wishes)
         late = any(late for _, late in wishes)
@@ -159,8 +171,8 @@ class Checkpoints:
         """Each rank's files, and on rank 0 what is the same on all ranks."""
         for name, engine in self.engines.items():
             engine.save_checkpoint(str(partial), tag=name, save_latest=False)
-        model = (self.parts["policy"], self.tokenizer, partial / "model", self.args.zero_stage, self.rank)
-        self._try(self.save_weights, *model)
+        model = partial / "model"
+        self._try(self.save_weights, self.policy, self.tokenizer, model, self.args.zero_stage, self.rank)
         self._try(torch.save, random_states(), partial / f"rng_{self.rank}.pt")
         if self.rank != 0:
             return
@@ -181,10 +193,16 @@ class Checkpoints:
     def _manifest(self, partial: Path) -> dict[str, tuple[int, str]]:
         """(size, SHA-256) of every file by name, on all ranks; each rank reads its share of the files."""
         files: dict[str, tuple[int, str]] = {}
-        found = [p for p in sorted(partial.rglob("*")) if p.is_file()] if self.rank == 0 else None
-        for path in self._gather(found)[0][self.rank :: self.world_size]:
+        found = []
+        if self.rank == 0:
+            found = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+        found = self._gather(found)[0]
+        for path in found[self.rank :: self.world_size]:
             self._try(self._enter, files, partial, path)
-        return {name: entry for part in self._gather(files) for name, entry in part.items()}
+        everything = {}
+        for part in self._gather(files):
+            everything |= part
+        return everything
 
     def _gather(self, mine) -> list:
         """One object from every rank, on every rank. All have come so far, then."""
@@ -214,10 +232,14 @@ class Checkpoints:
         self.folder.mkdir(exist_ok=True)
         steps = rundir.saved_steps(self.log.folder)
         if steps:
-            size = sum(p.stat().st_size for p in steps[-1][1].rglob("*") if p.is_file())
+            _, last = steps[-1]
+            size = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
         else:  # the weights twice, and fp32 master weights and two moments
-            weights = [w for engine in self.engines.values() for w in engine.parameters()]
-            size = sum(getattr(w, "ds_numel", w.numel()) * (2 * w.element_size() + 12) for w in weights)
+            size = 0
+            for engine in self.engines.values():
+                for weight in engine.parameters():
+                    count = getattr(weight, "ds_numel", weight.numel())  # ZeRO 3 keeps a part of it here
+                    size += count * (2 * weight.element_size() + 12)
         free = shutil.disk_usage(self.folder).free
         if free < 1.2 * size:
             raise OSError(f"{free / GIB:.2f} GiB free in {self.folder}, {1.2 * size / GIB:.2f} GiB needed")
