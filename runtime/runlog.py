@@ -47,14 +47,16 @@ class Memory:
 def estimate_memory(args, parameters: int, vocabulary: int, world_size: int, bf16: bool, critic: bool) -> Memory:
     """Memory of a rank by the arguments, for a model of ``parameters``; docs/launching.md has the formula.
 
-    Optimizer states and fp32 master weights (of bf16 only) are sharded by every ZeRO stage, gradients in fp32 by 2 and
-    3 (DeepSpeed 0.19 keeps only this rank's partition under 2; measured in tests/test_memory.py), weights by 3.
+    Every ZeRO stage shards fp32 master weights and two moments (DeepSpeed copies the master weights of an fp32 model,
+    too). Stages 2 and 3 keep this rank's partition of the gradients, in fp32; stage 1 keeps all of them, under bf16 in
+    both types. Stage 3 shards the weights. tests/test_memory.py measures this.
     """
     weight = 2 if bf16 else 4
-    states = 12 if bf16 else 8
-    if args.offload_optimizer:
-        states = 0
-    gradients = 4 if args.zero_stage == 1 else 4 / world_size
+    states = 0 if args.offload_optimizer else 12
+    if args.zero_stage == 1:
+        gradients = 6 if bf16 else 4
+    else:
+        gradients = 4 / world_size
     own = weight / world_size if args.zero_stage == 3 else weight
     if args.offload_param:
         own = 0

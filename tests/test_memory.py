@@ -31,20 +31,28 @@ def live():
                     seen[storage.data_ptr()] = storage.nbytes()
     return sum(seen.values())
 
+plain = utils.deepspeed_config
+
+def small_buckets(*arguments):
+    config = plain(*arguments)  # a bucket is as large as this small model; its size does not grow with the model
+    config["zero_optimization"] |= {"reduce_bucket_size": 2**18, "allgather_bucket_size": 2**18}
+    return config
+
+utils.deepspeed_config = small_buckets
 changes = json.loads(sys.argv[1])
 args = grpo.Args(**changes)
 dtype = getattr(torch, args.dtype)
 accelerator = utils.make_accelerator(args, dtype, torch.device("cpu"))
 gc.collect()
 empty = live()
-model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)]).to(dtype)
+model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(32)]).to(dtype)
 model, optimizer = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))
 for step, last in enumerate((True, False)):
     accelerator.sync_gradients = last
-    accelerator.backward(model(torch.randn(4, 1024, dtype=dtype)).float().square().mean())
+    accelerator.backward(model(torch.randn(4, 512, dtype=dtype)).float().square().mean())
 gc.collect()
 if torch.distributed.get_rank() == 0:
-    print("BYTES", (live() - empty) / (8 * 1024 * 1024), flush=True)
+    print("BYTES", (live() - empty) / (32 * 512 * 512), flush=True)
 torch.distributed.barrier()
 os._exit(0)
 """
