@@ -87,7 +87,7 @@ def lock_holder(folder: Path) -> str:
         with FileLock(file).acquire(timeout=PROBE_SECONDS):
             return ""
     except Timeout:
-        return file.read_text().strip()
+        return file.read_text().strip() or "another process"  # which has not written its name yet
     except OSError:  # a file system without locks, or another user's folder
         return ""
 
