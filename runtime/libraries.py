@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
-import os
 import sysconfig
 import warnings
 from pathlib import Path
@@ -33,15 +32,11 @@ class LibraryLogger(logging.Logger):
 def quiet_libraries() -> None:
     """From now on, send log records and warnings of installed packages to the file. Call it before importing them.
 
-    Nothing is redirected below Python: a traceback, a crash in C code and a print are on the console, as ever. Messages
-    of torch's C++ code cannot be caught here. Below errors they are switched off, except with several nodes, where they
-    are the only ones to say which node does not answer.
+    Nothing is redirected below Python: a traceback, a crash in C code and a print are on the console, as ever.
     """
     if logging.getLoggerClass() is LibraryLogger:
         return
     logging.setLoggerClass(LibraryLogger)
-    if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     show = warnings.showwarning
 
     def show_own(

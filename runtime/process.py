@@ -299,5 +299,8 @@ def prepare_environment() -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ["WORLD_SIZE"]:
+        # Messages of torch's C++ code, which cannot be caught. With several nodes they tell which one does not answer.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning)
     quiet_libraries()

@@ -410,7 +410,7 @@ def test_a_full_disk_refuses_new_weights_only(stopped, tmp_path, monkeypatch, ca
         run_here(dataclasses.replace(args, **new))
     assert end.value.code == 2
     assert "free some space" in capsys.readouterr().err
-    run_here(dataclasses.replace(args, **new, dry_run=True))
+    grpo.main(dataclasses.replace(args, **new, dry_run=True))
     assert "warning: --output_dir" in capsys.readouterr().out
     assert len(run_here(dataclasses.replace(args, total_steps=5))) == 5, "best/ is there already"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: plain(path)._replace(free=0))
