@@ -1,7 +1,7 @@
-"""What can go wrong in a run, done to it: how it ends or goes on, and that the message names the cause.
+"""What can go wrong in a run: how it ends or continues, and that the message names the cause.
 
-Each test injects some faults, and records the line that a user sees. When all have run, docs/faults.md is written from
-what was recorded; `make test ARGS="-m slow tests/test_faults.py"` makes it anew.
+Each test injects some faults, and records the message that a user sees. When all tests have passed in one session,
+docs/faults.md is written from the records; `make test ARGS="-m slow tests/test_faults.py"` regenerates it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "faults.md"
 HEAD = """# Faults, and what a run does about them
 
-Written by `tests/test_faults.py`, which does each of these to a run and records what is printed. Numbers, paths and
-times are of that test.
+Written by `tests/test_faults.py`, which injects each of these faults into a run and records what is printed. Numbers,
+paths and times are from that test.
 
 | fault | injected by | what you see | the run |
 |---|---|---|---|
 """
-ENDS, GOES_ON, REFUSED = "ends", "goes on", "does not start"
+ENDS, GOES_ON, REFUSED = "ends", "continues", "does not start"
 RECORDED: dict[str, str] = {}
 
 
@@ -103,13 +103,13 @@ INPUTS = [
     ),
     Input("sizes that do not divide", "8 prompts, 3 mini-batches", {"num_mini_batches": 3}, "--num_mini_batches 3"),
     Input(
-        "a batch greater than the data",
+        "a batch larger than the data",
         "`--num_unique_prompts_rollout 64`, 40 rows",
         {"num_unique_prompts_rollout": 64},
         "distinct problems",
     ),
     Input(
-        "an answer that does not fit into the model's context",
+        "a response that does not fit into the model's context",
         "`--max_response_length 600` of 512",
         {"max_response_length": 600, "micro_batch_tokens": 999, "logprob_micro_batch_tokens": 999},
         "shorten",
@@ -134,8 +134,8 @@ INPUTS = [
         "--ground_truth_key truth",
     ),
     Input("a row with an empty prompt", "a prompt of no characters", {"dataset": "PLACE/empty.jsonl"}, "row 3"),
-    Input("a row with a truth of null", '`{"answer": null}`', {"dataset": "PLACE/null.jsonl"}, "row 3"),
-    Input("a file that is cut off", "half a line at its end", {"dataset": "PLACE/cut.jsonl"}, "not valid jsonl"),
+    Input("a row whose ground truth is null", '`{"answer": null}`', {"dataset": "PLACE/null.jsonl"}, "row 3"),
+    Input("a truncated file", "half a line at its end", {"dataset": "PLACE/cut.jsonl"}, "not valid jsonl"),
     Input(
         "a tokenizer without a chat template", "a base model", {"model_name_or_path": "PLACE/base"}, "--chat_template"
     ),
@@ -374,8 +374,8 @@ def test_the_loss_is_zero(small, capfd):
     assert all(abs(m["loss/total"]) < 1e-3 < m["optim/grad_norm"] for m in metrics)
     assert "The loss is about 0." in (ROOT / "docs" / "faq.md").read_text()
     sentence = "`optim/grad_norm` is not 0; docs/faq.md says why"
-    observe("the loss is about 0 though it learns", "one optimizer step a batch", sentence, GOES_ON)
-    note("no progress is to be seen", "any run", text, "left 0:00:", GOES_ON)
+    observe("the loss is about 0 although the model learns", "one optimizer step a batch", sentence, GOES_ON)
+    note("no progress is visible", "any run", text, "left 0:00:", GOES_ON)
 
 
 def test_all_responses_are_cut(small, capfd):
@@ -463,7 +463,7 @@ def test_a_lock_that_a_killed_process_left(tiny, tmp_path):
     run = Run(line, tmp_path / "log")
     assert run.end(120) == 0, run.text()
     injection = "the `lock` of an extension that DeepSpeed compiles"
-    note("a lock that a killed process left behind", injection, run.text(), "step 1/1", GOES_ON)
+    note("a lock left behind by a killed process", injection, run.text(), "step 1/1", GOES_ON)
 
 
 def test_files_that_grow(small, capfd):
@@ -513,7 +513,7 @@ def test_signals_and_two_runs(tiny, tmp_path):
     note("two runs in one folder", "the same command twice", ended(second), "is in use by a running process", REFUSED)
     os.kill(run.process.pid, signal.SIGUSR2)
     run.until(lambda: "most recent call first" in run.text(), 10)
-    note("where does it stand?", "SIGUSR2", run.text(), "most recent call first", GOES_ON)
+    note("where is the run?", "SIGUSR2", run.text(), "most recent call first", GOES_ON)
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.end(30) == 75 and saved(tmp_path) == logged(tmp_path)
     note("preemption, a time limit, Ctrl-C", "SIGTERM", run.text(), "saving after this step", "saves, ends with 75")
@@ -525,7 +525,7 @@ def test_one_rank_is_killed(tiny, tmp_path):
     os.kill(run.ranks()[1], signal.SIGKILL)
     text = ended(run)
     note("one of several ranks is killed", "SIGKILL", text, "ended first, by signal 9 (Killed)", ENDS)
-    observe("processes that are left over", "the same", "none, 10 seconds later", ENDS)
+    observe("leftover processes", "the same", "none, 10 seconds later", ENDS)
 
 
 def test_the_port_is_taken(tiny, tmp_path, monkeypatch):
