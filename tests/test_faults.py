@@ -558,6 +558,7 @@ def test_another_vllm(tiny, tmp_path):
 
 
 VLLM = """
+from runtime import process
 process.prepare_environment()
 import tyro
 import grpo

@@ -146,6 +146,7 @@ CASES += [("grpo", 1, "vllm"), ("ppo", 2, "vllm")]
 
 FORKS = """
 import multiprocessing, os, sys, time
+from runtime import process
 
 def child(place):
     open(place, "w").write(str(os.getpid()))
@@ -307,6 +308,7 @@ def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
 
 
 STALLS = """
+from runtime import process, runlog
 process.prepare_environment()
 import sys, time
 import tyro
