@@ -239,8 +239,7 @@ def preflight(args: Args) -> tuple[list[Problem], list[Problem], Path, Path | No
         flags.check_model(args, "value_model_name_or_path")
     problems, eval_problems = data.load_problems(args, truth_error)
     folder, start = rundir.open_run(args, Args(), world_size)
-    if not args.dry_run:
-        flags.check_disk(args)
+    rundir.check_disk(args, folder)
     process.prepare_environment()
     return problems, eval_problems, folder, start
 
@@ -657,6 +656,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
         block_size=None if cuda else 32,  # the CPU's 128 would share no prompt shorter than that
         disable_log_stats=True,
+        use_tqdm_on_load=False,
         **memory,
     )
 

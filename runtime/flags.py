@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +19,47 @@ from typing import Any, Literal, TypeVar
 from runtime.data import CHAT_TEMPLATES, chat_template
 from runtime.process import refuse
 
-# Arguments that say where and how a run is shown, not what it computes: no part of its name or its identity.
+# Three groups of arguments that are no part of a run's name or identity; docs/checkpoints.md gives the reasons.
+# Where and how a run is shown, saved and resumed. No number of the run depends on them.
 PRESENTATION = (
-    *("output_dir", "run_name", "dry_run", "overwrite", "track", "wandb_project", "wandb_entity"),
-    *("log_samples", "log_samples_every", "save_every", "best_metric", "reward_workers"),
-    *("resume", "save_minutes", "keep_checkpoints", "stall_timeout"),
+    "output_dir",
+    "run_name",
+    "dry_run",
+    "overwrite",
+    "track",
+    "wandb_project",
+    "wandb_entity",
+    "log_samples",
+    "log_samples_every",
+    "save_every",
+    "save_minutes",
+    "keep_checkpoints",
+    "best_metric",
+    "resume",
+    "accept_changed_code",
+    "reward_workers",
 )
-MAY_CHANGE = (*PRESENTATION, "total_steps", "total_episodes")  # between the parts of a run that was interrupted
+# Memory, speed, and limits that only end a run: results are the same bit for bit, or up to rounding.
+RESOURCES = (
+    "micro_batch_tokens",
+    "logprob_micro_batch_tokens",
+    "logprob_chunk",
+    "gradient_checkpointing",
+    "offload_ref",
+    "offload_optimizer",
+    "vllm_gpu_memory_utilization",
+    "vllm_kv_cache_gb",
+    "vllm_enforce_eager",
+    "vllm_max_num_seqs",
+    "vllm_max_num_batched_tokens",
+    "vllm_enable_sleep_mode",
+    "rollout_timeout",
+    "stall_timeout",
+    "max_sampler_diff",
+)
+# How long a run is. The learning rate of a step depends on it, unless --lr_scheduler_type is constant.
+LENGTH = ("total_steps", "total_episodes")
+MAY_CHANGE = (*PRESENTATION, *RESOURCES, *LENGTH)  # between the parts of a run that was interrupted
 
 MUST_BE_POSITIVE = (
     *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "num_mini_batches", "num_epochs"),
@@ -474,25 +507,6 @@ def check_override(text: str) -> dict[str, Any]:
     if not isinstance(override, dict):
         refuse("--override_config: must be a JSON object of fields of the model's config")
     return override
-
-
-def check_disk(args: RunFlags) -> None:
-    """Refuse a disk that cannot take the trained weights: better in the first second than after the last step.
-
-    Counts model/ and best/ at the size of the given weights (safetensors of a local folder; a hub id says nothing yet).
-    Checkpoints are left out: with several ranks each node may have a disk of its own.
-    """
-    weights = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
-    wanted = weights * (2 if args.best_metric is not None else 1)
-    place = Path(args.output_dir).absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < wanted:
-        refuse(
-            f"--output_dir {args.output_dir}: {free / 2**30:.1f} GiB free there, the trained weights alone take "
-            f"{wanted / 2**30:.1f}; make room or name another folder"
-        )
 
 
 def check_reward_model(name: str) -> None:

@@ -1,6 +1,6 @@
-"""The process of a run: refusals, signals, children, locks, files that are written whole, environment, versions.
+"""The process of a run: refusals, signals, children, locks, atomic writes, environment, versions.
 
-Standard library only: whatever can be refused is refused in a second or two.
+Imports the standard library and filelock only, so whatever can be refused is refused in a second or two.
 """
 
 from __future__ import annotations
@@ -8,10 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import fcntl
 import hashlib
-import itertools
-import logging
 import os
 import signal
 import socket
@@ -20,35 +17,86 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from filelock import FileLock, Timeout
+
+from runtime.libraries import quiet_libraries
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+# --------------------------------------------------------------------------------------------------------------- locks
 
 
 @contextlib.contextmanager
 def alone(lock: Path, words: str) -> Iterator[None]:
-    """Hold ``lock`` while no other process does, and say for whom one waits.
+    """Hold ``lock`` while no other process does; while waiting, report which lock it is for.
 
-    A record lock: it ends with the process in whatever way, is not inherited by a child, and holds over NFS. On a disk
-    without locks nobody waits: what is done twice then is done twice.
+    The lock ends with the process in whatever way.
     """
-    with open(lock, "a") as file:
-        for tenths in itertools.count():
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                if tenths % 100 == 20:
-                    print(f"{words}: waiting for the process that holds {lock}", flush=True)
-                time.sleep(0.1)
-            except OSError:
-                break
-            else:
-                break
+    held = FileLock(lock)
+    patience = 2.0
+    while not held.is_locked:
+        try:
+            held.acquire(timeout=patience)
+        except Timeout:
+            print(f"{words}: waiting for the process that holds {lock}", flush=True)
+            patience = 10.0
+    try:
         yield
+    finally:
+        held.release()
+
+
+class FolderLock:
+    """Holds the folder of a run until ``release`` or the end of the process: two writers would spoil both runs.
+
+    The file ``lock`` names its holder ("process 4711 on node3").
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "lock"
+        self.lock = FileLock(self.file, thread_local=False)
+
+    def acquire(self) -> None:
+        """Take the lock, or end with exit code 2 where a running process has it."""
+        try:
+            self.lock.acquire(timeout=PROBE_SECONDS)
+        except Timeout:
+            refuse(f"{self.file.parent} is in use by a running process ({self.file.read_text().strip()})")
+        except OSError as error:  # a file system without locks
+            print(f"warning: {self.file.parent} cannot be locked ({error}); make sure that no second run writes there")
+        self.file.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+
+    def release(self) -> None:
+        """Let other runs have the folder."""
+        self.lock.release()
+
+
+PROBE_SECONDS = 0.3  # lock_holder of another process takes the lock for an instant
+
+
+def lock_holder(folder: Path) -> str:
+    """Which process writes to a run's folder right now ("process 4711 on node3"); "" for none."""
+    file = folder / "lock"
+    if not file.exists():
+        return ""
+    try:
+        with FileLock(file).acquire(timeout=PROBE_SECONDS):
+            return ""
+    except Timeout:
+        return file.read_text().strip() or "another process"  # which has not written its name yet
+    except OSError:  # a file system without locks, or another user's folder
+        return ""
+
+
+# ------------------------------------------------------------------------------------------------ the end of a program
 
 
 def refuse(message: str) -> NoReturn:
-    """End the program for bad input: the message on stderr (rank 0), exit code 2."""
+    """End the program because of bad input: the message on stderr (rank 0), exit code 2."""
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
@@ -58,21 +106,24 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Stop:
-    """Whether this process was asked to stop, and from when on there is something to save first."""
+    """Whether this process was asked to stop, and whether it has begun to train, so there is something to save."""
 
-    asked, training = False, False
+    asked = False
+    training = False
 
 
 def listen_for_signals() -> None:
-    """The first of STOP_SIGNALS asks for a checkpoint after the step and exit code 75; a second one ends at once.
+    """Make the first of STOP_SIGNALS ask for a checkpoint after the step and exit code 75; a second one ends at once.
 
-    Before training there is nothing to save, and the first ends at once, with 75. A thread reads which signals came:
-    it answers also while the main thread waits in a collective, where a handler in Python would not run. SIGUSR2 prints
-    where every thread is. What was ignored from the start (nohup, a shell's background job) stays ignored.
+    Before training there is nothing to save: the first signal ends the process at once, with 75. A thread reads which
+    signals came, so they are answered also while the main thread waits in a collective, where a handler in Python would
+    not run. SIGUSR2 prints the stacks of all threads. A signal that was ignored from the start (nohup, a background job
+    of a shell) stays ignored.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by a launcher, whose end nothing else would tell this rank
         die_with_parent()
-    Stop.asked = Stop.training = False
+    Stop.asked = False
+    Stop.training = False
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
@@ -80,45 +131,57 @@ def listen_for_signals() -> None:
     for signum in STOP_SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, lambda *_: None)
+    threading.Thread(target=_listen, args=(ours, theirs), daemon=True, name="signals").start()
 
-    def listen(pipe: socket.socket, keep: socket.socket) -> None:
-        first = 0.0
-        while word := pipe.recv(1):
-            signum, now = word[0], time.monotonic()
-            if signum not in STOP_SIGNALS or (Stop.asked and now - first < 1.0):
-                continue  # a launcher repeats what the terminal sent to everyone
-            name = f"rank {os.environ.get('RANK', '0')}: {signal.Signals(signum).name}"
-            if Stop.asked:
-                os.write(2, f"{name} again: ending now, without a checkpoint\n".encode())
-                os._exit(128 + signum)
-            if not Stop.training:
-                os.write(2, f"{name} before the first step: ending, there is nothing to save\n".encode())
-                os._exit(75)
-            os.write(2, f"{name}: saving after this step, then exit code 75; again to end now\n".encode())
-            Stop.asked, first = True, now
 
-    threading.Thread(target=listen, args=(ours, theirs), daemon=True, name="signals").start()
+def _listen(pipe: socket.socket, keep: socket.socket) -> None:
+    """The thread that answers signals. ``keep`` is the other end of ``pipe``, which must not be garbage-collected."""
+    first = 0.0
+    while True:
+        word = pipe.recv(1)
+        if not word:
+            return
+        signum = word[0]
+        now = time.monotonic()
+        repeated = Stop.asked and now - first < 1.0  # a launcher repeats what the terminal sent to everyone
+        if signum not in STOP_SIGNALS or repeated:
+            continue
+        name = f"rank {os.environ.get('RANK', '0')}: {signal.Signals(signum).name}"
+        if Stop.asked:
+            os.write(2, f"{name} again: ending now, without a checkpoint\n".encode())
+            os._exit(128 + signum)
+        if not Stop.training:
+            os.write(2, f"{name} before the first step: ending, there is nothing to save\n".encode())
+            os._exit(75)
+        os.write(2, f"{name}: saving after this step, then exit code 75; again to end now\n".encode())
+        Stop.asked = True
+        first = now
+
+
+# ------------------------------------------------------------------------------------------------------------ children
 
 
 class Fork:
-    """Children that a library forks (datasets' pool) neither listen for us nor outlive us.
+    """Makes children that a library forks (the pool of datasets) neither listen for this process nor outlive it.
 
-    They would have this process's wake-up pipe: a SIGTERM to one of them would read as one to the run.
+    They inherit its wake-up pipe: a SIGTERM to one of them would read as one to the run.
     """
 
     by_main = False
 
     @staticmethod
     def before() -> None:
+        """Note which thread forks."""
         Fork.by_main = threading.current_thread() is threading.main_thread()
 
     @staticmethod
     def in_child() -> None:
+        """Restore the default handling of signals, and end with the parent."""
         signal.set_wakeup_fd(-1)
         for signum in STOP_SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, signal.SIG_DFL)
-        if Fork.by_main:  # "parent" is the thread that forked: of another one the child would die with that thread
+        if Fork.by_main:  # "parent" is the thread that forked: the child of another thread would die with that thread
             die_with_parent()
 
 
@@ -126,7 +189,7 @@ os.register_at_fork(before=Fork.before, after_in_child=Fork.in_child)
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends, in whatever way (PR_SET_PDEATHSIG)."""
+    """Let the kernel kill this process when the thread that started it ends, in whatever way (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
@@ -137,16 +200,33 @@ def live_for_parent() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def git_state() -> dict[str, Any]:
-    """Commit of the scripts and whether files differ from it; empty outside a repository."""
-    run = lambda *a: subprocess.run(["git", *a], cwd=Path(__file__).parent, capture_output=True, text=True)  # noqa: E731
+# --------------------------------------------------------------------------------------------------- code and versions
+
+
+def git(folder: Path, *words: str) -> str | None:
+    """Output of a git command in ``folder``; None without git, outside a repository, or where the command fails."""
     try:
-        commit = run("rev-parse", "HEAD")
-        if commit.returncode:
-            return {}
-        return {"commit": commit.stdout.strip(), "dirty": bool(run("status", "--porcelain", "-uno").stdout.strip())}
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:
+        return None
+    return done.stdout if done.returncode in (0, 1) else None  # 1: git diff --no-index found a difference
+
+
+def git_diff(folder: Path, names: Sequence[str] = ()) -> str:
+    """How the tracked files in ``folder`` differ from its commit, and the files among ``names`` that are untracked."""
+    diff = git(folder, "diff", "HEAD") or ""
+    for name in dict.fromkeys(names):
+        if git(folder, "ls-files", "--others", "--", name):
+            diff += git(folder, "diff", "--no-index", "--", "/dev/null", name) or ""
+    return diff
+
+
+def git_state(folder: Path = PROJECT, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Commit of ``folder`` and whether ``git_diff`` finds a difference from it; empty outside a repository."""
+    commit = git(folder, "rev-parse", "--verify", "HEAD")
+    if not commit:
         return {}
+    return {"commit": commit.strip(), "dirty": bool(git_diff(folder, names))}
 
 
 def versions() -> dict[str, str]:
@@ -162,6 +242,9 @@ def versions() -> dict[str, str]:
     return found
 
 
+# --------------------------------------------------------------------------------------------------------------- files
+
+
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, in hex."""
     with open(path, "rb") as f:
@@ -169,7 +252,7 @@ def file_digest(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Wait until a file, or the list of names in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -187,12 +270,15 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(beside, path)
 
 
-def prepare_environment() -> None:
-    """What must stand before torch, vLLM or DeepSpeed are imported: environment variables, where yours win, and malloc.
+# --------------------------------------------------------------------------------------------------------- environment
 
-    A step frees and takes gradients and buffers as large as the model, several times. glibc hands them back to the
-    kernel, and gets them again page by page: half a million page faults an update of 135M parameters, a fifth of its
-    time (two cores, fp32: 3.8 s, and 3.1 s when freed memory is kept, for one GB more of it).
+
+def prepare_environment() -> None:
+    """Set what must be set before torch, vLLM or DeepSpeed are imported; the user's own variables win.
+
+    A step frees and allocates gradients and buffers as large as the model, several times. glibc returns them to the
+    kernel and gets them again page by page: half a million page faults per update of 135M parameters, a fifth of its
+    time (two cores, fp32: 3.8 s, and 3.1 s when freed memory is kept, at the cost of one GB).
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc; the numbers are malloc.h's M_MMAP_MAX and M_TRIM_THRESHOLD
@@ -203,29 +289,18 @@ def prepare_environment() -> None:
         port = free.getsockname()[1]
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no orphans, and weights by reference
-        "VLLM_LOGGING_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",  # its threads and the workers' spawn do not mix
-        "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "DS_LOG_LEVEL": "error",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
     }
-    defaults |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    defaults |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ["WORLD_SIZE"]:
+        # Messages of torch's C++ code, which cannot be caught. With several nodes they tell which one does not answer.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def lock_holder(folder: Path) -> str:
-    """Who writes to a run's folder right now ("process 4711 on node3"); "" for nobody."""
-    if not (folder / "lock").exists():
-        return ""
-    with open(folder / "lock") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return lock.read().strip()
-        except OSError:  # a file system without locks
-            return ""
-    return ""
+    quiet_libraries()

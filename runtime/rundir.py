@@ -7,26 +7,35 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.flags import MAY_CHANGE, PRESENTATION
+from runtime.flags import MAY_CHANGE
+from runtime.identity import changed_arguments, changed_code, code_of, ignored_changes
 from runtime.process import file_digest, lock_holder, refuse, versions, write_whole
 from runtime.records import Problem
 
 
-def run_name(args, defaults) -> str:
-    """Name of a run: its ``exp_name``, every argument that differs from its default, and the seed.
+def say(text: str) -> None:
+    """Print a line on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
 
-    The same command always has the same name and a different one never has; long names end in a hash of the rest.
+
+def run_name(args, defaults) -> str:
+    """Name of a run: its ``exp_name``, every argument of its identity that differs from its default, and the seed.
+
+    The same command always has the same name, and a command that computes something else never has it. A long name
+    ends in a hash of the rest.
     """
     if args.run_name is not None:
         return args.run_name
     parts = []
     for f in dataclasses.fields(args):
         value = getattr(args, f.name)
-        if f.name not in (*PRESENTATION, "exp_name", "seed") and value != getattr(defaults, f.name):
+        if f.name not in (*MAY_CHANGE, "exp_name", "seed") and value != getattr(defaults, f.name):
             parts.append(f"{f.name}={value}")
     text = "__".join(parts)
     safe = "".join(c if c.isalnum() or c in "=_.,+-" else "-" for c in text)
@@ -36,40 +45,75 @@ def run_name(args, defaults) -> str:
 
 
 def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
-    """(the run's folder, the checkpoint it goes on from or None where it begins). Refuses what would lose a run's work.
+    """Find the folder of a run, and the checkpoint that it resumes from (None: it starts from scratch).
 
-    Only looks: ``RunLog`` writes, once the models stand, so that a failed start leaves nothing behind. Rank 0 alone
-    reads checkpoints through and gives one; ``checkpoints.Checkpoints`` tells the others. A finished run ends here: 0.
+    Refuses whatever would lose the work of a run. This function only looks: ``RunLog`` writes once the models are
+    loaded, so a failed start leaves nothing behind. Rank 0 alone verifies checkpoints and returns one;
+    ``checkpoints.Checkpoints`` tells the other ranks. For a finished run the program ends here, with exit code 0.
     """
     folder = Path(args.output_dir) / run_name(args, defaults)
-    config = folder / "config.json"
     if holder := lock_holder(folder):
-        refuse(f"{folder} is being written by a run that goes on ({holder}); wait for its end or choose a --run_name")
+        refuse(f"{folder} is in use by a running process ({holder}); wait for its end or choose another --run_name")
     if args.overwrite and args.resume not in ("auto", "never"):
-        refuse(f"--overwrite begins anew and --resume {args.resume} goes on: give one of them")
+        refuse(f"--overwrite starts from scratch and --resume {args.resume} continues: give one of them")
     if args.overwrite:
         return folder, None
-    if config.exists():
-        other, _ = changed_arguments(json.loads(config.read_text())["args"], args)
-        if other:
-            change = ", ".join(other[:5])
-            refuse(f"{folder} holds a run of another configuration ({change}); choose another --run_name or --exp_name")
-        if args.resume == "never":
-            refuse(f"{folder} holds this very run already; --overwrite replaces it, --seed or --exp_name start another")
-        if args.resume == "auto" and not unfinished(folder, args):
-            if os.environ.get("RANK", "0") == "0":
-                print(f"{folder} is finished; --overwrite replaces it, --seed or --exp_name start another")
-            raise SystemExit(0)
+    if (folder / "config.json").exists():
+        check_earlier_run(folder, args)
     if os.environ.get("RANK", "0") != "0" or args.resume == "never":
         return folder, None
     return folder, choose_checkpoint(folder, args, world_size)
 
 
-def changed_arguments(theirs: dict[str, Any], args) -> tuple[list[str], list[str]]:
-    """Arguments that differ from a run's own, in words: those that make it another run, and those that may change."""
-    ours = json.loads(json.dumps(dataclasses.asdict(args)))
-    words = {k: f"--{k} {theirs.get(k)} there, {ours[k]} here" for k in ours if ours[k] != theirs.get(k)}
-    return [w for k, w in words.items() if k not in MAY_CHANGE], [w for k, w in words.items() if k in MAY_CHANGE]
+def check_earlier_run(folder: Path, args) -> None:
+    """Refuse a folder whose run is another one; end with exit code 0 where this very run is finished."""
+    config = json.loads((folder / "config.json").read_text())
+    other, _ = changed_arguments(config["args"], args)
+    if other:
+        change = ", ".join(other[:5])
+        refuse(f"{folder} holds a run of another configuration ({change}); choose another --run_name or --exp_name")
+    if args.resume == "never":
+        refuse(f"{folder} holds this very run already; --overwrite replaces it, --seed or --exp_name start another")
+    if args.resume != "auto" or unfinished(folder, args):
+        return
+    changed = changed_code(config.get("code"), code_of(args))
+    if changed and not args.accept_changed_code:
+        refuse(
+            f"{folder} is finished, but by other code: {', '.join(changed[:5])}. To train with the new code choose "
+            f"another --exp_name or --run_name, or --overwrite to replace the old run"
+        )
+    ignored = ignored_changes(config["args"], args)
+    note = f" (it ran with another {', '.join(f'--{name}' for name in ignored)})" if ignored else ""
+    say(f"{folder} is finished{note}; --overwrite replaces it, --seed or --exp_name start another")
+    raise SystemExit(0)
+
+
+def check_disk(args, folder: Path) -> None:
+    """Refuse a disk that cannot take the trained weights: better in the first second than after the last step.
+
+    Counts model/ and best/ at the size of the given weights (safetensors of a local folder; the size of a model on the
+    hub is unknown). What the folder of the run holds already is not counted again. Checkpoints are left out: with
+    several ranks each node may have a disk of its own. A dry run writes nothing and is only warned.
+    """
+    weights = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
+    copies = 1
+    if args.best_metric is not None and (args.overwrite or not (folder / "best").is_dir()):
+        copies += 1
+    place = Path(args.output_dir).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if args.overwrite and folder.is_dir():  # RunLog removes the old run before anything is written
+        free += sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    if free >= weights * copies:
+        return
+    message = (
+        f"--output_dir {args.output_dir}: {free / 2**30:.1f} GiB free there, but the trained weights alone take "
+        f"{weights * copies / 2**30:.1f}; free some space or choose another folder"
+    )
+    if not args.dry_run:
+        refuse(message)
+    say(f"warning: {message}")
 
 
 def last_step(path: Path) -> int:
@@ -153,64 +197,101 @@ def damage(checkpoint: Path) -> str:
 
 
 def choose_checkpoint(folder: Path, args, world_size: int) -> Path | None:
-    """The checkpoint that ``--resume`` means: None where there is none and nothing is lost by a new start.
+    """The checkpoint that ``--resume`` means; None where there is none and nothing is lost by starting from scratch.
 
-    auto takes the newest whose manifest holds, and says why newer ones were passed over. Ends with exit code 2 where
-    all are damaged, and where the checkpoint belongs to another run or to another number of ranks.
+    auto takes the newest one whose manifest matches, and reports why newer ones were skipped. Ends with exit code 2
+    where all are damaged, and where the checkpoint belongs to another run, other code or another number of ranks.
     """
-    say = lambda text: print(text, flush=True)  # noqa: E731
-    if args.resume != "auto":
-        start = Path(args.resume)
-        if wrong := damage(start):
-            refuse(f"--resume {start}: {wrong}; give auto, never, or the folder of a checkpoint that is whole")
-    else:
-        for partial in sorted((folder / "checkpoints").glob("step_*.partial")):
-            say(f"passed over {partial}: the save was not finished")
-        steps, start = saved_steps(folder), None
-        for _, checkpoint in reversed(steps):
-            if not (wrong := damage(checkpoint)):
-                start = checkpoint
-                break
-            say(f"passed over {checkpoint}: {wrong}")
-        named = folder / "checkpoints" / "latest"
-        if start is not None and (not named.is_file() or named.read_text().strip() != start.name):
-            say(f"{named} does not name {start.name}, the newest checkpoint that is whole")
-        if steps and start is None:
-            refuse(
-                f"{folder}: no checkpoint is whole (see above). Restore one from a copy, or --overwrite to lose this "
-                f"run's work; --run_name starts another beside it"
-            )
-        done = last_step(folder / "metrics.jsonl")
-        if start is None and done > 0 and args.save_every == 0 and args.save_minutes == 0:
-            refuse(
-                f"{folder} holds {done} steps of this very run and saved none of them (--save_every 0, --save_minutes "
-                f"0); --overwrite starts it anew, --seed or --exp_name start another"
-            )
-        if start is None and (folder / "model").exists():
-            refuse(
-                f"{folder} holds {done} steps of this very run, ended, and no checkpoint to go on from (--save_every, "
-                f"--save_minutes); --overwrite starts it anew, --model_name_or_path {folder / 'model'} a run from its "
-                f"weights"
-            )
+    if args.resume == "auto":
+        start = newest_checkpoint(folder)
         if start is None:
-            if done > 0:
-                say(f"{folder} stopped after step {done}, before its first checkpoint: it starts anew")
+            check_nothing_is_lost(folder, args)
             return None
+    else:
+        start = Path(args.resume)
+        wrong = damage(start)
+        if wrong:
+            refuse(f"--resume {start}: {wrong}; give auto, never, or the folder of an intact checkpoint")
     state = json.loads((start / "state.json").read_text())
-    other, may = changed_arguments(state["args"], args)
+    check_same_run(start, state, args, world_size)
+    report_changes(start, state, args)
+    return start
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest intact checkpoint in the folder of a run; None where there is none at all.
+
+    Prints why newer ones were skipped. Ends with exit code 2 where all are damaged.
+    """
+    for partial in sorted((folder / "checkpoints").glob("step_*.partial")):
+        say(f"skipping {partial}: the save was not finished")
+    steps = saved_steps(folder)
+    start = None
+    for _, checkpoint in reversed(steps):
+        wrong = damage(checkpoint)
+        if not wrong:
+            start = checkpoint
+            break
+        say(f"skipping {checkpoint}: {wrong}")
+    if steps and start is None:
+        refuse(
+            f"{folder}: no checkpoint is intact (see above). Restore one from a copy, or give --overwrite to discard "
+            f"this run's work; --run_name starts another beside it"
+        )
+    named = folder / "checkpoints" / "latest"
+    if start is not None and (not named.is_file() or named.read_text().strip() != start.name):
+        say(f"{named} does not name {start.name}, the newest intact checkpoint")
+    return start
+
+
+def check_nothing_is_lost(folder: Path, args) -> None:
+    """For a run without any checkpoint: refuse to start from scratch where it would throw away what the user kept."""
+    done = last_step(folder / "metrics.jsonl")
+    if done > 0 and args.save_every == 0 and args.save_minutes == 0:
+        refuse(
+            f"{folder} holds {done} steps of this very run and saved none of them (--save_every 0, --save_minutes 0); "
+            f"--overwrite starts it from scratch, --seed or --exp_name start another"
+        )
+    if (folder / "model").exists():
+        refuse(
+            f"{folder} holds {done} steps of this very run, which ended without a checkpoint to resume from "
+            f"(--save_every, --save_minutes); --overwrite starts it from scratch, --model_name_or_path "
+            f"{folder / 'model'} starts a run from its weights"
+        )
+    if done > 0:
+        say(f"{folder} stopped after step {done} without a checkpoint: starting from scratch")
+
+
+def check_same_run(start: Path, state: dict[str, Any], args, world_size: int) -> None:
+    """Refuse a checkpoint of another configuration, of other code, or of another number of ranks."""
+    other, _ = changed_arguments(state["args"], args)
     if other:
         refuse(f"{start} belongs to a run of another configuration ({', '.join(other[:5])}); choose another --run_name")
+    changed = changed_code(state.get("code"), code_of(args))
+    if changed and not args.accept_changed_code:
+        refuse(
+            f"{start} was saved by other code: {', '.join(changed[:5])}. --accept_changed_code resumes it with the new "
+            f"code, --exp_name or --run_name start another run, --overwrite starts this one from scratch"
+        )
     if state["world_size"] != world_size:
         refuse(
             f"{start} was saved by {state['world_size']} rank(s), this run has {world_size}: ZeRO's partitions of the "
             f"optimizer belong to that number of ranks. Start it with --num_processes {state['world_size']}, or a new "
             f"run from its weights: --model_name_or_path {start / 'model'}"
         )
+
+
+def report_changes(start: Path, state: dict[str, Any], args) -> None:
+    """Print which checkpoint is resumed, and what has changed since it was saved."""
     say(f"resuming after step {state['step']}, from {start}")
-    for line in may:
+    _, allowed = changed_arguments(state["args"], args)
+    for line in allowed:
         say(f"  changed: {line}")
+    for line in changed_code(state.get("code"), code_of(args)):
+        say(f"  changed: {line}")
+    if "code" not in state:
+        say("  its code is unknown: the checkpoint was saved before runs recorded their code")
     new = versions()
     for name in sorted({*new, *state["versions"]}):
         if new.get(name) != state["versions"].get(name):
             say(f"  changed: {name} {state['versions'].get(name)} there, {new.get(name)} here: results may differ")
-    return start

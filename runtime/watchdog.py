@@ -24,8 +24,9 @@ class Watch:
     torch.distributed's key-value store is a board that all ranks can read without a collective. A failure is written
     there, with its traceback, and every rank looks there twice a second. A rank inside a collective learns of it by the
     lost connection and reads the reason there, or its watchdog thread ends it. That thread also ends a run whose next
-    rank on this machine was killed, or that has made no progress (a message, a forward pass, a phase, a file) for
-    ``stall_timeout`` seconds (0 disables).
+    rank on this machine was killed, or in which no rank has made progress (a message, a forward pass, a phase, a file)
+    for ``stall_timeout`` seconds (0 disables). A rank that waits for a slower one is not stalled: progress is counted
+    on the board, for all ranks together.
     """
 
     progress: float | None = None  # time of the last progress; None before the first
@@ -83,11 +84,20 @@ class Watch:
         """The thread: looks twice a second until the end."""
         failures_seen = 0
         neighbor_gone = 0
+        counted = None  # this rank's progress, as far as the board has it
+        beats = self.store.add("beats", 0)
+        heard = math.inf  # when some rank last made progress; no limit before the first
         while not self.ended.wait(0.5):
             reason = f"rank {self.rank} was waiting for a rank that failed"
             try:
                 failures_seen += self.store.check(["failure"])
                 neighbor_gone = neighbor_gone + 1 if self._neighbor_is_gone() else 0
+                moved = Watch.progress != counted
+                counted = Watch.progress
+                total = self.store.add("beats", int(moved))
+                if total != beats:
+                    beats = total
+                    heard = time.monotonic()
             except RuntimeError as error:  # the store lives in the launcher or in rank 0
                 failures_seen += 1
                 reason = f"rank {self.rank}: the launcher or rank 0 is gone ({error})"
@@ -96,10 +106,11 @@ class Watch:
                 os._exit(1)
             if neighbor_gone > 4 and not self.ended.is_set():  # for two seconds: it could have said why
                 self.abort(f"rank {self.rank} failed: rank {self.neighbor} is gone without a word (killed, no memory?)")
-            idle = time.monotonic() - (Watch.progress or math.inf)
+            idle = time.monotonic() - heard
             if 0 < self.limit < idle:
                 faulthandler.dump_traceback(file=2, all_threads=True)
-                self.abort(f"rank {self.rank} failed: no progress for {idle:.0f} s (--stall_timeout {self.limit:g})")
+                limit = f"--stall_timeout {self.limit:g}"
+                self.abort(f"rank {self.rank} failed: no progress on any rank for {idle:.0f} s ({limit})")
 
     def _neighbor_is_gone(self) -> bool:
         key = f"process/{self.neighbor}"

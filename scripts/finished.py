@@ -19,7 +19,7 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from runtime import flags, process, rundir
+from runtime import flags, identity, process, rundir
 
 FINISHED, LEAVE, RUN = 0, 3, 4
 
@@ -42,11 +42,15 @@ def state(args, defaults) -> tuple[int, str]:
     folder = Path(args.output_dir) / rundir.run_name(args, defaults)
     if not (folder / "config.json").is_file():
         return RUN, f"not begun: {folder}"
-    theirs = json.loads((folder / "config.json").read_text())["args"]
+    config = json.loads((folder / "config.json").read_text())
+    theirs = config["args"]
     ours = json.loads(json.dumps(vars(args)))
     for name in ours:
-        if name not in flags.PRESENTATION and ours[name] != theirs.get(name):
+        if name not in flags.MAY_CHANGE and ours[name] != theirs.get(name):
             return LEAVE, f"another run: {folder} has --{name} {theirs.get(name)}, not {ours[name]}"
+    changed = identity.changed_code(config.get("code"), identity.code_of(args))
+    if changed and not args.accept_changed_code:
+        return LEAVE, f"other code: {folder}: {', '.join(changed[:5])}"
     lacks = rundir.unfinished(folder, args)
     if not lacks:
         return FINISHED, f"finished: {folder}"

@@ -241,7 +241,7 @@ def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
         os.truncate(model / "model.safetensors", size)
         args = arguments(place, {"model_name_or_path": str(model), "output_dir": str(tmp_path / "runs/new"), **changes})
         message = refusal(args, capsys)
-        for word in ("--output_dir", "GiB free", "make room"):
+        for word in ("--output_dir", "GiB free", "free some space"):
             assert word in message
         assert not (tmp_path / "runs").exists()
     with pytest.raises(AssertionError, match="went on"):
@@ -267,7 +267,7 @@ def test_the_same_run_again(place, nothing_is_loaded, capsys):
     with pytest.raises(AssertionError, match="went on"):
         start(arguments(place, {"seed": 7, "overwrite": True}))
     both = {"seed": 7, "overwrite": True, "resume": "runs/other/checkpoints/step_000010"}
-    assert "--overwrite begins anew" in refusal(arguments(place, both), capsys)
+    assert "--overwrite starts from scratch" in refusal(arguments(place, both), capsys)
 
 
 # ----------------------------------------------------------------------------------------- what needs the tokenizer

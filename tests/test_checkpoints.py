@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
 import random
 import resource
 import shutil
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from conftest import read_jsonl, run_here, tiny_args
+from conftest import ROOT, read_jsonl, run_here, tiny_args
 
 import grpo
 from runtime import process, rundir, runlog
@@ -138,8 +143,6 @@ def stopped(tiny, tmp_path_factory):
 
 def copy_of(args, place: Path, **changes):
     """The same arguments with a copy of the run, to be damaged."""
-    import dataclasses
-
     shutil.copytree(args.output_dir, place / "runs")
     return dataclasses.replace(args, output_dir=str(place / "runs"), **changes)
 
@@ -203,7 +206,7 @@ def test_nothing_is_thrown_away_when_no_checkpoint_is_whole(stopped, tmp_path, c
     for checkpoint in (folder_of(args) / "checkpoints").glob("step_*"):
         flip(engine_file(checkpoint))
     message = refusal(args, capsys)
-    assert "no checkpoint is whole" in message and "--overwrite" in message and "--run_name" in message
+    assert "no checkpoint is intact" in message and "--overwrite" in message and "--run_name" in message
     assert len(read_jsonl(folder_of(args) / "metrics.jsonl")) == 3
 
 
@@ -224,7 +227,7 @@ def test_more_steps_for_a_run_that_kept_no_checkpoint(stopped, tmp_path, capsys)
     shutil.rmtree(folder_of(args) / "checkpoints")
     (folder_of(args) / "model").mkdir()
     message = refusal(args, capsys)
-    assert "holds 3 steps of this very run, ended" in message and "--overwrite" in message and "/model" in message
+    assert "holds 3 steps of this very run, which ended" in message and "--overwrite" in message and "/model" in message
 
 
 def test_other_problems_than_before(tiny, tmp_path, monkeypatch, capsys):
@@ -284,6 +287,57 @@ def test_resume_never_and_paths(stopped, tmp_path, capsys):
     assert [m["step"] for m in read_jsonl(folder_of(args) / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+HOLDS = """
+import sys, time
+from pathlib import Path
+from runtime import process
+
+lock = process.FolderLock(Path(sys.argv[1]))
+lock.acquire()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_lock_of_a_folder_ends_with_its_process(tmp_path, capsys):
+    """It names its holder, refuses a second one, and is free as soon as the process was killed."""
+    line = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    holder = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        assert process.lock_holder(tmp_path).startswith(f"process {holder.pid} on ")
+        with pytest.raises(SystemExit) as end:
+            process.FolderLock(tmp_path).acquire()
+        assert end.value.code == 2
+        assert f"is in use by a running process (process {holder.pid} on " in capsys.readouterr().err
+    finally:
+        holder.kill()
+        holder.wait()
+    assert process.lock_holder(tmp_path) == ""
+    mine = process.FolderLock(tmp_path)
+    mine.acquire()
+    assert process.lock_holder(tmp_path).startswith(f"process {os.getpid()} on ")
+    mine.release()
+
+
+def test_alone_waits_and_says_so(tmp_path, capsys):
+    """Two threads as two processes: the second waits for the first, and names the lock."""
+    order = []
+
+    def second():
+        with process.alone(tmp_path / "lock", "preparing"):
+            order.append("second")
+
+    with process.alone(tmp_path / "lock", "preparing"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        time.sleep(2.3)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+    assert f"preparing: waiting for the process that holds {tmp_path / 'lock'}" in capsys.readouterr().out
+
+
 def test_a_finished_run_says_so(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path)
     run_here(args)
@@ -339,6 +393,33 @@ def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, mo
     said = capsys.readouterr().out
     assert "NO CHECKPOINT after step 2" in said and "GiB free" in said and "needed" in said
     assert rundir.saved_steps(folder_of(args)) == []
+
+
+def test_a_full_disk_refuses_new_weights_only(stopped, tmp_path, monkeypatch, capsys):
+    """With room for one copy of the weights: best/ is counted once, a finished run says so, a dry run is warned."""
+    args = copy_of(stopped, tmp_path, best_metric="eval/pass@1")
+    weights = sum(file.stat().st_size for file in Path(args.model_name_or_path).glob("*.safetensors"))
+    run_here(args)
+    folder = folder_of(args)
+    assert (folder / "best").is_dir()
+    assert not (folder / "model.aside").exists()
+    plain = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: plain(path)._replace(free=weights))
+    new = {"output_dir": str(tmp_path / "new")}
+    with pytest.raises(SystemExit) as end:
+        run_here(dataclasses.replace(args, **new))
+    assert end.value.code == 2
+    assert "free some space" in capsys.readouterr().err
+    dry = dataclasses.replace(args, **new, dry_run=True)
+    grpo.main(dry, grpo.preflight(dry))
+    assert "warning: --output_dir" in capsys.readouterr().out
+    assert len(run_here(dataclasses.replace(args, total_steps=5))) == 5, "best/ is there already"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: plain(path)._replace(free=0))
+    with pytest.raises(SystemExit) as end:
+        run_here(args)
+    assert end.value.code == 0
+    assert "is finished" in capsys.readouterr().out
+    rundir.check_disk(dataclasses.replace(args, overwrite=True), folder)  # takes the place of what it removes
 
 
 def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys):

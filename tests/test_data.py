@@ -278,7 +278,7 @@ def other_value(name: str):
     return ("a",) if hint == tuple[str, ...] else "other"
 
 
-@pytest.mark.parametrize("name", sorted(set(FIELDS) - set(flags.PRESENTATION)))
+@pytest.mark.parametrize("name", sorted(set(FIELDS) - set(flags.MAY_CHANGE)))
 def test_an_argument_changes_the_name(name):
     changed = Args(**{name: other_value(name)})
     assert rundir.run_name(changed, Args()) != rundir.run_name(Args(), Args())
@@ -286,12 +286,12 @@ def test_an_argument_changes_the_name(name):
 
 
 def test_all_single_changes_have_names_of_their_own():
-    names = [rundir.run_name(Args(**{n: other_value(n)}), Args()) for n in FIELDS if n not in flags.PRESENTATION]
+    names = [rundir.run_name(Args(**{n: other_value(n)}), Args()) for n in FIELDS if n not in flags.MAY_CHANGE]
     assert len(set(names)) == len(names) > 80
 
 
-@pytest.mark.parametrize("name", sorted(set(flags.PRESENTATION) - {"run_name"}))
-def test_presentation_keeps_the_name(name):
+@pytest.mark.parametrize("name", sorted(set(flags.MAY_CHANGE) - {"run_name"}))
+def test_what_may_change_keeps_the_name(name):
     assert rundir.run_name(Args(**{name: other_value(name)}), Args()) == rundir.run_name(Args(), Args())
 
 
@@ -302,7 +302,7 @@ def test_the_form_of_a_name():
     assert set(flags.PRESENTATION) == {
         *("output_dir", "run_name", "dry_run", "overwrite", "track", "wandb_project", "wandb_entity"),
         *("log_samples", "log_samples_every", "save_every", "best_metric", "reward_workers"),
-        *("resume", "save_minutes", "keep_checkpoints", "stall_timeout"),
+        *("resume", "accept_changed_code", "save_minutes", "keep_checkpoints"),
     }, "whatever is added here no longer separates two runs: it must not change what a run computes"
 
 

@@ -9,9 +9,11 @@ ROOT = Path(__file__).parent.parent
 TOP = {"grpo", "ppo", "utils", "rewards", "kl_estimators"}
 # What each room may import; a room stands below all that import it.
 RANKS = [
+    {"runtime.libraries"},
     {"runtime.process", "runtime.records"},
     {"runtime.sandbox", "runtime.data", "runtime.batching", "runtime.watchdog"},
     {"runtime.flags"},
+    {"runtime.identity"},
     {"runtime.rundir", "runtime.runlog", "runtime.checkpoints"},
     {"kl_estimators", "rewards"},
     {"utils"},
