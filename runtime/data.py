@@ -718,8 +718,60 @@ def draw_metrics(rounds: list[list[Sample]], prompts: int) -> dict[str, float]:
     }
 
 
-def drop_solved(problems: list[int], rates: dict[int, float], threshold: float, share: float) -> list[int]:
-    """Without those answered right at a rate of at least ``threshold``: the best, at most ``share`` of all."""
-    solved = sorted((i for i in problems if rates.get(i, 0.0) >= threshold), key=lambda i: -rates[i])
+def drop_solved(problems: list[int], rates: Sequence[float], threshold: float, share: float) -> list[int]:
+    """``problems`` without those solved at a rate of at least ``threshold``: the best, at most ``share`` of all."""
+    solved = [i for i in problems if rates[i] >= threshold]
+    solved.sort(key=lambda i: -rates[i])
     gone = set(solved[: int(share * len(problems))])
     return [i for i in problems if i not in gone]
+
+
+@dataclasses.dataclass
+class DrawState:
+    """Position of a run in its training problems. JSON can hold all of it; a checkpoint stores its ``vars``."""
+
+    kept: list[int]  # indices of the problems that are still drawn
+    rates: list[float]  # fraction of correct responses when a problem was last drawn, 0 before that; one per problem
+    position: int = 0  # problems drawn from ``kept`` so far
+    epoch: int = 0  # epochs over ``kept`` that were complete when solved problems were last dropped
+
+
+class Prompts:
+    """Draws the training problems of a run, in an order that depends only on ``--seed`` and ``state``.
+
+    The solved-problem filter (``--dataset_max_filter_share``, ``--dataset_filter_threshold``) drops problems at the end
+    of an epoch; the shorter list then starts a new one. Put ``state`` into the parts of ``Checkpoints``.
+    """
+
+    def __init__(self, problems: list[Problem], args):
+        self.problems = problems
+        self.args = args
+        self.state = DrawState(kept=list(range(len(problems))), rates=[0.0] * len(problems))
+
+    def draw(self, count: int) -> tuple[list[int], list[Problem]]:
+        """The next ``count`` problems: (their indices, the problems). Identical on every rank."""
+        state = self.state
+        places = prompts_at(state.position, count, len(state.kept), self.args.seed, self.args.shuffle)
+        state.position += count
+        chosen = [state.kept[place] for place in places]
+        return chosen, [self.problems[i] for i in chosen]
+
+    def record(self, chosen: list[int], samples: list[Sample]) -> None:
+        """Store how often the problems ``chosen`` were solved. ``samples``: ordered by place, equally many to each."""
+        group = len(samples) // len(chosen)
+        for place, index in enumerate(chosen):
+            own = samples[place * group : (place + 1) * group]
+            self.state.rates[index] = sum(s.reward_parts.get("correct", s.score) for s in own) / group
+
+    def drop_solved(self) -> int:
+        """Drop solved problems if an epoch has ended since the last call; the number of problems still drawn."""
+        state, args = self.state, self.args
+        epoch = state.position // len(state.kept)
+        if epoch > state.epoch:
+            state.epoch = epoch
+            left = drop_solved(state.kept, state.rates, args.dataset_filter_threshold, args.dataset_max_filter_share)
+            if len(left) < len(state.kept):
+                state.kept = left
+                state.position = 0
+                state.epoch = 0
+        return len(state.kept)

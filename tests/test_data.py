@@ -185,6 +185,60 @@ def test_batch_larger_than_the_data():
     assert sorted(data.prompts_at(0, 7, 3, 1, True)[:6]) == [0, 0, 1, 1, 2, 2]
 
 
+def answered(place: int, scores: list[float]) -> list[records.Sample]:
+    samples = [records.Sample(place, k, [1], [2], [0.0], "stop", 1) for k in range(len(scores))]
+    for sample, score in zip(samples, scores, strict=True):
+        sample.score = score
+        sample.reward = score
+    return samples
+
+
+def draws(prompts: data.Prompts, steps: int) -> list[list[int]]:
+    """The indices drawn by each of ``steps`` steps of 4; multiples of 3 are solved, the others half of the time."""
+    found = []
+    for _ in range(steps):
+        chosen, batch = prompts.draw(4)
+        assert [p.truth for p in batch] == [str(i) for i in chosen]
+        samples = [s for place, i in enumerate(chosen) for s in answered(place, [1.0, float(i % 3 == 0)])]
+        prompts.record(chosen, samples)
+        prompts.drop_solved()
+        found.append(chosen)
+    return found
+
+
+def numbered(count: int) -> list[records.Problem]:
+    return [records.Problem([], str(i), "exact", {}) for i in range(count)]
+
+
+def test_prompts_without_filter_are_the_pure_function():
+    prompts = data.Prompts(numbered(10), ppo.Args())
+    assert [i for chosen in draws(prompts, 9) for i in chosen] == data.prompts_at(0, 36, 10, 1, True)
+
+
+def test_prompts_drop_solved_problems_after_an_epoch():
+    """At most the share, the best solved first; the shorter list starts an epoch of its own."""
+    options = {"dataset_max_filter_share": 0.3, "dataset_filter_threshold": 0.9}
+    prompts = data.Prompts(numbered(10), ppo.Args(**options))
+    found = [i for chosen in draws(prompts, 9) for i in chosen]
+    assert found[:12] == data.prompts_at(0, 12, 10, 1, True)
+    kept = [i for i in range(10) if i not in (0, 3, 6)]
+    assert found[12:20] == [kept[place] for place in data.prompts_at(0, 8, 7, 1, True)]
+    kept.remove(9)
+    assert prompts.state.kept == kept, "one more of seven after the second epoch"
+
+
+def test_prompts_continue_from_their_state():
+    """What a checkpoint keeps, through JSON, is enough: the draws after it are those of the run that never stopped."""
+    args = ppo.Args(dataset_max_filter_share=0.3, dataset_filter_threshold=0.9)
+    whole = draws(data.Prompts(numbered(10), args), 12)
+    for stop in range(12):
+        first = data.Prompts(numbered(10), args)
+        begun = draws(first, stop)
+        second = data.Prompts(numbered(10), args)
+        vars(second.state).update(json.loads(json.dumps(vars(first.state))))
+        assert begun + draws(second, 12 - stop) == whole
+
+
 def test_sampling_seeds_differ():
     seeds = {
         data.sampling_seed(seed, step, p, k)

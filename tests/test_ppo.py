@@ -333,13 +333,13 @@ def test_best_of():
 
 
 def test_drop_solved():
-    rates = {0: 1.0, 1: 0.5, 2: 0.9, 3: 1.0, 5: 0.0}
+    rates = [1.0, 0.5, 0.9, 1.0, 0.0, 0.0]
     problems = list(range(6))
     assert data.drop_solved(problems, rates, 0.9, 1.0) == [1, 4, 5]
     assert data.drop_solved(problems, rates, 0.9, 0.34) == [1, 2, 4, 5]
     assert data.drop_solved(problems, rates, 1.0, 0.9) == [1, 2, 4, 5]
     assert data.drop_solved(problems, rates, 0.5, 0.0) == problems
-    assert data.drop_solved(problems, {}, 0.5, 0.9) == problems
+    assert data.drop_solved(problems, [0.0] * 6, 0.5, 0.9) == problems
 
 
 # -------------------------------------------------------------------------------------------------------- the critic
