@@ -111,6 +111,8 @@ class Args:
     """Split of a hub data set or a saved folder."""
     eval_dataset: str | None = None
     """Evaluate on the first eval_prompts problems of this; on none of them is trained. None: on a part of dataset."""
+    eval_dataset_mixer: str | None = None
+    """Several evaluation sources instead, as JSON: {"a": 32, "b": 1.0} takes the first 32 problems of a, all of b."""
     prompt_key: str | None = None
     """Column of the prompt: text, or a list of chat messages. None: question; known for MATH and countdown."""
     ground_truth_key: str | None = None

@@ -10,7 +10,7 @@ TOP = {"grpo", "ppo", "utils", "rewards", "kl_estimators"}
 # What each room may import; a room stands below all that import it.
 RANKS = [
     {"runtime.process", "runtime.records"},
-    {"runtime.sandbox", "runtime.data", "runtime.batching", "runtime.watchdog"},
+    {"runtime.sandbox", "runtime.sources", "runtime.data", "runtime.batching", "runtime.watchdog"},
     {"runtime.flags"},
     {"runtime.rundir", "runtime.runlog", "runtime.checkpoints"},
     {"kl_estimators", "rewards"},
