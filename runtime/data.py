@@ -13,7 +13,7 @@ import math
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -276,10 +276,15 @@ def _check_batch(batch: dict[str, list], places: list[int], columns: Columns, ch
     return found
 
 
-def _batches(raw, size: int = 1000) -> Iterable[list]:
-    """The rows of a raw data set, ``size`` at a time."""
-    for start in range(0, len(raw), size):
-        yield rows_of(raw[start : start + size], start)
+def _batches(raws: list, size: int = 1000) -> Iterator[list]:
+    """The rows of raw data sets, ``size`` at a time. Ends with exit code 2 for a line that is not JSON."""
+    for raw, files in raws:
+        for start in range(0, len(raw), size):
+            try:
+                rows = rows_of(raw[start : start + size], start)
+            except BrokenLine as error:
+                refuse_broken_line(files, error)
+            yield rows
 
 
 def check_rows(source: str, raws: list, args, check: Check):
@@ -290,7 +295,7 @@ def check_rows(source: str, raws: list, args, check: Check):
     """
     import datasets
 
-    columns = look_at(source, itertools.chain.from_iterable(_batches(raw) for raw, _ in raws), args, check)
+    columns = look_at(source, _batches(raws), args, check)
     own = [Path(name.rpartition(":")[0]) for name in (columns.verifier or "").split(",")]
     code = [Path(__file__), Path(inspect.getfile(check)), *(path for path in own if path.is_file())]
     rules = digest(repr(columns).encode(), digest_of_files(code).encode())
@@ -356,25 +361,13 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
         elif sum(len(raw) for raw, _ in raws) >= LARGE:
             problems = _read_checked(source, raws, args, check)
         else:
-            problems = _read_small(source, small_rows(raws), args, check)
+            problems = _read_small(source, list(itertools.chain.from_iterable(_batches(raws))), args, check)
     name = source_name(source)
     distinct: dict[str, Problem] = {}
     for problem in problems:
         problem.source = problem.source or name
         distinct.setdefault(json.dumps(problem.messages), problem)
     return distinct
-
-
-def small_rows(raws: list) -> list:
-    """All rows of raw data sets. Ends with exit code 2 for a line that is not JSON."""
-    rows = []
-    for raw, files in raws:
-        try:
-            for batch in _batches(raw):
-                rows += batch
-        except BrokenLine as error:
-            refuse_broken_line(files, error)
-    return rows
 
 
 # ------------------------------------------------------------------------------------------------- mixtures and splits

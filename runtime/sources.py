@@ -8,6 +8,7 @@ row has 7.5 and dates into timestamps, and it names no line of a broken file. So
 
 from __future__ import annotations
 
+import gc
 import glob
 import hashlib
 import itertools
@@ -263,6 +264,7 @@ def cached_map(dataset, function: Callable, columns: dict[str, Any], key: str, w
     import datasets
 
     quiet()
+    gc.freeze()  # the processes share this one's objects until their garbage collectors would touch them all
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "rlvr"
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder / f"{key}.lock", words):

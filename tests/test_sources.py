@@ -94,30 +94,28 @@ def test_large_files_are_mapped_from_disk(tmp_path, suffix):
     assert sources.rows_of(raw[10:20], 10) == rows(10, first=10)
 
 
-def test_rows_stay_what_the_file_says(tmp_path):
-    """The JSON reader of datasets changes all but the last of these: 7.0, a time, a rounded number, columns of None."""
-    content = [
-        {"question": "a", "answer": 7},
-        {"question": "b", "answer": 7.5},
-        {"question": "c", "answer": "2024-01-05", "level": 3},
-        {"question": "d", "answer": 12345678901234567890123},
-        {"question": "e", "answer": [{"input": [1], "output": {"y": 1, "x": "two"}}]},
-        {"question": "f", "answer": "1", "messages": [{"role": "user", "content": "hi"}]},
-    ]
+CHANGED_BY_THE_LIBRARY = {
+    "an integer beside a fraction": [7, 7.5],
+    "a date": ["2024-01-05", "2024-02-05"],
+    "a number above 64 bits": [12345678901234567890123, 1],
+}
+
+
+@pytest.mark.parametrize("case", CHANGED_BY_THE_LIBRARY)
+def test_rows_stay_what_the_file_says(tmp_path, case):
+    """Here they do; the JSON reader of datasets, which would be shorter, changes each of these or fails."""
+    import datasets
+
+    content = [{"question": str(i), "answer": answer} for i, answer in enumerate(CHANGED_BY_THE_LIBRARY[case])]
     path = write(tmp_path / "a.jsonl", content)
     (tmp_path / "b.json").write_text(json.dumps(content))
     for source in (path, str(tmp_path / "b.json")):
-        found = everything(Args(dataset=source, verifier="format"))
-        assert [p.row for p in found] == content
-        assert [p.truth for p in found[:4]] == ["7", "7.5", "2024-01-05", "12345678901234567890123"]
-    import datasets
-
+        assert [p.row for p in everything(Args(dataset=source, verifier="format"))] == content
     try:
-        table = datasets.load_dataset("json", data_files=path, split="train")
-        changed = table.to_list() != content
-    except datasets.exceptions.DatasetGenerationError:
-        changed = True
-    assert changed, "the library reads such rows as they are now: its own reader would do"
+        found = datasets.load_dataset("json", data_files=path, split="train").to_list()
+    except (ValueError, datasets.exceptions.DatasetGenerationError):
+        return
+    assert json.dumps(found, default=repr) != json.dumps(content), "nothing is left that speaks against its reader"
 
 
 def test_a_changed_file_with_its_old_time_is_read_again(tmp_path):
