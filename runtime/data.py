@@ -665,28 +665,47 @@ def eval_requests(problems: int, args) -> tuple[list[tuple[int, int, int]], dict
     return requests(range(problems), count, args.seed, "eval"), sampling
 
 
-def token_rewards(samples: list[Sample], decode, args) -> list[float]:
+def token_rewards(samples: list[Sample], decode: Callable[..., str], args) -> list[float]:
     """The task's reward of every response token, one response after the other: all of it on the last one, 0 before.
 
-    With --dense_reward a score on the way goes to the token that completes its characters. ``decode``: ids -> text.
+    With ``--dense_reward`` an intermediate score goes to the token that completes its characters. ``decode``: token ids
+    -> text.
     """
     found = []
     for sample in samples:
-        cut, ids, rewards = sample.finish_reason == "length", sample.response_ids, [0.0] * len(sample.response_ids)
-        steps = sample.reward_steps if args.dense_reward != "none" else ()
-        if not steps or (cut and args.mask_no_eos_with_zero):
-            rewards[-1] = sample.reward
+        masked = sample.finish_reason == "length" and args.mask_no_eos_with_zero
+        if args.dense_reward != "none" and sample.reward_steps and not masked:
+            found += _dense_rewards(sample, decode, args)
         else:
-            rewards[-1] = -cut * args.non_stop_penalty
-            before, limit = -args.reward_bias * args.reward_scaling, args.max_reward_clip or math.inf
-            length = lambda t, ids=ids: len(decode(ids[: t + 1], skip_special_tokens=True))  # noqa: E731
-            for characters, score in steps:
-                place = min(bisect.bisect_left(range(len(ids)), characters, key=length), len(ids) - 1)
-                shaped = max(-limit, min(limit, (score - args.reward_bias) * args.reward_scaling))
-                rewards[place] += shaped - before if args.dense_reward == "difference" else shaped
-                before = shaped
-        found += rewards
+            found += [0.0] * (len(sample.response_ids) - 1) + [sample.reward]
     return found
+
+
+def _dense_rewards(sample: Sample, decode: Callable[..., str], args) -> list[float]:
+    """``token_rewards`` of a response with intermediate scores, shaped as its reward is.
+
+    sum: every score counts in full. difference: what a score adds to the one before; the rewards sum to the response's
+    reward. What the last score does not hold (penalties, other verifiers, a reward model) is on the last token.
+    """
+    ids = sample.response_ids
+    limit = args.max_reward_clip or math.inf
+
+    def shaped(score: float) -> float:
+        return max(-limit, min(limit, (score - args.reward_bias) * args.reward_scaling))
+
+    def characters(place: int) -> int:
+        return len(decode(ids[: place + 1], skip_special_tokens=True))
+
+    rewards = [0.0] * len(ids)
+    start = shaped(0.0) if args.dense_reward == "difference" else 0.0
+    before = start
+    for end, score in sample.reward_steps:
+        place = bisect.bisect_left(range(len(ids)), end, key=characters)
+        place = min(place, len(ids) - 1)
+        rewards[place] += shaped(score) - (before if args.dense_reward == "difference" else 0.0)
+        before = shaped(score)
+    rewards[-1] += sample.reward - (before - start)
+    return rewards
 
 
 def best_of(samples: list[Sample], count: int) -> list[Sample]:
