@@ -264,6 +264,9 @@ def cached_map(dataset, function: Callable, columns: dict[str, Any], key: str, w
     import datasets
 
     quiet()
+    features = datasets.Features(columns)
+    if len(dataset) == 0:
+        return datasets.Dataset.from_dict({name: [] for name in columns}, features=features)
     gc.freeze()  # the processes share this one's objects until their garbage collectors would touch them all
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "rlvr"
     folder.mkdir(parents=True, exist_ok=True)
@@ -274,7 +277,7 @@ def cached_map(dataset, function: Callable, columns: dict[str, Any], key: str, w
             batched=True,
             num_proc=min(16, len(os.sched_getaffinity(0)), len(dataset)),
             remove_columns=dataset.column_names,
-            features=datasets.Features(columns),
+            features=features,
             cache_file_name=str(folder / f"{key}.arrow"),
             new_fingerprint=key,
             desc=words,

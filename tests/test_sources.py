@@ -322,6 +322,99 @@ def test_real_files_need_no_flags(file, count, verifier):
     assert {(p.verifier, p.source) for p in problems} == {(verifier, file)}
 
 
+CHAT_ROW = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "It is 2."}]
+VERL = {  # as its examples/data_preprocess write them
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "How many? Output the final answer after ####."}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "72"},
+    "extra_info": {"split": "train", "index": 0, "answer": "36 * 2\n#### 72"},
+}
+
+
+def test_data_prepared_for_verl(tmp_path):
+    """Its parquet files load as they are: messages, a nested ground truth, and data_source names the verifier."""
+    math = VERL | {
+        "data_source": "DigitalLearningGmbH/MATH-lighteval",
+        "prompt": [{"role": "user", "content": "Solve"}],
+    }
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL, math]), path)
+    first, second = everything(Args(dataset=str(path)))
+    assert first.messages == VERL["prompt"] and first.truth == "72"
+    assert (first.verifier, second.verifier) == ("gsm8k", "math")
+    assert first.row == VERL, "extra_info stays in the row"
+    (named, _) = everything(Args(dataset=str(path), verifier="exact", ground_truth_key="extra_info.answer"))
+    assert (named.verifier, named.truth) == ("exact", VERL["extra_info"]["answer"])
+
+
+def test_countdown_prepared_by_tinyzero(tmp_path):
+    import rewards
+
+    row = VERL | {"data_source": "countdown", "nums": [3, 5, 7], "target": 22}
+    row["reward_model"] = {"style": "rule", "ground_truth": {"target": 22, "numbers": [3, 5, 7]}}
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    (problem,) = everything(Args(dataset=str(path)))
+    assert (problem.messages, problem.verifier) == (VERL["prompt"], "countdown"), "its own prompt, not ours"
+    assert rewards.countdown("<answer>3 * 5 + 7</answer>", problem.truth, problem.row).score == 1
+
+
+def test_open_instructs_columns(tmp_path):
+    """messages, ground_truth, and dataset names the verifier; the answer that closes the messages is no prompt."""
+    content = [{"messages": CHAT_ROW, "ground_truth": "2", "dataset": "MATH"}]
+    (problem,) = everything(Args(dataset=write(tmp_path / "a.jsonl", content)))
+    assert problem.messages == CHAT_ROW[:1]
+    assert (problem.truth, problem.verifier) == ("2", "math")
+
+
+def test_a_closing_answer_never_stays_in_the_prompt(tmp_path, capsys):
+    source = write(tmp_path / "a.jsonl", [{"question": CHAT_ROW * 2, "answer": "2"}])
+    (problem,) = everything(Args(dataset=source))
+    assert problem.messages == [*CHAT_ROW, CHAT_ROW[0]]
+    source = write(tmp_path / "b.jsonl", [{"question": CHAT_ROW[1:], "answer": "2"}])
+    assert "only messages of the assistant" in refusal(capsys, Args(dataset=source))
+
+
+def test_dotted_columns(tmp_path, capsys):
+    content = [{"task": {"text": "1 + 1 =", "gold": {"value": 2}}, "a.b": "x"}]
+    source = write(tmp_path / "a.jsonl", content)
+    (problem,) = everything(Args(dataset=source, prompt_key="task.text", ground_truth_key="task.gold.value"))
+    assert (problem.messages[0]["content"], problem.truth) == ("1 + 1 =", "2")
+    (problem,) = everything(Args(dataset=source, prompt_key="a.b", ground_truth_key="task.gold.value"))
+    assert problem.messages[0]["content"] == "x", "a column of that very name comes first"
+    message = refusal(capsys, Args(dataset=source, prompt_key="task.text", ground_truth_key="task.gold.none"))
+    assert "row 0 has no 'task.gold.none'" in message
+
+
+@pytest.mark.parametrize(("task", "verifier"), [("spell_backward", "reasoning_gym"), ("chain_sum", "last_number")])
+def test_tasks_of_reasoning_gym_need_no_verifier(task, verifier):
+    """Answers that are words are scored by the task itself; numbers as before."""
+    import rewards
+
+    problems = everything(Args(dataset=f"reasoning_gym:{task}?size=40", eval_prompts=5))
+    assert {p.verifier for p in problems} == {verifier}
+    for p in problems:
+        assert rewards.find_verifier(p.verifier)(f"<answer>{p.truth}</answer>", p.truth, p.row).score == 1
+
+
+def test_several_evaluation_sources(tmp_path, capsys):
+    """The first ones of each, none of them trained on; a source's results are told apart by its name."""
+    for name, first in (("train", 0), ("a", 20), ("b", 28)):
+        write(tmp_path / f"{name}.jsonl", rows(30 if name == "train" else 10, first=first))
+    mixture = json.dumps({f"{tmp_path}/a.jsonl": 4, f"{tmp_path}/b.jsonl": 0.5})
+    args = Args(dataset=f"{tmp_path}/train.jsonl", eval_dataset_mixer=mixture)
+    training, evaluation = load(args)
+    assert questions(evaluation) == [row["question"] for row in rows(4, first=20) + rows(5, first=28)]
+    assert [p.source for p in evaluation] == ["a"] * 4 + ["b"] * 5
+    assert sorted(questions(training)) == sorted(row["question"] for row in rows(20) + rows(4, first=24))
+    args.eval_dataset = f"{tmp_path}/a.jsonl"
+    assert "--eval_dataset and --eval_dataset_mixer: give one" in refusal(capsys, args)
+    args = Args(dataset=f"{tmp_path}/train.jsonl", eval_dataset_mixer=json.dumps({f"{tmp_path}/a.jsonl": 11}))
+    message = refusal(capsys, args)
+    assert "--eval_dataset_mixer" in message and "has 10 distinct problems, 11 asks for 11" in message
+
+
 # ------------------------------------------------------------------------------------------------------------ bad rows
 
 BAD = {
@@ -590,9 +683,9 @@ def test_prepared_data_is_the_same_data(tiny, tokenizer, tmp_path, capsys):
     content = [*rows(50), rows(1)[0], {"question": None, "answer": "1"}, {"question": "one " * 200, "answer": "1"}]
     source, output = write(tmp_path / "sums.jsonl", content), tmp_path / "prepared.parquet"
     flags = ["--overlong_prompts", "filter", "--bad_rows", "drop", "--system_prompt", "Add."]
-    done = prepare(tiny, source, output, *flags, "--batch_rows", "20", "--workers", "2")
+    done = prepare(tiny, source, output, *flags)
     assert done.returncode == 0, done.stderr
-    for words in ("50 of 53 rows", "1 could not be used", "1 had a prompt that was there before", "1 were longer"):
+    for words in ("50 of 53 rows", "1 could not be used", "1 repeat an earlier prompt", "1 are longer"):
         assert words in done.stdout
     plain = Args(dataset=source, overlong_prompts="filter", bad_rows="drop", system_prompt="Add.", eval_prompts=5)
     ready = Args(dataset=str(output), eval_prompts=5)
