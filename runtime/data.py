@@ -48,16 +48,35 @@ COUNTDOWN = (
 )
 
 # What other frameworks' data sets call a verifier: verl's column data_source and open-instruct's column dataset.
-VERIFIER_ALIASES = dict.fromkeys(("gsm8k", "openai/gsm8k"), "gsm8k") | {"ifeval": "ifeval", "countdown": "countdown"}
-VERIFIER_ALIASES |= dict.fromkeys(
-    (
-        *("math", "math_dapo", "math_dapo_reasoning", "lighteval/math", "digitallearninggmbh/math-lighteval"),
-        *("huggingfaceh4/math-500", "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"),
-        *("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads", "hiyouga/geometry3k"),
-    ),
-    "math",
-)
-VERIFIER_ALIASES |= dict.fromkeys(("code", "codecontests", "apps", "codeforces", "taco"), "code")
+VERIFIER_ALIASES = {
+    "gsm8k": "gsm8k",
+    "openai/gsm8k": "gsm8k",
+    "math": "math",
+    "math_dapo": "math",
+    "math_dapo_reasoning": "math",
+    "lighteval/math": "math",
+    "digitallearninggmbh/math-lighteval": "math",
+    "huggingfaceh4/math-500": "math",
+    "numina_aops_forum": "math",
+    "numina_synthetic_math": "math",
+    "numina_amc_aime": "math",
+    "numina_synthetic_amc": "math",
+    "numina_cn_k12": "math",
+    "numina_olympiads": "math",
+    "hiyouga/geometry3k": "math",
+    "code": "code",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
+    "ifeval": "ifeval",
+    "countdown": "countdown",
+}
+
+Messages = list[dict[str, str]]  # a conversation: role and content of each
+Pick = Callable[[str, list[str], int], list[str]]  # (source, keys of its problems, count) -> the chosen keys
+BadRows = list[tuple[int, str]]  # (index, what is wrong with the row)
+Request = tuple[int, int, int]  # (place of the problem in the batch, number of the response, its seed)
 
 # (verifier, ground truth, row) -> what is wrong with the ground truth, "" if nothing is: rewards.truth_error.
 # Raises ValueError for a verifier that does not exist.
@@ -121,6 +140,11 @@ def known_columns(rows: list, args) -> tuple[str, str, str, str | None]:
     return "question", "answer", "last_number", None
 
 
+def _is_column(key: str, has: Iterable[str]) -> bool:
+    """Whether a column of this name, or the one that its first part names, is among the columns ``has``."""
+    return key in has or key.split(".")[0] in has
+
+
 def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns:
     """The columns of a source: the flags, or else what its first rows look like.
 
@@ -133,16 +157,20 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
     prompt, truth, verifier, verifier_key = known_columns(seen, args)
     prompt = args.prompt_key or prompt
     truth = args.ground_truth_key or truth
-    has: dict[Any, int] = {}
+    has: dict[str, None] = {}  # the names of all columns, in order
     for rows in itertools.chain([seen], batches):
-        has |= {key: 0 for row in rows if isinstance(row, dict) for key in row}
-        if {prompt.split(".")[0], truth.split(".")[0]} <= has.keys():
+        for row in rows:
+            if isinstance(row, dict):
+                has |= dict.fromkeys(row)
+        if _is_column(prompt, has) and _is_column(truth, has):
             break
     for flag, key in (("--prompt_key", prompt), ("--ground_truth_key", truth)):
-        if has and key not in has and key.split(".")[0] not in has:
+        if has and not _is_column(key, has):
             refuse(f"{flag} {key}: --dataset {source} has no such column; it has: {', '.join(map(str, has))}")
-    if source.startswith(GYM) and any(check("last_number", str(row.get(truth)), row) for row in seen):
-        verifier = "reasoning_gym"  # an answer that is no number: the task's own scorer
+    if source.startswith(GYM):
+        for row in seen:
+            if check("last_number", str(row.get(truth)), row):
+                verifier = "reasoning_gym"  # an answer that is no number: the task's own scorer
     given = args.reward_fn or args.verifier
     if args.verifier_key is not None or given:
         verifier_key = args.verifier_key
@@ -154,7 +182,7 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
     return Columns(prompt, truth, given or verifier, verifier_key, system)
 
 
-def _messages(prompt: Any, row: dict[str, Any]) -> list[dict[str, str]]:
+def _messages(prompt: Any, row: dict[str, Any]) -> Messages:
     """A prompt as chat messages, without the answer that may close them.
 
     Raises ValueError for what is neither text nor messages nor countdown's numbers.
@@ -227,7 +255,7 @@ def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
     return Problem(messages, truth, verifier, row)
 
 
-def problems_of(rows: list, start: int, columns: Columns, check: Check) -> tuple[list[Problem], list[tuple[int, str]]]:
+def problems_of(rows: list, start: int, columns: Columns, check: Check) -> tuple[list[Problem], BadRows]:
     """(the problems, [(index, what is wrong)] of the other rows); ``start`` is the index of the first row."""
     problems, bad = [], []
     for index, row in enumerate(rows, start):
@@ -238,11 +266,13 @@ def problems_of(rows: list, start: int, columns: Columns, check: Check) -> tuple
     return problems, bad
 
 
-def report_bad_rows(bad: list[tuple[int, str]], count: int, source: str, args) -> None:
+def report_bad_rows(bad: BadRows, count: int, source: str, args) -> None:
     """End the run for rows that cannot be used, or print which are dropped (``--bad_rows drop``)."""
     if not bad:
         return
-    indices = ", ".join(str(index) for index, _ in bad[:20]) + (", ..." if len(bad) > 20 else "")
+    indices = ", ".join(str(index) for index, _ in bad[:20])
+    if len(bad) > 20:
+        indices += ", ..."
     found = (
         f"{len(bad)} of {count} rows of --dataset {source} cannot be used (rows {indices}); row {bad[0][0]} {bad[0][1]}"
     )
@@ -296,8 +326,11 @@ def check_rows(source: str, raws: list, args, check: Check):
     import datasets
 
     columns = look_at(source, _batches(raws), args, check)
-    own = [Path(name.rpartition(":")[0]) for name in (columns.verifier or "").split(",")]
-    code = [Path(__file__), Path(inspect.getfile(check)), *(path for path in own if path.is_file())]
+    code = [Path(__file__), Path(inspect.getfile(check))]
+    for name in columns.verifier.split(","):
+        own = Path(name.rpartition(":")[0])
+        if own.is_file():
+            code.append(own)
     rules = digest(repr(columns).encode(), digest_of_files(code).encode())
     function = functools.partial(_check_batch, columns=columns, check=check)
     kinds = dict.fromkeys(CHECKED, datasets.Value("string"))
@@ -336,9 +369,11 @@ def _read_checked(source: str, raws: list, args, check: Check) -> list[Problem]:
     bad = [(index, wrong) for index, wrong in enumerate(checked["wrong"]) if wrong]
     report_bad_rows(bad, len(checked["wrong"]), source, args)
     problems = []
-    for messages, truth, verifier, row, wrong in zip(*(checked[name] for name in CHECKED), strict=True):
+    columns = [checked[name] for name in CHECKED]
+    for messages, truth, verifier, row, wrong in zip(*columns, strict=True):
         if not wrong:
-            problems.append(Problem(json.loads(messages), truth, verifier, json.loads(row)))
+            problem = Problem(json.loads(messages), truth, verifier, json.loads(row))
+            problems.append(problem)
     return problems
 
 
@@ -361,7 +396,8 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
         elif sum(len(raw) for raw, _ in raws) >= LARGE:
             problems = _read_checked(source, raws, args, check)
         else:
-            problems = _read_small(source, list(itertools.chain.from_iterable(_batches(raws))), args, check)
+            rows = [row for batch in _batches(raws) for row in batch]
+            problems = _read_small(source, rows, args, check)
     name = source_name(source)
     distinct: dict[str, Problem] = {}
     for problem in problems:
@@ -392,24 +428,28 @@ def mixture(text: str, flag: str) -> dict[str, float | int]:
     return mixer
 
 
-def _mix(text: str, flag: str, args, check: Check, pick: Callable[[str, list[str], int], list[str]]) -> dict:
+def _mix(text: str, flag: str, args, check: Check, pick: Pick) -> dict[str, Problem]:
     """The problems of a mixture, source by source; the key says which prompts are equal: they count for the first.
 
-    ``pick(source, keys, count)`` chooses among the problems of one source.
+    ``pick`` chooses among the problems of a source where fewer than all are wanted.
     """
     problems: dict[str, Problem] = {}
     parts = mixture(text, flag)
     names = Counter(map(source_name, parts))
     for source, part in parts.items():
-        own = {key: p for key, p in read_problems(source, args, check).items() if key not in problems}
+        own = read_problems(source, args, check)
+        for same in problems.keys() & own.keys():
+            del own[same]
         if names[source_name(source)] > 1:
             for problem in own.values():
                 problem.source = source.replace("/", "-")
         wanted = round(part * len(own)) if isinstance(part, float) else part
         if not 0 < wanted <= len(own):
             refuse(f"{flag}: {source!r} has {len(own)} distinct problems, {part} asks for {wanted}")
-        chosen = pick(source, list(own), wanted) if wanted < len(own) else own
-        problems |= {key: own[key] for key in chosen}
+        if wanted < len(own):
+            chosen = pick(source, list(own), wanted)
+            own = {key: own[key] for key in chosen}
+        problems |= own
     return problems
 
 
@@ -519,7 +559,7 @@ def prompt_key(tokenizer, args) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def render(conversations: list[list[dict[str, str]]], tokenizer, template: str | None) -> list[list[int]]:
+def render(conversations: list[Messages], tokenizer, template: str | None) -> list[list[int]]:
     """Token ids of prompts. The tokenizer's own template (``template`` None) writes all special tokens itself.
 
     With another one, a tokenizer that begins every text with a BOS gets exactly one.
@@ -624,9 +664,9 @@ def render_problems(training: list[Problem], evaluation: list[Problem], tokenize
 # ------------------------------------------------------------------------------------------ the order of a run's draws
 
 
-@functools.lru_cache(maxsize=2)  # a step crosses at most one border, if it is not larger than the data
-def _pass_order(number: int, problems: int, seed: int, shuffle: bool) -> list[int]:
-    """The order of one pass over the data."""
+@functools.lru_cache(maxsize=2)  # a step that is not larger than the data meets at most two epochs
+def _epoch_order(number: int, problems: int, seed: int, shuffle: bool) -> list[int]:
+    """The order of one epoch over the data."""
     order = list(range(problems))
     if shuffle:
         random.Random(f"{seed}/{number}").shuffle(order)
@@ -636,32 +676,45 @@ def _pass_order(number: int, problems: int, seed: int, shuffle: bool) -> list[in
 def prompts_at(position: int, count: int, num_problems: int, seed: int, shuffle: bool) -> list[int]:
     """Indices of ``count`` problems, the first being number ``position`` of the run: a pure function of a counter.
 
-    Every pass over the data is a permutation of its own, seeded by ``seed`` and the pass; a step may cross a border.
+    Every epoch has a permutation of its own, seeded by ``seed`` and its number; a step may span two epochs.
     """
-    places = (divmod(p, num_problems) for p in range(position, position + count))
-    return [_pass_order(number, num_problems, seed, shuffle)[place] for number, place in places]
+    found = []
+    for place in range(position, position + count):
+        epoch, index = divmod(place, num_problems)
+        found.append(_epoch_order(epoch, num_problems, seed, shuffle)[index])
+    return found
 
 
 def sampling_seed(seed: int, step: int | str, prompt_id: int, sample_id: int) -> int:
-    """Seed of one sample: what it says depends on these four numbers, not on what the engine did before."""
-    digest = hashlib.sha256(f"{seed}/{step}/{prompt_id}/{sample_id}".encode()).digest()
-    return int.from_bytes(digest[:4], "little")
+    """Seed of one response: it depends on these four numbers, not on what the engine did before."""
+    hashed = hashlib.sha256(f"{seed}/{step}/{prompt_id}/{sample_id}".encode()).digest()
+    return int.from_bytes(hashed[:4], "little")
 
 
-def requests(chosen: Sequence[int], count: int, seed: int, step: int | str) -> list[tuple[int, int, int]]:
-    """(place in the batch, sample number, seed) of ``count`` responses to each of the problems ``chosen``.
+def requests(chosen: Sequence[int], count: int, seed: int, step: int | str) -> list[Request]:
+    """(place in the batch, number of the response, seed) of ``count`` responses to each of the problems ``chosen``.
 
-    A problem that stands twice there, where one pass over the data ends and the next begins, gets other seeds then.
+    A problem that is drawn twice, where one epoch ends and the next begins, gets different seeds the second time.
     """
-    again = [chosen[:place].count(i) * count for place, i in enumerate(chosen)]
-    return [(p, k, sampling_seed(seed, step, i, again[p] + k)) for p, i in enumerate(chosen) for k in range(count)]
+    wanted = []
+    for place, problem in enumerate(chosen):
+        before = count * chosen[:place].count(problem)
+        for k in range(count):
+            wanted.append((place, k, sampling_seed(seed, step, problem, before + k)))
+    return wanted
 
 
-def eval_requests(problems: int, args) -> tuple[list[tuple[int, int, int]], dict[str, Any]]:
-    """The requests of an evaluation, with the same seeds in each of a run, and how they are sampled."""
+def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
+    """(the requests of an evaluation, its sampling parameters); the seeds are the same in every evaluation of a run."""
     count = args.eval_samples if args.eval_temperature > 0 else 1
-    sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p, "top_k": args.eval_top_k}
-    sampling |= {"max_tokens": args.max_response_length, "stop": list(args.stop), "ignore_eos": args.ignore_eos}
+    sampling = {
+        "temperature": args.eval_temperature,
+        "top_p": args.eval_top_p,
+        "top_k": args.eval_top_k,
+        "max_tokens": args.max_response_length,
+        "stop": list(args.stop),
+        "ignore_eos": args.ignore_eos,
+    }
     return requests(range(problems), count, args.seed, "eval"), sampling
 
 
@@ -710,42 +763,53 @@ def _dense_rewards(sample: Sample, decode: Callable[..., str], args) -> list[flo
 
 def best_of(samples: list[Sample], count: int) -> list[Sample]:
     """The ``count`` samples of highest reward to each prompt, the first of equal ones, in the order they came in."""
-    ranked: dict[int, list[int]] = {}
-    for i in sorted(range(len(samples)), key=lambda i: -samples[i].reward):
-        ranked.setdefault(samples[i].prompt_id, []).append(i)
-    return [samples[i] for i in sorted(i for places in ranked.values() for i in places[:count])]
+    ranked = sorted(range(len(samples)), key=lambda i: -samples[i].reward)
+    taken: Counter[int] = Counter()
+    kept = []
+    for i in ranked:
+        prompt = samples[i].prompt_id
+        if taken[prompt] < count:
+            taken[prompt] += 1
+            kept.append(i)
+    return [samples[i] for i in sorted(kept)]
 
 
 def equal_groups(samples: list[Sample]) -> list[int]:
-    """The places in the batch whose responses all have the same reward: nothing can be learnt there."""
+    """The places in the batch whose responses all have the same reward: they carry no signal."""
     rewards: dict[int, set[float]] = {}
     for sample in samples:
         rewards.setdefault(sample.prompt_id, set()).add(sample.reward)
-    return [place for place, values in sorted(rewards.items()) if len(values) == 1]
+    return sorted(place for place, values in rewards.items() if len(values) == 1)
 
 
 def replace_groups(batch: list[Problem], samples: list[Sample], more: list[Problem], new: list[Sample]) -> None:
-    """Put new groups whose rewards differ in the places of those whose do not, as many as there are; in place.
+    """Replace groups of equal reward by new groups whose rewards differ, as many as there are; in place.
 
     ``samples`` answer ``batch``, ``new`` the problems ``more``; both are ordered by place, with equally many to each.
     """
-    group, useless = len(samples) // len(batch), set(equal_groups(new))
-    useful = (p for p in range(len(more)) if p not in useless)
-    for place, p in zip(equal_groups(samples), useful, strict=False):
-        batch[place] = more[p]
-        samples[place * group : (place + 1) * group] = [
-            dataclasses.replace(s, prompt_id=place) for s in new[p * group : (p + 1) * group]
-        ]
+    group = len(samples) // len(batch)
+    useless = set(equal_groups(new))
+    useful = [place for place in range(len(more)) if place not in useless]
+    for place, other in zip(equal_groups(samples), useful, strict=False):
+        batch[place] = more[other]
+        replacement = new[other * group : (other + 1) * group]
+        samples[place * group : (place + 1) * group] = [dataclasses.replace(s, prompt_id=place) for s in replacement]
 
 
 def draw_metrics(rounds: list[list[Sample]], prompts: int) -> dict[str, float]:
     """What all draws of a step found, before groups of equal reward were replaced: dynamic sampling hides it."""
-    groups = [len({s.prompt_id for s in drawn}) for drawn in rounds]
+    groups = 0
+    equal = 0
+    rewards = []
+    for drawn in rounds:
+        groups += len({sample.prompt_id for sample in drawn})
+        equal += len(equal_groups(drawn))
+        rewards += [sample.reward for sample in drawn]
     return {
         "data/rounds": len(rounds) - 1,
-        "data/dropped": sum(groups) - prompts,
-        "data/zero_std_frac": sum(len(equal_groups(drawn)) for drawn in rounds) / sum(groups),
-        "data/reward_mean": sum(s.reward for drawn in rounds for s in drawn) / sum(map(len, rounds)),
+        "data/dropped": groups - prompts,
+        "data/zero_std_frac": equal / groups,
+        "data/reward_mean": sum(rewards) / len(rewards),
     }
 
 
@@ -777,7 +841,8 @@ class Prompts:
     def __init__(self, problems: list[Problem], args):
         self.problems = problems
         self.args = args
-        self.state = DrawState(kept=list(range(len(problems))), rates=[0.0] * len(problems))
+        count = len(problems)
+        self.state = DrawState(kept=list(range(count)), rates=[0.0] * count)
 
     def draw(self, count: int) -> tuple[list[int], list[Problem]]:
         """The next ``count`` problems: (their indices, the problems). Identical on every rank."""
@@ -792,7 +857,8 @@ class Prompts:
         group = len(samples) // len(chosen)
         for place, index in enumerate(chosen):
             own = samples[place * group : (place + 1) * group]
-            self.state.rates[index] = sum(s.reward_parts.get("correct", s.score) for s in own) / group
+            correct = [sample.reward_parts.get("correct", sample.score) for sample in own]
+            self.state.rates[index] = sum(correct) / group
 
     def drop_solved(self) -> int:
         """Drop solved problems if an epoch has ended since the last call; the number of problems still drawn."""

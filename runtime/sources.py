@@ -148,6 +148,8 @@ def _read_files(paths: list[Path], suffix: str):
         # tool that sets the time back, is read again.
         kind, features = "parquet", None
         if suffix == ".jsonl":
+            if not any(path.stat().st_size for path in paths):
+                return _as_json([])  # the library makes no data set of nothing
             kind = "text"
             features = datasets.Features({AS_JSON: datasets.Value("string")})
         names = [glob.escape(str(path)) for path in paths]
