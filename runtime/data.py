@@ -326,7 +326,7 @@ def check_rows(source: str, raws: list, args, check: Check):
     import datasets
 
     columns = look_at(source, _batches(raws), args, check)
-    code = [Path(__file__), Path(inspect.getfile(check))]
+    code = [Path(__file__), Path(inspect.getfile(rows_of)), Path(inspect.getfile(check))]
     for name in columns.verifier.split(","):
         own = Path(name.rpartition(":")[0])
         if own.is_file():
