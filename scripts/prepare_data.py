@@ -84,7 +84,6 @@ def main(words: list[str]) -> None:
     output, args = parse(words)
     process.prepare_environment()
     import datasets
-    from transformers import AutoTokenizer
 
     begun = time.perf_counter()
     raws = sources.read_source(args.dataset, args)
@@ -93,6 +92,8 @@ def main(words: list[str]) -> None:
     data.report_bad_rows(bad, len(checked), args.dataset, args)
     if not kept:
         process.refuse(f"--dataset {args.dataset}: none of its {len(checked)} rows can be used")
+    from transformers import AutoTokenizer  # three seconds, after what can be refused without it
+
     tokenizer = AutoTokenizer.from_pretrained(
         args.model_name_or_path, revision=args.revision, trust_remote_code=args.trust_remote_code
     )
