@@ -130,6 +130,7 @@ def test_a_changed_file_with_its_old_time_is_read_again(tmp_path):
 
 TWO_STARTS = """
 import sys, time
+from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from grpo import Args
 from runtime import data
@@ -141,6 +142,10 @@ def check(verifier, truth, row):
     return ""
 
 data.LARGE = 10
+data.read_source(sys.argv[2], Args())
+Path(sys.argv[3] + sys.argv[4]).touch()
+while not all(Path(sys.argv[3] + name).exists() for name in "ab"):
+    time.sleep(0.01)
 print(len(data.read_problems(sys.argv[2], Args(), check)))
 """
 
@@ -151,7 +156,7 @@ def test_two_processes_that_start_at_once_share_the_work(tmp_path):
     (tmp_path / "start.py").write_text(TWO_STARTS)
     log = tmp_path / "log"
     command = script(str(tmp_path / "start.py"), str(ROOT), source, str(log))
-    starts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    starts = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in "ab"]
     assert [start.communicate(timeout=100)[0].split()[-1] for start in starts] == ["60", "60"]
     assert len(log.read_text()) == 60
 
