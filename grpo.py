@@ -68,10 +68,6 @@ class Args(RunFlags):
     """Epochs over each batch of samples."""
     shuffle_mini_batches: bool = True
     """Deal the groups to the mini-batches in a new random order in every epoch."""
-    max_response_length: int = 32
-    """Maximum response length in tokens; longer responses are truncated."""
-    temperature: float = 1.0
-    """Sampling temperature; the trainer's log-probs are taken at the same temperature."""
 
     # ---- algorithm
     advantage_normalization_type: Literal["standard", "centered", "leave_one_out"] = "standard"
@@ -608,26 +604,27 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         # 2 generate, 3 score
         samples = rollout(engine, verifiers, batch, requests, sampling, clock)
 
-        # 4 gather: every rank gets all samples, ordered by prompt and sample
+        # 4 gather: every rank gets all samples, ordered by prompt and number
         samples = utils.gather_samples(samples)
-        draws = [list(samples)]
-        for draw in range(1, args.dynamic_sampling_rounds + 1):  # new prompts in place of those with equal rewards
+        if args.check_verifier_status and all(s.score == 0 for s in samples):
+            raise RuntimeError("--check_verifier_status: all scores of a step are 0; see --verifier and the prompt")
+        source.record(chosen, samples)
+        rounds = [samples]
+        samples = data.best_of(samples, group)
+        for again in range(1, args.dynamic_sampling_rounds + 1):  # new prompts in place of those with equal rewards
             equal = data.equal_groups(samples)
             if not equal:
                 break
             chosen, more = source.draw(len(equal))
-            requests = data.requests(chosen, group, args.seed, f"{step}/{draw}")
-            draws.append(utils.gather_samples(rollout(engine, verifiers, more, requests, sampling, clock)))
-            data.replace_groups(batch, samples, more, draws[-1])
-        data_metrics = data.draw_metrics(draws, prompts) if args.dynamic_sampling_rounds > 0 else {}
-        if args.check_verifier_status and all(s.score == 0 for s in samples):
-            raise RuntimeError("--check_verifier_status: all scores of a step are 0; see --verifier and the prompt")
+            requests = data.requests(chosen, sampled, args.seed, f"{step}/{again}")
+            rounds.append(utils.gather_samples(rollout(engine, verifiers, more, requests, sampling, clock)))
+            source.record(chosen, rounds[-1])
+            data.replace_groups(batch, samples, more, data.best_of(rounds[-1], group))
+        data_metrics = data.draw_metrics(rounds, prompts) if args.dynamic_sampling_rounds > 0 else {}
         if args.dataset_max_filter_share > 0:
-            source.record(chosen, samples)
             data_metrics["data/problems"] = source.drop_solved()
         if sampled > group:
-            data_metrics["reward/generated_mean"] = utils.mean([s.reward for s in samples])
-            samples = data.best_of(samples, group)
+            data_metrics["reward/generated_mean"] = utils.mean([s.reward for s in rounds[0]])
         if args.vllm_enable_sleep_mode:
             engine.sleep()
         offsets = batching.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N

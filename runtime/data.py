@@ -1,13 +1,10 @@
-"""From data sets to problems, prompts and token ids. Imports no torch."""
+"""From sources to problems, prompts, token ids and the order in which a run draws them. Imports no torch."""
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import functools
-import gc
-import glob
 import hashlib
 import inspect
 import itertools
@@ -15,256 +12,267 @@ import json
 import math
 import os
 import random
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from runtime import sandbox
-from runtime.process import alone, refuse
+from runtime.process import refuse
 from runtime.records import Problem, Sample
+from runtime.sources import (
+    GYM,
+    BrokenLine,
+    cached_map,
+    digest,
+    digest_of_files,
+    gym_rows,
+    int_lists,
+    read_source,
+    refuse_broken_line,
+    rows_of,
+    source_name,
+)
 
-# For data sets, or verifiers chosen by the columns, that say nothing about the form of an answer. The first one's
-# example shows that results can be negative: what is never sampled is not learnt, and with the model's own system
-# prompt a minus is rare there.
+# For data sets, or verifiers chosen by the columns, that say nothing about the form of an answer. The example of the
+# first one shows that results can be negative: what is never sampled is never learned, and a minus sign is rare under
+# the model's own system prompt.
 SYSTEM_PROMPTS = {
     "reasoning_gym:chain_sum": "Write out the calculation: 2 - 4 = -2",
     "math": "Reason step by step and put the final answer in \\boxed{}.",
 }
-
-
 COUNTDOWN = (
     "Make {target} from the numbers {nums}: use each of them exactly once, with + - * / and brackets. Give the "
     "expression between <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."
 )
 
+# What other frameworks' data sets call a verifier: verl's column data_source and open-instruct's column dataset.
+VERIFIER_ALIASES = {
+    "gsm8k": "gsm8k",
+    "openai/gsm8k": "gsm8k",
+    "math": "math",
+    "math_dapo": "math",
+    "math_dapo_reasoning": "math",
+    "lighteval/math": "math",
+    "digitallearninggmbh/math-lighteval": "math",
+    "huggingfaceh4/math-500": "math",
+    "numina_aops_forum": "math",
+    "numina_synthetic_math": "math",
+    "numina_amc_aime": "math",
+    "numina_synthetic_amc": "math",
+    "numina_cn_k12": "math",
+    "numina_olympiads": "math",
+    "hiyouga/geometry3k": "math",
+    "code": "code",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
+    "ifeval": "ifeval",
+    "countdown": "countdown",
+}
+
+Messages = list[dict[str, str]]  # a conversation: role and content of each
+Pick = Callable[[str, list[str], int], list[str]]  # (source, keys of its problems, count) -> the chosen keys
+BadRows = list[tuple[int, str]]  # (index, what is wrong with the row)
+Request = tuple[int, int, int]  # (place of the problem in the batch, number of the response, its seed)
 
 # (verifier, ground truth, row) -> what is wrong with the ground truth, "" if nothing is: rewards.truth_error.
 # Raises ValueError for a verifier that does not exist.
 Check = Callable[[str, str, dict], str]
-READABLE = (".jsonl", ".json", ".parquet", ".csv")
 
-
-LARGE = 5000  # rows of files, or prompts, from which on several processes prepare them and the result is kept
-
+LARGE = 5000  # rows of a source, or prompts, from which on several processes prepare them and the result is cached
+FIRST = 100  # rows by which a source's columns are recognized
 
 CHAT_TEMPLATES = {
-    "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "tulu": "{% for m in messages %}<|{{ m['role'] }}|>\n"
-    "{{ m['content'] + (eos_token if m['role'] == 'assistant' else '') }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
-    # The model opens <think> itself: an opening tag in the prompt would be missing in what the verifier reads, and a
-    # thought without an end would pass for an answer.
-    "r1": "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}\n\n{% endif %}{% endfor %}"
-    "The user asks a question and the assistant solves it. First it reasons between <think> and </think>, then it "
-    "gives the result between <answer> and </answer>: <think> reasoning </think> <answer> result </answer>.\n"
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}Assistant: {{ m['content'] }}\n"
-    "{% elif m['role'] == 'user' %}User: {{ m['content'] }}\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:{% endif %}",
-    "question_answer": "{% for m in messages %}{% if m['role'] == 'assistant' %}Answer: {{ m['content'] }}\n"
-    "{% elif m['role'] == 'user' %}Question: {{ m['content'] }}\n{% else %}{{ m['content'] }}\n\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}",
+    path.stem: path.read_text(encoding="utf-8").removesuffix("\n")
+    for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))
 }
 
 
-def _files(source: str) -> list[Path]:
-    """The local files that a source names: one, several with commas between, or a pattern such as data/*.parquet."""
-    found: list[Path] = []
-    for part in source.split(","):
-        files = [Path(part)] if Path(part).is_file() else sorted(p for p in map(Path, glob.glob(part)) if p.is_file())
-        if not files and (found or Path(part).suffix in READABLE):
-            refuse(f"--dataset {part}: no such local file; give a .jsonl, .json, .parquet or .csv file, or a hub id")
-        found += files
-    return found
+# ---------------------------------------------------------------------------------------------------- rows to problems
 
 
-def read_batches(path: Path, size: int) -> Iterator[list]:
-    """The rows of one local file, ``size`` at a time: of all forms but .json and .csv no more than that is in memory.
+@dataclass(frozen=True)
+class Columns:
+    """How the rows of a source become problems."""
 
-    Raises ValueError or OSError where the file is not what its name says.
+    prompt: str  # column; a dot leads into nested columns
+    truth: str  # column of the ground truth
+    verifier: str
+    verifier_key: str | None  # column that names a row's verifiers; where it is empty, ``verifier`` counts
+    system: str | None  # system prompt
+
+
+def value_of(row: dict[str, Any], key: str) -> Any:
+    """``row[key]``, or with dots in ``key`` a nested value: reward_model.ground_truth. Raises KeyError."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, dict):
+            raise KeyError(key)
+        value = value[part]
+    return value
+
+
+def known_columns(rows: list, args) -> tuple[str, str, str, str | None]:
+    """(prompt, ground truth, verifier, verifier key) by what the first rows of a source look like.
+
+    GSM8K, MATH, countdown, verl's prepared data and open-instruct's are known by their columns; any other source has
+    ``question``, ``answer`` and the verifier last_number.
     """
-    if path.suffix == ".jsonl":
-        with open(
-            path, encoding="utf-8", newline="\n"
-        ) as lines:  # only this ends a line: others may stand inside a text
-            numbered = ((i, line) for i, line in enumerate(lines, 1) if line.strip())
-            while batch := list(itertools.islice(numbered, size)):
-                rows = []
-                for i, line in batch:
-                    try:
-                        rows.append(json.loads(line))
-                    except json.JSONDecodeError as error:
-                        raise ValueError(f"line {i}: {error}") from error
-                yield rows
-    elif path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=min(size, 2**16)):
-            if "prepared_for" not in batch.schema.names:
-                yield batch.to_pylist()
-                continue
-            ids = int_lists(batch.column("prompt_ids"))
-            rows = batch.drop_columns(["prompt_ids"]).to_pylist()
-            yield [row | {"prompt_ids": i} for row, i in zip(rows, ids, strict=True)]
-    elif path.suffix in (".json", ".csv"):
-        if path.suffix == ".json":
-            rows = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            import pyarrow.csv
-
-            rows = pyarrow.csv.read_csv(path).to_pylist()
-        if not isinstance(rows, list):
-            raise ValueError(f"holds {type(rows).__name__}, not a list of rows")
-        yield from (rows[i : i + size] for i in range(0, len(rows), size))
-    else:
-        raise ValueError(f"the name must end in one of {', '.join(READABLE)}")
-
-
-def int_lists(column) -> list[list[int]]:
-    """A column of lists of numbers as Python lists, far faster than pyarrow makes them one by one."""
-    flat, offsets = column.flatten().to_numpy().tolist(), column.offsets.to_numpy().tolist()
-    return [flat[a - offsets[0] : b - offsets[0]] for a, b in itertools.pairwise(offsets)]
-
-
-def read_source(source: str, args, size: int = 10**9) -> Iterator[list]:
-    """The raw rows of one source, at most ``size`` at a time. Ends with exit code 2 where it cannot be read."""
-    if source.startswith("reasoning_gym:"):
-        import reasoning_gym
-
-        name, _, query = source.removeprefix("reasoning_gym:").partition("?")
-        try:
-            options = {k: json.loads(v) for k, v in (pair.split("=", 1) for pair in query.split("&") if pair)}
-            options = {"size": 2000, "seed": args.seed, **options}
-            rows = [dict(row) for row in reasoning_gym.create_dataset(name, **options)]
-        except (ValueError, TypeError, AssertionError) as error:
-            refuse(f"--dataset {source}: reasoning-gym says: {error} (form: reasoning_gym:NAME?key=value&key=value)")
-        for row in rows:  # plain data only: a row travels to the reward workers
-            row["metadata"] = json.loads(json.dumps(row["metadata"], default=str))
-        yield rows
-        return
-    for path in (files := _files(source)):
-        try:
-            yield from read_batches(path, size)
-        except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
-            refuse(f"--dataset {path}: not valid {path.suffix.lstrip('.')}: {str(error).splitlines()[0]}")
-    if files:
-        return
-    import datasets
-
-    datasets.disable_progress_bars()
-    try:
-        if Path(source).is_dir():
-            found = datasets.load_from_disk(source)
-            found = found[args.dataset_split] if isinstance(found, datasets.DatasetDict) else found
-        else:
-            name, _, configuration = source.partition(":")
-            found = datasets.load_dataset(name, configuration or None, split=args.dataset_split)
-    except Exception as error:  # the hub client raises a dozen kinds for "not there"; all mean the same to the user
-        refuse(
-            f"--dataset {source} (split {args.dataset_split!r}): no such local file, no folder saved by datasets, and "
-            f"not loadable from the hub ({type(error).__name__}: {str(error).splitlines()[0][:200]}). Give .jsonl, "
-            f".json, .parquet or .csv files, a hub id (ID:CONFIGURATION where it has several), or "
-            f"reasoning_gym:NAME?key=value"
-        )
-    for start in range(0, len(found), size):
-        yield found.select(range(start, min(start + size, len(found)))).to_list()
-
-
-def columns_of(rows: list, args) -> tuple[str, str, str]:
-    """(prompt column, truth column, verifier) of a source: the flags, or else what its first rows look like.
-
-    GSM8K, MATH and countdown are known by their columns; any other has ``question``, ``answer`` and last_number.
-    """
-    first = [row for row in rows[:100] if isinstance(row, dict)]
+    first = [row for row in rows[:FIRST] if isinstance(row, dict)]
     has = {key for row in first for key in row}
-    prompt, truth, verifier = "question", "answer", "last_number"
+    # verl: data_source, prompt (messages), ability, reward_model: {style, ground_truth}, extra_info
+    if {"prompt", "reward_model"} <= has and any("ground_truth" in (row.get("reward_model") or {}) for row in first):
+        truth = "target" if {"nums", "target"} <= has else "reward_model.ground_truth"  # TinyZero's countdown
+        return "prompt", truth, "last_number", "data_source" if "data_source" in has else None
+    if {"messages", "ground_truth"} <= has:  # open-instruct
+        return "messages", "ground_truth", "last_number", "dataset" if "dataset" in has else None
     if {"nums", "target"} <= has:
-        prompt, truth, verifier = "nums", "target", "countdown"
-    elif "problem" in has and has & {"answer", "solution"}:
-        prompt, truth, verifier = "problem", "answer" if "answer" in has else "solution", "math"
-    elif any("#### " in str(row.get("answer")) for row in first):
-        verifier = "gsm8k"
-    return args.prompt_key or prompt, args.ground_truth_key or truth, args.reward_fn or args.verifier or verifier
+        return "nums", "target", "countdown", None
+    if "problem" in has and has & {"answer", "solution"}:
+        return "problem", "answer" if "answer" in has else "solution", "math", None
+    if any("#### " in str(row.get("answer")) for row in first):
+        return "question", "answer", "gsm8k", None
+    return "question", "answer", "last_number", None
 
 
-def _messages(prompt: Any, row: dict[str, Any]) -> list[dict[str, str]]:
-    """A prompt as chat messages. Raises ValueError for what is neither text nor messages nor countdown's numbers."""
+def _is_column(key: str, has: Iterable[str]) -> bool:
+    """Whether a column of this name, or the one that its first part names, is among the columns ``has``."""
+    return key in has or key.split(".")[0] in has
+
+
+def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns:
+    """The columns of a source: the flags, or else what its first rows look like.
+
+    ``batches`` of rows are read only as far as it takes. Ends with exit code 2 when no row has such a column.
+    """
+    batches = iter(batches)
+    seen = next(batches, [])
+    if source.startswith(GYM):
+        seen = [*seen, *itertools.chain.from_iterable(batches)]
+    prompt, truth, verifier, verifier_key = known_columns(seen, args)
+    prompt = args.prompt_key or prompt
+    truth = args.ground_truth_key or truth
+    has: dict[str, None] = {}  # the names of all columns, in order
+    for rows in itertools.chain([seen], batches):
+        for row in rows:
+            if isinstance(row, dict):
+                has |= dict.fromkeys(row)
+        if _is_column(prompt, has) and _is_column(truth, has):
+            break
+    for flag, key in (("--prompt_key", prompt), ("--ground_truth_key", truth)):
+        if has and not _is_column(key, has):
+            refuse(f"{flag} {key}: --dataset {source} has no such column; it has: {', '.join(map(str, has))}")
+    if source.startswith(GYM):
+        for row in seen:
+            if check("last_number", str(row.get(truth)), row):
+                verifier = "reasoning_gym"  # an answer that is no number: the task's own scorer
+    given = args.reward_fn or args.verifier
+    if args.verifier_key is not None or given:
+        verifier_key = args.verifier_key
+    system = args.system_prompt
+    if system is None:
+        system = SYSTEM_PROMPTS.get(source.split("?")[0])
+    if system is None and not args.verifier:
+        system = SYSTEM_PROMPTS.get(given or verifier)
+    return Columns(prompt, truth, given or verifier, verifier_key, system)
+
+
+def _messages(prompt: Any, row: dict[str, Any]) -> Messages:
+    """A prompt as chat messages, without the answer that may close them.
+
+    Raises ValueError for what is neither text nor messages nor countdown's numbers.
+    """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and prompt == row.get("nums") and "target" in row:
-        return [{"role": "user", "content": COUNTDOWN.format(target=row["target"], nums=", ".join(map(str, prompt)))}]
+        numbers = ", ".join(map(str, prompt))
+        return [{"role": "user", "content": COUNTDOWN.format(target=row["target"], nums=numbers)}]
     kinds = type(prompt).__name__
     if isinstance(prompt, list):
-        if all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
-        ):
-            return [{"role": m["role"], "content": m["content"]} for m in prompt]
         kinds = "a list of something else"
+        if all(_is_message(message) for message in prompt):
+            messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
+            while messages and messages[-1]["role"] == "assistant":
+                messages.pop()
+            if messages:
+                return messages
+            kinds = "only messages of the assistant"
     raise ValueError(f"its prompt must be text or chat messages with role and content, but is {kinds}")
 
 
-def make_problem(row: Any, keys: tuple[str, str, str], system: str | None, args, check: Check) -> Problem:
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _named_verifiers(row: dict[str, Any], key: str) -> str:
+    """The verifiers that a row names in a column, text or a list, by this project's names; "" where it names none."""
+    try:
+        named = value_of(row, key) or ""
+    except KeyError:
+        named = ""
+    text = ",".join(named) if isinstance(named, list) else str(named)
+    names = []
+    for name in text.split(","):
+        lower = name.strip().lower()
+        names.append("math" if lower.startswith("aime") else VERIFIER_ALIASES.get(lower, name))
+    return ",".join(names)
+
+
+def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
     """One row as a problem. Raises ValueError that says what is wrong with the row, or with its ground truth."""
-    prompt_key, truth_key, verifier = keys
     if not isinstance(row, dict):
         raise ValueError(f"is {type(row).__name__}, not an object with columns")
-    for key in (prompt_key, truth_key):
-        if key not in row:
-            raise ValueError(f"has no {key!r}")
-        if row[key] is None or row[key] != row[key] or row[key] in ("", [], {}):
+    values = []
+    for key in (columns.prompt, columns.truth):
+        try:
+            value = value_of(row, key)
+        except KeyError:
+            raise ValueError(f"has no {key!r}") from None
+        if value is None or value != value or value in ("", [], {}):
             raise ValueError(f"has an empty {key!r}")
-    messages, truth = _messages(row[prompt_key], row), row[truth_key]
-    if system:
-        messages = [{"role": "system", "content": system}, *messages]
+        values.append(value)
+    messages = _messages(values[0], row)
+    if columns.system:
+        messages = [{"role": "system", "content": columns.system}, *messages]
+    truth = values[1]
     truth = json.dumps(truth) if isinstance(truth, list | dict) else str(truth)
-    if args.verifier_key is not None:
-        named = row.get(args.verifier_key) or verifier
-        verifier = ",".join(named) if isinstance(named, list) else str(named)
+    verifier = columns.verifier
+    if columns.verifier_key is not None:
+        verifier = _named_verifiers(row, columns.verifier_key) or verifier
     try:
         wrong = check(verifier, truth, row)
     except ValueError as error:
         raise ValueError(
-            f"names a verifier that does not exist (--verifier_key {args.verifier_key}): {error}"
+            f"names a verifier that does not exist (--verifier_key {columns.verifier_key}): {error}"
         ) from error
     if wrong:
-        raise ValueError(f"has a truth that its own verifier {verifier} rejects: {truth[:80]!r} ({wrong})")
+        raise ValueError(f"has a ground truth that its own verifier {verifier} rejects: {truth[:80]!r} ({wrong})")
     return Problem(messages, truth, verifier, row)
 
 
-def look_at(source: str, rows: list, args) -> tuple[tuple[str, str, str], str | None]:
-    """(prompt column, truth column, verifier) and system prompt of a source, from its first rows.
-
-    Ends with exit code 2 when no row has such a column.
-    """
-    keys, has = columns_of(rows, args), {key: 0 for row in rows if isinstance(row, dict) for key in row}
-    for flag, key in zip(("--prompt_key", "--ground_truth_key"), keys, strict=False):
-        if has and key not in has:
-            refuse(f"{flag} {key}: --dataset {source} has no such column; it has: {', '.join(map(str, has))}")
-    usual = SYSTEM_PROMPTS.get(source.split("?")[0]) or SYSTEM_PROMPTS.get("" if args.verifier else keys[2])
-    return keys, usual if args.system_prompt is None else args.system_prompt
-
-
-def problems_of(
-    rows: list, start: int, keys: tuple[str, str, str], system: str | None, args, check: Check
-) -> tuple[list[Problem], list[tuple[int, str]]]:
+def problems_of(rows: list, start: int, columns: Columns, check: Check) -> tuple[list[Problem], BadRows]:
     """(the problems, [(index, what is wrong)] of the other rows); ``start`` is the index of the first row."""
     problems, bad = [], []
     for index, row in enumerate(rows, start):
         try:
-            problems.append(make_problem(row, keys, system, args, check))
+            problems.append(make_problem(row, columns, check))
         except ValueError as error:
             bad.append((index, str(error)))
     return problems, bad
 
 
-def report_bad_rows(bad: list[tuple[int, str]], count: int, source: str, args) -> None:
-    """End the run for rows that cannot be used, or say which are left out (``--bad_rows drop``)."""
+def report_bad_rows(bad: BadRows, count: int, source: str, args) -> None:
+    """End the run for rows that cannot be used, or print which are dropped (``--bad_rows drop``)."""
     if not bad:
         return
-    indices = ", ".join(str(index) for index, _ in bad[:20]) + (", ..." if len(bad) > 20 else "")
+    indices = ", ".join(str(index) for index, _ in bad[:20])
+    if len(bad) > 20:
+        indices += ", ..."
     found = (
         f"{len(bad)} of {count} rows of --dataset {source} cannot be used (rows {indices}); row {bad[0][0]} {bad[0][1]}"
     )
@@ -274,276 +282,261 @@ def report_bad_rows(bad: list[tuple[int, str]], count: int, source: str, args) -
         print(f"warning: --bad_rows drop: {found}")
 
 
-def source_name(source: str) -> str:
-    """A short name for the metrics: data/gsm8k_train.jsonl -> gsm8k_train, openai/gsm8k:main -> gsm8k."""
-    if source.startswith("reasoning_gym:"):
-        return source.removeprefix("reasoning_gym:").partition("?")[0]
-    path = Path(source.split(",")[0].partition(":")[0])
-    return path.name.partition(".")[0].strip("*?-_") or path.parent.name
+# ------------------------------------------------------------------------------------------------------------- sources
 
 
-def digest(*parts: bytes) -> str:
-    """A name that changes whenever one of the parts does."""
-    total = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        total.update(hashlib.blake2b(part).digest())
-    return total.hexdigest()
+CHECKED = ("messages", "truth", "verifier", "row", "wrong")  # JSON, text, text, JSON, text
 
 
-def _kept(key: str) -> Path:
-    """The file of the cache of datasets that ``kept_table`` keeps under a key."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    return Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser() / "rlvr" / f"{key}.parquet"
+def _check_batch(batch: dict[str, list], places: list[int], columns: Columns, check: Check) -> dict[str, list[str]]:
+    """A batch of a raw data set -> the columns CHECKED of its problems; of a bad row only ``wrong`` is filled."""
+    found: dict[str, list[str]] = {name: [] for name in CHECKED}
+    for row in rows_of(batch, places[0]):
+        problems, bad = problems_of([row], 0, columns, check)
+        values = dict.fromkeys(CHECKED, "")
+        if bad:
+            values["wrong"] = bad[0][1]
+        for problem in problems:
+            values["messages"] = json.dumps(problem.messages)
+            values["truth"] = problem.truth
+            values["verifier"] = problem.verifier
+            values["row"] = json.dumps(row)
+        for name, value in values.items():
+            found[name].append(value)
+    return found
 
 
-def kept_table(key: str, texts: Callable[[], list[str]], function: Callable, kinds: dict[str, Any], words: str):
-    """``function`` on batches of texts, by several processes and once only: then it is read from the cache.
+def _batches(raws: list, size: int = 1000) -> Iterator[list]:
+    """The rows of raw data sets, ``size`` at a time. Ends with exit code 2 for a line that is not JSON."""
+    for raw, files in raws:
+        for start in range(0, len(raw), size):
+            try:
+                rows = rows_of(raw[start : start + size], start)
+            except BrokenLine as error:
+                refuse_broken_line(files, error)
+            yield rows
 
-    The result is a pyarrow.Table with the columns ``kinds``, name -> datasets' name of its type. A bar on terminals.
+
+def check_rows(source: str, raws: list, args, check: Check):
+    """A data set with the columns CHECKED, one row for each of the source's: by several processes, and cached.
+
+    What a row becomes follows from the data, the arguments, and the code here, of ``check`` and of ``--reward_fn``:
+    a change of any of them is checked again.
     """
-    import pyarrow.parquet
+    import datasets
 
-    path = _kept(key)
-    if not path.exists():
-        import datasets
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        watched = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
-        (datasets.enable_progress_bars if watched else datasets.disable_progress_bars)()
-        features = datasets.Features(
-            {n: datasets.List(datasets.Value("int32")) if k == "ids" else datasets.Value(k) for n, k in kinds.items()}
-        )
-        with alone(Path(f"{path}.lock"), words):  # of several ranks one does it, and the others read
-            if not path.exists():
-                done = datasets.Dataset.from_dict({"text": texts()}).map(
-                    lambda batch: function(batch["text"]),
-                    batched=True,
-                    num_proc=min(16, len(os.sched_getaffinity(0))),
-                    remove_columns=["text"],
-                    features=features,
-                    new_fingerprint=key,
-                    desc=words,
-                )
-                beside = path.with_suffix(f".{os.getpid()}.partial")
-                done.to_parquet(beside)
-                beside.rename(path)
-    return pyarrow.parquet.read_table(path)
+    columns = look_at(source, _batches(raws), args, check)
+    code = [Path(__file__), Path(inspect.getfile(rows_of)), Path(inspect.getfile(check))]
+    for name in columns.verifier.split(","):
+        own = Path(name.rpartition(":")[0])
+        if own.is_file():
+            code.append(own)
+    rules = digest(repr(columns).encode(), digest_of_files(code).encode())
+    function = functools.partial(_check_batch, columns=columns, check=check)
+    kinds = dict.fromkeys(CHECKED, datasets.Value("string"))
+    checked = []
+    for raw, files in raws:
+        key = digest(rules.encode(), raw._fingerprint.encode())
+        try:
+            checked.append(cached_map(raw, function, kinds, key, "checking rows"))
+        except BrokenLine as error:
+            refuse_broken_line(files, error)
+    return datasets.concatenate_datasets(checked)
 
 
-def _check(
-    texts: list[str], keys: tuple[str, str, str], system: str | None, args, check: Check
-) -> dict[str, list[str]]:
-    """Rows as JSON -> columns of their problems; of a bad row only ``wrong`` says something."""
-    columns: dict[str, list[str]] = {name: [] for name in ("messages", "truth", "verifier", "row", "wrong")}
-    for text in texts:
-        problems, bad = problems_of([json.loads(text)], 0, keys, system, args, check)
-        found = {"wrong": bad[0][1]} if bad else {"truth": problems[0].truth, "verifier": problems[0].verifier}
-        if problems:
-            found |= {"messages": json.dumps(problems[0].messages), "row": text}
-        for name, values in columns.items():
-            values.append(found.get(name, ""))
-    return columns
+def _prepared(row: dict[str, Any], args) -> Problem:
+    """A row that scripts/prepare_data.py wrote, but for its ``prompt_ids``."""
+    verifier = args.reward_fn or args.verifier or row["verifier"]
+    messages = json.loads(row["messages"])
+    original = json.loads(row["row"])
+    return Problem(messages, row["truth"], verifier, original, source=row["source"], prepared_for=row["prepared_for"])
 
 
-def _read_large(source: str, read: Callable[[], list], key: str, args, check: Check) -> list[tuple[str, Problem]]:
-    """(prompt as text, problem) of each good row: ``problems_of`` by several processes, and once only.
+def _read_prepared(raw, args) -> list[Problem]:
+    """The problems of a file that scripts/prepare_data.py wrote."""
+    for flag in ("prompt_key", "ground_truth_key", "verifier_key", "system_prompt"):
+        if getattr(args, flag) is not None:
+            refuse(f"--{flag} belongs to scripts/prepare_data.py, which made --dataset {args.dataset}; give it there")
+    problems = [_prepared(row, args) for row in raw.remove_columns("prompt_ids").to_list()]
+    for problem, ids in zip(problems, int_lists(raw, "prompt_ids"), strict=True):
+        problem.prompt_ids = ids
+    return problems
 
-    ``read`` is called where it has not been done before.
-    """
 
-    def texts() -> list[str]:
-        return [json.dumps(row, default=str) for row in read()]
+def _read_checked(source: str, raws: list, args, check: Check) -> list[Problem]:
+    """The usable problems of a large source, through the cache."""
+    checked = check_rows(source, raws, args, check).to_dict()
+    bad = [(index, wrong) for index, wrong in enumerate(checked["wrong"]) if wrong]
+    report_bad_rows(bad, len(checked["wrong"]), source, args)
+    problems = []
+    columns = [checked[name] for name in CHECKED]
+    for messages, truth, verifier, row, wrong in zip(*columns, strict=True):
+        if not wrong:
+            problem = Problem(json.loads(messages), truth, verifier, json.loads(row))
+            problems.append(problem)
+    return problems
 
-    def checked(batch: list[str]) -> dict[str, list[str]]:
-        return _check(batch, *look, plain, check)
 
-    plain = SimpleNamespace(**vars(args))  # the class of args may be that of the program: other processes have none
-    look = look_at(source, read(), args) if not _kept(key).exists() else ()
-    names = ("messages", "truth", "verifier", "row", "wrong")
-    table = kept_table(key, texts, checked, dict.fromkeys(names, "string"), "checking rows")
-    columns = [table.column(name).to_pylist() for name in names]
-    report_bad_rows([(i, w) for i, w in enumerate(columns[-1]) if w], len(table), source, args)
-    good = [[value for value, w in zip(column, columns[-1], strict=True) if not w] for column in columns[:-1]]
-    messages, rows = (json.loads(f"[{','.join(good[i])}]") for i in (0, 3))  # at once: far faster than one by one
-    return list(zip(good[0], map(Problem, messages, good[1], good[2], rows), strict=True))
+def _read_small(source: str, rows: list, args, check: Check) -> list[Problem]:
+    """The usable problems of rows in memory."""
+    columns = look_at(source, [rows], args, check)
+    problems, bad = problems_of(rows, 0, columns, check)
+    report_bad_rows(bad, len(rows), source, args)
+    return problems
 
 
 def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
     """All usable problems of one source, in its order, each prompt once; the key is the prompt as text."""
-    read = functools.cache(lambda: [row for batch in read_source(source, args) for row in batch])
-    key, files = "", () if source.startswith("reasoning_gym:") else _files(source)
-    if files:  # what a problem becomes follows from these files, arguments and code
-        named = ("prompt_key", "ground_truth_key", "verifier", "verifier_key", "reward_fn", "system_prompt")
-        parts = [repr([source, *(getattr(args, name) for name in named)]).encode()]
-        own = [Path(name.rpartition(":")[0]) for name in (args.reward_fn or "").split(",")]
-        code = [Path(__file__), Path(inspect.getfile(check)), *(path for path in own if path.is_file())]
-        for path in (*files, *code):
-            with open(path, "rb") as content:
-                parts.append(hashlib.file_digest(content, "blake2b").digest())
-        key = digest(*parts)
-    if key and (_kept(key).exists() or (len(read()) >= LARGE and not _is_prepared(read()))):
-        problems = _read_large(source, read, key, args, check)
-    elif _is_prepared(rows := read()):
-        problems = [(row["messages"], _prepared(row, args)) for row in rows]
+    if source.startswith(GYM):
+        problems = _read_small(source, gym_rows(source, args.seed), args, check)
     else:
-        good, bad = problems_of(rows, 0, *look_at(source, rows, args), args, check)
-        report_bad_rows(bad, len(rows), source, args)
-        problems = [(json.dumps(p.messages), p) for p in good]
-    name, distinct = source_name(source), {}
-    for text, problem in problems:
+        raws = read_source(source, args)
+        if any("prepared_for" in raw.column_names for raw, _ in raws):
+            problems = [problem for raw, _ in raws for problem in _read_prepared(raw, args)]
+        elif sum(len(raw) for raw, _ in raws) >= LARGE:
+            problems = _read_checked(source, raws, args, check)
+        else:
+            rows = [row for batch in _batches(raws) for row in batch]
+            problems = _read_small(source, rows, args, check)
+    name = source_name(source)
+    distinct: dict[str, Problem] = {}
+    for problem in problems:
         problem.source = problem.source or name
-        distinct.setdefault(text, problem)
+        distinct.setdefault(json.dumps(problem.messages), problem)
     return distinct
 
 
-def _is_prepared(rows: list) -> bool:
-    return bool(rows) and isinstance(rows[0], dict) and "prepared_for" in rows[0]
+# ------------------------------------------------------------------------------------------------- mixtures and splits
 
 
-def _prepared(row: dict[str, Any], args) -> Problem:
-    """A row that scripts/prepare_data.py wrote."""
-    for flag in ("prompt_key", "ground_truth_key", "verifier_key", "system_prompt"):
-        if getattr(args, flag) is not None:
-            refuse(f"--{flag} belongs to scripts/prepare_data.py, which made --dataset {args.dataset}; give it there")
-    verifier, messages = args.reward_fn or args.verifier or row["verifier"], json.loads(row["messages"])
-    fields = {name: row[name] for name in ("prompt_ids", "source", "prepared_for")}
-    return Problem(messages, row["truth"], verifier, json.loads(row["row"]), **fields)
-
-
-def mixture(args) -> dict[str, float | int]:
-    """Source -> share of its problems, at most 1.0, or their number: ``--dataset_mixer``, or all of ``--dataset``."""
-    if args.dataset_mixer is None:
-        return {args.dataset: 1.0}
-    form = """for example '{"gsm8k.jsonl": 1.0, "math.jsonl": 500}': a share has a point, a number has none"""
+def mixture(text: str, flag: str) -> dict[str, float | int]:
+    """Source -> fraction of its problems, at most 1.0, or their number. ``text`` is the JSON given to ``flag``."""
+    form = """for example '{"gsm8k.jsonl": 1.0, "math.jsonl": 500}': a fraction has a point, a count has none"""
     try:
-        mixer = json.loads(args.dataset_mixer)
+        mixer = json.loads(text)
     except json.JSONDecodeError as error:
-        refuse(f"--dataset_mixer: not valid JSON ({error}); {form}")
+        refuse(f"{flag}: not valid JSON ({error}); {form}")
     if not isinstance(mixer, dict) or not mixer:
-        refuse(f"--dataset_mixer: must be a JSON object; {form}")
+        refuse(f"{flag}: must be a JSON object; {form}")
     for source, part in mixer.items():
-        if not (type(part) is int and part > 0) and not (type(part) is float and 0 < part <= 1):
+        count = type(part) is int and part > 0
+        fraction = type(part) is float and 0 < part <= 1
+        if not count and not fraction:
             refuse(
-                f"--dataset_mixer: {source!r} has {part!r}, which is no share in (0, 1] and no number above 0; {form}"
+                f"{flag}: {source!r} has {part!r}, which is neither a fraction in (0, 1] nor a count above 0; {form}"
             )
     return mixer
 
 
-def mixed_problems(args, check: Check) -> dict[str, Problem]:
-    """What ``--dataset`` or ``--dataset_mixer`` names, source by source; the key says which prompts are equal."""
+def _mix(text: str, flag: str, args, check: Check, pick: Pick) -> dict[str, Problem]:
+    """The problems of a mixture, source by source; the key says which prompts are equal: they count for the first.
+
+    ``pick`` chooses among the problems of a source where fewer than all are wanted.
+    """
     problems: dict[str, Problem] = {}
-    parts = mixture(args)
+    parts = mixture(text, flag)
     names = Counter(map(source_name, parts))
     for source, part in parts.items():
-        own = {k: p for k, p in read_problems(source, args, check).items() if k not in problems}
-        for problem in own.values() if names[source_name(source)] > 1 else ():
-            problem.source = source.replace("/", "-")
+        own = read_problems(source, args, check)
+        for same in problems.keys() & own.keys():
+            del own[same]
+        if names[source_name(source)] > 1:
+            for problem in own.values():
+                problem.source = source.replace("/", "-")
         wanted = round(part * len(own)) if isinstance(part, float) else part
-        if args.dataset_mixer is not None and not 0 < wanted <= len(own):
-            refuse(f"--dataset_mixer: {source!r} has {len(own)} distinct problems, {part} asks for {wanted}")
+        if not 0 < wanted <= len(own):
+            refuse(f"{flag}: {source!r} has {len(own)} distinct problems, {part} asks for {wanted}")
         if wanted < len(own):
-            own = {k: own[k] for k in random.Random(f"{args.seed}/{source}").sample(list(own), wanted)}
+            chosen = pick(source, list(own), wanted)
+            own = {key: own[key] for key in chosen}
         problems |= own
     return problems
 
 
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Around what makes many objects that stay: Python's collector would go through all of them, again and again."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()  # nor later, while libraries are imported and batches come and go
-        gc.enable()
+def mixed_problems(args, check: Check) -> dict[str, Problem]:
+    """The problems of ``--dataset`` or ``--dataset_mixer``, where ``--seed`` draws them; the key is the prompt."""
+    if args.dataset_mixer is None:
+        return read_problems(args.dataset, args, check)
+
+    def draw(source: str, keys: list[str], count: int) -> list[str]:
+        return random.Random(f"{args.seed}/{source}").sample(keys, count)
+
+    return _mix(args.dataset_mixer, "--dataset_mixer", args, check, draw)
 
 
-@without_collections()
+def evaluation_problems(args, check: Check) -> dict[str, Problem] | None:
+    """The first problems of ``--eval_dataset``, or of each source of ``--eval_dataset_mixer``.
+
+    None where neither is given: then a part of the training data is held out.
+    """
+    if args.eval_dataset is not None and args.eval_dataset_mixer is not None:
+        refuse("--eval_dataset and --eval_dataset_mixer: give one of them")
+    if args.eval_dataset_mixer is not None:
+
+        def first(source: str, keys: list[str], count: int) -> list[str]:
+            return keys[:count]
+
+        found = _mix(args.eval_dataset_mixer, "--eval_dataset_mixer", args, check, first)
+        return found if args.eval_prompts > 0 else {}
+    if args.eval_dataset is not None:
+        found = read_problems(args.eval_dataset, args, check)
+        return dict(itertools.islice(found.items(), args.eval_prompts))
+    return None
+
+
 def load_problems(args, check: Check) -> tuple[list[Problem], list[Problem]]:
     """(training problems, evaluation problems), disjoint: no prompt of the second is ever trained on.
 
     Rows with the same prompt count once. The split is a permutation seeded by ``--seed``: the first ``eval_prompts``
-    distinct prompts are for evaluation, the rest for training; with ``--eval_dataset`` the first ones there are. Ends
-    with exit code 2 for an unknown data set or column and when too few problems are left.
+    distinct prompts are for evaluation, the rest for training, unless evaluation data are given. Ends with exit code 2
+    for an unknown data set or column and when too few problems are left.
     """
     problems = mixed_problems(args, check)
-    apart = read_problems(args.eval_dataset, args, check) if args.eval_dataset is not None else {}
-    evaluation = list(apart.values())[: args.eval_prompts]
-    for same in list(apart)[: args.eval_prompts]:
+    apart = evaluation_problems(args, check)
+    for same in apart or ():
         problems.pop(same, None)
     training = list(problems.values())
     random.Random(args.seed).shuffle(training)
-    if args.eval_dataset is None:
-        evaluation, training = training[: args.eval_prompts], training[args.eval_prompts :]
+    if apart is None:
+        evaluation = training[: args.eval_prompts]
+        training = training[args.eval_prompts :]
+    else:
+        evaluation = list(apart.values())
     check_sandbox([*training, *evaluation], args)
     check_enough(training, evaluation, args)
     return training, evaluation
 
 
 def check_enough(training: list[Problem], evaluation: list[Problem], args) -> None:
-    """Refuse too few problems for one step, or none to evaluate on where that was asked."""
+    """Refuse too few problems for one step, or none to evaluate on where evaluation was asked for."""
     if len(training) < args.num_unique_prompts_rollout:
-        filtered = " that --overlong_prompts filter has left" if args.overlong_prompts == "filter" else ""
+        filtered = " left by --overlong_prompts filter" if args.overlong_prompts == "filter" else ""
         refuse(
-            f"--dataset {args.dataset} has {len(training) + len(evaluation)} distinct problems{filtered}; "
-            f"--eval_prompts {args.eval_prompts} leaves {len(training)}, fewer than --num_unique_prompts_rollout "
-            f"{args.num_unique_prompts_rollout}"
+            f"--dataset {args.dataset_mixer or args.dataset} has {len(training) + len(evaluation)} distinct "
+            f"problems{filtered}; --eval_prompts {args.eval_prompts} leaves {len(training)}, fewer than "
+            f"--num_unique_prompts_rollout {args.num_unique_prompts_rollout}"
         )
     if args.eval_prompts > 0 and not evaluation:
-        refuse(f"--eval_prompts {args.eval_prompts}: none is left (--overlong_prompts {args.overlong_prompts})")
+        refuse(f"--eval_prompts {args.eval_prompts}: no problem is left (--overlong_prompts {args.overlong_prompts})")
 
 
 def check_sandbox(problems: list[Problem], args) -> None:
     """Refuse to run models' programs where the kernel gives no sandbox, unless that is accepted."""
-    if any("code" in p.verifier.split(",") for p in problems) and (why := sandbox.namespaces_refused()):
-        if not args.allow_unsafe_code_exec:
-            refuse(
-                f"the verifier code has no sandbox here: the kernel gives no namespaces ({why}). Run where user "
-                f"namespaces are allowed, or accept limits of time and memory alone by --allow_unsafe_code_exec"
-            )
-        if os.environ.get("RANK", "0") == "0":
-            print(f"warning: --allow_unsafe_code_exec: programs run with this user's rights, no sandbox ({why})")
+    if not any("code" in problem.verifier.split(",") for problem in problems):
+        return
+    why = sandbox.namespaces_refused()
+    if not why:
+        return
+    if not args.allow_unsafe_code_exec:
+        refuse(
+            f"the verifier code has no sandbox here: the kernel provides no namespaces ({why}). Run where user "
+            f"namespaces are allowed, or accept time and memory limits alone with --allow_unsafe_code_exec"
+        )
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: --allow_unsafe_code_exec: programs run with this user's rights, no sandbox ({why})")
 
 
-@functools.lru_cache(maxsize=2)  # a step crosses at most one border, if it is not larger than the data
-def _pass_order(number: int, problems: int, seed: int, shuffle: bool) -> list[int]:
-    """The order of one pass over the data."""
-    order = list(range(problems))
-    if shuffle:
-        random.Random(f"{seed}/{number}").shuffle(order)
-    return order
-
-
-def prompts_at(position: int, count: int, num_problems: int, seed: int, shuffle: bool) -> list[int]:
-    """Indices of ``count`` problems, the first being number ``position`` of the run: a pure function of a counter.
-
-    Every pass over the data is a permutation of its own, seeded by ``seed`` and the pass; a step may cross a border.
-    """
-    places = (divmod(p, num_problems) for p in range(position, position + count))
-    return [_pass_order(number, num_problems, seed, shuffle)[place] for number, place in places]
-
-
-def sampling_seed(seed: int, step: int | str, prompt_id: int, sample_id: int) -> int:
-    """Seed of one sample: what it says depends on these four numbers, not on what the engine did before."""
-    digest = hashlib.sha256(f"{seed}/{step}/{prompt_id}/{sample_id}".encode()).digest()
-    return int.from_bytes(digest[:4], "little")
-
-
-def requests(chosen: Sequence[int], count: int, seed: int, step: int | str) -> list[tuple[int, int, int]]:
-    """(place in the batch, sample number, seed) of ``count`` responses to each of the problems ``chosen``.
-
-    A problem that stands twice there, where one pass over the data ends and the next begins, gets other seeds then.
-    """
-    again = [chosen[:place].count(i) * count for place, i in enumerate(chosen)]
-    return [(p, k, sampling_seed(seed, step, i, again[p] + k)) for p, i in enumerate(chosen) for k in range(count)]
-
-
-def eval_requests(problems: int, args) -> tuple[list[tuple[int, int, int]], dict[str, Any]]:
-    """The requests of an evaluation, with the same seeds in each of a run, and how they are sampled."""
-    count = args.eval_samples if args.eval_temperature > 0 else 1
-    sampling = {"temperature": args.eval_temperature, "top_p": args.eval_top_p, "top_k": args.eval_top_k}
-    sampling |= {"max_tokens": args.max_response_length, "stop": list(args.stop), "ignore_eos": args.ignore_eos}
-    return requests(range(problems), count, args.seed, "eval"), sampling
+# --------------------------------------------------------------------------------------------------------- token ids
 
 
 def chat_template(args) -> str | None:
@@ -553,24 +546,23 @@ def chat_template(args) -> str | None:
     if args.chat_template in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[args.chat_template]
     if Path(args.chat_template).is_file():
-        return Path(args.chat_template).read_text()
+        return Path(args.chat_template).read_text(encoding="utf-8")
     refuse(f"--chat_template {args.chat_template}: neither a file nor one of {', '.join(CHAT_TEMPLATES)}")
 
 
 def prompt_key(tokenizer, args) -> str:
-    """Changes whenever the same messages could become other ids: it names the tokenizer and the template."""
+    """A name of tokenizer and template: it changes whenever the same messages could become other ids."""
+    given = chat_template(args)
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
-    template = chat_template(args) or tokenizer.get_chat_template()
-    text = json.dumps(
-        [state, template, chat_template(args) is None, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}]
-    )
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    text = json.dumps([state, given or tokenizer.get_chat_template(), given is None, special])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def render(conversations: list[list[dict[str, str]]], tokenizer, template: str | None) -> list[list[int]]:
-    """Token ids of prompts. The tokenizer's own template writes all special tokens itself.
+def render(conversations: list[Messages], tokenizer, template: str | None) -> list[list[int]]:
+    """Token ids of prompts. The tokenizer's own template (``template`` None) writes all special tokens itself.
 
-    Of the others a tokenizer that begins every text with a BOS gets one, and only one.
+    With another one, a tokenizer that begins every text with a BOS gets exactly one.
     """
     if not conversations:
         return []
@@ -579,60 +571,75 @@ def render(conversations: list[list[dict[str, str]]], tokenizer, template: str |
         for messages in conversations
     ]
     prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    if template is None or (bos := tokenizer.bos_token_id) is None or tokenizer("")["input_ids"][:1] != [bos]:
+    if template is None:
+        return prompts
+    bos = tokenizer.bos_token_id
+    if bos is None or tokenizer("")["input_ids"][:1] != [bos]:
         return prompts
     return [ids if ids[:1] == [bos] else [bos, *ids] for ids in prompts]
 
 
-def _render_many(conversations: list[list[dict[str, str]]], tokenizer, args) -> list[list[int]]:
-    """``render`` by several processes, and once only. The key of the cache holds messages, template and tokenizer."""
+def _render_batch(batch: dict[str, list], places: list[int], tokenizer, template: str | None) -> dict[str, list]:
+    """A batch of conversations as JSON -> their token ids."""
+    return {"ids": render([json.loads(text) for text in batch["messages"]], tokenizer, template)}
+
+
+def render_cached(dataset, tokenizer, args) -> list[list[int]]:
+    """``render`` of the column ``messages`` (JSON) of a data set: by several processes, and cached."""
+    import datasets
+
     template = chat_template(args)
-
-    def texts() -> list[str]:
-        return [json.dumps(messages) for messages in conversations]
-
-    def ids(batch: list[str]) -> dict[str, list]:
-        return {"ids": render([json.loads(text) for text in batch], tokenizer, template)}
-
-    key = digest(prompt_key(tokenizer, args).encode(), json.dumps(conversations).encode())
-    table = kept_table(key, texts, ids, {"ids": "ids"}, "tokenising prompts")
-    return [ids for chunk in table.column("ids").chunks for ids in int_lists(chunk)]
+    function = functools.partial(_render_batch, tokenizer=tokenizer, template=template)
+    kinds = {"ids": datasets.List(datasets.Value("int32"))}
+    key = digest(prompt_key(tokenizer, args).encode(), dataset._fingerprint.encode())
+    return int_lists(cached_map(dataset, function, kinds, key, "tokenizing prompts"), "ids")
 
 
 def shorten(ids: list[int], args) -> list[int] | None:
-    """A prompt as ``--overlong_prompts`` leaves it: whole if it is not too long, cut at one end, or None: left out."""
+    """A prompt as ``--overlong_prompts`` leaves it: whole, truncated at one end, or None where it is left out."""
     most = args.max_prompt_length
     if len(ids) <= most:
         return ids
-    return {"left": ids[-most:], "right": ids[:most]}.get(args.overlong_prompts)
+    if args.overlong_prompts == "left":
+        return ids[-most:]
+    if args.overlong_prompts == "right":
+        return ids[:most]
+    return None
 
 
-@without_collections()
 def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
-    """Fill ``prompt_ids``. One tokenisation for sampler and trainer, special tokens as the template wrote them.
+    """Fill ``prompt_ids``: one tokenization for sampler and trainer, special tokens as the template wrote them.
 
-    Returns the problems that ``--overlong_prompts`` keeps: with error a prompt longer than ``--max_prompt_length`` ends
-    the run with exit code 2, with filter it is left out, with left or right so many tokens are cut there.
+    Returns the problems that ``--overlong_prompts`` keeps. A prompt longer than ``--max_prompt_length`` ends the run
+    with exit code 2 (error), is left out (filter), or is truncated (left, right).
     """
-    makers = {p.prepared_for for p in problems} - {""}
+    makers = {problem.prepared_for for problem in problems} - {""}
     if makers and makers != {prompt_key(tokenizer, args)}:
         refuse(
             f"--dataset {args.dataset} was prepared for another tokenizer or --chat_template than that of "
             f"--model_name_or_path {args.model_name_or_path}; run scripts/prepare_data.py with these"
         )
-    missing = [p for p in problems if not p.prepared_for]
-    conversations = [p.messages for p in missing]
-    many = len(missing) >= LARGE
-    found = (
-        _render_many(conversations, tokenizer, args) if many else render(conversations, tokenizer, chat_template(args))
-    )
+    missing = [problem for problem in problems if not problem.prepared_for]
+    if len(missing) >= LARGE:
+        import datasets
+
+        texts = [json.dumps(problem.messages) for problem in missing]
+        found = render_cached(datasets.Dataset.from_dict({"messages": texts}), tokenizer, args)
+    else:
+        found = render([problem.messages for problem in missing], tokenizer, chat_template(args))
     for problem, ids in zip(missing, found, strict=True):
         problem.prompt_ids = ids
-    most, how = args.max_prompt_length, args.overlong_prompts
-    long = [p for p in problems if len(p.prompt_ids) > most]
+    return _without_overlong(problems, args)
+
+
+def _without_overlong(problems: list[Problem], args) -> list[Problem]:
+    """What ``--overlong_prompts`` makes of problems whose ``prompt_ids`` are filled."""
+    most = args.max_prompt_length
+    how = args.overlong_prompts
+    long = [problem for problem in problems if len(problem.prompt_ids) > most]
     if not long:
         return problems
-    longest = max(len(p.prompt_ids) for p in long)
+    longest = max(len(problem.prompt_ids) for problem in long)
     words = (
         f"{len(long)} of {len(problems)} prompts are longer than --max_prompt_length {most} tokens, the longest has "
         f"{longest}; the first has {len(long[0].prompt_ids)}: {long[0].messages[-1]['content'][:80]!r}"
@@ -643,78 +650,166 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
         print(f"warning: --overlong_prompts {how}: {words}")
     for problem in long:
         problem.prompt_ids = shorten(problem.prompt_ids, args) or []
-    return [p for p in problems if p.prompt_ids]
+    return [problem for problem in problems if problem.prompt_ids]
 
 
 def render_problems(training: list[Problem], evaluation: list[Problem], tokenizer, args) -> tuple[list, list]:
-    """``render_prompts`` of a run's problems: those of both kinds that are kept, or exit code 2 where too few are."""
-    training, evaluation = (render_prompts(part, tokenizer, args) for part in (training, evaluation))
+    """``render_prompts`` of a run's problems: those that are kept of both kinds, or exit code 2 where too few are."""
+    training = render_prompts(training, tokenizer, args)
+    evaluation = render_prompts(evaluation, tokenizer, args)
     check_enough(training, evaluation, args)
     return training, evaluation
 
 
-def token_rewards(samples: list[Sample], decode, args) -> list[float]:
+# ------------------------------------------------------------------------------------------ the order of a run's draws
+
+
+@functools.lru_cache(maxsize=2)  # a step that is not larger than the data meets at most two epochs
+def _epoch_order(number: int, problems: int, seed: int, shuffle: bool) -> list[int]:
+    """The order of one epoch over the data."""
+    order = list(range(problems))
+    if shuffle:
+        random.Random(f"{seed}/{number}").shuffle(order)
+    return order
+
+
+def prompts_at(position: int, count: int, num_problems: int, seed: int, shuffle: bool) -> list[int]:
+    """Indices of ``count`` problems, the first being number ``position`` of the run: a pure function of a counter.
+
+    Every epoch has a permutation of its own, seeded by ``seed`` and its number; a step may span two epochs.
+    """
+    found = []
+    for place in range(position, position + count):
+        epoch, index = divmod(place, num_problems)
+        found.append(_epoch_order(epoch, num_problems, seed, shuffle)[index])
+    return found
+
+
+def sampling_seed(seed: int, step: int | str, prompt_id: int, sample_id: int) -> int:
+    """Seed of one response: it depends on these four numbers, not on what the engine did before."""
+    hashed = hashlib.sha256(f"{seed}/{step}/{prompt_id}/{sample_id}".encode()).digest()
+    return int.from_bytes(hashed[:4], "little")
+
+
+def requests(chosen: Sequence[int], count: int, seed: int, step: int | str) -> list[Request]:
+    """(place in the batch, number of the response, seed) of ``count`` responses to each of the problems ``chosen``.
+
+    A problem that is drawn twice, where one epoch ends and the next begins, gets different seeds the second time.
+    """
+    wanted = []
+    for place, problem in enumerate(chosen):
+        before = count * chosen[:place].count(problem)
+        for k in range(count):
+            wanted.append((place, k, sampling_seed(seed, step, problem, before + k)))
+    return wanted
+
+
+def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
+    """(the requests of an evaluation, its sampling parameters); the seeds are the same in every evaluation of a run."""
+    count = args.eval_samples if args.eval_temperature > 0 else 1
+    sampling = {
+        "temperature": args.eval_temperature,
+        "top_p": args.eval_top_p,
+        "top_k": args.eval_top_k,
+        "max_tokens": args.max_response_length,
+        "stop": list(args.stop),
+        "ignore_eos": args.ignore_eos,
+    }
+    return requests(range(problems), count, args.seed, "eval"), sampling
+
+
+def token_rewards(samples: list[Sample], decode: Callable[..., str], args) -> list[float]:
     """The task's reward of every response token, one response after the other: all of it on the last one, 0 before.
 
-    With --dense_reward a score on the way goes to the token that completes its characters. ``decode``: ids -> text.
+    With ``--dense_reward`` an intermediate score goes to the token that completes its characters. ``decode``: token ids
+    -> text.
     """
     found = []
     for sample in samples:
-        cut, ids, rewards = sample.finish_reason == "length", sample.response_ids, [0.0] * len(sample.response_ids)
-        steps = sample.reward_steps if args.dense_reward != "none" else ()
-        if not steps or (cut and args.mask_no_eos_with_zero):
-            rewards[-1] = sample.reward
+        masked = sample.finish_reason == "length" and args.mask_no_eos_with_zero
+        if args.dense_reward != "none" and sample.reward_steps and not masked:
+            found += _dense_rewards(sample, decode, args)
         else:
-            rewards[-1] = -cut * args.non_stop_penalty
-            before, limit = -args.reward_bias * args.reward_scaling, args.max_reward_clip or math.inf
-            length = lambda t, ids=ids: len(decode(ids[: t + 1], skip_special_tokens=True))  # noqa: E731
-            for characters, score in steps:
-                place = min(bisect.bisect_left(range(len(ids)), characters, key=length), len(ids) - 1)
-                shaped = max(-limit, min(limit, (score - args.reward_bias) * args.reward_scaling))
-                rewards[place] += shaped - before if args.dense_reward == "difference" else shaped
-                before = shaped
-        found += rewards
+            found += [0.0] * (len(sample.response_ids) - 1) + [sample.reward]
     return found
+
+
+def _dense_rewards(sample: Sample, decode: Callable[..., str], args) -> list[float]:
+    """``token_rewards`` of a response with intermediate scores, shaped as its reward is.
+
+    sum: every score counts in full. difference: what a score adds to the one before; the rewards sum to the response's
+    reward. What the last score does not hold (penalties, other verifiers, a reward model) is on the last token.
+    """
+    ids = sample.response_ids
+    limit = args.max_reward_clip or math.inf
+
+    def shaped(score: float) -> float:
+        return max(-limit, min(limit, (score - args.reward_bias) * args.reward_scaling))
+
+    def characters(place: int) -> int:
+        return len(decode(ids[: place + 1], skip_special_tokens=True))
+
+    rewards = [0.0] * len(ids)
+    start = shaped(0.0) if args.dense_reward == "difference" else 0.0
+    before = start
+    for end, score in sample.reward_steps:
+        place = bisect.bisect_left(range(len(ids)), end, key=characters)
+        place = min(place, len(ids) - 1)
+        rewards[place] += shaped(score) - (before if args.dense_reward == "difference" else 0.0)
+        before = shaped(score)
+    rewards[-1] += sample.reward - (before - start)
+    return rewards
 
 
 def best_of(samples: list[Sample], count: int) -> list[Sample]:
     """The ``count`` samples of highest reward to each prompt, the first of equal ones, in the order they came in."""
-    ranked: dict[int, list[int]] = {}
-    for i in sorted(range(len(samples)), key=lambda i: -samples[i].reward):
-        ranked.setdefault(samples[i].prompt_id, []).append(i)
-    return [samples[i] for i in sorted(i for places in ranked.values() for i in places[:count])]
+    ranked = sorted(range(len(samples)), key=lambda i: -samples[i].reward)
+    taken: Counter[int] = Counter()
+    kept = []
+    for i in ranked:
+        prompt = samples[i].prompt_id
+        if taken[prompt] < count:
+            taken[prompt] += 1
+            kept.append(i)
+    return [samples[i] for i in sorted(kept)]
 
 
 def equal_groups(samples: list[Sample]) -> list[int]:
-    """The places in the batch whose responses all have the same reward: nothing can be learnt there."""
+    """The places in the batch whose responses all have the same reward: they carry no signal."""
     rewards: dict[int, set[float]] = {}
     for sample in samples:
         rewards.setdefault(sample.prompt_id, set()).add(sample.reward)
-    return [place for place, values in sorted(rewards.items()) if len(values) == 1]
+    return sorted(place for place, values in rewards.items() if len(values) == 1)
 
 
 def replace_groups(batch: list[Problem], samples: list[Sample], more: list[Problem], new: list[Sample]) -> None:
-    """Put new groups whose rewards differ in the places of those whose do not, as many as there are; in place.
+    """Replace groups of equal reward by new groups whose rewards differ, as many as there are; in place.
 
     ``samples`` answer ``batch``, ``new`` the problems ``more``; both are ordered by place, with equally many to each.
     """
-    group, useless = len(samples) // len(batch), set(equal_groups(new))
-    useful = (p for p in range(len(more)) if p not in useless)
-    for place, p in zip(equal_groups(samples), useful, strict=False):
-        batch[place] = more[p]
-        samples[place * group : (place + 1) * group] = [
-            dataclasses.replace(s, prompt_id=place) for s in new[p * group : (p + 1) * group]
-        ]
+    group = len(samples) // len(batch)
+    useless = set(equal_groups(new))
+    useful = [place for place in range(len(more)) if place not in useless]
+    for place, other in zip(equal_groups(samples), useful, strict=False):
+        batch[place] = more[other]
+        replacement = new[other * group : (other + 1) * group]
+        samples[place * group : (place + 1) * group] = [dataclasses.replace(s, prompt_id=place) for s in replacement]
 
 
 def draw_metrics(rounds: list[list[Sample]], prompts: int) -> dict[str, float]:
     """What all draws of a step found, before groups of equal reward were replaced: dynamic sampling hides it."""
-    groups = [len({s.prompt_id for s in drawn}) for drawn in rounds]
+    groups = 0
+    equal = 0
+    rewards = []
+    for drawn in rounds:
+        groups += len({sample.prompt_id for sample in drawn})
+        equal += len(equal_groups(drawn))
+        rewards += [sample.reward for sample in drawn]
     return {
         "data/rounds": len(rounds) - 1,
-        "data/dropped": sum(groups) - prompts,
-        "data/zero_std_frac": sum(len(equal_groups(drawn)) for drawn in rounds) / sum(groups),
-        "data/reward_mean": sum(s.reward for drawn in rounds for s in drawn) / sum(map(len, rounds)),
+        "data/dropped": groups - prompts,
+        "data/zero_std_frac": equal / groups,
+        "data/reward_mean": sum(rewards) / len(rewards),
     }
 
 
@@ -746,7 +841,8 @@ class Prompts:
     def __init__(self, problems: list[Problem], args):
         self.problems = problems
         self.args = args
-        self.state = DrawState(kept=list(range(len(problems))), rates=[0.0] * len(problems))
+        count = len(problems)
+        self.state = DrawState(kept=list(range(count)), rates=[0.0] * count)
 
     def draw(self, count: int) -> tuple[list[int], list[Problem]]:
         """The next ``count`` problems: (their indices, the problems). Identical on every rank."""
@@ -761,7 +857,8 @@ class Prompts:
         group = len(samples) // len(chosen)
         for place, index in enumerate(chosen):
             own = samples[place * group : (place + 1) * group]
-            self.state.rates[index] = sum(s.reward_parts.get("correct", s.score) for s in own) / group
+            correct = [sample.reward_parts.get("correct", sample.score) for sample in own]
+            self.state.rates[index] = sum(correct) / group
 
     def drop_solved(self) -> int:
         """Drop solved problems if an epoch has ended since the last call; the number of problems still drawn."""

@@ -151,6 +151,8 @@ class RunFlags:
     """Split of a hub data set or of a saved folder."""
     eval_dataset: str | None = None
     """Evaluation data set; its first eval_prompts problems are excluded from training. Default: a part of dataset."""
+    eval_dataset_mixer: str | None = None
+    """Several evaluation sources instead, as JSON: {"a": 32, "b": 1.0} takes the first 32 problems of a, all of b."""
     prompt_key: str | None = None
     """Column of the prompt: text or a list of chat messages. Default: question; known for MATH and countdown."""
     ground_truth_key: str | None = None
@@ -222,7 +224,11 @@ class RunFlags:
     eval_top_k: int = 0
     """Top-k sampling in evaluation. 0 disables."""
 
-    # ---- engine
+    # ---- generation
+    max_response_length: int = 32
+    """Maximum response length in tokens; longer responses are truncated."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer's log-probs are taken at the same temperature."""
     rollout: Literal["vllm", "hf"] = "vllm"
     """Generation backend: vLLM, or transformers' generate (slow, no extra dependency)."""
     rollout_timeout: float = 1800.0
@@ -404,16 +410,6 @@ def check_training(args: RunFlags) -> None:
                 args.generation_size is not None and args.generation_size < group,
                 f"--generation_size {args.generation_size} is less than --num_samples_per_prompt_rollout {group}, "
                 f"which are kept",
-            ),
-            (
-                args.generation_size is not None and args.dynamic_sampling_rounds > 0,
-                "--generation_size keeps the best responses of a prompt and --dynamic_sampling_rounds replaces "
-                "prompts whose responses score alike; give one of them",
-            ),
-            (
-                args.dataset_max_filter_share > 0 and args.dynamic_sampling_rounds > 0,
-                "--dataset_max_filter_share drops solved problems after an epoch and --dynamic_sampling_rounds "
-                "replaces them in a step; give one of them",
             ),
             (
                 args.dataset_max_filter_share == 1 or not 0 < args.dataset_filter_threshold <= 1,

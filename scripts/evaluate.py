@@ -5,7 +5,7 @@
     python scripts/evaluate.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k_test.jsonl \\
         --eval_prompts 200 --eval_temperature 0 --max_prompt_length 512 --max_response_length 512
 
-Takes the flags that every run has (runtime/flags.py) and --max_response_length. Without --run, or with
+Takes the flags that every run has (runtime/flags.py). Without --run, or with
 other data than the run's, the problems are the first --eval_prompts of --dataset (0: all of them). Two more flags:
 
     --run FOLDER       take arguments, model and held-out problems from this run; flags given here override its own
@@ -45,8 +45,6 @@ class Args(RunFlags):
     """Problems to ask. 0: all of them."""
     eval_samples: int = 1
     """Responses per problem."""
-    max_response_length: int = 32
-    """Maximum response length in tokens; longer responses are truncated."""
     num_unique_prompts_rollout: tyro.conf.Suppress[int] = 1  # what a run's split must leave for training
 
 
@@ -83,8 +81,8 @@ def problems_of(args: Args, held_out: Args | None) -> list[Problem]:
             )
         problems = problems[: args.eval_prompts]
     else:
-        if args.eval_dataset is not None:
-            process.refuse("--eval_dataset is for a run; name what to evaluate on by --dataset")
+        if args.eval_dataset is not None or args.eval_dataset_mixer is not None:
+            process.refuse("--eval_dataset is for a run; name what to evaluate on by --dataset or --dataset_mixer")
         problems = list(data.mixed_problems(args, truth_error).values())[: args.eval_prompts or None]
         data.check_sandbox(problems, args)
     if not problems:

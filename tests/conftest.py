@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -17,6 +18,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a core and a port of its own for each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # but what a test has launched keeps the port of its launcher
         os.environ.pop("MASTER_PORT", None)
+CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # the cache of datasets, also of the processes tests start
+os.environ["HF_DATASETS_CACHE"] = CACHE.name
 ROOT = Path(__file__).resolve().parent.parent
 
 from runtime import data, process, records, rundir  # noqa: E402

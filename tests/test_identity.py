@@ -31,8 +31,9 @@ if __name__ == "__main__":"""
 def edit(script: Path, factor: float) -> None:
     """Copy grpo.py and scale its loss, as a user would try out a loss of their own."""
     source = (ROOT / "grpo.py").read_text()
-    assert source.count('\nif __name__ == "__main__":') == 1
-    script.write_text(source.replace('\nif __name__ == "__main__":', EDIT.format(factor=factor)))
+    start, entry, end = source.rpartition('\nif __name__ == "__main__":')
+    assert entry
+    script.write_text(start + EDIT.format(factor=factor) + end)
     sys.modules.pop(script.stem, None)
     identity._digests.cache_clear()
 

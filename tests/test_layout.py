@@ -11,7 +11,7 @@ TOP = {"grpo", "ppo", "utils", "rewards", "kl_estimators"}
 RANKS = [
     {"runtime.libraries"},
     {"runtime.process", "runtime.records"},
-    {"runtime.sandbox", "runtime.data", "runtime.batching", "runtime.watchdog"},
+    {"runtime.sandbox", "runtime.sources", "runtime.data", "runtime.batching", "runtime.watchdog"},
     {"runtime.flags"},
     {"runtime.identity"},
     {"runtime.rundir", "runtime.runlog", "runtime.checkpoints"},

@@ -6,6 +6,7 @@ import ast
 import copy
 import dataclasses
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from conftest import ROOT, make_samples, read_jsonl, run_here, tiny_args
 
 import grpo
 import ppo
+import rewards
 import utils
 from ppo import Args, ValueNormalizer, explained_variance, gae, value_loss, whiten
 from runtime import batching, data, rundir
@@ -219,29 +221,52 @@ def test_the_reward_is_on_exactly_the_last_token(length, finish):
     assert rewards[[b - 1 for b in offsets[1:]]].tolist() == [1, 2, 3, 4, 5, 6]
 
 
+def dense(finish: str = "stop", score: float = 1.0, steps=((2, 0.5), (4, 0.25), (9, 1.0)), **changes):
+    """(the shaped reward, the token rewards) of one response of five tokens."""
+    sample = make_samples(1, 1)[0]
+    sample.response_ids, sample.finish_reason = [0, 1, 2, 3, 9], finish
+    words = ["a", "bcd", "", "efghi", ""]  # ends after 1, 4, 4, 9, 9 characters
+    args = Args(**{"dense_reward": "sum", **changes})
+    rewards.shape_reward(sample, rewards.Reward(score, steps=steps), args)
+
+    def decode(ids, skip_special_tokens):
+        return "".join(words[min(i, 4)] for i in ids)
+
+    return sample.reward, data.token_rewards([sample], decode, args)
+
+
 def test_dense_rewards():
-    """Each score on the token that completes its characters; differences add up to the last score."""
+    """Each score is on the token that completes its characters; without steps the reward is on the last token."""
+    assert dense()[1] == [0, 0.75, 0, 1, 0]
+    assert dense(dense_reward="difference")[1] == [0, 0.25, 0, 0.75, 0]
+    assert dense(dense_reward="none")[1] == dense(steps=())[1] == [0, 0, 0, 0, 1]
+    assert dense("length")[1] == [0, 0, 0, 0, 0]  # mask_no_eos_with_zero: its reward is that of score 0
+    assert dense("length", mask_no_eos_with_zero=False, non_stop_penalty=2)[1] == [0, 0.75, 0, 1, -2]
+    clipped = {"reward_scaling": 10, "reward_bias": 0.5, "max_reward_clip": 3}
+    assert dense(steps=((99, 1.0),), **clipped)[1] == [0, 0, 0, 0, 3]
 
-    def found(finish="stop", steps=((2, 0.5), (4, 0.25), (9, 1.0)), **changes):
-        sample = make_samples(1, 1)[0]
-        sample.response_ids, sample.reward_steps, sample.finish_reason = [0, 1, 2, 3, 9], steps, finish
-        sample.reward = 7.0
-        words = ["a", "bcd", "", "efghi", ""]  # ends after 1, 4, 4, 9, 9 characters
 
-        def decode(ids, skip_special_tokens):
-            return "".join(words[min(i, 4)] for i in ids)
+DENSE_SHAPING = {
+    "penalties": {"overlong_buffer": 28, "max_response_length": 32, "repetition_penalty": 0.5},
+    "truncation": {"finish": "length", "mask_no_eos_with_zero": False, "non_stop_penalty": 2},
+    "another verifier or a reward model": {"score": 1.3},
+    "a shut gate": {"score": 0.0},
+    "bias, scale and clip": {"reward_scaling": 10, "reward_bias": 0.5, "max_reward_clip": 3},
+    "bias and penalty": {"reward_bias": 0.25, "overlong_buffer": 32, "max_response_length": 32},
+}
 
-        return data.token_rewards([sample], decode, Args(dense_reward="sum", **changes) if changes.get(
-            "dense_reward") is None else Args(**changes))  # fmt: skip
 
-    assert found() == [0, 0.75, 0, 1, 0]
-    assert found(dense_reward="difference") == [0, 0.25, 0, 0.75, 0]
-    assert found(dense_reward="none") == found(steps=()) == [0, 0, 0, 0, 7]
-    assert found("length") == [0, 0, 0, 0, 7]  # mask_no_eos_with_zero: its reward is that of score 0
-    assert found("length", mask_no_eos_with_zero=False, non_stop_penalty=2) == [0, 0.75, 0, 1, -2]
-    assert found(steps=((99, 1.0),), reward_scaling=10, reward_bias=0.5, max_reward_clip=3) == [0, 0, 0, 0, 3]
-    shaped = found(dense_reward="difference", reward_scaling=10, reward_bias=0.5)
-    assert shaped == [0, 2.5, 0, 7.5, 0]  # the bias cancels, the scale stays
+@pytest.mark.parametrize("case", DENSE_SHAPING)
+def test_dense_rewards_hold_all_of_the_reward(case):
+    """difference: they sum to the reward that is logged. sum: what the last score lacks is on the last token."""
+    reward, found = dense(dense_reward="difference", **DENSE_SHAPING[case])
+    assert sum(found) == pytest.approx(reward, abs=1e-12)
+    reward, found = dense(dense_reward="sum", **DENSE_SHAPING[case])
+    args = Args(**{k: v for k, v in DENSE_SHAPING[case].items() if k not in ("finish", "score")})
+    limit = args.max_reward_clip or math.inf
+    shaped = [max(-limit, min(limit, (s - args.reward_bias) * args.reward_scaling)) for s in (0.5, 0.25, 1.0)]
+    assert found[:4] == [0, shaped[0] + shaped[1], 0, shaped[2]]
+    assert found[4] == pytest.approx(reward - shaped[2], abs=1e-12)
 
 
 def test_whitening():
@@ -680,8 +705,6 @@ def test_all_rewards_zero_end_the_run_if_asked(tiny, tmp_path):
         ({"bootstrap_truncated": True, "mask_truncated_completions": True}, "--mask_truncated_completions"),
         ({"generation_size": 3}, "--generation_size"),
         ({"dataset_max_filter_share": 1.0}, "--dataset_max_filter_share"),
-        ({"dynamic_sampling_rounds": 1, "generation_size": 6}, "--dynamic_sampling_rounds"),
-        ({"dynamic_sampling_rounds": 1, "dataset_max_filter_share": 0.1}, "--dynamic_sampling_rounds"),
         ({"gae_lambda": 1.1}, "--gae_lambda"),
         ({"gamma": -0.1}, "--gamma"),
         ({"value_model_name_or_path": "./nowhere"}, "--value_model_name_or_path"),
