@@ -217,6 +217,7 @@ def quiet() -> None:
     """Progress bars of ``datasets`` on a terminal's first rank only, and no messages of its own beside ours."""
     import datasets
 
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a local file is read without asking the network
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         datasets.enable_progress_bars()
