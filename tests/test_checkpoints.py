@@ -215,7 +215,7 @@ def test_without_any_checkpoint(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path)
     shutil.rmtree(folder_of(args) / "checkpoints")
     assert rundir.open_run(args, grpo.Args())[1] is None
-    assert "stopped after step 3, before its first checkpoint" in capsys.readouterr().out
+    assert "stopped after step 3 without a checkpoint" in capsys.readouterr().out
     args.save_every, args.save_minutes = 0, 0.0
     message = refusal(args, capsys)
     assert "holds 3 steps of this very run and saved none" in message and "--overwrite" in message

@@ -576,7 +576,8 @@ def test_the_real_engine(tiny, tmp_path):
     """Too little memory for its cache; a prefix cache that it does not drop."""
     line = command(tiny, tmp_path, *LONG, "--vllm_kv_cache_gb", "0.00001", rollout="vllm")
     text = ended(Run(line, tmp_path / "memory.log"), 120)
-    note("vLLM has too little memory", "`--vllm_kv_cache_gb 0.00001`", text, "KV cache", ENDS)
+    cause = text.partition("The above exception was the direct cause")[0]
+    note("vLLM has too little memory", "`--vllm_kv_cache_gb 0.00001`", cause, "Error: ", ENDS)
     (tmp_path / "keeps.py").write_text(VLLM)
     line = command(tiny, tmp_path, *LONG, rollout="vllm")
     run = Run([str(tmp_path / "keeps.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "keeps.log")
