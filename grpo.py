@@ -596,7 +596,8 @@ def main(args: Args) -> None:
             reference.requires_grad_(False).to("cpu" if args.offload_ref else device)
         full_reference = reference if args.kl_estimator == "full" else None
         policy = utils.TokenLogprobs(model.to(device), args.temperature, args.logprob_chunk)
-        utils.check_forward(policy, args.batch_layout, stop_ids[0])
+        longest = args.max_prompt_length + args.max_response_length
+        utils.check_forward(policy, args.batch_layout, stop_ids[0], longest)
         optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
         policy, optimizer = accelerator.prepare(policy, optimizer)
         name = args.reward_model_name_or_path
@@ -609,7 +610,8 @@ def main(args: Args) -> None:
         # What a step hands on to the next besides the parts below; position: prompts drawn so far.
         progress = SimpleNamespace(skipped_in_a_row=0, position=0)
         parts = {"policy": policy, "controller": controller, "progress": progress}
-        parts["reference"] = reference if args.ref_policy_update_freq > 0 else None
+        moving = utils.MovingReference(reference, args.ref_policy_alpha) if args.ref_policy_update_freq > 0 else None
+        parts["reference"] = moving
         checkpoints = Checkpoints(log, args, tokenizer, clock, parts, utils.save_model)
         restored = checkpoints.load(start)  # the step after which it was saved; 0 in a new run
         sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
@@ -665,7 +667,7 @@ def main(args: Args) -> None:
         def push() -> None:
             """Phase 8. Waits for the acknowledgement: the engine reads the trainer's own tensors."""
             with clock("push"):
-                inbox.put(("weights", utils.current_weights(policy, args.zero_stage)))
+                inbox.put(("weights", utils.current_weights(policy, args.zero_stage, args.rollout == "vllm")))
                 watch.receive(outbox, thread, args.rollout_timeout, "acknowledgement of new weights")
 
         push()
@@ -816,6 +818,7 @@ def main(args: Args) -> None:
                                 loss = loss * math.nan
                         accelerator.sync_gradients = last  # accelerate's word for: step after this backward
                         accelerator.backward(loss)
+                    utils.clear_dropped_gradients(policy)
                     totals.update(sums, rounds=1, samples=len(indices))
                     peaks |= Counter(maxima)
                     if policy.was_step_applied():
@@ -833,7 +836,7 @@ def main(args: Args) -> None:
             # 8 push: the engine answers the next step with the new weights
             push()
             if args.ref_policy_update_freq > 0 and step % args.ref_policy_update_freq == 0:
-                utils.move_reference(reference, policy, args.ref_policy_alpha, args.zero_stage)
+                moving.move(policy, args.zero_stage)
             kl_per_sequence = totals["k1"] / max(1, totals["samples"])
             if adaptive and totals["rounds"] > 0:
                 controller.update(kl_per_sequence, len(samples))

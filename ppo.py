@@ -718,7 +718,8 @@ def main(args: Args) -> None:
             reference.requires_grad_(False).to("cpu" if args.offload_ref else device)
         full_reference = reference if args.kl_estimator == "full" else None
         policy = utils.TokenLogprobs(model.to(device), args.temperature, args.logprob_chunk)
-        utils.check_forward(policy, args.batch_layout, stop_ids[0])
+        longest = args.max_prompt_length + args.max_response_length
+        utils.check_forward(policy, args.batch_layout, stop_ids[0], longest)
         optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
         policy, optimizer = accelerator.prepare(policy, optimizer)
         critic, normaliser = None, ValueNormaliser(args.value_norm, args.value_norm_beta, args.value_norm_eps)
@@ -736,7 +737,8 @@ def main(args: Args) -> None:
         progress.kept, progress.rates = [*range(len(problems))], [0] * len(problems)  # for --dataset_max_filter_share
         parts = {"policy": policy, "controller": controller, "progress": progress}
         parts |= {"critic": critic, "normaliser": normaliser}
-        parts["reference"] = reference if args.ref_policy_update_freq > 0 else None
+        moving = utils.MovingReference(reference, args.ref_policy_alpha) if args.ref_policy_update_freq > 0 else None
+        parts["reference"] = moving
         checkpoints = Checkpoints(log, args, tokenizer, clock, parts, utils.save_model)
         restored = checkpoints.load(start)  # the step after which it was saved; 0 in a new run
         sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
@@ -792,7 +794,7 @@ def main(args: Args) -> None:
         def push() -> None:
             """Phase 8. Waits for the acknowledgement: the engine reads the trainer's own tensors."""
             with clock("push"):
-                inbox.put(("weights", utils.current_weights(policy, args.zero_stage)))
+                inbox.put(("weights", utils.current_weights(policy, args.zero_stage, args.rollout == "vllm")))
                 watch.receive(outbox, thread, args.rollout_timeout, "acknowledgement of new weights")
 
         push()
@@ -960,6 +962,7 @@ def main(args: Args) -> None:
                                 sums, _ = stats.reduce()
                                 loss = loss if math.isfinite(sums["loss"]) else loss * math.nan  # dropped, as below
                             DeepSpeedEngineWrapper(critic).backward(loss, sync_gradients=last)
+                        utils.clear_dropped_gradients(critic)
                         value_totals.update(sums, rounds=1)
                         if critic.was_step_applied():
                             ppo_metrics["value/grad_norm"] = float(critic.get_global_grad_norm())
@@ -1016,6 +1019,7 @@ def main(args: Args) -> None:
                                 loss = loss * math.nan
                         accelerator.sync_gradients = last  # accelerate's word for: step after this backward
                         accelerator.backward(loss)
+                    utils.clear_dropped_gradients(policy)
                     totals.update(sums, rounds=1, samples=len(indices))
                     peaks |= Counter(maxima)
                     if policy.was_step_applied():
@@ -1038,7 +1042,7 @@ def main(args: Args) -> None:
             # 8 push: the engine answers the next step with the new weights
             push()
             if args.ref_policy_update_freq > 0 and step % args.ref_policy_update_freq == 0:
-                utils.move_reference(reference, policy, args.ref_policy_alpha, args.zero_stage)
+                moving.move(policy, args.zero_stage)
             kl_per_sequence = totals["k1"] / max(1, totals["samples"])
             if adaptive and totals["rounds"] > 0:
                 controller.update(kl_per_sequence, len(samples))

@@ -7,11 +7,13 @@ different, N response tokens of a step, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
 import random
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -63,26 +65,64 @@ def load_model(args, dtype: torch.dtype, attention: str):
     for key, value in override.items():
         if not hasattr(config, key):
             refuse(f"--override_config: the config of {args.model_name_or_path} has no field {key!r}")
+        if is_dropout(key, value):
+            refuse(
+                f"--override_config: {key} {value}: training runs without dropout, because the model that is trained "
+                f"must be the one that generates the samples; leave the field out"
+            )
         setattr(config, key, value)
     model = AutoModelForCausalLM.from_pretrained(
-        args.model_name_or_path, config=config, dtype=dtype, attn_implementation=attention, **shared
+        args.model_name_or_path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention_for(config, attention, args.attn_implementation),
+        **shared,
     )
-    for module in model.modules():  # what is sampled and what is trained must be one function
+    switch_off_dropout(model)
+    return model.train()
+
+
+def attention_for(config, attention: str, wanted: str) -> str | None:
+    """The attention implementation for a model of this config; None leaves the choice to transformers.
+
+    sdpa silently leaves out the soft cap of Gemma 2's attention scores, and gpt-oss has no sdpa, so transformers takes
+    eager there. ``wanted`` is ``--attn_implementation``; asking for sdpa where it is wrong exits with code 2.
+    """
+    if attention != "sdpa":
+        return attention
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        if wanted == "sdpa":
+            refuse("--attn_implementation sdpa leaves out the soft cap of this model's attention scores; use eager")
+        return "eager"
+    return "sdpa" if wanted == "sdpa" else None
+
+
+def is_dropout(name: str, value: object) -> bool:
+    """Whether a config field or module attribute is a dropout probability above 0 (attention_dropout, resid_pdrop)."""
+    return "drop" in name and isinstance(value, int | float) and value > 0
+
+
+def switch_off_dropout(model) -> None:
+    """Set every dropout probability of a transformers model to 0, so that it is the same function in train mode.
+
+    Some models hold the probability in ``nn.Dropout``, some as an attribute of a layer, some read it from the config.
+    """
+    holders = [model.config, model.config.get_text_config()]
+    for module in model.modules():
+        holders.append(module)
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    for key in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
-        if hasattr(model.config, key):
-            setattr(model.config, key, 0.0)
-    for module in model.modules():
-        if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
-            module.attention_dropout = 0.0
-    return model.train()
+    for holder in holders:
+        for name, value in list(vars(holder).items()):
+            if is_dropout(name, value):
+                setattr(holder, name, 0.0)
 
 
 def stop_token_ids(model, tokenizer) -> list[int]:
     """Every id that ends a response: the generation config's (often several), the config's and the tokenizer's."""
     ids = set()
-    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+    for holder in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
+        value = getattr(holder, "eos_token_id", None)  # the config of a composite model has the field in its text part
         ids |= set(value if isinstance(value, list) else [value])
     return sorted(ids - {None})
 
@@ -163,6 +203,47 @@ def learning_rate(optimizer_step: int, total: int, args) -> float:
     return args.learning_rate * (args.lr_min_ratio + (1.0 - args.lr_min_ratio) * factor)
 
 
+def window_masks(batch: MicroBatch, config) -> torch.Tensor | dict[str, torch.Tensor] | None:
+    """The attention mask of a micro-batch for a model of this config, with its sliding window.
+
+    transformers builds the window into the masks that it makes itself (``padded``, ``packed``), but applies the 4-D
+    mask of shared rows as it is, so the window has to be part of it: a token attends to tokens at most
+    ``sliding_window`` - 1 positions before it. Models with ``layer_types`` take one mask per type of layer.
+    """
+    mask, config = batch.attention_mask, config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if mask is None or mask.dim() != 4 or window is None or window >= mask.shape[-1]:
+        return mask
+    positions = batch.position_ids[:, None]  # [B, 1, S]
+    distance = positions[:, :, :, None] - positions[:, :, None, :]  # [B, 1, S, S]
+    windowed = mask.masked_fill(distance >= window, torch.finfo(mask.dtype).min)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:  # Mistral, Phi-3, Qwen3-MoE: every layer has the window
+        return windowed
+    if "sliding_attention" not in layer_types:
+        return mask
+    return {"full_attention": mask, "sliding_attention": windowed}
+
+
+def final_logits(logits_UV: torch.Tensor, config) -> torch.Tensor:
+    """What some models do to the output of their head, by the fields of their config; most do nothing.
+
+    Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``, and Gemma 2 limits the logits to
+    plus or minus ``final_logit_softcapping`` by tanh.
+    """
+    config = config.get_text_config()
+    scale = getattr(config, "logit_scale", None)
+    divisor = getattr(config, "logits_scaling", None)
+    cap = getattr(config, "final_logit_softcapping", None)
+    if scale is not None:
+        logits_UV = logits_UV * scale
+    if divisor is not None:
+        logits_UV = logits_UV / divisor
+    if cap is not None:
+        logits_UV = torch.tanh(logits_UV / cap) * cap
+    return logits_UV
+
+
 class TokenLogprobs(nn.Module):
     """A causal language model, called for the log-probs of given tokens instead of for logits.
 
@@ -184,7 +265,7 @@ class TokenLogprobs(nn.Module):
         output = self.model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
+            attention_mask=window_masks(batch, self.model.config),
             use_cache=False,
         )
         return output.last_hidden_state.flatten(0, 1)[batch.predict]
@@ -200,13 +281,16 @@ class TokenLogprobs(nn.Module):
             with torch.no_grad():
                 reference_UD = reference.hidden(batch)
         parts = []
-        for start in range(0, len(hidden_UD), self.chunk):
-            piece = slice(start, start + self.chunk)
+        # Under ZeRO-3 every call of the head gathers its weights, so all ranks must make the same number of calls; a
+        # rank with fewer predictions calls it with empty chunks.
+        chunks = max(1, math.ceil(batch.most_predictions / self.chunk))
+        for k in range(chunks):
+            piece = slice(k * self.chunk, (k + 1) * self.chunk)
             inputs = (
                 *(hidden_UD[piece], batch.targets[piece], entropy_gradient),
                 *((reference, reference_UD[piece]) if reference is not None else (None, None)),
             )
-            if torch.is_grad_enabled() and len(hidden_UD) > self.chunk:  # hold one chunk of logits, not all of them
+            if torch.is_grad_enabled() and chunks > 1:  # hold one chunk of logits, not all of them
                 parts.append(checkpoint(self._head, *inputs, use_reentrant=False))
             else:
                 parts.append(self._head(*inputs))
@@ -214,7 +298,7 @@ class TokenLogprobs(nn.Module):
         return logprobs, entropy, full_kl[0] if full_kl else None
 
     def _logits(self, hidden_UD: torch.Tensor) -> torch.Tensor:
-        logits_UV = self.model.get_output_embeddings()(hidden_UD).float()
+        logits_UV = final_logits(self.model.get_output_embeddings()(hidden_UD).float(), self.model.config)
         return logits_UV if self.temperature == 1.0 else logits_UV / self.temperature
 
     def _head(self, hidden_UD, targets_U, entropy_gradient, reference, reference_UD):
@@ -266,7 +350,8 @@ def make_critic(args, dtype: torch.dtype, device: torch.device, attention: str, 
     size = model.config.get_text_config().vocab_size
     if size != vocabulary:
         refuse(f"--value_model_name_or_path {args.model_name_or_path}: {size} tokens, the policy has {vocabulary}")
-    check_forward(TokenLogprobs(model.to(device), 1.0, args.logprob_chunk), args.batch_layout, 0)
+    longest = args.max_prompt_length + args.max_response_length
+    check_forward(TokenLogprobs(model.to(device), 1.0, args.logprob_chunk), args.batch_layout, 0, longest)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     critic = TokenValues(model).to(device)
@@ -294,74 +379,278 @@ def values(critic, samples: list[Sample], after: list[bool], **cutting):
     return outputs[torch.ones_like(outputs, dtype=torch.bool).index_fill(0, extra, False)], ends
 
 
-@torch.no_grad()
-def check_forward(policy: TokenLogprobs, layout: str, eos: int) -> None:
+LAYOUTS = ("shared", "padded", "packed")
+
+
+def check_forward(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> None:
     """Refuse a model whose log-probs in this layout are not those of its own plain forward pass.
 
-    Catches what a shorter path would silently get wrong: logits scaled or capped after the head (Gemma, Cohere,
-    Granite), layers that ignore positions or a 4-D mask (linear attention, convolutions), a cache that mixes rows.
+    Catches what a shorter path would silently get wrong: layers that ignore positions or a 4-D mask (linear attention,
+    convolutions), unknown changes of the logits after the head, masks that do not keep packed rows apart.
+
+    Args:
+        policy: the model, before DeepSpeed has it.
+        layout: of the rows, ``--batch_layout``.
+        eos: the id that ends the probe's responses.
+        longest: tokens of the longest row there can be. The probe is longer than every sliding window below that.
+
+    Exits with code 2, and names the layouts that work.
     """
-    size, generator = policy.model.config.get_text_config().vocab_size, random.Random(0)
-    prompt = [generator.randrange(size) for _ in range(7)]
-    samples = [
-        Sample(0, k, prompt, [*(generator.randrange(size) for _ in range(n)), eos], [0.0] * (n + 1), "stop", 0)
-        for k, n in enumerate((5, 9))
-    ]
-    device, dtype = next(policy.parameters()).device, next(policy.parameters()).dtype
-    batches = micro_batches(samples, [0, 1], layout=layout, budget=64, rank=0, world_size=1, dtype=dtype, device=device)
-    got = torch.zeros(token_offsets(samples)[-1], device=device)
-    for batch in batches:
-        got[batch.tokens] = policy(batch)[0]
-    plain = []
-    for sample in samples:
-        ids = torch.tensor([sample.prompt_ids + sample.response_ids], device=device)
-        logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        logprobs = (logits / policy.temperature).log_softmax(-1)
-        plain.append(logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0])
-    error = (got - torch.cat(plain)).abs().mean().item()
-    if not error < (1e-3 if dtype == torch.float32 else 0.1):
+    check_rotary(policy.model.config, longest)
+    limit = 1e-3 if next(policy.parameters()).dtype == torch.float32 else 0.1
+    error = layout_error(policy, layout, eos, longest)
+    if error < limit:
+        return
+    others = [x for x in LAYOUTS if x != layout and layout_error(policy, x, eos, longest) < limit]
+    if others:
+        remedy = f"use --batch_layout {' or '.join(others)}"
+    else:
+        remedy = "no other layout works either: the model changes its logits after the head in a way unknown here"
+    refuse(
+        f"--batch_layout {layout}: log-probs of this model differ from its own forward pass by {error:.3g} nats per "
+        f"token; {remedy}"
+    )
+
+
+def check_rotary(config, longest: int) -> None:
+    """Refuse rows so long that rotary embeddings would depend on what else is in the batch.
+
+    ``longrope`` (Phi-3) and ``dynamic`` choose their frequencies by the longest sequence of a forward pass, and change
+    them beyond the length of pre-training. Exits with code 2.
+    """
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("longrope", "dynamic"):
+        return
+    trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if longest > trained:
         refuse(
-            f"--batch_layout {layout}: log-probs of this model differ from its own forward pass by {error:.3g} nats a "
-            f"token; it does not support this layout (try --batch_layout padded) or changes its logits after the head"
+            f"--max_prompt_length + --max_response_length: {longest} tokens, but the {rope['rope_type']} rotary "
+            f"embeddings of this model depend on the other rows of a batch beyond {trained}; shorten one of them"
         )
 
 
 @torch.no_grad()
-def current_weights(policy, zero_stage: int) -> list[tuple[str, torch.Tensor]]:
-    """The policy's weights by their Hugging Face names, the tied output head included, whole on every rank.
+def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> float:
+    """Mean difference in nats per token between log-probs in ``layout`` and those of plain forward passes.
+
+    Two random responses to one random prompt, which is longer than the widest sliding window (or attention chunk) below
+    ``longest``, so that all their tokens are beyond it. Infinite where the model raises an error.
+    """
+    config = policy.model.config.get_text_config()
+    windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
+    widest = max(w for w in [0, *windows] if w < longest)
+    generator = random.Random(0)
+
+    def draw(count: int) -> list[int]:
+        return [generator.randrange(config.vocab_size) for _ in range(count)]
+
+    prompt = draw(max(7, min(widest + 7, longest - 10)))
+    samples = []
+    for k, count in enumerate((5, 9)):
+        response = [*draw(count), eos]
+        samples.append(Sample(0, k, prompt, response, [0.0] * len(response), "stop", 0))
+    parameter = next(policy.parameters())
+    got = torch.zeros(token_offsets(samples)[-1], device=parameter.device)
+    try:
+        for batch in micro_batches(
+            samples,
+            [0, 1],
+            layout=layout,
+            budget=4 * len(prompt),
+            rank=0,
+            world_size=1,
+            dtype=parameter.dtype,
+            device=parameter.device,
+        ):
+            got[batch.tokens] = policy(batch)[0]
+    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        print(f"--batch_layout {layout}: {type(error).__name__}: {error}", file=sys.stderr)
+        return math.inf
+    plain = torch.cat([_plain_logprobs(policy, sample) for sample in samples])
+    return (got - plain).abs().mean().item()
+
+
+def _plain_logprobs(policy: TokenLogprobs, sample: Sample) -> torch.Tensor:
+    """Log-probs of a response, [T], from one forward pass of the model as it is."""
+    model, count = policy.model, len(sample.response_ids)
+    ids = torch.tensor([sample.prompt_ids + sample.response_ids], device=next(model.parameters()).device)
+    options = {"use_cache": False}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:  # [S, V] of a long probe is large
+        options["logits_to_keep"] = count + 1
+    logits = model(input_ids=ids, **options).logits[0, -count - 1 : -1].float()
+    logprobs = (logits / policy.temperature).log_softmax(-1)
+    return logprobs.gather(-1, ids[0, -count:, None])[:, 0]
+
+
+@torch.no_grad()
+def current_weights(policy, zero_stage: int, checkpoint_names: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """The policy's weights by name, the tied output head included, whole on every rank.
 
     Stages 0 to 2 give the live tensors: whoever gets them must be done before the next optimizer step. Stage 3 gives
-    gathered copies; every rank must call.
+    gathered copies; every rank must call. On a GPU all work on the tensors is finished when this returns, so that
+    another thread may read them on a CUDA stream of its own.
+
+    Args:
+        policy: the DeepSpeed engine around ``TokenLogprobs``.
+        zero_stage: ``--zero_stage``.
+        checkpoint_names: give the names and shapes that ``save_pretrained`` would write, which vLLM expects. They
+            differ from the module's for mixtures of experts, whose experts transformers holds in one tensor.
     """
     model = policy.module.model
     if zero_stage < 3:
-        return list(model.state_dict().items())
+        weights = model.state_dict()
+    else:
+        weights = _gathered_weights(model)
+    if checkpoint_names:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        weights = revert_weight_conversion(model, weights)
+    finish_gpu_work()
+    return list(weights.items())
+
+
+def _gathered_weights(model) -> dict[str, torch.Tensor]:
+    """Copies of weights that ZeRO-3 has sharded, by the module's names. What is tied stays tied."""
     import deepspeed
 
-    copies: dict[int, torch.Tensor] = {}  # one for each storage: what was tied stays tied
+    weights = {}
+    copies: dict[int, torch.Tensor] = {}  # address of a storage -> its copy
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return [(k, copies.setdefault(t.data_ptr(), t.clone())) for k, t in model.state_dict().items()]
+        for name, tensor in model.state_dict().items():
+            if tensor.data_ptr() not in copies:
+                copies[tensor.data_ptr()] = tensor.clone()
+            weights[name] = copies[tensor.data_ptr()]
+    return weights
+
+
+def finish_gpu_work() -> None:
+    """Wait until the GPU has done everything it was given: CUDA streams of different threads do not wait by themselves.
+
+    vLLM runs its thread on a stream of its own, which would otherwise read weights that are still being written, or
+    still read weights that the next optimizer step overwrites.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def push_weights(llm, weights: list[tuple[str, torch.Tensor]]) -> None:
     """New weights into a vLLM engine, from the thread that owns it, with no request running.
 
-    ``reload_weights`` is the one route that also serves CPU kernels, which keep packed copies. ``weights`` must hold
-    ``lm_head.weight`` even when tied: the head has a packed copy of its own, which would silently stay old. The prefix
-    cache holds keys and values of the old weights; the engine refuses to drop it while a request runs, by returning
-    False. Raises RuntimeError then.
+    vLLM's ``reload_weights`` is the one route that also serves CPU kernels, which keep packed copies. ``weights`` must
+    hold ``lm_head.weight`` even when tied: the head has a packed copy of its own on CPUs, which would silently stay
+    stale. The prefix cache holds keys and values of the old weights; the engine refuses to drop it while a request
+    runs.
+
+    Raises RuntimeError if a parameter of the engine was not loaded, or only in part, and if the prefix cache was kept.
     """
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    missing = set().union(*llm.collective_rpc(reload_worker, args=(weights,)))
+    if missing:
+        raise RuntimeError(
+            f"the weight push did not reach {len(missing)} parameters of the vLLM engine, which would stay stale: "
+            f"{', '.join(sorted(missing)[:8])}{', ...' if len(missing) > 8 else ''}. This vLLM cannot update this "
+            f"model; use --rollout hf"
+        )
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM kept its prefix cache after a weight push (a request was still running)")
+    finish_gpu_work()
 
 
-@torch.no_grad()
-def move_reference(reference: TokenLogprobs, policy, alpha: float, zero_stage: int) -> None:
-    """reference = alpha * policy + (1 - alpha) * reference (TR-DPO, arXiv 2404.09656); 1 is a copy."""
-    own = reference.model.state_dict()
-    for name, weight in current_weights(policy, zero_stage):
-        own[name].lerp_(weight.to(own[name].device), alpha)
+def reload_worker(worker, weights: list[tuple[str, torch.Tensor]]) -> list[str]:
+    """Load ``weights`` into the model of a vLLM worker; the names of parameters that did not get all their elements.
+
+    vLLM loads layer by layer and only logs what was not loaded. Its own record of each layer says so exactly, between
+    the loading and the end of the reload, which is where this looks. Written against vLLM 0.32.
+    """
+    model = worker.model_runner.get_model()
+    load = model.load_weights
+    missing = []
+
+    def load_and_look(weights):
+        names = load(weights)
+        missing.extend(_unloaded_parameters(model))
+        return names
+
+    if not torch.cuda.is_available():
+        # On CPUs the experts of a mixture are packed when their kernel is built. A later reload would keep the kernel,
+        # skip the packing, and give packed kernels plain weights.
+        for layer in model.modules():
+            method = getattr(layer, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
+    model.load_weights = load_and_look
+    try:
+        worker.reload_weights(weights_iterator=weights)
+    finally:
+        del model.load_weights
+    return missing
+
+
+def _unloaded_parameters(model) -> list[str]:
+    """Names of the parameters of layers that vLLM has not loaded in full, in the middle of a layer-by-layer reload."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    loaded_storages = set()
+    unloaded = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        finished = not info.can_load()  # vLLM resets the record of a layer that got all its elements
+        if isinstance(layer, VocabParallelEmbedding) and (info.load_numel or 0) > 0:
+            finished = True  # a vocabulary is padded, and the padding is not in the checkpoint
+        own = dict(layer.named_parameters(recurse=False))
+        old = info.kernel_tensors[0] if info.kernel_tensors is not None else own
+        if finished:
+            loaded_storages.update(tensor.data_ptr() for tensor in old.values())
+        else:
+            unloaded += [(f"{name}.{key}", old[key].data_ptr()) for key in own]
+    if torch.cuda.is_available():  # a tied head on a GPU is its embedding; on a CPU it has a packed copy
+        unloaded = [(name, storage) for name, storage in unloaded if storage not in loaded_storages]
+    return [name for name, _ in unloaded]
+
+
+def clear_dropped_gradients(engine) -> None:
+    """Forget the gradients of the last optimizer step if DeepSpeed dropped it. Call after every optimizer step.
+
+    DeepSpeed 0.19.8 does so itself except in bf16 under ZeRO 1 and 2 with ``offload_optimizer``: there the sums of
+    averaged gradients keep their NaN, which would also drop every later step.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if not engine.was_step_applied() and isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        for group in engine.optimizer.averaged_gradients:
+            engine.optimizer.averaged_gradients[group] = None
+
+
+class MovingReference(nn.Module):
+    """A reference that follows the policy: reference = alpha * policy + (1 - alpha) * reference (arXiv 2404.09656).
+
+    The average is kept in fp32, on the CPU, and the reference gets its rounding: in bf16 a small step would be rounded
+    away. With alpha 1 a step is a copy of the policy, and no average is kept. Its state, for checkpoints, is the
+    reference and the average.
+    """
+
+    def __init__(self, reference: TokenLogprobs, alpha: float):
+        super().__init__()
+        self.reference = reference
+        self.alpha = alpha
+        self.averages = nn.ParameterList()
+        if alpha < 1.0:
+            for weight in reference.model.parameters():  # tied weights once
+                average = weight.detach().to("cpu", torch.float32, copy=True)
+                self.averages.append(nn.Parameter(average, requires_grad=False))
+
+    @torch.no_grad()
+    def move(self, policy, zero_stage: int) -> None:
+        """Take one step towards the policy, a DeepSpeed engine. Every rank must call."""
+        targets = dict(current_weights(policy, zero_stage))
+        for k, (name, weight) in enumerate(self.reference.model.named_parameters()):
+            if self.alpha < 1.0:
+                average = self.averages[k]
+                average.lerp_(targets[name].to("cpu", torch.float32), self.alpha)
+                weight.copy_(average)
+            else:
+                weight.copy_(targets[name])
 
 
 def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
@@ -549,6 +838,7 @@ def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbo
                 return
             if kind == "weights":
                 model.load_state_dict(dict(body[0]))
+                finish_gpu_work()
                 version += 1
                 outbox.put(("weights", version))
             if kind == "sleep":

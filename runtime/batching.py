@@ -31,6 +31,7 @@ class MicroBatch:
     targets: torch.Tensor  # [U] the token
     copies: torch.Tensor  # [T] which of the U
     tokens: torch.Tensor  # [T] place in the step's flat arrays
+    most_predictions: int  # largest U of all ranks at this position of the plan
     scale: float = 1.0
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -149,7 +150,16 @@ def micro_batches(
         idle = _tensors([rows[-1]], offsets, layout, dtype)
         idle.scale = 0.0
         mine.append(idle)
+    for position, batch in enumerate(mine):
+        for plan in batches:
+            rows_of_rank = plan[position] if position < len(plan) else [rows[-1]]
+            batch.most_predictions = max(batch.most_predictions, count_predictions(rows_of_rank))
     return [batch.to(device) for batch in mine]
+
+
+def count_predictions(rows: list[list[Tree]]) -> int:
+    """Different tokens that a micro-batch of these rows predicts: U."""
+    return sum(len(tree.nodes) for row in rows for tree in row)
 
 
 def row_length(row: list[Tree]) -> int:
@@ -191,4 +201,4 @@ def _tensors(rows: list[list[Tree]], offsets: list[int], layout: str, dtype: tor
         mask = torch.zeros(len(rows), 1, width, width, dtype=dtype)
         mask.masked_fill_(~visible[:, None], torch.finfo(dtype).min)
     lists = (torch.tensor(x, dtype=torch.long) for x in (predict, targets, copies, tokens))
-    return MicroBatch(ids, positions, mask, *lists)
+    return MicroBatch(ids, positions, mask, *lists, most_predictions=len(targets))

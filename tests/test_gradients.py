@@ -219,7 +219,7 @@ def test_padding_is_invisible(tiny_model, pads):
 def test_check_forward_refuses_a_model_that_caps_its_logits(tiny_model, capsys):
     policy = utils.TokenLogprobs(copy.deepcopy(tiny_model), 1.0, 1000)
     for layout in ("shared", "padded", "packed"):
-        utils.check_forward(policy, layout, 2)
+        utils.check_forward(policy, layout, 2, 64)
     plain = policy.model.forward
 
     def capped(*args, **kwargs):
@@ -229,7 +229,7 @@ def test_check_forward_refuses_a_model_that_caps_its_logits(tiny_model, capsys):
 
     policy.model.forward = capped
     with pytest.raises(SystemExit):
-        utils.check_forward(policy, "shared", 2)
+        utils.check_forward(policy, "shared", 2, 64)
     assert "--batch_layout" in capsys.readouterr().err
 
 
