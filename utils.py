@@ -457,7 +457,7 @@ def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> 
             samples,
             [0, 1],
             layout=layout,
-            budget=4 * len(prompt),
+            budget=4 * (len(prompt) + 10),
             rank=0,
             world_size=1,
             dtype=parameter.dtype,
