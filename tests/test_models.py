@@ -6,6 +6,7 @@ the zoo has run, docs/models.md is written from what was measured.
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from pathlib import Path
@@ -13,8 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, make_samples
+from conftest import ROOT, make_samples, run_here, tiny_args
+from test_checkpoints import folder_of, interrupted, record
 
+import grpo
 import utils
 from grpo import Args
 from runtime import batching
@@ -360,3 +363,110 @@ def test_stop_ids_of_a_composite_config():
     model.generation_config.eos_token_id = None
     config.text_config.eos_token_id = None
     assert utils.stop_token_ids(model, SimpleNamespace(eos_token_id=2)) == [2]
+
+
+# --------------------------------------------------------------------------------------------- a reference that moves
+
+
+def as_engine(model):
+    """What ``current_weights`` reads of a DeepSpeed engine below ZeRO-3: the model inside."""
+    return SimpleNamespace(module=SimpleNamespace(model=model))
+
+
+def two_models(tmp_path, dtype: torch.dtype, **changes):
+    """Two random models of one architecture: (what the reference is at first, the policy it moves to)."""
+    folder = save_random(tmp_path, "Qwen2", **changes)
+    args = Args(model_name_or_path=str(folder))
+    first, second = (utils.load_model(args, dtype, "eager") for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in second.parameters():
+            weight.add_(0.01 * torch.randn(weight.shape, generator=generator).to(dtype))
+    return first.requires_grad_(False), second
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("alpha", [0.25, 0.5, 1.0])
+def test_every_weight_of_a_moving_reference_moves_once(tmp_path, tied, alpha):
+    """By alpha of the distance, also the embedding that is the output head as well."""
+    model, policy = two_models(tmp_path, torch.float32, tie_word_embeddings=tied)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    utils.MovingReference(utils.TokenLogprobs(model, 1.0, 100), alpha).move(as_engine(policy), zero_stage=2)
+    for name, target in policy.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], before[name].lerp(target, alpha), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.1, 0.6])
+def test_a_bf16_reference_moves_by_alpha(tmp_path, alpha):
+    """After twenty steps it is where twenty steps in fp32 lead, up to one rounding."""
+    model, policy = two_models(tmp_path, torch.bfloat16, tie_word_embeddings=True)
+    first = torch.cat([w.float().flatten() for w in model.parameters()])
+    moving = utils.MovingReference(utils.TokenLogprobs(model, 1.0, 100), alpha)
+    for _ in range(20):
+        moving.move(as_engine(policy), zero_stage=2)
+    target = torch.cat([w.float().flatten() for w in policy.parameters()])
+    got = torch.cat([w.float().flatten() for w in model.parameters()])
+    expected = target + (first - target) * (1 - alpha) ** 20
+    moved = ((got - first) @ (target - first) / (target - first).square().sum()).item()
+    assert moved == pytest.approx(1 - (1 - alpha) ** 20, abs=0.005), "fraction of the way"
+    torch.testing.assert_close(got, expected.bfloat16().float(), rtol=2**-7, atol=1e-6)
+
+
+def test_the_state_of_a_moving_reference_is_whole(tmp_path):
+    """Saved after two steps and loaded into a new one, it continues bit for bit; the fp32 average is part of it."""
+    model, policy = two_models(tmp_path, torch.bfloat16)
+    straight = utils.MovingReference(utils.TokenLogprobs(model, 1.0, 100), 0.01)
+    for _ in range(2):
+        straight.move(as_engine(policy), zero_stage=2)
+    torch.save(straight.state_dict(), tmp_path / "reference.pt")
+    fresh, _ = two_models(tmp_path, torch.bfloat16)
+    resumed = utils.MovingReference(utils.TokenLogprobs(fresh, 1.0, 100), 0.01)
+    resumed.load_state_dict(torch.load(tmp_path / "reference.pt", weights_only=True))
+    for _ in range(3):
+        straight.move(as_engine(policy), zero_stage=2)
+        resumed.move(as_engine(policy), zero_stage=2)
+    for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("changes", [
+    {"dtype": "bfloat16", "zero_stage": 3, "ref_policy_alpha": 0.1},
+    {"dtype": "bfloat16", "offload_ref": True, "ref_policy_alpha": 0.1},
+    {"zero_stage": 3, "ref_policy_alpha": 1.0},
+], ids=str)  # fmt: skip
+def test_runs_with_a_moving_reference_resume_exactly(tiny, tmp_path, monkeypatch, changes):
+    """Stopped after two of four steps and started again: the same KL to the reference, weights and reference."""
+    kl = {"beta": 0.1, "ref_policy_update_freq": 1, "save_every": 4, "max_sampler_diff": 0.0, "log_samples": 16}
+    small = {"total_steps": 4, "learning_rate": 1e-3, "eval_prompts": 0}
+    straight = tiny_args(tiny, tmp_path / "straight", **kl, **small, **changes)
+    run_here(straight)
+    parts = tiny_args(tiny, tmp_path / "parts", **kl, **small, **changes)
+    folder = interrupted(parts, monkeypatch, after=2)
+    run_here(parts)
+    assert record(folder) == record(folder_of(straight))
+    states = []
+    for run in (folder, folder_of(straight)):
+        states.append(torch.load(run / "checkpoints" / "step_000004" / "reference.pt", weights_only=True))
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert any(name.startswith("averages") for name in states[0]) == (changes["ref_policy_alpha"] < 1)
+    assert any(m["kl/k3"] > 0 for m in record(folder)["metrics"])
+
+
+# ------------------------------------------------------------------------------------- optimizer steps that are dropped
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype, offload", [("bfloat16", True), ("bfloat16", False), ("float32", True)])
+def test_a_dropped_step_is_over(tiny, tmp_path, monkeypatch, stage, dtype, offload):
+    """One NaN token in the first step: that step is dropped, and the second is applied, also in bf16 with offload."""
+    plain_loss, calls = grpo.token_loss, itertools.count()
+
+    def poisoned(*args):
+        loss, parts = plain_loss(*args)
+        return loss * (float("nan") if next(calls) == 0 else 1.0), parts
+
+    monkeypatch.setattr(grpo, "token_loss", poisoned)
+    flags = {"zero_stage": stage, "dtype": dtype, "offload_optimizer": offload, "micro_batch_tokens": 150}
+    metrics = run_here(tiny_args(tiny, tmp_path, learning_rate=1e-3, eval_prompts=0, **flags))
+    assert [(m["optim/skipped"], m["optim/steps"]) for m in metrics] == [(1, 0), (0, 1)]
