@@ -1,8 +1,8 @@
-"""What the scripts share because a bug in it would have to be fixed twice.
+"""Helpers shared by the training scripts.
 
-Devices and models, rows and micro-batches, token log-probs, the weight push, waiting for threads and ranks, the
-learning rate, saving. Shapes in names: B rows, S positions of a row, T response tokens of a micro-batch, U of them
-different, N response tokens of a step, V vocabulary, D hidden size.
+Devices and models, token log-probs, the weight push, the moving reference, the learning rate, saving, metrics. Shapes
+in names: B rows, S positions of a row, T response tokens of a micro-batch, U of them different, N response tokens of a
+step, P prompts, G samples per prompt, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -44,7 +45,8 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
         refuse(f"--vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} needs GPUs; on CPUs leave it at 1")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if args.dtype == "auto":
-        dtype = torch.bfloat16 if cuda or torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+        has_bf16 = cuda or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        dtype = torch.bfloat16 if has_bf16 else torch.float32
     else:
         dtype = getattr(torch, args.dtype)
     attention = args.attn_implementation
@@ -130,12 +132,17 @@ def stop_token_ids(model, tokenizer) -> list[int]:
 def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
     """ZeRO with fp32 master weights and fp32 gradient accumulation (the default, bf16, loses 1 to 2 % of a gradient).
 
-    Clipping has to stand here: accelerate's ``clip_grad_norm_`` does nothing under DeepSpeed. Buckets of the default
-    size (5e8) are allocated in every backward, which on a CPU costs more than the reduction.
+    Clipping has to be set here: accelerate's ``clip_grad_norm_`` does nothing under DeepSpeed. Buckets of the default
+    size (5e8) are allocated in every backward pass, which on a CPU costs more than the reduction.
     """
     bucket = int(2e8) if cuda else int(2e7)
-    zero = {"stage": args.zero_stage, "overlap_comm": cuda, "contiguous_gradients": True}
-    zero |= {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    zero = {
+        "stage": args.zero_stage,
+        "overlap_comm": cuda,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
     if args.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
     if args.offload_param:
@@ -150,27 +157,27 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
         "steps_per_print": 10**9,
     }
     if dtype == torch.bfloat16:
-        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 
 
 def make_accelerator(args, dtype: torch.dtype, device: torch.device):
     """accelerate's Accelerator, with DeepSpeed as ``args`` want it; the process group of all ranks stands afterwards.
 
-    DeepSpeed would compile an all-reduce for inference on CPUs here, which no training calls, and load it at every
-    start, beside a lock file that a killed process leaves behind: each later run would wait for it, without an end.
+    DeepSpeed would otherwise compile an all-reduce for inference on CPUs, which training never calls, and load it at
+    every start, beside a lock file. A killed process leaves that file behind, and every later run waits for it forever.
     """
     import deepspeed
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
-    deepspeed.ops.__compatible_ops__ = {}  # of what it might compile; not a flag, but read for that all-reduce alone
+    deepspeed.ops.__compatible_ops__ = {}  # what it might compile; no flag, but only read for that all-reduce
     cuda = device.type == "cuda"
-    # Ranks wait for one that verifies or writes for long; that it stands still is for Watch to say, which looks.
+    # Ranks wait for one that verifies or writes for a long time; Watch decides whether it has stalled.
     patience = timedelta(seconds=2 * args.stall_timeout or 86400)
-    return Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_config(args, dtype, cuda)),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=patience)],
-    )
+    process_group = InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=patience)
+    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(args, dtype, cuda))
+    return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[process_group])
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], rate: float, args) -> torch.optim.Optimizer:
@@ -195,11 +202,12 @@ def learning_rate(optimizer_step: int, total: int, args) -> float:
     if optimizer_step < args.warm_up_steps:
         return args.learning_rate * (optimizer_step + 1) / (args.warm_up_steps + 1)
     progress = (optimizer_step - args.warm_up_steps) / max(1, total - args.warm_up_steps)
-    factor = {
+    factors = {
         "constant": 1.0,
         "linear": 1.0 - progress,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }[args.lr_scheduler_type]
+    }
+    factor = factors[args.lr_scheduler_type]
     return args.learning_rate * (args.lr_min_ratio + (1.0 - args.lr_min_ratio) * factor)
 
 
@@ -253,13 +261,15 @@ class TokenLogprobs(nn.Module):
 
     def __init__(self, model, temperature: float, chunk: int):
         super().__init__()
-        self.model, self.temperature, self.chunk = model, temperature, chunk
+        self.model = model
+        self.temperature = temperature
+        self.chunk = chunk
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
         """Last hidden states at the positions that predict a response token: [U, D].
 
-        ``use_cache=False`` is not only thrift: with a cache, transformers no longer finds the borders of packed
-        sequences, and they see each other.
+        ``use_cache=False`` is needed for correctness: with a cache, transformers no longer finds the borders of packed
+        sequences, and they attend to each other.
         """
         Watch.beat()
         output = self.model.base_model(
@@ -270,38 +280,47 @@ class TokenLogprobs(nn.Module):
         )
         return output.last_hidden_state.flatten(0, 1)[batch.predict]
 
-    def forward(self, batch: MicroBatch, reference: TokenLogprobs | None = None, entropy_gradient: bool = False):
+    def forward(
+        self,
+        batch: MicroBatch,
+        reference: TokenLogprobs | None = None,
+        entropy_gradient: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(logprobs, entropy, full_kl), each [T] in fp32 nats at the sampling temperature.
 
         full_kl is KL(policy || reference) over the whole vocabulary, or None without ``reference``. The entropy has a
         gradient only if asked for: it costs another [U, V].
         """
-        hidden_UD, reference_UD = self.hidden(batch), None
+        hidden_UD = self.hidden(batch)
+        reference_UD = None
         if reference is not None:
             with torch.no_grad():
                 reference_UD = reference.hidden(batch)
-        parts = []
         # Under ZeRO-3 every call of the head gathers its weights, so all ranks must make the same number of calls; a
         # rank with fewer predictions calls it with empty chunks.
         chunks = max(1, math.ceil(batch.most_predictions / self.chunk))
+        parts = []
         for k in range(chunks):
             piece = slice(k * self.chunk, (k + 1) * self.chunk)
-            inputs = (
-                *(hidden_UD[piece], batch.targets[piece], entropy_gradient),
-                *((reference, reference_UD[piece]) if reference is not None else (None, None)),
-            )
-            if torch.is_grad_enabled() and chunks > 1:  # hold one chunk of logits, not all of them
+            inputs = [hidden_UD[piece], batch.targets[piece], entropy_gradient, reference]
+            inputs.append(None if reference is None else reference_UD[piece])
+            if torch.is_grad_enabled() and chunks > 1:  # keep the logits of one chunk, not of all
                 parts.append(checkpoint(self._head, *inputs, use_reentrant=False))
             else:
                 parts.append(self._head(*inputs))
-        logprobs, entropy, *full_kl = (torch.cat(column)[batch.copies] for column in zip(*parts, strict=True))
-        return logprobs, entropy, full_kl[0] if full_kl else None
+        columns = [torch.cat(column)[batch.copies] for column in zip(*parts, strict=True)]
+        if reference is None:
+            columns.append(None)
+        logprobs, entropy, full_kl = columns
+        return logprobs, entropy, full_kl
 
     def _logits(self, hidden_UD: torch.Tensor) -> torch.Tensor:
-        logits_UV = final_logits(self.model.get_output_embeddings()(hidden_UD).float(), self.model.config)
+        head = self.model.get_output_embeddings()
+        logits_UV = final_logits(head(hidden_UD).float(), self.model.config)
         return logits_UV if self.temperature == 1.0 else logits_UV / self.temperature
 
     def _head(self, hidden_UD, targets_U, entropy_gradient, reference, reference_UD):
+        """Log-probs and entropy, [U] each, and the KL to the reference if there is one."""
         logits_UV = self._logits(hidden_UD)
         lse_U = logits_UV.logsumexp(-1)
         logprobs_U = logits_UV.gather(-1, targets_U[:, None])[:, 0] - lse_U
@@ -682,61 +701,70 @@ class TokenStats:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.names, self.sums, self.maxima = device, None, None, None
+        self.device = device
+        self.names: list[str] | None = None
+        self.sums: torch.Tensor | None = None
+        self.maxima: torch.Tensor | None = None
 
     @torch.no_grad()
     def add(self, seen_T: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
         """Add a micro-batch: the tokens where ``seen_T`` is True. The same names in every call and on every rank."""
         if self.names is None:
             self.names = list(values)
-            self.sums, self.maxima = torch.zeros(2, len(values), dtype=torch.float64, device=self.device)
-        table = torch.where(seen_T, torch.stack([v.detach().double() for v in values.values()]), 0.0)
-        self.sums += table.sum(1)
-        self.maxima = torch.maximum(self.maxima, table.amax(1))
+            self.sums = torch.zeros(len(values), dtype=torch.float64, device=self.device)
+            self.maxima = torch.zeros_like(self.sums)
+        columns = torch.stack([v.detach().double() for v in values.values()])
+        seen = torch.where(seen_T, columns, 0.0)
+        self.sums += seen.sum(1)
+        self.maxima = torch.maximum(self.maxima, seen.amax(1))
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
         """(sums, maxima) over all ranks, by name. Every rank must call."""
         torch.distributed.all_reduce(self.sums)
         torch.distributed.all_reduce(self.maxima, op=torch.distributed.ReduceOp.MAX)
-        return tuple(dict(zip(self.names, x.tolist(), strict=True)) for x in (self.sums, self.maxima))
+        sums = dict(zip(self.names, self.sums.tolist(), strict=True))
+        maxima = dict(zip(self.names, self.maxima.tolist(), strict=True))
+        return sums, maxima
 
 
 class Stopwatch:
-    """Seconds by phase: ``with clock("generate"): ...`` adds to ``clock.seconds["generate"]``."""
+    """Seconds by phase: ``with clock("generate"): ...`` adds to ``clock.seconds["generate"]``.
+
+    A phase inside another (an evaluation also generates) counts as part of the outer one.
+    """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.started = time.perf_counter()
-        self.running: list[tuple[str, float]] = []
-
-    def __call__(self, phase: str) -> Stopwatch:
-        Watch.beat()
-        self.running.append((phase, time.perf_counter()))
-        return self
-
-    def __enter__(self) -> Stopwatch:
-        return self
+        self.inside = False
+        self.restart()
 
     def restart(self) -> None:
         """Forget the phases; a step begins."""
-        self.seconds.clear()
+        self.seconds: dict[str, float] = {}
         self.started = time.perf_counter()
 
-    def metrics(self, tokens: int, trained: float) -> dict[str, float]:
-        """Of the step so far: seconds, and response tokens a second. ``trained``: tokens of the update."""
-        seconds = time.perf_counter() - self.started
-        return {f"time/{phase}": s for phase, s in self.seconds.items()} | {
-            "time/step": seconds,
-            "perf/tokens_per_second": tokens / seconds,
-            "perf/generate_tokens_per_second": tokens / self.seconds["generate"],
-            "perf/update_tokens_per_second": trained / self.seconds["update"],
-        }
-
-    def __exit__(self, *_: object) -> None:
-        phase, start = self.running.pop()
-        if self.running:  # inside another phase (an evaluation generates, too): its seconds are that one's
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        Watch.beat()
+        if self.inside:
+            yield
             return
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        self.inside = True
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.inside = False
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def metrics(self, tokens: int, trained: float) -> dict[str, float]:
+        """Seconds of the step so far, and response tokens per second. ``trained``: tokens of the update."""
+        seconds = time.perf_counter() - self.started
+        metrics = {f"time/{phase}": s for phase, s in self.seconds.items()}
+        metrics["time/step"] = seconds
+        metrics["perf/tokens_per_second"] = tokens / seconds
+        metrics["perf/generate_tokens_per_second"] = tokens / self.seconds["generate"]
+        metrics["perf/update_tokens_per_second"] = trained / self.seconds["update"]
+        return metrics
 
 
 def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -> dict[str, float | None]:
@@ -759,7 +787,7 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
 
 
 def mean(values: list[float]) -> float | None:
-    """None where there is nothing to take a mean of: a metric without a value is left out, not logged as 0."""
+    """The mean, or None of no values: a metric without a value is left out, not logged as 0."""
     return sum(values) / len(values) if values else None
 
 
@@ -769,63 +797,77 @@ def pass_at_k(correct: int, total: int, k: int) -> float:
 
 
 def is_right(sample: Sample) -> bool:
-    """Whether a response counts as right: its part ``correct``, or else its score, is above 0.5."""
+    """Whether a response counts as correct: its part ``correct``, or else its score, is above 0.5."""
     return sample.reward_parts.get("correct", sample.score) > 0.5
 
 
 def majority(group: list[Sample]) -> float:
-    """Whether the answer that most responses to one prompt give is right; of n equally frequent ones each counts 1/n.
+    """Whether the most frequent answer to one prompt is correct; n equally frequent answers count 1/n each.
 
-    All right responses give the same answer, however they write it. Nothing extracted: the whole text is the answer.
+    All correct responses give the same answer, however they write it. Without an extracted answer, the whole text is
+    the answer.
     """
-    votes = Counter(None if is_right(s) else (s.extracted or s.response).strip() for s in group)
-    first = [answer for answer, count in votes.items() if count == max(votes.values())]
+    votes: Counter[str | None] = Counter()
+    for sample in group:
+        answer = None if is_right(sample) else (sample.extracted or sample.response).strip()
+        votes[answer] += 1
+    highest = max(votes.values())
+    first = [answer for answer, count in votes.items() if count == highest]
     return first.count(None) / len(first)
 
 
 def eval_metrics(samples: list[Sample], problems: list[Problem], step: int) -> dict[str, float]:
     """What an evaluation of the weights after ``step`` found; names and units are in docs/metrics.md.
 
-    ``samples``: equally many to each of ``problems``. Of several sources each has its own numbers as well.
+    ``samples``: equally many for each of ``problems``. With several sources, each has metrics of its own as well.
     """
     groups: list[list[Sample]] = [[] for _ in problems]
     for sample in samples:
         groups[sample.prompt_id].append(sample)
+    result = {"step": step}
+    for name, value in _group_metrics(groups).items():
+        result[f"eval/{name}"] = value
+    sources = sorted({p.source for p in problems})
+    if len(sources) > 1:
+        for source in sources:
+            own = [group for group, problem in zip(groups, problems, strict=True) if problem.source == source]
+            for name, value in _group_metrics(own).items():
+                result[f"eval/{source}/{name}"] = value
+    result["eval/samples"] = len(groups[0])
+    result["eval/weights_version"] = samples[0].weights_version
+    return result
+
+
+def _group_metrics(groups: list[list[Sample]]) -> dict[str, float]:
+    """pass@k, majority and lengths of the samples of some problems, equally many for each."""
     count = len(groups[0])
-
-    def numbers(places: list[int]) -> dict[str, float]:
-        right = [sum(map(is_right, groups[p])) for p in places]
-        answers = [s for p in places for s in groups[p]]
-        found = {"pass@1": sum(right) / len(answers)}
-        for name, k in [*((2**i, 2**i) for i in range(1, count.bit_length())), ("k", count)]:
-            found[f"pass@{name}"] = mean([pass_at_k(c, count, k) for c in right])
-        found["majority@k"] = mean([majority(groups[p]) for p in places])
-        found["length_mean"] = mean([len(s.response_ids) for s in answers])
-        found["truncated_frac"] = mean([s.finish_reason == "length" for s in answers])
-        return found | {"problems": len(places)}
-
-    every, sources = list(range(len(problems))), sorted({p.source for p in problems})
-    result = {"step": step} | {f"eval/{name}": value for name, value in numbers(every).items()}
-    for source in sources if len(sources) > 1 else ():
-        own = numbers([p for p in every if problems[p].source == source])
-        result |= {f"eval/{source}/{name}": value for name, value in own.items()}
-    return result | {"eval/samples": count, "eval/weights_version": samples[0].weights_version}
+    right = [sum(is_right(sample) for sample in group) for group in groups]
+    samples = [sample for group in groups for sample in group]
+    metrics = {"pass@1": sum(right) / len(samples)}
+    sizes = {str(2**i): 2**i for i in range(1, count.bit_length())}
+    sizes["k"] = count
+    for name, k in sizes.items():
+        metrics[f"pass@{name}"] = mean([pass_at_k(c, count, k) for c in right])
+    metrics["majority@k"] = mean([majority(group) for group in groups])
+    metrics["length_mean"] = mean([len(s.response_ids) for s in samples])
+    metrics["truncated_frac"] = mean([s.finish_reason == "length" for s in samples])
+    metrics["problems"] = len(groups)
+    return metrics
 
 
 def seed_everything(seed: int) -> None:
-    """Python, NumPy and torch, this process."""
-    import numpy
+    """Seed Python, NumPy and torch (the CPU and every GPU) in this process."""
+    from accelerate.utils import set_seed
 
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)  # noqa: NPY002 (libraries draw from the global state)
-    torch.manual_seed(seed)
+    set_seed(seed % 2**32)
 
 
 def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
-    """Answers the messages of ``vllm_thread`` with transformers' ``generate``: slow, and needs nothing else.
+    """Answer the messages of ``vllm_thread`` with transformers' ``generate``: slow, with no further dependency.
 
-    Has a model of its own, so that a push means the same as with vLLM. Log-probs come from a forward pass of it. All
-    samples of a prompt are one batch. ``rank`` and ``world_size`` are there for the same call.
+    The thread has a model of its own, so that a push means the same as with vLLM. Log-probs come from a forward pass of
+    that model. All samples of a prompt are one batch. ``rank`` and ``world_size`` are unused: both threads are called
+    alike.
     """
     try:
         device = resolve_device(args)[0]
@@ -853,29 +895,50 @@ def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbo
 
 
 def _by_prompt(requests: Iterable[tuple]) -> list[tuple]:
+    """(prompt ids, keys of its samples, seed of the first) for each prompt."""
     groups: dict[tuple, list] = {}
     for key, prompt_ids, seed in requests:
-        groups.setdefault((key[0], tuple(prompt_ids)), []).append((key, seed))
-    return [(list(ids), [k for k, _ in members], members[0][1]) for (_, ids), members in groups.items()]
+        group = groups.setdefault((key[0], tuple(prompt_ids)), [])
+        group.append((key, seed))
+    batches = []
+    for (_, prompt_ids), members in groups.items():
+        keys = [key for key, _ in members]
+        batches.append((list(prompt_ids), keys, members[0][1]))
+    return batches
 
 
 @torch.no_grad()
 def _generate(model, prompt_ids, keys, seed, sampling, stop_ids, version, device):
+    """Messages with one sample for each of ``keys``."""
     greedy = sampling["temperature"] == 0.0
-    options = {"do_sample": not greedy, "max_new_tokens": sampling["max_tokens"], "pad_token_id": stop_ids[0]}
+    options = {
+        "do_sample": not greedy,
+        "max_new_tokens": sampling["max_tokens"],
+        "pad_token_id": stop_ids[0],
+        "eos_token_id": -1 if sampling["ignore_eos"] else stop_ids,
+    }
     if not greedy:
-        options |= {"temperature": sampling["temperature"], "top_p": sampling["top_p"], "top_k": sampling["top_k"]}
-    options["eos_token_id"] = -1 if sampling["ignore_eos"] else stop_ids
+        for name in ("temperature", "top_p", "top_k"):
+            options[name] = sampling[name]
     torch.manual_seed(seed)
     ids = torch.tensor([prompt_ids] * len(keys), device=device)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     scorer = TokenLogprobs(model, 1.0 if greedy else sampling["temperature"], chunk=1024)
     for key, row in zip(keys, output[:, len(prompt_ids) :].tolist(), strict=True):
-        ends = [] if sampling["ignore_eos"] else [t for t, token in enumerate(row) if token in stop_ids]
+        ends = []
+        if not sampling["ignore_eos"]:
+            ends = [t for t, token in enumerate(row) if token in stop_ids]
         response = row[: ends[0] + 1] if ends else row
         sample = Sample(0, 0, prompt_ids, response, [], "", 0)
-        batch = micro_batches(
-            *([sample], [0]), layout="padded", budget=1, rank=0, world_size=1, dtype=model.dtype, device=device
-        )[0]
+        (batch,) = micro_batches(
+            [sample],
+            [0],
+            layout="padded",
+            budget=1,
+            rank=0,
+            world_size=1,
+            dtype=model.dtype,
+            device=device,
+        )
         logprobs = scorer(batch)[0].tolist()
         yield ("sample", key, response, logprobs, "stop" if ends else "length", version)
