@@ -101,7 +101,8 @@ def attention_for(config, attention: str, wanted: str) -> str | None:
 
 def is_dropout(name: str, value: object) -> bool:
     """Whether a config field or module attribute is a dropout probability above 0 (attention_dropout, resid_pdrop)."""
-    return "drop" in name and isinstance(value, int | float) and value > 0
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return "drop" in name and is_number and 0 < value <= 1
 
 
 def switch_off_dropout(model) -> None:
@@ -483,7 +484,7 @@ def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> 
             device=parameter.device,
         ):
             got[batch.tokens] = policy(batch)[0]
-    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         print(f"--batch_layout {layout}: {type(error).__name__}: {error}", file=sys.stderr)
         return math.inf
     plain = torch.cat([_plain_logprobs(policy, sample) for sample in samples])
