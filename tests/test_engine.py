@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import queue
 import re
 import threading
@@ -243,10 +244,25 @@ def engine_mismatch(llm, model) -> float:
     return mismatch(model, samples, temperature=1.0)
 
 
+def alone(check, *arguments) -> None:
+    """Run a check in a process of its own: vLLM keeps global state of the architecture of its first engine."""
+    child = multiprocessing.get_context("spawn").Process(target=check, args=arguments)
+    child.start()
+    child.join(timeout=240)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    assert child.exitcode == 0, "the traceback of the check is in stderr"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", list(OTHERS))
 def test_a_push_to_other_architectures_is_exact(tmp_path, model_type):
     """Right from disk, after a push of the same weights, and after a push of others."""
+    alone(check_exact_pushes, tmp_path, model_type)
+
+
+def check_exact_pushes(tmp_path, model_type: str) -> None:
     llm, model = start_engine(tmp_path, model_type, OTHERS[model_type])
     assert engine_mismatch(llm, model) < 1e-4
     utils.push_weights(llm, weights_for_engine(model))
@@ -260,6 +276,10 @@ def test_a_push_to_other_architectures_is_exact(tmp_path, model_type):
 @pytest.mark.slow
 def test_a_push_that_misses_parameters_is_an_error(tmp_path):
     """The message names what would stay stale: a whole layer, a part of a fused one, the tied head."""
+    alone(check_missing_parameters, tmp_path)
+
+
+def check_missing_parameters(tmp_path) -> None:
     llm, model = start_engine(tmp_path, "qwen2", {"tie_word_embeddings": True})
     weights = weights_for_engine(model)
     utils.push_weights(llm, weights)
@@ -280,6 +300,10 @@ def test_a_push_that_misses_parameters_is_an_error(tmp_path):
 @pytest.mark.slow
 def test_an_engine_that_cannot_be_updated_is_refused(tmp_path):
     """vLLM loads the experts of gpt-oss past its own bookkeeping, and a reload loses them: the first push says so."""
+    alone(check_refused_push, tmp_path)
+
+
+def check_refused_push(tmp_path) -> None:
     fields = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64}
     llm, model = start_engine(tmp_path, "gpt_oss", fields)
     with pytest.raises(RuntimeError, match=r"--rollout hf") as error:
