@@ -413,7 +413,8 @@ def make_critic(args: Args, dtype: torch.dtype, device: torch.device, attention:
         process.refuse(
             f"--value_model_name_or_path {args.model_name_or_path}: {size} tokens, the policy has {vocabulary}"
         )
-    utils.check_forward(utils.TokenLogprobs(model.to(device), 1.0, args.logprob_chunk), args.batch_layout, 0)
+    longest = args.max_prompt_length + args.max_response_length
+    utils.check_forward(utils.TokenLogprobs(model.to(device), 1.0, args.logprob_chunk), args.batch_layout, 0, longest)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     critic = TokenValues(model).to(device)
@@ -764,7 +765,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         reference.requires_grad_(False).to("cpu" if args.offload_ref else device)
     full_reference = reference if args.kl_estimator == "full" else None
     policy = utils.TokenLogprobs(model.to(device), args.temperature, args.logprob_chunk)
-    utils.check_forward(policy, args.batch_layout, stop_ids[0])
+    longest = args.max_prompt_length + args.max_response_length
+    utils.check_forward(policy, args.batch_layout, stop_ids[0], longest)
     optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     critic = None
@@ -780,7 +782,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     skips = SimpleNamespace(policy=0, critic=0)  # optimizer steps in a row that were not applied
     parts = {"policy": policy, "controller": controller, "skips": skips, "prompts": source.state}
     parts |= {"critic": critic, "normalizer": normalizer}
-    parts["reference"] = reference if args.ref_policy_update_freq > 0 else None
+    moving = utils.MovingReference(reference, args.ref_policy_alpha) if args.ref_policy_update_freq > 0 else None
+    parts["reference"] = moving
     checkpoints = Checkpoints(log, args, tokenizer, clock, parts, utils.save_model)
     first_step = checkpoints.load(start) + 1
     engine.pushes_before = first_step - 1
@@ -789,7 +792,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     sampling |= {"stop": list(args.stop), "ignore_eos": args.ignore_eos}
     layout = {"layout": args.batch_layout, "rank": rank, "world_size": world_size, "dtype": dtype, "device": device}
 
-    engine.push(utils.current_weights(policy, args.zero_stage))
+    for_vllm = args.rollout == "vllm"  # which takes the names of checkpoint files, not those of modules
+    engine.push(utils.current_weights(policy, args.zero_stage, for_vllm))
     if first_step == 1:
         evaluate(0, engine, verifiers, eval_problems, policy, log, clock, args)
 
@@ -1024,9 +1028,9 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
 
         # 8 push: the engine answers the next step with the new weights
         with clock("push"):
-            engine.push(utils.current_weights(policy, args.zero_stage))
+            engine.push(utils.current_weights(policy, args.zero_stage, for_vllm))
         if args.ref_policy_update_freq > 0 and step % args.ref_policy_update_freq == 0:
-            utils.move_reference(reference, policy, args.ref_policy_alpha, args.zero_stage)
+            moving.move(policy, args.zero_stage)
         kl_per_sequence = totals["k1"] / max(1, totals["samples"])
         if adaptive and totals["rounds"] > 0:
             controller.update(kl_per_sequence, len(samples))

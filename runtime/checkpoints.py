@@ -58,7 +58,7 @@ class Checkpoints:
     """The state of a run on disk, ``checkpoints/step_000100/``: whole or not there at all.
 
         policy/ critic/   DeepSpeed's own: the weights, and each rank's part of fp32 master weights and optimizer
-        reference.pt      weights of a reference that moves
+        reference.pt      weights of a reference that moves, and their fp32 average
         rng_0.pt ...      random states of each rank
         state.json        all numbers, with the arguments, code, versions and number of ranks
         model/            the policy in Hugging Face format, to use elsewhere; nothing is resumed from it

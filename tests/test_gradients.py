@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
+import os
 import random
+import re
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_samples
+from conftest import ROOT, make_samples
 
 import ppo
 import utils
@@ -166,6 +172,88 @@ def test_chunks_and_checkpointing_change_nothing(tiny_model, samples):
     close(gradient(model, samples, batches(samples)), expected)
 
 
+RANKS = """
+import os, sys
+from datetime import timedelta
+from types import SimpleNamespace
+
+from runtime import process
+
+process.prepare_environment()
+sys.path.insert(0, "tests")
+
+import deepspeed
+import torch
+from conftest import ROOT, make_samples
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import utils
+from runtime import batching
+
+deepspeed.ops.__compatible_ops__ = {}
+torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=3600))
+rank = torch.distributed.get_rank()
+args = SimpleNamespace(zero_stage=3, offload_optimizer=False, offload_param=False, max_grad_norm=0.0)
+# Hidden size 256: smaller embeddings are below DeepSpeed's threshold for sharding, and no call gathers them.
+config = LlamaConfig(
+    vocab_size=600, hidden_size=256, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, pad_token_id=0,
+)
+samples = make_samples(3, 4)
+for chunk in (1000, 4):
+    torch.manual_seed(0)
+    policy = utils.TokenLogprobs(LlamaForCausalLM(config), 1.0, chunk)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    settings = utils.deepspeed_config(args, torch.float32, cuda=False)
+    engine = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings)[0]
+    assert engine.module.model.lm_head.weight.ds_tensor.numel() < 600 * 256, "the head is not sharded"
+    (mb,) = batching.micro_batches(
+        samples, list(range(12)), layout="shared", budget=1000, rank=rank, world_size=2, dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    print(f"RANK {rank} HAS {len(mb.targets)}", flush=True)
+    engine.backward(engine(mb)[0].sum())
+    engine.step()
+    print(f"RANK {rank} CHUNK {chunk} NORM {float(engine.get_global_grad_norm()):.6f}", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_zero_3_with_different_numbers_of_chunks(tmp_path):
+    """Two ranks with sharded heads, 4 tokens per chunk, unequal numbers of tokens: it ends, with the same gradient."""
+    file = tmp_path / "ranks.py"
+    file.write_text(RANKS)
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(file)]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = subprocess.Popen(line, cwd=ROOT, env=environment, start_new_session=True, **pipe)
+    try:
+        text, _ = ranks.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        os.killpg(ranks.pid, signal.SIGKILL)
+        text, _ = ranks.communicate()
+        pytest.fail(f"the ranks wait for each other:\n{text[-2000:]}")
+    assert ranks.returncode == 0, text
+    counts = {math.ceil(int(count) / 4) for count in re.findall(r"RANK \d HAS (\d+)", text)}
+    assert len(counts) == 2, "the ranks have equally many chunks, so nothing was tested"
+    norms = re.findall(r"CHUNK (\d+) NORM ([\d.]+)", text)
+    assert len(norms) == 4
+    assert {chunk for chunk, _ in norms} == {"1000", "4"}
+    values = [float(norm) for _, norm in norms]
+    assert max(values) - min(values) < 1e-4 * max(values) and min(values) > 0
+
+
+def test_every_rank_calls_the_head_equally_often(samples):
+    """Ranks have unequal numbers of predictions; all know the largest at each position of the plan."""
+    plans = [batches(samples, budget=40, rank=rank, world_size=2) for rank in range(2)]
+    assert len(plans[0]) == len(plans[1])
+    for first, second in zip(*plans, strict=True):
+        assert first.most_predictions == second.most_predictions
+        assert first.most_predictions == max(len(first.targets), len(second.targets))
+    assert any(len(a.targets) != len(b.targets) for a, b in zip(*plans, strict=True))
+
+
 def test_packing_needs_the_cache_off(tiny_model, samples, monkeypatch):
     """The trap behind ``use_cache=False``: with a cache, packed sequences see each other."""
     expected = reference_gradient(tiny_model, samples)
@@ -230,7 +318,7 @@ def test_padding_is_invisible(tiny_model, pads):
 def test_check_forward_refuses_a_model_that_caps_its_logits(tiny_model, capsys):
     policy = utils.TokenLogprobs(copy.deepcopy(tiny_model), 1.0, 1000)
     for layout in ("shared", "padded", "packed"):
-        utils.check_forward(policy, layout, 2)
+        utils.check_forward(policy, layout, 2, 64)
     plain = policy.model.forward
 
     def capped(*args, **kwargs):
@@ -240,7 +328,7 @@ def test_check_forward_refuses_a_model_that_caps_its_logits(tiny_model, capsys):
 
     policy.model.forward = capped
     with pytest.raises(SystemExit):
-        utils.check_forward(policy, "shared", 2)
+        utils.check_forward(policy, "shared", 2, 64)
     assert "--batch_layout" in capsys.readouterr().err
 
 
