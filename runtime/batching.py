@@ -35,7 +35,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
-        return MicroBatch(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in vars(self).values()))
+        moved = {}
+        for name, value in vars(self).items():
+            moved[name] = value.to(device) if isinstance(value, torch.Tensor) else value
+        return MicroBatch(**moved)
 
 
 def token_offsets(samples: list[Sample]) -> list[int]:
@@ -94,6 +97,10 @@ class PrefixTree:
         for k, node in enumerate(self.inner):
             places[node] = first + k
         return places
+
+
+Row = list[PrefixTree]
+MicroRows = list[Row]  # the rows of a micro-batch
 
 
 def sample_length(sample: Sample) -> int:
@@ -166,7 +173,7 @@ def micro_batches(
     and of calls of the output head, without asking each other. A rank with fewer micro-batches repeats one whose
     tokens count nothing. Which rank and micro-batch a token lands in does not change its gradient.
     """
-    rows: list[list[PrefixTree]] = []
+    rows: list[Row] = []
     most = -(-len(indices) // world_size)
     for row in make_rows(samples, indices, layout, budget, most):
         groups = [row] if layout == "shared" else [[i] for i in row]
@@ -174,9 +181,12 @@ def micro_batches(
     rows.sort(key=lambda row: (-row_length(row), row[0].members))
     plans = [_cut(dealt, layout, budget) for dealt in _deal(rows, world_size)]
     offsets = token_offsets(samples)
+    idle = [rows[-1]] if rows else []
     batches = []
     for position in range(max(len(plan) for plan in plans)):
-        rows_by_rank = [plan[position] if position < len(plan) else [rows[-1]] for plan in plans]
+        rows_by_rank = []
+        for plan in plans:
+            rows_by_rank.append(plan[position] if position < len(plan) else idle)
         batch = _tensors(rows_by_rank[rank], offsets, layout, dtype)
         batch.most_predictions = max(count_predictions(rows) for rows in rows_by_rank)
         if position >= len(plans[rank]):
@@ -185,10 +195,10 @@ def micro_batches(
     return batches
 
 
-def _deal(rows: list[list[PrefixTree]], world_size: int) -> list[list[list[PrefixTree]]]:
+def _deal(rows: list[Row], world_size: int) -> list[list[Row]]:
     """The rows of each rank: the next row goes to the rank with the fewest tokens so far."""
     load = [0] * world_size
-    dealt: list[list[list[PrefixTree]]] = [[] for _ in range(world_size)]
+    dealt: list[list[Row]] = [[] for _ in range(world_size)]
     for row in rows:
         least = load.index(min(load))
         load[least] += row_length(row)
@@ -196,9 +206,9 @@ def _deal(rows: list[list[PrefixTree]], world_size: int) -> list[list[list[Prefi
     return dealt
 
 
-def _cut(rows: list[list[PrefixTree]], layout: str, budget: int) -> list[list[list[PrefixTree]]]:
+def _cut(rows: list[Row], layout: str, budget: int) -> list[MicroRows]:
     """Micro-batches of one rank's rows, which come longest first: the first row of a micro-batch sets its width."""
-    cut: list[list[list[PrefixTree]]] = []
+    cut: list[MicroRows] = []
     for row in rows:
         width = row_length(cut[-1][0]) if cut else 0
         if layout == "packed" or not cut or (len(cut[-1]) + 1) * width > budget:
@@ -208,17 +218,17 @@ def _cut(rows: list[list[PrefixTree]], layout: str, budget: int) -> list[list[li
     return cut
 
 
-def count_predictions(rows: list[list[PrefixTree]]) -> int:
+def count_predictions(rows: MicroRows) -> int:
     """Different tokens that a micro-batch of these rows predicts: U."""
     return sum(len(tree.nodes) for row in rows for tree in row)
 
 
-def row_length(row: list[PrefixTree]) -> int:
+def row_length(row: Row) -> int:
     """Tokens of a row."""
     return sum(len(tree) for tree in row)
 
 
-def _tensors(rows: list[list[PrefixTree]], offsets: list[int], layout: str, dtype: torch.dtype) -> MicroBatch:
+def _tensors(rows: MicroRows, offsets: list[int], layout: str, dtype: torch.dtype) -> MicroBatch:
     """Ids, positions, mask and index lists of some rows, right-padded to the longest."""
     width = max(row_length(row) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
