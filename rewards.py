@@ -148,8 +148,10 @@ def _announced_answer(text: str) -> str | None:
         inside, closed, after = rest[len(opening) :].partition(closing)
         if closed and not re.match(r"\s*(?:,|\bor\b|\band\b|[0-9A-Za-z\\]*\s*\\?\$)", after):
             unit = re.match(r"\s*\\?(%|[a-z]+(?:\s+[a-z]+)?\.?\s*$)", after.partition("\n")[0])
-            return inside.strip() + (f"\\text{{ {unit[1].rstrip('. ')}}}" if unit and unit[1] != "%" else "") + (
-                "\\%" if unit and unit[1] == "%" else ""
+            return (
+                inside.strip()
+                + (f"\\text{{ {unit[1].rstrip('. ')}}}" if unit and unit[1] != "%" else "")
+                + ("\\%" if unit and unit[1] == "%" else "")
             )
         break
     line = rest.partition("\n")[0]
@@ -241,7 +243,7 @@ UNICODE = str.maketrans(
 )
 TEXT = r"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mathbf|mathit|mbox)\s*"
 DECORATION = [  # (pattern, what stands in its place) for the comparison of texts
-    (r"\\\\(?!\s*(?:text|frac|sqrt))", r"\\newline "),  # the row separator of a matrix, before "\ " is looked for
+    (r"\\\\(?!\s*(?:text|frac|sqrt))", ";;"),  # the row separator of a matrix, before "\ " is looked for
     (r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[,;:!]|\\ |\\?\$|~", ""),
     (r"\\[dtc]frac", r"\\frac"),
     (TEXT + r"\{\s*([^{}]*?)\s*\}", r" \1 "),
@@ -263,8 +265,8 @@ def _words(text: str) -> list[str]:
     """Return the words or phrases that ``text`` lists, in lower case and sorted; [] if it holds anything else."""
     plain = re.sub(TEXT + r"\{([^{}]*)\}", r" \1 ", text)
     pieces = [piece.strip(" .$") for piece in re.split(r",|;|\band\b|\bor\b", plain)]
-    pieces = [piece for piece in pieces if piece]
-    if not all(re.fullmatch(r"\(?[A-Za-z][A-Za-z '\-]*\)?", piece) for piece in pieces):
+    pieces = [re.sub(r"^(?:an?|the)\s+(?=[A-Za-z]{2})", "", piece) for piece in pieces if piece]
+    if not all(re.fullmatch(r"\(?[A-Za-z](?:[A-Za-z ']|(?<=[a-z]{2})-(?=[a-z]{2}))*\)?", piece) for piece in pieces):
         return []
     return sorted(" ".join(piece.strip("()").split()).casefold() for piece in pieces)
 
@@ -336,6 +338,8 @@ NO_UNIT = frozenset(
 EXPONENT = r"(?:\s*\^\s*\{?\s*-?[0-9]\s*\}?)?"
 UNIT_TAIL = re.compile(  # \text{ cm}^2, \mathrm{m}/\mathrm{s}, ^\circ C, the base of a number
     rf"(?:(?:\s|\\[,;:! ]|~|/|\\cdot|(?<=\}})\^\s*\{{?\s*-?[0-9]\s*\}}?)*{TEXT}\{{[^{{}}]*\}}{EXPONENT})+\s*$"
+    rf"|\^\s*\{{?\s*{TEXT}\{{(?:st|nd|rd|th)\}}\s*\}}?\s*$"
+    rf"|\\d?frac\s*\{{\s*{TEXT}\{{[^{{}}]*\}}\s*\}}\s*\{{\s*{TEXT}\{{[^{{}}]*\}}{EXPONENT}\s*\}}\s*$"
     r"|\^\s*\{?\s*\\circ\s*\}?\s*(?:\\(?:text|mathrm)\s*\{\s*)?[CF]?(?:\s*\})?\s*$|(?<=[0-9])_\{?[0-9]+\}?\s*$"
 )
 WORD_TAIL = re.compile(rf"(?<=[0-9}})])(?:\\?\s|\\,|~)*((?:[A-Za-z]+\.?(?:{EXPONENT}|\s*/)\s*)+)$")
@@ -406,7 +410,7 @@ def _parse_math(latex: str) -> list:
 
 def _numbers(expression) -> list:
     """The numbers that an answer consists of, sorted; [] where it is not made of numbers."""
-    from sympy import Eq, FiniteSet, Interval, MatrixBase, N, Tuple
+    from sympy import Eq, Expr, FiniteSet, Interval, MatrixBase, N, Tuple
 
     if isinstance(expression, MatrixBase):
         parts = expression.flat()
@@ -414,11 +418,13 @@ def _numbers(expression) -> list:
         parts = expression.args
     elif isinstance(expression, Interval):
         parts = [expression.start, expression.end]
-    elif isinstance(expression, Eq):
+    elif isinstance(expression, Eq) and expression.lhs.is_Symbol:
         parts = [expression.rhs]
-    else:
+    elif isinstance(expression, Expr) and expression.is_number:
         value = N(expression.doit(), 20)
         return [value] if value.is_Float or value.is_Integer else []
+    else:
+        return []
     return sorted(number for part in parts for number in _numbers(part))
 
 
@@ -438,7 +444,7 @@ def _sound(gold, found) -> bool:
     It compares equations by their solutions, and no solution equals no solution; it takes the right side of an
     equation for a value, whether or not the equation is true.
     """
-    from sympy import Eq, Set, simplify, solve
+    from sympy import Eq, Expr, Set, simplify, solve
     from sympy.core.relational import Relational
     from sympy.logic.boolalg import BooleanFunction
 
@@ -448,7 +454,8 @@ def _sound(gold, found) -> bool:
         return not isinstance(gold, relations) and all(isinstance(e, Eq) and _close(e.lhs, e.rhs) for e in steps)
     if isinstance(found, Set) and found.is_empty:
         return isinstance(gold, Set)
-    if isinstance(gold, Eq) and isinstance(found, Eq):
+    equations = isinstance(gold, Eq) and isinstance(found, Eq)
+    if equations and all(isinstance(side, Expr) for side in (*gold.args, *found.args)):
         ours, theirs = (e.lhs.doit() - e.rhs.doit() for e in (gold, found))
         ratio = simplify(ours / theirs) if theirs != 0 else theirs
         if not (ratio.is_number and ratio.is_finite and ratio != 0) and not solve(gold, gold.free_symbols):
@@ -465,7 +472,12 @@ def _same_value(answer: str, wanted: str) -> bool:
         return False
     if not verify(gold, found, timeout_seconds=None, allow_set_relation_comp=True):
         return False
-    return isinstance(gold[0], str) or isinstance(found[0], str) or _sound(gold[0], found[0])
+    if isinstance(gold[0], str) or isinstance(found[0], str):
+        return True
+    try:
+        return _sound(gold[0], found[0])
+    except Exception:  # sympy raises a dozen kinds where it cannot tell; what nobody can confirm is not right
+        return False
 
 
 def _tidy(text: str) -> str:
@@ -476,10 +488,55 @@ def _tidy(text: str) -> str:
         if text.startswith(opening) and text.endswith(closing) and inside and opening not in inside:
             text = inside.strip()
     text = text.replace("\\varnothing", "\\emptyset").rstrip(".").strip()
+    if "matrix" in text:
+        text = re.sub(r"\\\\(?=[A-Za-z])", r"\\\\ ", text)  # else the parser takes the row's first letter for a command
     scientific = re.fullmatch(r"(-?[0-9.]+)(?:[eE]|\s*[xX*]\s*10\s*\^)\s*\{?([+-]?[0-9]+)\}?(.*)", text)
     if scientific:
         text = f"{scientific[1]} \\times 10^{{{int(scientific[2])}}}{scientific[3]}"
     return text
+
+
+PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:percent|pct|\\?%)\s*\}|(?<![A-Za-z])percent)\s*$")
+DECIMAL = re.compile(
+    r"(-?)\s*\\?\$?((?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!)[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?)"
+    r"(?:\s*(?:\\times|\\cdot)\s*10\s*\^\s*\{?\s*([+-]?[0-9]{1,4})\s*\}?)?"
+)
+
+
+def _decimal(text: str) -> Decimal | None:
+    """The exact value of a number in decimals, perhaps times a power of ten; None for anything else."""
+    found = DECIMAL.fullmatch(text)
+    digits = re.sub(r"[^0-9.]", "", found[2]) if found else ""
+    if not digits:
+        return None
+    return Decimal(found[1] + digits).scaleb(int(found[3] or 0))
+
+
+def _same_percentage(answer: str, wanted: str) -> bool:
+    """Whether two answers differ in a percent sign alone, which may be left away of a number from 1 on."""
+    plain, right = PERCENT.sub("", answer), PERCENT.sub("", wanted)
+    if (plain == answer) == (right == wanted):
+        return False
+    value = _decimal(plain)
+    return value is not None and abs(value) >= 1 and value == _decimal(right)
+
+
+def _equal(answer: str, wanted: str) -> bool:
+    """Whether two answers whose texts differ are the same words, the same number, or the same by math-verify."""
+    same = _same_words(answer, wanted)
+    if same is not None:
+        return same
+    if _same_percentage(answer, wanted):
+        return True
+    if PERCENT.search(answer) and PERCENT.search(wanted):
+        answer, wanted = PERCENT.sub("", answer), PERCENT.sub("", wanted)
+    (answer, unit), (wanted, right_unit) = _split_unit(answer), _split_unit(wanted)
+    if unit and right_unit and unit != right_unit:
+        return False
+    number, right = _decimal(answer), _decimal(wanted)
+    if number is not None and number == right:
+        return True
+    return _same_value(answer, wanted)
 
 
 def math_(response: str, truth: str, row: dict) -> Reward:
@@ -492,11 +549,7 @@ def math_(response: str, truth: str, row: dict) -> Reward:
         return _judged(0, said)
     if _plain(answer) == _plain(wanted):
         return _judged(1, said)
-    same = _same_words(answer, wanted)
-    if same is None:
-        (answer, unit), (wanted, right_unit) = _split_unit(answer), _split_unit(wanted)
-        same = not (unit and right_unit and unit != right_unit) and _same_value(answer, wanted)
-    return _judged(same, said)
+    return _judged(_equal(answer, wanted), said)
 
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
