@@ -37,6 +37,7 @@ import sandbox
 SYSTEM_PROMPTS = {
     "reasoning_gym:chain_sum": "Write out the calculation: 2 - 4 = -2",
     "math": "Reason step by step and put the final answer in \\boxed{}.",
+    "reasoning_gym": "Give the final answer between <answer> and </answer>.",
 }
 COUNTDOWN = (
     "Make {target} from the numbers {nums}: use each of them exactly once, with + - * / and brackets. Give the "
@@ -170,18 +171,12 @@ def int_lists(column) -> list[list[int]]:
 def read_source(source: str, args, size: int = 10**9) -> Iterator[list]:
     """The raw rows of one source, at most ``size`` at a time. Ends with exit code 2 where it cannot be read."""
     if source.startswith("reasoning_gym:"):
-        import reasoning_gym
-
         name, _, query = source.removeprefix("reasoning_gym:").partition("?")
         try:
             options = {k: json.loads(v) for k, v in (pair.split("=", 1) for pair in query.split("&") if pair)}
-            options = {"size": 2000, "seed": args.seed, **options}
-            rows = [dict(row) for row in reasoning_gym.create_dataset(name, **options)]
-        except (ValueError, TypeError, AssertionError) as error:
+            yield rewards.gym_rows(name, {"size": 2000, "seed": args.seed, **options})
+        except (ValueError, TypeError, KeyError, AssertionError) as error:
             refuse(f"--dataset {source}: reasoning-gym says: {error} (form: reasoning_gym:NAME?key=value&key=value)")
-        for row in rows:  # plain data only: a row travels to the reward workers
-            row["metadata"] = json.loads(json.dumps(row["metadata"], default=str))
-        yield rows
         return
     for path in (files := _files(source)):
         try:
@@ -214,10 +209,15 @@ def read_source(source: str, args, size: int = 10**9) -> Iterator[list]:
 # ----------------------------------------------------------------------------------- rows, and the problems they become
 
 
+def _is_number(answer: Any) -> bool:
+    return rewards.NUMBER.fullmatch(str(answer)) is not None
+
+
 def columns_of(rows: list, args) -> tuple[str, str, str]:
     """(prompt column, truth column, verifier) of a source: the flags, or else what its first rows look like.
 
-    GSM8K, MATH and countdown are known by their columns; any other has ``question``, ``answer`` and last_number.
+    GSM8K, MATH and countdown are known by their columns; any other has ``question``, ``answer`` and last_number, or
+    the data set's own scorer where a task of reasoning-gym has answers that are no numbers.
     """
     first = [row for row in rows[:100] if isinstance(row, dict)]
     has = {key for row in first for key in row}
@@ -228,6 +228,8 @@ def columns_of(rows: list, args) -> tuple[str, str, str]:
         prompt, truth, verifier = "problem", "answer" if "answer" in has else "solution", "math"
     elif any("#### " in str(row.get("answer")) for row in first):
         verifier = "gsm8k"
+    elif "reasoning_gym" in has and not all(_is_number(row["answer"]) for row in rows):
+        verifier = "reasoning_gym"
     return args.prompt_key or prompt, args.ground_truth_key or truth, args.reward_fn or args.verifier or verifier
 
 
@@ -258,9 +260,11 @@ def make_problem(row: Any, keys: tuple[str, str, str], system: str | None, args)
     for key in (prompt_key, truth_key):
         if key not in row:
             raise ValueError(f"has no {key!r}")
-        if row[key] is None or row[key] != row[key] or row[key] in ("", [], {}):
+        empty = row[key] is None or row[key] != row[key] or row[key] in ("", [], {})
+        if empty and not (key == truth_key and rewards.needs_no_truth(verifier, row)):
             raise ValueError(f"has an empty {key!r}")
-    messages, truth = _messages(row[prompt_key], row), row[truth_key]
+    messages = _messages(row[prompt_key], row)
+    truth = "" if row[truth_key] is None else row[truth_key]
     if system:
         messages = [{"role": "system", "content": system}, *messages]
     truth = json.dumps(truth) if isinstance(truth, list | dict) else str(truth)

@@ -4,10 +4,13 @@ A verifier is a plain function ``(response, truth, row) -> Reward``: ``response`
 ``truth`` the answer in the data set, ``row`` the whole row. It runs in a worker process that is killed at the
 time-out, so a response that sends a parser into an endless loop costs one sample and not the night. What happens then:
 
-    returns a Reward       used as it is; status "unscorable" where the row cannot be scored, score 0, counted
+    returns a Reward       used as it is; a number is a Reward of that score
+    raises                 score 0, status "unscorable", counted in reward/unscorable; the first traceback is shown
     runs out of time       score 0, status "timeout", counted in reward/timeouts
     kills its process      score 0, status "crash", counted in reward/errors; so does running out of memory
-    raises                 a bug in the verifier: the run ends with the worker's traceback
+
+Whatever a response says, the run continues. What is wrong with the data or with a verifier ends it at the start:
+every truth must pass its own verifier, and a verifier of the user's own must not raise on the first row.
 
 docs/rewards.md lists the verifiers, the columns they read, and what is guaranteed. Importing this imports no torch.
 """
@@ -21,6 +24,7 @@ import importlib.util
 import json
 import logging
 import math
+import numbers
 import operator
 import re
 import sys
@@ -331,9 +335,10 @@ UNITS = {name: line.split()[0] for line in SAME_UNIT for name in line.split()}
 POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3", "cubed": "^3", "per": "/"}
 COMPOUND = {"mph": "mi / h", "kmh": "km / h", "kph": "km / h", "kmph": "km / h", "sqft": "ft ^2", "fps": "ft / s"}
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
-NO_UNIT = frozenset(
-    "sin cos tan cot csc sinh cosh tanh log exp mod gcd lcm max arg det dim ker sup inf lim and not none infinity "
-    "percent percentage pct false wrong incorrect impossible".split()
+NO_UNIT = re.compile(
+    "(?:sin|cos|tan|cot|csc|sinh|cosh|tanh|log|exp|mod|gcd|lcm|max|arg|det|dim|ker|sup|inf|lim|and|not|none|infinity|"
+    "percent|percentage|pct|false|wrong|incorrect|impossible)",
+    re.IGNORECASE,
 )
 EXPONENT = r"(?:\s*\^\s*\{?\s*-?[0-9]\s*\}?)?"
 UNIT_TAIL = re.compile(  # \text{ cm}^2, \mathrm{m}/\mathrm{s}, ^\circ C, the base of a number
@@ -368,7 +373,7 @@ def _split_unit(text: str) -> tuple[str, tuple[str, ...]]:
     if tail is None and (words := WORD_TAIL.search(text)):
         names = re.findall("[A-Za-z]+", words[1])
         known = [n in UNITS or n.lower() in {*UNITS, *POWERS, *COMPOUND, "unit", "units"} for n in names]
-        named = [len(name) >= 3 and name.lower() not in NO_UNIT for name in names]
+        named = [len(name) >= 3 and not NO_UNIT.fullmatch(name) for name in names]
         bare = re.sub(r"\\[A-Za-z]+", "", text[: words.start()])
         long = any(len(name) > 1 for name in names)
         ordinal = re.fullmatch("st|nd|rd|th", words[1].strip())
@@ -391,6 +396,7 @@ def _split_unit(text: str) -> tuple[str, tuple[str, ...]]:
 # ------------------------------------------------------------------------------------------------ math: values
 
 
+@functools.lru_cache(maxsize=256)  # the samples of a group have one truth
 def _parse_math(latex: str) -> list:
     """LaTeX as math-verify reads it: sympy expressions, possibly none. Its own time-outs are signals and stay off.
 
@@ -594,21 +600,101 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
     return _judged(correct and sorted(used) == sorted(map(int, numbers)), answer)
 
 
-# Some of reasoning-gym's scorers pass the answer to eval, directly or inside sympy's parse_expr. What they may get: a
-# list without calls, or a formula of these names alone. Anything else scores 0 before it gets there.
+# ------------------------------------------------------------------------------------------------- reasoning-gym
+
+# Some scorers pass the answer to eval, directly or inside sympy's parse_expr. What they may get: a list without calls,
+# or a formula of these names alone. Anything else scores 0 before it gets there.
 LIST = r"[^(]*"
-FORMULA = r"(?:[0-9\s+\-*/^(),]|\.(?![^\W\d])|(?<!\w)(?:[a-zCXY]|sin|cos|tan|exp|log|sqrt|asin|acos|atan|pi|E)(?!\w))*"
-GYM_ANSWERS = dict.fromkeys(("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"), LIST)
-GYM_ANSWERS |= dict.fromkeys(("simple_integration", "intermediate_integration", "polynomial_multiplication"), FORMULA)
-GYM_ANSWERS |= dict.fromkeys(("puzzle24", "countdown"), FORMULA)
+FORMULA_NAMES = (
+    "[a-zCXY]|a?(?:sin|cos|tan|sec|csc|cot)h?|exp|log|ln|sqrt|pi|E|I|erfi?|li|[SC]i|Ei|Abs|Integral|gamma|fresnel[sc]"
+)
+FORMULA = rf"(?:[0-9\s+\-*/^(),]|\.(?![^\W\d])|(?<!\w)(?:{FORMULA_NAMES})(?!\w))*"
+GYM_ANSWERS = {
+    "string_insertion": LIST,
+    "spiral_matrix": LIST,
+    "binary_matrix": LIST,
+    "n_queens": LIST,
+    "simple_integration": FORMULA,
+    "intermediate_integration": FORMULA,
+    "polynomial_multiplication": FORMULA,
+    "puzzle24": FORMULA,
+    "countdown": FORMULA,
+}
+GYM_UNSUPPORTED = {
+    "boxnet": "its scorer accepts moves between squares as Python tuples only, which the JSON it reads cannot hold",
+}
+
+
+def _tagged(value):
+    """A value as JSON that tells tuples from lists, and keys of other types from text; ``_untagged`` undoes it."""
+    if isinstance(value, tuple):
+        return {"tuple": [_tagged(v) for v in value]}
+    if isinstance(value, list):
+        return [_tagged(v) for v in value]
+    if isinstance(value, dict):
+        return {"dict": [[_tagged(k), _tagged(v)] for k, v in value.items()]}
+    return value
+
+
+def _untagged(value):
+    if isinstance(value, list):
+        return [_untagged(v) for v in value]
+    if isinstance(value, dict):
+        if "tuple" in value:
+            return tuple(_untagged(v) for v in value["tuple"])
+        return {_untagged(k): _untagged(v) for k, v in value["dict"]}
+    return value
+
+
+@functools.lru_cache(maxsize=16)
+def gym_dataset(name: str, options: str):
+    """A data set of reasoning-gym with these options (JSON). Raises ValueError, TypeError or AssertionError if none.
+
+    The ``datasets`` of a composite are ``[{"name": ..., "weight": ..., "config": {...}}]``.
+    """
+    import reasoning_gym
+    from reasoning_gym.composite import DatasetSpec
+
+    chosen = json.loads(options)
+    parts = chosen.get("datasets")
+    if name == "composite" and isinstance(parts, list):
+        chosen["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in parts]
+    for wanted in [name, *(part["name"] for part in parts or [])]:
+        if wanted in GYM_UNSUPPORTED:
+            raise ValueError(f"{wanted} cannot be used: {GYM_UNSUPPORTED[wanted]}")
+    return reasoning_gym.create_dataset(name, **chosen)
+
+
+def gym_rows(name: str, options: dict) -> list[dict]:
+    """The rows of a data set of reasoning-gym, as plain JSON. Raises as ``gym_dataset`` does.
+
+    ``metadata`` is for people and for own verifiers. The column ``reasoning_gym`` holds what the data set's own scorer
+    needs: the metadata with its tuples, and the options of the data set.
+    """
+    chosen = json.dumps(options, sort_keys=True)
+    rows = []
+    for entry in gym_dataset(name, chosen):
+        scoring = {"dataset": name, "options": chosen, "metadata": _tagged(entry["metadata"])}
+        plain = json.loads(json.dumps(entry["metadata"], default=str))
+        rows.append({**entry, "metadata": plain, "reasoning_gym": json.dumps(scoring, default=str)})
+    return rows
+
+
+def needs_no_truth(verifier: str, row: dict) -> bool:
+    """Whether a row can be scored without an answer: some scorers of reasoning-gym check what they are told instead."""
+    return names_of(verifier) == ["reasoning_gym"] and "reasoning_gym" in row
 
 
 def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
     """The data set's own ``score_answer`` on the last ``<answer>``, or else the final answer, of the response.
 
-    Only 1 counts as correct. A text that merely holds the truth gets 0, not the general scorer's consolation.
+    Only 1 counts as correct. A text that merely holds the truth gets 0, not the general scorer's consolation. A row
+    from ``gym_rows`` is scored with the options of its data set, any other one (from a file) with the default ones.
     """
-    name, answer = (row.get("metadata") or {}).get("source_dataset"), tagged_answer(after_thinking(response))
+    name = (row.get("metadata") or {}).get("source_dataset")
+    said = after_thinking(response)
+    empty = re.search(r"<answer>\s*</answer>(?!.*<answer>)", said, re.DOTALL)  # some tasks have results without letters
+    answer = "" if empty and truth == "" else tagged_answer(said)
     if name is None:
         return Reward(0.0, status="unscorable", detail="the row's column metadata names no source_dataset")
     if answer is None or len(answer) > 100 * LONGEST_ANSWER:
@@ -616,10 +702,18 @@ def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
     foreign = any(c.isdigit() and not c.isascii() for c in answer)  # int() would read other scripts' digits
     if foreign or not re.fullmatch(GYM_ANSWERS.get(name, r"(?s:.*)"), answer):
         return _judged(0, answer)
-    import reasoning_gym
+    if "reasoning_gym" in row:
+        scoring = json.loads(row["reasoning_gym"])
+        score_answer = gym_dataset(scoring["dataset"], scoring["options"]).score_answer
+        entry = {**row, "answer": truth or None, "metadata": _untagged(scoring["metadata"])}
+    else:
+        import reasoning_gym
 
-    score = float(reasoning_gym.get_score_answer_fn(name)(answer, entry={**row, "answer": truth}))
-    return _judged(0 if not math.isfinite(score) or (score < 1 and truth in answer) else score, answer)
+        score_answer = reasoning_gym.get_score_answer_fn(name)
+        entry = {**row, "answer": truth}
+    score = float(score_answer(answer, entry=entry))
+    consoled = score < 1 and truth != "" and truth in answer
+    return _judged(0 if consoled or not math.isfinite(score) else score, answer)
 
 
 def format_(response: str, truth: str, row: dict) -> Reward:
@@ -838,21 +932,35 @@ def combine(found: dict[str, Reward], weights: dict[str, float | None]) -> Rewar
     return replace(first, score=score, parts=parts, status=bad.status, detail=bad.detail)
 
 
+LONGEST_TIME_LIMIT = 3600.0  # seconds; what is longer, or shorter than a tenth, is an error in the data
+
+
+def _time_limit_error(row: dict) -> str:
+    """What is wrong with the row's column time_limit, "" if nothing is. A float column with gaps holds NaN."""
+    given = row.get("time_limit")
+    try:
+        good = given is None or 0.1 <= float(given) <= LONGEST_TIME_LIMIT
+    except (TypeError, ValueError):
+        good = False
+    return "" if good else f"time_limit is {given!r}: give 0.1 to {LONGEST_TIME_LIMIT:g} seconds, or null"
+
+
 def truth_error(verifier: str, truth: str, row: dict) -> str:
-    """What is wrong with a truth, in the eyes of its own verifiers; "" if nothing is.
+    """What is wrong with a truth according to its own verifiers; "" if nothing is.
 
     A truth that can be said as a response must score 1; for the others it is enough that nothing can be scored by it.
     """
     for name in names_of(verifier):
         if name not in VERIFIERS:
-            continue  # yours may take anything
+            continue  # your own may take anything; RewardPool.check tries it once
+        if name == "code" and (wrong := _time_limit_error(row)):
+            return wrong
         said = truth if name == "math" and last_boxed(truth) else SAY_THE_TRUTH.get(name, "").format(truth)
-        try:
-            reward = VERIFIERS[name](said, truth, row)
-        except (ArithmeticError, LookupError, SyntaxError, TypeError, ValueError) as error:
-            return f"{name} rejects the truth itself ({type(error).__name__}: {error})"
-        if reward.status != "ok" or (name in SAY_THE_TRUTH and reward.score < 1):
-            return reward.detail or f"{name} rejects the truth itself"
+        reward, _ = _verify_by(name, said, truth, row)
+        if reward.status != "ok":
+            return reward.detail.strip().splitlines()[-1] if reward.detail else f"{name} rejects the truth itself"
+        if name in SAY_THE_TRUTH and reward.score < 1 and not (truth == "" and needs_no_truth(verifier, row)):
+            return f"{name} rejects the truth itself"
     return ""
 
 
@@ -877,16 +985,41 @@ def _start_worker(verifiers: list[str], unsafe: bool) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY, WORKER_MEMORY))
 
 
-def _verify(names: list[str], weights: dict, response: str, truth: str, row: dict) -> Reward:
+def _as_reward(name: str, found) -> Reward:
+    """What a verifier returned as a Reward. Raises TypeError or ValueError for what is neither that nor a number."""
+    if isinstance(found, Reward):
+        reward = found
+    elif isinstance(found, numbers.Real):  # bool, int, float, and numpy's
+        reward = Reward(float(found), {"correct": float(found == 1)})
+    else:
+        raise TypeError(f"the verifier {name!r} returned {type(found).__name__}, not a number or a rewards.Reward")
+    if not math.isfinite(reward.score):
+        raise ValueError(f"the verifier {name!r} returned the score {reward.score}")
+    return reward
+
+
+def _verify_by(name: str, response: str, truth: str, row: dict) -> tuple[Reward, bool]:
+    """(what one verifier finds, whether it raised)."""
+    try:
+        return _as_reward(name, find_verifier(name)(response, truth, row)), False
+    except (MemoryError, RecursionError, OSError):  # the response's doing, as a rule, or the machine's
+        return Reward(0.0, status="crash", detail=traceback.format_exc(limit=-4)), False
+    except Exception:  # whatever it is: no response may end a run
+        return Reward(0.0, status="unscorable", detail=traceback.format_exc(limit=-4)), True
+
+
+def _verify(names: list[str], weights: dict, response: str, truth: str, row: dict) -> tuple[Reward, set[str]]:
+    """(the combined Reward, the verifiers that raised)."""
     found = {}
+    raised = set()
     for name in names:
-        try:
-            found[name] = find_verifier(name)(response, truth, row)
-        except (MemoryError, RecursionError, OSError):  # the response's doing, as a rule, or the machine's
-            found[name] = Reward(0.0, status="crash", detail=traceback.format_exc(limit=-4))
-        if not isinstance(found[name], Reward):
-            raise TypeError(f"the verifier {name!r} returned {type(found[name]).__name__}, not a rewards.Reward")
-    return combine(found, weights)
+        found[name], failed = _verify_by(name, response, truth, row)
+        if failed:
+            raised.add(name)
+    return combine(found, weights), raised
+
+
+MANY = 16  # responses on each of which a verifier of the user's own must have raised before the run ends
 
 
 class RewardPool:
@@ -896,8 +1029,13 @@ class RewardPool:
     ``verifiers`` says which will be needed, so that their libraries are there before the first sample.
     """
 
-    def __init__(self, workers, timeout, verifiers=(), weights=None, unsafe=False):
-        self.workers, self.timeout, self.weights, self.shown = workers, timeout, weights or {}, set()
+    def __init__(self, workers: int, timeout: float, verifiers=(), weights=None, unsafe: bool = False):
+        self.workers = workers
+        self.timeout = timeout
+        self.weights = weights or {}
+        self.shown: set[str] = set()  # statuses of which one was printed
+        self.returned = set(VERIFIERS)  # verifiers that are known to return something
+        self.raised: collections.Counter[str] = collections.Counter()
         self.worker_arguments = [sorted({name for v in verifiers for name in names_of(v)}), unsafe]
         self._start()
 
@@ -916,6 +1054,24 @@ class RewardPool:
         for _ in range(self.workers):  # start them while the models load
             self.pool.schedule(find_verifier, args=["exact"])
 
+    def check(self, problems) -> str:
+        """Try each verifier of the user's own once, on the first problem's truth as response; return what is wrong.
+
+        ``problems`` have ``verifier``, ``truth`` and ``row``. "" where nothing is wrong.
+        """
+        first = {}
+        for problem in problems:
+            if not all(name in VERIFIERS for name in names_of(problem.verifier)):
+                first.setdefault(problem.verifier, problem)
+        futures = [self.submit(p.verifier, p.truth, p.truth, p.row) for p in first.values()]
+        for future in futures:
+            reward, raised = self._wait(future)
+            if raised:
+                return f"the verifier {future.asked[0]} raises on the truth {future.asked[2][:80]!r}:\n{reward.detail}"
+            if reward.status == "ok":
+                self.returned |= set(names_of(future.asked[0]))
+        return ""
+
     def submit(self, verifier: str, response: str, truth: str, row: dict, tries: int = 5):
         """Start verifying one response; the returned future goes to ``result``."""
         if not self.pool.active:
@@ -923,11 +1079,13 @@ class RewardPool:
             self._start()
         arguments = [names_of(verifier), self.weights, response, truth, row]
         future = self.pool.schedule(_verify, args=arguments, timeout=self.timeout)
-        future.pool, future.asked, future.tries = self.pool, (verifier, response, truth, row), tries
+        future.pool = self.pool
+        future.asked = (verifier, response, truth, row)
+        future.tries = tries
         return future
 
-    def result(self, future) -> Reward:
-        """Wait for one Reward. Raises what the verifier raised, with the worker's traceback in the message."""
+    def _wait(self, future) -> tuple[Reward, set[str]]:
+        """Wait for (Reward, verifiers that raised), whatever became of the worker."""
         from pebble import ProcessExpired
 
         while not wait([future], timeout=1.0).done and future.pool.active:
@@ -935,20 +1093,38 @@ class RewardPool:
         try:
             if not future.done():
                 raise BrokenProcessPool("given up, and what was queued is forgotten")
-            reward = future.result()
+            return future.result()
         except TimeoutError:
-            reward = Reward(0.0, status="timeout", detail=f"killed after {self.timeout:g} s (--reward_timeout)")
+            detail = f"killed after {self.timeout:g} s (--reward_timeout)"
+            return Reward(0.0, status="timeout", detail=detail), set()
         except ProcessExpired as error:
-            reward = Reward(0.0, status="crash", detail=f"the worker died: {error}, exit code {error.exitcode}")
+            detail = f"the worker died: {error}, exit code {error.exitcode}"
+            return Reward(0.0, status="crash", detail=detail), set()
         except BrokenProcessPool as error:
             if future.tries > 1:
-                return self.result(self.submit(*future.asked, tries=future.tries - 1))
+                return self._wait(self.submit(*future.asked, tries=future.tries - 1))
             raise RuntimeError("the verifier processes do not start (is the script guarded by __main__?)") from error
-        except Exception as error:
-            raise RuntimeError(f"a verifier raised in its worker:\n{getattr(error, 'traceback', error)}") from error
+        except Exception as error:  # its answer cannot be sent: a Reward that holds what pickle does not take
+            detail = f"{getattr(error, 'traceback', error)}"
+            return Reward(0.0, status="unscorable", detail=detail), set(names_of(future.asked[0]))
+
+    def result(self, future) -> Reward:
+        """Wait for one Reward; the first that is not ok is shown.
+
+        Raises RuntimeError where a verifier of the user's own has raised on each of the first ``MANY`` responses.
+        """
+        reward, raised = self._wait(future)
+        verifier, response = future.asked[:2]
+        self.raised.update(raised)
+        if reward.status in ("ok", "unscorable"):
+            self.returned |= set(names_of(verifier)) - raised
+        for name in raised - self.returned:
+            if self.raised[name] >= MANY:
+                words = f"the verifier {name!r} raised on each of the first {MANY} responses"
+                raise RuntimeError(f"{words}; the last time:\n{reward.detail}")
         if reward.status not in ("ok", *self.shown):
             self.shown.add(reward.status)
-            about = f"{future.asked[0]} on {future.asked[1][:200]!r}"
+            about = f"{verifier} on {response[:200]!r}"
             print(f"warning: first {reward.status} of a verification: {about}\n{reward.detail}", flush=True)
         return reward
 
