@@ -575,6 +575,8 @@ def main(args: Args) -> None:
         verifiers, weights = {p.verifier for p in [*problems, *eval_problems]}, parse_weights(args.reward_weights)
         pool = RewardPool(args.reward_workers, args.reward_timeout, verifiers, weights, args.allow_unsafe_code_exec)
         model = utils.load_model(args, dtype, attention)
+        if wrong := pool.check([*problems, *eval_problems]):
+            data.refuse(f"--reward_fn: {wrong}")
         stop_ids = utils.stop_token_ids(model, tokenizer)
         # The engine is built first: it measures free memory and changes global settings of torch while it is.
         inbox, outbox = queue.Queue(), queue.Queue()

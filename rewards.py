@@ -38,6 +38,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import sandbox
+from constraints import CONSTRAINTS
 from sandbox import Sandbox
 
 
@@ -731,48 +732,24 @@ def format_(response: str, truth: str, row: dict) -> Reward:
 # ------------------------------------------------------------------------------- constraints, under the names of IFEval
 
 
-def _is_json(text: str) -> bool:
-    try:
-        return isinstance(json.loads(re.sub(r"^```(?:json)?\s*|\s*```$", "", text)), dict | list)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _related(count: int, a: dict, wanted: str) -> bool:
-    return {"less than": count < a[wanted], "at least": count >= a[wanted]}[a.get("relation") or "at least"]
-
-
-def _times(text: str, word: str) -> int:
-    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
-
-
-CONSTRAINTS: dict[str, Callable[[str, dict], bool]] = {  # name -> function(text, its arguments in the row) -> bool
-    "keywords:existence": lambda t, a: all(_times(t, w) for w in a["keywords"]),
-    "keywords:forbidden_words": lambda t, a: not any(_times(t, w) for w in a["forbidden_words"]),
-    "keywords:frequency": lambda t, a: _related(_times(t, a["keyword"]), a, "frequency"),
-    "length_constraints:number_words": lambda t, a: _related(len(re.findall(r"\w+(?:['-]\w+)*", t)), a, "num_words"),
-    "detectable_format:json_format": lambda t, a: _is_json(t),
-    "change_case:english_capital": lambda t, a: t.isupper(),
-    "change_case:english_lowercase": lambda t, a: t.islower(),
-    "startend:end_checker": lambda t, a: t.lower().endswith(a["end_phrase"].strip().lower()),
-    "punctuation:no_comma": lambda t, a: "," not in t,
-}
-
-
 def ifeval(response: str, truth: str, row: dict) -> Reward:
-    """1 when a response that says something keeps every constraint; part ``constraints``: the share that it keeps.
+    """1 when a response that says something keeps every constraint; part ``constraints``: the fraction that it keeps.
 
     They are the truth as JSON, ``{"instruction_id_list": [...], "kwargs": [...]}``, or the columns of these names.
+    constraints.py has their kinds.
     """
     text = after_thinking(response).strip()
     try:
         given = json.loads(truth) if truth.strip().startswith("{") else row
-        names, arguments = given["instruction_id_list"], given["kwargs"]
-        kept = [CONSTRAINTS[name](text, a or {}) for name, a in zip(names, arguments, strict=True)]
-        share = sum(kept) / len(kept)
-    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        kept = []
+        for name, arguments in zip(given["instruction_id_list"], given["kwargs"], strict=True):
+            if name not in CONSTRAINTS:
+                raise ValueError(f"no constraint {name!r}; known: {', '.join(CONSTRAINTS)}")
+            kept.append(CONSTRAINTS[name](text, arguments or {}))
+        fraction = sum(kept) / len(kept)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, re.error) as error:
         return Reward(0.0, status="unscorable", detail=f"constraints: {type(error).__name__}: {error}")
-    return _judged(share == 1 and re.search(r"\w", text) is not None, text or None, constraints=share)
+    return _judged(fraction == 1 and re.search(r"\w", text) is not None, text or None, constraints=fraction)
 
 
 # ------------------------------------------------------------------------------- models' programs, run by sandbox.py

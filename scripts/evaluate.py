@@ -138,6 +138,8 @@ def answer(args: grpo.Args, problems: list[Problem], tokenizer) -> list[Sample]:
         weights = parse_weights(args.reward_weights)
         verifiers = {p.verifier for p in problems}
         pool = RewardPool(args.reward_workers, args.reward_timeout, verifiers, weights, args.allow_unsafe_code_exec)
+        if wrong := pool.check(problems):
+            data.refuse(f"--reward_fn: {wrong}")
         name = args.reward_model_name_or_path
         scorer = RewardModel(name, args.logprob_micro_batch_tokens, device, dtype) if name is not None else None
         where = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
