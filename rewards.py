@@ -618,11 +618,12 @@ GYM_ANSWERS = {
     "simple_integration": FORMULA,
     "intermediate_integration": FORMULA,
     "polynomial_multiplication": FORMULA,
-    "puzzle24": FORMULA,
     "countdown": FORMULA,
 }
 GYM_UNSUPPORTED = {
     "boxnet": "its scorer accepts moves between squares as Python tuples only, which the JSON it reads cannot hold",
+    "game_of_life_halting": "its scorer gives 1 to every text where something goes on, and 0 to every text elsewhere",
+    "puzzle24": "its scorer takes any four numbers that make 24, and not only those of the task",
 }
 
 
@@ -933,9 +934,10 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
         if name == "code" and (wrong := _time_limit_error(row)):
             return wrong
         said = truth if name == "math" and last_boxed(truth) else SAY_THE_TRUTH.get(name, "").format(truth)
-        reward, _ = _verify_by(name, said, truth, row)
+        reward, raised = _verify_by(name, said, truth, row)
         if reward.status != "ok":
-            return reward.detail.strip().splitlines()[-1] if reward.detail else f"{name} rejects the truth itself"
+            why = reward.detail.strip().rpartition("\n")[2]
+            return f"{name} raises on the truth itself ({why})" if raised or reward.status == "crash" else why
         if name in SAY_THE_TRUTH and reward.score < 1 and not (truth == "" and needs_no_truth(verifier, row)):
             return f"{name} rejects the truth itself"
     return ""
@@ -1081,9 +1083,6 @@ class RewardPool:
             if future.tries > 1:
                 return self._wait(self.submit(*future.asked, tries=future.tries - 1))
             raise RuntimeError("the verifier processes do not start (is the script guarded by __main__?)") from error
-        except Exception as error:  # its answer cannot be sent: a Reward that holds what pickle does not take
-            detail = f"{getattr(error, 'traceback', error)}"
-            return Reward(0.0, status="unscorable", detail=detail), set(names_of(future.asked[0]))
 
     def result(self, future) -> Reward:
         """Wait for one Reward; the first that is not ok is shown.
