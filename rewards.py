@@ -68,8 +68,12 @@ NUMBER = re.compile(
 NEGATED = re.compile(r"(?:\bnot|n't|n\u2019t|\bnever)\s*[:$*}]*\s*$", re.IGNORECASE)
 LONGEST_ANSWER = 1000  # characters; what is longer is no answer, and parsers take more than linear time
 
-# What announces an answer: "####" of GSM8K, "The final answer is" of Minerva, "**Answer:**", "Answer =".
-ANNOUNCED = re.compile(r"####|\banswer\b[ \t*_]*(?:\bis\b[ \t*_]*:?|:|=)", re.IGNORECASE)
+# What announces an answer: "####" of GSM8K, "The final answer is" of Minerva, "**Answer:**", "answer to this would be".
+ANNOUNCED = re.compile(
+    r"####|\banswer\b(?:(?!\bnot\b|n't)[^.?!\n:=$]){0,40}?(?:\b(?:is|(?:would|should|must) be)\b[ \t*_]*:?|:|=)",
+    re.IGNORECASE,
+)
+NAMED = re.compile(r"(?:the|it|so)\b[^$\\=0-9]*\bis\s+(?=[-$\\0-9(])", re.IGNORECASE)  # "The value of x is 5"
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|;|\\text\s*\{\s*(?:and|or)\s*\}|,?\s*\b(?:and|or)\b)[\s$]*")
 DELIMITED = (  # (opening, closing) of mathematics or emphasis around a whole answer
@@ -81,7 +85,7 @@ DELIMITED = (  # (opening, closing) of mathematics or emphasis around a whole an
 )
 # Where a plain answer stops and prose continues: "5 because ...", "5, as required.", "5. I hope it is correct."
 PROSE = re.compile(
-    r"[.!](?=\s|$)|\s+(?=I hope\b)|[,;]?\s+(?=(?:because|since|as|so|which|where|when|given|assuming|thus|hence|"
+    r"[.!](?=\s|$)|\s+(?=I hope\b)|[,;]?\s+\(?(?=(?:because|since|as|so|which|where|when|given|assuming|thus|hence|"
     r"therefore|but)\b)",
     re.IGNORECASE,
 )
@@ -147,6 +151,8 @@ def _announced_answer(text: str) -> str | None:
     if announced[0][0] == "####":
         rest = rest.partition("\n")[0]
     rest = rest.strip(" \t\r\n:*") if rest.lstrip(" \t:*").startswith("\n") else rest.strip(" \t:")
+    named = NAMED.match(rest)
+    rest = rest[named.end() :] if named else rest
     for opening, closing in DELIMITED:
         if not rest.startswith(opening):
             continue
@@ -376,7 +382,7 @@ def _split_unit(text: str) -> tuple[str, tuple[str, ...]]:
         known = [n in UNITS or n.lower() in {*UNITS, *POWERS, *COMPOUND, "unit", "units"} for n in names]
         named = [len(name) >= 3 and not NO_UNIT.fullmatch(name) for name in names]
         bare = re.sub(r"\\[A-Za-z]+", "", text[: words.start()])
-        long = any(len(name) > 1 for name in names)
+        long = "/" in words[1] or any(len(name) > 1 for name in names)
         ordinal = re.fullmatch("st|nd|rd|th", words[1].strip())
         if (long and not re.search("[A-Za-z]", bare) and all(map(operator.or_, known, named))) or ordinal:
             tail = words
@@ -387,7 +393,7 @@ def _split_unit(text: str) -> tuple[str, tuple[str, ...]]:
     names = re.findall("[a-z]+", said.lower())
     if not value or re.search(r"(?:=|<|>|[+*/^_(,-]|\\(?:cdot|times|le|ge|in|or|and))$", value):
         return text, dollars
-    if {"not", "wrong", "incorrect", "false", "and", "or", "more", "less"} & {*names}:
+    if {"not", "wrong", "incorrect", "false", "and", "or", "more", "less", "dozen", "pairs"} & {*names}:
         return text, dollars
     if scale := [SCALES[name] for name in names if name in SCALES]:
         value = f"{value} \\times 10^{{{sum(scale)}}}"
@@ -451,7 +457,7 @@ def _sound(gold, found) -> bool:
     It compares equations by their solutions, and no solution equals no solution; it takes the right side of an
     equation for a value, whether or not the equation is true.
     """
-    from sympy import Eq, Expr, Set, simplify, solve
+    from sympy import Eq, Expr, FiniteSet, Interval, Set, Tuple, simplify, solve
     from sympy.core.relational import Relational
     from sympy.logic.boolalg import BooleanFunction
 
@@ -459,6 +465,13 @@ def _sound(gold, found) -> bool:
     if isinstance(found, relations) and not found.free_symbols:
         steps = [found] if isinstance(found, Relational) else found.args
         return not isinstance(gold, relations) and all(isinstance(e, Eq) and _close(e.lhs, e.rhs) for e in steps)
+    if (
+        isinstance(gold, FiniteSet)
+        and isinstance(found, Tuple | Interval)
+        and all(isinstance(e, Eq) for e in gold.args)
+    ):
+        values = found.args[:2] if isinstance(found, Interval) else found.args  # x = 2, y = 3 is the point (2, 3)
+        return all(a.rhs.equals(b) for a, b in zip(gold._unsorted_args, values, strict=True))
     if isinstance(found, Set) and found.is_empty:
         return isinstance(gold, Set)
     equations = isinstance(gold, Eq) and isinstance(found, Eq)
@@ -495,6 +508,14 @@ def _tidy(text: str) -> str:
         if text.startswith(opening) and text.endswith(closing) and inside and opening not in inside:
             text = inside.strip()
     text = text.replace("\\varnothing", "\\emptyset").rstrip(".").strip()
+    text = text.replace("\\langle", "(").replace("\\rangle", ")").replace("**", "^")
+    text = re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi", text)
+    text = re.sub(TEXT + r"\{[^{}]*\b(?:is|are):?\s*\}\s*(?=.)", "", text)  # \boxed{\text{The answer is } 5}
+    repeating = re.fullmatch(r"(-?)([0-9]*)\.([0-9]*)\\overline\{?([0-9]+)\}?", text)
+    if repeating:
+        sign, whole, fixed, again = repeating.groups()
+        numerator = int(whole + fixed + again) - int((whole + fixed) or 0)
+        text = f"{sign}\\frac{{{numerator}}}{{{(10 ** len(again) - 1) * 10 ** len(fixed)}}}"
     if "matrix" in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\\\ ", text)  # else the parser takes the row's first letter for a command
     scientific = re.fullmatch(r"(-?[0-9.]+)(?:[eE]|\s*[xX*]\s*10\s*\^)\s*\{?([+-]?[0-9]+)\}?(.*)", text)
