@@ -625,10 +625,11 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
 # ------------------------------------------------------------------------------------------------- reasoning-gym
 
 # Some scorers pass the answer to eval, directly or inside sympy's parse_expr. What they may get: a list without calls,
-# or a formula of these names alone. Anything else scores 0 before it gets there.
+# or a formula of these names alone. Anything else scores 0 before it gets there, but for the truth itself: some truths
+# hold an Integral, which nobody else may use, as the integral of the task would answer every task.
 LIST = r"[^(]*"
 FORMULA_NAMES = (
-    "[a-zCXY]|a?(?:sin|cos|tan|sec|csc|cot)h?|exp|log|ln|sqrt|pi|E|I|erfi?|li|[SC]i|Ei|Abs|Integral|gamma|fresnel[sc]"
+    "[a-zCXY]|a?(?:sin|cos|tan|sec|csc|cot)h?|exp|log|ln|sqrt|pi|E|I|erfi?|li|[SC]i|Ei|Abs|gamma|fresnel[sc]"
 )
 FORMULA = rf"(?:[0-9\s+\-*/^(),]|\.(?![^\W\d])|(?<!\w)(?:{FORMULA_NAMES})(?!\w))*"
 GYM_ANSWERS = {
@@ -723,7 +724,8 @@ def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
     if answer is None or len(answer) > 100 * LONGEST_ANSWER:
         return _judged(0, None)
     foreign = any(c.isdigit() and not c.isascii() for c in answer)  # int() would read other scripts' digits
-    if foreign or not re.fullmatch(GYM_ANSWERS.get(name, r"(?s:.*)"), answer):
+    expected = answer == truth or re.fullmatch(GYM_ANSWERS.get(name, r"(?s:.*)"), answer)
+    if foreign or not expected:
         return _judged(0, answer)
     if "reasoning_gym" in row:
         scoring = json.loads(row["reasoning_gym"])

@@ -139,6 +139,16 @@ def test_the_scorer_has_the_configuration_of_the_run():
     assert rewards.gym_dataset(scoring["dataset"], scoring["options"]).config.styles == ["plain"]
 
 
+def test_the_integral_of_the_task_is_no_answer_to_it():
+    """Its derivative is the integrand, whatever that is: the scorer would be content."""
+    found = problems("intermediate_integration", 6)
+    for problem in found:
+        about = problem.row["metadata"]
+        assert score(problem, f"Integral({about['integrand']}, {about['variable']})") == 0
+        assert score(problem, oracle(problem)) == 1
+    assert any("Integral(" in problem.truth for problem in found), "else nothing was shown"
+
+
 def test_tuples_and_keys_of_metadata_survive_the_way_to_the_worker():
     (problem,) = problems("rearc", 1)
     board = rewards._untagged(json.loads(problem.row["reasoning_gym"])["metadata"])["output"]
