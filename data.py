@@ -28,6 +28,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import answers
+import constraints
+import gym_tasks
 import rewards
 import sandbox
 
@@ -174,7 +177,7 @@ def read_source(source: str, args, size: int = 10**9) -> Iterator[list]:
         name, _, query = source.removeprefix("reasoning_gym:").partition("?")
         try:
             options = {k: json.loads(v) for k, v in (pair.split("=", 1) for pair in query.split("&") if pair)}
-            yield rewards.gym_rows(name, {"size": 2000, "seed": args.seed, **options})
+            yield gym_tasks.gym_rows(name, {"size": 2000, "seed": args.seed, **options})
         except (ValueError, TypeError, KeyError, AssertionError) as error:
             refuse(f"--dataset {source}: reasoning-gym says: {error} (form: reasoning_gym:NAME?key=value&key=value)")
         return
@@ -210,7 +213,7 @@ def read_source(source: str, args, size: int = 10**9) -> Iterator[list]:
 
 
 def _is_number(answer: Any) -> bool:
-    return rewards.NUMBER.fullmatch(str(answer)) is not None
+    return answers.NUMBER.fullmatch(str(answer)) is not None
 
 
 def columns_of(rows: list, args) -> tuple[str, str, str]:
@@ -446,7 +449,8 @@ def read_problems(source: str, args) -> dict[str, Problem]:
         named = ("prompt_key", "ground_truth_key", "verifier", "verifier_key", "reward_fn", "system_prompt")
         parts = [repr([source, *(getattr(args, name) for name in named)]).encode()]
         own = [Path(name.rpartition(":")[0]) for name in rewards.names_of(args.reward_fn or "")]
-        code = [Path(__file__), Path(rewards.__file__), *(path for path in own if path.is_file())]
+        modules = (answers, constraints, gym_tasks, rewards)
+        code = [Path(__file__), *(Path(m.__file__) for m in modules), *(path for path in own if path.is_file())]
         for path in (*files, *code):
             with open(path, "rb") as content:
                 parts.append(hashlib.file_digest(content, "blake2b").digest())

@@ -11,9 +11,11 @@ import pytest
 from conftest import ROOT
 
 import data
+import gym_tasks
 import rewards
 from grpo import Args
-from rewards import GYM_UNSUPPORTED, VERIFIERS, RewardPool
+from gym_tasks import GYM_UNSUPPORTED
+from rewards import VERIFIERS, RewardPool
 
 PAGE = ROOT / "docs" / "rewards.md"
 BEGIN, END = "<!-- made by tests/test_reasoning_gym.py -->", "<!-- end -->"
@@ -60,7 +62,7 @@ def oracle(problem: data.Problem) -> str:
     """What the data set itself takes for right: its answer, or the example among its metadata."""
     if problem.row["answer"] is not None:
         return problem.row["answer"]
-    about = rewards._untagged(json.loads(problem.row["reasoning_gym"])["metadata"])
+    about = gym_tasks.untagged(json.loads(problem.row["reasoning_gym"])["metadata"])
     if about["source_dataset"] == "graph_color":
         return json.dumps(about["possible_answer"])
     if about["source_dataset"] == "rush_hour":
@@ -136,7 +138,7 @@ def test_the_scorer_has_the_configuration_of_the_run():
     assert score(problem, oracle(problem)) == 1
     scoring = json.loads(problem.row["reasoning_gym"])
     assert json.loads(scoring["options"])["styles"] == ["plain"]
-    assert rewards.gym_dataset(scoring["dataset"], scoring["options"]).config.styles == ["plain"]
+    assert gym_tasks.gym_dataset(scoring["dataset"], scoring["options"]).config.styles == ["plain"]
 
 
 def test_the_integral_of_the_task_is_no_answer_to_it():
@@ -151,10 +153,10 @@ def test_the_integral_of_the_task_is_no_answer_to_it():
 
 def test_tuples_and_keys_of_metadata_survive_the_way_to_the_worker():
     (problem,) = problems("rearc", 1)
-    board = rewards._untagged(json.loads(problem.row["reasoning_gym"])["metadata"])["output"]
+    board = gym_tasks.untagged(json.loads(problem.row["reasoning_gym"])["metadata"])["output"]
     assert isinstance(board, tuple) and isinstance(board[0], tuple)
     (problem,) = problems("graph_color", 1)
-    coloring = rewards._untagged(json.loads(problem.row["reasoning_gym"])["metadata"])["possible_answer"]
+    coloring = gym_tasks.untagged(json.loads(problem.row["reasoning_gym"])["metadata"])["possible_answer"]
     assert {type(vertex) for vertex in coloring} == {int}
     assert isinstance(problem.row["metadata"], dict), "and for people it is plain"
 

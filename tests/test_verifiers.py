@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, read_jsonl
 
+import answers
 import rewards
-from rewards import VERIFIERS, Reward, RewardPool, after_thinking, final_answer, last_boxed
+from answers import after_thinking, final_answer, last_boxed
+from rewards import VERIFIERS, Reward, RewardPool
 
 DATA = Path(os.environ.get("RLVR_TEST_DATA", ROOT.parent / "shared" / "data"))
 
@@ -142,7 +144,7 @@ def test_what_the_parser_gets_is_the_text_as_it_is(monkeypatch, truth, response)
         seen.append(latex)
         return []
 
-    monkeypatch.setattr(rewards, "_parse_math", parse)
+    monkeypatch.setattr(answers, "parse_math", parse)
     rewards.math_(f"\\boxed{{{response}+0}}", truth, {})
     assert seen == [truth, f"{response}+0"]
 
