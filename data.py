@@ -231,7 +231,7 @@ def columns_of(rows: list, args) -> tuple[str, str, str]:
         prompt, truth, verifier = "problem", "answer" if "answer" in has else "solution", "math"
     elif any("#### " in str(row.get("answer")) for row in first):
         verifier = "gsm8k"
-    elif "reasoning_gym" in has and not all(_is_number(row["answer"]) for row in rows):
+    elif "reasoning_gym" in has and not all(_is_number(row.get("answer")) for row in rows):
         verifier = "reasoning_gym"
     return args.prompt_key or prompt, args.ground_truth_key or truth, args.reward_fn or args.verifier or verifier
 
