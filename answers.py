@@ -91,7 +91,8 @@ def _boxed_answer(text: str) -> str | None:
         content, end = found
         if begin_of_next is not None and not BETWEEN_BOXES.fullmatch(text[end:begin_of_next]):
             break
-        answers.append(content)
+        if content not in answers[-1:]:
+            answers.append(content)
         begin_of_next = box.start()
     return ", ".join(reversed(answers)) or None
 
