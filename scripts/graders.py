@@ -168,7 +168,7 @@ def labelled(data: Path | None) -> dict[str, list[dict]]:
 def run(grader: Callable, rows: list[dict], seconds: float) -> tuple[Counter, dict[str, Counter]]:
     """(totals, family -> counts) of one grader on one set."""
     pool = RewardPool(1, seconds)
-    name = f"{Path(__file__).resolve()}:{grader.__name__}"
+    name = f"{Path(grader.__code__.co_filename).resolve()}:{grader.__name__}"
     for answer in ("0.4", "x = 2", "[0, 1]"):  # what it imports on the way is not counted
         pool.result(pool.submit(name, f"\\boxed{{{answer}}}", "x = 3", {"verifier": "math"}))
     futures = [pool.submit(name, row["response"], row["truth"], {"verifier": row["verifier"]}) for row in rows]
