@@ -198,6 +198,10 @@ with. A false negative (FN) is a right answer that got no reward; a false positi
 a policy finds and repeats. Made by `python scripts/graders.py`, whose docstring says how each grader is called; a hang
 is an answer that ran into the time-out of {seconds:g} s, milliseconds are of the processor.
 
+The written families hold what is hard, on purpose: few of their right answers are the text of the truth. They were
+written along with this project's grader, which was repaired until it was right on nearly all of them, so they show
+which kinds of errors there are, not rates to expect. The other sets are public data.
+
 Versions: {versions}.
 """
 
