@@ -41,6 +41,7 @@ from runtime.sources import (
 SYSTEM_PROMPTS = {
     "reasoning_gym:chain_sum": "Write out the calculation: 2 - 4 = -2",
     "math": "Reason step by step and put the final answer in \\boxed{}.",
+    "reasoning_gym": "Give the final answer between <answer> and </answer>.",
 }
 COUNTDOWN = (
     "Make {target} from the numbers {nums}: use each of them exactly once, with + - * / and brackets. Give the "
@@ -233,9 +234,10 @@ def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
             value = value_of(row, key)
         except KeyError:
             raise ValueError(f"has no {key!r}") from None
-        if value is None or value != value or value in ("", [], {}):
+        empty = value is None or value != value or value in ("", [], {})
+        if empty and (key != columns.truth or check(columns.verifier, "", row)):
             raise ValueError(f"has an empty {key!r}")
-        values.append(value)
+        values.append("" if empty else value)
     messages = _messages(values[0], row)
     if columns.system:
         messages = [{"role": "system", "content": columns.system}, *messages]
@@ -326,7 +328,7 @@ def check_rows(source: str, raws: list, args, check: Check):
     import datasets
 
     columns = look_at(source, _batches(raws), args, check)
-    code = [Path(__file__), Path(inspect.getfile(rows_of)), Path(inspect.getfile(check))]
+    code = [*sorted(Path(__file__).parent.glob("*.py")), Path(inspect.getfile(check))]
     for name in columns.verifier.split(","):
         own = Path(name.rpartition(":")[0])
         if own.is_file():

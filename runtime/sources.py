@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from runtime import gym_tasks
 from runtime.process import alone, refuse
 
 READABLE = (".jsonl", ".json", ".parquet", ".csv")
@@ -80,20 +81,15 @@ def digest_of_files(paths: list[Path]) -> str:
 
 def gym_rows(source: str, seed: int) -> list[dict[str, Any]]:
     """The rows of ``reasoning_gym:NAME?key=value&key=value``."""
-    import reasoning_gym
-
     name, _, query = source.removeprefix(GYM).partition("?")
     options: dict[str, Any] = {"size": 2000, "seed": seed}
     try:
         for pair in query.split("&") if query else ():
             key, value = pair.split("=", 1)
             options[key] = json.loads(value)
-        rows = [dict(row) for row in reasoning_gym.create_dataset(name, **options)]
-    except (ValueError, TypeError, AssertionError) as error:
+        return gym_tasks.gym_rows(name, options)
+    except (ValueError, TypeError, KeyError, AssertionError) as error:
         refuse(f"--dataset {source}: reasoning-gym says: {error} (form: reasoning_gym:NAME?key=value&key=value)")
-    for row in rows:
-        row["metadata"] = json.loads(json.dumps(row["metadata"], default=str))  # a row is sent to the reward workers
-    return rows
 
 
 def read_source(source: str, args) -> list[tuple[Any, list[Path]]]:

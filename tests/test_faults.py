@@ -322,16 +322,12 @@ def test_losses_that_are_not_finite(small, capfd, monkeypatch):
     note("the loss is NaN, again and again", "NaN in every loss", text, "ten optimizer steps in a row", ENDS)
 
 
-@pytest.mark.parametrize(
-    "fault, injection, verifier, words",
-    [
-        ("a verifier raises", "`1 / 0` in a verifier", "raises", "the verifier's own mistake"),
-        ("a verifier returns something else", "a float, not a Reward", "not_a_reward", "not a rewards.Reward"),
-    ],
-)
-def test_verifiers_that_end_the_run(small, capfd, fault, injection, verifier, words):
-    text = fails(small(reward_fn=f"{ROOT}/tests/verifiers.py:{verifier}"), capfd)
-    note(fault, injection, text, words, ENDS)
+def test_a_verifier_raises(small, capfd):
+    with pytest.raises(SystemExit) as ended:
+        run_here(small(reward_fn=f"{ROOT}/tests/verifiers.py:raises"))
+    assert ended.value.code == 2
+    text = "".join(capfd.readouterr())
+    note("a verifier raises", "`1 / 0` in a verifier", text, "error: --reward_fn: the verifier", REFUSED)
 
 
 def test_flash_attention_is_missing(small, capfd):
@@ -408,6 +404,13 @@ def test_a_tokenizer_without_padding(tiny, tmp_path, capfd):
         ("a verifier hangs", "`sleep(3600)`", "hangs", "killed after 1 s (--reward_timeout)", "reward/timeouts"),
         ("a verifier's process dies", "`os._exit(3)`", "dies", "the worker died", "reward/errors"),
         ("a verifier takes all memory", "100 GB", "takes_memory", "first crash of a verification", "reward/errors"),
+        (
+            "a verifier returns something else",
+            "text, not a number",
+            "not_a_reward_of_a_response",
+            "not a number or a rewards.Reward",
+            "reward/unscorable",
+        ),
     ],
 )
 def test_verifiers_that_cost_a_sample(small, capfd, fault, injection, verifier, words, metric):
