@@ -771,7 +771,7 @@ def answer_calls(lines, scope: dict) -> None:
                 functions[name] = find_function(name, scope)
             arguments, named = decode(message, scope)
             value = functions[name](*arguments, **named)
-            reply = encode((value, (arguments, named) if message["changes"] else None), scope)
+            reply = encode((value, arguments, named) if message["changes"] else value, scope)
         except BaseException as error:
             reply = {"error": [type(error).__name__, str(error)[:200]]}
         write_line(reply)
@@ -803,13 +803,14 @@ def remote(function: str, lines, scope: dict):
             raised = error.__new__(error, text)
             raised.args = (f"{name}: {text}",)
             raise raised
-        value, changed = decode(reply, scope)
-        if changed is not None:
-            (new_arguments, new_named), kinds = changed, (list, dict, set, bytearray)
-            pairs = [*zip(arguments, new_arguments, strict=True), *((named[key], new_named[key]) for key in named)]
-            for old, new in pairs:
-                if isinstance(old, kinds) or type(old).__module__ == scope["__name__"]:
-                    write_back(old, new)
+        found = decode(reply, scope)
+        if not changeable:
+            return found
+        value, new_arguments, new_named = found
+        pairs = [*zip(arguments, new_arguments, strict=True), *((named[key], new_named[key]) for key in named)]
+        for old, new in pairs:
+            if isinstance(old, list | dict | set | bytearray) or type(old).__module__ == scope["__name__"]:
+                write_back(old, new)
         return value
 
     return call
