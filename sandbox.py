@@ -26,6 +26,7 @@ import ctypes
 import errno
 import fcntl
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -35,6 +36,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import types
 import uuid
 
@@ -62,6 +64,7 @@ WHEEL_LIBRARIES = (
 )
 HOME = "/sandbox"  # in the new root: the program's input and output, and its folder tmp
 DEVICES = ("null", "zero", "full", "random", "urandom")
+memory_groups = True  # use cgroups where there are any, besides looking at the memory of the processes
 allow_unsafe = False  # in a worker: what --allow_unsafe_code_exec says
 
 NEW_MOUNTS, NEW_NAMES, NEW_IPC = 0x00020000, 0x04000000, 0x08000000
@@ -74,10 +77,6 @@ ANY_NAMESPACE = NEW_MOUNTS | NEW_NAMES | NEW_IPC | NEW_USERS | NEW_PROCESSES | N
 # scalar itself, or [index] of an item. An item is [kind, references...]; one that cannot change comes after its parts.
 
 
-def _timezone_arguments(value) -> tuple:
-    return (value.utcoffset(None),)
-
-
 CONSTRUCTED = {  # class -> function(value) -> the arguments that make the value again
     "builtins.complex": lambda v: (v.real, v.imag),
     "builtins.range": lambda v: (v.start, v.stop, v.step),
@@ -88,8 +87,8 @@ CONSTRUCTED = {  # class -> function(value) -> the arguments that make the value
     "datetime.time": lambda v: (v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
     "datetime.datetime": lambda v: (v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
     "datetime.timedelta": lambda v: (v.days, v.seconds, v.microseconds),
-    "datetime.timezone": _timezone_arguments,
-    "numpy.array": lambda v: (v.tolist(), v.dtype.str),
+    "datetime.timezone": lambda v: (v.utcoffset(None),),
+    "numpy.array": lambda v: (tuple(v.ravel().tolist()), v.dtype.str, v.shape),
 }
 FROZEN = {"tuple": tuple, "frozenset": frozenset}
 FILLED = {"list": list, "set": set, "dict": dict, "deque": None, "bytearray": bytearray}  # made empty, then filled
@@ -216,6 +215,9 @@ def _construct(kind: str, parts: list):
         return FROZEN[kind](parts)
     if kind not in CONSTRUCTED:
         raise ValueError(f"no kind {kind!r}")
+    if kind == "numpy.array":
+        values, dtype, shape = parts
+        return importlib.import_module("numpy").array(values, dtype).reshape(shape)
     module, _, name = kind.rpartition(".")
     return getattr(importlib.import_module(module), name)(*parts)
 
@@ -446,21 +448,22 @@ def drop_rights(user: int) -> None:
     kernel("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
 
 
+def group_places(name: str) -> list[tuple[str, str]]:
+    """Where a memory cgroup of this name could be, below this process's own: (its folder, the file of its limit)."""
+    places = []
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as f:
+        for line in f:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if controllers == "":
+                places.append((f"/sys/fs/cgroup{path}/{name}", "memory.max"))
+            elif "memory" in controllers.split(","):
+                places.append((f"/sys/fs/cgroup/memory{path}/{name}", "memory.limit_in_bytes"))
+    return places
+
+
 def memory_group(name: str) -> str | None:
-    """The folder of a new memory cgroup below this process's own, where it may make one; None elsewhere."""
-    try:
-        with open("/proc/self/cgroup") as f:
-            lines = f.read().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            group, limit = f"/sys/fs/cgroup{path}/{name}", "memory.max"
-        elif "memory" in controllers.split(","):
-            group, limit = f"/sys/fs/cgroup/memory{path}/{name}", "memory.limit_in_bytes"
-        else:
-            continue
+    """The folder of a new memory cgroup for a program, where this process may make one; None elsewhere."""
+    for group, limit in group_places(name):
         try:
             os.mkdir(group)
         except OSError:
@@ -472,6 +475,19 @@ def memory_group(name: str) -> str | None:
         except OSError:
             os.rmdir(group)
     return None
+
+
+def remove_groups(name: str) -> None:
+    """Remove a cgroup if it is there; a process that has just ended may still be leaving it."""
+    for group, _ in group_places(name):
+        for _ in range(100):
+            try:
+                os.rmdir(group)
+            except OSError as error:
+                if error.errno == errno.EBUSY:
+                    time.sleep(0.01)
+                    continue
+            break
 
 
 # ------------------------------------------------------------------------------------------- launcher and keeper
@@ -524,29 +540,34 @@ def end_namespace() -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Delete a folder however deep: what lies below is moved up first, so that no path grows long."""
-    moved = 0
+    """Delete a folder however deep, and whatever rights its folders have: one descriptor walks down and up."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    try:
+        here = os.open(folder, flags)
+    except FileNotFoundError:
+        return
+    path: list[str] = []
     while True:
-        try:
-            entries = list(os.scandir(folder))
-        except FileNotFoundError:
-            return
-        for entry in entries:
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
-                continue
-            os.chmod(entry.path, 0o700)
-            for inner in list(os.scandir(entry.path)):
-                if inner.is_dir(follow_symlinks=False):
-                    os.chmod(inner.path, 0o700)  # to move a folder is to write to it
-                    os.rename(inner.path, f"{folder}/.moved-{moved}")
-                    moved += 1
-                else:
-                    os.unlink(inner.path)
-            os.rmdir(entry.path)
-        if not entries:
-            os.rmdir(folder)
-            return
+        below = None
+        with os.scandir(here) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    below = entry.name
+                    break
+                os.unlink(entry.name, dir_fd=here)
+        if below is None and not path:
+            break
+        if below is not None:
+            os.chmod(below, 0o700, dir_fd=here)
+        there = os.open("..", flags, dir_fd=here) if below is None else os.open(below, flags, dir_fd=here)
+        os.close(here)
+        here = there
+        if below is None:
+            os.rmdir(path.pop(), dir_fd=here)
+        else:
+            path.append(below)
+    os.close(here)
+    os.rmdir(folder)
 
 
 def serve(requests: socket.socket):
@@ -557,6 +578,7 @@ def serve(requests: socket.socket):
         namespaces = prepare_namespaces(mounts)
     except OSError as error:
         refused = str(error)
+    gc.freeze()  # what a collection does not touch stays shared with the processes to come
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # launchers that have ended are nobody's business
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, 2**12, 2)
@@ -584,7 +606,8 @@ def launch(control: socket.socket, channel: socket.socket, settings: dict, names
             kernel("unshare", NEW_PROCESSES)
         else:
             kernel("prctl", 36, 1, 0, 0, 0)  # orphans become this process's children
-        group = memory_group(f"sandbox-{os.getpid()}")
+        if settings["grouped"]:
+            group = memory_group(settings["name"])
         keeper = os.fork()
     except OSError as error:
         control.send(str(error).encode())
@@ -606,21 +629,8 @@ def launch(control: socket.socket, channel: socket.socket, settings: dict, names
     if not settings["isolated"]:
         remove_folder(settings["home"])
     if group is not None:
-        remove_group(group)
+        remove_groups(settings["name"])
     os._exit(0)
-
-
-def remove_group(group: str) -> None:
-    """Remove a cgroup; a process that has just ended may still be leaving it."""
-    events = select.poll()
-    for _ in range(100):
-        try:
-            os.rmdir(group)
-            return
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                return
-        events.poll(10)
 
 
 def keep(control, channel, settings: dict, namespaces: tuple[int, int], group: str | None):
@@ -1001,11 +1011,14 @@ class Sandbox:
             if not isolated and not allow_unsafe:
                 raise OSError(f"no sandbox for code here ({namespaces_refused()}) and no --allow_unsafe_code_exec")
         self.isolated = isolated
-        self.home = f"{tempfile.gettempdir()}/sandbox-{uuid.uuid4().hex}"  # where there is no isolation
+        self.name = f"sandbox-{uuid.uuid4().hex}"
+        self.home = f"{tempfile.gettempdir()}/{self.name}"  # where there is no isolation
         settings = {
             "isolated": isolated,
+            "grouped": memory_groups,
             "seconds": seconds,
             "limits": {**LIMITS, "CPU": int(seconds) + 2},
+            "name": self.name,
             "home": self.home,
             "user": int(isolated and os.geteuid() == 0),  # a number in the namespace
         }
@@ -1077,8 +1090,9 @@ class Sandbox:
         for open_end in (self.output, self.replies, self.channel, self.control):
             if open_end is not None:
                 open_end.close()
+        remove_groups(self.name)  # these two if the launcher was killed
         if not self.isolated:
-            remove_folder(self.home)  # if the launcher was killed
+            remove_folder(self.home)
 
 
 @functools.lru_cache
