@@ -295,6 +295,7 @@ def problems_of(
 ) -> tuple[list[Problem], list[tuple[int, str]]]:
     """(the problems, [(index, what is wrong)] of the other rows); ``start`` is the index of the first row."""
     problems, bad = [], []
+    sandbox.allow_unsafe = args.allow_unsafe_code_exec  # the rows' own solutions are run
     for index, row in enumerate(rows, start):
         try:
             problems.append(make_problem(row, keys, system, args))
@@ -440,9 +441,15 @@ def read_problems(source: str, args) -> dict[str, Problem]:
     key, files = "", () if source.startswith("reasoning_gym:") else _files(source)
     if files:  # what a problem becomes follows from these files, arguments and code
         named = ("prompt_key", "ground_truth_key", "verifier", "verifier_key", "reward_fn", "system_prompt")
+        named += ("allow_unsafe_code_exec",)
         parts = [repr([source, *(getattr(args, name) for name in named)]).encode()]
         own = [Path(name.rpartition(":")[0]) for name in rewards.names_of(args.reward_fn or "")]
-        code = [Path(__file__), Path(rewards.__file__), *(path for path in own if path.is_file())]
+        code = [
+            Path(__file__),
+            Path(rewards.__file__),
+            Path(sandbox.__file__),
+            *(path for path in own if path.is_file()),
+        ]
         for path in (*files, *code):
             with open(path, "rb") as content:
                 parts.append(hashlib.file_digest(content, "blake2b").digest())

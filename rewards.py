@@ -682,6 +682,8 @@ def _start_worker(verifiers: list[str], unsafe: bool) -> None:
         _parse_math("1")
     if "reasoning_gym" in verifiers:
         importlib.import_module("reasoning_gym")
+    if "code" in verifiers:
+        sandbox.namespaces_refused()  # starts the server of this worker's sandboxes
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY, WORKER_MEMORY))
 
 

@@ -78,12 +78,10 @@ NEVER_END = {
 TAKE_ALL = {
     "memory bomb": F + "x = []\n    while True: x.append(bytearray(10 ** 7))",
     "memory bomb at once": body("assert len(bytearray(10 ** 11))"),
-    "memory of sixteen processes": body(
-        "import os, time",
-        "for i in range(12):",
-        "    if os.fork() == 0:",
-        "        x = b'x' * 3 * 10 ** 8; time.sleep(60)",
-        "time.sleep(0.8)",
+    "memory of several processes": body(
+        *("import os, time", "r, w = os.pipe()", "for i in range(6):", "    if os.fork() == 0:"),
+        *("        x = bytes(1) + b'x' * (3 * 10 ** 8)", "        os.write(w, b'x'); time.sleep(60)"),
+        "for i in range(6): os.read(r, 1)",
     ),
     "System V memory": body(
         *(LIBC.strip().splitlines()[0], "libc = ctypes.CDLL(None)", "libc.shmat.restype = ctypes.c_void_p"),
@@ -282,7 +280,6 @@ FILES = {
     "writes to the root": body("open('/RLVR', 'w')"),
     "a link to outside": body("import os", "os.symlink('@SECRET', 'x')", "open('x').read()"),
     "up and out": body("import os", "os.chdir('/'); [os.chdir('..') for i in range(9)]", "open('./@SECRET').read()"),
-    "a set-user-ID program": body("import os", "open('x', 'w').close(); os.chmod('x', 0o4755)", "os.setuid(0)"),
 }
 OUT = {
     "network": F
@@ -304,7 +301,10 @@ OUT = {
     "further namespaces": F + LIBC + "assert libc.unshare(0x10000000) == 0" + SUM,
     "a process in new namespaces": call(sandbox.ARCHITECTURES[MACHINE][2], 0x10000011, 0, 0, 0, 0),
     "changes its root": body("import os", "os.mkdir('x')", "os.chroot('x')"),
-    "becomes root": body("import os", "os.setuid(0)", "assert open('/dev/null') and os.setgid(0) is None and 0"),
+    "becomes root": body(
+        *("import ctypes, os", "os.setuid(0); os.setgid(0)", "header = (ctypes.c_uint32 * 2)(0x20080522, 0)"),
+        *("rights = (ctypes.c_uint32 * 6)()", "ctypes.CDLL(None).capget(header, rights)", "assert any(rights)"),
+    ),
     "becomes another user": body("import os", "os.setuid(12345)"),
     "takes rights": F + LIBC + "h = (ctypes.c_uint32 * 2)(0x20080522, 0)\n    "
     "assert libc.capset(h, (ctypes.c_uint32 * 6)(2 ** 21, 2 ** 21, 0, 0, 0, 0)) == 0" + SUM,
@@ -330,15 +330,30 @@ KEYS = {
     "a new keyring": call(CALLS.get("keyctl"), 1, None),
 }
 SYSTEM_CALLS = {f"system call {name}": call(number, 0, 0, 0, 0, 0) for name, number in CALLS.items()}
-FAMILIES = {
-    "ends: exits, signals and exceptions, at import or when called": ENDS,
-    "never ends: loops, sleep, ignored signals, backtracking, a huge power": NEVER_END,
-    "takes all: memory of every kind, processes, threads, disk, files, output, values": TAKE_ALL,
-    "returns what equals everything, or what is no sum": EQUAL,
-    "writes answers and verdicts itself, patches or searches the sandbox": PROTOCOL,
-    "stays: daemons, zombies, killing, stopping or tracing the others": STAY,
-    "files, environment, processes, packages, devices": FILES,
-    "gets out: network, mounts, namespaces, users, commands": OUT,
-    "keyrings": KEYS,
-    "system calls, by number": SYSTEM_CALLS,
+FAMILIES = {  # what they try -> (what they meet, the programs)
+    "exits, signals and exceptions, at import or when called": ("an end is no value", ENDS),
+    "never end: loops, sleep, ignored signals, backtracking, a huge power": (
+        "killed at the limit, with all their processes",
+        NEVER_END,
+    ),
+    "take all: memory of every kind, processes, threads, disk, files, output, values": (
+        "a limit, or no such system call",
+        TAKE_ALL,
+    ),
+    "return what equals everything, or what is no sum": (
+        "only plain values leave the process, and they are compared elsewhere",
+        EQUAL,
+    ),
+    "write answers and verdicts themselves, patch or search the sandbox": (
+        "the other side looks at values alone; the right ones were never there",
+        PROTOCOL,
+    ),
+    "stay: daemons, zombies; kill, stop or trace the others": (
+        "process 1 is not theirs, and with it their namespace ends",
+        STAY,
+    ),
+    "files, environment, processes, packages, devices": ("are not there, or cannot be written", FILES),
+    "get out: network, mounts, namespaces, users, commands": ("no such rights, and no such system calls", OUT),
+    "keys of the user or the session, and keys for later programs": ("no such system calls", KEYS),
+    "system calls that reach further, by number": ("refused by a filter", SYSTEM_CALLS),
 }
