@@ -195,7 +195,9 @@ PROTOCOL = {
     "        except OSError: pass",
     "says PASS by print": "print('PASS')\nprint('ok')\n" + F + "print('PASS')",
     "a million brackets": F + "import os\n    os.write(3, b'{\"value\":[' + b'[],' * 1300000 + b'0]}\\n')",
-    "a set of collisions": F + "return {i * (2 ** 61 - 1) for i in range(1)} or 0",
+    "a set of collisions, unencoded": F
+    + "import os\n    numbers = ', '.join(str(i * (2 ** 61 - 1)) for i in range(150000))\n    for fd in range(3, 64):\n"
+    "        try: os.write(fd, ('{\"value\": {\"set\": [' + numbers + ']}}\\n').encode())\n        except OSError: pass",
     "a dict of collisions": F + "import json, os\n    keys = ', '.join(f'[{i}], 0' for i in range(9000))\n"
     "    items = ', '.join(f'[\"int\", \"{hex(i * (2 ** 61 - 1))}\"]' for i in range(9000))\n"
     "    os.write(3, ('{\"items\": [' + items + ', [\"dict\", ' + keys + ']], \"value\": [9000]}\\n').encode())",
@@ -269,6 +271,9 @@ FILES = {
     "the kernel's settings": body("open('/sys/kernel/mm/transparent_hugepage/enabled').read()"),
     "packages of this Python": body("import os", "assert os.listdir('@SITE')"),
     "a package that is not on the list": body("import sys", "sys.path.append('@SITE')", "import pytest"),
+    "packages beside the library": body(
+        "import os", "assert os.listdir(os.path.dirname(os.__file__) + '/site-packages')"
+    ),
     "pip": body("import pip"),
     "setuptools": body("import setuptools"),
     "packages of the system": body("import os", "assert os.listdir('/usr/lib/python3/dist-packages')"),

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -590,6 +591,54 @@ def test_memory_is_watched_where_there_is_no_cgroup(monkeypatch):
     """Six processes of 300 MB each: the launcher's own sum ends them before they all have theirs."""
     monkeypatch.setattr(sandbox, "memory_groups", False)
     assert not passes(ATTACKS["memory of several processes"], row={**ADD, "time_limit": 5})
+
+
+def test_a_long_answer_is_not_read():
+    """More than a right answer could need is no answer: what reads it bounds its own time and memory."""
+    call = json.dumps(sandbox.encode(((), {})) | {"function": "f", "changes": False}).encode() + b"\n"
+    for longest, answered in ((10**5, True), (1000, False)):
+        with Sandbox(5.0) as run:
+            run.start("calls", "def f():\n    return 'x' * 10000")
+            assert bool(run.ask(call, longest)) == answered
+
+
+def test_the_session_keyring_is_left():
+    """Beside the filter: a key of the session is not found after ``new_keyring``."""
+    if os.uname().machine not in sandbox.ARCHITECTURES:
+        pytest.skip(f"the numbers of the system calls of {os.uname().machine} are not known")
+    calls = sandbox.refused_calls()
+    program = f"""
+import ctypes, sys
+sys.path.insert(0, {str(ROOT)!r})
+import sandbox
+libc = ctypes.CDLL(None)
+if libc.syscall({calls["keyctl"]}, 1, None) < 0:
+    print("no keys")
+else:
+    added = libc.syscall({calls["add_key"]}, b"user", b"RLVR", b"x", 1, -3)
+    print(added == libc.syscall({calls["keyctl"]}, 10, -3, b"user", b"RLVR", 0))
+    sandbox.new_keyring()
+    print(libc.syscall({calls["keyctl"]}, 10, -3, b"user", b"RLVR", 0))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+    if done.stdout == "no keys\n":
+        pytest.skip("the kernel gives no keyrings here")
+    assert done.stdout == "True\n-1\n", done
+
+
+def test_numbers_of_system_calls():
+    """Those of the table are those of the kernel's headers."""
+    headers = ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h"]
+    if not all(map(os.path.isfile, headers)):
+        pytest.skip("the kernel's headers are not installed")
+    for column, header in enumerate(headers, 1):
+        found = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text()))
+        for call in sandbox.REFUSED_CALLS.split(","):
+            name, number = call.split()[0], call.split()[column]
+            assert number == "-" or found.get(name, number) == number, (name, header)
+            assert number == "-" or name in found or int(number) > 440, (name, header)  # newer than the headers
+        _, connect, clone = list(sandbox.ARCHITECTURES.values())[column - 1]
+        assert (found["socket"], found["clone"]) == (str(connect), str(clone))
 
 
 def test_limits_without_namespaces(world):
