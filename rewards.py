@@ -470,15 +470,15 @@ def _lines(text: str) -> list[list[str]]:
 
 def _prints(program: str, tests: CodeTests) -> str:
     """ "" if the program ends well and prints each stdout for its stdin, line by line, spacing aside; else why not."""
-    for number, test in enumerate(tests.programs):
-        with Sandbox(tests.seconds) as run:
-            run.start("program", program, text=test["stdin"])
-            ended, said = run.finish()
-        if ended != 0:
-            return f"test {number}: exit status {ended}"
-        wanted = test["stdout"]
-        if len(said) > _longest_reply(wanted) or _lines(said.decode(errors="replace")) != _lines(wanted):
-            return f"test {number}: another output"
+    with Sandbox(tests.seconds) as sandboxed:
+        for number, test in enumerate(tests.programs):
+            sandboxed.start("program", program, text=test["stdin"])
+            ended, said = sandboxed.finish()
+            wanted = test["stdout"]
+            if ended != 0:
+                return f"test {number}: exit status {ended}"
+            if len(said) > _longest_reply(wanted) or _lines(said.decode(errors="replace")) != _lines(wanted):
+                return f"test {number}: another output"
     return ""
 
 

@@ -62,13 +62,15 @@ WHEEL_LIBRARIES = (
     *("libgcc_s.so.1", "libstdc++.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0"),
     *("libutil.so.1", "libz.so.1"),
 )
-HOME = "/sandbox"  # in the new root: the program's input and output, and its folder tmp
+HOME = "/sandbox"  # in the new root, a file system in memory
+RUN = "/run"  # in there: the program's input and output, and its folder tmp
 DEVICES = ("null", "zero", "full", "random", "urandom")
 memory_groups = True  # use cgroups where there are any, besides looking at the memory of the processes
 allow_unsafe = False  # in a worker: what --allow_unsafe_code_exec says
 
 NEW_MOUNTS, NEW_NAMES, NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 NEW_USERS, NEW_PROCESSES, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
+DEATH_SIGNAL, FILTER_CALLS, ADOPT_ORPHANS, NO_NEW_RIGHTS = 1, 22, 36, 38  # of prctl
 ANY_NAMESPACE = NEW_MOUNTS | NEW_NAMES | NEW_IPC | NEW_USERS | NEW_PROCESSES | NEW_NETWORK | 0x02000000
 
 
@@ -341,7 +343,7 @@ def close_system_calls() -> None:
     )
     text = ctypes.create_string_buffer(code, len(code))
     header = (ctypes.c_uint64 * 2)(len(program), ctypes.addressof(text))
-    kernel("prctl", 22, 2, header, 0, 0)  # PR_SET_SECCOMP, a filter
+    kernel("prctl", FILTER_CALLS, 2, header, 0, 0)
 
 
 def new_keyring() -> None:
@@ -380,7 +382,7 @@ def build_root(mounts: dict[str, str]) -> None:
     links = {"/dev/stdin": "/stdin", "/dev/stdout": "/stdout", "/dev/shm": "/tmp", "/tmp": "/tmp"}
     for link, target in links.items():
         if not os.path.exists(root + link):  # Python itself may lie in /tmp
-            os.symlink(HOME + target, root + link)
+            os.symlink(HOME + RUN + target, root + link)
     # Read-only and without set-user-ID, with all that is mounted in it.
     kernel("syscall", 442, -100, root, 0x8000, (ctypes.c_uint64 * 4)(1 | 2), 32)
     os.chdir(root)
@@ -543,6 +545,7 @@ def remove_folder(folder: str) -> None:
     """Delete a folder however deep, and whatever rights its folders have: one descriptor walks down and up."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     try:
+        os.chmod(folder, 0o700)
         here = os.open(folder, flags)
     except FileNotFoundError:
         return
@@ -581,23 +584,22 @@ def serve(requests: socket.socket):
     gc.freeze()  # what a collection does not touch stays shared with the processes to come
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # launchers that have ended are nobody's business
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, 2**12, 2)
+        message, descriptors, _, _ = socket.recv_fds(requests, 2**12, 1)
         if not message:
             os._exit(0)
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             requests.close()
-            control, channel = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+            control = socket.socket(fileno=descriptors[0])
             settings = json.loads(message)
             if settings["isolated"] and refused:
                 control.send(refused.encode())
                 os._exit(1)
-            return launch(control, channel, settings, namespaces)
-        for descriptor in descriptors:
-            os.close(descriptor)
+            return launch(control, settings, namespaces)
+        os.close(descriptors[0])
 
 
-def launch(control: socket.socket, channel: socket.socket, settings: dict, namespaces: tuple[int, int]):
+def launch(control: socket.socket, settings: dict, namespaces: tuple[int, int]):
     """The launcher. Returns in the program's process alone."""
     group = None
     try:
@@ -605,7 +607,7 @@ def launch(control: socket.socket, channel: socket.socket, settings: dict, names
             kernel("setns", namespaces[0], NEW_USERS)
             kernel("unshare", NEW_PROCESSES)
         else:
-            kernel("prctl", 36, 1, 0, 0, 0)  # orphans become this process's children
+            kernel("prctl", ADOPT_ORPHANS, 1, 0, 0, 0)  # orphans become this process's children
         if settings["grouped"]:
             group = memory_group(settings["name"])
         keeper = os.fork()
@@ -613,8 +615,7 @@ def launch(control: socket.socket, channel: socket.socket, settings: dict, names
         control.send(str(error).encode())
         os._exit(1)
     if keeper == 0:
-        return keep(control, channel, settings, namespaces, group)
-    channel.close()
+        return keep(control, settings, namespaces, group)
     ended = os.pidfd_open(keeper)
     events = select.poll()
     events.register(ended, select.POLLIN)
@@ -633,10 +634,10 @@ def launch(control: socket.socket, channel: socket.socket, settings: dict, names
     os._exit(0)
 
 
-def keep(control, channel, settings: dict, namespaces: tuple[int, int], group: str | None):
+def keep(control: socket.socket, settings: dict, namespaces: tuple[int, int], group: str | None):
     """The keeper. Returns in the program's process alone."""
     try:
-        kernel("prctl", 1, signal.SIGKILL, 0, 0, 0)  # dies with the launcher, and takes its namespace along
+        kernel("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # dies with the launcher, and its namespace with it
         if group is not None:
             with open(f"{group}/cgroup.procs", "w") as f:
                 f.write("0")
@@ -644,32 +645,51 @@ def keep(control, channel, settings: dict, namespaces: tuple[int, int], group: s
             isolate(namespaces[1])
             home = HOME
         else:
-            kernel("prctl", 36, 1, 0, 0, 0)
+            kernel("prctl", ADOPT_ORPHANS, 1, 0, 0, 0)
             home = settings["home"]
             os.mkdir(home, 0o700)
             os.mkdir(home + PACKAGE_FOLDER)
             for place, source in json.loads(sys.argv[2]).items():
                 os.symlink(source, home + place)
-        os.mkdir(f"{home}/tmp")
-        os.chmod(f"{home}/tmp", 0o1777)
-        os.chdir(f"{home}/tmp")
-        output = os.open(f"{home}/stdout", os.O_CREAT | os.O_RDWR, 0o600)
-        if settings["isolated"]:
-            os.chown(output, settings["user"], settings["user"])
         control.send(b"ready")
-        if control.recv(16) != b"run":
-            os._exit(0)
-        program = os.fork()
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(control, 16, 1)
+            if not message:
+                os._exit(0)
+            output = new_folder(f"{home}{RUN}", settings["user"])
+            program = os.fork()
+            if program == 0:
+                return become(control, socket.socket(fileno=descriptors[0]), settings, home)
+            os.close(descriptors[0])
+            status = hold_time(program, settings)
+            socket.send_fds(control, [f"ended {status}".encode()], [output])
+            os.close(output)
     except OSError as error:
-        control.send(str(error).encode())
+        with contextlib.suppress(OSError):  # it may be that nobody asks any more
+            control.send(str(error).encode())
         os._exit(1)
-    if program == 0:
-        return become(control, channel, settings, home)
-    channel.close()
-    ended = os.pidfd_open(program)
+
+
+def new_folder(folder: str, user: int) -> int:
+    """Make the folder of a program anew: what one wrote, the next does not find. The descriptor of its output."""
+    os.chdir("/")
+    remove_folder(folder)
+    os.makedirs(f"{folder}/tmp")
+    os.chmod(f"{folder}/tmp", 0o1777)
+    os.chdir(f"{folder}/tmp")
+    output = os.open(f"{folder}/stdout", os.O_CREAT | os.O_RDWR, 0o600)
+    if os.getpid() == 1:
+        os.chown(output, user, user)
+    return output
+
+
+def hold_time(program: int, settings: dict) -> int:
+    """Wait for the end of a program or of its time, and end what it left. Its exit status, or minus its signal."""
     events = select.poll()
+    ended = os.pidfd_open(program)
     events.register(ended, select.POLLIN)
     events.poll(settings["seconds"] * 1000)
+    os.close(ended)
     with contextlib.suppress(ProcessLookupError):
         os.kill(program, signal.SIGKILL)
     _, status = os.waitpid(program, 0)
@@ -677,12 +697,7 @@ def keep(control, channel, settings: dict, namespaces: tuple[int, int], group: s
         end_namespace()
     else:
         end_children()
-    try:
-        code = os.waitstatus_to_exitcode(status)
-        socket.send_fds(control, [f"ended {code}".encode()], [output])
-    except OSError:
-        pass  # nobody asks any more
-    os._exit(0)
+    return os.waitstatus_to_exitcode(status)
 
 
 # ---------------------------------------------------------------------------------------------------- the program
@@ -696,16 +711,16 @@ def become(control: socket.socket, channel: socket.socket, settings: dict, home:
         os.dup2(channel.detach(), CHANNEL)
         lines = os.fdopen(CHANNEL, "rb", closefd=False)
         job = json.loads(lines.readline())
-        with open(f"{home}/stdin", "wb") as f:
+        with open(f"{home}{RUN}/stdin", "wb") as f:
             f.write(job.pop("text").encode(errors="surrogatepass"))
-        os.dup2(os.open(f"{home}/stdin", os.O_RDONLY), 0)
+        os.dup2(os.open(f"{home}{RUN}/stdin", os.O_RDONLY), 0)
         if job["mode"] == "program":  # else what is printed is no value
-            os.dup2(os.open(f"{home}/stdout", os.O_RDWR), 1)
+            os.dup2(os.open(f"{home}{RUN}/stdout", os.O_RDWR), 1)
         if settings["isolated"]:
             drop_rights(settings["user"])
         else:
-            kernel("prctl", 1, signal.SIGKILL, 0, 0, 0)  # dies with the keeper
-        kernel("prctl", 38, 1, 0, 0, 0)  # no new privileges
+            kernel("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # dies with the keeper
+        kernel("prctl", NO_NEW_RIGHTS, 1, 0, 0, 0)
         for name, most in settings["limits"].items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
         try:
@@ -998,10 +1013,11 @@ def packages() -> dict[str, str]:
 
 
 class Sandbox:
-    """One job in a process of its own that sees neither this one's environment, files, network nor processes.
+    """Jobs in processes of their own that see neither this one's environment, files, network nor processes.
 
-    Use as a context manager: leaving it ends whatever the job started. The process is prepared in the background;
-    ``start`` gives it the job, and the ``seconds`` of wall time begin. ``isolated=False`` leaves only the limits.
+    Use as a context manager: leaving it ends whatever a job started. The sandbox is prepared in the background;
+    ``start`` gives it a job, and the ``seconds`` of wall time begin. A further job finds neither processes nor files
+    of the last; still, one sandbox is for one program. ``isolated=False`` leaves only the limits and the filter.
     Raises OSError where the kernel refuses.
     """
 
@@ -1023,12 +1039,11 @@ class Sandbox:
             "user": int(isolated and os.geteuid() == 0),  # a number in the namespace
         }
         self.control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.channel, channel = socket.socketpair()
-        self.replies = self.channel.makefile("rb")
-        self.output = None
+        self.channel = self.replies = self.output = None
+        self.prepared = False
         try:
-            with control, channel:
-                _request(settings, [control.fileno(), channel.fileno()])
+            with control:
+                _request(settings, [control.fileno()])
         except OSError:
             self.close()
             raise
@@ -1038,6 +1053,11 @@ class Sandbox:
 
     def __exit__(self, *error) -> None:
         self.close()
+
+    def _close(self, *ends) -> None:
+        for end in ends:
+            if end is not None:
+                end.close()
 
     def _receive(self) -> list[str]:
         """The words of the next message; [] once all processes of the sandbox have ended."""
@@ -1056,10 +1076,16 @@ class Sandbox:
             raise OSError(" ".join(said) or "the sandbox does not start")
 
     def start(self, mode: str, code: str, before: str = "", entry_point: str = "", text: str = "") -> None:
-        """Give the sandbox its job. Raises OSError where the kernel refuses."""
-        self._expect("ready")
+        """Give the sandbox its job; the next one when the last has ended. Raises OSError where the kernel refuses."""
+        if not self.prepared:
+            self._expect("ready")
+            self.prepared = True
+        self._close(self.replies, self.channel)
+        self.channel, channel = socket.socketpair()
+        self.replies = self.channel.makefile("rb")
+        with channel:
+            socket.send_fds(self.control, [b"run"], [channel.fileno()])
         job = {"mode": mode, "before": before, "code": code, "entry_point": entry_point, "text": text}
-        self.control.send(b"run")
         with contextlib.suppress(OSError):  # what went wrong is said next
             self.channel.sendall(json.dumps(job).encode() + b"\n")
         self._expect("running")
@@ -1078,8 +1104,9 @@ class Sandbox:
         said = self._receive()
         if said[:1] != ["ended"] or self.output is None:
             return None, b""
-        self.output.seek(0)
-        return int(said[1]), self.output.read()
+        with self.output:
+            self.output.seek(0)
+            return int(said[1]), self.output.read()
 
     def close(self) -> None:
         """End every process of the sandbox, and wait until they have ended."""
@@ -1087,9 +1114,7 @@ class Sandbox:
             self.control.shutdown(socket.SHUT_WR)  # the launcher sees it and kills
         while self._receive():
             pass
-        for open_end in (self.output, self.replies, self.channel, self.control):
-            if open_end is not None:
-                open_end.close()
+        self._close(self.output, self.replies, self.channel, self.control)
         remove_groups(self.name)  # these two if the launcher was killed
         if not self.isolated:
             remove_folder(self.home)

@@ -352,8 +352,33 @@ def test_time_limits_that_are_none(limit):
     assert code("def add(a, b):\n    return a + b", TESTS, row).status == "unscorable"
 
 
+def test_a_test_finds_nothing_of_the_last():
+    """The tests of a program share a sandbox, but neither files nor processes: each starts from nothing."""
+    program = """
+import os, sys, time
+print(len(os.listdir(".")), os.path.getsize("/dev/stdout") if os.path.exists("/dev/stdout") else 0)
+if os.path.exists("/proc/self"):
+    print(0)
+else:
+    alive = 0
+    for pid in range(2, os.getpid()):
+        try:
+            os.kill(pid, 0)
+            alive += 1
+        except ProcessLookupError:
+            pass
+    print(alive)
+os.makedirs("x/y"); os.chmod("x", 0)
+sys.stdout.flush()
+if os.fork() == 0:
+    time.sleep(60)
+"""
+    tests = json.dumps([{"stdin": "", "stdout": "0 0\n0"}] * 4)
+    assert passes(program, tests, {})
+
+
 def test_small_tests_are_fast():
-    """121 tests of a program, each in a sandbox of its own, are over before a verification's ten seconds are."""
+    """121 tests of a program are over before a verification's ten seconds are."""
     tests = json.dumps([{"stdin": f"{i} 2", "stdout": f"{i + 2}"} for i in range(121)])
     start = time.perf_counter()
     assert passes("print(sum(map(int, input().split())))", tests, {})
@@ -687,7 +712,7 @@ def gone(worker: int) -> bool:
 def test_a_killed_worker_takes_its_programs_along(world):
     """The pool kills the verifier in the middle of a program's run: nobody is left to clean up but the launcher."""
     _, left = world
-    pool = RewardPool(1, 2.5, unsafe=bool(REFUSED))
+    pool = RewardPool(1, 4.0, ("code",), unsafe=bool(REFUSED))
     pool.result(pool.submit("exact", "x", "x", {}))
     worker = psutil.Process().children()[-1].pid
     future = pool.submit("code", ATTACKS["ignores signals"], TESTS, {**ADD, "time_limit": 60})
