@@ -23,6 +23,7 @@ import ast
 import builtins
 import contextlib
 import ctypes
+import enum
 import errno
 import fcntl
 import functools
@@ -115,7 +116,7 @@ def _kind(value, scope: dict) -> str:
     if name in CONSTRUCTED:
         return name
     if cls.__module__ == scope.get("__name__") and scope.get(cls.__name__) is cls:
-        return "object"
+        return "member" if isinstance(value, enum.Enum) else "object"
     raise NoPlainValue(f"a {cls.__qualname__} is no value that a test and a program can exchange")
 
 
@@ -141,6 +142,9 @@ def _scalar(value):
         return True, float.__add__(value, 0.0)
     if isinstance(value, str):
         return True, str.__str__(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and not hasattr(value, "__len__"):
+        plain = value.item()
+        return type(plain) in (bool, int, float), plain
     return False, None
 
 
@@ -148,6 +152,8 @@ def _parts(value, kind: str) -> list:
     """The values that an item of this kind refers to."""
     if kind in CONSTRUCTED:
         return list(CONSTRUCTED[kind](value))
+    if kind == "member":
+        return [type(value).__name__, value.name]
     if kind == "object":
         attributes = _attributes(value)
         return [type(value).__name__, *(part for pair in attributes.items() for part in pair)]
@@ -183,11 +189,8 @@ def encode(value, scope: dict | None = None) -> dict:
             filled.append((len(items) - 1, parts))
             kept.append(current)
             continue
-        if type(current).__module__ == "numpy" and hasattr(current, "item") and not hasattr(current, "__len__"):
-            current_kind, parts = "numpy", [current.item()]
-        else:
-            current_kind = _kind(current, scope or {})
-            parts = _parts(current, current_kind)
+        current_kind = _kind(current, scope or {})
+        parts = _parts(current, current_kind)
         kept.append(parts)
         if current_kind in FILLED or current_kind == "object":
             places[id(current)] = len(items)
@@ -207,12 +210,20 @@ def encode(value, scope: dict | None = None) -> dict:
     return {"items": items, "value": reference(value)}
 
 
-def _construct(kind: str, parts: list):
+def _class(name: str, scope: dict) -> type:
+    """A class that this side has itself. Raises NoPlainValue where there is none."""
+    found = scope.get(name)
+    if not isinstance(found, type) or found.__module__ != scope.get("__name__"):
+        raise NoPlainValue(f"an instance of {name}, a class that the test does not have")
+    return found
+
+
+def _construct(kind: str, parts: list, scope: dict):
     """A value of a kind that cannot change."""
     if kind == "int":
         return int(parts[0], 16)
-    if kind == "numpy":
-        return parts[0]
+    if kind == "member":
+        return _class(parts[0], scope)[parts[1]]
     if kind in FROZEN:
         return FROZEN[kind](parts)
     if kind not in CONSTRUCTED:
@@ -230,10 +241,7 @@ def _empty(kind: str, parts: list, scope: dict):
         return importlib.import_module("collections").deque()
     if kind != "object":
         return FILLED[kind]()
-    cls = scope.get(parts[0])
-    if not isinstance(cls, type) or cls.__module__ != scope.get("__name__"):
-        raise NoPlainValue(f"an instance of {parts[0]}, a class that the test does not have")
-    return object.__new__(cls)
+    return object.__new__(_class(parts[0], scope))
 
 
 def _fill(made, kind: str, parts: list) -> None:
@@ -267,7 +275,7 @@ def decode(message: dict, scope: dict | None = None):
         if kind in FILLED or kind == "object":
             made.append(_empty(kind, parts, scope or {}))
         else:
-            made.append(_construct(kind, [value_of(part) for part in parts]))
+            made.append(_construct(kind, [value_of(part) for part in parts], scope or {}))
     for hashed in (False, True):  # what hashes its parts comes last, when instances have their attributes
         for place, (kind, *parts) in enumerate(items):
             if (kind in FILLED or kind == "object") and (kind in ("set", "dict")) == hashed:
@@ -639,7 +647,7 @@ def keep(control: socket.socket, settings: dict, namespaces: tuple[int, int], gr
     try:
         kernel("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # dies with the launcher, and its namespace with it
         if group is not None:
-            with open(f"{group}/cgroup.procs", "w") as f:
+            with contextlib.suppress(OSError), open(f"{group}/cgroup.procs", "w") as f:
                 f.write("0")
         if settings["isolated"]:
             isolate(namespaces[1])
@@ -813,10 +821,11 @@ def write_back(old, new) -> None:
         vars(old).update(vars(new))
 
 
-def remote(function: str, lines, scope: dict):
-    """A function of the program under test, as the test sees it."""
+def remote(function: str, lines, scope: dict, asked: list[str]):
+    """A function of the program under test, as the test sees it; ``asked`` grows by its name."""
 
     def call(*arguments, **named):
+        asked.append(function)
         changeable = [a for a in (*arguments, *named.values()) if type(a) is not tuple and not _scalar(a)[0]]
         write_line(encode((arguments, named), scope) | {"function": function, "changes": bool(changeable)})
         reply = json.loads(lines.readline())
@@ -867,6 +876,17 @@ class Anything:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _true
 
 
+def stand_in(function: str, scope: dict, asked: list[str]):
+    """What ``remote`` is in a trial: it looks at the arguments and answers with anything."""
+
+    def call(*arguments, **named):
+        asked.append(function)
+        encode((arguments, named), scope)
+        return Anything()
+
+    return call
+
+
 def _without_asserts(tree):
     """A test that evaluates all that it asserts, and goes on."""
     for node in ast.walk(tree):
@@ -883,24 +903,23 @@ def judge(lines, scope: dict, trial: bool, before: str, code: str, entry_point: 
     A name that the test uses and neither it nor Python defines is a function of the program. In a trial nobody
     answers: the test is unusable if it asks for what is not there, or passes what cannot cross.
     """
+    asked: list[str] = []
+
+    def function(name: str):
+        return stand_in(name, scope, asked) if trial else remote(name, lines, scope, asked)
+
     try:
         tree = ast.parse(before + code)
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         for name in used - set(dir(builtins)):
-            scope[name] = remote(name, lines, scope)
+            scope[name] = function(name)
         if trial:
             code = ast.unparse(_without_asserts(ast.parse(code)))
         execute(before, code, scope)
         check = scope["check"]
     except Exception as error:
         return {"verdict": "unusable", "why": f"{type(error).__name__}: {error}"}
-    candidate = remote(entry_point, lines, scope)
-    if trial:
-
-        def candidate(*arguments, **named):
-            encode((arguments, named), scope)
-            return Anything()
-
+    candidate = function(entry_point)
     if entry_point.isidentifier():
         scope[entry_point] = candidate  # some tests call it by its name too
     try:
@@ -909,6 +928,8 @@ def judge(lines, scope: dict, trial: bool, before: str, code: str, entry_point: 
         return {"verdict": "unusable" if trial else "failed", "why": f"{type(error).__name__}: {error}"}
     except Exception as error:
         return {"verdict": "failed", "why": f"{type(error).__name__}: {error}"}
+    if not asked:
+        return {"verdict": "unusable", "why": "check() calls no function of the program"}
     return {"verdict": "passed", "why": ""}
 
 

@@ -196,9 +196,9 @@ PROTOCOL = {
     "says PASS by print": "print('PASS')\nprint('ok')\n" + F + "print('PASS')",
     "a million brackets": F + "import os\n    os.write(3, b'{\"value\":[' + b'[],' * 1300000 + b'0]}\\n')",
     "a set of collisions, unencoded": F
-    + "import os\n    numbers = ', '.join(str(i * (2 ** 61 - 1)) for i in range(150000))\n"
+    + "import os\n    text = ', '.join(str(i * (2 ** 61 - 1)) for i in range(150000))\n"
     "    for fd in range(3, 64):\n"
-    "        try: os.write(fd, ('{\"value\": {\"set\": [' + numbers + ']}}\\n').encode())\n        except OSError: pass",
+    "        try: os.write(fd, ('{\"value\": {\"set\": [' + text + ']}}\\n').encode())\n        except OSError: pass",
     "a dict of collisions": F + "import json, os\n    keys = ', '.join(f'[{i}], 0' for i in range(9000))\n"
     "    items = ', '.join(f'[\"int\", \"{hex(i * (2 ** 61 - 1))}\"]' for i in range(9000))\n"
     "    os.write(3, ('{\"items\": [' + items + ', [\"dict\", ' + keys + ']], \"value\": [9000]}\\n').encode())",

@@ -83,6 +83,10 @@ def test_values():
         ("range(2)", [0, 1], False),
         ("10 ** 5000", 1, False),
         ("[[]] * 10", [[]] * 9, False),
+        ("__import__('numpy').int64(3)", 3, True),
+        ("__import__('numpy').float32(0.5)", 0.5, True),
+        ("__import__('numpy').bool_(True)", True, True),
+        ("__import__('numpy').array([3])", [3], False),
     ):
         tests = json.dumps([{"input": [], "output": output}])
         assert passes(f"def f():\n    return {program}", tests, row) == right, program
@@ -209,11 +213,15 @@ VALUES = """
 import datetime as dt
 from collections import Counter, OrderedDict, defaultdict, deque
 from decimal import Decimal
+from enum import Enum
 from fractions import Fraction
 
 class Node:
     def __init__(self, value, following=None):
         self.value, self.following = value, following
+
+class Color(Enum):
+    RED = 1
 
 class Slots:
     __slots__ = ("x",)
@@ -249,6 +257,8 @@ def chain(*values):
         "Counter('aab')",
         "OrderedDict(a=1)",
         "defaultdict(int, {1: 2})",
+        "Color.RED",
+        "[Color.RED] * 2",
         "10 ** 6000",
         "-2 ** 70",
         "float('inf')",
@@ -332,6 +342,7 @@ def test_tests_are_tried_where_there_is_no_solution():
     row = {"entry_point": "f"}
     for test, wrong in (
         ("import torch\ndef check(f):\n    assert f(1)\n", "No module named 'torch'"),
+        ("def check(f):\n    pass\n", "calls no function"),
         ("1 / 0\ndef check(f):\n    assert f(1)\n", "ZeroDivisionError"),
         ("def check(f):\n    assert f(1) == 2\n    assert f(lambda x: x) == 3\n", "a function is no value"),
         ("def check(f):\n    assert f(object()) == 3\n", "a object is no value"),
@@ -566,6 +577,7 @@ def test_attacks_against_python_tests():
         assert not passes(ATTACKS[attack], check, {**ADD, "time_limit": LIMIT}), attack
         assert time.perf_counter() - start < LIMIT + 2
     assert not passes("def check(candidate):\n    pass\n" + F + "return 0", check)
+    assert code(F + "return 0", "def check(candidate):\n    pass\n", ADD).status == "unscorable"
     assert not passes(F + "raise AssertionError", check)
 
 
