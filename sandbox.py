@@ -909,7 +909,7 @@ def judge(lines, scope: dict, trial: bool, before: str, code: str, entry_point: 
         return stand_in(name, scope, asked) if trial else remote(name, lines, scope, asked)
 
     try:
-        tree = ast.parse(before + code)
+        tree = ast.parse(f"{before}\n{code}")
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         for name in used - set(dir(builtins)):
             scope[name] = function(name)
@@ -1048,7 +1048,7 @@ class Sandbox:
             if not isolated and not allow_unsafe:
                 raise OSError(f"no sandbox for code here ({namespaces_refused()}) and no --allow_unsafe_code_exec")
         self.isolated = isolated
-        self.name = f"sandbox-{uuid.uuid4().hex}"
+        self.name = f"sandbox-{os.getpid()}-{uuid.uuid4().hex}"
         self.home = f"{tempfile.gettempdir()}/{self.name}"  # where there is no isolation
         settings = {
             "isolated": isolated,

@@ -79,9 +79,9 @@ TAKE_ALL = {
     "memory bomb": F + "x = []\n    while True: x.append(bytearray(10 ** 7))",
     "memory bomb at once": body("assert len(bytearray(10 ** 11))"),
     "memory of several processes": body(
-        *("import os, time", "r, w = os.pipe()", "for i in range(6):", "    if os.fork() == 0:"),
-        *("        x = bytes(1) + b'x' * (3 * 10 ** 8)", "        os.write(w, b'x'); time.sleep(60)"),
-        "for i in range(6): os.read(r, 1)",
+        *("import os", "r, w = os.pipe()", "pids = []", "for i in range(5):", "    pids.append(os.fork())"),
+        *("    if pids[-1] == 0:", "        x = b'x' * (25 * 10 ** 7); os.write(w, b'x'); os.read(os.pipe()[0], 1)"),
+        *("for i in range(5): os.read(r, 1)", "for pid in pids: os.kill(pid, 9); os.waitpid(pid, 0)"),
     ),
     "System V memory": body(
         *(LIBC.strip().splitlines()[0], "libc = ctypes.CDLL(None)", "libc.shmat.restype = ctypes.c_void_p"),
