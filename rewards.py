@@ -445,7 +445,7 @@ def _whole(digits: str) -> int:
 
 
 def _returns(program: str, tests: CodeTests) -> str:
-    """ "" if the function returns each output for its input, else why not. The process never gets the outputs."""
+    """Why the function fails; "" if it returns each output for its input. The process never gets the outputs."""
     with Sandbox(tests.seconds) as solution:
         solution.start("calls", program)
         for number, test in enumerate(tests.calls):
@@ -469,7 +469,7 @@ def _lines(text: str) -> list[list[str]]:
 
 
 def _prints(program: str, tests: CodeTests) -> str:
-    """ "" if the program ends well and prints each stdout for its stdin, line by line, spacing aside; else why not."""
+    """Why the program fails; "" if it ends well and prints each stdout for its stdin, line by line, spacing aside."""
     with Sandbox(tests.seconds) as sandboxed:
         for number, test in enumerate(tests.programs):
             sandboxed.start("program", program, text=test["stdin"])
@@ -483,7 +483,7 @@ def _prints(program: str, tests: CodeTests) -> str:
 
 
 def _passes(program: str, tests: CodeTests) -> str:
-    """ "" if test code accepts the function, else why not. They run in two sandboxes that exchange plain values only.
+    """Why test code refuses the function; "" if it does not. They run in two sandboxes that exchange plain values.
 
     Raises UnusableTests where the test code itself does not load.
     """
@@ -504,7 +504,7 @@ def _passes(program: str, tests: CodeTests) -> str:
 
 
 def _run_tests(program: str, tests: CodeTests) -> str:
-    """ "" if the program passes all tests, else why not. Raises UnusableTests, and OSError without a sandbox."""
+    """Why the program fails its tests; "" if it passes all. Raises UnusableTests, and OSError without a sandbox."""
     if tests.check:
         return _passes(program, tests)
     return _returns(program, tests) if tests.calls else _prints(program, tests)
@@ -549,7 +549,8 @@ def code_error(truth: str, row: dict) -> str:
             return ""  # nothing may run: the run is refused as a whole
         column, program = _own_solution(row, tests)
         if not program:
-            return f"tests: {wrong}" if tests.check and (wrong := _try_tests(tests)) else ""
+            wrong = _try_tests(tests) if tests.check else ""
+            return wrong and f"tests: {wrong}"
         wrong = _run_tests(program, tests)
     except (AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
         return f"tests: {type(error).__name__}: {error}"

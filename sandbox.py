@@ -870,9 +870,8 @@ class Anything:
 
     __hash__ = object.__hash__
     __getattr__ = __getitem__ = __call__ = __neg__ = __abs__ = __round__ = _self
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __mod__ = __pow__ = (
-        _self
-    )
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _self
+    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __pow__ = _self
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _true
 
 

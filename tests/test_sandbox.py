@@ -657,6 +657,21 @@ def test_memory_is_watched_where_there_is_no_cgroup(monkeypatch):
     assert not passes(ATTACKS["memory of several processes"], once, {**ADD, "time_limit": 5})
 
 
+@isolated
+def test_a_cgroup_holds_the_memory_where_one_can_be_made():
+    """All processes of a program are in it, but not those that watch it."""
+    with Sandbox(60.0) as run:
+        run.start("program", "import os\nos.fork()\nwhile True: pass")
+        time.sleep(0.3)
+        if not groups():
+            pytest.skip("this process may make no memory cgroup")
+        (group,) = map(Path, groups())
+        (limit,) = [file for file in group.iterdir() if file.name in ("memory.max", "memory.limit_in_bytes")]
+        assert int(limit.read_text()) == sandbox.MEMORY + sandbox.FILES
+        assert len((group / "cgroup.procs").read_text().split()) == 3  # the keeper, the program and its child
+    assert groups() == []
+
+
 def test_a_long_answer_is_not_read():
     """More than a right answer could need is no answer: what reads it bounds its own time and memory."""
     call = json.dumps(sandbox.encode(((), {})) | {"function": "f", "changes": False}).encode() + b"\n"
