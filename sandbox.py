@@ -39,7 +39,6 @@ import sys
 import tempfile
 import time
 import types
-import uuid
 
 MEMORY = 2**30  # bytes of address space a process, and bytes resident of all processes of a program together
 FILES = 2**25  # bytes of all files of a program
@@ -1047,7 +1046,7 @@ class Sandbox:
             if not isolated and not allow_unsafe:
                 raise OSError(f"no sandbox for code here ({namespaces_refused()}) and no --allow_unsafe_code_exec")
         self.isolated = isolated
-        self.name = f"sandbox-{os.getpid()}-{uuid.uuid4().hex}"
+        self.name = f"sandbox-{os.getpid()}-{os.urandom(8).hex()}"
         self.home = f"{tempfile.gettempdir()}/{self.name}"  # where there is no isolation
         settings = {
             "isolated": isolated,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib.util
 import json
 import os
 import re
@@ -145,7 +146,11 @@ def test_tests_import_packages():
     assert passes("import numpy\ndef double(x):\n    return numpy.float64(2) * x", check, double)
     assert not passes("def double(x):\n    return x * 3", check, double)
     assert rewards.truth_error("code", check, double) == ""
-    assert passes("import sympy\ndef add(a, b):\n    return int(sympy.Integer(a) + b)")
+    installed = [name for name in sandbox.PACKAGES if importlib.util.find_spec(name) is not None]
+    assert {"numpy", "sympy"} <= set(installed)
+    with Sandbox(60.0) as run:
+        run.start("program", "\n".join(f"import {name}; print({name}.__version__ != '')" for name in installed))
+        assert run.finish() == (0, b"True\n" * len(installed))
     for missing in ("import pytest\n", "from pandas import DataFrame\n"):
         wrong = rewards.truth_error("code", missing + check, double)
         assert "ModuleNotFoundError: No module named" in wrong, wrong
@@ -779,7 +784,8 @@ def test_a_killed_worker_takes_its_programs_along(world):
     _, left = world
     pool = RewardPool(1, 4.0, ("code",), unsafe=bool(REFUSED))
     pool.result(pool.submit("exact", "x", "x", {}))
-    worker = psutil.Process().children()[-1].pid
+    spawned = [child for child in psutil.Process().children() if any("spawn_main" in word for word in child.cmdline())]
+    worker = max(spawned, key=psutil.Process.create_time).pid
     future = pool.submit("code", ATTACKS["ignores signals"], TESTS, {**ADD, "time_limit": 60})
     assert len(started(worker)) >= 4
     assert pool.result(future).status == "timeout"
