@@ -336,7 +336,7 @@ class CodeTests:
     seconds: float
     calls: tuple[dict, ...] = ()  # {"input": arguments, "output": value}
     programs: tuple[dict, ...] = ()  # {"stdin": text, "stdout": text}
-    check: str = ""  # Python that defines check(candidate)
+    check: str = ""  # Python that calls the program's functions, or defines check(candidate)
     before: str = ""  # the row's prompt, where it is Python: it comes before the program, and before the check
 
 
@@ -374,11 +374,15 @@ def _code_tests(truth: str, row: dict) -> CodeTests:
     parts = [part.removesuffix("()") for part in entry.split(".")]
     if entry and not all(part.isidentifier() for part in parts):
         raise ValueError(f"entry_point is {entry!r}, not a name such as f or Solution().f")
-    if "def check(" in truth:
+    if not truth.lstrip().startswith("["):
         tests = CodeTests(entry, seconds, check=truth, before=_python_prompt(row.get("prompt"), entry))
         ast.parse(f"{tests.before}\n{truth}")
+        if "def check(" not in truth:
+            return tests
     else:
         found = json.loads(truth)
+        if found and all(isinstance(line, str) for line in found):  # assertions one by one, as in MBPP
+            return _code_tests("\n".join(found), row)
         if not isinstance(found, list) or not found or not all(isinstance(test, dict) for test in found):
             raise ValueError("JSON must be a list of tests")
         if "input" in found[0]:
@@ -561,8 +565,9 @@ def code(response: str, truth: str, row: dict) -> Reward:
     """1 when the program passes all tests of the truth: the last fenced block of the response, or all of it.
 
     Tests are JSON, ``[{"input": [1, 2], "output": 3}]`` for the function named by the row's ``entry_point`` or
-    ``[{"stdin": "1 2", "stdout": "3"}]`` for a whole program, or Python, ``def check(candidate): ...`` as in
-    HumanEval, where the row's ``prompt`` comes before the program. There is the standard library, and sandbox.PACKAGES.
+    ``[{"stdin": "1 2", "stdout": "3"}]`` for a whole program, or Python, assertions or ``def check(candidate): ...``
+    as in HumanEval, where the row's ``prompt`` comes before the program. There is the standard library, and what
+    sandbox.PACKAGES lists.
     """
     program = _program_in(after_thinking(response))
     try:

@@ -12,7 +12,8 @@ The jobs:
 
     program   stdin is the job's text, and what is printed comes back with the exit status
     calls     for each line with a function's name and arguments, a line with its value or its exception comes back
-    judge     check(candidate) of a test; the calls that it makes go out as such lines, and its last line is a verdict
+    judge     a test runs, with its check(candidate); the calls that it makes go out as such lines, and its last line is
+              a verdict
 
 What a program must not know, such as the values that it should return, is never sent to its sandbox.
 """
@@ -664,10 +665,14 @@ def keep(control: socket.socket, settings: dict, namespaces: tuple[int, int], gr
             if not message:
                 os._exit(0)
             output = new_folder(f"{home}{RUN}", settings["user"])
+            prepared, preparing = os.pipe()  # the program closes the second with all else before it begins
             program = os.fork()
             if program == 0:
                 return become(control, socket.socket(fileno=descriptors[0]), settings, home)
             os.close(descriptors[0])
+            os.close(preparing)
+            os.read(prepared, 1)  # which ends when nobody can write: the program's time begins now
+            os.close(prepared)
             status = hold_time(program, settings)
             socket.send_fds(control, [f"ended {status}".encode()], [output])
             os.close(output)
@@ -896,7 +901,7 @@ def _without_asserts(tree):
 
 
 def judge(lines, scope: dict, trial: bool, before: str, code: str, entry_point: str) -> dict:
-    """Run a test: {"verdict": "passed", "failed" or "unusable", "why": text}.
+    """Run a test, its text and then its check(candidate): {"verdict": "passed", "failed" or "unusable", "why": text}.
 
     A name that the test uses and neither it nor Python defines is a function of the program. In a trial nobody
     answers: the test is unusable if it asks for what is not there, or passes what cannot cross.
@@ -913,21 +918,20 @@ def judge(lines, scope: dict, trial: bool, before: str, code: str, entry_point: 
             scope[name] = function(name)
         if trial:
             code = ast.unparse(_without_asserts(ast.parse(code)))
-        execute(before, code, scope)
-        check = scope["check"]
+        execute("", before, scope)
+        if entry_point.isidentifier():
+            scope[entry_point] = function(entry_point)  # some tests call it by its name
+        execute("", code, scope)
+        if entry_point.isidentifier():
+            scope[entry_point] = function(entry_point)  # also where the test brings a function of this name
+        if "check" in scope:
+            scope["check"](function(entry_point))
     except Exception as error:
-        return {"verdict": "unusable", "why": f"{type(error).__name__}: {error}"}
-    candidate = function(entry_point)
-    if entry_point.isidentifier():
-        scope[entry_point] = candidate  # some tests call it by its name too
-    try:
-        check(candidate)
-    except (ImportError, NameError, NoPlainValue) as error:
-        return {"verdict": "unusable" if trial else "failed", "why": f"{type(error).__name__}: {error}"}
-    except Exception as error:
-        return {"verdict": "failed", "why": f"{type(error).__name__}: {error}"}
+        missing = trial and isinstance(error, ImportError | NameError | NoPlainValue)
+        verdict = "failed" if asked and not missing else "unusable"
+        return {"verdict": verdict, "why": f"{type(error).__name__}: {error}"}
     if not asked:
-        return {"verdict": "unusable", "why": "check() calls no function of the program"}
+        return {"verdict": "unusable", "why": "it calls no function of the program"}
     return {"verdict": "passed", "why": ""}
 
 

@@ -121,6 +121,24 @@ def test_python_tests():
     assert code("1", check, {**ADD, "prompt": "def add(a, b) -> Add."}).status == "unscorable"
 
 
+def test_assertions_without_a_check():
+    """As in MBPP, a list of assertions, and in MBPP+, a text that ends in a loop of them; no entry_point is needed."""
+    listed = json.dumps(["import math", "assert double(2) == 4", "assert math.isclose(double(0.5), 1)"])
+    looped = "def same(a, b):\n    assert a == b\nfor i, o in zip([[1], [2]], [2, 4]):\n    same(double(*i), o)\n"
+    for tests in (listed, looped):
+        for row in (
+            {},
+            {"entry_point": "double"},
+            {"prompt": "def double(x):\n    'Twice.'\n", "entry_point": "double"},
+        ):
+            assert passes("def double(x):\n    return 2 * x", tests, row)
+            assert not passes("def double(x):\n    return x ** 2", tests, row)
+            assert not passes("def twice(x):\n    return 2 * x", tests, {})
+            assert rewards.truth_error("code", tests, row) == ""
+        assert "AssertionError" in rewards.truth_error("code", tests, {"code": "def double(x):\n    return 3 * x"})
+        assert rewards.truth_error("code", tests, {"code": "def double(x):\n    return 2 * x"}) == ""
+
+
 def test_keyword_arguments():
     """Tests call with names, as those of LeetCode problems do, and in JSON by an object of names."""
     check = (
@@ -451,7 +469,7 @@ def test_a_judge_is_burnt_not_the_worker():
             start = time.perf_counter()
             reward = pool.result(pool.submit("code", wrong, tests, {**ADD, "time_limit": SHORT}))
             assert (reward.score, reward.status) == (0, "ok"), reward
-            assert time.perf_counter() - start < 2 * LIMIT + 2
+            assert time.perf_counter() - start < 2 * LIMIT + 5
     pool.close()
 
 
@@ -542,7 +560,7 @@ def test_attacks(family, world):
         passed += [name] * passes(aimed(program), row={**ADD, "time_limit": SHORT})
         seconds = time.perf_counter() - start
         longest = max(longest, seconds)
-        slow += [name] * (seconds > SHORT + 1)
+        slow += [name] * (seconds > SHORT + 4)  # on a machine with ten times the work that it has cores for
         stayed += [(name, what) for what in left()]
     row = f"| {family} | {len(programs)} | {len(passed)} | {len(stayed)} | {meets} |"
     print(f"{row} the longest {longest:.1f} s")
@@ -591,7 +609,7 @@ def test_attacks_against_python_tests():
     for attack in (*names, *(f"says {name}" for name in LINES)):
         start = time.perf_counter()
         assert not passes(ATTACKS[attack], check, {**ADD, "time_limit": LIMIT}), attack
-        assert time.perf_counter() - start < LIMIT + 2
+        assert time.perf_counter() - start < LIMIT + 4
     assert not passes("def check(candidate):\n    pass\n" + F + "return 0", check)
     assert code(F + "return 0", "def check(candidate):\n    pass\n", ADD).status == "unscorable"
     assert not passes(F + "raise AssertionError", check)
@@ -603,7 +621,7 @@ def test_attacks_against_programs():
     for attack in ("sys.exit(0)", "endless loop at import", "output flood", "daemon", "disk flood", "says a verdict"):
         start = time.perf_counter()
         assert not passes(ATTACKS[attack] + "\nadd(1, 2)", tests, {"time_limit": LIMIT}), attack
-        assert time.perf_counter() - start < LIMIT + 1
+        assert time.perf_counter() - start < LIMIT + 4
     assert running() == []
 
 
@@ -738,7 +756,7 @@ def test_limits_without_namespaces(world):
             run.start("calls", aimed(ATTACKS[attack]))
             said = run.ask(call)
         assert b'"value": 3' not in said, attack
-        assert time.perf_counter() - start < SHORT + 3 or attack == "deep folders", attack  # a disk removes them
+        assert time.perf_counter() - start < SHORT + 4 or attack == "deep folders", attack  # a disk removes them
         assert left() == [], attack
 
 
