@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextlib
 import functools
 import importlib.util
 import json
@@ -236,90 +237,264 @@ def ifeval(response: str, truth: str, row: dict) -> Reward:
 # ------------------------------------------------------------------------------- models' programs, run by sandbox.py
 
 CODE_SECONDS = 5.0  # of wall time for one program; a row's column time_limit changes it
+SHORTEST_SECONDS, LONGEST_SECONDS = 0.1, 600.0  # what such a column may say
+SOLUTION_COLUMNS = ("canonical_solution", "solution", "completion", "code")  # where a row may have a right program
+VERDICT = b'{"verdict"'  # how the last line of a judge begins
 
 
-def _same(a, b) -> bool:
-    """Whether a program's value is that of a test in JSON: tuples are lists, keys are text, floats to 9 digits."""
-    if isinstance(a, list | tuple) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        a = {str(k): v for k, v in a.items()}
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    if {type(a), type(b)} in ({float}, {int, float}):
-        return a == b or math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
-    return type(a) is type(b) and a == b
+class UnusableTests(ValueError):
+    """Tests that no program can be judged by: they do not load, or use what the sandbox does not have."""
 
 
-def _whole(digits: str) -> int:
-    """A whole number of JSON. Python needs quadratic time to read one, and a program may send millions of digits."""
-    if len(digits) > LONGEST_ANSWER:
-        raise ValueError("a number as long as no answer is")
-    return int(digits)
+@dataclass(frozen=True)
+class CodeTests:
+    """The tests of a row, of one of three kinds."""
+
+    entry: str  # the function under test: "f", or "Solution().f"
+    seconds: float
+    calls: tuple[dict, ...] = ()  # {"input": arguments, "output": value}
+    programs: tuple[dict, ...] = ()  # {"stdin": text, "stdout": text}
+    check: str = ""  # Python that calls the program's functions, or defines check(candidate)
+    before: str = ""  # the row's prompt, where it is Python: it comes before the program, and before the check
 
 
-def _returns(program: str, tests: list[dict], entry: str, seconds: float) -> bool:
-    """Whether the function returns each output for its input. The process gets the inputs, never the outputs."""
-    with Sandbox("calls", program, seconds, entry) as solution:
-        for test in tests:
-            reply = solution.ask(json.dumps(sandbox.encode(test["input"])).encode() + b"\n")
-            try:
-                if not _same(sandbox.decode(json.loads(reply, parse_int=_whole)["value"]), test["output"]):
-                    return False
-            except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
-                return False  # it raised, ended, or said what is no value
-    return True
+def _time_limit(row: dict) -> float:
+    """Seconds for a program of this row. Raises ValueError for a time limit that is none."""
+    given = row.get("time_limit")
+    if given is None:
+        return CODE_SECONDS
+    seconds = float(given)
+    if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS:  # NaN is not, either
+        raise ValueError(f"time_limit is {given!r}, not a number from {SHORTEST_SECONDS:g} to {LONGEST_SECONDS:g}")
+    return seconds
 
 
-def _prints(program: str, tests: list[dict], entry: str, seconds: float) -> bool:
-    """Whether the program ends well and prints each stdout for its stdin, line by line, spacing aside."""
-    for test in tests:
-        with Sandbox("program", program, seconds, text=test["stdin"]) as run:
-            ended = run.process.wait()
-            run.output.seek(0)
-            said = run.output.read().decode(errors="replace")
-        said, wanted = ([line.split() for line in text.strip().splitlines()] for text in (said, test["stdout"]))
-        if ended != 0 or said != wanted:
+def _python_prompt(prompt: object, entry: str) -> str:
+    """The prompt if it is Python with definitions, as in HumanEval; "" if it is text or a chat.
+
+    Raises SyntaxError where it begins the function itself and is not Python: programs could not follow it.
+    """
+    if not isinstance(prompt, str):
+        return ""
+    try:
+        statements = ast.parse(prompt).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        if re.search(rf"^def {re.escape(entry)}\b", prompt, re.MULTILINE) and "```" not in prompt:
+            raise
+        return ""
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    return prompt if any(isinstance(statement, kinds) for statement in statements) else ""
+
+
+def _code_tests(truth: str, row: dict) -> CodeTests:
+    """The tests of a row. Raises ValueError or what Python and JSON raise for tests that are none."""
+    entry, seconds = str(row.get("entry_point") or ""), _time_limit(row)
+    parts = [part.removesuffix("()") for part in entry.split(".")]
+    if entry and not all(part.isidentifier() for part in parts):
+        raise ValueError(f"entry_point is {entry!r}, not a name such as f or Solution().f")
+    if not truth.lstrip().startswith("["):
+        tests = CodeTests(entry, seconds, check=truth, before=_python_prompt(row.get("prompt"), entry))
+        ast.parse(f"{tests.before}\n{truth}")
+        if "def check(" not in truth:
+            return tests
+    else:
+        found = json.loads(truth)
+        if found and all(isinstance(line, str) for line in found):  # assertions one by one, as in MBPP
+            return _code_tests("\n".join(found), row)
+        if not isinstance(found, list) or not found or not all(isinstance(test, dict) for test in found):
+            raise ValueError("JSON must be a list of tests")
+        if "input" in found[0]:
+            tests = CodeTests(entry, seconds, calls=tuple(found))
+            good = [test.keys() >= {"input", "output"} and isinstance(test["input"], list | dict) for test in found]
+            wanted = "an input, a list of arguments or an object with their names, and an output"
+        else:
+            tests = CodeTests(entry, seconds, programs=tuple(found))
+            good = [isinstance(test.get("stdin"), str) and isinstance(test.get("stdout"), str) for test in found]
+            wanted = "the texts stdin and stdout, or an input and an output"
+        if not all(good):
+            raise ValueError(f"test {good.index(False)} has not {wanted}")
+    if not entry and not tests.programs:
+        raise ValueError("tests of a function need a column entry_point with its name")
+    return tests
+
+
+def _same_leaf(value: object, expected: object) -> bool:
+    """Whether two scalars are the same: True is not 1, floats are compared to 9 digits."""
+    if {type(value), type(expected)} in ({float}, {int, float}):
+        return value == expected or math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-9)
+    return type(value) is type(expected) and value == expected
+
+
+def _same(message: dict, expected: object) -> bool:
+    """Whether a program's value, as the sandbox encodes it, is that of a test in JSON: tuples are lists, keys text.
+
+    The value is not built: the time is that of the expected one, whatever was sent. Raises what wrong input makes of
+    it, ArithmeticError, AttributeError, LookupError, TypeError or ValueError.
+    """
+    items, pending = message["items"], [(message["value"], expected)]
+    while pending:
+        value, wanted = pending.pop()
+        kind, parts = None, []
+        if isinstance(value, list):
+            kind, *parts = items[value[0]]
+        if kind == "int":
+            if int(parts[0], 16) != wanted or type(wanted) is not int:
+                return False
+        elif kind in ("list", "tuple"):
+            if not isinstance(wanted, list) or len(parts) != len(wanted):
+                return False
+            pending += zip(parts, wanted, strict=True)
+        elif kind == "dict":
+            found = {str(key): part for key, part in zip(parts[::2], parts[1::2], strict=True)}
+            if not isinstance(wanted, dict) or found.keys() != wanted.keys() or 2 * len(found) != len(parts):
+                return False
+            pending += [(found[key], wanted[key]) for key in wanted]
+        elif kind is not None or not _same_leaf(value, wanted):
             return False
     return True
 
 
-def _passes(program: str, test: str, entry: str, seconds: float) -> bool:
-    """Whether test code accepts the function. They run in two sandboxes that exchange plain values only."""
-    with Sandbox("calls", program, seconds, entry) as solution, Sandbox("judge", test, seconds, entry) as judge:
-        question = judge.ask(b"")
-        while question and (reply := solution.ask(question)):
-            question = judge.ask(reply)
-        return not question and judge.process.wait() == 0
+def _longest_reply(expected: object) -> int:
+    """Bytes that a right value can need: what is longer is not read."""
+    return 2**16 + 20 * len(json.dumps(expected))
+
+
+def _whole(digits: str) -> int:
+    """A whole number of JSON. Python needs quadratic time to read one, and long ones come in hexadecimal."""
+    if len(digits) > 20:
+        raise ValueError("a number longer than the sandbox sends")
+    return int(digits)
+
+
+def _returns(program: str, tests: CodeTests) -> str:
+    """Why the function fails; "" if it returns each output for its input. The process never gets the outputs."""
+    with Sandbox(tests.seconds) as solution:
+        solution.start("calls", program)
+        for number, test in enumerate(tests.calls):
+            given = test["input"]
+            arguments, named = (given, {}) if isinstance(given, list) else ([], given)
+            call = sandbox.encode((arguments, named)) | {"function": tests.entry, "changes": False}
+            reply = solution.ask(json.dumps(call).encode() + b"\n", _longest_reply(test["output"]))
+            try:
+                message = json.loads(reply, parse_int=_whole)
+                if "error" in message:
+                    return f"test {number}: the program raised {str(message['error'])[:200]}"
+                if not _same(message, test["output"]):
+                    return f"test {number}: another value"
+            except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+                return f"test {number}: no value"  # the program ended, or said what is none
+    return ""
+
+
+def _lines(text: str) -> list[list[str]]:
+    return [line.split() for line in text.strip().splitlines()]
+
+
+def _prints(program: str, tests: CodeTests) -> str:
+    """Why the program fails; "" if it ends well and prints each stdout for its stdin, line by line, spacing aside."""
+    with Sandbox(tests.seconds) as sandboxed:
+        for number, test in enumerate(tests.programs):
+            sandboxed.start("program", program, text=test["stdin"])
+            ended, said = sandboxed.finish()
+            wanted = test["stdout"]
+            if ended != 0:
+                return f"test {number}: exit status {ended}"
+            if len(said) > _longest_reply(wanted) or _lines(said.decode(errors="replace")) != _lines(wanted):
+                return f"test {number}: another output"
+    return ""
+
+
+def _passes(program: str, tests: CodeTests) -> str:
+    """Why test code refuses the function; "" if it does not. They run in two sandboxes that exchange plain values.
+
+    Raises UnusableTests where the test code itself does not load.
+    """
+    with Sandbox(tests.seconds + 1) as judge, Sandbox(tests.seconds) as solution:
+        judge.start("judge", tests.check, tests.before, tests.entry)
+        line = judge.ask(b"")
+        if line and not line.startswith(VERDICT):  # the program's time begins when the test has loaded
+            solution.start("calls", program, tests.before)
+        while line and not line.startswith(VERDICT):
+            reply = solution.ask(line)
+            if not reply:
+                return "the program ended, or its time"
+            line = judge.ask(reply)
+    verdict = json.loads(line) if line else {"verdict": "failed", "why": "the test's time or memory ended"}
+    if verdict["verdict"] == "unusable":
+        raise UnusableTests(verdict["why"])
+    return "" if verdict["verdict"] == "passed" else verdict["why"] or "the test failed"
+
+
+def _run_tests(program: str, tests: CodeTests) -> str:
+    """Why the program fails its tests; "" if it passes all. Raises UnusableTests, and OSError without a sandbox."""
+    if tests.check:
+        return _passes(program, tests)
+    return _returns(program, tests) if tests.calls else _prints(program, tests)
+
+
+def _try_tests(tests: CodeTests) -> str:
+    """What is wrong with test code that no program is there for; "" if nothing shows when it is run without one."""
+    with Sandbox(tests.seconds) as judge:
+        judge.start("try", tests.check, tests.before, tests.entry)
+        line = judge.ask(b"")
+    verdict = json.loads(line) if line else {}
+    return verdict["why"] if verdict.get("verdict") == "unusable" else ""
+
+
+def _program_in(text: str) -> str:
+    """The last fenced block of a text, or all of it."""
+    blocks = re.findall(r"```(?:python3?|py)?[ \t]*\n(.*?)```", text, re.DOTALL | re.IGNORECASE)
+    return blocks[-1] if blocks else text
+
+
+def _own_solution(row: dict, tests: CodeTests) -> tuple[str, str]:
+    """(column, program) of a row that holds a right program; ("", "") where none does, prose for example."""
+    for column in SOLUTION_COLUMNS:
+        text = row.get(column)
+        program = _program_in(text) if isinstance(text, str) else ""
+        for whole in (program, tests.before + program):
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+                if program.strip() and ast.parse(whole).body:
+                    return column, program
+    return "", ""
+
+
+def code_error(truth: str, row: dict) -> str:
+    """What is wrong with a row's tests, found by running them; "" if nothing is.
+
+    The row's own solution must pass, by the way that every sample goes. Without one, test code is run against a
+    stand-in: it shows what does not load, and arguments that cannot be passed.
+    """
+    try:
+        tests = _code_tests(truth, row)
+        if sandbox.namespaces_refused() and not sandbox.allow_unsafe:
+            return ""  # nothing may run: the run is refused as a whole
+        column, program = _own_solution(row, tests)
+        if not program:
+            wrong = _try_tests(tests) if tests.check else ""
+            return wrong and f"tests: {wrong}"
+        wrong = _run_tests(program, tests)
+    except (AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+        return f"tests: {type(error).__name__}: {error}"
+    return wrong and f"its own solution, in column {column}, does not pass: {wrong}"
 
 
 def code(response: str, truth: str, row: dict) -> Reward:
     """1 when the program passes all tests of the truth: the last fenced block of the response, or all of it.
 
     Tests are JSON, ``[{"input": [1, 2], "output": 3}]`` for the function named by the row's ``entry_point`` or
-    ``[{"stdin": "1 2", "stdout": "3"}]`` for a whole program, or Python, ``def check(candidate): ...`` as in
-    HumanEval, where the row's ``prompt`` comes before the program. The standard library is all there is.
+    ``[{"stdin": "1 2", "stdout": "3"}]`` for a whole program, or Python, assertions or ``def check(candidate): ...``
+    as in HumanEval, where the row's ``prompt`` comes before the program. There is the standard library, and what
+    sandbox.PACKAGES lists.
     """
-    text, entry = after_thinking(response), row.get("entry_point")
-    seconds = float(row.get("time_limit") or CODE_SECONDS)
-    blocks = re.findall(r"```(?:python3?|py)?[ \t]*\n(.*?)```", text, re.DOTALL | re.IGNORECASE)
-    program = blocks[-1] if blocks else text
+    program = _program_in(after_thinking(response))
     try:
-        if "def check(" in truth:
-            prompt = row.get("prompt", "")
-            passes, program, tests = _passes, prompt + program, f"{prompt}\n{truth}"
-            ast.parse(tests)
-        else:
-            tests = json.loads(truth)
-            passes, keys = (_returns, {"input", "output"}) if "input" in tests[0] else (_prints, {"stdin", "stdout"})
-            if not all(keys <= test.keys() for test in tests):
-                raise ValueError(f"every test must have {keys}")
-        if passes is not _prints and not entry:
-            raise ValueError("tests of a function need a column entry_point with its name")
+        tests = _code_tests(truth, row)
+        if not program.strip() or len(program) > 100 * LONGEST_ANSWER:
+            return _judged(0, None)
+        return _judged(not _run_tests(program, tests), program)
     except (AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
         return Reward(0.0, status="unscorable", detail=f"tests: {type(error).__name__}: {error}")
-    if not program.strip() or len(program) > 100 * LONGEST_ANSWER:
-        return _judged(0, None)
-    return _judged(passes(program, tests, entry, seconds), program)
 
 
 # ---------------------------------------------------------------------------------------- by name, and several of them
@@ -400,19 +575,6 @@ def combine(found: dict[str, Reward], weights: dict[str, float | None]) -> Rewar
     return replace(first, score=score, parts=parts, steps=steps, status=bad.status, detail=bad.detail)
 
 
-LONGEST_TIME_LIMIT = 3600.0  # seconds; what is longer, or shorter than a tenth, is an error in the data
-
-
-def _time_limit_error(row: dict) -> str:
-    """What is wrong with the row's column time_limit, "" if nothing is. A float column with gaps holds NaN."""
-    given = row.get("time_limit")
-    try:
-        good = given is None or 0.1 <= float(given) <= LONGEST_TIME_LIMIT
-    except (TypeError, ValueError):
-        good = False
-    return "" if good else f"time_limit is {given!r}: give 0.1 to {LONGEST_TIME_LIMIT:g} seconds, or null"
-
-
 def truth_error(verifier: str, truth: str, row: dict) -> str:
     """What is wrong with a truth according to its own verifiers; "" if nothing is.
 
@@ -425,8 +587,11 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
         if name not in VERIFIERS:
             _find_once(name)
             continue  # your own may take anything; RewardPool.check tries it once
-        if name == "code" and (wrong := _time_limit_error(row)):
-            return wrong
+        if name == "code":
+            wrong = code_error(truth, row)
+            if wrong:
+                return wrong
+            continue
         said = truth if name == "math" and last_boxed(truth) else SAY_THE_TRUTH.get(name, "").format(truth)
         reward, raised = _verify_by(name, said, truth, row)
         if reward.status != "ok":
@@ -472,6 +637,8 @@ def _start_worker(verifiers: list[str], unsafe: bool) -> None:
         parse_math("1")
     if "reasoning_gym" in verifiers:
         importlib.import_module("reasoning_gym")
+    if "code" in verifiers:
+        sandbox.namespaces_refused()  # starts the server of this worker's sandboxes
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY, WORKER_MEMORY))
 
 

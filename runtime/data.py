@@ -333,7 +333,8 @@ def check_rows(source: str, raws: list, args, check: Check):
         own = Path(name.rpartition(":")[0])
         if own.is_file():
             code.append(own)
-    rules = digest(repr(columns).encode(), digest_of_files(code).encode())
+    sandbox.allow_unsafe = args.allow_unsafe_code_exec  # the rows' own solutions are run
+    rules = digest(repr([columns, sandbox.allow_unsafe]).encode(), digest_of_files(code).encode())
     function = functools.partial(_check_batch, columns=columns, check=check)
     kinds = dict.fromkeys(CHECKED, datasets.Value("string"))
     checked = []
@@ -389,6 +390,7 @@ def _read_small(source: str, rows: list, args, check: Check) -> list[Problem]:
 
 def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
     """All usable problems of one source, in its order, each prompt once; the key is the prompt as text."""
+    sandbox.allow_unsafe = args.allow_unsafe_code_exec  # the rows' own solutions are run
     if source.startswith(GYM):
         problems = _read_small(source, gym_rows(source, args.seed), args, check)
     else:

@@ -1,236 +1,1159 @@
-"""A sandbox for a model's code: ``Sandbox``, and the program that it starts, ``python -I -S sandbox.py SETTINGS``.
+"""A sandbox for a model's programs: ``Sandbox``, and the processes behind it, ``python -I -S sandbox.py``.
 
-The program is two processes. The launcher takes its own user and process namespaces, waits for the end, the time-out
-or its parent's death, and kills everything. Its child, process 1 in there, goes into an empty root with nothing but the
-standard library (read-only), an empty network and no rights, takes the limits upon itself, and runs the job:
+Each process below starts the next. Only the last one ever sees a program or its input, so nothing that an earlier
+program or its tests left in memory can be found by a later one.
 
-    program   stdin is the job's text, stdout the parent's file
-    calls     for each line with arguments from the channel, a line {"value": ...} or {"error": name} back
-    judge     a test's check(candidate); the candidate's arguments go out and its value comes back as such lines
+    server     one per worker; stands by with Python loaded, so that a sandbox costs a fork and not a start
+    launcher   one per sandbox; watches the memory, the keeper and the parent, and ends and removes everything
+    keeper     process 1 of new namespaces, where there is nothing but the standard library; holds the time limit
+    program    drops every right, takes the limits upon itself, closes system calls, and runs its job
 
-What a program must not know, such as the values it should return, stays with the parent.
+The jobs:
+
+    program   stdin is the job's text, and what is printed comes back with the exit status
+    calls     for each line with a function's name and arguments, a line with its value or its exception comes back
+    judge     a test runs, with its check(candidate); the calls that it makes go out as such lines, and its last line is
+              a verdict
+
+What a program must not know, such as the values that it should return, is never sent to its sandbox.
 """
 
 from __future__ import annotations
 
+import ast
+import builtins
 import contextlib
 import ctypes
+import enum
+import errno
+import fcntl
 import functools
+import gc
+import importlib.util
 import json
 import os
 import resource
 import select
 import signal
+import socket
 import sys
+import tempfile
+import time
+import types
 
-LIMITS = {"AS": 2**30, "FSIZE": 2**22, "NPROC": 16, "NOFILE": 64, "CORE": 0}  # RLIMIT_*: bytes, counts
+MEMORY = 2**30  # bytes of address space a process, and bytes resident of all processes of a program together
+FILES = 2**25  # bytes of all files of a program
+LIMITS = {  # RLIMIT_*: bytes and counts, for one process or, NPROC, all
+    "AS": MEMORY,
+    "FSIZE": 2**22,
+    "NPROC": 16,
+    "NOFILE": 64,
+    "CORE": 0,
+    "MSGQUEUE": 0,
+    "MEMLOCK": 2**16,
+}
+LONGEST_LINE = 2**22  # bytes of one line from a program
+CHANNEL = 3  # the program's file descriptor of its channel
+WATCH_SECONDS = 0.05  # between two looks at the memory of a program
+# What programs and tests may import beyond the standard library, where the run's own Python has it, read-only.
+PACKAGES = ("numpy", "sympy", "mpmath", "networkx", "sortedcontainers")
+PACKAGE_FOLDER = "/packages"  # in the new root
+# Libraries of the system that wheels may count on (PEP 513, PEP 571, PEP 599).
+WHEEL_LIBRARIES = (
+    *("libgcc_s.so.1", "libstdc++.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0"),
+    *("libutil.so.1", "libz.so.1"),
+)
+HOME = "/sandbox"  # in the new root, a file system in memory
+RUN = "/run"  # in there: the program's input and output, and its folder tmp
+DEVICES = ("null", "zero", "full", "random", "urandom")
+memory_groups = True  # use cgroups where there are any, besides looking at the memory of the processes
 allow_unsafe = False  # in a worker: what --allow_unsafe_code_exec says
-KINDS = {"tuple": tuple, "set": set, "dict": dict}  # that JSON does not have, or not with keys of any kind
+
+NEW_MOUNTS, NEW_NAMES, NEW_IPC = 0x00020000, 0x04000000, 0x08000000
+NEW_USERS, NEW_PROCESSES, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
+DEATH_SIGNAL, FILTER_CALLS, ADOPT_ORPHANS, NO_NEW_RIGHTS = 1, 22, 36, 38  # of prctl
+ANY_NAMESPACE = NEW_MOUNTS | NEW_NAMES | NEW_IPC | NEW_USERS | NEW_PROCESSES | NEW_NETWORK | 0x02000000
 
 
-def encode(value):
-    """A plain value for JSON: tuples, sets and dicts under their name. Raises TypeError for any other object."""
-    for name, kind in KINDS.items():
-        if isinstance(value, kind):
-            return {name: [encode(v) for v in (value.items() if kind is dict else value)]}
-    if isinstance(value, list):
-        return [encode(v) for v in value]
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise TypeError(f"a {type(value).__name__} is no plain value")
+# --------------------------------------------------------------------------------------------------------- values
+# A value crosses as JSON without nesting, whatever its depth: {"items": [...], "value": reference}. A reference is a
+# scalar itself, or [index] of an item. An item is [kind, references...]; one that cannot change comes after its parts.
 
 
-def decode(value):
-    """The value again. Raises what wrong input makes of it, for a program may send any line."""
-    if isinstance(value, dict):
-        ((name, items),) = value.items()
-        return KINDS[name](decode(v) for v in items)
-    return [decode(v) for v in value] if isinstance(value, list) else value
+CONSTRUCTED = {  # class -> function(value) -> the arguments that make the value again
+    "builtins.complex": lambda v: (v.real, v.imag),
+    "builtins.range": lambda v: (v.start, v.stop, v.step),
+    "builtins.bytes": lambda v: (v.decode("latin-1"), "latin-1"),
+    "fractions.Fraction": lambda v: (v.numerator, v.denominator),
+    "decimal.Decimal": lambda v: (str(v),),
+    "datetime.date": lambda v: (v.year, v.month, v.day),
+    "datetime.time": lambda v: (v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
+    "datetime.datetime": lambda v: (v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
+    "datetime.timedelta": lambda v: (v.days, v.seconds, v.microseconds),
+    "datetime.timezone": lambda v: (v.utcoffset(None),),
+    "numpy.array": lambda v: (tuple(v.ravel().tolist()), v.dtype.str, v.shape),
+}
+FROZEN = {"tuple": tuple, "frozenset": frozenset}
+FILLED = {"list": list, "set": set, "dict": dict, "deque": None, "bytearray": bytearray}  # made empty, then filled
+PLAIN_INTEGER = 2**63  # larger ones cross in hexadecimal, which takes linear time to write and to read
 
 
-def kernel(name, *arguments):
-    """A call of libc that returns 0 or raises OSError."""
+class NoPlainValue(TypeError):
+    """A value that cannot cross between two sandboxes."""
+
+
+def _kind(value, scope: dict) -> str:
+    """The kind of a value that is no scalar. Subclasses of containers count as the container."""
+    cls = type(value)
+    for name, container in (FROZEN | FILLED).items():
+        if container is not None and isinstance(value, container):
+            return name
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if name == "collections.deque":
+        return "deque"
+    if name == "numpy.ndarray" and value.dtype.kind in "biufcSU":
+        return "numpy.array"
+    if name in CONSTRUCTED:
+        return name
+    if cls.__module__ == scope.get("__name__") and scope.get(cls.__name__) is cls:
+        return "member" if isinstance(value, enum.Enum) else "object"
+    raise NoPlainValue(f"a {cls.__qualname__} is no value that a test and a program can exchange")
+
+
+def _attributes(value) -> dict:
+    """The attributes of an instance, those in slots too."""
+    found = {}
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found | getattr(value, "__dict__", {})
+
+
+def _scalar(value):
+    """(True, the value for JSON) of a scalar, subclasses as their base; (False, None) of anything else."""
+    if value is None or isinstance(value, bool):
+        return True, value
+    if isinstance(value, int):
+        plain = int.__add__(value, 0)
+        return -PLAIN_INTEGER < plain < PLAIN_INTEGER, plain
+    if isinstance(value, float):
+        return True, float.__add__(value, 0.0)
+    if isinstance(value, str):
+        return True, str.__str__(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and not hasattr(value, "__len__"):
+        plain = value.item()
+        return type(plain) in (bool, int, float), plain
+    return False, None
+
+
+def _parts(value, kind: str) -> list:
+    """The values that an item of this kind refers to."""
+    if kind in CONSTRUCTED:
+        return list(CONSTRUCTED[kind](value))
+    if kind == "member":
+        return [type(value).__name__, value.name]
+    if kind == "object":
+        attributes = _attributes(value)
+        return [type(value).__name__, *(part for pair in attributes.items() for part in pair)]
+    if kind == "dict":
+        return [part for pair in value.items() for part in pair]
+    if kind == "bytearray":
+        return [bytes(value)]
+    return list(value)
+
+
+def encode(value, scope: dict | None = None) -> dict:
+    """A value for JSON; ``scope`` names the classes whose instances may cross.
+
+    Raises NoPlainValue for what has no such form, and nothing for depth, cycles or numbers of any length.
+    """
+    items: list = []
+    places: dict[int, int] = {}  # id of a value -> its item
+    kept: list = []  # what has a place here lives on, so that no id is used twice
+    filled: list[tuple[int, list]] = []  # items whose parts are referred to once all have places
+    pending = [(value, None, None)]
+    while pending:
+        current, kind, parts = pending.pop()
+        if _scalar(current)[0] or id(current) in places:
+            continue
+        if isinstance(current, int):
+            places[id(current)] = len(items)
+            items.append(["int", hex(current)])
+            kept.append(current)
+            continue
+        if kind is not None:  # its parts have places now
+            places[id(current)] = len(items)
+            items.append([kind, *parts])
+            filled.append((len(items) - 1, parts))
+            kept.append(current)
+            continue
+        current_kind = _kind(current, scope or {})
+        parts = _parts(current, current_kind)
+        kept.append(parts)
+        if current_kind in FILLED or current_kind == "object":
+            places[id(current)] = len(items)
+            items.append([current_kind])
+            filled.append((len(items) - 1, parts))
+            kept.append(current)
+        else:
+            pending.append((current, current_kind, parts))
+        pending += [(part, None, None) for part in parts]
+
+    def reference(part):
+        scalar, plain = _scalar(part)
+        return plain if scalar else [places[id(part)]]
+
+    for place, parts in filled:
+        items[place][1:] = map(reference, parts)
+    return {"items": items, "value": reference(value)}
+
+
+def _class(name: str, scope: dict) -> type:
+    """A class that this side has itself. Raises NoPlainValue where there is none."""
+    found = scope.get(name)
+    if not isinstance(found, type) or found.__module__ != scope.get("__name__"):
+        raise NoPlainValue(f"an instance of {name}, a class that the test does not have")
+    return found
+
+
+def _construct(kind: str, parts: list, scope: dict):
+    """A value of a kind that cannot change."""
+    if kind == "int":
+        return int(parts[0], 16)
+    if kind == "member":
+        return _class(parts[0], scope)[parts[1]]
+    if kind in FROZEN:
+        return FROZEN[kind](parts)
+    if kind not in CONSTRUCTED:
+        raise ValueError(f"no kind {kind!r}")
+    if kind == "numpy.array":
+        values, dtype, shape = parts
+        return importlib.import_module("numpy").array(values, dtype).reshape(shape)
+    module, _, name = kind.rpartition(".")
+    return getattr(importlib.import_module(module), name)(*parts)
+
+
+def _empty(kind: str, parts: list, scope: dict):
+    """A container or an instance before it is filled."""
+    if kind == "deque":
+        return importlib.import_module("collections").deque()
+    if kind != "object":
+        return FILLED[kind]()
+    return object.__new__(_class(parts[0], scope))
+
+
+def _fill(made, kind: str, parts: list) -> None:
+    """Put its parts into what ``_empty`` made."""
+    if kind in ("list", "deque"):
+        made.extend(parts)
+    elif kind == "bytearray":
+        made.extend(parts[0])
+    elif kind == "set":
+        made.update(parts)
+    elif kind == "dict":
+        made.update(zip(parts[::2], parts[1::2], strict=True))
+    else:
+        for name, value in zip(parts[1::2], parts[2::2], strict=True):
+            if name.startswith("__"):
+                raise ValueError(f"an attribute {name!r}")
+            object.__setattr__(made, name, value)
+
+
+def decode(message: dict, scope: dict | None = None):
+    """The value again. Raises what wrong input makes of it, for a program may send any line.
+
+    It may also take long, or much memory: call it only in a process that is killed at a limit.
+    """
+    items, made = message["items"], []
+
+    def value_of(reference):
+        return made[reference[0]] if isinstance(reference, list) else reference
+
+    for kind, *parts in items:
+        if kind in FILLED or kind == "object":
+            made.append(_empty(kind, parts, scope or {}))
+        else:
+            made.append(_construct(kind, [value_of(part) for part in parts], scope or {}))
+    for hashed in (False, True):  # what hashes its parts comes last, when instances have their attributes
+        for place, (kind, *parts) in enumerate(items):
+            if (kind in FILLED or kind == "object") and (kind in ("set", "dict")) == hashed:
+                _fill(made[place], kind, [value_of(part) for part in parts])
+    return value_of(message["value"])
+
+
+# ----------------------------------------------------------------------------------------------------- the kernel
+
+
+def kernel(name: str, *arguments):
+    """A call of libc that returns 0 or more, or raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*(a.encode() if isinstance(a, str) else a for a in arguments)) != 0:
-        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+    result = getattr(libc, name)(*(a.encode() if isinstance(a, str) else a for a in arguments))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+    return result
 
 
-def isolate(readable, user):
-    """Leave this machine's files, network and rights behind; ``readable`` folders stay, ``user`` is who to become."""
-    kernel("unshare", 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000)  # mounts, network, ipc, host name
+# System calls that a program gets no answer from: name, number on x86-64, number on 64-bit ARM.
+REFUSED_CALLS = """
+acct 163 89, add_key 248 217, adjtimex 159 171, bpf 321 280, chroot 161 51, clock_adjtime 305 266,
+clock_settime 227 112, delete_module 176 106, execve 59 221, execveat 322 281, fanotify_init 300 262,
+finit_module 313 273, fsconfig 431 431, fsmount 432 432, fsopen 430 430, fspick 433 433, init_module 175 105,
+io_uring_enter 426 426, io_uring_register 427 427, io_uring_setup 425 425, ioperm 173 -, iopl 172 -,
+kcmp 312 272, kexec_file_load 320 294, kexec_load 246 104, keyctl 250 219, memfd_create 319 279,
+memfd_secret 447 447, mount 165 40, mount_setattr 442 442, move_mount 429 429, mq_open 240 180, msgctl 71 187,
+msgget 68 186, msgrcv 70 188, msgsnd 69 189, name_to_handle_at 303 264, open_by_handle_at 304 265,
+open_tree 428 428, perf_event_open 298 241, pidfd_getfd 438 438, pivot_root 155 41, process_madvise 440 440,
+process_vm_readv 310 270, process_vm_writev 311 271, ptrace 101 117, quotactl 179 60, reboot 169 142,
+request_key 249 218, semctl 66 191, semget 64 190, semop 65 193, semtimedop 220 192, setdomainname 171 162,
+sethostname 170 161, setns 308 268, settimeofday 164 170, shmat 30 196, shmctl 31 195, shmget 29 194,
+swapoff 168 225, swapon 167 224, syslog 103 116, umount2 166 39, unshare 272 97, userfaultfd 323 282
+"""
+CLONE3 = 435  # its flags lie in memory where a filter cannot look; libc falls back to clone
+ARCHITECTURES = {"x86_64": (0xC000003E, 41, 56), "aarch64": (0xC00000B7, 198, 220)}  # audit number, socket, clone
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of a filter
+KILL, ALLOW, FAIL = 0x80000000, 0x7FFF0000, 0x00050000  # its verdicts; FAIL takes an error number
+
+
+def refused_calls() -> dict[str, int]:
+    """The calls of REFUSED_CALLS with their numbers here. Raises OSError on a machine that is in no column."""
+    machine = os.uname().machine
+    if machine not in ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"the numbers of the system calls of {machine} are not known")
+    column = 1 + list(ARCHITECTURES).index(machine)
+    calls = [call.split() for call in REFUSED_CALLS.split(",")]
+    return {call[0]: int(call[column]) for call in calls if call[column] != "-"}
+
+
+def close_system_calls() -> None:
+    """Leave the program no system call that reaches beyond its own memory, files and processes.
+
+    Sockets are of the family AF_UNIX only: virtual machines' sockets, for one, are in no namespace.
+    Raises OSError where the kernel has no filters, or this machine's calls have other numbers.
+    """
+    calls = refused_calls()
+    machine, open_socket, clone = ARCHITECTURES[os.uname().machine]
+    refused = RETURN, 0, 0, FAIL | errno.EPERM
+    program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, machine), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    program += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]  # the 32-bit calls of x86-64
+    for number in calls.values():
+        program += [(EQUAL, 0, 1, number), refused]
+    program += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, FAIL | errno.ENOSYS)]
+    program += [(EQUAL, 0, 4, open_socket), (LOAD, 0, 0, 16), (EQUAL, 1, 0, socket.AF_UNIX), refused]
+    program += [(RETURN, 0, 0, ALLOW)]
+    program += [(EQUAL, 0, 3, clone), (LOAD, 0, 0, 16), (ANY_BIT, 0, 1, ANY_NAMESPACE), refused]
+    program += [(RETURN, 0, 0, ALLOW)]
+    code = b"".join(
+        operation.to_bytes(2, "little") + bytes([yes, no]) + constant.to_bytes(4, "little")
+        for operation, yes, no, constant in program
+    )
+    text = ctypes.create_string_buffer(code, len(code))
+    header = (ctypes.c_uint64 * 2)(len(program), ctypes.addressof(text))
+    kernel("prctl", FILTER_CALLS, 2, header, 0, 0)
+
+
+def new_keyring() -> None:
+    """Leave the session's keyring, from which a program could read this user's keys, for an empty one."""
+    try:
+        kernel("syscall", refused_calls()["keyctl"], 1, None)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):  # where there are no keys, or no calls for them
+            raise
+
+
+def build_root(mounts: dict[str, str]) -> None:
+    """Leave this machine's files behind, in a new user namespace, for a root that programs may see.
+
+    ``mounts`` are the places in the new root, each with what it shows, read-only. It is built upon /proc, which every
+    machine has: no folder of its own is needed, and none stays.
+    """
+    kernel("unshare", NEW_MOUNTS)
     with open("/proc/sys/user/max_user_namespaces", "w") as f:  # no further ones, where it would be root again
         f.write("0")
-    root = os.getcwd()
-    kernel("mount", "tmpfs", root, "tmpfs", 0, "size=32m,nr_inodes=4096,mode=755")
-    for path in readable:
-        if os.path.exists(path) and not os.path.exists(root + path):
-            os.makedirs(root + path)
-            kernel("mount", path, root + path, None, 0x1000 | 0x4000, None)  # bind, recursive
-            kernel("syscall", 442, -100, root + path, 0x8000, (ctypes.c_uint64 * 4)(1), 32)  # all of it read-only
-    os.mkdir(root + "/tmp")
-    os.chmod(root + "/tmp", 0o1777)
+    root = "/proc"
+    kernel("mount", "tmpfs", root, "tmpfs", 0, "size=1m,nr_inodes=1024,mode=755")
+    for place, source in mounts.items():
+        if os.path.isdir(source):
+            os.makedirs(root + place, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(root + place), exist_ok=True)
+            os.close(os.open(root + place, os.O_CREAT | os.O_WRONLY))
+        kernel("mount", source, root + place, None, 0x1000 | 0x4000, None)  # bind, recursive
+        for packages in ("site-packages", "dist-packages"):  # within the standard library's folder
+            if os.path.isdir(f"{root}{place}/{packages}"):
+                kernel("mount", "tmpfs", f"{root}{place}/{packages}", "tmpfs", 0, "size=4k,nr_inodes=2,mode=755")
+    os.mkdir(root + HOME)
+    os.makedirs(root + "/dev", exist_ok=True)
+    os.symlink("null", root + "/dev/stderr")
+    links = {"/dev/stdin": "/stdin", "/dev/stdout": "/stdout", "/dev/shm": "/tmp", "/tmp": "/tmp"}
+    for link, target in links.items():
+        if not os.path.exists(root + link):  # Python itself may lie in /tmp
+            os.symlink(HOME + RUN + target, root + link)
+    # Read-only and without set-user-ID, with all that is mounted in it.
+    kernel("syscall", 442, -100, root, 0x8000, (ctypes.c_uint64 * 4)(1 | 2), 32)
     os.chdir(root)
     kernel("pivot_root", ".", ".")
     kernel("umount2", ".", 2)
-    os.chdir("/tmp")
+    os.chdir("/")
+
+
+def name_users(pid: int) -> None:
+    """Say who is who in the user namespace of a process: root there is this user."""
+    user = os.geteuid()
+    maps = {"setgroups": "deny", "uid_map": f"0 {user} 1\n", "gid_map": f"0 {os.getegid()} 1\n"}
+    for file, text in maps.items():
+        with open(f"/proc/{pid}/{file}", "w") as f:
+            # Root would have no limit of processes, so it maps a second user, nobody, for the programs.
+            f.write(text + "1 65534 1\n" * (user == 0 and file != "setgroups"))
+
+
+def prepare_namespaces(mounts: dict[str, str]) -> tuple[int, int]:
+    """Build a root in new namespaces, once per server: descriptors of the user and of the mount namespace.
+
+    Every sandbox has a copy of the second. To build it each time would take ten times as long as all the rest.
+    Raises OSError where the kernel refuses.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    builder = os.fork()
+    if builder == 0:
+        ours.close()
+        try:
+            kernel("unshare", NEW_USERS)
+            theirs.send(b"alone")
+            theirs.recv(16)
+            build_root(mounts)
+            theirs.send(b"built")
+            theirs.recv(16)
+        except OSError as error:
+            theirs.send(str(error).encode())
+        os._exit(0)
+    theirs.close()
+    try:
+        for expected in (b"alone", b"built"):
+            said = ours.recv(2**12)
+            if said != expected:
+                raise OSError(said.decode() or "the namespaces cannot be prepared")
+            if said == b"alone":
+                name_users(builder)
+                ours.send(b"go")
+        return tuple(os.open(f"/proc/{builder}/ns/{kind}", os.O_RDONLY) for kind in ("user", "mnt"))
+    finally:
+        ours.close()
+        os.waitpid(builder, 0)
+
+
+def isolate(mount_namespace: int) -> None:
+    """Leave this machine's files, network, names and message queues, in process 1 of a new process namespace."""
+    kernel("setns", mount_namespace, NEW_MOUNTS)
+    kernel("unshare", NEW_MOUNTS | NEW_NETWORK | NEW_IPC | NEW_NAMES)
+    kernel("mount", "tmpfs", HOME, "tmpfs", 2 | 4, f"size={FILES},nr_inodes=4096,mode=755")  # no suid, no devices
+
+
+def drop_rights(user: int) -> None:
+    """Become ``user`` of the namespace without any capability."""
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
     kernel("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
-    kernel("prctl", 38, 1, 0, 0, 0)  # no new privileges
 
 
-def run(channel, say, limits, mode, entry_point, code, text):
-    """The job, in process 1, once the limits hold."""
-    stdin = os.memfd_create("stdin")
-    os.write(stdin, text.encode())
-    os.lseek(stdin, 0, os.SEEK_SET)
-    os.dup2(stdin, 0)
-    for name, most in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
-    if mode != "program":
-        os.dup2(2, 1)  # to /dev/null: what is printed is no value
-    say("ready")
-    __builtins__.exit = __builtins__.quit = sys.exit  # programs use them; the site module, left out, defines them
-    scope = {"__name__": "__main__" if mode == "program" else "solution"}
-    exec(compile(code, mode, "exec"), scope)
+def group_places(name: str) -> list[tuple[str, str]]:
+    """Where a memory cgroup of this name could be, below this process's own: (its folder, the file of its limit)."""
+    places = []
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as f:
+        for line in f:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if controllers == "":
+                places.append((f"/sys/fs/cgroup{path}/{name}", "memory.max"))
+            elif "memory" in controllers.split(","):
+                places.append((f"/sys/fs/cgroup/memory{path}/{name}", "memory.limit_in_bytes"))
+    return places
 
-    def candidate(*arguments):
-        """The function under test, as the test sees it: it runs in another sandbox. KeyError where it raised."""
-        say(json.dumps(encode(arguments)))
-        return decode(json.loads(channel.readline())["value"])
 
-    if mode == "judge":
-        scope[entry_point] = candidate  # some tests call it by its name too
-        scope["check"](candidate)
-    for line in channel if mode == "calls" else ():
+def memory_group(name: str) -> str | None:
+    """The folder of a new memory cgroup for a program, where this process may make one; None elsewhere."""
+    for group, limit in group_places(name):
         try:
-            reply = {"value": encode(scope[entry_point](*decode(json.loads(line))))}
-        except BaseException as error:
-            reply = {"error": type(error).__name__}
-        say(json.dumps(reply))
+            os.mkdir(group)
+        except OSError:
+            continue
+        try:
+            with open(f"{group}/{limit}", "r+") as f:
+                f.write(str(MEMORY + FILES))
+            return group
+        except OSError:
+            os.rmdir(group)
+    return None
 
 
-def main(namespaces, seconds, channel, limits, readable, user):
-    """Both processes; each ends with its own exit code, the launcher with the program's."""
-    channel, program = os.fdopen(channel, "rb"), None
+def remove_groups(name: str) -> None:
+    """Remove a cgroup if it is there; a process that has just ended may still be leaving it."""
+    for group, _ in group_places(name):
+        for _ in range(100):
+            try:
+                os.rmdir(group)
+            except OSError as error:
+                if error.errno == errno.EBUSY:
+                    time.sleep(0.01)
+                    continue
+            break
 
-    def say(text):
-        os.write(channel.fileno(), text.encode() + b"\n")
 
-    def children():
-        with open(f"/proc/self/task/{os.getpid()}/children") as f:
-            return [int(pid) for pid in f.read().split()]
+# ------------------------------------------------------------------------------------------- launcher and keeper
 
+
+def children(pid: int) -> list[int]:
+    """The processes that a process started, by any of its threads, or was left; none once it has ended."""
+    found = []
     try:
-        if namespaces:
-            kernel("unshare", 0x10000000 | 0x20000000)  # users, processes
-        else:
-            kernel("prctl", 36, 1, 0, 0, 0)  # orphans become this process's children
-        say("alone")
-        job = json.loads(sys.stdin.buffer.readline())
-        program = os.fork()
-        if program == 0:
-            os.setsid()
-            if namespaces:
-                isolate(readable, user)
-            kernel("prctl", 1, signal.SIGKILL, 0, 0, 0)  # dies with the launcher
-    except OSError as error:
-        say(str(error))
-        os._exit(1)
-    if program == 0:
-        return run(channel, say, limits, **job)
-    channel.close()
-    events = select.poll()
-    events.register(os.pidfd_open(program), select.POLLIN)
-    events.register(0, 0)  # nothing but the end of the pipe: the parent closed it, or died
-    events.poll(seconds * 1000)
-    status = 0
-    while pids := children():  # orphans too; with process 1 the kernel kills its whole namespace
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as f:
+                found += map(int, f.read().split())
+    except OSError:
+        pass
+    return found
+
+
+def memory_below(pid: int) -> tuple[list[int], int]:
+    """The processes below a process, and the bytes of memory that they hold; shared ones count for each."""
+    found, pages = children(pid), 0
+    for below in found:  # which grows meanwhile
+        found += children(below)
+        try:
+            with open(f"/proc/{below}/statm") as f:
+                pages += int(f.read().split()[1])
+        except (OSError, IndexError):
+            pass
+    return found, pages * resource.getpagesize()
+
+
+def end_children() -> None:
+    """Kill and reap the processes below this one, also those that are left to it meanwhile."""
+    while pids := children(os.getpid()):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-            _, ended = os.waitpid(pid, 0)
-            status = ended if pid == program else status
-    os._exit(os.waitstatus_to_exitcode(status) & 255)
+            os.waitpid(pid, 0)
+
+
+def end_namespace() -> None:
+    """Kill and reap every other process of the process namespace whose first process this is."""
+    if os.getpid() != 1:
+        raise RuntimeError("this is not process 1 of a namespace")
+    while True:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def remove_folder(folder: str) -> None:
+    """Delete a folder however deep, and whatever rights its folders have: one descriptor walks down and up."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    try:
+        os.chmod(folder, 0o700)
+        here = os.open(folder, flags)
+    except FileNotFoundError:
+        return
+    path: list[str] = []
+    while True:
+        below = None
+        with os.scandir(here) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    below = entry.name
+                    break
+                os.unlink(entry.name, dir_fd=here)
+        if below is None and not path:
+            break
+        if below is not None:
+            os.chmod(below, 0o700, dir_fd=here)
+        there = os.open("..", flags, dir_fd=here) if below is None else os.open(below, flags, dir_fd=here)
+        os.close(here)
+        here = there
+        if below is None:
+            os.rmdir(path.pop(), dir_fd=here)
+        else:
+            path.append(below)
+    os.close(here)
+    os.rmdir(folder)
+
+
+def serve(requests: socket.socket):
+    """Start a launcher for each request until the parent is gone. Returns in the program's process alone."""
+    mounts = library_mounts() | json.loads(sys.argv[2]) | {f"/dev/{name}": f"/dev/{name}" for name in DEVICES}
+    namespaces, refused = None, ""
+    try:
+        namespaces = prepare_namespaces(mounts)
+    except OSError as error:
+        refused = str(error)
+    gc.freeze()  # what a collection does not touch stays shared with the processes to come
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # launchers that have ended are nobody's business
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, 2**12, 1)
+        if not message:
+            os._exit(0)
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            requests.close()
+            control = socket.socket(fileno=descriptors[0])
+            settings = json.loads(message)
+            if settings["isolated"] and refused:
+                control.send(refused.encode())
+                os._exit(1)
+            return launch(control, settings, namespaces)
+        os.close(descriptors[0])
+
+
+def launch(control: socket.socket, settings: dict, namespaces: tuple[int, int]):
+    """The launcher. Returns in the program's process alone."""
+    group = None
+    try:
+        if settings["isolated"]:
+            kernel("setns", namespaces[0], NEW_USERS)
+            kernel("unshare", NEW_PROCESSES)
+        else:
+            kernel("prctl", ADOPT_ORPHANS, 1, 0, 0, 0)  # orphans become this process's children
+        if settings["grouped"]:
+            group = memory_group(settings["name"])
+        keeper = os.fork()
+    except OSError as error:
+        control.send(str(error).encode())
+        os._exit(1)
+    if keeper == 0:
+        return keep(control, settings, namespaces, group)
+    ended = os.pidfd_open(keeper)
+    events = select.poll()
+    events.register(ended, select.POLLIN)
+    events.register(control, select.POLLRDHUP)  # the parent closed it, or died
+    while not events.poll(WATCH_SECONDS * 1000):
+        pids, used = memory_below(keeper)
+        if used > MEMORY:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    end_children()  # with process 1 the kernel kills its whole namespace
+    if not settings["isolated"]:
+        remove_folder(settings["home"])
+    if group is not None:
+        remove_groups(settings["name"])
+    os._exit(0)
+
+
+def keep(control: socket.socket, settings: dict, namespaces: tuple[int, int], group: str | None):
+    """The keeper. Returns in the program's process alone."""
+    try:
+        kernel("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # dies with the launcher, and its namespace with it
+        if group is not None:
+            with contextlib.suppress(OSError), open(f"{group}/cgroup.procs", "w") as f:
+                f.write("0")
+        if settings["isolated"]:
+            isolate(namespaces[1])
+            home = HOME
+        else:
+            kernel("prctl", ADOPT_ORPHANS, 1, 0, 0, 0)
+            home = settings["home"]
+            os.mkdir(home, 0o700)
+            os.mkdir(home + PACKAGE_FOLDER)
+            for place, source in json.loads(sys.argv[2]).items():
+                os.symlink(source, home + place)
+        control.send(b"ready")
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(control, 16, 1)
+            if not message:
+                os._exit(0)
+            output = new_folder(f"{home}{RUN}", settings["user"])
+            prepared, preparing = os.pipe()  # the program closes the second with all else before it begins
+            program = os.fork()
+            if program == 0:
+                return become(control, socket.socket(fileno=descriptors[0]), settings, home)
+            os.close(descriptors[0])
+            os.close(preparing)
+            os.read(prepared, 1)  # which ends when nobody can write: the program's time begins now
+            os.close(prepared)
+            status = hold_time(program, settings)
+            socket.send_fds(control, [f"ended {status}".encode()], [output])
+            os.close(output)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # it may be that nobody asks any more
+            control.send(str(error).encode())
+        os._exit(1)
+
+
+def new_folder(folder: str, user: int) -> int:
+    """Make the folder of a program anew: what one wrote, the next does not find. The descriptor of its output."""
+    os.chdir("/")
+    remove_folder(folder)
+    os.makedirs(f"{folder}/tmp")
+    os.chmod(f"{folder}/tmp", 0o1777)
+    os.chdir(f"{folder}/tmp")
+    output = os.open(f"{folder}/stdout", os.O_CREAT | os.O_RDWR, 0o600)
+    if os.getpid() == 1:
+        os.chown(output, user, user)
+    return output
+
+
+def hold_time(program: int, settings: dict) -> int:
+    """Wait for the end of a program or of its time, and end what it left. Its exit status, or minus its signal."""
+    events = select.poll()
+    ended = os.pidfd_open(program)
+    events.register(ended, select.POLLIN)
+    events.poll(settings["seconds"] * 1000)
+    os.close(ended)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(program, signal.SIGKILL)
+    _, status = os.waitpid(program, 0)
+    if settings["isolated"]:
+        end_namespace()
+    else:
+        end_children()
+    return os.waitstatus_to_exitcode(status)
+
+
+# ---------------------------------------------------------------------------------------------------- the program
+
+
+def become(control: socket.socket, channel: socket.socket, settings: dict, home: str) -> tuple:
+    """Turn this process into the program's, with no right and nothing open but its channel: (lines of it, job)."""
+    say = fcntl.fcntl(control.detach(), fcntl.F_DUPFD, 10)
+    try:
+        os.setsid()
+        os.dup2(channel.detach(), CHANNEL)
+        lines = os.fdopen(CHANNEL, "rb", closefd=False)
+        job = json.loads(lines.readline())
+        with open(f"{home}{RUN}/stdin", "wb") as f:
+            f.write(job.pop("text").encode(errors="surrogatepass"))
+        os.dup2(os.open(f"{home}{RUN}/stdin", os.O_RDONLY), 0)
+        if job["mode"] == "program":  # else what is printed is no value
+            os.dup2(os.open(f"{home}{RUN}/stdout", os.O_RDWR), 1)
+        if settings["isolated"]:
+            drop_rights(settings["user"])
+        else:
+            kernel("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # dies with the keeper
+        kernel("prctl", NO_NEW_RIGHTS, 1, 0, 0, 0)
+        for name, most in settings["limits"].items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+        try:
+            new_keyring()
+            close_system_calls()
+        except OSError:
+            if settings["isolated"]:
+                raise
+        os.write(say, b"running")
+    except OSError as error:
+        os.write(say, str(error).encode())
+        os._exit(1)
+    sys.path.append(PACKAGE_FOLDER if settings["isolated"] else home + PACKAGE_FOLDER)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy would start a thread per core, past the limit
+    os.closerange(CHANNEL + 1, 2**16)
+    return lines, job
+
+
+def execute(before: str, code: str, scope: dict) -> None:
+    """Run ``code`` after ``before``: as text of its own, or as its continuation where it is none alone."""
+    try:
+        parts = [compile(text, "solution.py", "exec", dont_inherit=True) for text in (before, code)]
+    except SyntaxError:
+        parts = [compile(before + code, "solution.py", "exec", dont_inherit=True)]
+    for part in parts:
+        exec(part, scope)
+
+
+def run(lines, mode: str, before: str, code: str, entry_point: str) -> None:
+    """The job, in the program's process."""
+    name = "__main__" if mode == "program" else "solution"
+    module = types.ModuleType(name)
+    sys.modules[name] = module  # where dataclasses and pickle look for the classes of a program
+    sys.argv = ["solution.py"]
+    builtins.exit = builtins.quit = sys.exit  # programs use them; the site module, left out, defines them
+    if mode == "program":
+        lines.close()
+        os.close(CHANNEL)
+        execute(before, code, module.__dict__)
+    elif mode == "calls":
+        execute(before, code, module.__dict__)
+        answer_calls(lines, module.__dict__)
+    else:
+        write_line(judge(lines, module.__dict__, mode == "try", before, code, entry_point))
+
+
+def write_line(message: dict) -> None:
+    """One line to the parent."""
+    text = json.dumps(message).encode() + b"\n"
+    while text:
+        text = text[os.write(CHANNEL, text) :]
+
+
+def find_function(path: str, scope: dict):
+    """The function that an entry point names: ``f``, ``Class.f``, or ``Class().f`` of a new instance."""
+    found = None
+    for place, part in enumerate(path.split(".")):
+        name = part.removesuffix("()")
+        found = getattr(found, name) if place else scope[name]
+        if name != part:
+            found = found()
+    return found
+
+
+def answer_calls(lines, scope: dict) -> None:
+    """Call the functions that the parent's lines name."""
+    functions = {}
+    for line in lines:
+        message = json.loads(line)
+        try:
+            name = message["function"]
+            if name not in functions:  # one instance serves all calls of its method
+                functions[name] = find_function(name, scope)
+            arguments, named = decode(message, scope)
+            value = functions[name](*arguments, **named)
+            reply = encode((value, arguments, named) if message["changes"] else value, scope)
+        except BaseException as error:
+            reply = {"error": [type(error).__name__, str(error)[:200]]}
+        write_line(reply)
+
+
+def write_back(old, new) -> None:
+    """Make an argument of a test what the program, which had a copy, made of it."""
+    if isinstance(old, list | bytearray):
+        old[:] = new
+    elif isinstance(old, dict | set):
+        old.clear()
+        old.update(new)
+    elif hasattr(old, "__dict__"):
+        vars(old).update(vars(new))
+
+
+def remote(function: str, lines, scope: dict, asked: list[str]):
+    """A function of the program under test, as the test sees it; ``asked`` grows by its name."""
+
+    def call(*arguments, **named):
+        asked.append(function)
+        changeable = [a for a in (*arguments, *named.values()) if type(a) is not tuple and not _scalar(a)[0]]
+        write_line(encode((arguments, named), scope) | {"function": function, "changes": bool(changeable)})
+        reply = json.loads(lines.readline())
+        if "error" in reply:
+            name, text = reply["error"]
+            error = getattr(builtins, str(name), None)
+            if not isinstance(error, type) or not issubclass(error, Exception):
+                error = RuntimeError  # SystemExit, for one, must not end the test
+            raised = error.__new__(error, text)
+            raised.args = (f"{name}: {text}",)
+            raise raised
+        found = decode(reply, scope)
+        if not changeable:
+            return found
+        value, new_arguments, new_named = found
+        pairs = [*zip(arguments, new_arguments, strict=True), *((named[key], new_named[key]) for key in named)]
+        for old, new in pairs:
+            if isinstance(old, list | dict | set | bytearray) or type(old).__module__ == scope["__name__"]:
+                write_back(old, new)
+        return value
+
+    return call
+
+
+class Anything:
+    """What a call returns while a test is only tried: it takes part in whatever is done with it."""
+
+    def _self(self, *arguments, **named):
+        return self
+
+    def _true(self, *arguments):
+        return True
+
+    def __iter__(self):
+        return iter(())
+
+    def __len__(self):
+        return 0
+
+    def __float__(self):
+        return 0.0
+
+    __hash__ = object.__hash__
+    __getattr__ = __getitem__ = __call__ = __neg__ = __abs__ = __round__ = _self
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _self
+    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __pow__ = _self
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _true
+
+
+def stand_in(function: str, scope: dict, asked: list[str]):
+    """What ``remote`` is in a trial: it looks at the arguments and answers with anything."""
+
+    def call(*arguments, **named):
+        asked.append(function)
+        encode((arguments, named), scope)
+        return Anything()
+
+    return call
+
+
+def _without_asserts(tree):
+    """A test that evaluates all that it asserts, and goes on."""
+    for node in ast.walk(tree):
+        for field, statements in ast.iter_fields(node):
+            if isinstance(statements, list):
+                plain = [ast.Expr(s.test) if isinstance(s, ast.Assert) else s for s in statements]
+                setattr(node, field, plain)
+    return ast.fix_missing_locations(tree)
+
+
+def judge(lines, scope: dict, trial: bool, before: str, code: str, entry_point: str) -> dict:
+    """Run a test, its text and then its check(candidate): {"verdict": "passed", "failed" or "unusable", "why": text}.
+
+    A name that the test uses and neither it nor Python defines is a function of the program. In a trial nobody
+    answers: the test is unusable if it asks for what is not there, or passes what cannot cross.
+    """
+    asked: list[str] = []
+
+    def function(name: str):
+        return stand_in(name, scope, asked) if trial else remote(name, lines, scope, asked)
+
+    try:
+        tree = ast.parse(f"{before}\n{code}")
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        for name in used - set(dir(builtins)):
+            scope[name] = function(name)
+        if trial:
+            code = ast.unparse(_without_asserts(ast.parse(code)))
+        execute("", before, scope)
+        if entry_point.isidentifier():
+            scope[entry_point] = function(entry_point)  # some tests call it by its name
+        execute("", code, scope)
+        if entry_point.isidentifier():
+            scope[entry_point] = function(entry_point)  # also where the test brings a function of this name
+        if "check" in scope:
+            scope["check"](function(entry_point))
+    except Exception as error:
+        missing = trial and isinstance(error, ImportError | NameError | NoPlainValue)
+        verdict = "failed" if asked and not missing else "unusable"
+        return {"verdict": verdict, "why": f"{type(error).__name__}: {error}"}
+    if not asked:
+        return {"verdict": "unusable", "why": "it calls no function of the program"}
+    return {"verdict": "passed", "why": ""}
+
+
+# --------------------------------------------------------------------------------------------- the server's start
+
+
+class LoadedObject(ctypes.Structure):
+    """What the dynamic linker says about a library that is loaded."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("name", ctypes.c_char_p))
+
+
+def loaded_libraries() -> set[str]:
+    """The files of the shared libraries in this process, under the names they were found by."""
+    names = set()
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(LoadedObject), ctypes.c_size_t, ctypes.c_void_p)
+    def note(about, size, data):
+        names.add((about.contents.name or b"").decode())
+        return 0
+
+    ctypes.CDLL(None).dl_iterate_phdr(note, None)
+    return names
+
+
+def library_mounts() -> dict[str, str]:
+    """The standard library, and the shared libraries that it and the packages may load beyond those loaded now.
+
+    Those are no programs: what this very process has loaded, the dynamic linker among it, need not be there again.
+    """
+    folders = [path for path in sys.path if os.path.isdir(path)]
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        known = loaded_libraries()
+        modules = [f"{folder}/{file}" for folder in folders for file in os.listdir(folder) if file.endswith(".so")]
+        for name in [*modules, *WHEEL_LIBRARIES]:
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(name)
+        with open(writer, "w") as f:
+            json.dump(sorted(loaded_libraries() - known - set(modules)), f)
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as f:
+        found = json.load(f)
+    os.wait()
+    files = [file for file in [*found, "/etc/ld.so.cache"] if os.path.isfile(file)]
+    outermost = [a for a in folders if not any(a.startswith(b + "/") for b in folders)]
+    return {path: os.path.realpath(path) for path in outermost + files}
 
 
 # ---------------------------------------------------------------------------------------------- the parent's side
 
 
-class Sandbox(contextlib.ExitStack):
-    """One job in a fresh process that sees neither this one's environment, files, network nor processes.
+_server: tuple | None = None  # (process, socket) of this process's server
 
-    Use as a context manager: leaving it kills whatever the job started. ``namespaces=False`` leaves only the limits.
-    Raises OSError where the kernel refuses.
-    """
 
-    def __init__(self, mode: str, code: str, seconds: float, entry_point="", text="", namespaces: bool | None = None):
-        import socket  # here: the program, started for every test, must not pay for them
-        import subprocess
-        import tempfile
+def _start_server() -> None:
+    global _server
+    import subprocess  # here, as the server must not pay for it
 
-        super().__init__()
-        if namespaces is None:
-            namespaces = not namespaces_refused()
-            if not namespaces and not allow_unsafe:
-                raise OSError(f"no sandbox for code here ({namespaces_refused()}) and no --allow_unsafe_code_exec")
-        home = self.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-"))
-        self.output = self.enter_context(os.fdopen(os.memfd_create("output"), "rb"))
-        self.channel, theirs = map(self.enter_context, socket.socketpair())
-        self.replies, user = self.enter_context(self.channel.makefile("rb")), os.geteuid()
-        settings = {"namespaces": namespaces, "seconds": seconds, "channel": theirs.fileno()}
-        settings["limits"] = {**LIMITS, "CPU": int(seconds) + 2}
-        settings["readable"] = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", os.path.dirname(os.__file__)]
-        settings["user"] = int(user == 0)  # root would have no limit of processes, so it maps a second user, nobody
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", os.path.abspath(__file__), json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=self.output,
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-I", "-S"]
+    with theirs:
+        process = subprocess.Popen(
+            [*command, os.path.abspath(__file__), str(theirs.fileno()), json.dumps(packages()), f"of={os.getpid()}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            bufsize=0,
             env={},
-            cwd=home,
+            cwd="/",
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
-        theirs.close()
-        self.callback(self.process.wait)
-        self.callback(self.process.stdin.close)  # the launcher sees it and kills
+    _server = (process, ours)
+
+
+def _request(settings: dict, descriptors: list[int]) -> None:
+    """Ask the server for a launcher. Raises OSError where it cannot be started."""
+    message = [json.dumps(settings).encode()]
+    if _server is None:
+        _start_server()
+    try:
+        socket.send_fds(_server[1], message, descriptors)
+    except OSError:  # it was killed
+        _server[0].wait()
+        _server[1].close()
+        _start_server()
+        socket.send_fds(_server[1], message, descriptors)
+
+
+def packages() -> dict[str, str]:
+    """Where the sandbox has the packages of the run's own Python that are in PACKAGES: place -> source."""
+    found = {}
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            source = spec.submodule_search_locations[0]
+            for path in (source, f"{os.path.dirname(source)}/{name}.libs"):  # the second is a wheel's
+                if os.path.isdir(path):
+                    found[f"{PACKAGE_FOLDER}/{os.path.basename(path)}"] = path
+    return found
+
+
+class Sandbox:
+    """Jobs in processes of their own that see neither this one's environment, files, network nor processes.
+
+    Use as a context manager: leaving it ends whatever a job started. The sandbox is prepared in the background;
+    ``start`` gives it a job, and the ``seconds`` of wall time begin. A further job finds neither processes nor files
+    of the last; still, one sandbox is for one program. ``isolated=False`` leaves only the limits and the filter.
+    Raises OSError where the kernel refuses.
+    """
+
+    def __init__(self, seconds: float, isolated: bool | None = None):
+        if isolated is None:
+            isolated = not namespaces_refused()
+            if not isolated and not allow_unsafe:
+                raise OSError(f"no sandbox for code here ({namespaces_refused()}) and no --allow_unsafe_code_exec")
+        self.isolated = isolated
+        self.name = f"sandbox-{os.getpid()}-{os.urandom(8).hex()}"
+        self.home = f"{tempfile.gettempdir()}/{self.name}"  # where there is no isolation
+        settings = {
+            "isolated": isolated,
+            "grouped": memory_groups,
+            "seconds": seconds,
+            "limits": {**LIMITS, "CPU": int(seconds) + 2},
+            "name": self.name,
+            "home": self.home,
+            "user": int(isolated and os.geteuid() == 0),  # a number in the namespace
+        }
+        self.control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel = self.replies = self.output = None
+        self.prepared = False
         try:
-            self._expect("alone")
-            if namespaces:  # it may not say itself who is who in there
-                for file, own in {"setgroups": None, "uid_map": user, "gid_map": os.getegid()}.items():
-                    who = "deny" if own is None else f"0 {own} 1\n" + "1 65534 1\n" * (user == 0)
-                    with open(f"/proc/{self.process.pid}/{file}", "w") as f:
-                        f.write(who)
-            job = {"mode": mode, "code": code, "entry_point": entry_point, "text": text}
-            self.process.stdin.write(json.dumps(job).encode() + b"\n")
-            self._expect("ready")
+            with control:
+                _request(settings, [control.fileno()])
         except OSError:
             self.close()
             raise
 
-    def _expect(self, word: str) -> None:
-        if (said := self.replies.readline().decode().strip()) != word:
-            raise OSError(said or "the sandbox does not start")
+    def __enter__(self):
+        return self
 
-    def ask(self, line: bytes) -> bytes:
-        """One line to the job, one line back; b"" once it has ended."""
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def _close(self, *ends) -> None:
+        for end in ends:
+            if end is not None:
+                end.close()
+
+    def _receive(self) -> list[str]:
+        """The words of the next message; [] once all processes of the sandbox have ended."""
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self.control, 2**12, 1)
+        except OSError:
+            return []
+        for descriptor in descriptors:
+            self.output = os.fdopen(descriptor, "rb")
+        return message.decode(errors="replace").split()
+
+    def _expect(self, word: str) -> None:
+        """Wait for this message. Raises OSError for any other."""
+        said = self._receive()
+        if said != [word]:
+            raise OSError(" ".join(said) or "the sandbox does not start")
+
+    def start(self, mode: str, code: str, before: str = "", entry_point: str = "", text: str = "") -> None:
+        """Give the sandbox its job; the next one when the last has ended. Raises OSError where the kernel refuses."""
+        if not self.prepared:
+            self._expect("ready")
+            self.prepared = True
+        self._close(self.replies, self.channel)
+        self.channel, channel = socket.socketpair()
+        self.replies = self.channel.makefile("rb")
+        with channel:
+            socket.send_fds(self.control, [b"run"], [channel.fileno()])
+        job = {"mode": mode, "before": before, "code": code, "entry_point": entry_point, "text": text}
+        with contextlib.suppress(OSError):  # what went wrong is said next
+            self.channel.sendall(json.dumps(job).encode() + b"\n")
+        self._expect("running")
+
+    def ask(self, line: bytes, longest: int = LONGEST_LINE) -> bytes:
+        """One line to the job, one line back; b"" once it has ended, or where its line is longer than ``longest``."""
         try:
             self.channel.sendall(line)
-            return self.replies.readline(LIMITS["FSIZE"])
+            reply = self.replies.readline(longest)
         except OSError:
             return b""
+        return reply if reply.endswith(b"\n") else b""
+
+    def finish(self) -> tuple[int | None, bytes]:
+        """Wait for the end of the job: (exit status or minus the signal, what it printed); (None, b"") if killed."""
+        said = self._receive()
+        if said[:1] != ["ended"] or self.output is None:
+            return None, b""
+        with self.output:
+            self.output.seek(0)
+            return int(said[1]), self.output.read()
+
+    def close(self) -> None:
+        """End every process of the sandbox, and wait until they have ended."""
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_WR)  # the launcher sees it and kills
+        while self._receive():
+            pass
+        self._close(self.output, self.replies, self.channel, self.control)
+        remove_groups(self.name)  # these two if the launcher was killed
+        if not self.isolated:
+            remove_folder(self.home)
 
 
 @functools.lru_cache
 def namespaces_refused() -> str:
-    """Why the kernel gives this process no namespaces; "" where it does."""
+    """Why the kernel gives this process no sandbox; "" where it does."""
     try:
-        with Sandbox("program", "", 20.0, namespaces=True):
+        with Sandbox(20.0, isolated=True) as probe:
+            probe.start("program", "")
             return ""
     except OSError as error:
         return str(error)
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    channel_lines, its_job = serve(socket.socket(fileno=int(sys.argv[1])))
+    run(channel_lines, **its_job)

@@ -465,6 +465,29 @@ def test_truths_that_are_lists(tmp_path):
     assert json.loads(training[0].truth) == tests
 
 
+def test_code_rows_that_cannot_be_passed(tmp_path, capsys):
+    """Their tests are run when the data is read: the row, the column of its solution and the reason are named."""
+    check = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+    right = {"answer": check, "entry_point": "add", "solution": "def add(a, b):\n    return a + b"}
+    formal = {"answer": [{"input": [1, 2], "output": 3}], "entry_point": "add"}  # nothing to run
+    content = [{**row, **(right if i in (3, 5, 7) else formal)} for i, row in enumerate(rows())]
+    content[3]["answer"] = "import torch\n" + check
+    content[5]["solution"] = "def add(a, b):\n    return (x for x in [a + b])"
+    content[7]["time_limit"] = float("nan")
+    with pytest.raises(SystemExit) as end:
+        from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert "3 of 30 rows" in message and "rows 3, 5, 7" in message and "No module named 'torch'" in message
+    content[3]["answer"] = check
+    with pytest.raises(SystemExit):
+        from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
+    message = capsys.readouterr().err
+    assert "row 5" in message and "in column solution" in message and "generator is no value" in message
+    training, evaluation = from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True, bad_rows="drop")
+    assert len(training) + len(evaluation) == 28
+
+
 def test_code_without_namespaces(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(data.sandbox, "namespaces_refused", lambda: "not permitted")
