@@ -14,11 +14,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
-from types import ModuleType
 
 import pytest
 import torch
 from conftest import ROOT
+from mutations import load_mutated
 from torch import Tensor
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -674,20 +674,6 @@ MUTATIONS = [
 MUTATED_ROWS = {row for row, *_ in MUTATIONS}
 
 
-def load(name: str, file: str, old: str = "", new: str = "") -> ModuleType:
-    """A module of the source of a file, with one text replaced."""
-    source = (ROOT / file).read_text()
-    assert old in source, f"{file} no longer has {old!r}"
-    module = ModuleType(name)
-    module.__file__ = str(ROOT / file)
-    sys.modules[name] = module  # dataclasses look their module up
-    try:
-        exec(compile(source.replace(old, new), file, "exec"), module.__dict__)
-    finally:
-        del sys.modules[name]
-    return module
-
-
 def test_every_row_has_a_mutation():
     assert {*loss_table.LOSSES, *loss_table.RECIPES} == MUTATED_ROWS
 
@@ -696,10 +682,10 @@ def test_every_row_has_a_mutation():
 def test_a_mutation_of_a_formula_changes_its_row(row, file, old, new, monkeypatch):
     """The comparison with the coefficients by hand fails for every one, so no cell passes by accident."""
     if file == GRPO:
-        monkeypatch.setitem(sys.modules, "grpo", load("grpo_mutated", GRPO, old, new))
-        module = load("loss_table_mutated", TABLE)
+        monkeypatch.setitem(sys.modules, "grpo", load_mutated("grpo_mutated", GRPO, old, new))
+        module = load_mutated("loss_table_mutated", TABLE)
     else:
-        module = load("loss_table_mutated", TABLE, old, new)
+        module = load_mutated("loss_table_mutated", TABLE, old, new)
     if row in loss_table.LOSSES:
         found = [numbers_of(module.loss_row(row, *place(where))) for where in PLACES]
         wanted = [expected(row, where) for where in PLACES]
