@@ -17,6 +17,8 @@ test: setup
 lint: setup
 	$(PYTHON_BIN) -m ruff check .
 	$(PYTHON_BIN) -m ruff format --check .
+	$(PYTHON_BIN) scripts/link_lines.py --check
+	$(PYTHON_BIN) scripts/shape.py
 
 bench: setup
 	$(PYTHON_BIN) scripts/benchmark.py $(ARGS)

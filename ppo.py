@@ -1,24 +1,27 @@
-"""PPO with a critic and verifiable rewards, in one file: read it from top to bottom as data goes through a step.
+"""PPO with a critic and verifiable rewards, in one file: read ``main`` from top to bottom as data goes through a step.
 
-    1 prompts -> 2 generate -> 3 score -> 4 gather -> 5 log-probs -> 6 advantages -> 7 update -> 8 push -> 9 record
+    1 prompts -> 2 generate -> 3 score -> 4 gather -> 5 log-probs and values -> 6 advantages -> 7 update -> 8 push
+    -> 9 record
 
-Proximal Policy Optimization (arXiv 1707.06347) with generalised advantage estimates (arXiv 1506.02438): a critic learns
-what reward to expect at every token, and the advantage of a token is what came after it against that. Chosen here:
+Proximal Policy Optimization (arXiv 1707.06347) with generalized advantage estimation (arXiv 1506.02438). The script is
+grpo.py with a critic: ``diff grpo.py ppo.py`` shows what a critic takes, and nothing else. What was chosen here:
 
-* The critic is a transformer of its own with a scalar head, under a DeepSpeed engine of its own; it takes the policy's
-  rows. ``--adv_estimator grpo`` needs none and is grpo.py, number for number: ``diff grpo.py ppo.py`` is the critic.
-* Samples come from vLLM in a thread of the same process, by token ids; only its own ids and log-probs are trained on.
-* The samples of a group share one row: a common beginning is computed once (``--batch_layout``). No number changes.
-* A token's weight in the loss comes from global counts, before anything is cut up (``--loss_norm``): neither the
-  micro-batches, nor padding, nor the number of ranks changes a gradient. So are advantages whitened: over all ranks.
-* With one optimizer step a batch there is no pass for old log-probs: the ratio is 1, its gradient that of log pi.
-* KL to a reference is off (``--beta 0``, and no reference is loaded). On, you choose the estimator, its gradient, and
-  where it goes: into the loss, into the reward of its token, or both. docs/kl.md says what each really does.
-* Left out: dynamic sampling (grpo.py), tools, several turns, tensor-parallel training. Others' names: docs/fields.md.
+* The critic is a transformer of its own with a scalar head, under a DeepSpeed engine of its own. It starts from the
+  policy's weights, with values near 0, and predicts the reward still to come before each response token.
+* It learns from all responses, truncated ones included, and its optimizer steps come before the policy's.
+* Advantages and returns are computed in fp64 on every rank from all tokens, then whitened (``--adv_norm``).
+* Samples, shared rows, the loss of the policy and the KL are those of grpo.py, word for word. KL in the reward is
+  subtracted token by token, before GAE.
+* Left out: everything that grpo.py leaves out, and statistics of groups.
+
+Tensor names end in their dimensions: P prompts of a step, G samples of a group, B samples of a step, N response tokens
+of a step, T response tokens of a micro-batch, E engines. A flat array of a step, such as ``old_N``, has one more slot
+at its end, for the micro-batches that only keep a rank in step with the others.
 
     CPU, two cores       python ppo.py
     one GPU              python ppo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 \\
-                             --critic_learning_rate 1e-5 --num_unique_prompts_rollout 64 --max_response_length 512
+                             --critic_learning_rate 1e-5 --num_unique_prompts_rollout 256 \\
+                             --num_samples_per_prompt_rollout 1 --max_response_length 512 --total_steps 200
     N GPUs               accelerate launch --config_file scripts/zero2.yaml --num_processes N ppo.py ...
 """
 
@@ -33,397 +36,251 @@ import queue
 import random
 import threading
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
-import checks
-import data
-import runlog
-from data import Problem, Sample
-from rewards import RewardModel, RewardPool, parse_weights, shape_reward
+from rewards import Verifiers, check_reward_args, truth_error
+from runtime import data, flags, process, rundir
+from runtime.flags import RunFlags
+from runtime.records import Problem, Sample
 
 
+@flags.own_flags_first
 @dataclass
-class Args:
-    # ---------------------------------------------------------------------------------------------------- experiment
-    exp_name: str = "ppo"
-    """First part of the run's name."""
-    seed: int = 1
-    """Seeds the data split, the order of prompts, every sample, and the shuffling of mini-batches."""
-    total_steps: int = 24
-    """Batches to sample and train on."""
+class Args(RunFlags):
+    exp_name: str = Path(__file__).stem
+    """First part of the run's name: a copy of this file has runs of its own."""
+    total_steps: int = 28
+    """Number of batches to sample and train on."""
     total_episodes: int | None = None
-    """Instead of total_steps: samples in all, a multiple of prompts times samples per prompt."""
-    eval_every: int = 0
-    """Evaluate every so many steps, besides before the first and after the last. 0: only those two."""
-    best_metric: str | None = None
-    """Keep the weights of the evaluation with the largest value of this, for example eval/pass@1, in best/."""
-    save_every: int = 0
-    """Write a checkpoint every so many steps. 0: only for --save_minutes and when a signal asks for one."""
-    save_minutes: float = 30.0
-    """Write one when the last is so many minutes old. 0: never."""
-    keep_checkpoints: int = 2
-    """So many stay, the newest, and the one of the best evaluation. 0: all."""
-    resume: str = "auto"
-    """auto: go on from the newest checkpoint of this run that is whole. never. Or the folder of a checkpoint."""
-    stall_timeout: float = 1800.0
-    """Seconds without any progress after which the run prints where it is and ends. 0: never."""
-    output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
-    """Folder that holds the folders of runs; scripts/submit.py gives one in RUN_DIR."""
-    run_name: str | None = None
-    """Folder of this run in output_dir. None: exp_name, what differs from the defaults, and the seed."""
-    overwrite: bool = False
-    """Replace the folder of an earlier run of this name."""
-    dry_run: bool = False
-    """Check everything, print the derived sizes and the first prompt, load no model, and stop."""
-    track: bool = False
-    """Log to Weights & Biases as well; without network it goes offline with a warning."""
-    wandb_project: str = "rlvr"
-    """Project there."""
-    wandb_entity: str | None = None
-    """Team or user there. None: yours."""
-    log_samples: int = 4
-    """Samples a step that go to samples.jsonl."""
-    log_samples_every: int = 10
-    """Show some samples on the console every so many steps. 0: never."""
+    """Number of samples in all, instead of total_steps; a multiple of prompts times samples per prompt."""
 
-    # --------------------------------------------------------------------------------------------------------- model
-    model_name_or_path: str = "models/SmolLM2-135M-Instruct"
-    """Local folder or hub id."""
-    revision: str | None = None
-    """Branch, tag or commit on the hub."""
-    trust_remote_code: bool = False
-    """Run model code that comes with the weights."""
-    external_lib: str | None = None
-    """Python module to import before loading, for example one that registers an architecture."""
-    override_config: str | None = None
-    """JSON object of fields to change in the model's config."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of weights and sampling; master weights are always fp32. auto: bfloat16 where the hardware multiplies it."""
-    attn_implementation: str = "auto"
-    """transformers' name: eager, sdpa, flash_attention_2, ... auto: sdpa; eager for bfloat16 on CPUs, faster there."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: a third more time, much less memory."""
-
-    # ---------------------------------------------------------------------------------------------------------- data
-    dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
-    """reasoning_gym:NAME?key=value, .jsonl, .json, .parquet or .csv files, a folder saved by datasets, or a hub id."""
-    dataset_mixer: str | None = None
-    """Several of them instead, as JSON: {"a": 1.0, "b": 500} takes all problems of a, and 500 of b."""
-    dataset_split: str = "train"
-    """Split of a hub data set or a saved folder."""
-    eval_dataset: str | None = None
-    """Evaluate on the first eval_prompts problems of this; on none of them is trained. None: on a part of dataset."""
-    prompt_key: str | None = None
-    """Column of the prompt: text, or a list of chat messages. None: question; known for MATH and countdown."""
-    ground_truth_key: str | None = None
-    """Column of the truth. None: answer; known for MATH and countdown."""
-    verifier: str | None = None
-    """A name of docs/rewards.md (math, code, ...), or several with commas. None: as the columns say, or last_number."""
-    verifier_key: str | None = None
-    """Column that names a row's verifiers, where they differ from row to row; where it is empty --verifier counts."""
-    reward_weights: tuple[str, ...] = ()
-    """NAME=NUMBER of a verifier or reward_model (default 1); NAME=gate: others count only where this one scores 1."""
-    reward_fn: str | None = None
-    """Your own verifier instead: path/to/file.py:function, called as function(response, truth, row) -> Reward."""
-    reward_timeout: float = 10.0
-    """Seconds for one verification; then its process is killed and the score is 0."""
-    reward_workers: int = 1
-    """Verifier processes on each rank."""
-    bad_rows: Literal["raise", "drop"] = "raise"
-    """Rows without a prompt or with a truth that its verifier rejects: end the run at the start, or leave them out."""
-    allow_unsafe_code_exec: bool = False
-    """Let the verifier code run programs with limits only where the kernel gives no namespaces."""
-    reward_model_name_or_path: str | None = None
-    """A sequence classifier with one output; its score, times its weight, is added to the verifiers'."""
-    system_prompt: str | None = None
-    """System message before every prompt; "" for none. None: the one data.py has for the data set, if any."""
-    chat_template: str | None = None
-    """A Jinja file, chatml, tulu, r1 (with think tags), or question_answer. None: the tokenizer's own."""
-    max_prompt_length: int = 256
-    """Tokens, the template's included."""
-    overlong_prompts: Literal["error", "filter", "left", "right"] = "error"
-    """Longer prompts: end the run at the start, leave them out, or cut their first or their last tokens off."""
-    shuffle: bool = True
-    """Take the prompts in a new random order on every pass over the data."""
-
-    # ------------------------------------------------------------------------------------------------------ batch sizes
+    # ---- batch sizes
     num_unique_prompts_rollout: int = 8
-    """Prompts a step, over all ranks."""
-    num_samples_per_prompt_rollout: int = 4
-    """Responses to each: the group. Half of grpo.py's, as the critic costs as much as the policy."""
+    """Prompts per step, over all ranks."""
+    num_samples_per_prompt_rollout: int = 8
+    """Responses per prompt: the group."""
     num_mini_batches: int = 1
-    """Optimizer steps an epoch; the groups are dealt out evenly."""
+    """Optimizer steps per epoch; whole groups are dealt out evenly."""
     num_epochs: int = 1
-    """Passes over each batch of samples."""
+    """Epochs over each batch of samples."""
     shuffle_mini_batches: bool = True
     """Deal the groups to the mini-batches in a new random order in every epoch."""
-    micro_batch_tokens: int = 1024
-    """Tokens, padding included, in one forward and backward pass on one device."""
-    logprob_micro_batch_tokens: int = 1024
-    """The same for passes without gradient (old and reference log-probs)."""
-    logprob_chunk: int = 1024
-    """Response tokens whose logits exist at the same time."""
-    batch_layout: Literal["shared", "padded", "packed"] = "shared"
-    """shared: a group in one row, beginnings once. padded: a row each. packed: end to end, for flash attention."""
 
-    # ------------------------------------------------------------------------------------------------------- sampling
-    max_response_length: int = 32
-    """Tokens; a response that has not ended by then is cut."""
-    temperature: float = 1.0
-    """Of sampling; the trainer's log-probs are taken at the same temperature."""
-    top_p: float = 1.0
-    """Must be 1 in training: log-probs of a truncated distribution are not the trainer's."""
-    top_k: int = 0
-    """Must be 0 (off) in training, for the same reason."""
-    do_sample: bool = True
-    """Must be on in training: greedy responses to one prompt are all the same."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a response; they stay part of it."""
-    ignore_eos: bool = False
-    """Go on to max_response_length whatever is said (for timing)."""
-    eval_prompts: int = 64
-    """Problems kept for evaluation, never trained on. 0: no evaluation."""
-    eval_samples: int = 4
-    """Responses to each."""
-    eval_temperature: float = 1.0
-    """Temperature in evaluation. 0: greedy, one response to each whatever eval_samples says."""
-    eval_top_p: float = 1.0
-    """Nucleus in evaluation."""
-    eval_top_k: int = 0
-    """Top-k in evaluation; 0 is off."""
-
-    # ----------------------------------------------------------------------------------------------------------- engine
-    rollout: Literal["vllm", "hf"] = "vllm"
-    """Who samples: vLLM, or transformers' generate (slow, needs nothing else)."""
-    rollout_timeout: float = 1800.0
-    """Seconds without a finished sample after which the run ends with an error."""
-    vllm_gpu_memory_utilization: float = 0.4
-    """Share of a GPU's memory for vLLM: weights and KV cache (on CPUs vllm_kv_cache_gb counts instead)."""
-    vllm_kv_cache_gb: float | None = None
-    """GiB of KV cache, exactly. None: from the share above on GPUs, 0.5 on CPUs."""
-    vllm_enforce_eager: bool | None = None
-    """No compilation and no CUDA graphs. None: on for CPUs, where compiling takes longer than a short run."""
-    vllm_tensor_parallel_size: int = 1
-    """Ranks that share one engine."""
-    vllm_max_num_seqs: int = 128
-    """Responses decoded at the same time by one engine."""
-    vllm_max_num_batched_tokens: int = 8192
-    """Tokens in one engine step."""
-    vllm_enable_sleep_mode: bool = False
-    """On a GPU: give the engine's memory to the trainer between the phases."""
-
-    # -------------------------------------------------------------------------------------------------------- optimizer
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """torch.optim.AdamW (fused) or plain SGD."""
-    learning_rate: float = 3e-5
-    """Peak learning rate. 1e-6 is usual from 0.5B parameters on."""
-    adam_beta1: float = 0.9
-    """Decay of the gradient's mean."""
-    adam_beta2: float = 0.95
-    """Decay of its square."""
-    adam_eps: float = 1e-8
-    """Added to the root of the square."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
-    """Shape after the warm-up, over all optimizer steps of the run."""
-    warm_up_steps: int = 0
-    """Optimizer steps of linear warm-up."""
-    lr_min_ratio: float = 0.3
-    """Where linear and cosine end, as a share of learning_rate."""
-    max_grad_norm: float = 1.0
-    """Clip the global gradient norm; the logged norm is the one before. 0: off."""
-    zero_stage: Literal[1, 2, 3] = 2
-    """DeepSpeed ZeRO: 1 shards optimizer states, 2 gradients as well, 3 parameters as well. (0 has no check of NaN.)"""
-    offload_optimizer: bool = False
-    """Keep master weights and optimizer states in CPU memory."""
-    offload_param: bool = False
-    """Keep parameters in CPU memory (ZeRO 3)."""
-
-    # -------------------------------------------------------------------------------------------------------- algorithm
-    advantage_normalization_type: Literal["standard", "centered", "leave_one_out"] = "standard"
-    """(r - mean) / (std + 1e-6), with the unbiased std; r - mean (Dr. GRPO); r - mean of the others (RLOO)."""
+    # ---- algorithm
     filter_zero_std_samples: bool = False
-    """Leave groups of equal reward out of the loss's counts (DAPO): few informative ones then weigh as much as many."""
-    dynamic_sampling_rounds: int = 0
-    """Draw new prompts for groups of equal reward at most so many times a step (DAPO); what then remains is kept."""
+    """Exclude zero-variance groups from the loss and its normalization (DAPO)."""
+    mask_truncated_completions: bool = True
+    """Exclude truncated responses from the policy's loss and its normalization (DAPO)."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens (DAPO), over sequences of their token means (GRPO), or sum / max length (Dr. GRPO)."""
     clip_lower: float = 0.2
-    """The ratio is clipped below at 1 - clip_lower."""
+    """Clip the ratio below at 1 - clip_lower."""
     clip_higher: float = 0.2
-    """And above at 1 + clip_higher."""
+    """Clip the ratio above at 1 + clip_higher."""
     clip_ratio_c: float | None = None
-    """Dual clip: at most this times |advantage| where the advantage is negative, for example 3. None: off."""
+    """Dual clip: bound the loss by this times |advantage| where the advantage is negative, e.g. 3. Default: off."""
     entropy_coeff: float = 0.0
-    """Bonus for the entropy of every token's distribution."""
+    """Coefficient of a bonus for the entropy of every token's distribution."""
     early_stop_imp_ratio: float | None = None
-    """Give up the rest of an update once the mean ratio of an optimizer step is above this. None: never."""
+    """Skip the rest of an update once the mean ratio of an optimizer step exceeds this. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
-    """Weight the policy loss by min(trainer's / sampler's probability, cap), for example 2. None: off."""
+    """Weight the policy loss by min(trainer / sampler probability, cap), e.g. 2. Default: off."""
     max_sampler_diff: float = 0.1
-    """End the run when sampler and trainer differ by more nats a token on average (fp32: a 1000th of it). 0: off."""
-    reward_scaling: float = 1.0
-    """The reward is (score - reward_bias) * reward_scaling, then clipped."""
-    reward_bias: float = 0.0
-    """See reward_scaling."""
-    max_reward_clip: float | None = None
-    """Clip the reward to plus or minus this. None: off."""
-    mask_no_eos_with_zero: bool = True
-    """A response that was cut scores 0, whatever it says."""
-    non_stop_penalty: float = 0.0
-    """Taken from the reward of a response that was cut."""
-    overlong_buffer: int = 0
-    """Tokens before max_response_length over which up to 1 is taken from the reward (DAPO). 0: off."""
-    repetition_penalty: float = 0.0
-    """Times the share of a response's runs of 8 tokens that stood in it before, taken from the reward. 0: off."""
-    mask_truncated_completions: bool = True
-    """Leave responses that were cut out of the loss and out of its counts, not out of the group's mean (DAPO)."""
+    """End the run when an engine and the trainer differ by more nats per token (fp32: a 1000th of it). 0 disables."""
 
-    # ----------------------------------------------------------------------------------------------------------- critic
-    adv_estimator: Literal["gae", "grpo"] = "gae"
-    """gae: against the critic. grpo: against the group, as grpo.py does it, and no critic is created."""
-    disable_value: bool = False
-    """No critic is created either: in GAE every value is 0, which leaves the discounted reward still to come."""
-    value_model_name_or_path: str | None = None
-    """Transformer the critic starts from; it must know the policy's tokens. None: from the policy's weights."""
-    gamma: float = 1.0
-    """Discount of what comes a token later."""
-    gae_lambda: float = 1.0
-    """1: advantages from all that was got, unbiased; less: from the critic's view of the next tokens, less noisy."""
-    bootstrap_truncated: bool = False
-    """After a cut comes what the critic expects there. Off: nothing comes, as after an end."""
-    adv_norm: Literal["batch", "group", "none"] = "batch"
-    """GAE's advantages to mean 0 and variance 1: over all trained tokens of the step, or over those of a prompt."""
-    critic_learning_rate: float = 1e-4
-    """The critic's peak learning rate; its schedule is the policy's."""
-    value_coef: float = 1.0
-    """Factor of the critic's loss. AdamW cancels it but for the clipping of gradients: prefer critic_learning_rate."""
-    value_clip: float | None = 0.5
-    """In an update the critic gains nothing by going further than this from its old output. None: off."""
-    critic_warmup: int = 0
-    """Steps at the start in which the critic alone is trained."""
-    value_norm: Literal["none", "running", "exp"] = "none"
-    """The critic learns (return - mean) / std: of all returns so far, or of batches with exponential weights."""
-    value_norm_beta: float = 0.99995
-    """exp: weight that is left of a batch one step later."""
-    value_norm_eps: float = 1e-5
-    """The variance counts as at least this."""
-    dense_reward: Literal["none", "sum", "difference"] = "none"
-    """Scores on the way (rewards.Reward.steps) go to the tokens where they stand, whole or as gains over the last."""
-    generation_size: int | None = None
-    """Samples per prompt of which the num_samples_per_prompt_rollout of highest reward are kept. None: all are."""
-    check_verifier_status: bool = False
-    """End the run when all scores of a step are 0: then it is the verifier that fails, or the prompt."""
-    dataset_max_filter_share: float = 0.0
-    """After each pass over the data, drop at most this share of it: what was answered best. 0: never."""
-    dataset_filter_threshold: float = 1.0
-    """Only problems with at least this share of right answers are dropped."""
-
-    # --------------------------------------------------------------------------------------------------------------- KL
+    # ---- KL
     beta: float = 0.0
     """Coefficient of the KL to the reference. 0: no KL and no reference model."""
     kl_placement: Literal["none", "loss", "reward", "both"] = "loss"
-    """Where it enters."""
+    """Where the KL enters."""
     kl_estimator: Literal[
         "k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"
     ] = "k3"
     """d = log pi - log ref: k1 d, k2 d^2/2, k3 exp(-d)-1+d, k4 ratio*d, abs |d|, full vocabulary; others' names too."""
     kl_gradient: Literal["naive", "unbiased"] = "unbiased"
-    """In the loss: the formula as written, differentiated, or the same value with the gradient of the reverse KL."""
-    kl_reward_norm: Literal["outside", "inside"] = "outside"
-    """In the reward: added after the group normalisation (return-to-go), or to the reward before it (as verl does)."""
+    """In the loss: differentiate the formula as written, or keep its value and use the gradient of the reverse KL."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: beta moves so that the KL of a sequence comes to kl_target."""
+    """adaptive: adjust beta to keep the per-sequence KL near kl_target."""
     kl_target: float = 6.0
-    """Nats a sequence."""
+    """Target of the adaptive controller, in nats per sequence."""
     kl_horizon: float = 10000.0
-    """Sequences over which the controller acts."""
+    """Horizon of the adaptive controller, in sequences."""
     ref_policy_update_freq: int = 0
-    """Move the reference every so many steps. 0: never."""
+    """Move the reference every N steps. 0 disables."""
     ref_policy_alpha: float = 1.0
-    """reference = alpha * policy + (1 - alpha) * reference. 1: a copy."""
-    offload_ref: bool = False
-    """On a GPU: keep the reference in CPU memory between its passes."""
+    """Move the reference to alpha * policy + (1 - alpha) * reference. 1 copies the policy."""
     kl_full_samples: int = 4
-    """Samples a step whose KL over the whole vocabulary is logged, whatever the estimator: its truth. 0: none."""
+    """Samples per step for which the exact full-vocabulary KL is logged, as ground truth for the estimators."""
+
+    # ---- critic
+    disable_value: bool = False
+    """Train no critic: in GAE every value is 0, which leaves the discounted reward still to come."""
+    value_model_name_or_path: str | None = None
+    """Transformer the critic starts from; it must have the policy's vocabulary. Default: the policy's weights."""
+    gamma: float = 1.0
+    """Discount per token."""
+    gae_lambda: float = 1.0
+    """1: unbiased advantages from all rewards to come; less: less noisy ones that lean on the critic."""
+    bootstrap_truncated: bool = False
+    """Value the state after a truncated response by the critic. Off: it is worth 0, as after an end."""
+    adv_norm: Literal["batch", "group", "none"] = "batch"
+    """Whiten the advantages over the tokens of all responses of the step, truncated ones included, or of a prompt."""
+    critic_learning_rate: float = 1e-4
+    """Peak learning rate of the critic; its schedule is the policy's."""
+    value_coef: float = 1.0
+    """Coefficient of the critic's loss. AdamW cancels it except for gradient clipping: prefer critic_learning_rate."""
+    value_clip: float | None = 0.5
+    """Clip the value loss to this distance from the old value (PPO value clipping). Default 0.5; None is off."""
+    critic_warmup: int = 0
+    """Steps at the start in which only the critic is trained."""
+    value_norm: Literal["none", "running", "exp"] = "none"
+    """Train the critic on (return - mean) / std: of all returns so far, or with exponential weights per batch."""
+    value_norm_beta: float = 0.99995
+    """Decay per step of value_norm exp."""
+    value_norm_eps: float = 1e-5
+    """Lower bound of the variance in value_norm."""
+    dense_reward: Literal["none", "sum", "difference"] = "none"
+    """Give the scores of rewards.Reward.steps to the tokens where they stand, as they are or as gains over the last."""
+
+    # ---- optimizer
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """torch.optim.AdamW (fused) or plain SGD."""
+    learning_rate: float = 3e-5
+    """Peak learning rate. 1e-6 is usual from 0.5B parameters on."""
+    adam_beta1: float = 0.9
+    """Decay of AdamW's mean of gradients."""
+    adam_beta2: float = 0.95
+    """Decay of AdamW's mean of squared gradients."""
+    adam_eps: float = 1e-8
+    """Epsilon added to the root of AdamW's second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    """Learning-rate schedule after the warm-up, over all optimizer steps of the run."""
+    warm_up_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    lr_min_ratio: float = 0.3
+    """Final learning rate of linear and cosine, as a fraction of learning_rate."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this; the logged norm is before clipping. 0 disables."""
 
 
 def check_args(args: Args) -> None:
-    """Refuse what PPO cannot do, or what would not mean what it says. checks.check_args has what all scripts share."""
+    """Refuse what PPO cannot do, or what would not mean what it says. ``flags.check`` has what all scripts share."""
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
-    referee, adaptive = args.beta > 0 and args.kl_placement != "none", args.kl_controller == "adaptive"
-    for wrong, message in (
-        (
-            not 0 <= args.clip_lower < 1 or args.clip_higher < 0,
-            f"--clip_lower {args.clip_lower} must be in [0, 1) and --clip_higher {args.clip_higher} not negative",
-        ),
-        (
-            args.clip_ratio_c is not None and args.clip_ratio_c <= 1.0,
-            f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it caps ratios that are fine; usual is 3",
-        ),
-        (
-            adaptive and not (referee and args.kl_target > 0 and args.kl_horizon > 0),
-            "--kl_controller adaptive needs --beta, --kl_target and --kl_horizon above 0, and a --kl_placement",
-        ),
-        (
-            adaptive and 0.2 * samples >= args.kl_horizon,
-            f"--kl_horizon {args.kl_horizon:g} is too short for {samples} samples a step; beta could reach 0",
-        ),
-        (
-            args.ref_policy_update_freq > 0 and not referee,
-            "--ref_policy_update_freq moves a reference that --beta 0 or --kl_placement none does not load",
-        ),
-    ):
-        if wrong:
-            data.refuse(message)
+    has_reference = args.beta > 0 and args.kl_placement != "none"
+    adaptive = args.kl_controller == "adaptive"
+    flags.refuse_first(
+        [
+            (
+                args.num_samples_per_prompt_rollout == 1
+                and (args.filter_zero_std_samples or args.dynamic_sampling_rounds > 0),
+                "--num_samples_per_prompt_rollout 1: a group of one always has equal rewards "
+                "(--filter_zero_std_samples, --dynamic_sampling_rounds); use at least 2",
+            ),
+            (
+                not 0 <= args.clip_lower < 1 or args.clip_higher < 0,
+                f"--clip_lower {args.clip_lower} must be in [0, 1) and --clip_higher {args.clip_higher} not negative",
+            ),
+            (
+                args.clip_ratio_c is not None and args.clip_ratio_c <= 1.0,
+                f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it caps ratios that are fine; usual is 3",
+            ),
+            (
+                adaptive and not (has_reference and args.kl_target > 0 and args.kl_horizon > 0),
+                "--kl_controller adaptive needs --beta, --kl_target and --kl_horizon above 0, and a --kl_placement",
+            ),
+            (
+                adaptive and 0.2 * samples >= args.kl_horizon,
+                f"--kl_horizon {args.kl_horizon:g} is too short for {samples} samples per step; beta could reach 0",
+            ),
+            (
+                args.ref_policy_update_freq > 0 and not has_reference,
+                "--ref_policy_update_freq moves a reference that --beta 0 or --kl_placement none does not load",
+            ),
+            (
+                args.disable_value
+                and (args.bootstrap_truncated or args.critic_warmup > 0 or args.value_model_name_or_path is not None),
+                "--bootstrap_truncated, --critic_warmup and --value_model_name_or_path need a critic, and "
+                "--disable_value is set",
+            ),
+            (
+                0 in (args.critic_learning_rate, args.value_clip, args.value_coef),
+                "--critic_learning_rate, --value_coef and --value_clip must be above 0 (no clip: --value_clip None)",
+            ),
+            (
+                args.bootstrap_truncated and args.mask_truncated_completions,
+                "--bootstrap_truncated is about truncated responses, which --mask_truncated_completions leaves out",
+            ),
+        ]
+    )
 
+
+def preflight(args: Args) -> tuple[list[Problem], list[Problem], Path, Path | None]:
+    """Refuse here, before torch is imported, whatever can be refused.
+
+    Returns (training problems, evaluation problems, the run's folder, the checkpoint to resume from or None).
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    process.listen_for_signals()
+    flags.check(args, world_size)
+    flags.check_training(args)
+    check_reward_args(args)
+    check_args(args)
+    if args.value_model_name_or_path is not None:
+        flags.check_model(args, "value_model_name_or_path")
+    problems, eval_problems = data.load_problems(args, truth_error)
+    folder, start = rundir.open_run(args, Args(), world_size)
+    rundir.check_disk(args, folder)
+    process.prepare_environment()
+    return problems, eval_problems, folder, start
+
+
+if __name__ == "__main__":  # --help and every refusal come before the slow imports
+    args = flags.parse(Args, __doc__)
+    ready = preflight(args)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from accelerate.utils import set_seed  # noqa: E402
+from torch import nn  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
+
+import utils  # noqa: E402
+from kl_estimators import AdaptiveKLController, kl_reward, kl_setting_message, kl_values  # noqa: E402
+from runtime import batching, runlog, watchdog  # noqa: E402
+from runtime.checkpoints import Checkpoints  # noqa: E402
 
 # ------------------------------------------------------------------------------------------- the algorithm's arithmetic
 
 
-def group_advantages(rewards_PG, kind: str):
-    """Rewards [prompts, group] -> advantages [prompts, group]; fp64. Equal rewards give exactly 0.
-
-    standard: (r - mean) / (std + 1e-6), std with Bessel's correction; centered: r - mean (Dr. GRPO, arXiv 2503.20783);
-    leave_one_out: r - mean of the others = (r - mean) G / (G - 1) (RLOO, arXiv 2402.14740).
-    """
-    group = rewards_PG.shape[1]
-    centered = rewards_PG - rewards_PG.mean(1, keepdim=True)
-    if kind == "standard":
-        centered = centered / (rewards_PG.std(1, keepdim=True) + 1e-6)
-    elif kind == "leave_one_out":
-        centered = centered * group / (group - 1)
-    # Rounding leaves a residue in the mean of equal rewards, and the division would blow it up.
-    equal = rewards_PG.amax(1, keepdim=True) == rewards_PG.amin(1, keepdim=True)
-    return centered.masked_fill(equal, 0.0)
-
-
-def return_to_go(values_N, offsets: list[int]):
-    """Sums from each token to the end of its own response. [N] -> [N]; response i is offsets[i]:offsets[i + 1]."""
-    import torch
-
-    return torch.cat([values_N[a:b].flip(0).cumsum(0).flip(0) for a, b in itertools.pairwise(offsets)])
-
-
-def gae(rewards_N, values_N, after_B, offsets: list[int], gamma: float, lam: float):
-    """Generalised advantage estimates of all responses: (advantages [N], returns [N]), in the dtype given (fp64 here).
+def gae(
+    rewards_N: torch.Tensor,
+    values_N: torch.Tensor,
+    after_B: torch.Tensor,
+    offsets: list[int],
+    gamma: float,
+    lam: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalized advantage estimates of all responses: (advantages [N], returns [N]), in the dtype given (fp64 here).
 
     values_N: of the state before each token. after_B: of the state after each response's last token, 0 where it ended.
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1}, A = 0 after the end;  return_t = A_t + V_t
     (arXiv 1506.02438). Nothing passes from one response to the next.
     """
-    import torch
-
     lengths_B = torch.tensor([b - a for a, b in itertools.pairwise(offsets)])
     inside_BT = torch.arange(lengths_B.max()) < lengths_B[:, None]
     rewards_BT = torch.zeros(inside_BT.shape, dtype=rewards_N.dtype).masked_scatter(inside_BT, rewards_N)
     values_BT = torch.zeros(len(after_B), inside_BT.shape[1] + 1, dtype=values_N.dtype)
     values_BT[:, :-1][inside_BT] = values_N
     values_BT[torch.arange(len(after_B)), lengths_B] = after_B
-    advantages_BT, following_B = torch.zeros_like(rewards_BT), torch.zeros_like(after_B)
+    advantages_BT = torch.zeros_like(rewards_BT)
+    following_B = torch.zeros_like(after_B)
     for t in reversed(range(inside_BT.shape[1])):
         delta_B = rewards_BT[:, t] + gamma * values_BT[:, t + 1] - values_BT[:, t]
         following_B = torch.where(inside_BT[:, t], delta_B + gamma * lam * following_B, 0.0)
@@ -431,29 +288,187 @@ def gae(rewards_N, values_N, after_B, offsets: list[int], gamma: float, lam: flo
     return advantages_BT[inside_BT], advantages_BT[inside_BT] + values_N
 
 
-def whiten(x):
+def whiten(x: torch.Tensor) -> torch.Tensor:
     """(x - mean) / sqrt(variance + 1e-8), the variance with Bessel's correction. [n] -> [n]; one alone becomes 0."""
     return (x - x.mean()) / (x.var(correction=min(1, len(x) - 1)) + 1e-8).sqrt()
 
 
-def value_loss(values, old, targets, clip: float | None):
+def loss_weights(samples: list[Sample], in_loss: list[int], args: Args) -> torch.Tensor:
+    """Every token's weight in the loss of one optimizer step, [N] in fp32; 0 outside the samples ``in_loss``.
+
+    Computed from the counts of all ranks before anything is cut into micro-batches, so cutting changes nothing.
+    """
+    lengths = [len(s.response_ids) for s in samples]
+    tokens = sum(lengths[i] for i in in_loss)
+    weights = [0.0] * len(samples)
+    for i in in_loss:
+        if args.loss_norm == "token":
+            weights[i] = 1.0 / tokens
+        elif args.loss_norm == "sequence":
+            weights[i] = 1.0 / (len(in_loss) * lengths[i])
+        elif args.loss_norm == "constant":
+            weights[i] = 1.0 / (len(in_loss) * args.max_response_length)
+    return torch.tensor(weights).repeat_interleave(torch.tensor(lengths))
+
+
+def clamp_straight_through(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """x with its value clamped to [low, high] and its gradient left as it is, which torch.clamp would cut off."""
+    return x.clamp(low, high).detach() + x - x.detach()
+
+
+def token_loss(
+    logprobs_T: torch.Tensor,
+    old_T: torch.Tensor,
+    ref_T: torch.Tensor | None,
+    sampler_T: torch.Tensor,
+    advantages_T: torch.Tensor,
+    entropy_T: torch.Tensor,
+    full_kl_T: torch.Tensor | None,
+    beta: float,
+    args: Args,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss of every response token of a micro-batch, before weighting, and its pieces for the log. All [T], fp32.
+
+    logprobs_T: the policy's, with gradient. old_T: the policy's before the first optimizer step on this batch, equal to
+    logprobs_T when there is only one. ref_T: the reference's, or None. sampler_T: the engine's. full_kl_T: KL over the
+    whole vocabulary, with gradient, or None.
+    """
+    # Policy: PPO's clipped surrogate (arXiv 1707.06347), its two bounds set apart (DAPO, arXiv 2503.14476).
+    ratio_T = (logprobs_T - old_T).clamp(-20, 20).exp()
+    unclipped_T = -advantages_T * ratio_T
+    clipped_T = -advantages_T * ratio_T.clamp(1 - args.clip_lower, 1 + args.clip_higher)
+    policy_T = torch.maximum(unclipped_T, clipped_T)
+    if args.clip_ratio_c is not None:  # dual clip, arXiv 1912.09729
+        bound_T = -advantages_T * args.clip_ratio_c
+        policy_T = torch.where(advantages_T < 0, torch.minimum(policy_T, bound_T), policy_T)
+    if args.truncated_importance_sampling_ratio_cap is not None:  # trainer against sampler, not new against old
+        policy_T = policy_T * (old_T - sampler_T).exp().clamp(max=args.truncated_importance_sampling_ratio_cap)
+    loss_T = policy_T - args.entropy_coeff * entropy_T
+
+    # KL in the loss. naive differentiates the formula as it stands, whatever that then optimizes: see docs/kl.md.
+    kl_T = torch.zeros_like(loss_T)
+    if ref_T is not None and args.kl_placement in ("loss", "both"):
+        d_T = logprobs_T - ref_T
+        match args.kl_estimator:
+            case "k1" | "kl" | "kl1":  # expected gradient on fresh samples: 0
+                kl_T = d_T
+            case "k2" | "kl2" | "mse":  # expected gradient on fresh samples: that of KL(policy || reference)
+                kl_T = d_T.square() / 2
+            case "k3" | "kl3" | "low_var_kl":  # expected gradient on fresh samples: that of KL(reference || policy)
+                bounded_T = clamp_straight_through(d_T, -20, math.inf)
+                kl_T = torch.expm1(-bounded_T) + bounded_T
+            case "k4" | "kl4":  # expected gradient, on stale samples too: that of KL(policy || reference)
+                live_ratio_T = clamp_straight_through(logprobs_T - old_T, -20, 20).exp()
+                kl_T = live_ratio_T * d_T
+            case "abs":  # expected gradient on fresh samples: twice that of the total variation
+                kl_T = d_T.abs()
+            case "full":  # exact, value and gradient
+                kl_T = full_kl_T
+        if args.kl_gradient == "unbiased" and args.kl_estimator != "full":  # this value, gradient of KL(policy || ref)
+            slope_T = (logprobs_T - old_T).clamp(-20, 20).exp().clamp(max=10) * d_T.clamp(-10, 10)
+            kl_T = kl_T.detach() + slope_T.detach() * (logprobs_T - logprobs_T.detach())
+        loss_T = loss_T + beta * kl_T
+    pieces = {"policy": policy_T, "kl": kl_T, "ratio": ratio_T, "clipped": (clipped_T > unclipped_T).float()}
+    return loss_T, pieces
+
+
+# ---------------------------------------------------------------------------------------------------------- the critic
+
+
+class TokenValues(nn.Module):
+    """A transformer with a scalar head, called for the values of the states in which given tokens were chosen.
+
+    The head starts with zero bias and weights small enough for all values to start near 0, the same on every rank
+    whatever else has drawn random numbers. In bf16 its inputs and weights are bf16, its product and the value fp32.
+    """
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model.base_model  # the transformer alone: no output head
+        size = model.config.get_text_config().hidden_size
+        self.head = nn.Linear(size, 1, dtype=model.dtype)
+        nn.init.zeros_(self.head.bias)
+        nn.init.normal_(self.head.weight, std=1 / (size + 1), generator=torch.Generator().manual_seed(0))
+
+    hidden = utils.TokenLogprobs.hidden  # a base model's base model is itself
+
+    def forward(self, batch: batching.MicroBatch) -> torch.Tensor:
+        """[T] in fp32: the value before each response token, from the position that predicts it."""
+        hidden_UD = self.hidden(batch).float()
+        values_U = F.linear(hidden_UD, self.head.weight.float(), self.head.bias.float())[:, 0]
+        return values_U[batch.copies]
+
+
+def make_critic(args: Args, dtype: torch.dtype, device: torch.device, attention: str, vocabulary: int):
+    """The critic that starts from ``--model_name_or_path``, under a DeepSpeed engine with the policy's settings.
+
+    An engine of its own, as accelerate prepares one model. Refuses a model that has another vocabulary than the policy
+    or cannot take the rows of ``--batch_layout``: ``--value_model_name_or_path`` named it.
+    """
+    import deepspeed
+
+    model = utils.load_model(args, dtype, attention)
+    size = model.config.get_text_config().vocab_size
+    if size != vocabulary:
+        process.refuse(
+            f"--value_model_name_or_path {args.model_name_or_path}: {size} tokens, the policy has {vocabulary}"
+        )
+    longest = args.max_prompt_length + args.max_response_length
+    utils.check_forward(utils.TokenLogprobs(model.to(device), 1.0, args.logprob_chunk), args.batch_layout, 0, longest)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    critic = TokenValues(model).to(device)
+    config = utils.deepspeed_config(args, dtype, device.type == "cuda")
+    optimizer = utils.make_optimizer(critic.parameters(), args.learning_rate, args)
+    return deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0]
+
+
+@torch.no_grad()
+def values_of(critic, samples: list[Sample], bootstrap: list[bool], **cutting) -> tuple[torch.Tensor, torch.Tensor]:
+    """The critic's outputs on all samples, on every rank: before each token [N], and after each response [B].
+
+    The second is computed where ``bootstrap`` is True, and 0 elsewhere: the state after the last token is the state
+    before one more token, whatever that is, so such responses get one more. ``cutting``: what ``micro_batches`` takes.
+    """
+    longer = []
+    for sample, one_more in zip(samples, bootstrap, strict=True):
+        longer.append(replace(sample, response_ids=[*sample.response_ids, 0]) if one_more else sample)
+    offsets = batching.token_offsets(longer)
+    device = cutting["device"]
+    outputs = torch.zeros(offsets[-1] + 1, device=device)
+    for mb in batching.micro_batches(longer, list(range(len(longer))), **cutting):
+        outputs[mb.tokens] = critic(mb)
+    dist.all_reduce(outputs)  # every token was computed on one rank
+    outputs = outputs[:-1]
+    extra = [end - 1 for end, one_more in zip(offsets[1:], bootstrap, strict=True) if one_more]
+    extra = torch.tensor(extra, dtype=torch.long, device=device)
+    after_B = torch.zeros(len(samples), device=device)
+    after_B[torch.tensor(bootstrap, device=device)] = outputs[extra]
+    return outputs[torch.ones_like(outputs, dtype=torch.bool).index_fill(0, extra, False)], after_B
+
+
+def value_loss(
+    values_T: torch.Tensor, old_T: torch.Tensor, targets_T: torch.Tensor, clip: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss, where the clip held), each [T]: half the larger of (V - R)^2 and (V - R)^2 with V kept within old +- clip.
 
     The clip only ever takes away the gain of going further: where it would lower the loss, the loss is unclipped.
     """
-    error = (values - targets).square()
+    error_T = (values_T - targets_T).square()
     if clip is None:
-        return error / 2, error.new_zeros(error.shape)
-    clipped = (values.clamp(old - clip, old + clip) - targets).square()
-    return error.maximum(clipped) / 2, (clipped > error).float()
+        return error_T / 2, error_T.new_zeros(error_T.shape)
+    clipped_T = (values_T.clamp(old_T - clip, old_T + clip) - targets_T).square()
+    return error_T.maximum(clipped_T) / 2, (clipped_T > error_T).float()
 
 
-def explained_variance(values, returns) -> float | None:
+def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float | None:
     """1 - Var(R - V) / Var(R): 1 a perfect critic, 0 one that knows no more than the mean. None: all R are equal."""
-    return 1 - ((returns - values).var() / returns.var()).item() if returns.amax() > returns.amin() else None
+    if returns.amax() == returns.amin():
+        return None
+    return 1 - ((returns - values).var() / returns.var()).item()
 
 
-class ValueNormaliser:
+class ValueNormalizer:
     """Mean and standard deviation of returns; the critic's output is in these units, whatever the rewards' scale.
 
     running: of all returns so far. exp: first <- beta first + (1 - beta) mean, and so for the second moment, each
@@ -461,216 +476,257 @@ class ValueNormaliser:
     """
 
     def __init__(self, kind: str, beta: float, eps: float):
-        self.kind, self.beta, self.eps, self.mean, self.std = kind, beta, eps, 0.0, 1.0
-        self.weight = self.first = self.second = 0.0
+        self.kind = kind
+        self.beta = beta
+        self.eps = eps
+        self.mean = 0.0
+        self.std = 1.0
+        self.weight = 0.0
+        self.first = 0.0
+        self.second = 0.0
 
-    def update(self, returns) -> None:
-        """Take in the returns [n] of a step. What the critic said before must be denormalised before."""
-        if self.kind == "none":
+    def update(self, returns: torch.Tensor) -> None:
+        """Add the returns [n] of a step, unless one is not finite. Denormalize the critic's earlier outputs before."""
+        if self.kind == "none" or not returns.isfinite().all():
             return
-        keep, new = (1.0, float(len(returns))) if self.kind == "running" else (self.beta, 1.0 - self.beta)
+        keep = self.beta if self.kind == "exp" else 1.0
+        new = 1.0 - self.beta if self.kind == "exp" else float(len(returns))
         self.weight = keep * self.weight + new
         self.first = keep * self.first + new * returns.mean().item()
         self.second = keep * self.second + new * returns.square().mean().item()
         self.mean = self.first / self.weight
         self.std = math.sqrt(max(self.second / self.weight - self.mean**2, self.eps))
 
-    def normalise(self, returns):
+    def normalize(self, returns: torch.Tensor) -> torch.Tensor:
         """Returns -> the critic's units."""
         return (returns - self.mean) / self.std
 
-    def denormalise(self, values):
+    def denormalize(self, values: torch.Tensor) -> torch.Tensor:
         """The critic's units -> returns."""
         return values * self.std + self.mean
 
 
-def loss_weights(samples: list[Sample], indices: list[int], args: Args):
-    """Every token's weight in the loss of one optimizer step, [N] in fp32; 0 outside the samples ``indices``.
+# ---------------------------------------------------------------------------------------------------------- the engine
 
-    Computed from the counts of all ranks before anything is cut into micro-batches, so cutting changes nothing.
+
+class Engine:
+    """vLLM (or transformers' generate) in a thread of this process; the thread alone touches it.
+
+    Ranks that share an engine by tensor parallelism all run the same requests; the first of them reports the samples.
     """
-    import torch
 
-    lengths = [len(s.response_ids) for s in samples]
-    weights = [0.0] * len(samples)
-    for i in indices:
-        if args.loss_norm == "token":
-            weights[i] = 1.0 / sum(lengths[j] for j in indices)
-        elif args.loss_norm == "sequence":
-            weights[i] = 1.0 / (len(indices) * lengths[i])
-        elif args.loss_norm == "constant":
-            weights[i] = 1.0 / (len(indices) * args.max_response_length)
-    return torch.tensor(weights).repeat_interleave(torch.tensor(lengths))
+    def __init__(self, args: Args, dtype: torch.dtype, tokenizer, stop_ids: list[int], watch: watchdog.Watch):
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        self.index, shard = divmod(rank, args.vllm_tensor_parallel_size)
+        self.count = world_size // args.vllm_tensor_parallel_size
+        self.reports = shard == 0
+        self.tokenizer = tokenizer
+        self.watch = watch
+        self.timeout = args.rollout_timeout
+        self.pushes_before = 0  # of the run that this one resumes: the weights' version goes on from there
+        self.inbox: queue.Queue = queue.Queue()
+        self.outbox: queue.Queue = queue.Queue()
+        target = vllm_thread if args.rollout == "vllm" else utils.hf_thread
+        arguments = (args, dtype, rank, world_size, stop_ids, self.inbox, self.outbox)
+        self.thread = threading.Thread(target=target, args=arguments, daemon=True, name="rollout")
+        self.thread.start()
+        self.receive("engine")
 
+    def receive(self, what: str) -> tuple:
+        """The thread's next message; raises what the thread raised, and after --rollout_timeout."""
+        return self.watch.receive(self.outbox, self.thread, self.timeout, what)
 
-def stop_at(x, low: float, high: float):
-    """x, but its value stays in [low, high]; its gradient goes on outside, as torch.clamp's would not."""
-    return x.clamp(low, high).detach() + x - x.detach()
+    def generate(self, batch: list[Problem], requests: list[tuple[int, int, int]], sampling: dict) -> Iterator[Sample]:
+        """Samples as they finish. ``requests``: (place in ``batch``, sample number, seed), the same list on every rank.
 
+        Engine e takes the places e, e + count, ... Raises RuntimeError for log-probs that are not finite.
+        """
+        mine = []
+        for place, number, seed in requests:
+            if place % self.count == self.index:
+                mine.append(((place, number), batch[place].prompt_ids, seed))
+        self.inbox.put(("generate", mine, sampling))
+        for _ in mine:
+            _, (place, number), ids, logprobs, finish_reason, pushes = self.receive("sample")
+            if not all(math.isfinite(x) for x in logprobs):
+                raise RuntimeError("the sampler's log-probs are not finite: its weights are broken")
+            version = self.pushes_before + pushes
+            sample = Sample(place, number, batch[place].prompt_ids, ids, logprobs, finish_reason, version)
+            sample.response = self.tokenizer.decode(ids, skip_special_tokens=True)
+            sample.engine = self.index
+            if self.reports:
+                yield sample
 
-def token_loss(logprobs, old, ref, sampler, advantages, entropy, full_kl, beta: float, args: Args):
-    """Loss of every response token of a micro-batch, before weighting, and its pieces for the log. All [T], fp32.
+    def push(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Give the engine new weights. Returns when it has them: they are the trainer's own tensors."""
+        self.inbox.put(("weights", weights))
+        self.receive("acknowledgement of new weights")
 
-    logprobs: the policy's, with gradient. old: the policy's before the first optimizer step on this batch, equal to
-    logprobs when there is only one. ref: the reference's, or None. sampler: the engine's. full_kl: KL over the whole
-    vocabulary, with gradient, or None.
-    """
-    import torch
+    def sleep(self) -> None:
+        """Release the engine's GPU memory until the next push."""
+        self.inbox.put(("sleep",))
+        self.receive("sleep of the engine")
 
-    # Policy: PPO's clipped surrogate (arXiv 1707.06347), its two bounds set apart (DAPO, arXiv 2503.14476).
-    ratio = (logprobs - old).clamp(-20, 20).exp()
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - args.clip_lower, 1 + args.clip_higher)
-    policy = torch.maximum(unclipped, clipped)
-    if args.clip_ratio_c is not None:  # dual clip, arXiv 1912.09729
-        policy = torch.where(advantages < 0, torch.minimum(policy, -advantages * args.clip_ratio_c), policy)
-    if args.truncated_importance_sampling_ratio_cap is not None:  # sampler against trainer, not old against new
-        policy = policy * (old - sampler).exp().clamp(max=args.truncated_importance_sampling_ratio_cap)
-    loss = policy - args.entropy_coeff * entropy
-
-    # KL in the loss. naive differentiates the formula as it stands, whatever that then optimises: see docs/kl.md.
-    kl = torch.zeros_like(loss)
-    if ref is not None and args.kl_placement in ("loss", "both"):
-        d = logprobs - ref
-        if args.kl_estimator in ("k1", "kl", "kl1"):
-            kl = d  # expected gradient: 0 on fresh samples
-        elif args.kl_estimator in ("k2", "kl2", "mse"):
-            kl = d.square() / 2  # of KL(policy || reference) on fresh samples
-        elif args.kl_estimator in ("k3", "kl3", "low_var_kl"):
-            kl = torch.expm1(-stop_at(d, -20, math.inf)) + stop_at(d, -20, math.inf)  # of KL(reference || policy)
-        elif args.kl_estimator in ("k4", "kl4"):
-            kl = stop_at(logprobs - old, -20, 20).exp() * d  # of KL(policy || reference), on stale samples too
-        elif args.kl_estimator == "abs":
-            kl = d.abs()  # of twice the total variation
-        elif args.kl_estimator == "full":
-            kl = full_kl  # exact, value and gradient
-        if args.kl_gradient == "unbiased" and args.kl_estimator != "full":  # this value, gradient of KL(policy || ref)
-            slope = (logprobs - old).clamp(-20, 20).exp().clamp(max=10) * d.clamp(-10, 10)
-            kl = kl.detach() + slope.detach() * (logprobs - logprobs.detach())
-        loss = loss + beta * kl
-    return loss, {"policy": policy, "kl": kl, "ratio": ratio, "clipped": (clipped > unclipped).float()}
-
-
-# -------------------------------------------------------------------------------------------------------- vLLM's thread
+    def close(self) -> None:
+        self.inbox.put(("stop",))
+        self.thread.join(timeout=30)
 
 
 def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
     """Builds the engine and is the only one to touch it. Messages, taken between two engine steps:
 
-    in   ("generate", [(key, prompt ids, seed)], sampling), ("weights", [(name, tensor)]), ("sleep",), ("stop",)
-    out  ("ready",), ("sample", key, response ids, log-probs, finish reason, version), ("weights", version), ("slept",),
+    in   ("generate", [(key, prompt ids, seed)], sampling), ("weights", [(name, tensor)]), ("sleep",), ("stop",),
+         ("call", function): for programs that measure or compare; function(llm) is answered by ("called", result)
+    out  ("ready",), ("sample", key, response ids, log-probs, finish reason, pushes), ("weights", pushes), ("slept",),
          ("error", exception): whatever goes wrong here is raised again in the main thread
     """
     try:
-        import torch
-
-        cuda, engine_id = torch.cuda.is_available(), rank // args.vllm_tensor_parallel_size
-        if cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # a thread starts on device 0
-        from vllm import LLM, SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        from utils import push_weights
-
-        memory = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization} if cuda else {}
-        if args.vllm_kv_cache_gb is not None or not cuda:
-            memory["kv_cache_memory_bytes"] = int((args.vllm_kv_cache_gb or 0.5) * 2**30)
-        llm = LLM(
-            model=args.model_name_or_path,
-            revision=args.revision,
-            tokenizer_revision=args.revision,
-            trust_remote_code=args.trust_remote_code,
-            hf_overrides=json.loads(args.override_config) if args.override_config else {},
-            dtype=str(dtype).removeprefix("torch."),
-            seed=args.seed + engine_id,  # equal seeds would make all engines say the same
-            max_model_len=args.max_prompt_length + args.max_response_length,
-            max_num_seqs=args.vllm_max_num_seqs,
-            max_num_batched_tokens=max(args.vllm_max_num_batched_tokens, args.vllm_max_num_seqs),
-            enforce_eager=not cuda if args.vllm_enforce_eager is None else args.vllm_enforce_eager,
-            tensor_parallel_size=args.vllm_tensor_parallel_size,
-            distributed_executor_backend="external_launcher" if world_size > 1 else None,
-            enable_sleep_mode=args.vllm_enable_sleep_mode and cuda,
-            logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature applied
-            generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
-            block_size=None if cuda else 32,  # the CPU's 128 would share no prompt shorter than that
-            disable_log_stats=True,
-            **memory,
-        )
-        engine, version, asleep = llm.llm_engine, 0, False
+        llm = build_vllm(args, dtype, rank, world_size)
+        engine = llm.llm_engine
+        pushes = 0
+        asleep = False
+        keys: dict[str, tuple] = {}  # request id -> key, while the request runs
+        numbers = itertools.count()
         outbox.put(("ready",))
-        keys: dict[str, tuple] = {}
         while True:
             while not inbox.empty() or not engine.has_unfinished_requests():
-                kind, *body = inbox.get()
-                if kind == "stop":
-                    return
-                elif kind == "weights":
-                    if asleep:  # memory for the weights first, for the KV cache once the push needs no more
-                        llm.wake_up(tags=["weights"])
-                    push_weights(llm, body[0])
-                    if asleep:
-                        llm.wake_up(tags=["kv_cache"])
-                    asleep, version = False, version + 1
-                    outbox.put(("weights", version))
-                elif kind == "sleep":
-                    llm.sleep(level=2)
-                    asleep = True
-                    outbox.put(("slept",))
-                elif kind == "generate":
-                    requests, sampling = body
-                    for key, prompt_ids, seed in requests:
-                        params = SamplingParams(
-                            **sampling,
-                            seed=seed,
-                            stop_token_ids=[] if sampling["ignore_eos"] else stop_ids,
-                            logprobs=0,  # of the sampled token alone
-                            flat_logprobs=True,
-                            detokenize=bool(sampling["stop"]),
-                            include_stop_str_in_output=True,
-                            output_kind=RequestOutputKind.FINAL_ONLY,
-                        )
-                        name = f"{len(keys)}"
-                        keys[name] = key
-                        engine.add_request(name, {"prompt_token_ids": prompt_ids}, params)
+                match inbox.get():
+                    case ("stop",):
+                        return
+                    case ("weights", weights):
+                        if asleep:  # memory for the weights first, for the KV cache once the push needs no more
+                            llm.wake_up(tags=["weights"])
+                        utils.push_weights(llm, weights)
+                        if asleep:
+                            llm.wake_up(tags=["kv_cache"])
+                        asleep = False
+                        pushes += 1
+                        outbox.put(("weights", pushes))
+                    case ("sleep",):
+                        llm.sleep(level=2)
+                        asleep = True
+                        outbox.put(("slept",))
+                    case ("call", function):
+                        outbox.put(("called", function(llm)))
+                    case ("generate", requests, sampling):
+                        for key, prompt_ids, seed in requests:
+                            name = str(next(numbers))
+                            keys[name] = key
+                            params = vllm_params(sampling, seed, stop_ids)
+                            engine.add_request(name, {"prompt_token_ids": prompt_ids}, params)
             for output in engine.step():
                 answer = output.outputs[0]
-                ids, logprobs = list(answer.token_ids), list(answer.logprobs.logprobs)[: len(answer.token_ids)]
-                outbox.put(("sample", keys[output.request_id], ids, logprobs, answer.finish_reason, version))
+                ids = list(answer.token_ids)
+                logprobs = list(answer.logprobs.logprobs)[: len(ids)]
+                outbox.put(("sample", keys.pop(output.request_id), ids, logprobs, answer.finish_reason, pushes))
     except BaseException as error:
         outbox.put(("error", error))
 
 
-def main(args: Args) -> None:
-    # Whatever can be refused is refused here, before torch is imported.
-    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    runlog.listen_for_signals()
-    checks.check_launch(world_size)
-    checks.check_args(args, world_size)
-    check_args(args)
-    checks.check_critic_args(args)
-    checks.check_model(args)
-    checks.check_disk(args)
-    critic_args = replace(args, learning_rate=args.critic_learning_rate)
-    if args.value_model_name_or_path is not None:
-        checks.check_model(args, "value_model_name_or_path")
-        critic_args = replace(critic_args, model_name_or_path=args.value_model_name_or_path, revision=None)
-    problems, eval_problems = data.load_problems(args)
-    folder, start = runlog.open_run(args, Args(), world_size)
-    prompts, group = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout
+def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
+    """vLLM's ``LLM`` in this process, in the thread that will use it."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # a thread starts on device 0
+    from vllm import LLM
+
+    memory = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization} if cuda else {}
+    if args.vllm_kv_cache_gb is not None or not cuda:
+        memory["kv_cache_memory_bytes"] = int((args.vllm_kv_cache_gb or 0.5) * 2**30)
+    return LLM(
+        model=args.model_name_or_path,
+        revision=args.revision,
+        tokenizer_revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+        hf_overrides=json.loads(args.override_config) if args.override_config else {},
+        dtype=str(dtype).removeprefix("torch."),
+        seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
+        max_model_len=args.max_prompt_length + args.max_response_length,
+        max_num_seqs=args.vllm_max_num_seqs,
+        max_num_batched_tokens=max(args.vllm_max_num_batched_tokens, args.vllm_max_num_seqs),
+        enforce_eager=not cuda if args.vllm_enforce_eager is None else args.vllm_enforce_eager,
+        tensor_parallel_size=args.vllm_tensor_parallel_size,
+        distributed_executor_backend="external_launcher" if world_size > 1 else None,
+        enable_sleep_mode=args.vllm_enable_sleep_mode and cuda,
+        logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature applied
+        generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
+        block_size=None if cuda else 32,  # the CPU's 128 would share no prompt shorter than that
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **memory,
+    )
+
+
+def vllm_params(sampling: dict, seed: int, stop_ids: list[int]):
+    """vLLM's ``SamplingParams`` of one request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        **sampling,
+        seed=seed,
+        stop_token_ids=[] if sampling["ignore_eos"] else stop_ids,
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=bool(sampling["stop"]),
+        include_stop_str_in_output=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- rollout, evaluation
+
+
+def rollout(
+    engine: Engine,
+    verifiers: Verifiers,
+    batch: list[Problem],
+    requests: list[tuple[int, int, int]],
+    sampling: dict,
+    clock: utils.Stopwatch,
+) -> list[Sample]:
+    """This rank's samples, scored: phases 2 and 3 of a step, and of an evaluation.
+
+    ``requests``: (place in ``batch``, sample number, seed), the same list on every rank.
+    """
+    with clock("generate"):
+        for sample in engine.generate(batch, requests, sampling):
+            # 3 score: at once, in another process, while the rest still decodes
+            verifiers.submit(sample, batch[sample.prompt_id])
+    with clock("score"):
+        return verifiers.collect(engine.watch.beat)
+
+
+def evaluate(step: int, engine: Engine, verifiers, problems: list[Problem], policy, log, clock, args: Args) -> None:
+    """Answer the held-out problems with the weights after ``step``; the same seeds in every evaluation."""
+    if not problems:
+        return
+    with clock("eval"):
+        requests, sampling = data.eval_requests(len(problems), args)
+        samples = utils.gather_samples(rollout(engine, verifiers, problems, requests, sampling, clock))
+    if log.evaluation(utils.eval_metrics(samples, problems, step)):
+        utils.save_model(policy, engine.tokenizer, log.folder / "best", args.zero_stage, dist.get_rank())
+
+
+# ---------------------------------------------------------------------------------------------------------------- main
+
+
+@watchdog.ends_all_ranks
+def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | None]) -> None:
+    """Train. ``ready``: what ``preflight(args)`` found."""
+    problems, eval_problems, folder, start = ready
+    world_size = int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    prompts = args.num_unique_prompts_rollout
+    group = args.num_samples_per_prompt_rollout
     total_steps = args.total_steps if args.total_episodes is None else args.total_episodes // (prompts * group)
-    sampled = args.generation_size or group
     updates = args.num_epochs * args.num_mini_batches  # optimizer steps on each batch
     beta = args.beta if args.kl_placement != "none" else 0.0
     kl_in_reward = beta > 0 and args.kl_placement in ("reward", "both")
-
-    runlog.prepare_environment()
-    import torch
-    import torch.distributed as dist
-    from accelerate.utils import DeepSpeedEngineWrapper
-    from transformers import AutoTokenizer
-
-    import utils
-    from checkpoints import Checkpoints
-    from kl_estimators import AdaptiveKLController, kl_reward, kl_setting_message, kl_values
+    critic_args = replace(args, learning_rate=args.critic_learning_rate)
+    if args.value_model_name_or_path is not None:
+        critic_args = replace(critic_args, model_name_or_path=args.value_model_name_or_path, revision=None)
 
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
@@ -680,419 +736,360 @@ def main(args: Args) -> None:
     )
     problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args)
     meaning, warnings = kl_setting_message(
-        args.kl_placement, args.kl_estimator, args.kl_gradient, beta, updates, args.kl_reward_norm
+        args.kl_placement, args.kl_estimator, args.kl_gradient, beta, updates, "outside"
     )
     if beta > 0 and args.filter_zero_std_samples:
         warnings.append("KL: --filter_zero_std_samples leaves groups of equal reward without a pull to the reference")
     if rank == 0:
-        runlog.print_header(args, folder, problems, tokenizer, total_steps, world_size, f"{device.type} {dtype}")
+        hardware = f"{device.type} {dtype}"
+        critic_too = not args.disable_value
+        runlog.print_header(args, folder, problems, tokenizer, total_steps, world_size, hardware, critic_too)
         print("\n".join([meaning, *(f"warning: {line}" for line in warnings)]), flush=True)
     if args.dry_run:
         return
 
     accelerator = utils.make_accelerator(args, dtype, device)
-    with utils.Watch(args.stall_timeout) as watch:  # from here on, a failure on one rank ends all of them
-        verifiers, weights = {p.verifier for p in [*problems, *eval_problems]}, parse_weights(args.reward_weights)
-        pool = RewardPool(args.reward_workers, args.reward_timeout, verifiers, weights, args.allow_unsafe_code_exec)
-        model = utils.load_model(args, dtype, attention)
-        stop_ids = utils.stop_token_ids(model, tokenizer)
-        # The engine is built first: it measures free memory and changes global settings of torch while it is.
-        inbox, outbox = queue.Queue(), queue.Queue()
-        rollout = vllm_thread if args.rollout == "vllm" else utils.hf_thread
-        thread = threading.Thread(
-            target=rollout, args=(args, dtype, rank, world_size, stop_ids, inbox, outbox), daemon=True, name="rollout"
-        )
-        thread.start()
-        watch.receive(outbox, thread, args.rollout_timeout, "engine")
-        utils.seed_everything(args.seed + rank)
+    watch = watchdog.Watch(args.stall_timeout)  # from here on, a failure on one rank ends all of them
+    verifiers = Verifiers(args, [*problems, *eval_problems], device, dtype)
+    model = utils.load_model(args, dtype, attention)
+    stop_ids = utils.stop_token_ids(model, tokenizer)
+    # The engine comes first: it measures free memory, and changes global settings of torch while it is built.
+    engine = Engine(args, dtype, tokenizer, stop_ids, watch)
+    set_seed(args.seed + rank)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    reference = None
+    if beta > 0:
+        reference_model = utils.load_model(args, dtype, attention).eval()
+        reference = utils.TokenLogprobs(reference_model, args.temperature, args.logprob_chunk)
+        reference.requires_grad_(False).to("cpu" if args.offload_ref else device)
+    full_reference = reference if args.kl_estimator == "full" else None
+    policy = utils.TokenLogprobs(model.to(device), args.temperature, args.logprob_chunk)
+    longest = args.max_prompt_length + args.max_response_length
+    utils.check_forward(policy, args.batch_layout, stop_ids[0], longest)
+    optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    critic = None
+    if not args.disable_value:
+        critic = make_critic(critic_args, dtype, device, attention, model.config.get_text_config().vocab_size)
+    normalizer = ValueNormalizer(args.value_norm, args.value_norm_beta, args.value_norm_eps)
+    adaptive = args.kl_controller == "adaptive"
+    controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon) if adaptive else None
+    clock = utils.Stopwatch()
+    data_digest = rundir.data_digest(problems, eval_problems)
+    log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest)
+    source = data.Prompts(problems, args)
+    skips = SimpleNamespace(policy=0, critic=0)  # optimizer steps in a row that were not applied
+    parts = {"policy": policy, "controller": controller, "skips": skips, "prompts": source.state}
+    parts |= {"critic": critic, "normalizer": normalizer}
+    moving = utils.MovingReference(reference, args.ref_policy_alpha) if args.ref_policy_update_freq > 0 else None
+    parts["reference"] = moving
+    checkpoints = Checkpoints(log, args, tokenizer, clock, parts, utils.save_model)
+    first_step = checkpoints.load(start) + 1
+    engine.pushes_before = first_step - 1
+    sampled = args.generation_size or group
+    sampling = {"temperature": args.temperature, "top_p": 1.0, "top_k": 0, "max_tokens": args.max_response_length}
+    sampling |= {"stop": list(args.stop), "ignore_eos": args.ignore_eos}
+    layout = {"layout": args.batch_layout, "rank": rank, "world_size": world_size, "dtype": dtype, "device": device}
 
-        if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        reference = None
-        if beta > 0:
-            reference = utils.TokenLogprobs(
-                utils.load_model(args, dtype, attention).eval(), args.temperature, args.logprob_chunk
-            )
-            reference.requires_grad_(False).to("cpu" if args.offload_ref else device)
-        full_reference = reference if args.kl_estimator == "full" else None
-        policy = utils.TokenLogprobs(model.to(device), args.temperature, args.logprob_chunk)
-        utils.check_forward(policy, args.batch_layout, stop_ids[0])
-        optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
-        policy, optimizer = accelerator.prepare(policy, optimizer)
-        critic, normaliser = None, ValueNormaliser(args.value_norm, args.value_norm_beta, args.value_norm_eps)
-        if checks.has_critic(args):
-            critic = utils.make_critic(critic_args, dtype, device, attention, model.config.get_text_config().vocab_size)
-        name = args.reward_model_name_or_path
-        scorer = RewardModel(name, args.logprob_micro_batch_tokens, device, dtype) if name is not None else None
-        adaptive = args.kl_controller == "adaptive"
-        controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon) if adaptive else None
-        clock = utils.Stopwatch()
-        data_digest = runlog.data_digest(problems, eval_problems)
-        log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest)
-        # What a step hands on to the next besides the parts below; position: prompts drawn so far.
-        progress = SimpleNamespace(skipped_in_a_row=0, position=0)
-        progress.kept, progress.rates = [*range(len(problems))], [0] * len(problems)  # for --dataset_max_filter_share
-        parts = {"policy": policy, "controller": controller, "progress": progress}
-        parts |= {"critic": critic, "normaliser": normaliser}
-        parts["reference"] = reference if args.ref_policy_update_freq > 0 else None
-        checkpoints = Checkpoints(log, args, tokenizer, clock, parts)
-        restored = checkpoints.load(start)  # the step after which it was saved; 0 in a new run
-        sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
-        sampling |= {"max_tokens": args.max_response_length, "stop": list(args.stop), "ignore_eos": args.ignore_eos}
-        layout = {"layout": args.batch_layout, "rank": rank, "world_size": world_size, "dtype": dtype, "device": device}
+    for_vllm = args.rollout == "vllm"  # which takes the names of checkpoint files, not those of modules
+    engine.push(utils.current_weights(policy, args.zero_stage, for_vllm))
+    if first_step == 1:
+        evaluate(0, engine, verifiers, eval_problems, policy, log, clock, args)
 
-        def answer(batch: list[Problem], wanted: list[tuple[int, int, int]], sampling: dict) -> list[Sample]:
-            """Phases 2 to 4. ``wanted``: (place in ``batch``, sample number, seed), the same list on every rank.
+    clock.restart()
+    for step in range(first_step, total_steps + 1):
+        kl_coef = controller.coef if adaptive else beta
 
-            Returns the samples of all ranks, ordered by place and number, on every rank.
-            """
-            # 2 generate: engine e takes the places e, e + engines, ...; samples come back one by one as they end.
-            # Ranks that share an engine all sample the same; the first of them hands the answers in.
-            engine, shard = divmod(rank, args.vllm_tensor_parallel_size)
-            engines = world_size // args.vllm_tensor_parallel_size
-            mine = [((place, k), batch[place].prompt_ids, s) for place, k, s in wanted if place % engines == engine]
-            samples, futures = [], []
-            with clock("generate"):
-                inbox.put(("generate", mine, sampling))
-                for _ in mine:
-                    message = watch.receive(outbox, thread, args.rollout_timeout, "sample")
-                    _, (place, k), ids, logprobs, finish_reason, version = message
-                    if not all(math.isfinite(x) for x in logprobs):
-                        raise RuntimeError("the sampler's log-probs are not finite: its weights are broken")
-                    sample = Sample(place, k, batch[place].prompt_ids, ids, logprobs, finish_reason, restored + version)
-                    sample.response = tokenizer.decode(ids, skip_special_tokens=True)
-                    # 3 score: at once, in another process, while the rest still decodes
-                    if shard == 0:
-                        problem = batch[place]
-                        samples.append(sample)
-                        futures.append(pool.submit(problem.verifier, sample.response, problem.truth, problem.row))
-            with clock("score"):
-                found = []
-                for future in futures:
-                    found.append(pool.result(future))
-                    watch.beat()
-                if scorer is not None:
-                    found = scorer.add(found, [(batch[s.prompt_id].messages, s.response) for s in samples], weights)
-                for sample, reward in zip(samples, found, strict=True):
-                    shape_reward(sample, reward, args)
-                # 4 gather
-                return utils.gather_samples(samples)
+        # 1 prompts: the same list on every rank
+        chosen, batch = source.draw(prompts)
+        requests = data.requests(chosen, sampled, args.seed, step)
 
-        def evaluate(step: int) -> None:
-            """Answer the held-out problems with the weights after ``step``; the same seeds in every evaluation."""
-            if not eval_problems:
-                return
-            with clock("eval"):
-                samples = answer(eval_problems, *data.eval_requests(len(eval_problems), args))
-            if log.evaluation(utils.eval_metrics(samples, eval_problems, step)):
-                utils.save_model(policy, tokenizer, folder / "best", args.zero_stage, rank)
+        # 2 generate, 3 score
+        samples = rollout(engine, verifiers, batch, requests, sampling, clock)
 
-        def push() -> None:
-            """Phase 8. Waits for the acknowledgement: the engine reads the trainer's own tensors."""
-            with clock("push"):
-                inbox.put(("weights", utils.current_weights(policy, args.zero_stage)))
-                watch.receive(outbox, thread, args.rollout_timeout, "acknowledgement of new weights")
-
-        push()
-        if restored == 0:
-            evaluate(0)
-
-        clock.restart()
-        for step in range(restored + 1, total_steps + 1):
-            kl_coef = controller.coef if adaptive else beta
-
-            # 1 prompts: the same list on every rank
-            chosen = data.prompts_at(progress.position, prompts, len(progress.kept), args.seed, args.shuffle)
-            progress.position += prompts
-            chosen = [progress.kept[i] for i in chosen]
-            batch = [problems[i] for i in chosen]
-            wanted = data.requests(chosen, sampled, args.seed, step)
-
-            # 2 generate, 3 score, 4 gather
-            samples = answer(batch, wanted, sampling)
-            ppo_metrics, value_totals = {}, Counter()
-            if args.check_verifier_status and all(s.score == 0 for s in samples):
-                raise RuntimeError("--check_verifier_status: all scores of a step are 0; see --verifier, the prompt")
-            if args.dataset_max_filter_share > 0:
-                for p, i in enumerate(chosen):
-                    own = samples[p * sampled : (p + 1) * sampled]
-                    progress.rates[i] = utils.mean([s.reward_parts.get("correct", s.score) for s in own])
-                kept, done = progress.kept, progress.position
-                if done // len(kept) > (done - prompts) // len(kept):  # a pass is over
-                    limits = args.dataset_filter_threshold, args.dataset_max_filter_share
-                    left = data.drop_solved(kept, dict(enumerate(progress.rates)), *limits)
-                    if len(left) < len(kept):  # a new list, a new pass
-                        progress.kept, progress.position = left, 0
-                ppo_metrics["data/problems"] = len(progress.kept)
-            if sampled > group:
-                ppo_metrics["reward/generated_mean"] = utils.mean([s.reward for s in samples])
-                samples = data.best_of(samples, group)
-            if args.vllm_enable_sleep_mode:
-                inbox.put(("sleep",))
-                watch.receive(outbox, thread, args.rollout_timeout, "sleep of the engine")
-            offsets = utils.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
-            rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
-            zero_std_P = rewards_PG.amax(1) == rewards_PG.amin(1)
-            counted = [
-                i
-                for i, s in enumerate(samples)
-                if not (args.filter_zero_std_samples and zero_std_P[s.prompt_id])
-                and not (args.mask_truncated_completions and s.finish_reason == "length")
-            ]
-            # Without KL and entropy a group of equal rewards has a gradient of exactly 0: it counts, but costs nothing.
-            inert = beta == 0 and args.entropy_coeff == 0 and args.adv_estimator == "grpo"
-            trained = [i for i in counted if not (inert and zero_std_P[samples[i].prompt_id])]
-
-            # 5 log-probs: reference (only if beta > 0); old (only if more than one optimizer step, or for the reward)
-            sampler_N = torch.tensor([x for s in samples for x in s.sampler_logprobs], device=device)
-            old_N, ref_N, full_kl_N = torch.zeros(3, offsets[-1], device=device)
-            exact_kl = torch.zeros(2, device=device)  # sum and number of tokens of the few samples it is taken on
-            with clock("logprobs"), torch.no_grad():
-                known = list(range(len(samples))) if kl_in_reward and args.adv_estimator == "gae" else trained
-                if known and (beta > 0 or updates > 1):
-                    if reference is not None:
-                        reference.to(device)
-                    for mb in utils.micro_batches(samples, known, budget=args.logprob_micro_batch_tokens, **layout):
-                        if updates > 1 or kl_in_reward:
-                            old_T, _, full_kl_T = policy(mb, full_reference)
-                            old_N[mb.tokens] += old_T * mb.scale
-                            if full_kl_T is not None:
-                                full_kl_N[mb.tokens] += full_kl_T * mb.scale
-                        if reference is not None:
-                            ref_N[mb.tokens] += reference(mb)[0] * mb.scale
-                    few = trained[: args.kl_full_samples] if reference is not None else []
-                    for mb in utils.micro_batches(samples, few, budget=args.logprob_micro_batch_tokens, **layout):
-                        full_kl_T = policy(mb, reference)[2] * mb.scale
-                        exact_kl += torch.stack([full_kl_T.sum(), mb.scale * torch.ones_like(full_kl_T).sum()])
-                    for x in (old_N, ref_N, full_kl_N, exact_kl):  # every token was computed on one rank
-                        dist.all_reduce(x)
-                    if args.offload_ref and full_reference is None:
-                        reference.to("cpu")
-
-            # 5 values: of the state before each token, and after the last one where a cut is bootstrapped
-            outputs_N, after_B = torch.zeros(offsets[-1], device=device), torch.zeros(len(samples))
-            cut = [args.bootstrap_truncated and s.finish_reason == "length" for s in samples]
-            if critic is not None:
-                with clock("logprobs"):
-                    sizes = {"budget": args.logprob_micro_batch_tokens, **layout}
-                    outputs_N, after_B = utils.values(critic, samples, cut, **sizes)
-
-            # 6 advantages: one a response, from its group's task rewards; KL in the reward enters here, one a token
-            advantages_PG = group_advantages(rewards_PG, args.advantage_normalization_type)
-            penalty_N = torch.zeros(offsets[-1], device=device)
-            if kl_in_reward:
-                all_N = torch.ones(offsets[-1], dtype=torch.bool, device=device)
-                kl_N = kl_reward(old_N, ref_N, all_N, estimator=args.kl_estimator, full_kl=full_kl_N)
-                penalty_N = kl_coef * return_to_go(kl_N, offsets)
-                if args.kl_reward_norm == "inside":  # whole responses, before the statistics, as verl does
-                    penalty_PG = penalty_N[offsets[:-1]].double().cpu().view(prompts, group)
-                    advantages_PG = group_advantages(rewards_PG - penalty_PG, args.advantage_normalization_type)
-                    penalty_N = torch.zeros_like(penalty_N)
-            for sample, advantage in zip(samples, advantages_PG.flatten().tolist(), strict=True):
-                sample.advantage = advantage
-            advantages_N = (
-                torch.tensor([s.advantage for s in samples for _ in s.response_ids], device=device) - penalty_N
-            )
-
-            # With GAE one a token instead, whitened over all responses, also those that the loss leaves out: an end is
-            # worth something against being cut. Every rank has all tokens and finds the same numbers, in fp64.
-            if args.adv_estimator == "gae":
-                gained_N = torch.tensor(data.token_rewards(samples, tokenizer.decode, args), dtype=torch.float64)
-                if kl_in_reward:
-                    gained_N -= kl_coef * kl_N.double().cpu()
-                values_N, after_B = (normaliser.denormalise(x.double().cpu()) for x in (outputs_N, after_B))
-                after_B = torch.where(torch.tensor(cut), after_B, 0.0)
-                token_N, returns_N = gae(gained_N, values_N, after_B, offsets, args.gamma, args.gae_lambda)
-                owner_N = torch.tensor(
-                    [s.prompt_id * (args.adv_norm == "group") for s in samples for _ in s.response_ids]
-                )
-                for owner in owner_N.unique() if args.adv_norm != "none" else ():
-                    token_N[owner_N == owner] = whiten(token_N[owner_N == owner])
-                advantages_N = token_N.float().to(device)
-                for sample, (a, b) in zip(samples, itertools.pairwise(offsets), strict=True):
-                    sample.advantage = token_N[a:b].mean().item()
-                if critic is not None:
-                    ppo_metrics["value/mean"] = values_N.mean().item()
-                    ppo_metrics["value/return_mean"] = returns_N.mean().item()
-                    ppo_metrics["value/explained_variance"] = explained_variance(values_N, returns_N)
-                    normaliser.update(returns_N)
-                    targets_N = normaliser.normalise(returns_N).float().to(device)
-
-            # 7 update: epochs x mini-batches x micro-batches
-            totals, peaks, applied, skipped, stopped = Counter(), Counter(), 0, 0, False
-            taught = range(len(samples)) if critic is not None else counted
-            grad_norm, groups = 0.0, sorted({samples[i].prompt_id for i in taught})
-            with clock("update"):
-                for epoch, mini in itertools.product(range(args.num_epochs), range(args.num_mini_batches)):
-                    optimizer_step = (step - 1) * updates + epoch * args.num_mini_batches + mini
-                    moves = optimizer_step - args.critic_warmup * updates  # of the policy, so far
-                    length = max(1, total_steps - args.critic_warmup) * updates
-                    lr = utils.learning_rate(moves, length, args) if moves >= 0 else 0.0
-                    critic_lr = utils.learning_rate(optimizer_step, total_steps * updates, critic_args)
-                    for parameter_group in policy.optimizer.param_groups:
-                        parameter_group["lr"] = lr
-                    order = list(groups)
-                    if args.shuffle_mini_batches:
-                        random.Random(f"{args.seed}/{step}/{epoch}").shuffle(order)
-                    share = len(order) / args.num_mini_batches  # groups that were dropped leave uneven shares
-                    members = set(order[round(mini * share) : round((mini + 1) * share)])
-                    indices = [i for i in trained if samples[i].prompt_id in members]
-                    # The critic learns from all responses: from those that ended alone it would learn what to expect of
-                    # an end. Its steps come first, and change nothing for the policy's.
-                    if critic is not None:
-                        own = [i for i in taught if samples[i].prompt_id in members]
-                        weights_N = loss_weights(samples, own, args).to(device)
-                        micro_batches = utils.micro_batches(samples, own, budget=args.micro_batch_tokens, **layout)
-                        for parameter_group in critic.optimizer.param_groups:
-                            parameter_group["lr"] = critic_lr
-                        stats = utils.TokenStats(device)
-                        for mb in micro_batches:
-                            old_T, targets_T, weights_T = (x[mb.tokens] for x in (outputs_N, targets_N, weights_N))
-                            loss_T, clipped_T = value_loss(critic(mb), old_T, targets_T, args.value_clip)
-                            weights_T = weights_T * mb.scale
-                            loss = args.value_coef * (loss_T * weights_T).sum() * world_size
-                            parts = {"tokens": torch.ones_like(old_T), "loss": loss_T * weights_T, "clipped": clipped_T}
-                            stats.add(weights_T > 0, parts)
-                            last = mb is micro_batches[-1]
-                            if last:
-                                sums, _ = stats.reduce()
-                                loss = loss if math.isfinite(sums["loss"]) else loss * math.nan  # dropped, as below
-                            DeepSpeedEngineWrapper(critic).backward(loss, sync_gradients=last)
-                        value_totals.update(sums, rounds=1)
-                        if critic.was_step_applied():
-                            ppo_metrics["value/grad_norm"] = float(critic.get_global_grad_norm())
-                        else:
-                            skipped += 1
-                    if not indices or stopped or moves < 0:
-                        continue
-                    weights_N = loss_weights(samples, [i for i in counted if samples[i].prompt_id in members], args)
-                    weights_N = weights_N.to(device)
-                    micro_batches = utils.micro_batches(samples, indices, budget=args.micro_batch_tokens, **layout)
-                    stats = utils.TokenStats(device)
-                    for mb in micro_batches:
-                        logprobs_T, entropy_T, full_kl_T = policy(mb, full_reference, args.entropy_coeff != 0)
-                        old_T = old_N[mb.tokens] if updates > 1 else logprobs_T.detach()
-                        ref_T = ref_N[mb.tokens] if beta > 0 else None
-                        sampler_T, weights_T = sampler_N[mb.tokens], weights_N[mb.tokens] * mb.scale
-                        loss_T, parts = token_loss(
-                            *(logprobs_T, old_T, ref_T, sampler_T, advantages_N[mb.tokens], entropy_T, full_kl_T),
-                            kl_coef,
-                            args,
-                        )
-                        loss = (loss_T * weights_T).sum() * world_size  # DeepSpeed takes the mean over ranks
-
-                        stats.add(
-                            weights_T > 0,
-                            {
-                                "tokens": torch.ones_like(old_T),
-                                "loss": loss_T * weights_T,
-                                "loss_policy": parts["policy"] * weights_T,
-                                "loss_kl": parts["kl"] * weights_T,
-                                "ratio": parts["ratio"],
-                                "clipped": parts["clipped"],
-                                "approx_kl": parts["ratio"] - 1 - (logprobs_T - old_T),
-                                "entropy": entropy_T,
-                                "sampler_diff": (old_T - sampler_T).abs(),
-                                **(kl_values(logprobs_T, old_T, ref_T, weights_T != 0) if beta > 0 else {}),
-                            },
-                        )
-                        last = mb is micro_batches[-1]
-                        if last:
-                            sums, maxima = stats.reduce()
-                            mean = {k: v / sums["tokens"] for k, v in sums.items()}
-                            limit = args.max_sampler_diff * (1e-3 if dtype == torch.float32 else 1.0)
-                            if args.max_sampler_diff > 0 and mean["sampler_diff"] > limit:
-                                raise RuntimeError(
-                                    f"sampler and trainer differ by {mean['sampler_diff']:.3g} nats a token "
-                                    f"(--max_sampler_diff: {limit:g}): the engine has old weights or another model"
-                                )
-                            cap = args.early_stop_imp_ratio
-                            stopped = cap is not None and mean["ratio"] > cap
-                            if stopped or not math.isfinite(sums["loss"]):
-                                # DeepSpeed drops a step whose gradient is not finite, on all ranks, and cleans up:
-                                # the one way to take back micro-batches that are summed already.
-                                loss = loss * math.nan
-                        accelerator.sync_gradients = last  # accelerate's word for: step after this backward
-                        accelerator.backward(loss)
-                    totals.update(sums, rounds=1, samples=len(indices))
-                    peaks |= Counter(maxima)
-                    if policy.was_step_applied():
-                        grad_norm, applied = float(policy.get_global_grad_norm()), applied + 1
-                        progress.skipped_in_a_row = 0
-                    elif not stopped:
-                        skipped, progress.skipped_in_a_row = skipped + 1, progress.skipped_in_a_row + 1
-                        if progress.skipped_in_a_row == 10:
-                            log.dump("bad_batch.jsonl", samples)
-                            raise RuntimeError(
-                                f"loss or gradient not finite in ten optimizer steps in a row; the last batch is in "
-                                f"{folder / 'bad_batch.jsonl'}"
-                            )
-
-            if value_totals["rounds"] > 0:
-                ppo_metrics["loss/value"] = value_totals["loss"] / value_totals["rounds"]
-                ppo_metrics["value/clip_frac"] = value_totals["clipped"] / value_totals["tokens"]
-                ppo_metrics["value/lr"] = critic_lr
-
-            # 8 push: the engine answers the next step with the new weights
-            push()
-            if args.ref_policy_update_freq > 0 and step % args.ref_policy_update_freq == 0:
-                utils.move_reference(reference, policy, args.ref_policy_alpha, args.zero_stage)
-            kl_per_sequence = totals["k1"] / max(1, totals["samples"])
-            if adaptive and totals["rounds"] > 0:
-                controller.update(kl_per_sequence, len(samples))
-
-            # 9 record
-            if args.eval_every > 0 and step % args.eval_every == 0 and step < total_steps:
-                evaluate(step)
-            n = max(1.0, totals["tokens"])
-            metrics = {
-                "step": step,
-                "episode": step * prompts * group,
-                **utils.sample_metrics(samples, rewards_PG, step),
-                "optim/lr": lr,
-                "optim/steps": applied,
-                "optim/skipped": skipped,
-                "optim/early_stopped": int(stopped),
-                "kl/coef": kl_coef,
-            }
-            if totals["tokens"] > 0:
-                metrics |= {
-                    "loss/total": totals["loss"] / totals["rounds"],
-                    "loss/policy": totals["loss_policy"] / totals["rounds"],
-                    "loss/kl": totals["loss_kl"] / totals["rounds"],
-                    "policy/entropy": totals["entropy"] / n,
-                    "policy/ratio_mean": totals["ratio"] / n,
-                    "policy/ratio_max": peaks["ratio"],
-                    "policy/clip_frac": totals["clipped"] / n,
-                    "policy/approx_kl": totals["approx_kl"] / n,
-                    "sampler/logprob_diff_mean": totals["sampler_diff"] / n,
-                    "sampler/logprob_diff_max": peaks["sampler_diff"],
-                    "optim/grad_norm": grad_norm,
-                }
-                if beta > 0:
-                    metrics |= {f"kl/{name}": totals[name] / n for name in ("k1", "k2", "k3", "k4", "abs")}
-                    metrics["kl/sequence"] = kl_per_sequence
-                if exact_kl[1] > 0:
-                    metrics["kl/full"] = (exact_kl[0] / exact_kl[1]).item()
-            metrics |= ppo_metrics
-            metrics |= clock.metrics(offsets[-1], totals["tokens"])
-            log.step(metrics, samples, batch)
-            clock.restart()  # the time of a checkpoint is the next step's
-            if checkpoints.after_step(step):
+        # 4 gather: every rank gets all samples, ordered by prompt and number
+        samples = utils.gather_samples(samples)
+        if args.check_verifier_status and all(s.score == 0 for s in samples):
+            raise RuntimeError("--check_verifier_status: all scores of a step are 0; see --verifier and the prompt")
+        source.record(chosen, samples)
+        rounds = [samples]
+        samples = data.best_of(samples, group)
+        for again in range(1, args.dynamic_sampling_rounds + 1):  # new prompts in place of those with equal rewards
+            equal = data.equal_groups(samples)
+            if not equal:
                 break
+            chosen, more = source.draw(len(equal))
+            requests = data.requests(chosen, sampled, args.seed, f"{step}/{again}")
+            rounds.append(utils.gather_samples(rollout(engine, verifiers, more, requests, sampling, clock)))
+            source.record(chosen, rounds[-1])
+            data.replace_groups(batch, samples, more, data.best_of(rounds[-1], group))
+        data_metrics = data.draw_metrics(rounds, prompts) if args.dynamic_sampling_rounds > 0 else {}
+        if args.dataset_max_filter_share > 0:
+            data_metrics["data/problems"] = source.drop_solved()
+        if sampled > group:
+            data_metrics["reward/generated_mean"] = utils.mean([s.reward for s in rounds[0]])
+        if args.vllm_enable_sleep_mode:
+            engine.sleep()
+        offsets = batching.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
+        slots = offsets[-1] + 1  # of a flat array: the N tokens, and the one that idle micro-batches use
+        sampler_N = torch.tensor([x for s in samples for x in s.sampler_logprobs] + [0.0], device=device)
+        engine_N = torch.tensor([s.engine for s in samples for _ in s.response_ids] + [0], device=device)
+        rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
+        zero_std_P = rewards_PG.amax(1) == rewards_PG.amin(1)
 
-        if not checkpoints.stopping:
-            evaluate(total_steps)
-            utils.save_model(policy, tokenizer, folder / "model", args.zero_stage, rank)
-        inbox.put(("stop",))
-        thread.join(timeout=30)
-        pool.close()
-        log.close()
+        # Which samples take part.  in_loss: those of the policy's loss.  The critic learns from every sample: from
+        # responses that ended alone it would learn what to expect of an end.
+        every_sample = list(range(len(samples)))
+        in_loss = every_sample
+        if args.filter_zero_std_samples:
+            in_loss = [i for i in in_loss if not zero_std_P[samples[i].prompt_id]]
+        if args.mask_truncated_completions:
+            in_loss = [i for i in in_loss if samples[i].finish_reason != "length"]
+
+        # 5 log-probs: reference (only if beta > 0); old (only if more than one optimizer step, or for the reward)
+        known = every_sample if kl_in_reward else in_loss
+        if beta == 0 and updates == 1:
+            known = []
+        old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
+        exact_kl = torch.zeros(2, device=device)  # sum over tokens, and their number, of the samples it is logged for
+        with clock("logprobs"), torch.no_grad():
+            if known and reference is not None:
+                reference.to(device)
+            budget = args.logprob_micro_batch_tokens
+            for mb in batching.micro_batches(samples, known, budget=budget, **layout):
+                if updates > 1 or kl_in_reward:
+                    old_N[mb.tokens], _, full_kl_T = policy(mb, full_reference)
+                    if full_kl_T is not None:
+                        full_kl_N[mb.tokens] = full_kl_T
+                if reference is not None:
+                    ref_N[mb.tokens] = reference(mb)[0]
+            few = in_loss[: args.kl_full_samples] if reference is not None else []
+            for mb in batching.micro_batches(samples, few, budget=budget, **layout):
+                full_kl_T = policy(mb, reference)[2]
+                real_T = mb.tokens < offsets[-1]
+                exact_kl += torch.stack([full_kl_T[real_T].sum(), real_T.sum()])
+            if known:
+                for array in (old_N, ref_N, full_kl_N, exact_kl):  # every token was computed on one rank
+                    dist.all_reduce(array)
+            if reference is not None and args.offload_ref and full_reference is None:
+                reference.to("cpu")
+
+        # 5 values: of the state before each token, and after the last one where a truncated response is bootstrapped
+        outputs_N = torch.zeros(offsets[-1], device=device)
+        after_B = torch.zeros(len(samples), device=device)
+        bootstrap = [args.bootstrap_truncated and s.finish_reason == "length" for s in samples]
+        if critic is not None:
+            with clock("logprobs"):
+                budget = args.logprob_micro_batch_tokens
+                outputs_N, after_B = values_of(critic, samples, bootstrap, budget=budget, **layout)
+
+        # 6 advantages: one per token, whitened over all responses, also those that the loss leaves out: an end is worth
+        # something compared with being truncated. Every rank has all tokens and finds the same numbers, in fp64.
+        # KL in the reward enters here.
+        task_rewards_N = torch.tensor(data.token_rewards(samples, tokenizer.decode, args), dtype=torch.float64)
+        if kl_in_reward:
+            all_N = torch.ones(slots, dtype=torch.bool, device=device)
+            kl_N = kl_reward(old_N, ref_N, all_N, estimator=args.kl_estimator, full_kl=full_kl_N)
+            task_rewards_N -= kl_coef * kl_N[:-1].double().cpu()
+        values_N = normalizer.denormalize(outputs_N.double().cpu())
+        after_B = torch.where(torch.tensor(bootstrap), normalizer.denormalize(after_B.double().cpu()), 0.0)
+        token_advantages_N, returns_N = gae(task_rewards_N, values_N, after_B, offsets, args.gamma, args.gae_lambda)
+        if args.adv_norm == "batch":
+            token_advantages_N = whiten(token_advantages_N)
+        elif args.adv_norm == "group":
+            prompt_N = torch.tensor([s.prompt_id for s in samples for _ in s.response_ids])
+            for prompt in prompt_N.unique():
+                token_advantages_N[prompt_N == prompt] = whiten(token_advantages_N[prompt_N == prompt])
+        for sample, (first, end) in zip(samples, itertools.pairwise(offsets), strict=True):
+            sample.advantage = token_advantages_N[first:end].mean().item()
+        advantages_N = F.pad(token_advantages_N.float(), (0, 1)).to(device)
+        value_metrics = {}
+        if critic is not None:
+            value_metrics["value/mean"] = values_N.mean().item()
+            value_metrics["value/return_mean"] = returns_N.mean().item()
+            value_metrics["value/explained_variance"] = explained_variance(values_N, returns_N)
+            normalizer.update(returns_N)
+            outputs_N = F.pad(outputs_N, (0, 1))
+            targets_N = F.pad(normalizer.normalize(returns_N).float(), (0, 1)).to(device)
+
+        # 7 update: epochs x mini-batches x micro-batches
+        totals = Counter()
+        peaks = Counter()
+        applied = 0
+        skipped = 0
+        stopped = False
+        grad_norm = 0.0
+        value_totals = Counter()
+        groups = sorted({samples[i].prompt_id for i in (in_loss if critic is None else every_sample)})
+        with clock("update"):
+            for epoch, mini in itertools.product(range(args.num_epochs), range(args.num_mini_batches)):
+                optimizer_step = (step - 1) * updates + epoch * args.num_mini_batches + mini
+                policy_step = optimizer_step - args.critic_warmup * updates  # negative while the critic warms up
+                policy_steps = max(1, total_steps - args.critic_warmup) * updates
+                lr = utils.learning_rate(policy_step, policy_steps, args) if policy_step >= 0 else 0.0
+                utils.set_learning_rate(policy, lr)
+                order = list(groups)
+                if args.shuffle_mini_batches:
+                    random.Random(f"{args.seed}/{step}/{epoch}").shuffle(order)
+                members = utils.even_part(order, mini, args.num_mini_batches)
+                mini_in_loss = [i for i in in_loss if samples[i].prompt_id in members]
+
+                # The critic's optimizer step comes first, and changes nothing for the policy's.
+                own = [i for i in every_sample if samples[i].prompt_id in members and critic is not None]
+                weights_N = F.pad(loss_weights(samples, own, args), (0, 1)).to(device)
+                budget = args.micro_batch_tokens
+                micro_batches = batching.micro_batches(samples, own, budget=budget, **layout)
+                critic_lr = utils.learning_rate(optimizer_step, total_steps * updates, critic_args)
+                if critic is not None:
+                    utils.set_learning_rate(critic, critic_lr)
+                stats = utils.TokenStats(device)
+                for mb in micro_batches:
+                    weights_T = weights_N[mb.tokens]
+                    loss_T, clipped_T = value_loss(
+                        critic(mb), outputs_N[mb.tokens], targets_N[mb.tokens], args.value_clip
+                    )
+                    loss = args.value_coef * (loss_T * weights_T).sum() * world_size
+                    values = {"tokens": torch.ones_like(loss_T), "loss": loss_T * weights_T, "clipped": clipped_T}
+                    stats.add(weights_T > 0, values)
+                    is_last = mb is micro_batches[-1]
+                    if is_last:
+                        sums, _ = stats.reduce()
+                    if is_last and not math.isfinite(sums["loss"]):
+                        loss = loss * math.nan  # skipped, as below
+                    utils.backward(critic, loss, is_last)
+                if critic is not None:
+                    value_totals.update(sums, rounds=1)
+                    applied_to_critic = critic.was_step_applied()
+                    skips.critic = 0 if applied_to_critic else skips.critic + 1
+                    skipped += not applied_to_critic
+                    if applied_to_critic:
+                        value_metrics["value/grad_norm"] = float(critic.get_global_grad_norm())
+
+                if not mini_in_loss or stopped or policy_step < 0:
+                    continue
+                weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
+                budget = args.micro_batch_tokens
+                micro_batches = batching.micro_batches(samples, mini_in_loss, budget=budget, **layout)
+                stats = utils.TokenStats(device, engine.count)
+                for mb in micro_batches:
+                    logprobs_T, entropy_T, full_kl_T = policy(mb, full_reference, args.entropy_coeff != 0)
+                    old_T = old_N[mb.tokens] if updates > 1 else logprobs_T.detach()
+                    ref_T = ref_N[mb.tokens] if beta > 0 else None
+                    sampler_T = sampler_N[mb.tokens]
+                    weights_T = weights_N[mb.tokens]
+                    advantages_T = advantages_N[mb.tokens]
+                    loss_T, pieces = token_loss(
+                        logprobs_T, old_T, ref_T, sampler_T, advantages_T, entropy_T, full_kl_T, kl_coef, args
+                    )
+                    loss = (loss_T * weights_T).sum() * world_size  # DeepSpeed takes the mean over ranks
+
+                    values = {
+                        "tokens": torch.ones_like(old_T),
+                        "loss": loss_T * weights_T,
+                        "loss_policy": pieces["policy"] * weights_T,
+                        "loss_kl": pieces["kl"] * weights_T,
+                        "ratio": pieces["ratio"],
+                        "clipped": pieces["clipped"],
+                        "approx_kl": pieces["ratio"] - 1 - (logprobs_T - old_T),
+                        "entropy": entropy_T,
+                        "sampler_diff": (old_T - sampler_T).abs(),
+                    }
+                    if beta > 0:
+                        values |= kl_values(logprobs_T, old_T, ref_T, weights_T != 0)
+                    stats.add(weights_T > 0, values)
+                    stats.add_sampler_diff(weights_T > 0, values["sampler_diff"], engine_N[mb.tokens])
+                    is_last = mb is micro_batches[-1]
+                    if is_last:
+                        sums, maxima = stats.reduce()
+                        utils.check_sampler(stats, args.max_sampler_diff, dtype)
+                        limit = args.early_stop_imp_ratio
+                        stopped = limit is not None and sums["ratio"] / sums["tokens"] > limit
+                    if is_last and (stopped or not math.isfinite(sums["loss"])):
+                        # DeepSpeed skips a step whose gradient is not finite, on every rank: this is the only way to
+                        # drop gradients that it has already accumulated.
+                        loss = loss * math.nan
+                    utils.backward(policy, loss, is_last)
+                totals.update(sums, rounds=1, samples=len(mini_in_loss))
+                peaks |= Counter(maxima)
+                if policy.was_step_applied():
+                    grad_norm = float(policy.get_global_grad_norm())
+                    applied += 1
+                    skips.policy = 0
+                elif not stopped:
+                    skipped += 1
+                    skips.policy += 1
+        if max(skips.policy, skips.critic) >= 10:
+            log.dump("bad_batch.jsonl", samples)
+            raise RuntimeError(
+                f"loss or gradient not finite in ten optimizer steps in a row; the last batch is in "
+                f"{folder / 'bad_batch.jsonl'}"
+            )
+
+        # 8 push: the engine answers the next step with the new weights
+        with clock("push"):
+            engine.push(utils.current_weights(policy, args.zero_stage, for_vllm))
+        if args.ref_policy_update_freq > 0 and step % args.ref_policy_update_freq == 0:
+            moving.move(policy, args.zero_stage)
+        kl_per_sequence = totals["k1"] / max(1, totals["samples"])
+        if adaptive and totals["rounds"] > 0:
+            controller.update(kl_per_sequence, len(samples))
+
+        # 9 record
+        if args.eval_every > 0 and step % args.eval_every == 0 and step < total_steps:
+            evaluate(step, engine, verifiers, eval_problems, policy, log, clock, args)
+        metrics = {
+            "step": step,
+            "episode": step * prompts * group,
+            **utils.sample_metrics(samples, rewards_PG, step),
+            **data_metrics,
+            "optim/lr": lr,
+            "optim/steps": applied,
+            "optim/skipped": skipped,
+            "optim/early_stopped": int(stopped),
+            "kl/coef": kl_coef,
+        }
+        if totals["tokens"] > 0:
+            tokens = totals["tokens"]
+            metrics |= {
+                "loss/total": totals["loss"] / totals["rounds"],
+                "loss/policy": totals["loss_policy"] / totals["rounds"],
+                "loss/kl": totals["loss_kl"] / totals["rounds"],
+                "policy/entropy": totals["entropy"] / tokens,
+                "policy/ratio_mean": totals["ratio"] / tokens,
+                "policy/ratio_max": peaks["ratio"],
+                "policy/clip_frac": totals["clipped"] / tokens,
+                "policy/approx_kl": totals["approx_kl"] / tokens,
+                "sampler/logprob_diff_mean": totals["sampler_diff"] / tokens,
+                "sampler/logprob_diff_max": peaks["sampler_diff"],
+                "optim/grad_norm": grad_norm,
+            }
+            if beta > 0:
+                metrics |= {f"kl/{name}": totals[name] / tokens for name in ("k1", "k2", "k3", "k4", "abs")}
+                metrics["kl/sequence"] = kl_per_sequence
+            if exact_kl[1] > 0:
+                metrics["kl/full"] = (exact_kl[0] / exact_kl[1]).item()
+        if value_totals["rounds"] > 0:
+            value_metrics["loss/value"] = value_totals["loss"] / value_totals["rounds"]
+            value_metrics["value/clip_frac"] = value_totals["clipped"] / value_totals["tokens"]
+            value_metrics["value/lr"] = critic_lr
+        metrics |= value_metrics
+        metrics |= clock.metrics(offsets[-1], totals["tokens"])
+        log.step(metrics, samples, batch)
+        clock.restart()  # the time of a checkpoint is the next step's
+        if checkpoints.after_step(step):
+            break
+
+    if not checkpoints.stopping:
+        evaluate(total_steps, engine, verifiers, eval_problems, policy, log, clock, args)
+        utils.save_model(policy, tokenizer, folder / "model", args.zero_stage, rank)
+    engine.close()
+    verifiers.close()
+    log.close()
+    watch.close()
     if checkpoints.stopping:
         raise SystemExit(75)  # EX_TEMPFAIL: saved, start me again
 
 
 if __name__ == "__main__":
-    import tyro
-
-    main(tyro.cli(Args, description=__doc__))
+    main(args, ready)

@@ -4,10 +4,13 @@ A verifier is a plain function ``(response, truth, row) -> Reward``: ``response`
 ``truth`` the answer in the data set, ``row`` the whole row. It runs in a worker process that is killed at the
 time-out, so a response that sends a parser into an endless loop costs one sample and not the night. What happens then:
 
-    returns a Reward       used as it is; status "unscorable" where the row cannot be scored, score 0, counted
+    returns a Reward       used as it is; a number is a Reward of that score
+    raises                 score 0, status "unscorable", counted in reward/unscorable; the first traceback is shown
     runs out of time       score 0, status "timeout", counted in reward/timeouts
     kills its process      score 0, status "crash", counted in reward/errors; so does running out of memory
-    raises                 a bug in the verifier: the run ends with the worker's traceback
+
+Whatever a response says, the run continues. What is wrong with the data or with a verifier ends it at the start:
+every truth must pass its own verifier, and a verifier of the user's own must not raise on the first row.
 
 docs/rewards.md lists the verifiers, the columns they read, and what is guaranteed. Importing this imports no torch.
 """
@@ -19,8 +22,8 @@ import collections
 import functools
 import importlib.util
 import json
-import logging
 import math
+import numbers
 import operator
 import re
 import sys
@@ -29,12 +32,27 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
-import sandbox
-from sandbox import Sandbox
+from runtime import process, sandbox
+from runtime.answers import (
+    LONGEST_ANSWER,
+    NEGATED,
+    NUMBER,
+    after_thinking,
+    as_decimal,
+    equal,
+    final_answer,
+    last_boxed,
+    parse_math,
+    tagged_answer,
+    tidy,
+)
+from runtime.constraints import CONSTRAINTS
+from runtime.gym_tasks import GYM_ANSWERS, gym_dataset, untagged
+from runtime.process import refuse
+from runtime.sandbox import Sandbox
 
 
 @dataclass(frozen=True)
@@ -51,60 +69,6 @@ class Reward:
     steps: tuple[tuple[int, float], ...] = ()
     extracted: str = field(default="", compare=False)
     detail: str = field(default="", compare=False)
-
-
-# ------------------------------------------------------------------------------------------------ finding the answer
-
-# A minus is a sign only where no number or bracket stands before it: "10-4" ends in 4, "= -4" in -4. A comma belongs
-# to a number only between groups of three digits, a dot only between digits.
-NUMBER = re.compile(
-    r"(?<![0-9])(?<![0-9]\.)(?:(?<![0-9)\]])[-\u2212])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
-)
-NEGATED = re.compile(r"(?:\bnot|n't|n\u2019t|\bnever)\s*[:$*}]*\s*$", re.IGNORECASE)
-FINAL_ANSWER = re.compile(r"(?:####|\banswer\b[ \t]*(?:is\b[ \t]*:?|:|=))[ \t]*([^\n]*)", re.IGNORECASE)
-LONGEST_ANSWER = 1000  # characters; what is longer is no answer, and parsers take more than linear time
-
-
-def _number(text: str) -> Decimal:
-    return Decimal(text.strip().replace(",", "").replace("\u2212", "-"))
-
-
-def after_thinking(response: str) -> str:
-    """What follows the last ``</think>``; nothing when a ``<think>`` is still open: a thought is not an answer."""
-    answer = response.rpartition("</think>")[2]
-    return "" if "<think>" in answer else answer
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{...}`` or ``\fbox{...}``, braces balanced; None if there is none or it is open."""
-    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if start < 0:
-        return None
-    first, depth = text.index("{", start) + 1, 1
-    for brace in re.finditer(r"\\.|[{}]", text[first : first + LONGEST_ANSWER], re.DOTALL):  # \{ is no brace
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return text[first : first + brace.start()].strip()
-    return None
-
-
-def final_answer(text: str) -> str | None:
-    r"""The last box; else what follows the last "answer is", "answer:" or "####" on its line; else None.
-
-    Never the whole text: somewhere in it any number can be found. Of several answers the last counts.
-    """
-    if "\\boxed" in text or "\\fbox" in text:
-        return last_boxed(text) or None
-    found = FINAL_ANSWER.findall(text)
-    answer = found[-1].strip().strip("*$ ").rstrip(".").strip("*$ ") if found else ""
-    return answer if 0 < len(answer) <= LONGEST_ANSWER and not re.match(r"not\b", answer, re.IGNORECASE) else None
-
-
-def tagged_answer(text: str) -> str | None:
-    """What stands in the last ``<answer>...</answer>``, else the final answer."""
-    head, closed, _ = text.rpartition("</answer>")
-    _, opened, inside = head.rpartition("<answer>")
-    return inside.strip() if closed and opened and inside.strip() else final_answer(text)
 
 
 def _judged(score: float, extracted: str | None, **more: float) -> Reward:
@@ -125,7 +89,7 @@ def last_number(response: str, truth: str, row: dict) -> Reward:
     last = next(iter(collections.deque(NUMBER.finditer(text), maxlen=1)), None)
     if last is None or NEGATED.search(text, max(0, last.start() - 20), last.start()):
         return _judged(0, None)
-    return _judged(_number(last[0]) == _number(truth), last[0])
+    return _judged(as_decimal(last[0]) == as_decimal(truth), last[0])
 
 
 def exact(response: str, truth: str, row: dict) -> Reward:
@@ -144,46 +108,12 @@ def gsm8k(response: str, truth: str, row: dict) -> Reward:
     return last_number(number[0] if number else "" if marked else response, truth.rpartition("####")[2], row)
 
 
-LATEX_DECORATION = [  # (pattern, what stands in its place): what does not change the meaning of an answer
-    (r"\\(?:left|right|displaystyle|limits|[,;:! ])|\\?\$|~", ""),
-    (r"\\[dt]frac", r"\\frac"),
-    (r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r"\1"),
-    (r"\\frac\s*([0-9])\s*([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
-    (r"\\sqrt\s*([0-9])(?![0-9])", r"\\sqrt{\1}"),
-    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\%|%|\s+", ""),
-    (r"^([-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?)$", lambda match: match[0].replace(",", "")),
-]
-
-
-def _plain_latex(text: str) -> str:
-    text = text.strip().rstrip(".")
-    for pattern, plain in LATEX_DECORATION:
-        text = re.sub(pattern, plain, text)
-    return text.lower() if text.isalpha() else text
-
-
-def _parse_math(latex: str) -> list:
-    """LaTeX as math-verify reads it: sympy expressions, possibly none. Its own time-outs are signals and stay off."""
-    from math_verify import LatexExtractionConfig, parse
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns that the signals are off
-    return parse(f"\\boxed{{{latex}}}", [LatexExtractionConfig()], parsing_timeout=None)
-
-
 def math_(response: str, truth: str, row: dict) -> Reward:
-    """1 when the final answer is the truth as text, LaTeX's decoration aside, or equal to it by math-verify."""
-    answer = final_answer(after_thinking(response))
-    if answer is None or any(c.isdigit() and not c.isascii() for c in answer):
+    """1 when the final answer is the truth as text, or equal to it by math-verify, which docs/rewards.md qualifies."""
+    said = final_answer(after_thinking(response))
+    if said is None or any(c.isdigit() and not c.isascii() for c in said):
         return _judged(0, None)
-    plain, wanted = _plain_latex(answer), _plain_latex(last_boxed(truth) or truth)
-    if not plain or plain == wanted:
-        return _judged(plain == wanted != "", answer)
-    if "=" in plain and "=" not in wanted and not re.match(r"[A-Za-z](?:\([A-Za-z]\))?=", plain):
-        return _judged(0, answer)  # an equation where a value is asked for; "x = 5" and "f(x) = 5" name one
-    from math_verify import verify
-
-    gold, found = _parse_math(wanted), _parse_math(plain)
-    return _judged(bool(gold and found) and verify(gold, found, timeout_seconds=None), answer)
+    return _judged(equal(tidy(said), tidy(last_boxed(truth) or truth)), said)
 
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -228,32 +158,44 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
     return _judged(correct and sorted(used) == sorted(map(int, numbers)), answer)
 
 
-# Some of reasoning-gym's scorers pass the answer to eval, directly or inside sympy's parse_expr. What they may get: a
-# list without calls, or a formula of these names alone. Anything else scores 0 before it gets there.
-LIST = r"[^(]*"
-FORMULA = r"(?:[0-9\s+\-*/^(),]|\.(?![^\W\d])|(?<!\w)(?:[a-zCXY]|sin|cos|tan|exp|log|sqrt|asin|acos|atan|pi|E)(?!\w))*"
-GYM_ANSWERS = dict.fromkeys(("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"), LIST)
-GYM_ANSWERS |= dict.fromkeys(("simple_integration", "intermediate_integration", "polynomial_multiplication"), FORMULA)
-GYM_ANSWERS |= dict.fromkeys(("puzzle24", "countdown"), FORMULA)
+# -------------------------------------------------------------------------------------------------------- reasoning-gym
+
+
+def needs_no_truth(verifier: str, row: dict) -> bool:
+    """Whether a row can be scored without an answer: some scorers of reasoning-gym check what they are told instead."""
+    return names_of(verifier) == ["reasoning_gym"] and "reasoning_gym" in row
 
 
 def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
     """The data set's own ``score_answer`` on the last ``<answer>``, or else the final answer, of the response.
 
-    Only 1 counts as correct. A text that merely holds the truth gets 0, not the general scorer's consolation.
+    Only 1 counts as correct. A text that merely holds the truth gets 0, not the general scorer's consolation. A row
+    from ``gym_rows`` is scored with the options of its data set, any other one (from a file) with the default ones.
     """
-    name, answer = (row.get("metadata") or {}).get("source_dataset"), tagged_answer(after_thinking(response))
+    name = (row.get("metadata") or {}).get("source_dataset")
+    said = after_thinking(response)
+    empty = re.search(r"<answer>\s*</answer>(?!.*<answer>)", said, re.DOTALL)  # some tasks have results without letters
+    answer = "" if empty and truth == "" else tagged_answer(said)
     if name is None:
         return Reward(0.0, status="unscorable", detail="the row's column metadata names no source_dataset")
     if answer is None or len(answer) > 100 * LONGEST_ANSWER:
         return _judged(0, None)
     foreign = any(c.isdigit() and not c.isascii() for c in answer)  # int() would read other scripts' digits
-    if foreign or not re.fullmatch(GYM_ANSWERS.get(name, r"(?s:.*)"), answer):
+    expected = answer == truth or re.fullmatch(GYM_ANSWERS.get(name, r"(?s:.*)"), answer)
+    if foreign or not expected:
         return _judged(0, answer)
-    import reasoning_gym
+    if "reasoning_gym" in row:
+        scoring = json.loads(row["reasoning_gym"])
+        score_answer = gym_dataset(scoring["dataset"], scoring["options"]).score_answer
+        entry = {**row, "answer": truth or None, "metadata": untagged(scoring["metadata"])}
+    else:
+        import reasoning_gym
 
-    score = float(reasoning_gym.get_score_answer_fn(name)(answer, entry={**row, "answer": truth}))
-    return _judged(0 if not math.isfinite(score) or (score < 1 and truth in answer) else score, answer)
+        score_answer = reasoning_gym.get_score_answer_fn(name)
+        entry = {**row, "answer": truth}
+    score = float(score_answer(answer, entry=entry))
+    consoled = score < 1 and truth != "" and truth in answer
+    return _judged(0 if consoled or not math.isfinite(score) else score, answer)
 
 
 def format_(response: str, truth: str, row: dict) -> Reward:
@@ -271,48 +213,24 @@ def format_(response: str, truth: str, row: dict) -> Reward:
 # ------------------------------------------------------------------------------- constraints, under the names of IFEval
 
 
-def _is_json(text: str) -> bool:
-    try:
-        return isinstance(json.loads(re.sub(r"^```(?:json)?\s*|\s*```$", "", text)), dict | list)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _related(count: int, a: dict, wanted: str) -> bool:
-    return {"less than": count < a[wanted], "at least": count >= a[wanted]}[a.get("relation") or "at least"]
-
-
-def _times(text: str, word: str) -> int:
-    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
-
-
-CONSTRAINTS: dict[str, Callable[[str, dict], bool]] = {  # name -> function(text, its arguments in the row) -> bool
-    "keywords:existence": lambda t, a: all(_times(t, w) for w in a["keywords"]),
-    "keywords:forbidden_words": lambda t, a: not any(_times(t, w) for w in a["forbidden_words"]),
-    "keywords:frequency": lambda t, a: _related(_times(t, a["keyword"]), a, "frequency"),
-    "length_constraints:number_words": lambda t, a: _related(len(re.findall(r"\w+(?:['-]\w+)*", t)), a, "num_words"),
-    "detectable_format:json_format": lambda t, a: _is_json(t),
-    "change_case:english_capital": lambda t, a: t.isupper(),
-    "change_case:english_lowercase": lambda t, a: t.islower(),
-    "startend:end_checker": lambda t, a: t.lower().endswith(a["end_phrase"].strip().lower()),
-    "punctuation:no_comma": lambda t, a: "," not in t,
-}
-
-
 def ifeval(response: str, truth: str, row: dict) -> Reward:
-    """1 when a response that says something keeps every constraint; part ``constraints``: the share that it keeps.
+    """1 when a response that says something keeps every constraint; part ``constraints``: the fraction that it keeps.
 
     They are the truth as JSON, ``{"instruction_id_list": [...], "kwargs": [...]}``, or the columns of these names.
+    constraints.py has their kinds.
     """
     text = after_thinking(response).strip()
     try:
         given = json.loads(truth) if truth.strip().startswith("{") else row
-        names, arguments = given["instruction_id_list"], given["kwargs"]
-        kept = [CONSTRAINTS[name](text, a or {}) for name, a in zip(names, arguments, strict=True)]
-        share = sum(kept) / len(kept)
-    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        kept = []
+        for name, arguments in zip(given["instruction_id_list"], given["kwargs"], strict=True):
+            if name not in CONSTRAINTS:
+                raise ValueError(f"no constraint {name!r}; known: {', '.join(CONSTRAINTS)}")
+            kept.append(CONSTRAINTS[name](text, arguments or {}))
+        fraction = sum(kept) / len(kept)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, re.error) as error:
         return Reward(0.0, status="unscorable", detail=f"constraints: {type(error).__name__}: {error}")
-    return _judged(share == 1 and re.search(r"\w", text) is not None, text or None, constraints=share)
+    return _judged(fraction == 1 and re.search(r"\w", text) is not None, text or None, constraints=fraction)
 
 
 # ------------------------------------------------------------------------------- models' programs, run by sandbox.py
@@ -436,6 +354,9 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     return found
 
 
+_find_once = functools.lru_cache(find_verifier)
+
+
 def names_of(verifier: str) -> list[str]:
     """The verifiers of a row: one name, or several with commas between."""
     return [name.strip() for name in verifier.split(",")]
@@ -459,6 +380,7 @@ def combine(found: dict[str, Reward], weights: dict[str, float | None]) -> Rewar
     """Sum of weight x score; 0 unless every gate (weight None) scored 1. A weight that is not given is 1.
 
     Parts: those of each verifier, the first to give one wins, and with several verifiers each one's score by its name.
+    Steps: those of the first verifier that gives some, times its weight; none behind a gate that is shut.
     """
     first, *_ = found.values()
     gates = [r.score >= 1 for name, r in found.items() if weights.get(name, 1.0) is None]
@@ -468,26 +390,70 @@ def combine(found: dict[str, Reward], weights: dict[str, float | None]) -> Rewar
         parts |= reward.parts
     if gates:
         parts["gate"] = float(all(gates))
+    steps = ()
+    for name, reward in found.items():
+        weight = weights.get(name, 1.0)
+        if reward.steps and weight is not None and all(gates):
+            steps = tuple((place, weight * value) for place, value in reward.steps)
+            break
     bad = next((r for r in found.values() if r.status != "ok"), first)
-    return replace(first, score=score, parts=parts, status=bad.status, detail=bad.detail)
+    return replace(first, score=score, parts=parts, steps=steps, status=bad.status, detail=bad.detail)
+
+
+LONGEST_TIME_LIMIT = 3600.0  # seconds; what is longer, or shorter than a tenth, is an error in the data
+
+
+def _time_limit_error(row: dict) -> str:
+    """What is wrong with the row's column time_limit, "" if nothing is. A float column with gaps holds NaN."""
+    given = row.get("time_limit")
+    try:
+        good = given is None or 0.1 <= float(given) <= LONGEST_TIME_LIMIT
+    except (TypeError, ValueError):
+        good = False
+    return "" if good else f"time_limit is {given!r}: give 0.1 to {LONGEST_TIME_LIMIT:g} seconds, or null"
 
 
 def truth_error(verifier: str, truth: str, row: dict) -> str:
-    """What is wrong with a truth, in the eyes of its own verifiers; "" if nothing is.
+    """What is wrong with a truth according to its own verifiers; "" if nothing is.
 
     A truth that can be said as a response must score 1; for the others it is enough that nothing can be scored by it.
+    Raises ValueError for a verifier that does not exist.
     """
+    if not truth and not needs_no_truth(verifier, row):
+        return "it is empty"
     for name in names_of(verifier):
         if name not in VERIFIERS:
-            continue  # yours may take anything
+            _find_once(name)
+            continue  # your own may take anything; RewardPool.check tries it once
+        if name == "code" and (wrong := _time_limit_error(row)):
+            return wrong
         said = truth if name == "math" and last_boxed(truth) else SAY_THE_TRUTH.get(name, "").format(truth)
-        try:
-            reward = VERIFIERS[name](said, truth, row)
-        except (ArithmeticError, LookupError, SyntaxError, TypeError, ValueError) as error:
-            return f"{name} rejects the truth itself ({type(error).__name__}: {error})"
-        if reward.status != "ok" or (name in SAY_THE_TRUTH and reward.score < 1):
-            return reward.detail or f"{name} rejects the truth itself"
+        reward, raised = _verify_by(name, said, truth, row)
+        if reward.status != "ok":
+            why = reward.detail.strip().rpartition("\n")[2]
+            return f"{name} raises on the truth itself ({why})" if raised or reward.status == "crash" else why
+        if name in SAY_THE_TRUTH and reward.score < 1 and not (truth == "" and needs_no_truth(verifier, row)):
+            return f"{name} rejects the truth itself"
     return ""
+
+
+def check_reward_args(args) -> None:
+    """Refuse verifiers that do not exist and weights that mean nothing: exit code 2."""
+    for flag in ("verifier", "reward_fn"):
+        for name in names_of(getattr(args, flag) or "exact"):
+            try:
+                find_verifier(name)
+            except ValueError as error:
+                refuse(f"--{flag}: {error}")
+    try:
+        weights = parse_weights(args.reward_weights)
+    except ValueError as error:
+        refuse(f"--reward_weights: {error}; for example --reward_weights math=1 format=0.1")
+    named = {*VERIFIERS, *names_of(args.reward_fn or args.verifier or "exact"), "reward_model"}
+    if unknown := [name for name in weights if name not in named and ":" not in name]:
+        refuse(f"--reward_weights: no verifier {unknown[0]!r}; known: {', '.join(VERIFIERS)}, reward_model")
+    if weights.get("reward_model", 1.0) is None:
+        refuse("--reward_weights reward_model=gate: its score has no scale on which 1 is right; gate by a verifier")
 
 
 # ------------------------------------------------------------------------------------------------ the worker processes
@@ -499,28 +465,51 @@ def _start_worker(verifiers: list[str], unsafe: bool) -> None:
     """In a new worker: its memory limit, and what takes long to import, so that no sample's time pays for it."""
     import resource
 
-    import runlog
-
-    runlog.live_for_parent()
+    process.live_for_parent()
     sandbox.allow_unsafe = unsafe
     sys.set_int_max_str_digits(0)  # what takes too long is killed; an exception here would be taken for a bug
     if "math" in verifiers:
-        _parse_math("1")
+        parse_math("1")
     if "reasoning_gym" in verifiers:
         importlib.import_module("reasoning_gym")
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY, WORKER_MEMORY))
 
 
-def _verify(names: list[str], weights: dict, response: str, truth: str, row: dict) -> Reward:
+def _as_reward(name: str, found) -> Reward:
+    """What a verifier returned as a Reward. Raises TypeError or ValueError for what is neither that nor a number."""
+    if isinstance(found, Reward):
+        reward = found
+    elif isinstance(found, numbers.Real):  # bool, int, float, and numpy's
+        reward = Reward(float(found), {"correct": float(found == 1)})
+    else:
+        raise TypeError(f"the verifier {name!r} returned {type(found).__name__}, not a number or a rewards.Reward")
+    if not math.isfinite(reward.score):
+        raise ValueError(f"the verifier {name!r} returned the score {reward.score}")
+    return reward
+
+
+def _verify_by(name: str, response: str, truth: str, row: dict) -> tuple[Reward, bool]:
+    """(what one verifier finds, whether it raised)."""
+    try:
+        return _as_reward(name, find_verifier(name)(response, truth, row)), False
+    except (MemoryError, RecursionError, OSError):  # the response's doing, as a rule, or the machine's
+        return Reward(0.0, status="crash", detail=traceback.format_exc(limit=-4)), False
+    except Exception:  # whatever it is: no response may end a run
+        return Reward(0.0, status="unscorable", detail=traceback.format_exc(limit=-4)), True
+
+
+def _verify(names: list[str], weights: dict, response: str, truth: str, row: dict) -> tuple[Reward, set[str]]:
+    """(the combined Reward, the verifiers that raised)."""
     found = {}
+    raised = set()
     for name in names:
-        try:
-            found[name] = find_verifier(name)(response, truth, row)
-        except (MemoryError, RecursionError, OSError):  # the response's doing, as a rule, or the machine's
-            found[name] = Reward(0.0, status="crash", detail=traceback.format_exc(limit=-4))
-        if not isinstance(found[name], Reward):
-            raise TypeError(f"the verifier {name!r} returned {type(found[name]).__name__}, not a rewards.Reward")
-    return combine(found, weights)
+        found[name], failed = _verify_by(name, response, truth, row)
+        if failed:
+            raised.add(name)
+    return combine(found, weights), raised
+
+
+MANY = 16  # responses on each of which a verifier of the user's own must have raised before the run ends
 
 
 class RewardPool:
@@ -530,8 +519,13 @@ class RewardPool:
     ``verifiers`` says which will be needed, so that their libraries are there before the first sample.
     """
 
-    def __init__(self, workers, timeout, verifiers=(), weights=None, unsafe=False):
-        self.workers, self.timeout, self.weights, self.shown = workers, timeout, weights or {}, set()
+    def __init__(self, workers: int, timeout: float, verifiers=(), weights=None, unsafe: bool = False):
+        self.workers = workers
+        self.timeout = timeout
+        self.weights = weights or {}
+        self.shown: set[str] = set()  # statuses of which one was printed
+        self.returned = set(VERIFIERS)  # verifiers that are known to return something
+        self.raised: collections.Counter[str] = collections.Counter()
         self.worker_arguments = [sorted({name for v in verifiers for name in names_of(v)}), unsafe]
         self._start()
 
@@ -550,6 +544,24 @@ class RewardPool:
         for _ in range(self.workers):  # start them while the models load
             self.pool.schedule(find_verifier, args=["exact"])
 
+    def check(self, problems) -> str:
+        """Try each verifier of the user's own once, on the first problem's truth as response; return what is wrong.
+
+        ``problems`` have ``verifier``, ``truth`` and ``row``. "" where nothing is wrong.
+        """
+        first = {}
+        for problem in problems:
+            if not all(name in VERIFIERS for name in names_of(problem.verifier)):
+                first.setdefault(problem.verifier, problem)
+        futures = [self.submit(p.verifier, p.truth, p.truth, p.row) for p in first.values()]
+        for future in futures:
+            reward, raised = self._wait(future)
+            if raised:
+                return f"the verifier {future.asked[0]} raises on the truth {future.asked[2][:80]!r}:\n{reward.detail}"
+            if reward.status == "ok":
+                self.returned |= set(names_of(future.asked[0]))
+        return ""
+
     def submit(self, verifier: str, response: str, truth: str, row: dict, tries: int = 5):
         """Start verifying one response; the returned future goes to ``result``."""
         if not self.pool.active:
@@ -557,11 +569,13 @@ class RewardPool:
             self._start()
         arguments = [names_of(verifier), self.weights, response, truth, row]
         future = self.pool.schedule(_verify, args=arguments, timeout=self.timeout)
-        future.pool, future.asked, future.tries = self.pool, (verifier, response, truth, row), tries
+        future.pool = self.pool
+        future.asked = (verifier, response, truth, row)
+        future.tries = tries
         return future
 
-    def result(self, future) -> Reward:
-        """Wait for one Reward. Raises what the verifier raised, with the worker's traceback in the message."""
+    def _wait(self, future) -> tuple[Reward, set[str]]:
+        """Wait for (Reward, verifiers that raised), whatever became of the worker."""
         from pebble import ProcessExpired
 
         while not wait([future], timeout=1.0).done and future.pool.active:
@@ -569,20 +583,35 @@ class RewardPool:
         try:
             if not future.done():
                 raise BrokenProcessPool("given up, and what was queued is forgotten")
-            reward = future.result()
+            return future.result()
         except TimeoutError:
-            reward = Reward(0.0, status="timeout", detail=f"killed after {self.timeout:g} s (--reward_timeout)")
+            detail = f"killed after {self.timeout:g} s (--reward_timeout)"
+            return Reward(0.0, status="timeout", detail=detail), set()
         except ProcessExpired as error:
-            reward = Reward(0.0, status="crash", detail=f"the worker died: {error}, exit code {error.exitcode}")
+            detail = f"the worker died: {error}, exit code {error.exitcode}"
+            return Reward(0.0, status="crash", detail=detail), set()
         except BrokenProcessPool as error:
             if future.tries > 1:
-                return self.result(self.submit(*future.asked, tries=future.tries - 1))
+                return self._wait(self.submit(*future.asked, tries=future.tries - 1))
             raise RuntimeError("the verifier processes do not start (is the script guarded by __main__?)") from error
-        except Exception as error:
-            raise RuntimeError(f"a verifier raised in its worker:\n{getattr(error, 'traceback', error)}") from error
+
+    def result(self, future) -> Reward:
+        """Wait for one Reward; the first that is not ok is shown.
+
+        Raises RuntimeError where a verifier of the user's own has raised on each of the first ``MANY`` responses.
+        """
+        reward, raised = self._wait(future)
+        verifier, response = future.asked[:2]
+        self.raised.update(raised)
+        if reward.status in ("ok", "unscorable"):
+            self.returned |= set(names_of(verifier)) - raised
+        for name in raised - self.returned:
+            if self.raised[name] >= MANY:
+                words = f"the verifier {name!r} raised on each of the first {MANY} responses"
+                raise RuntimeError(f"{words}; the last time:\n{reward.detail}")
         if reward.status not in ("ok", *self.shown):
             self.shown.add(reward.status)
-            about = f"{future.asked[0]} on {future.asked[1][:200]!r}"
+            about = f"{verifier} on {response[:200]!r}"
             print(f"warning: first {reward.status} of a verification: {about}\n{reward.detail}", flush=True)
         return reward
 
@@ -669,3 +698,49 @@ class RewardModel:
             gain = weight * s if reward.parts.get("gate", 1.0) else 0.0
             added.append(replace(reward, score=reward.score + gain, parts={**reward.parts, "reward_model": s}))
         return added
+
+
+# ------------------------------------------------------------------------------------------------- all of it, for a run
+
+
+class Verifiers:
+    """What scores the samples of a run: verifier processes, a reward model if there is one, and shaping."""
+
+    def __init__(self, args, problems: list, device, dtype):
+        self.args = args
+        self.weights = parse_weights(args.reward_weights)
+        names = {problem.verifier for problem in problems}
+        self.pool = RewardPool(
+            args.reward_workers, args.reward_timeout, names, self.weights, args.allow_unsafe_code_exec
+        )
+        if wrong := self.pool.check(problems):
+            refuse(f"--reward_fn: {wrong}")
+        self.reward_model = None
+        if args.reward_model_name_or_path is not None:
+            budget = args.logprob_micro_batch_tokens
+            self.reward_model = RewardModel(args.reward_model_name_or_path, budget, device, dtype)
+        self.pending: list[tuple] = []  # (sample, problem, future)
+
+    def submit(self, sample, problem) -> None:
+        """Begin to verify a sample, in another process."""
+        future = self.pool.submit(problem.verifier, sample.response, problem.truth, problem.row)
+        self.pending.append((sample, problem, future))
+
+    def collect(self, on_result: Callable[[], None]) -> list:
+        """The samples submitted since the last call, with their rewards. Calls ``on_result`` for each."""
+        found = []
+        for _, _, future in self.pending:
+            found.append(self.pool.result(future))
+            on_result()
+        samples = [sample for sample, _, _ in self.pending]
+        if self.reward_model is not None:
+            conversations = [(problem.messages, sample.response) for sample, problem, _ in self.pending]
+            found = self.reward_model.add(found, conversations, self.weights)
+        for sample, reward in zip(samples, found, strict=True):
+            shape_reward(sample, reward, self.args)
+        self.pending = []
+        return samples
+
+    def close(self) -> None:
+        """End the processes."""
+        self.pool.close()

@@ -1,27 +1,23 @@
-"""What the scripts share because a bug in it would have to be fixed twice.
+"""Helpers shared by the training scripts.
 
-Devices and models, rows and micro-batches, token log-probs, the weight push, waiting for threads and ranks, the
-learning rate, saving. Shapes in names: B rows, S positions of a row, T response tokens of a micro-batch, U of them
-different, N response tokens of a step, V vocabulary, D hidden size.
+Devices and models, token log-probs, the weight push, the moving reference, the learning rate, saving, metrics. Shapes
+in names: B rows, S positions of a row, T response tokens of a micro-batch, U of them different, N response tokens of a
+step, P prompts, G samples per prompt, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
+import inspect
 import json
 import math
 import os
-import queue
 import random
 import shutil
 import sys
-import threading
 import time
-import traceback
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,11 +25,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from data import Problem, Sample, refuse
 from kl_estimators import full_vocabulary_kl
-from runlog import sync
-
-# --------------------------------------------------------------------------------------------------- devices and models
+from runtime.batching import MicroBatch, micro_batches, token_offsets
+from runtime.process import refuse, sync
+from runtime.records import Problem, Sample
+from runtime.watchdog import Watch
 
 
 def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
@@ -48,7 +44,8 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
         refuse(f"--vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} needs GPUs; on CPUs leave it at 1")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if args.dtype == "auto":
-        dtype = torch.bfloat16 if cuda or torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+        has_bf16 = cuda or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        dtype = torch.bfloat16 if has_bf16 else torch.float32
     else:
         dtype = getattr(torch, args.dtype)
     attention = args.attn_implementation
@@ -69,26 +66,65 @@ def load_model(args, dtype: torch.dtype, attention: str):
     for key, value in override.items():
         if not hasattr(config, key):
             refuse(f"--override_config: the config of {args.model_name_or_path} has no field {key!r}")
+        if is_dropout(key, value):
+            refuse(
+                f"--override_config: {key} {value}: training runs without dropout, because the model that is trained "
+                f"must be the one that generates the samples; leave the field out"
+            )
         setattr(config, key, value)
     model = AutoModelForCausalLM.from_pretrained(
-        args.model_name_or_path, config=config, dtype=dtype, attn_implementation=attention, **shared
+        args.model_name_or_path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention_for(config, attention, args.attn_implementation),
+        **shared,
     )
-    for module in model.modules():  # what is sampled and what is trained must be one function
+    switch_off_dropout(model)
+    return model.train()
+
+
+def attention_for(config, attention: str, wanted: str) -> str | None:
+    """The attention implementation for a model of this config; None leaves the choice to transformers.
+
+    sdpa silently leaves out the soft cap of Gemma 2's attention scores, and gpt-oss has no sdpa, so transformers takes
+    eager there. ``wanted`` is ``--attn_implementation``; asking for sdpa where it is wrong exits with code 2.
+    """
+    if attention != "sdpa":
+        return attention
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        if wanted == "sdpa":
+            refuse("--attn_implementation sdpa leaves out the soft cap of this model's attention scores; use eager")
+        return "eager"
+    return "sdpa" if wanted == "sdpa" else None
+
+
+def is_dropout(name: str, value: object) -> bool:
+    """Whether a config field or module attribute is a dropout probability above 0 (attention_dropout, resid_pdrop)."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return "drop" in name and is_number and 0 < value <= 1
+
+
+def switch_off_dropout(model) -> None:
+    """Set every dropout probability of a transformers model to 0, so that it is the same function in train mode.
+
+    Some models hold the probability in ``nn.Dropout``, some as an attribute of a layer, some read it from the config.
+    """
+    holders = [model.config, model.config.get_text_config()]
+    for module in model.modules():
+        holders.append(module)
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    for key in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
-        if hasattr(model.config, key):
-            setattr(model.config, key, 0.0)
-    for module in model.modules():
-        if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
-            module.attention_dropout = 0.0
-    return model.train()
+    for holder in holders:
+        for name, value in list(vars(holder).items()):
+            if is_dropout(name, value):
+                setattr(holder, name, 0.0)
 
 
 def stop_token_ids(model, tokenizer) -> list[int]:
     """Every id that ends a response: the generation config's (often several), the config's and the tokenizer's."""
     ids = set()
-    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+    for holder in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
+        value = getattr(holder, "eos_token_id", None)  # the config of a composite model has the field in its text part
         ids |= set(value if isinstance(value, list) else [value])
     return sorted(ids - {None})
 
@@ -96,12 +132,17 @@ def stop_token_ids(model, tokenizer) -> list[int]:
 def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
     """ZeRO with fp32 master weights and fp32 gradient accumulation (the default, bf16, loses 1 to 2 % of a gradient).
 
-    Clipping has to stand here: accelerate's ``clip_grad_norm_`` does nothing under DeepSpeed. Buckets of the default
-    size (5e8) are allocated in every backward, which on a CPU costs more than the reduction.
+    Clipping has to be set here: accelerate's ``clip_grad_norm_`` does nothing under DeepSpeed. Buckets of the default
+    size (5e8) are allocated in every backward pass, which on a CPU costs more than the reduction.
     """
     bucket = int(2e8) if cuda else int(2e7)
-    zero = {"stage": args.zero_stage, "overlap_comm": cuda, "contiguous_gradients": True}
-    zero |= {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    zero = {
+        "stage": args.zero_stage,
+        "overlap_comm": cuda,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
     if args.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
     if args.offload_param:
@@ -116,27 +157,27 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
         "steps_per_print": 10**9,
     }
     if dtype == torch.bfloat16:
-        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 
 
 def make_accelerator(args, dtype: torch.dtype, device: torch.device):
     """accelerate's Accelerator, with DeepSpeed as ``args`` want it; the process group of all ranks stands afterwards.
 
-    DeepSpeed would compile an all-reduce for inference on CPUs here, which no training calls, and load it at every
-    start, beside a lock file that a killed process leaves behind: each later run would wait for it, without an end.
+    DeepSpeed would otherwise compile an all-reduce for inference on CPUs, which training never calls, and load it at
+    every start, beside a lock file. A killed process leaves that file behind, and every later run waits for it forever.
     """
     import deepspeed
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
-    deepspeed.ops.__compatible_ops__ = {}  # of what it might compile; not a flag, but read for that all-reduce alone
+    deepspeed.ops.__compatible_ops__ = {}  # what it might compile; no flag, but only read for that all-reduce
     cuda = device.type == "cuda"
-    # Ranks wait for one that verifies or writes for long; that it stands still is for Watch to say, which looks.
-    patience = timedelta(seconds=2 * args.stall_timeout or 86400)
-    return Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_config(args, dtype, cuda)),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=patience)],
-    )
+    # A rank may wait long for one that still generates, verifies or writes. Watch ends a run in which no rank moves.
+    patience = timedelta(days=1)
+    process_group = InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=patience)
+    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(args, dtype, cuda))
+    return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[process_group])
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], rate: float, args) -> torch.optim.Optimizer:
@@ -161,199 +202,54 @@ def learning_rate(optimizer_step: int, total: int, args) -> float:
     if optimizer_step < args.warm_up_steps:
         return args.learning_rate * (optimizer_step + 1) / (args.warm_up_steps + 1)
     progress = (optimizer_step - args.warm_up_steps) / max(1, total - args.warm_up_steps)
-    factor = {
+    factors = {
         "constant": 1.0,
         "linear": 1.0 - progress,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }[args.lr_scheduler_type]
+    }
+    factor = factors[args.lr_scheduler_type]
     return args.learning_rate * (args.lr_min_ratio + (1.0 - args.lr_min_ratio) * factor)
 
 
-# -------------------------------------------------------------------------------------------------- rows, micro-batches
+def window_masks(batch: MicroBatch, config) -> torch.Tensor | dict[str, torch.Tensor] | None:
+    """The attention mask of a micro-batch for a model of this config, with its sliding window.
 
-
-@dataclass
-class MicroBatch:
-    """Rows for one forward pass, and where in them the response tokens are.
-
-    ``predict`` and ``targets`` describe U different tokens, of which the T tokens of the samples are copies: a token
-    after the same tokens is computed once. ``tokens`` holds, for each of the T, its place among the N
-    tokens of the step: per-token arrays (advantages, old log-probs, weights) are kept flat, [N], and indexed with it.
-    ``scale`` is 0 for a batch that only keeps a rank in step with the others, else 1. Add to such arrays, do not set
-    them: that batch may hold tokens that this rank has computed already.
+    transformers builds the window into the masks that it makes itself (``padded``, ``packed``), but applies the 4-D
+    mask of shared rows as it is, so the window has to be part of it: a token attends to tokens at most
+    ``sliding_window`` - 1 positions before it. Models with ``layer_types`` take one mask per type of layer.
     """
-
-    input_ids: torch.Tensor  # [B, S]
-    position_ids: torch.Tensor  # [B, S]
-    attention_mask: torch.Tensor | None  # [B, 1, S, S] additive, [B, S], or None for one packed row
-    predict: torch.Tensor  # [U] place in B*S whose logits predict the token
-    targets: torch.Tensor  # [U] the token
-    copies: torch.Tensor  # [T] which of the U
-    tokens: torch.Tensor  # [T] place in the step's flat arrays
-    scale: float = 1.0
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
-        return MicroBatch(*(v.to(device) if isinstance(v, torch.Tensor) else v for v in vars(self).values()))
-
-
-def token_offsets(samples: list[Sample]) -> list[int]:
-    """Where each sample's response begins in the flat per-token arrays; the last entry is their length N."""
-    offsets = [0]
-    for sample in samples:
-        offsets.append(offsets[-1] + len(sample.response_ids))
-    return offsets
+    mask, config = batch.attention_mask, config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if mask is None or mask.dim() != 4 or window is None or window >= mask.shape[-1]:
+        return mask
+    positions = batch.position_ids[:, None]  # [B, 1, S]
+    distance = positions[:, :, :, None] - positions[:, :, None, :]  # [B, 1, S, S]
+    windowed = mask.masked_fill(distance >= window, torch.finfo(mask.dtype).min)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:  # Mistral, Phi-3, Qwen3-MoE: every layer has the window
+        return windowed
+    if "sliding_attention" not in layer_types:
+        return mask
+    return {"full_attention": mask, "sliding_attention": windowed}
 
 
-class Tree:
-    """A prompt and its responses ``members`` as paths in the tree of their beginnings.
+def final_logits(logits_UV: torch.Tensor, config) -> torch.Tensor:
+    """What some models do to the output of their head, by the fields of their config; most do nothing.
 
-    The same tokens after the same tokens have the same hidden state, so each node is computed once: the prompt, what
-    several responses begin with, a response that was sampled twice. A last token predicts nothing and is not computed.
+    Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``, and Gemma 2 limits the logits to
+    plus or minus ``final_logit_softcapping`` by tanh.
     """
-
-    def __init__(self, samples: list[Sample], members: list[int]):
-        self.prompt, self.members, self.paths = samples[members[0]].prompt_ids, members, []
-        nodes: dict[tuple[int, int], int] = {}  # (node before it or -1 for the prompt, token) -> node
-        for i in members:
-            node, path = -1, []
-            for token in samples[i].response_ids:
-                node = nodes.setdefault((node, token), len(nodes))
-                path.append(node)
-            self.paths.append(path)
-        self.nodes = list(nodes)
-        self.inner = sorted({before for before, _ in nodes} - {-1})
-
-    def __len__(self) -> int:
-        """Tokens that are computed."""
-        return len(self.prompt) + len(self.inner)
-
-
-def make_rows(samples: list[Sample], indices: list[int], layout: str, budget: int, most: int) -> list[list[int]]:
-    """Lists of samples that share a row of at most ``budget`` tokens and ``most`` samples.
-
-    shared: samples of one prompt, the prompt once. packed: any samples, first fit by decreasing length. padded: one.
-    """
-
-    def length(i: int) -> int:
-        return len(samples[i].prompt_ids) + len(samples[i].response_ids)
-
-    if layout == "padded":
-        return [[i] for i in indices]
-    rows: list[list[int]] = []
-    used: list[int] = []
-    if layout == "packed":
-        for i in sorted(indices, key=length, reverse=True):
-            fits = (r for r, row in enumerate(rows) if used[r] + length(i) <= budget and len(row) < most)
-            r = next(fits, None)
-            if r is None:
-                rows.append([i]), used.append(length(i))
-            else:
-                rows[r].append(i)
-                used[r] += length(i)
-        return rows
-    open_row: dict[int, int] = {}  # prompt -> its row that still has room
-    for i in indices:
-        sample = samples[i]
-        r = open_row.get(sample.prompt_id)
-        if r is None or used[r] + len(sample.response_ids) > budget or len(rows[r]) == most:
-            open_row[sample.prompt_id] = len(rows)
-            rows.append([i]), used.append(length(i))
-        else:
-            rows[r].append(i)
-            used[r] += len(sample.response_ids)
-    return rows
-
-
-def micro_batches(
-    samples: list[Sample],
-    indices: list[int],
-    *,
-    layout: str,
-    budget: int,
-    rank: int,
-    world_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[MicroBatch]:
-    """This rank's share of the samples ``indices``, cut into micro-batches of at most ``budget`` padded tokens.
-
-    Every rank computes the whole plan from the same list, so that all of them run the same number of backward passes
-    without asking each other: rows go, longest first, to the rank with least to do, and a rank with fewer micro-batches
-    repeats one with scale 0. Which rank and micro-batch a token lands in does not change its gradient.
-    """
-    offsets = token_offsets(samples)
-    rows: list[list[Tree]] = []
-    for row in make_rows(samples, indices, layout, budget, most=-(-len(indices) // world_size)):
-        rows.append([Tree(samples, members) for members in ([row] if layout == "shared" else [[i] for i in row])])
-    rows.sort(key=lambda row: (-row_length(row), row[0].members))
-    load, plans = [0] * world_size, [[] for _ in range(world_size)]
-    for row in rows:
-        least = load.index(min(load))
-        load[least] += row_length(row)
-        plans[least].append(row)
-    batches: list[list[list[list[Tree]]]] = []  # rank -> micro-batch -> row -> trees
-    for plan in plans:
-        cut: list[list[list[Tree]]] = []
-        for row in plan:  # longest first, so the first row of a micro-batch sets its width
-            width = row_length(cut[-1][0]) if cut else 0
-            if layout == "packed" or not cut or (len(cut[-1]) + 1) * width > budget:
-                cut.append([row])
-            else:
-                cut[-1].append(row)
-        batches.append(cut)
-    count = max(len(cut) for cut in batches)
-    mine = [_tensors(batch, offsets, layout, dtype) for batch in batches[rank]]
-    while len(mine) < count:
-        idle = _tensors([rows[-1]], offsets, layout, dtype)
-        idle.scale = 0.0
-        mine.append(idle)
-    return [batch.to(device) for batch in mine]
-
-
-def row_length(row: list[Tree]) -> int:
-    """Tokens of a row."""
-    return sum(len(tree) for tree in row)
-
-
-def _tensors(rows: list[list[Tree]], offsets: list[int], layout: str, dtype: torch.dtype) -> MicroBatch:
-    """Ids, positions, mask and index lists of some rows, right-padded to the longest."""
-    width = max(row_length(row) for row in rows)
-    ids, positions = torch.zeros(2, len(rows), width, dtype=torch.long)
-    visible = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1) if layout == "shared" else None
-    predict, targets, copies, tokens = [], [], [], []
-    for b, row in enumerate(rows):
-        start = 0
-        for tree in row:
-            # where nodes stand in the row, and in their sequence; node -1 is the last token of the prompt
-            end, n = start + len(tree), len(tree.prompt)
-            place = {-1: start + n - 1} | {node: start + n + k for k, node in enumerate(tree.inner)}
-            depth = {-1: n - 1}
-            for node in tree.inner:
-                depth[node] = depth[tree.nodes[node][0]] + 1
-            for path in tree.paths if visible is not None else ():
-                seen = torch.tensor([*range(n), *(place[node] for node in path if node in place)])
-                later, earlier = torch.tril_indices(len(seen), len(seen))
-                visible[b, seen[later], seen[earlier]] = True
-            ids[b, start:end] = torch.tensor([*tree.prompt, *(tree.nodes[node][1] for node in tree.inner)])
-            positions[b, start:end] = torch.tensor([*range(n), *(depth[node] for node in tree.inner)])
-            for path, i in zip(tree.paths, tree.members, strict=True):
-                copies += [len(targets) + node for node in path]
-                tokens += range(offsets[i], offsets[i] + len(path))
-            predict += [b * width + place[before] for before, _ in tree.nodes]
-            targets += [token for _, token in tree.nodes]
-            start = end
-    mask = None
-    if layout == "padded":
-        mask = (torch.arange(width) < torch.tensor([row_length(row) for row in rows])[:, None]).long()
-    if visible is not None:
-        mask = torch.zeros(len(rows), 1, width, width, dtype=dtype)
-        mask.masked_fill_(~visible[:, None], torch.finfo(dtype).min)
-    lists = (torch.tensor(x, dtype=torch.long) for x in (predict, targets, copies, tokens))
-    return MicroBatch(ids, positions, mask, *lists)
-
-
-# ----------------------------------------------------------------------------------------------------- token log-probs
+    config = config.get_text_config()
+    scale = getattr(config, "logit_scale", None)
+    divisor = getattr(config, "logits_scaling", None)
+    cap = getattr(config, "final_logit_softcapping", None)
+    if scale is not None:
+        logits_UV = logits_UV * scale
+    if divisor is not None:
+        logits_UV = logits_UV / divisor
+    if cap is not None:
+        logits_UV = torch.tanh(logits_UV / cap) * cap
+    return logits_UV
 
 
 class TokenLogprobs(nn.Module):
@@ -365,52 +261,66 @@ class TokenLogprobs(nn.Module):
 
     def __init__(self, model, temperature: float, chunk: int):
         super().__init__()
-        self.model, self.temperature, self.chunk = model, temperature, chunk
+        self.model = model
+        self.temperature = temperature
+        self.chunk = chunk
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
         """Last hidden states at the positions that predict a response token: [U, D].
 
-        ``use_cache=False`` is not only thrift: with a cache, transformers no longer finds the borders of packed
-        sequences, and they see each other.
+        ``use_cache=False`` is needed for correctness: with a cache, transformers no longer finds the borders of packed
+        sequences, and they attend to each other.
         """
         Watch.beat()
         output = self.model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
+            attention_mask=window_masks(batch, self.model.config),
             use_cache=False,
         )
         return output.last_hidden_state.flatten(0, 1)[batch.predict]
 
-    def forward(self, batch: MicroBatch, reference: TokenLogprobs | None = None, entropy_gradient: bool = False):
+    def forward(
+        self,
+        batch: MicroBatch,
+        reference: TokenLogprobs | None = None,
+        entropy_gradient: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(logprobs, entropy, full_kl), each [T] in fp32 nats at the sampling temperature.
 
         full_kl is KL(policy || reference) over the whole vocabulary, or None without ``reference``. The entropy has a
         gradient only if asked for: it costs another [U, V].
         """
-        hidden_UD, reference_UD = self.hidden(batch), None
+        hidden_UD = self.hidden(batch)
+        reference_UD = None
         if reference is not None:
             with torch.no_grad():
                 reference_UD = reference.hidden(batch)
+        # Under ZeRO-3 every call of the head gathers its weights, so all ranks must make the same number of calls; a
+        # rank with fewer predictions calls it with empty chunks.
+        chunks = max(1, math.ceil(batch.most_predictions / self.chunk))
         parts = []
-        for start in range(0, len(hidden_UD), self.chunk):
-            piece = slice(start, start + self.chunk)
-            inputs = (
-                *(hidden_UD[piece], batch.targets[piece], entropy_gradient),
-                *((reference, reference_UD[piece]) if reference is not None else (None, None)),
-            )
-            if torch.is_grad_enabled() and len(hidden_UD) > self.chunk:  # hold one chunk of logits, not all of them
+        for k in range(chunks):
+            piece = slice(k * self.chunk, (k + 1) * self.chunk)
+            inputs = [hidden_UD[piece], batch.targets[piece], entropy_gradient, reference]
+            inputs.append(None if reference is None else reference_UD[piece])
+            if torch.is_grad_enabled() and chunks > 1:  # keep the logits of one chunk, not of all
                 parts.append(checkpoint(self._head, *inputs, use_reentrant=False))
             else:
                 parts.append(self._head(*inputs))
-        logprobs, entropy, *full_kl = (torch.cat(column)[batch.copies] for column in zip(*parts, strict=True))
-        return logprobs, entropy, full_kl[0] if full_kl else None
+        columns = [torch.cat(column)[batch.copies] for column in zip(*parts, strict=True)]
+        if reference is None:
+            columns.append(None)
+        logprobs, entropy, full_kl = columns
+        return logprobs, entropy, full_kl
 
     def _logits(self, hidden_UD: torch.Tensor) -> torch.Tensor:
-        logits_UV = self.model.get_output_embeddings()(hidden_UD).float()
+        head = self.model.get_output_embeddings()
+        logits_UV = final_logits(head(hidden_UD).float(), self.model.config)
         return logits_UV if self.temperature == 1.0 else logits_UV / self.temperature
 
     def _head(self, hidden_UD, targets_U, entropy_gradient, reference, reference_UD):
+        """Log-probs and entropy, [U] each, and the KL to the reference if there is one."""
         logits_UV = self._logits(hidden_UD)
         lse_U = logits_UV.logsumexp(-1)
         logprobs_U = logits_UV.gather(-1, targets_U[:, None])[:, 0] - lse_U
@@ -423,141 +333,278 @@ class TokenLogprobs(nn.Module):
         return logprobs_U, entropy_U, full_vocabulary_kl(logits_UV, reference_UV)
 
 
-class TokenValues(nn.Module):
-    """A transformer with a scalar head, called for the values of the states in which given tokens were chosen.
-
-    The head starts with zero bias and weights small enough for all values to start near 0, the same on every rank
-    whatever else has drawn random numbers. In bf16 its inputs and weights are bf16, its product and the value fp32.
-    """
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model.base_model  # the transformer alone: no output head
-        size = model.config.get_text_config().hidden_size
-        self.head = nn.Linear(size, 1, dtype=model.dtype)
-        nn.init.zeros_(self.head.bias)
-        nn.init.normal_(self.head.weight, std=1 / (size + 1), generator=torch.Generator().manual_seed(0))
-
-    hidden = TokenLogprobs.hidden  # a base model's base model is itself
-
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """[T] in fp32: the value before each response token, from the position that predicts it."""
-        hidden_UD = self.hidden(batch).float()
-        values_U = nn.functional.linear(hidden_UD, self.head.weight.float(), self.head.bias.float())[:, 0]
-        return values_U[batch.copies]
+LAYOUTS = ("shared", "padded", "packed")
 
 
-def make_critic(args, dtype: torch.dtype, device: torch.device, attention: str, vocabulary: int):
-    """The critic that starts from ``--model_name_or_path``, under a DeepSpeed engine with the policy's settings.
-
-    An engine of its own, as accelerate prepares one model. Refuses a model that has another vocabulary or cannot take
-    the rows of ``--batch_layout``: then it is not the policy, and ``--value_model_name_or_path`` named it.
-    """
-    import deepspeed
-
-    model = load_model(args, dtype, attention)
-    size = model.config.get_text_config().vocab_size
-    if size != vocabulary:
-        refuse(f"--value_model_name_or_path {args.model_name_or_path}: {size} tokens, the policy has {vocabulary}")
-    check_forward(TokenLogprobs(model.to(device), 1.0, args.logprob_chunk), args.batch_layout, 0)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    critic = TokenValues(model).to(device)
-    config = deepspeed_config(args, dtype, device.type == "cuda")
-    optimizer = make_optimizer(critic.parameters(), args.learning_rate, args)
-    return deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0]
-
-
-@torch.no_grad()
-def values(critic, samples: list[Sample], after: list[bool], **cutting):
-    """The critic's outputs on all samples, on every rank: before each token [N], and after each response.
-
-    The second, [samples], is computed where ``after`` is True, and 0 elsewhere: the state after a last token is the
-    one before one more, whatever that is, so such responses get one. ``cutting``: what ``micro_batches`` takes.
-    """
-    longer = [replace(s, response_ids=[*s.response_ids, 0]) if a else s for s, a in zip(samples, after, strict=True)]
-    offsets, device = token_offsets(longer), cutting["device"]
-    outputs = torch.zeros(offsets[-1], device=device)
-    for batch in micro_batches(longer, list(range(len(longer))), **cutting):
-        outputs[batch.tokens] += critic(batch) * batch.scale
-    torch.distributed.all_reduce(outputs)  # every token was computed on one rank
-    extra = torch.tensor([b - 1 for b, a in zip(offsets[1:], after, strict=True) if a], dtype=torch.long, device=device)
-    ends = torch.zeros(len(samples), device=device)
-    ends[torch.tensor(after, device=device)] = outputs[extra]
-    return outputs[torch.ones_like(outputs, dtype=torch.bool).index_fill(0, extra, False)], ends
-
-
-@torch.no_grad()
-def check_forward(policy: TokenLogprobs, layout: str, eos: int) -> None:
+def check_forward(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> None:
     """Refuse a model whose log-probs in this layout are not those of its own plain forward pass.
 
-    Catches what a shorter path would silently get wrong: logits scaled or capped after the head (Gemma, Cohere,
-    Granite), layers that ignore positions or a 4-D mask (linear attention, convolutions), a cache that mixes rows.
+    Catches what a shorter path would silently get wrong: layers that ignore positions or a 4-D mask (linear attention,
+    convolutions), unknown changes of the logits after the head, masks that do not keep packed rows apart.
+
+    Args:
+        policy: the model, before DeepSpeed has it.
+        layout: of the rows, ``--batch_layout``.
+        eos: the id that ends the probe's responses.
+        longest: tokens of the longest row there can be. The probe is longer than every sliding window below that.
+
+    Exits with code 2, and names the layouts that work.
     """
-    size, generator = policy.model.config.get_text_config().vocab_size, random.Random(0)
-    prompt = [generator.randrange(size) for _ in range(7)]
-    samples = [
-        Sample(0, k, prompt, [*(generator.randrange(size) for _ in range(n)), eos], [0.0] * (n + 1), "stop", 0)
-        for k, n in enumerate((5, 9))
-    ]
-    device, dtype = next(policy.parameters()).device, next(policy.parameters()).dtype
-    batches = micro_batches(samples, [0, 1], layout=layout, budget=64, rank=0, world_size=1, dtype=dtype, device=device)
-    got = torch.zeros(token_offsets(samples)[-1], device=device)
-    for batch in batches:
-        got[batch.tokens] = policy(batch)[0]
-    plain = []
-    for sample in samples:
-        ids = torch.tensor([sample.prompt_ids + sample.response_ids], device=device)
-        logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        logprobs = (logits / policy.temperature).log_softmax(-1)
-        plain.append(logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0])
-    error = (got - torch.cat(plain)).abs().mean().item()
-    if not error < (1e-3 if dtype == torch.float32 else 0.1):
+    check_rotary(policy.model.config, longest)
+    limit = 1e-3 if next(policy.parameters()).dtype == torch.float32 else 0.1
+    error = layout_error(policy, layout, eos, longest)
+    if error < limit:
+        return
+    others = [x for x in LAYOUTS if x != layout and layout_error(policy, x, eos, longest) < limit]
+    if others:
+        remedy = f"use --batch_layout {' or '.join(others)}"
+    else:
+        remedy = "no other layout works either: the model changes its logits after the head in a way unknown here"
+    refuse(
+        f"--batch_layout {layout}: log-probs of this model differ from its own forward pass by {error:.3g} nats per "
+        f"token; {remedy}"
+    )
+
+
+def check_rotary(config, longest: int) -> None:
+    """Refuse rows so long that rotary embeddings would depend on what else is in the batch.
+
+    ``longrope`` (Phi-3) and ``dynamic`` choose their frequencies by the longest sequence of a forward pass, and change
+    them beyond the length of pre-training. Exits with code 2.
+    """
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("longrope", "dynamic"):
+        return
+    trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if longest > trained:
         refuse(
-            f"--batch_layout {layout}: log-probs of this model differ from its own forward pass by {error:.3g} nats a "
-            f"token; it does not support this layout (try --batch_layout padded) or changes its logits after the head"
+            f"--max_prompt_length + --max_response_length: {longest} tokens, but the {rope['rope_type']} rotary "
+            f"embeddings of this model depend on the other rows of a batch beyond {trained}; shorten one of them"
         )
 
 
-# ----------------------------------------------------------------------------------------------------- weights, saving
+@torch.no_grad()
+def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> float:
+    """Mean difference in nats per token between log-probs in ``layout`` and those of plain forward passes.
+
+    Two random responses to one random prompt, which is longer than the widest sliding window (or attention chunk) below
+    ``longest``, so that all their tokens are beyond it. Infinite where the model raises an error.
+    """
+    config = policy.model.config.get_text_config()
+    windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
+    widest = max(w for w in [0, *windows] if w < longest)
+    generator = random.Random(0)
+
+    def draw(count: int) -> list[int]:
+        return [generator.randrange(config.vocab_size) for _ in range(count)]
+
+    prompt = draw(max(7, min(widest + 7, longest - 10)))
+    samples = []
+    for k, count in enumerate((5, 9)):
+        response = [*draw(count), eos]
+        samples.append(Sample(0, k, prompt, response, [0.0] * len(response), "stop", 0))
+    parameter = next(policy.parameters())
+    got = torch.zeros(token_offsets(samples)[-1], device=parameter.device)
+    try:
+        for batch in micro_batches(
+            samples,
+            [0, 1],
+            layout=layout,
+            budget=4 * (len(prompt) + 10),
+            rank=0,
+            world_size=1,
+            dtype=parameter.dtype,
+            device=parameter.device,
+        ):
+            got[batch.tokens] = policy(batch)[0]
+    except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+        print(f"--batch_layout {layout}: {type(error).__name__}: {error}", file=sys.stderr)
+        return math.inf
+    plain = torch.cat([_plain_logprobs(policy, sample) for sample in samples])
+    return (got - plain).abs().mean().item()
+
+
+def _plain_logprobs(policy: TokenLogprobs, sample: Sample) -> torch.Tensor:
+    """Log-probs of a response, [T], from one forward pass of the model as it is."""
+    model, count = policy.model, len(sample.response_ids)
+    ids = torch.tensor([sample.prompt_ids + sample.response_ids], device=next(model.parameters()).device)
+    options = {"use_cache": False}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:  # [S, V] of a long probe is large
+        options["logits_to_keep"] = count + 1
+    logits = model(input_ids=ids, **options).logits[0, -count - 1 : -1].float()
+    logprobs = (logits / policy.temperature).log_softmax(-1)
+    return logprobs.gather(-1, ids[0, -count:, None])[:, 0]
 
 
 @torch.no_grad()
-def current_weights(policy, zero_stage: int) -> list[tuple[str, torch.Tensor]]:
-    """The policy's weights by their Hugging Face names, the tied output head included, whole on every rank.
+def current_weights(policy, zero_stage: int, checkpoint_names: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """The policy's weights by name, the tied output head included, whole on every rank.
 
     Stages 0 to 2 give the live tensors: whoever gets them must be done before the next optimizer step. Stage 3 gives
-    gathered copies; every rank must call.
+    gathered copies; every rank must call. On a GPU all work on the tensors is finished when this returns, so that
+    another thread may read them on a CUDA stream of its own.
+
+    Args:
+        policy: the DeepSpeed engine around ``TokenLogprobs``.
+        zero_stage: ``--zero_stage``.
+        checkpoint_names: give the names and shapes that ``save_pretrained`` would write, which vLLM expects. They
+            differ from the module's for mixtures of experts, whose experts transformers holds in one tensor.
     """
     model = policy.module.model
     if zero_stage < 3:
-        return list(model.state_dict().items())
+        weights = model.state_dict()
+    else:
+        weights = _gathered_weights(model)
+    if checkpoint_names:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        weights = revert_weight_conversion(model, weights)
+    finish_gpu_work()
+    return list(weights.items())
+
+
+def _gathered_weights(model) -> dict[str, torch.Tensor]:
+    """Copies of weights that ZeRO-3 has sharded, by the module's names. What is tied stays tied."""
     import deepspeed
 
-    copies: dict[int, torch.Tensor] = {}  # one for each storage: what was tied stays tied
+    weights = {}
+    copies: dict[int, torch.Tensor] = {}  # address of a storage -> its copy
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return [(k, copies.setdefault(t.data_ptr(), t.clone())) for k, t in model.state_dict().items()]
+        for name, tensor in model.state_dict().items():
+            if tensor.data_ptr() not in copies:
+                copies[tensor.data_ptr()] = tensor.clone()
+            weights[name] = copies[tensor.data_ptr()]
+    return weights
+
+
+def finish_gpu_work() -> None:
+    """Wait until the GPU has done everything it was given: CUDA streams of different threads do not wait by themselves.
+
+    vLLM runs its thread on a stream of its own, which would otherwise read weights that are still being written, or
+    still read weights that the next optimizer step overwrites.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def push_weights(llm, weights: list[tuple[str, torch.Tensor]]) -> None:
     """New weights into a vLLM engine, from the thread that owns it, with no request running.
 
-    ``reload_weights`` is the one route that also serves CPU kernels, which keep packed copies. ``weights`` must hold
-    ``lm_head.weight`` even when tied: the head has a packed copy of its own, which would silently stay old. The prefix
-    cache holds keys and values of the old weights; the engine refuses to drop it while a request runs, by returning
-    False. Raises RuntimeError then.
+    vLLM's ``reload_weights`` is the one route that also serves CPU kernels, which keep packed copies. ``weights`` must
+    hold ``lm_head.weight`` even when tied: the head has a packed copy of its own on CPUs, which would silently stay
+    stale. The prefix cache holds keys and values of the old weights; the engine refuses to drop it while a request
+    runs.
+
+    Raises RuntimeError if a parameter of the engine was not loaded, or only in part, and if the prefix cache was kept.
     """
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    missing = set().union(*llm.collective_rpc(reload_worker, args=(weights,)))
+    if missing:
+        raise RuntimeError(
+            f"the weight push did not reach {len(missing)} parameters of the vLLM engine, which would stay stale: "
+            f"{', '.join(sorted(missing)[:8])}{', ...' if len(missing) > 8 else ''}. This vLLM cannot update this "
+            f"model; use --rollout hf"
+        )
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM kept its prefix cache after a weight push (a request was still running)")
+    finish_gpu_work()
 
 
-@torch.no_grad()
-def move_reference(reference: TokenLogprobs, policy, alpha: float, zero_stage: int) -> None:
-    """reference = alpha * policy + (1 - alpha) * reference (TR-DPO, arXiv 2404.09656); 1 is a copy."""
-    own = reference.model.state_dict()
-    for name, weight in current_weights(policy, zero_stage):
-        own[name].lerp_(weight.to(own[name].device), alpha)
+def reload_worker(worker, weights: list[tuple[str, torch.Tensor]]) -> list[str]:
+    """Load ``weights`` into the model of a vLLM worker; the names of parameters that did not get all their elements.
+
+    vLLM loads layer by layer and only logs what was not loaded. Its own record of each layer says so exactly, between
+    the loading and the end of the reload, which is where this looks. Written against vLLM 0.32.
+    """
+    model = worker.model_runner.get_model()
+    load = model.load_weights
+    missing = []
+
+    def load_and_look(weights):
+        names = load(weights)
+        missing.extend(_unloaded_parameters(model))
+        return names
+
+    if not torch.cuda.is_available():
+        # On CPUs the experts of a mixture are packed when their kernel is built. A later reload would keep the kernel,
+        # skip the packing, and give packed kernels plain weights.
+        for layer in model.modules():
+            method = getattr(layer, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
+    model.load_weights = load_and_look
+    try:
+        worker.reload_weights(weights_iterator=weights)
+    finally:
+        del model.load_weights
+    return missing
+
+
+def _unloaded_parameters(model) -> list[str]:
+    """Names of the parameters of layers that vLLM has not loaded in full, in the middle of a layer-by-layer reload."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    loaded_storages = set()
+    unloaded = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        finished = not info.can_load()  # vLLM resets the record of a layer that got all its elements
+        if isinstance(layer, VocabParallelEmbedding) and (info.load_numel or 0) > 0:
+            finished = True  # a vocabulary is padded, and the padding is not in the checkpoint
+        own = dict(layer.named_parameters(recurse=False))
+        old = info.kernel_tensors[0] if info.kernel_tensors is not None else own
+        if finished:
+            loaded_storages.update(tensor.data_ptr() for tensor in old.values())
+        else:
+            unloaded += [(f"{name}.{key}", old[key].data_ptr()) for key in own]
+    if torch.cuda.is_available():  # a tied head on a GPU is its embedding; on a CPU it has a packed copy
+        unloaded = [(name, storage) for name, storage in unloaded if storage not in loaded_storages]
+    return [name for name, _ in unloaded]
+
+
+def clear_dropped_gradients(engine) -> None:
+    """Forget the gradients of the last optimizer step if DeepSpeed dropped it. ``backward`` calls it after each.
+
+    DeepSpeed 0.19.8 does so itself except in bf16 under ZeRO 1 and 2 with ``offload_optimizer``: there the sums of
+    averaged gradients keep their NaN, which would also drop every later step.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if not engine.was_step_applied() and isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        for group in engine.optimizer.averaged_gradients:
+            engine.optimizer.averaged_gradients[group] = None
+
+
+class MovingReference(nn.Module):
+    """A reference that follows the policy: reference = alpha * policy + (1 - alpha) * reference (arXiv 2404.09656).
+
+    The average is kept in fp32, on the CPU, and the reference gets its rounding: in bf16 a small step would be rounded
+    away. With alpha 1 a step is a copy of the policy, and no average is kept. Its state, for checkpoints, is the
+    reference and the average.
+    """
+
+    def __init__(self, reference: TokenLogprobs, alpha: float):
+        super().__init__()
+        self.reference = reference
+        self.alpha = alpha
+        self.averages = nn.ParameterList()
+        if alpha < 1.0:
+            for weight in reference.model.parameters():  # tied weights once
+                average = weight.detach().to("cpu", torch.float32, copy=True)
+                self.averages.append(nn.Parameter(average, requires_grad=False))
+
+    @torch.no_grad()
+    def move(self, policy, zero_stage: int) -> None:
+        """Take one step towards the policy, a DeepSpeed engine. Every rank must call."""
+        targets = dict(current_weights(policy, zero_stage))
+        for k, (name, weight) in enumerate(self.reference.model.named_parameters()):
+            if self.alpha < 1.0:
+                average = self.averages[k]
+                average.lerp_(targets[name].to("cpu", torch.float32), self.alpha)
+                weight.copy_(average)
+            else:
+                weight.copy_(targets[name])
 
 
 def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
@@ -575,110 +622,6 @@ def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> N
     beside.rename(folder)
 
 
-# ------------------------------------------------------------------------------------------- threads, ranks, statistics
-
-
-class Watch:
-    """Ends every rank when one fails or stands still, and waits for nobody: ``with Watch(...) as watch: ...``.
-
-    torch.distributed's key-value store is a board that all ranks can read without a collective. A failure is written
-    there, with its traceback; whoever waits looks there twice a second. A rank inside a collective learns of it by the
-    lost connection, and reads there why, or is ended by a thread of its own that looks there, too. That thread also
-    ends a run whose next rank on this machine was killed, or that is without any progress (a message, a forward pass,
-    a phase, a file) for ``stall_timeout`` seconds.
-    """
-
-    progress: float | None = None  # when there was some; None before the first
-
-    def __init__(self, stall_timeout: float) -> None:
-        self.store = torch.distributed.distributed_c10d._get_default_store()
-        self.rank, self.limit, self.ended = torch.distributed.get_rank(), stall_timeout, threading.Event()
-        local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.neighbour = self.rank - local + (local + 1) % here  # the next rank of this machine, whose process it sees
-        self.store.set(f"process/{self.rank}", str(os.getpid()))
-
-    @staticmethod
-    def beat() -> None:
-        """There is progress."""
-        Watch.progress = time.monotonic()
-
-    def __enter__(self) -> Watch:
-        Watch.progress = None
-        threading.Thread(target=self._look, daemon=True, name="watchdog").start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        self.ended.set()
-        with contextlib.suppress(RuntimeError):  # the store may have lived in a rank that is gone: nobody looks
-            self.store.set(f"process/{self.rank}", "")
-        if error is not None and not isinstance(error, SystemExit):
-            text = f"rank {self.rank} failed:\n{''.join(traceback.format_exception(error))}"
-            if "OutOfMemoryError" in text:
-                text += "lower --micro_batch_tokens, --logprob_micro_batch_tokens or --vllm_gpu_memory_utilization, or "
-                text += "--gradient_checkpointing; docs/faq.md has more"
-            self._end(text)
-
-    def _look(self) -> None:
-        """The thread: twice a second until the end."""
-        seen = gone = 0
-        while not self.ended.wait(0.5):
-            try:
-                seen += self.store.check(["failure"])
-                pid = self.store.check([f"process/{self.neighbour}"]) and self.store.get(f"process/{self.neighbour}")
-                gone = gone + 1 if pid and not Path(f"/proc/{pid.decode()}").exists() else 0
-            except RuntimeError as error:  # the store lives in the launcher or in rank 0
-                seen, lost = seen + 1, f"rank {self.rank}: the launcher or rank 0 is gone ({error})"
-            else:
-                lost = f"rank {self.rank} was waiting for a rank that failed"
-            if seen > 10 and not self.ended.is_set():  # five seconds in which this rank did not notice by itself
-                print(lost, file=sys.stderr, flush=True)
-                os._exit(1)
-            if gone > 4 and not self.ended.is_set():  # two seconds: it could have said why
-                self._end(f"rank {self.rank} failed: rank {self.neighbour} is gone without a word (killed, no memory?)")
-            idle = time.monotonic() - (Watch.progress or math.inf)
-            if 0 < self.limit < idle:
-                faulthandler.dump_traceback(file=2, all_threads=True)
-                self._end(f"rank {self.rank} failed: no progress for {idle:.0f} s (--stall_timeout {self.limit:g})")
-
-    def _end(self, text: str) -> None:
-        """Say why, let the others say what they saw, and end this process."""
-        try:
-            first = self.store.compare_set("failure", "", text).decode()  # the first failure stands: the others follow
-            if first != text and first not in text:
-                text = f"{text}\nafter another rank had failed: {first}"
-            print(text, file=sys.stderr, flush=True)
-            # The board may live in this process, and the launcher kills the others as soon as one has left.
-            self.store.add("reported", 1)
-            deadline = time.monotonic() + 4.0
-            while self.store.add("reported", 0) < torch.distributed.get_world_size() and time.monotonic() < deadline:
-                time.sleep(0.1)
-        finally:
-            os._exit(1)  # no interpreter shutdown: it would wait for the engine's thread
-
-    def receive(self, outbox: queue.Queue, thread: threading.Thread, timeout: float, what: str) -> tuple:
-        """The next message of the rollout thread. Never waits for the dead, nor for ever.
-
-        Raises RuntimeError if the thread failed (chained to its exception) or another rank did (with its traceback),
-        and TimeoutError after ``timeout`` seconds without a message.
-        """
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                message = outbox.get(timeout=0.5)
-            except queue.Empty:
-                if self.store.check(["failure"]):
-                    raise RuntimeError(f"another rank failed: {self.store.get('failure').decode()}") from None
-                if not thread.is_alive() and outbox.empty():
-                    raise RuntimeError(f"the rollout thread ended without a word; {what} was awaited") from None
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no {what} within --rollout_timeout {timeout:.0f} s") from None
-                continue
-            if message[0] == "error":
-                raise RuntimeError("the rollout thread failed") from message[1]
-            self.beat()
-            return message
-
-
 def gather_samples(mine: list[Sample]) -> list[Sample]:
     """All ranks' samples on all ranks, ordered by prompt and sample: the same list everywhere."""
     parts: list = [None] * torch.distributed.get_world_size()
@@ -692,62 +635,116 @@ class TokenStats:
     A mean is then a sum over all ranks divided by a count over all ranks, and never sees padding.
     """
 
-    def __init__(self, device: torch.device):
-        self.device, self.names, self.sums, self.maxima = device, None, None, None
+    def __init__(self, device: torch.device, engines: int = 1):
+        self.device = device
+        self.names: list[str] | None = None
+        self.sums: torch.Tensor | None = None
+        self.maxima: torch.Tensor | None = None
+        self.sampler_diff_2E = torch.zeros(2, engines, device=device)  # sum over tokens, and their number
 
     @torch.no_grad()
     def add(self, seen_T: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
         """Add a micro-batch: the tokens where ``seen_T`` is True. The same names in every call and on every rank."""
         if self.names is None:
             self.names = list(values)
-            self.sums, self.maxima = torch.zeros(2, len(values), dtype=torch.float64, device=self.device)
-        table = torch.where(seen_T, torch.stack([v.detach().double() for v in values.values()]), 0.0)
-        self.sums += table.sum(1)
-        self.maxima = torch.maximum(self.maxima, table.amax(1))
+            self.sums = torch.zeros(len(values), dtype=torch.float64, device=self.device)
+            self.maxima = torch.zeros_like(self.sums)
+        columns = torch.stack([v.detach().double() for v in values.values()])
+        seen = torch.where(seen_T, columns, 0.0)
+        self.sums += seen.sum(1)
+        self.maxima = torch.maximum(self.maxima, seen.amax(1))
+
+    @torch.no_grad()
+    def add_sampler_diff(self, seen_T: torch.Tensor, diff_T: torch.Tensor, engine_T: torch.Tensor) -> None:
+        """Add |trainer's - sampler's log-prob| of the tokens where ``seen_T`` is True to the engine of each."""
+        values = torch.stack([torch.where(seen_T, diff_T, 0.0), seen_T.float()])
+        self.sampler_diff_2E.index_add_(1, engine_T, values)
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
         """(sums, maxima) over all ranks, by name. Every rank must call."""
+        torch.distributed.all_reduce(self.sampler_diff_2E)
         torch.distributed.all_reduce(self.sums)
         torch.distributed.all_reduce(self.maxima, op=torch.distributed.ReduceOp.MAX)
-        return tuple(dict(zip(self.names, x.tolist(), strict=True)) for x in (self.sums, self.maxima))
+        sums = dict(zip(self.names, self.sums.tolist(), strict=True))
+        maxima = dict(zip(self.names, self.maxima.tolist(), strict=True))
+        return sums, maxima
+
+
+def check_sampler(stats: TokenStats, limit: float, dtype: torch.dtype) -> None:
+    """End the run when the log-probs of one engine differ from the trainer's: over all engines it would be diluted.
+
+    ``limit``: mean nats per token in bf16, 0 disables; in fp32 a thousandth of it. Raises RuntimeError.
+    """
+    limit = limit * (1e-3 if dtype == torch.float32 else 1.0)
+    sums_E, counts_E = stats.sampler_diff_2E
+    means_E = sums_E / counts_E.clamp(min=1)
+    worst = means_E.argmax().item()
+    if limit > 0 and means_E[worst] > limit:
+        raise RuntimeError(
+            f"sampler and trainer log-probs differ by {means_E[worst]:.3g} nats per token (engine {worst}; "
+            f"--max_sampler_diff: {limit:g}): the engine has stale weights or a different model"
+        )
+
+
+def set_learning_rate(engine, rate: float) -> None:
+    """Set the learning rate of a DeepSpeed engine's optimizer."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
+
+
+def backward(engine, loss: torch.Tensor, is_last: bool) -> None:
+    """Backward pass of a micro-batch; after the last one of a mini-batch, the optimizer step."""
+    engine.set_gradient_accumulation_boundary(is_boundary=is_last)
+    engine.backward(loss)
+    if is_last:
+        engine.step()
+        clear_dropped_gradients(engine)
+
+
+def even_part(items: list[int], part: int, parts: int) -> set[int]:
+    """Part number ``part`` of a list that is split as evenly as possible."""
+    size = len(items) / parts
+    return set(items[round(part * size) : round((part + 1) * size)])
 
 
 class Stopwatch:
-    """Seconds by phase: ``with clock("generate"): ...`` adds to ``clock.seconds["generate"]``."""
+    """Seconds by phase: ``with clock("generate"): ...`` adds to ``clock.seconds["generate"]``.
+
+    A phase inside another (an evaluation also generates) counts as part of the outer one.
+    """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.started = time.perf_counter()
-        self.running: list[tuple[str, float]] = []
-
-    def __call__(self, phase: str) -> Stopwatch:
-        Watch.beat()
-        self.running.append((phase, time.perf_counter()))
-        return self
-
-    def __enter__(self) -> Stopwatch:
-        return self
+        self.inside = False
+        self.restart()
 
     def restart(self) -> None:
         """Forget the phases; a step begins."""
-        self.seconds.clear()
+        self.seconds: dict[str, float] = {}
         self.started = time.perf_counter()
 
-    def metrics(self, tokens: int, trained: float) -> dict[str, float]:
-        """Of the step so far: seconds, and response tokens a second. ``trained``: tokens of the update."""
-        seconds = time.perf_counter() - self.started
-        return {f"time/{phase}": s for phase, s in self.seconds.items()} | {
-            "time/step": seconds,
-            "perf/tokens_per_second": tokens / seconds,
-            "perf/generate_tokens_per_second": tokens / self.seconds["generate"],
-            "perf/update_tokens_per_second": trained / self.seconds["update"],
-        }
-
-    def __exit__(self, *_: object) -> None:
-        phase, start = self.running.pop()
-        if self.running:  # inside another phase (an evaluation generates, too): its seconds are that one's
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        Watch.beat()
+        if self.inside:
+            yield
             return
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        self.inside = True
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.inside = False
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def metrics(self, tokens: int, trained: float) -> dict[str, float]:
+        """Seconds of the step so far, and response tokens per second. ``trained``: tokens of the update."""
+        seconds = time.perf_counter() - self.started
+        metrics = {f"time/{phase}": s for phase, s in self.seconds.items()}
+        metrics["time/step"] = seconds
+        metrics["perf/tokens_per_second"] = tokens / seconds
+        metrics["perf/generate_tokens_per_second"] = tokens / self.seconds["generate"]
+        metrics["perf/update_tokens_per_second"] = trained / self.seconds["update"]
+        return metrics
 
 
 def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -> dict[str, float | None]:
@@ -770,7 +767,7 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
 
 
 def mean(values: list[float]) -> float | None:
-    """None where there is nothing to take a mean of: a metric without a value is left out, not logged as 0."""
+    """The mean, or None of no values: a metric without a value is left out, not logged as 0."""
     return sum(values) / len(values) if values else None
 
 
@@ -780,66 +777,70 @@ def pass_at_k(correct: int, total: int, k: int) -> float:
 
 
 def is_right(sample: Sample) -> bool:
-    """Whether a response counts as right: its part ``correct``, or else its score, is above 0.5."""
+    """Whether a response counts as correct: its part ``correct``, or else its score, is above 0.5."""
     return sample.reward_parts.get("correct", sample.score) > 0.5
 
 
 def majority(group: list[Sample]) -> float:
-    """Whether the answer that most responses to one prompt give is right; of n equally frequent ones each counts 1/n.
+    """Whether the most frequent answer to one prompt is correct; n equally frequent answers count 1/n each.
 
-    All right responses give the same answer, however they write it. Nothing extracted: the whole text is the answer.
+    All correct responses give the same answer, however they write it. Without an extracted answer, the whole text is
+    the answer.
     """
-    votes = Counter(None if is_right(s) else (s.extracted or s.response).strip() for s in group)
-    first = [answer for answer, count in votes.items() if count == max(votes.values())]
+    votes: Counter[str | None] = Counter()
+    for sample in group:
+        answer = None if is_right(sample) else (sample.extracted or sample.response).strip()
+        votes[answer] += 1
+    highest = max(votes.values())
+    first = [answer for answer, count in votes.items() if count == highest]
     return first.count(None) / len(first)
 
 
 def eval_metrics(samples: list[Sample], problems: list[Problem], step: int) -> dict[str, float]:
     """What an evaluation of the weights after ``step`` found; names and units are in docs/metrics.md.
 
-    ``samples``: equally many to each of ``problems``. Of several sources each has its own numbers as well.
+    ``samples``: equally many for each of ``problems``. With several sources, each has metrics of its own as well.
     """
     groups: list[list[Sample]] = [[] for _ in problems]
     for sample in samples:
         groups[sample.prompt_id].append(sample)
+    result = {"step": step}
+    for name, value in _group_metrics(groups).items():
+        result[f"eval/{name}"] = value
+    sources = sorted({p.source for p in problems})
+    if len(sources) > 1:
+        for source in sources:
+            own = [group for group, problem in zip(groups, problems, strict=True) if problem.source == source]
+            for name, value in _group_metrics(own).items():
+                result[f"eval/{source}/{name}"] = value
+    result["eval/samples"] = len(groups[0])
+    result["eval/weights_version"] = samples[0].weights_version
+    return result
+
+
+def _group_metrics(groups: list[list[Sample]]) -> dict[str, float]:
+    """pass@k, majority and lengths of the samples of some problems, equally many for each."""
     count = len(groups[0])
-
-    def numbers(places: list[int]) -> dict[str, float]:
-        right = [sum(map(is_right, groups[p])) for p in places]
-        answers = [s for p in places for s in groups[p]]
-        found = {"pass@1": sum(right) / len(answers)}
-        for name, k in [*((2**i, 2**i) for i in range(1, count.bit_length())), ("k", count)]:
-            found[f"pass@{name}"] = mean([pass_at_k(c, count, k) for c in right])
-        found["majority@k"] = mean([majority(groups[p]) for p in places])
-        found["length_mean"] = mean([len(s.response_ids) for s in answers])
-        found["truncated_frac"] = mean([s.finish_reason == "length" for s in answers])
-        return found | {"problems": len(places)}
-
-    every, sources = list(range(len(problems))), sorted({p.source for p in problems})
-    result = {"step": step} | {f"eval/{name}": value for name, value in numbers(every).items()}
-    for source in sources if len(sources) > 1 else ():
-        own = numbers([p for p in every if problems[p].source == source])
-        result |= {f"eval/{source}/{name}": value for name, value in own.items()}
-    return result | {"eval/samples": count, "eval/weights_version": samples[0].weights_version}
-
-
-def seed_everything(seed: int) -> None:
-    """Python, NumPy and torch, this process."""
-    import numpy
-
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)  # noqa: NPY002 (libraries draw from the global state)
-    torch.manual_seed(seed)
-
-
-# -------------------------------------------------------------------------------------- rollout without an engine
+    right = [sum(is_right(sample) for sample in group) for group in groups]
+    samples = [sample for group in groups for sample in group]
+    metrics = {"pass@1": sum(right) / len(samples)}
+    sizes = {str(2**i): 2**i for i in range(1, count.bit_length())}
+    sizes["k"] = count
+    for name, k in sizes.items():
+        metrics[f"pass@{name}"] = mean([pass_at_k(c, count, k) for c in right])
+    metrics["majority@k"] = mean([majority(group) for group in groups])
+    metrics["length_mean"] = mean([len(s.response_ids) for s in samples])
+    metrics["truncated_frac"] = mean([s.finish_reason == "length" for s in samples])
+    metrics["problems"] = len(groups)
+    return metrics
 
 
 def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
-    """Answers the messages of ``vllm_thread`` with transformers' ``generate``: slow, and needs nothing else.
+    """Answer the messages of ``vllm_thread`` with transformers' ``generate``: slow, with no further dependency.
 
-    Has a model of its own, so that a push means the same as with vLLM. Log-probs come from a forward pass of it. All
-    samples of a prompt are one batch. ``rank`` and ``world_size`` are there for the same call.
+    The thread has a model of its own, so that a push means the same as with vLLM. Log-probs come from a forward pass of
+    that model. All samples of a prompt are one batch. ``rank`` and ``world_size`` are unused: both threads are called
+    alike.
     """
     try:
         device = resolve_device(args)[0]
@@ -852,6 +853,7 @@ def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbo
                 return
             if kind == "weights":
                 model.load_state_dict(dict(body[0]))
+                finish_gpu_work()
                 version += 1
                 outbox.put(("weights", version))
             if kind == "sleep":
@@ -866,29 +868,50 @@ def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbo
 
 
 def _by_prompt(requests: Iterable[tuple]) -> list[tuple]:
+    """(prompt ids, keys of its samples, seed of the first) for each prompt."""
     groups: dict[tuple, list] = {}
     for key, prompt_ids, seed in requests:
-        groups.setdefault((key[0], tuple(prompt_ids)), []).append((key, seed))
-    return [(list(ids), [k for k, _ in members], members[0][1]) for (_, ids), members in groups.items()]
+        group = groups.setdefault((key[0], tuple(prompt_ids)), [])
+        group.append((key, seed))
+    batches = []
+    for (_, prompt_ids), members in groups.items():
+        keys = [key for key, _ in members]
+        batches.append((list(prompt_ids), keys, members[0][1]))
+    return batches
 
 
 @torch.no_grad()
 def _generate(model, prompt_ids, keys, seed, sampling, stop_ids, version, device):
+    """Messages with one sample for each of ``keys``."""
     greedy = sampling["temperature"] == 0.0
-    options = {"do_sample": not greedy, "max_new_tokens": sampling["max_tokens"], "pad_token_id": stop_ids[0]}
+    options = {
+        "do_sample": not greedy,
+        "max_new_tokens": sampling["max_tokens"],
+        "pad_token_id": stop_ids[0],
+        "eos_token_id": -1 if sampling["ignore_eos"] else stop_ids,
+    }
     if not greedy:
-        options |= {"temperature": sampling["temperature"], "top_p": sampling["top_p"], "top_k": sampling["top_k"]}
-    options["eos_token_id"] = -1 if sampling["ignore_eos"] else stop_ids
+        for name in ("temperature", "top_p", "top_k"):
+            options[name] = sampling[name]
     torch.manual_seed(seed)
     ids = torch.tensor([prompt_ids] * len(keys), device=device)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     scorer = TokenLogprobs(model, 1.0 if greedy else sampling["temperature"], chunk=1024)
     for key, row in zip(keys, output[:, len(prompt_ids) :].tolist(), strict=True):
-        ends = [] if sampling["ignore_eos"] else [t for t, token in enumerate(row) if token in stop_ids]
+        ends = []
+        if not sampling["ignore_eos"]:
+            ends = [t for t, token in enumerate(row) if token in stop_ids]
         response = row[: ends[0] + 1] if ends else row
         sample = Sample(0, 0, prompt_ids, response, [], "", 0)
-        batch = micro_batches(
-            *([sample], [0]), layout="padded", budget=1, rank=0, world_size=1, dtype=model.dtype, device=device
-        )[0]
+        (batch,) = micro_batches(
+            [sample],
+            [0],
+            layout="padded",
+            budget=1,
+            rank=0,
+            world_size=1,
+            dtype=model.dtype,
+            device=device,
+        )
         logprobs = scorer(batch)[0].tolist()
         yield ("sample", key, response, logprobs, "stop" if ends else "length", version)

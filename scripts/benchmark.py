@@ -18,29 +18,31 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import random
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-import checks
-import data
-import grpo
-import runlog
-from data import Problem, Sample
+from runtime.process import prepare_environment
 
-if TYPE_CHECKING:
-    import torch
+prepare_environment()
+
+import torch  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
+
+import grpo  # noqa: E402
+import utils  # noqa: E402
+from rewards import truth_error  # noqa: E402
+from runtime import batching, data, flags, process, watchdog  # noqa: E402
+from runtime.records import Problem, Sample  # noqa: E402
 
 LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}  # difference of the layouts: nats a token, gradient's share of its norm
 
@@ -71,8 +73,6 @@ class Args:
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     """(seconds, result) of ``work``; a GPU has finished it when the clock stops."""
-    import torch
-
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     wait()
     start, result = time.perf_counter(), work()
@@ -101,8 +101,6 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
 
     2048^3, on a GPU 8192^3 to fill it; 256 MB, more than caches hold. Work that mostly reads can be a little faster.
     """
-    import torch
-
     size = 8192 if device.type == "cuda" else 2048
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     source, target = torch.ones(2, 256 * 10**6, dtype=torch.uint8, device=device)
@@ -133,13 +131,9 @@ def update(policy, samples: list[Sample], layout: str, budget: int) -> tuple[tor
     Returns (log-probs [N], gradients, positions computed). Tokens have different weights, so that a layout that mixed
     them up would give another gradient; all are positive, since terms that cancel leave bf16 nothing but rounding.
     """
-    import torch
-
-    import utils
-
     one_rank = {"rank": 0, "world_size": 1, "dtype": policy.model.dtype, "device": policy.model.device}
-    micro_batches = utils.micro_batches(samples, list(range(len(samples))), layout=layout, budget=budget, **one_rank)
-    count = utils.token_offsets(samples)[-1]
+    micro_batches = batching.micro_batches(samples, list(range(len(samples))), layout=layout, budget=budget, **one_rank)
+    count = batching.token_offsets(samples)[-1]
     weights_N = (torch.rand(count, generator=torch.Generator().manual_seed(0)) + 0.5).to(policy.model.device) / count
     logprobs_N = torch.zeros_like(weights_N)
     for mb in micro_batches:
@@ -150,71 +144,39 @@ def update(policy, samples: list[Sample], layout: str, budget: int) -> tuple[tor
     return logprobs_N, [p.grad for p in policy.parameters()], positions
 
 
-class EngineInbox(queue.Queue):
-    """The inbox of ``grpo.vllm_thread``, which also takes functions: the thread calls them while it waits for messages.
+class Bench:
+    """The ways of sampling that are compared, on one ``grpo.Engine``."""
 
-    So the script's own code is timed, and what it is compared with runs on the same engine in the same thread. Send a
-    function only while no request runs.
-    """
+    def __init__(self, run: grpo.Args, dtype: torch.dtype, tokenizer, stop_ids: list[int]):
+        self.watch = watchdog.Watch(run.stall_timeout)
+        self.engine = grpo.Engine(run, dtype, tokenizer, stop_ids, self.watch)
 
-    def get(self, *args: Any, **kwargs: Any) -> tuple:
-        while callable(item := super().get(*args, **kwargs)):
-            item()
-        return item
+    def call(self, function: Callable[[Any], Any]) -> Any:
+        """``function(llm)``, computed in the engine's thread while no request runs."""
+        self.engine.inbox.put(("call", function))
+        return self.engine.receive("result")[1]
 
-
-class Engine:
-    """``grpo.vllm_thread`` with its two queues, and the ``vllm.LLM`` it has built."""
-
-    def __init__(self, run: grpo.Args, dtype: torch.dtype, stop_ids: list[int]):
-        import vllm
-
-        build = vllm.LLM
-
-        def build_and_note(**arguments: Any) -> vllm.LLM:
-            self.llm = build(**arguments)
-            return self.llm
-
-        vllm.LLM = build_and_note  # in the thread the engine is a local variable, and llm.chat needs it
-        self.inbox, self.outbox = EngineInbox(), queue.Queue()
-        arguments = (run, dtype, 0, 1, stop_ids, self.inbox, self.outbox)
-        self.thread = threading.Thread(target=grpo.vllm_thread, args=arguments, daemon=True)
-        self.thread.start()
-        self.receive()
-
-    def receive(self) -> tuple:
-        """The thread's next message; its exception is raised here."""
-        message = self.outbox.get(timeout=1800)
-        if message[0] == "error":
-            raise RuntimeError("the engine's thread failed") from message[1]
-        return message
-
-    def call(self, function: Callable[[], Any]) -> Any:
-        """The function's result, computed in the engine's thread."""
-        self.inbox.put(lambda: self.outbox.put(("called", function())))
-        return self.receive()[1]
-
-    def by_tokens(self, problems: list[Problem], group: int, tokenizer, length: int) -> list[int]:
+    def by_tokens(self, problems: list[Problem], group: int, length: int) -> list[int]:
         """Phase 2 as in grpo.py: ids in, ids and log-probs out, each response decoded once, when it has ended."""
-        wanted = [((i, k), p.prompt_ids, i * group + k) for i, p in enumerate(problems) for k in range(group)]
+        requests = [(i, k, i * group + k) for i in range(len(problems)) for k in range(group)]
         sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop": [], "max_tokens": length, "ignore_eos": True}
-        self.inbox.put(("generate", wanted, sampling))
-        lengths = []
-        for _ in wanted:
-            ids = self.receive()[2]
-            tokenizer.decode(ids, skip_special_tokens=True)
-            lengths.append(len(ids))
-        return lengths
+        return [len(sample.response_ids) for sample in self.engine.generate(problems, requests, sampling)]
 
     def by_chat(self, problems: list[Problem], group: int, length: int) -> list[int]:
         """As in vLLM's examples: messages in; text, ids and a dictionary of log-probs for each token out."""
         from vllm import SamplingParams
 
         params = SamplingParams(n=group, temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0)
-        outputs = self.call(lambda: self.llm.chat([p.messages for p in problems], params, use_tqdm=False))
+        conversations = [p.messages for p in problems]
+        outputs = self.call(lambda llm: llm.chat(conversations, params, use_tqdm=False))
         if [list(o.prompt_token_ids) for o in outputs] != [p.prompt_ids for p in problems]:
             raise RuntimeError("llm.chat and data.render_prompts make different prompts: this compares nothing")
         return [len(answer.token_ids) for output in outputs for answer in output.outputs]
+
+    def close(self) -> None:
+        """End the engine and the watchdog."""
+        self.engine.close()
+        self.watch.close()
 
 
 def floors(model, samples: list[Sample], cap: int, flops: float, bandwidth: float, slots: int) -> dict[str, float]:
@@ -268,20 +230,14 @@ def main(args: Args) -> None:
     prompts, group, cap = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout, args.max_response_length
     shared = {k: v for k, v in vars(args).items() if k not in ("repeats", "skip_engine", "json")}
     run = grpo.Args(**shared, ignore_eos=True, mask_truncated_completions=False)
-    checks.check_args(run, 1)
+    flags.check(run, 1)
+    flags.check_training(run)
     grpo.check_args(run)
-    checks.check_model(run)
     if args.repeats < 1:
-        data.refuse(f"--repeats {args.repeats}: must be above 0")
+        process.refuse(f"--repeats {args.repeats}: must be above 0")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))  # before this program adds to it
-    problems = data.load_problems(run)[0]
+    problems = data.load_problems(run, truth_error)[0]
     problems = [problems[i] for i in data.prompts_at(0, prompts, len(problems), run.seed, run.shuffle)]
-
-    runlog.prepare_environment()
-    import torch
-    from transformers import AutoTokenizer
-
-    import utils
 
     say = partial(print, flush=True)
     device, dtype, attention = utils.resolve_device(run)
@@ -290,7 +246,10 @@ def main(args: Args) -> None:
     data.render_prompts(problems, tokenizer, run)
     model = utils.load_model(run, dtype, attention)
     # The engine first, as in the scripts: it measures free memory and changes global settings of torch.
-    engine = None if args.skip_engine else Engine(run, dtype, utils.stop_token_ids(model, tokenizer))
+    bench = None
+    if not args.skip_engine:
+        torch.distributed.init_process_group("gloo")
+        bench = Bench(run, dtype, tokenizer, utils.stop_token_ids(model, tokenizer))
     policy = utils.TokenLogprobs(model.to(device), run.temperature, run.logprob_chunk)
 
     # 1 the machine
@@ -324,16 +283,18 @@ def main(args: Args) -> None:
     del results, one, other
 
     # 3 the engine
-    if engine is not None:
+    if bench is not None:
         say(f"\nengine     the same prompts, {prompts * group} responses of exactly {cap} tokens")
         ways = {
-            "token ids": partial(engine.by_tokens, problems, group, tokenizer),
-            "llm.chat": partial(engine.by_chat, problems, group),
+            "token ids": partial(bench.by_tokens, problems, group),
+            "llm.chat": partial(bench.by_chat, problems, group),
         }
         for way, work in ways.items():
             work(min(cap, 4))  # the first steps allocate
             ways[way] = partial(work, cap)
-        reset = partial(engine.call, engine.llm.reset_prefix_cache)  # nobody finds prompts that the other computed
+        reset = partial(
+            bench.call, lambda llm: llm.reset_prefix_cache()
+        )  # nobody finds prompts that the other computed
         seconds, results = alternate(ways, args.repeats, reset)
         times |= seconds
         for way, lengths in results.items():
@@ -351,18 +312,17 @@ def main(args: Args) -> None:
     optimizer.step()  # the first makes the moments
     times["optimizer"] = [timed(optimizer.step)[0] for _ in range(max(5, args.repeats))]
     say(f"\noptimizer  {spread(times['optimizer'], digits=3)}   AdamW, fused, {sum(m.numel() for m in masters):,} fp32")
-    if engine is not None:
-        push = partial(utils.push_weights, engine.llm, list(model.state_dict().items()))
-        engine.call(push)
-        times["push"] = [timed(partial(engine.call, push))[0] for _ in range(max(5, args.repeats))]
+    if bench is not None:
+        push = partial(bench.engine.push, list(model.state_dict().items()))
+        push()
+        times["push"] = [timed(push)[0] for _ in range(max(5, args.repeats))]
         say(f"push       {spread(times['push'], digits=3)}   all weights to the engine, prefix cache dropped")
-        engine.inbox.put(("stop",))
-        engine.thread.join(timeout=30)
+        bench.close()
 
     # 5 the floor, at the better of the rates before and after: a neighbour may have been busy during one of them
     flops, bandwidth = (max(pair) for pair in zip((flops, bandwidth), machine_rates(device, dtype), strict=True))
     bound = floors(model, samples, cap, flops, bandwidth, run.vllm_max_num_seqs)
-    times |= {"generate": times["token ids"]} if engine is not None else {}
+    times |= {"generate": times["token ids"]} if bench is not None else {}
     measured = {phase: median(times[phase]) for phase in bound if phase in times}
     say(f"\nfloor      at {flops / 1e9:.0f} GFLOP/s and {bandwidth / 1e9:.1f} GB/s, the best of before and after")
     rows = [(phase, bound[phase], seconds) for phase, seconds in measured.items()]
@@ -370,7 +330,7 @@ def main(args: Args) -> None:
     for phase, floor, seconds in rows:
         say(f"  {phase:16s} {floor:8.3f} s of {seconds:8.3f} s   {100 * floor / seconds:3.0f} %")
     if args.json is not None:
-        numbers = {"machine": machine, "cores": cores, "load": load, "versions": runlog.versions(), "dtype": name}
+        numbers = {"machine": machine, "cores": cores, "load": load, "versions": process.versions(), "dtype": name}
         numbers |= {"arguments": vars(args), "flop_per_second": flops, "bytes_per_second": bandwidth, "seconds": times}
         numbers |= {"ratios": ratios, "floor_seconds": bound, "response_tokens": tokens, "gradient_error": error}
         Path(args.json).write_text(json.dumps(numbers, indent=1))

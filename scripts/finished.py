@@ -1,53 +1,70 @@
-"""Is the run of this command line finished? For sweeps: they skip what is.
+"""Tell whether the run of a command line is finished, so that sweeps can skip it.
 
     python scripts/finished.py grpo.py --beta 0.03 --seed 2      exit code 0: finished, 3: leave it alone, 4: to be run
 
-Finished is judged by what only the end of a run writes: the last step in metrics.jsonl, the evaluation after it in
-eval.jsonl, and the weights in model/; and the run's arguments must be these. What was begun is to be run, too, since it
-goes on where it was, unless a process is writing to it now, or the folder is another run's. Says what it found on one
-line. Ends with 2 for arguments that the script does not take; any other code is a failure of this program.
+A run counts as finished by what only its end writes: the last step in metrics.jsonl, the evaluation after it in
+eval.jsonl, and the weights in model/; its arguments must be the same, too. An interrupted run is to be run, since it
+resumes, unless a process is writing to its folder or the folder belongs to another run. What was found is printed on
+one line. Exit code 2 means arguments that the script does not take; any other code is a failure of this program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-import data
-import runlog
+from runtime import flags, identity, process, rundir
 
 FINISHED, LEAVE, RUN = 0, 3, 4
 
 
+def load_script(path: Path) -> ModuleType:
+    """A training script as a module: any file with a dataclass Args, such as an edited copy of grpo.py."""
+    if path.suffix != ".py" or not path.is_file():
+        process.refuse(f"{path} is not a script; give one and its arguments: finished.py grpo.py --beta 0.03")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where dataclasses look up the annotations
+    spec.loader.exec_module(module)
+    if not dataclasses.is_dataclass(getattr(module, "Args", None)):
+        process.refuse(f"{path} has no dataclass Args, so its arguments cannot be read")
+    return module
+
+
 def state(args, defaults) -> tuple[int, str]:
     """(FINISHED, LEAVE or RUN, in words) of the run that these arguments name."""
-    folder = Path(args.output_dir) / runlog.run_name(args, defaults)
+    folder = Path(args.output_dir) / rundir.run_name(args, defaults)
     if not (folder / "config.json").is_file():
         return RUN, f"not begun: {folder}"
-    theirs, ours = json.loads((folder / "config.json").read_text())["args"], json.loads(json.dumps(vars(args)))
+    config = json.loads((folder / "config.json").read_text())
+    theirs = config["args"]
+    ours = json.loads(json.dumps(vars(args)))
     for name in ours:
-        if name not in runlog.PRESENTATION and ours[name] != theirs.get(name):
+        if name not in flags.MAY_CHANGE and ours[name] != theirs.get(name):
             return LEAVE, f"another run: {folder} has --{name} {theirs.get(name)}, not {ours[name]}"
-    if lacks := runlog.unfinished(folder, args):
-        if holder := runlog.lock_holder(folder):
-            return LEAVE, f"going on: {folder} {lacks} ({holder})"
-        return RUN, f"begun: {folder} {lacks}"
-    return FINISHED, f"finished: {folder}"
+    changed = identity.changed_code(config.get("code"), identity.code_of(args))
+    if changed and not args.accept_changed_code:
+        return LEAVE, f"other code: {folder}: {', '.join(changed[:5])}"
+    lacks = rundir.unfinished(folder, args)
+    if not lacks:
+        return FINISHED, f"finished: {folder}"
+    holder = process.lock_holder(folder)
+    if holder:
+        return LEAVE, f"running: {folder} {lacks} ({holder})"
+    return RUN, f"begun: {folder} {lacks}"
 
 
 def main() -> int:
-    if len(sys.argv) < 2 or not sys.argv[1].endswith(".py"):
-        data.refuse("give a script and its arguments: finished.py grpo.py --beta 0.03")
-    import tyro
-
-    script = importlib.import_module(Path(sys.argv[1]).stem)
-    assert dataclasses.is_dataclass(script.Args)
-    code, words = state(tyro.cli(script.Args, args=sys.argv[2:]), script.Args())
+    """Print the state of a run, and return it as the exit code."""
+    script = load_script(Path(sys.argv[1] if len(sys.argv) > 1 else ""))
+    args = flags.parse(script.Args, script.__doc__, sys.argv[2:])
+    code, words = state(args, script.Args())
     print(words)
     return code
 

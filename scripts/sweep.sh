@@ -1,18 +1,22 @@
 # Common to the sweeps: source it with their arguments, then call `run ARGUMENTS...` in loops.
 #   --seeds 1..5    or 1,3,8; other arguments go to every run
-#   RUN=...         what stands in front of every command: echo, or a submission that ends in --
-#   SCRIPT=grpo.py  PYTHON=.venv/bin/python  OUTPUT_DIR=runs
-# A finished run is skipped, and one that is going on (scripts/finished.py says which are); one that was interrupted
-# goes on from its last checkpoint. --overwrite starts what is not finished anew.
+#   RUN=...         words to put before every command: echo, or a submission that ends in --
+#   SCRIPT=mine.py  the script to run (grpo.py); PYTHON=.venv/bin/python  OUTPUT_DIR=runs
+# A run that is finished or running is skipped (scripts/finished.py says which are); an interrupted one resumes from its
+# last checkpoint. --overwrite starts what is not finished from scratch.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)}
 SCRIPT=${SCRIPT:-grpo.py}
+suffix= # of --exp_name, so that the runs of another script do not share folders with those of grpo.py
+[[ $SCRIPT == grpo.py ]] || suffix=_$(basename "$SCRIPT" .py)
 seeds=(1 2 3)
 common=()
 overwrite=0
-started=0 skipped=0 failed=0
+started=0
+skipped=0
+failed=0
 
 while (($#)); do
     case $1 in
@@ -36,14 +40,14 @@ while (($#)); do
     esac
 done
 
-# Said outright, or a submitted run would lie in its job's folder, where neither this loop nor a plot looks for it.
+# Explicit, or a submitted run would write into its job's folder, where neither this loop nor a plot looks for it.
 [[ " ${common[*]-} " == *" --output_dir"[=\ ]* ]] || common+=(--output_dir "${OUTPUT_DIR:-runs}")
 
 run() {
     local said state=0
     said=$("$PYTHON" scripts/finished.py "$SCRIPT" "$@" "${common[@]}") || state=$?
     if ((state == 2)); then
-        exit 2 # what is wrong with the arguments has been said
+        exit 2 # the message about the arguments is already printed
     elif ((state == 0 || (state == 3 && !overwrite))); then
         echo "skipped, $said"
         skipped=$((skipped + 1))
@@ -57,7 +61,7 @@ run() {
     fi
 }
 
-end() { # the sweep's last words, and 1 if a run failed: the others were not held up by it
+end() { # print the totals; exit code 1 if a run failed, which does not stop the others
     echo "$started started, $skipped skipped, $failed failed" >&2
     ((failed == 0))
 }

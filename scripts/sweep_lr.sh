@@ -2,12 +2,12 @@
 # Learning rate x seed; see scripts/sweep.sh for --seeds, RUN and what is skipped.
 #   scripts/sweep_lr.sh --seeds 1..5
 #   LEARNING_RATES="1e-5 3e-5" RUN="python scripts/submit.py --backend slurm --gpus 1 --" scripts/sweep_lr.sh
-# Then: python scripts/plot.py runs --by learning_rate
+# Then: python scripts/plot.py runs --x learning_rate --y final:eval/pass@1 --output lr.png
 . "$(dirname "${BASH_SOURCE[0]}")/sweep.sh"
 
 for seed in "${seeds[@]}"; do
     for learning_rate in ${LEARNING_RATES:-3e-6 1e-5 3e-5 1e-4 3e-4}; do
-        run --exp_name sweep_lr --learning_rate "$learning_rate" --seed "$seed"
+        run --exp_name "sweep_lr$suffix" --learning_rate "$learning_rate" --seed "$seed"
     done
 done
 end

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -17,12 +18,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a core and a port of its own for each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # but what a test has launched keeps the port of its launcher
         os.environ.pop("MASTER_PORT", None)
+CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # the cache of datasets, also of the processes tests start
+os.environ["HF_DATASETS_CACHE"] = CACHE.name
 ROOT = Path(__file__).resolve().parent.parent
 
-import data  # noqa: E402
-import runlog  # noqa: E402
+from runtime import data, process, records, rundir  # noqa: E402
 
-runlog.prepare_environment()
+process.prepare_environment()
 
 
 def pytest_collection_modifyitems(items):
@@ -34,7 +36,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def own_signals():
     """Runs in this process listen for signals; after a test they are pytest's again."""
-    handlers = {number: signal.getsignal(number) for number in runlog.STOP_SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in process.STOP_SIGNALS}
     yield
     signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
@@ -92,7 +94,7 @@ def tiny_model(tiny):
     return AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager").train()
 
 
-def make_samples(prompts: int = 3, group: int = 4, seed: int = 0, vocabulary: int = 300) -> list[data.Sample]:
+def make_samples(prompts: int = 3, group: int = 4, seed: int = 0, vocabulary: int = 300) -> list[records.Sample]:
     """Samples of unequal lengths, the last of each group of one token; the last id of some is the EOS (2)."""
     r = random.Random(seed)
     samples = []
@@ -102,12 +104,12 @@ def make_samples(prompts: int = 3, group: int = 4, seed: int = 0, vocabulary: in
             length = 1 if k == group - 1 else r.randrange(2, 14)
             ids = [r.randrange(3, vocabulary) for _ in range(length - 1)] + [2 if k % 2 else r.randrange(3, vocabulary)]
             logprobs = [-r.random() for _ in ids]
-            samples.append(data.Sample(p, k, prompt, ids, logprobs, "stop" if k % 2 else "length", 1))
+            samples.append(records.Sample(p, k, prompt, ids, logprobs, "stop" if k % 2 else "length", 1))
     return samples
 
 
 @pytest.fixture
-def samples() -> list[data.Sample]:
+def samples() -> list[records.Sample]:
     return make_samples()
 
 
@@ -160,10 +162,10 @@ def run_here(args, script: str = "grpo") -> list[dict]:
 
     os._exit = stay
     try:
-        module.main(args)
+        module.main(args, module.preflight(args))
     finally:
         os._exit = leave
-    folder = Path(args.output_dir) / runlog.run_name(args, module.Args())
+    folder = Path(args.output_dir) / rundir.run_name(args, module.Args())
     return read_jsonl(folder / "metrics.jsonl")
 
 

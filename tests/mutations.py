@@ -20,17 +20,17 @@ TESTS = ["tests/test_kl_estimators.py", "tests/test_algorithm.py", "tests/test_r
 KL, GRPO = "kl_estimators.py", "grpo.py"
 MUTATIONS = [
     ("sign of d", KL, "    d = logp - ref\n", "    d = ref - logp\n"),
-    ("sign of d, in the script", GRPO, "d = logprobs - ref\n", "d = ref - logprobs\n"),
+    ("sign of d, in the script", GRPO, "d_T = logprobs_T - ref_T\n", "d_T = ref_T - logprobs_T\n"),
     ("k2 without its 1/2", KL, "return d * d / 2\n", "return d * d\n"),
-    ("k2 without its 1/2, in the script", GRPO, "kl = d.square() / 2", "kl = d.square()"),
+    ("k2 without its 1/2, in the script", GRPO, "kl_T = d_T.square() / 2", "kl_T = d_T.square()"),
     ("k3 by exp", KL, "torch.expm1(-bounded) + bounded", "(-bounded).exp() - 1 + bounded"),
     ("k3 with the other sign", KL, "torch.expm1(-bounded) + bounded", "torch.expm1(bounded) - bounded"),
     ("k4 with a detached ratio", KL, "_ratio(logp, old) * (d + 1)", "_ratio(logp, old)"),
     (
         "k4 with a detached ratio, in the script",
         GRPO,
-        "stop_at(logprobs - old, -20, 20).exp() * d",
-        "stop_at(logprobs - old, -20, 20).exp().detach() * d",
+        "live_ratio_T = clamp_straight_through(logprobs_T - old_T, -20, 20).exp()",
+        "live_ratio_T = clamp_straight_through(logprobs_T - old_T, -20, 20).exp().detach()",
     ),
     (
         "live ratio on k2",
@@ -42,8 +42,8 @@ MUTATIONS = [
     (
         "unbiased without the ratio, in the script",
         GRPO,
-        "(logprobs - old).clamp(-20, 20).exp().clamp(max=10) * d.clamp",
-        "d.clamp",
+        "(logprobs_T - old_T).clamp(-20, 20).exp().clamp(max=10) * d_T.clamp",
+        "d_T.clamp",
     ),
     (
         "old and ref swapped",
@@ -51,13 +51,18 @@ MUTATIONS = [
         "logp, old, ref = _masked(mask, logprobs, old_logprobs, ref_logprobs)",
         "logp, ref, old = _masked(mask, logprobs, old_logprobs, ref_logprobs)",
     ),
-    ("old and ref swapped, in the script", GRPO, "d = logprobs - ref\n", "d = logprobs - old\n"),
-    ("KL of the reward inside the std", GRPO, 'args.kl_reward_norm == "inside"', 'args.kl_reward_norm != "inside"'),
+    ("old and ref swapped, in the script", GRPO, "d_T = logprobs_T - ref_T\n", "d_T = logprobs_T - old_T\n"),
+    (
+        "KL of the reward inside the std",
+        GRPO,
+        'if args.kl_reward_norm == "inside":',
+        'if args.kl_reward_norm != "inside":',
+    ),
     (
         "mean of the KL instead of its sum",
         GRPO,
-        "penalty_N = kl_coef * return_to_go(kl_N, offsets)",
-        "penalty_N = kl_coef * return_to_go(kl_N, offsets) / 8",
+        "penalty_N[:-1] = kl_coef * return_to_go(kl_N, offsets)",
+        "penalty_N[:-1] = kl_coef * return_to_go(kl_N, offsets) / 8",
     ),
     ("sum up to a token instead of from it", GRPO, ".flip(0).cumsum(0).flip(0)", ".cumsum(0)"),
     (
@@ -66,12 +71,12 @@ MUTATIONS = [
         "torch.where(mask, wide, 0.0)",
         "wide",
     ),
-    ("beta twice in the loss", GRPO, "loss = loss + beta * kl", "loss = loss + beta * beta * kl"),
+    ("beta twice in the loss", GRPO, "loss_T = loss_T + beta * kl_T", "loss_T = loss_T + beta * beta * kl_T"),
     (
         "beta twice in the reward",
         GRPO,
-        "penalty_N = kl_coef * ",
-        "penalty_N = kl_coef * kl_coef * ",
+        "penalty_N[:-1] = kl_coef * ",
+        "penalty_N[:-1] = kl_coef * kl_coef * ",
     ),
     (
         "reward that ignores its estimator",
@@ -88,15 +93,15 @@ MUTATIONS = [
     (
         "KL in the loss whatever the placement",
         GRPO,
-        'if ref is not None and args.kl_placement in ("loss", "both"):',
-        "if ref is not None:",
+        'if ref_T is not None and args.kl_placement in ("loss", "both"):',
+        "if ref_T is not None:",
     ),
     ("clamp after the exponential", KL, "torch.expm1(-bounded) + bounded", "(torch.expm1(-d) + d).clamp(max=1e9)"),
     (
         "clamp after the exponential, in the script",
         GRPO,
-        "torch.expm1(-stop_at(d, -20, math.inf)) + stop_at(d, -20, math.inf)",
-        "(torch.expm1(-d) + d).clamp(max=1e9)",
+        "kl_T = torch.expm1(-bounded_T) + bounded_T",
+        "kl_T = (torch.expm1(-d_T) + d_T).clamp(max=1e9)",
     ),
     (
         "bf16 subtracted before the upcast",

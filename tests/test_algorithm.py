@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import utils
 from grpo import Args, group_advantages, loss_weights, return_to_go, token_loss
 from kl_estimators import ALIASES, ESTIMATORS, canonical_name, full_vocabulary_kl, kl_loss, kl_reward
 from rewards import Reward, shape_reward
+from runtime import batching
+from runtime.records import Sample
 
 F64 = torch.float64
 
@@ -70,7 +73,7 @@ def test_shape_reward():
 
 
 def test_loss_weights(samples):
-    offsets = utils.token_offsets(samples)
+    offsets = batching.token_offsets(samples)
     some = [0, 1, 5, 7]
     tokens = sum(len(samples[i].response_ids) for i in some)
     for norm, weight in {
@@ -85,15 +88,38 @@ def test_loss_weights(samples):
             torch.testing.assert_close(weights[a:b], torch.full((b - a,), expected))
 
 
+def test_loss_weights_take_linear_time():
+    """8,192 samples in well under a second: a sum over all lengths for each of them took 3.3 s."""
+    samples = [Sample(i // 8, i % 8, [1], [1] * 8, [0.0] * 8, "stop", 1) for i in range(8192)]
+    start = time.perf_counter()
+    weights = loss_weights(samples, list(range(8192)), Args())
+    assert time.perf_counter() - start < 0.5
+    assert weights.sum().item() == pytest.approx(1.0, rel=1e-4)
+
+
+def test_one_stale_engine_of_many_is_noticed():
+    """The check is per engine: over all 64 engines a difference of 0.64 nats on one of them would be a mean of 0.01."""
+    stats = utils.TokenStats(torch.device("cpu"), engines=64)
+    engine_T = torch.arange(64).repeat(8)
+    seen_T = torch.ones(512, dtype=torch.bool)
+    stats.add_sampler_diff(seen_T, torch.where(engine_T == 17, 0.05, 0.001), engine_T)
+    utils.check_sampler(stats, 0.1, torch.bfloat16)
+    stats.add_sampler_diff(seen_T, torch.where(engine_T == 17, 0.64, 0.001), engine_T)
+    assert stats.sampler_diff_2E[0].sum() / stats.sampler_diff_2E[1].sum() < 0.1, "the mean of all would pass"
+    with pytest.raises(RuntimeError, match="engine 17"):
+        utils.check_sampler(stats, 0.1, torch.bfloat16)
+    utils.check_sampler(stats, 0.0, torch.bfloat16)
+
+
 def inputs(n: int = 64, seed: int = 0, spread: float = 0.5, dtype=F64) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    names = ("logprobs", "old", "ref", "sampler", "advantages")
+    names = ("logprobs_T", "old_T", "ref_T", "sampler_T", "advantages_T")
     values = {k: -2 + spread * torch.randn(n, generator=g, dtype=dtype) for k in names}
-    values["advantages"] = torch.randn(n, generator=g, dtype=dtype)
-    values["logprobs"].requires_grad_()
-    values["entropy"] = torch.rand(n, generator=g, dtype=dtype)
+    values["advantages_T"] = torch.randn(n, generator=g, dtype=dtype)
+    values["logprobs_T"].requires_grad_()
+    values["entropy_T"] = torch.rand(n, generator=g, dtype=dtype)
     logits, reference = torch.randn(2, n, 11, generator=g, dtype=dtype)
-    values["full_kl"] = full_vocabulary_kl(logits, reference)
+    values["full_kl_T"] = full_vocabulary_kl(logits, reference)
     return values
 
 
@@ -103,14 +129,14 @@ def test_inline_kl_is_kl_estimators(name, gradient):
     """The block in the script and the module agree in value and gradient, under every name."""
     x = inputs()
     args = Args(kl_estimator=name, kl_gradient=gradient, kl_placement="loss")
-    x["full_kl"] = x["full_kl"] + 0 * x["logprobs"]
+    x["full_kl_T"] = x["full_kl_T"] + 0 * x["logprobs_T"]
     kl = token_loss(**x, beta=0.1, args=args)[1]["kl"]
     mask = torch.ones_like(kl, dtype=torch.bool)
     expected = kl_loss(
-        *(x["logprobs"], x["old"], x["ref"], mask), estimator=name, gradient=gradient, full_kl=x["full_kl"]
+        *(x["logprobs_T"], x["old_T"], x["ref_T"], mask), estimator=name, gradient=gradient, full_kl=x["full_kl_T"]
     )
     torch.testing.assert_close(kl, expected, rtol=1e-10, atol=1e-12)
-    got, want = (torch.autograd.grad(v.sum(), x["logprobs"], retain_graph=True)[0] for v in (kl, expected))
+    got, want = (torch.autograd.grad(v.sum(), x["logprobs_T"], retain_graph=True)[0] for v in (kl, expected))
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
     if name == "full":
         assert canonical_name(name) == "full"
@@ -136,8 +162,8 @@ def test_placement_reaches_the_loss_once(placement, in_loss):
     x = inputs()
     args = Args(kl_placement=placement, kl_estimator="k2", kl_gradient="naive")
     with_kl, parts = token_loss(**x, beta=0.3, args=args)
-    without, _ = token_loss(**{**x, "ref": None}, beta=0.3, args=args)
-    d = x["logprobs"] - x["ref"]
+    without, _ = token_loss(**{**x, "ref_T": None}, beta=0.3, args=args)
+    d = x["logprobs_T"] - x["ref_T"]
     torch.testing.assert_close(with_kl - without, in_loss * 0.3 * d**2 / 2)
     assert bool(parts["kl"].any()) == bool(in_loss)
 
@@ -165,10 +191,10 @@ def test_policy_loss_by_hand():
 
 def test_fresh_samples_have_ratio_one_and_the_gradient_of_log_pi():
     x = inputs()
-    x["old"] = x["logprobs"].detach()
+    x["old_T"] = x["logprobs_T"].detach()
     loss, parts = token_loss(**x, beta=0.0, args=Args())
     assert (parts["ratio"] == 1).all()
-    torch.testing.assert_close(torch.autograd.grad(loss.sum(), x["logprobs"])[0], -x["advantages"])
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), x["logprobs_T"])[0], -x["advantages_T"])
 
 
 def test_importance_weights_stay_off_kl_and_entropy():
@@ -176,7 +202,7 @@ def test_importance_weights_stay_off_kl_and_entropy():
     args = Args(kl_estimator="k1", kl_gradient="naive", entropy_coeff=0.1)
     args.truncated_importance_sampling_ratio_cap = 1e-30  # wipes out the policy term, and must wipe out nothing else
     loss, _ = token_loss(**x, beta=0.5, args=args)
-    torch.testing.assert_close(loss, 0.5 * (x["logprobs"] - x["ref"]) - 0.1 * x["entropy"])
+    torch.testing.assert_close(loss, 0.5 * (x["logprobs_T"] - x["ref_T"]) - 0.1 * x["entropy_T"])
 
 
 def test_kl_in_reward_outside_is_linear_in_beta_and_inside_is_not():

@@ -14,8 +14,8 @@ import pytest
 from conftest import ROOT, script, tiny_args
 
 import grpo
-import runlog
 from grpo import Args
+from runtime import process, rundir, runlog
 
 FLASH = {"attn_implementation": "flash_attention_2"}
 VERIFIERS = ROOT / "tests" / "verifiers.py"
@@ -51,15 +51,20 @@ def nothing_is_loaded(monkeypatch):
     def reached() -> None:
         raise AssertionError("main went on to load tokenizer and model")
 
-    monkeypatch.setattr(runlog, "prepare_environment", reached)
+    monkeypatch.setattr(process, "prepare_environment", reached)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+def start(args: Args) -> None:
+    """What ``python grpo.py`` does with these arguments."""
+    grpo.main(args, grpo.preflight(args))
 
 
 def refusal(args: Args, capsys) -> str:
     """The message with which a run of these arguments ends."""
     with pytest.raises(SystemExit) as end:
-        grpo.main(args)
+        start(args)
     assert end.value.code == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1, "one line, no traceback"
@@ -76,7 +81,7 @@ def arguments(place: Path, changes: dict) -> Args:
 def test_the_usual_arguments_are_not_refused(place, nothing_is_loaded):
     """Else every case below would pass for the wrong reason."""
     with pytest.raises(AssertionError, match="went on"):
-        grpo.main(arguments(place, {}))
+        start(arguments(place, {}))
 
 
 CASES = {
@@ -144,10 +149,7 @@ CASES = {
     "override is not JSON": ({"override_config": "{rope_theta: 1}"}, ["--override_config", "not valid JSON", "for ex"]),
     "override is no object": ({"override_config": "[1]"}, ["--override_config", "JSON object"]),
     # sampling and engine
-    "top_p": ({"top_p": 0.9}, ["--top_p 0.9", "must be off", "--eval_top_p"]),
-    "top_k": ({"top_k": 50}, ["--top_k 50", "must be off", "--eval_top_k"]),
     "nothing to train": ({"ignore_eos": True}, ["--ignore_eos", "--no-mask_truncated_completions"]),
-    "greedy": ({"do_sample": False}, ["--no-do_sample", "--eval_temperature 0"]),
     "stop strings without vLLM": ({"rollout": "hf", "stop": ("\n",)}, ["--stop", "--rollout vllm"]),
     "tensor parallel": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size 2", "must divide the 1 rank"]),
     "flash attention, shared rows": (FLASH, ["--attn_implementation flash_attention_2", "--batch_layout packed"]),
@@ -169,7 +171,7 @@ CASES = {
     # the algorithm
     "lower clip": ({"clip_lower": 1.0}, ["--clip_lower 1.0", "[0, 1)"]),
     "lower clip negative": ({"clip_lower": -0.1}, ["--clip_lower -0.1"]),
-    "upper clip": ({"clip_higher": -0.2}, ["--clip_higher -0.2", "not negative"]),
+    "upper clip": ({"clip_higher": -0.2}, ["--clip_higher -0.2", "must be 0 or more"]),
     "dual clip": ({"clip_ratio_c": 1.0}, ["--clip_ratio_c 1.0", "above 1"]),
     # KL
     "negative beta": ({"beta": -0.1}, ["--beta -0.1", "0 or more"]),
@@ -198,10 +200,14 @@ CASES = {
 def test_refused(case, place, nothing_is_loaded, capsys, monkeypatch):
     changes, words = CASES[case]
 
-    def offline(*_: object, **__: object) -> None:
-        raise ConnectionError("no network in tests")
-
     import datasets
+
+    load = datasets.load_dataset
+
+    def offline(name: str, *rest: object, **more: object):
+        if "data_files" not in more:
+            raise ConnectionError("no network in tests")
+        return load(name, *rest, **more)
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     message = refusal(arguments(place, changes), capsys)
@@ -217,7 +223,7 @@ def test_tensor_parallel_divides_the_ranks(place, nothing_is_loaded, capsys, mon
 def test_only_rank_zero_speaks(place, nothing_is_loaded, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as end:
-        grpo.main(arguments(place, {"beta": -1.0}))
+        start(arguments(place, {"beta": -1.0}))
     assert end.value.code == 2
     assert capsys.readouterr().err == ""
 
@@ -227,7 +233,7 @@ def test_only_rank_zero_speaks(place, nothing_is_loaded, capsys, monkeypatch):
 
 def earlier_run(place: Path, changes: dict) -> None:
     args = arguments(place, changes)
-    folder, _ = runlog.open_run(args, Args())
+    folder, _ = rundir.open_run(args, Args())
     runlog.RunLog(folder, args, 1, args.total_steps, True).close()
 
 
@@ -239,11 +245,11 @@ def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
         os.truncate(model / "model.safetensors", size)
         args = arguments(place, {"model_name_or_path": str(model), "output_dir": str(tmp_path / "runs/new"), **changes})
         message = refusal(args, capsys)
-        for word in ("--output_dir", "GiB free", "make room"):
+        for word in ("--output_dir", "GiB free", "free some space"):
             assert word in message
         assert not (tmp_path / "runs").exists()
     with pytest.raises(AssertionError, match="went on"):
-        grpo.main(arguments(place, {"model_name_or_path": str(model)}))
+        start(arguments(place, {"model_name_or_path": str(model)}))
 
 
 def test_folder_of_another_run(place, nothing_is_loaded, capsys):
@@ -261,11 +267,11 @@ def test_the_same_run_again(place, nothing_is_loaded, capsys):
     message = refusal(arguments(place, {**never, "log_samples": 1}), capsys)  # shown otherwise, still the same run
     assert "this very run" in message
     with pytest.raises(AssertionError, match="went on"):  # it had not made a step, so nothing is lost
-        grpo.main(arguments(place, {"seed": 7}))
+        start(arguments(place, {"seed": 7}))
     with pytest.raises(AssertionError, match="went on"):
-        grpo.main(arguments(place, {"seed": 7, "overwrite": True}))
+        start(arguments(place, {"seed": 7, "overwrite": True}))
     both = {"seed": 7, "overwrite": True, "resume": "runs/other/checkpoints/step_000010"}
-    assert "--overwrite begins anew" in refusal(arguments(place, both), capsys)
+    assert "--overwrite starts from scratch" in refusal(arguments(place, both), capsys)
 
 
 # ----------------------------------------------------------------------------------------- what needs the tokenizer
@@ -273,7 +279,7 @@ def test_the_same_run_again(place, nothing_is_loaded, capsys):
 
 def test_filtered_down_to_too_few(tiny, tmp_path, capsys):
     args = tiny_args(tiny, tmp_path, max_prompt_length=3, overlong_prompts="filter", rollout="hf")
-    assert "--overlong_prompts filter has left" in refusal(args, capsys)
+    assert "left by --overlong_prompts filter" in refusal(args, capsys)
 
 
 def test_long_prompts(tiny, tmp_path, capsys, monkeypatch):
@@ -331,8 +337,8 @@ COMMANDS = {
         "--dataset PLACE/problems.jsonl --prompt_key problem --model_name_or_path PLACE/model",
         ["--prompt_key problem", "question, answer"],
     ),
-    "estimator": ("--kl_estimator k9", ["--kl-estimator", "low_var_kl"]),
-    "placement": ("--kl_placement nowhere", ["--kl-placement", "reward"]),
+    "estimator": ("--kl_estimator k9", ["--kl_estimator", "low_var_kl"]),
+    "placement": ("--kl_placement nowhere", ["--kl_placement", "reward"]),
     "unknown flag": ("--learning_rat 1", ["learning_rat"]),
     "not a number": ("--beta much", ["--beta"]),
 }
@@ -356,22 +362,48 @@ def imported(err: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("words", [("grpo.py", "--help"), ("-c", "import grpo")])
-def test_help_and_import_are_light(words):
-    code, out, err, _ = call(*script("-X", "importtime", *words))
-    assert code == 0
-    assert "data" in imported(err), "the option was not heeded"
-    assert not imported(err) & {"torch", "transformers", "vllm", "deepspeed", "accelerate", "datasets", "reasoning_gym"}
-    if "--help" in words:
-        assert "--kl" in out and "--beta" in out
-        assert call(*script(*words))[3] < 3
-    else:
-        assert out == "", "import grpo says something"
+HEAVY = {"torch", "transformers", "vllm", "deepspeed", "accelerate", "datasets", "reasoning_gym"}
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--beta", "-1"), ("--dataset", "nowhere.jsonl")], ids=" ".join)
+def test_help_and_refusals_come_before_the_slow_imports(words):
+    code, out, err, _ = call(*script("-X", "importtime", "grpo.py", *words))
+    assert code == (0 if words == ("--help",) else 2)
+    assert "runtime" in imported(err), "the option was not heeded"
+    assert not imported(err) & HEAVY
+    if words == ("--help",):
+        assert out.index("│ --num_unique_prompts_rollout") < out.index("│ --beta") < out.index("│ --vllm_max_num_seqs")
+        assert call(*script("grpo.py", *words))[3] < 3
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (("--top_p", "0.9"), "--top_p is fixed here: training samples from the whole distribution"),
+        (("--top-k", "50"), "--eval_top_k"),
+        (("--no-do_sample",), "--eval_temperature 0"),
+        (("--num_generations", "4"), "TRL's num_generations is --num_samples_per_prompt_rollout here"),
+        (("--number_samples_per_prompt=4",), "--num_samples_per_prompt_rollout"),
+        (("--ppo_mini_batch_size", "4"), "--num_mini_batches"),
+        (("--overwrite", "true"), "switches take no value; give --overwrite"),
+        (("--shuffle", "False"), "switches take no value; give --no-shuffle"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
+)
+def test_flags_of_other_frameworks_and_values_of_switches_get_a_hint(words, remedy, capsys):
+    from runtime import flags
+
+    with pytest.raises(SystemExit) as end:
+        flags.parse(Args, words=list(words))
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert remedy in message and words[0].partition("=")[0].replace("-", "_").strip("_") in message.replace("-", "_")
 
 
 def test_import_starts_nothing():
     code = (
-        "import threading, multiprocessing, os; before = dict(os.environ); import grpo; print(threading.active_count(),"
+        "import threading, multiprocessing, os, torch, transformers; before = dict(os.environ); import grpo; "
+        "print(threading.active_count(),"
     )
     code += " len(multiprocessing.active_children()), dict(os.environ) == before)"
     assert call(*script("-c", code))[1].split() == ["1", "0", "True"]

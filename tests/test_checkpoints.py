@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
 import random
 import resource
 import shutil
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from conftest import read_jsonl, run_here, tiny_args
+from conftest import ROOT, read_jsonl, run_here, tiny_args
 
 import grpo
-import runlog
+from runtime import process, rundir, runlog
 
 TIMES = ("time/", "perf/")
 
 
 def folder_of(args, script: str = "grpo") -> Path:
-    return Path(args.output_dir) / runlog.run_name(args, importlib.import_module(script).Args())
+    return Path(args.output_dir) / rundir.run_name(args, importlib.import_module(script).Args())
 
 
 def record(folder: Path) -> dict:
@@ -33,7 +38,7 @@ def record(folder: Path) -> dict:
         "metrics": [{k: v for k, v in m.items() if not k.startswith(TIMES)} for m in metrics],
         "samples": read_jsonl(folder / "samples.jsonl"),
         "evaluations": [{k: v for k, v in e.items() if not k.startswith(TIMES)} for e in evaluations],
-        "weights": runlog.file_digest(folder / "model" / "model.safetensors"),
+        "weights": process.file_digest(folder / "model" / "model.safetensors"),
     }
 
 
@@ -43,7 +48,7 @@ def stop_after(step: int, monkeypatch) -> None:
 
     def spy(self, metrics, *rest):
         plain(self, metrics, *rest)
-        runlog.Stop.asked |= metrics["step"] == step
+        process.Stop.asked |= metrics["step"] == step
 
     monkeypatch.setattr(runlog.RunLog, "step", spy)
 
@@ -138,8 +143,6 @@ def stopped(tiny, tmp_path_factory):
 
 def copy_of(args, place: Path, **changes):
     """The same arguments with a copy of the run, to be damaged."""
-    import dataclasses
-
     shutil.copytree(args.output_dir, place / "runs")
     return dataclasses.replace(args, output_dir=str(place / "runs"), **changes)
 
@@ -185,7 +188,7 @@ def test_damage_is_seen_and_passed_over(stopped, tmp_path, capsys, name):
         left = {p.name for p in (folder / "checkpoints").iterdir()}
         assert left - {"step_000003.aside"} == {"latest", *(f"step_00000{k}" for k in (2, 3, 4))}
     else:
-        _, start = runlog.open_run(args, grpo.Args())
+        _, start = rundir.open_run(args, grpo.Args())
         said = capsys.readouterr().out
         assert start.name == f"step_{step:06d}"
     assert words in said and f"resuming after step {step}" in said
@@ -193,7 +196,7 @@ def test_damage_is_seen_and_passed_over(stopped, tmp_path, capsys, name):
 
 def refusal(args, capsys, world_size: int = 1) -> str:
     with pytest.raises(SystemExit) as end:
-        runlog.open_run(args, grpo.Args(), world_size)
+        rundir.open_run(args, grpo.Args(), world_size)
     assert end.value.code == 2
     return capsys.readouterr().err
 
@@ -203,7 +206,7 @@ def test_nothing_is_thrown_away_when_no_checkpoint_is_whole(stopped, tmp_path, c
     for checkpoint in (folder_of(args) / "checkpoints").glob("step_*"):
         flip(engine_file(checkpoint))
     message = refusal(args, capsys)
-    assert "no checkpoint is whole" in message and "--overwrite" in message and "--run_name" in message
+    assert "no checkpoint is intact" in message and "--overwrite" in message and "--run_name" in message
     assert len(read_jsonl(folder_of(args) / "metrics.jsonl")) == 3
 
 
@@ -211,8 +214,8 @@ def test_without_any_checkpoint(stopped, tmp_path, capsys):
     """Killed before the first save: a new start, unless saving was off and the steps are all there is."""
     args = copy_of(stopped, tmp_path)
     shutil.rmtree(folder_of(args) / "checkpoints")
-    assert runlog.open_run(args, grpo.Args())[1] is None
-    assert "stopped after step 3, before its first checkpoint" in capsys.readouterr().out
+    assert rundir.open_run(args, grpo.Args())[1] is None
+    assert "stopped after step 3 without a checkpoint" in capsys.readouterr().out
     args.save_every, args.save_minutes = 0, 0.0
     message = refusal(args, capsys)
     assert "holds 3 steps of this very run and saved none" in message and "--overwrite" in message
@@ -224,7 +227,7 @@ def test_more_steps_for_a_run_that_kept_no_checkpoint(stopped, tmp_path, capsys)
     shutil.rmtree(folder_of(args) / "checkpoints")
     (folder_of(args) / "model").mkdir()
     message = refusal(args, capsys)
-    assert "holds 3 steps of this very run, ended" in message and "--overwrite" in message and "/model" in message
+    assert "holds 3 steps of this very run, which ended" in message and "--overwrite" in message and "/model" in message
 
 
 def test_other_problems_than_before(tiny, tmp_path, monkeypatch, capsys):
@@ -253,12 +256,12 @@ def test_an_older_checkpoint_that_is_damaged(tiny, tmp_path, monkeypatch, capsys
     state.write_text(state.read_text()[:50])
     run_here(args)
     assert "NO CHECKPOINT" not in capsys.readouterr().out
-    assert [step for step, _ in runlog.saved_steps(folder)] == [3, 4]
+    assert [step for step, _ in rundir.saved_steps(folder)] == [3, 4]
 
 
 def test_changed_arguments(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path, total_steps=6, log_samples=2)
-    _, start = runlog.open_run(args, grpo.Args())
+    _, start = rundir.open_run(args, grpo.Args())
     said = capsys.readouterr().out
     assert start.name == "step_000003" and "changed: --total_steps 4 there, 6 here" in said and "--log_samples" in said
     args.beta = 0.5
@@ -284,6 +287,57 @@ def test_resume_never_and_paths(stopped, tmp_path, capsys):
     assert [m["step"] for m in read_jsonl(folder_of(args) / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+HOLDS = """
+import sys, time
+from pathlib import Path
+from runtime import process
+
+lock = process.FolderLock(Path(sys.argv[1]))
+lock.acquire()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_lock_of_a_folder_ends_with_its_process(tmp_path, capsys):
+    """It names its holder, refuses a second one, and is free as soon as the process was killed."""
+    line = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    holder = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        assert process.lock_holder(tmp_path).startswith(f"process {holder.pid} on ")
+        with pytest.raises(SystemExit) as end:
+            process.FolderLock(tmp_path).acquire()
+        assert end.value.code == 2
+        assert f"is in use by a running process (process {holder.pid} on " in capsys.readouterr().err
+    finally:
+        holder.kill()
+        holder.wait()
+    assert process.lock_holder(tmp_path) == ""
+    mine = process.FolderLock(tmp_path)
+    mine.acquire()
+    assert process.lock_holder(tmp_path).startswith(f"process {os.getpid()} on ")
+    mine.release()
+
+
+def test_alone_waits_and_says_so(tmp_path, capsys):
+    """Two threads as two processes: the second waits for the first, and names the lock."""
+    order = []
+
+    def second():
+        with process.alone(tmp_path / "lock", "preparing"):
+            order.append("second")
+
+    with process.alone(tmp_path / "lock", "preparing"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        time.sleep(2.3)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+    assert f"preparing: waiting for the process that holds {tmp_path / 'lock'}" in capsys.readouterr().out
+
+
 def test_a_finished_run_says_so(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path)
     run_here(args)
@@ -297,7 +351,7 @@ def test_a_finished_run_says_so(stopped, tmp_path, capsys):
 def test_lines_of_steps_that_are_done_again_go(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
-    runlog.cut_back(file, 2)
+    rundir.cut_back(file, 2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
@@ -312,22 +366,22 @@ def test_which_checkpoints_stay(tiny, tmp_path, monkeypatch):
     )
     args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 6, "save_every": 1, "eval_every": 1})
     run_here(args)
-    steps = [step for step, _ in runlog.saved_steps(folder_of(args))]
+    steps = [step for step, _ in rundir.saved_steps(folder_of(args))]
     assert steps == [2, 5, 6]
     assert (folder_of(args) / "checkpoints" / "latest").read_text() == "step_000006\n"
     run_here(tiny_args(tiny, tmp_path / "all", **{**SMALL, "save_every": 1, "keep_checkpoints": 0}))
-    assert len(runlog.saved_steps(folder_of(tiny_args(tiny, tmp_path / "all", **SMALL)))) == 4
+    assert len(rundir.saved_steps(folder_of(tiny_args(tiny, tmp_path / "all", **SMALL)))) == 4
 
 
 def test_save_minutes(tiny, tmp_path):
     args = tiny_args(tiny, tmp_path, **SMALL, save_minutes=1e-6)
     run_here(args)
-    assert [step for step, _ in runlog.saved_steps(folder_of(args))] == [2, 3, 4], (
+    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == [2, 3, 4], (
         "after every step; the one with an evaluation stays"
     )
     args = tiny_args(tiny, tmp_path / "rare", **SMALL)  # half an hour
     run_here(args)
-    assert runlog.saved_steps(folder_of(args)) == []
+    assert rundir.saved_steps(folder_of(args)) == []
 
 
 def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, monkeypatch, capsys):
@@ -338,7 +392,34 @@ def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, mo
     assert len(run_here(args)) == 4
     said = capsys.readouterr().out
     assert "NO CHECKPOINT after step 2" in said and "GiB free" in said and "needed" in said
-    assert runlog.saved_steps(folder_of(args)) == []
+    assert rundir.saved_steps(folder_of(args)) == []
+
+
+def test_a_full_disk_refuses_new_weights_only(stopped, tmp_path, monkeypatch, capsys):
+    """With room for one copy of the weights: best/ is counted once, a finished run says so, a dry run is warned."""
+    args = copy_of(stopped, tmp_path, best_metric="eval/pass@1")
+    weights = sum(file.stat().st_size for file in Path(args.model_name_or_path).glob("*.safetensors"))
+    run_here(args)
+    folder = folder_of(args)
+    assert (folder / "best").is_dir()
+    assert not (folder / "model.aside").exists()
+    plain = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: plain(path)._replace(free=weights))
+    new = {"output_dir": str(tmp_path / "new")}
+    with pytest.raises(SystemExit) as end:
+        run_here(dataclasses.replace(args, **new))
+    assert end.value.code == 2
+    assert "free some space" in capsys.readouterr().err
+    dry = dataclasses.replace(args, **new, dry_run=True)
+    grpo.main(dry, grpo.preflight(dry))
+    assert "warning: --output_dir" in capsys.readouterr().out
+    assert len(run_here(dataclasses.replace(args, total_steps=5))) == 5, "best/ is there already"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: plain(path)._replace(free=0))
+    with pytest.raises(SystemExit) as end:
+        run_here(args)
+    assert end.value.code == 0
+    assert "is finished" in capsys.readouterr().out
+    rundir.check_disk(dataclasses.replace(args, overwrite=True), folder)  # takes the place of what it removes
 
 
 def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys):
@@ -358,8 +439,8 @@ def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = capsys.readouterr().out
     assert "NO CHECKPOINT after step 2" in said and "rank 0:" in said
-    assert [step for step, _ in runlog.saved_steps(folder_of(args))] == [1, 3]
-    assert not any(runlog.damage(path) for _, path in runlog.saved_steps(folder_of(args)))
+    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == [1, 3]
+    assert not any(rundir.damage(path) for _, path in rundir.saved_steps(folder_of(args)))
     assert not list((folder_of(args) / "checkpoints").glob("*.partial"))
 
 

@@ -14,26 +14,28 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, make_samples, read_jsonl
 
-import data
 import grpo
 import ppo
-import runlog
 from grpo import Args
+from rewards import truth_error
+from runtime import data, flags, records, rundir, runlog
 
 # ------------------------------------------------------------------------------------------------- problems, prompts
 
+MINE = f"{ROOT / 'tests' / 'verifiers.py'}:parity"
 
-def questions(problems: list[data.Problem]) -> list[str]:
+
+def questions(problems: list[records.Problem]) -> list[str]:
     return [p.messages[-1]["content"] for p in problems]
 
 
 def test_split_of_the_default_data():
     """The two-number sums have 200 distinct prompts among 2000 rows: 64 are held out, 136 trained on."""
-    training, evaluation = data.load_problems(Args())
+    training, evaluation = data.load_problems(Args(), truth_error)
     assert (len(training), len(evaluation)) == (136, 64)
     assert len({*questions(training), *questions(evaluation)}) == 200
     assert questions(training)[:5] != sorted(questions(training))[:5]
-    again = data.load_problems(Args())
+    again = data.load_problems(Args(), truth_error)
     assert [questions(part) for part in again] == [questions(training), questions(evaluation)]
     assert all(json.loads(json.dumps(p.row)) == p.row for p in training), "rows travel to the workers: plain data only"
 
@@ -42,10 +44,10 @@ def rows(count: int = 30) -> list[dict]:
     return [{"question": f"{i} + 1 =", "answer": str(i + 1), "level": i % 3} for i in range(count)]
 
 
-def from_file(folder: Path, content: list[dict], **changes) -> tuple[list[data.Problem], list[data.Problem]]:
+def from_file(folder: Path, content: list[dict], **changes) -> tuple[list[records.Problem], list[records.Problem]]:
     path = folder / "problems.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in content))
-    return data.load_problems(Args(**{"dataset": str(path), "eval_prompts": 10, **changes}))
+    return data.load_problems(Args(**{"dataset": str(path), "eval_prompts": 10, **changes}), truth_error)
 
 
 def test_split_is_seeded_and_disjoint(tmp_path):
@@ -82,7 +84,7 @@ def test_sources(tmp_path, suffix):
 
         frame = pandas.DataFrame(rows())
         frame.to_csv(path, index=False) if suffix == "csv" else frame.to_parquet(path)
-    training, evaluation = data.load_problems(Args(dataset=str(path), eval_prompts=10))
+    training, evaluation = data.load_problems(Args(dataset=str(path), eval_prompts=10), truth_error)
     problems = {p.messages[0]["content"]: p for p in training + evaluation}
     assert len(problems) == 30
     problem = problems["4 + 1 ="]
@@ -91,11 +93,11 @@ def test_sources(tmp_path, suffix):
 
 def test_columns_verifier_and_system_prompt(tmp_path):
     content = [{"task": row["question"], "gold": 7} for row in rows()]
-    options = {"prompt_key": "task", "ground_truth_key": "gold", "system_prompt": "Be brief.", "reward_fn": "mine.py:f"}
+    options = {"prompt_key": "task", "ground_truth_key": "gold", "system_prompt": "Be brief.", "reward_fn": MINE}
     problem = from_file(tmp_path, content, **options)[0][0]
     assert problem.messages[0] == {"role": "system", "content": "Be brief."}
     assert [m["role"] for m in problem.messages] == ["system", "user"]
-    assert (problem.truth, problem.verifier) == ("7", "mine.py:f")
+    assert (problem.truth, problem.verifier) == ("7", MINE)
 
 
 def test_chat_messages_as_prompt(tmp_path):
@@ -128,8 +130,8 @@ class AddsBos:
         return {"input_ids": [self.inner.convert_tokens_to_ids("<|im_start|>")] * add_special_tokens + ids}
 
 
-def problem(text: str) -> data.Problem:
-    return data.Problem([{"role": "user", "content": text}], "1", "exact", {})
+def problem(text: str) -> records.Problem:
+    return records.Problem([{"role": "user", "content": text}], "1", "exact", {})
 
 
 def test_no_second_bos(tokenizer):
@@ -183,6 +185,60 @@ def test_batch_larger_than_the_data():
     assert sorted(data.prompts_at(0, 7, 3, 1, True)[:6]) == [0, 0, 1, 1, 2, 2]
 
 
+def answered(place: int, scores: list[float]) -> list[records.Sample]:
+    samples = [records.Sample(place, k, [1], [2], [0.0], "stop", 1) for k in range(len(scores))]
+    for sample, score in zip(samples, scores, strict=True):
+        sample.score = score
+        sample.reward = score
+    return samples
+
+
+def draws(prompts: data.Prompts, steps: int) -> list[list[int]]:
+    """The indices drawn by each of ``steps`` steps of 4; multiples of 3 are solved, the others half of the time."""
+    found = []
+    for _ in range(steps):
+        chosen, batch = prompts.draw(4)
+        assert [p.truth for p in batch] == [str(i) for i in chosen]
+        samples = [s for place, i in enumerate(chosen) for s in answered(place, [1.0, float(i % 3 == 0)])]
+        prompts.record(chosen, samples)
+        prompts.drop_solved()
+        found.append(chosen)
+    return found
+
+
+def numbered(count: int) -> list[records.Problem]:
+    return [records.Problem([], str(i), "exact", {}) for i in range(count)]
+
+
+def test_prompts_without_filter_are_the_pure_function():
+    prompts = data.Prompts(numbered(10), ppo.Args())
+    assert [i for chosen in draws(prompts, 9) for i in chosen] == data.prompts_at(0, 36, 10, 1, True)
+
+
+def test_prompts_drop_solved_problems_after_an_epoch():
+    """At most the share, the best solved first; the shorter list starts an epoch of its own."""
+    options = {"dataset_max_filter_share": 0.3, "dataset_filter_threshold": 0.9}
+    prompts = data.Prompts(numbered(10), ppo.Args(**options))
+    found = [i for chosen in draws(prompts, 9) for i in chosen]
+    assert found[:12] == data.prompts_at(0, 12, 10, 1, True)
+    kept = [i for i in range(10) if i not in (0, 3, 6)]
+    assert found[12:20] == [kept[place] for place in data.prompts_at(0, 8, 7, 1, True)]
+    kept.remove(9)
+    assert prompts.state.kept == kept, "one more of seven after the second epoch"
+
+
+def test_prompts_continue_from_their_state():
+    """What a checkpoint keeps, through JSON, is enough: the draws after it are those of the run that never stopped."""
+    args = ppo.Args(dataset_max_filter_share=0.3, dataset_filter_threshold=0.9)
+    whole = draws(data.Prompts(numbered(10), args), 12)
+    for stop in range(12):
+        first = data.Prompts(numbered(10), args)
+        begun = draws(first, stop)
+        second = data.Prompts(numbered(10), args)
+        vars(second.state).update(json.loads(json.dumps(vars(first.state))))
+        assert begun + draws(second, 12 - stop) == whole
+
+
 def test_sampling_seeds_differ():
     seeds = {
         data.sampling_seed(seed, step, p, k)
@@ -222,39 +278,39 @@ def other_value(name: str):
     return ("a",) if hint == tuple[str, ...] else "other"
 
 
-@pytest.mark.parametrize("name", sorted(set(FIELDS) - set(runlog.PRESENTATION)))
+@pytest.mark.parametrize("name", sorted(set(FIELDS) - set(flags.MAY_CHANGE)))
 def test_an_argument_changes_the_name(name):
     changed = Args(**{name: other_value(name)})
-    assert runlog.run_name(changed, Args()) != runlog.run_name(Args(), Args())
-    assert runlog.run_name(changed, Args()) == runlog.run_name(Args(**{name: other_value(name)}), Args())
+    assert rundir.run_name(changed, Args()) != rundir.run_name(Args(), Args())
+    assert rundir.run_name(changed, Args()) == rundir.run_name(Args(**{name: other_value(name)}), Args())
 
 
 def test_all_single_changes_have_names_of_their_own():
-    names = [runlog.run_name(Args(**{n: other_value(n)}), Args()) for n in FIELDS if n not in runlog.PRESENTATION]
+    names = [rundir.run_name(Args(**{n: other_value(n)}), Args()) for n in FIELDS if n not in flags.MAY_CHANGE]
     assert len(set(names)) == len(names) > 80
 
 
-@pytest.mark.parametrize("name", sorted(set(runlog.PRESENTATION) - {"run_name"}))
-def test_presentation_keeps_the_name(name):
-    assert runlog.run_name(Args(**{name: other_value(name)}), Args()) == runlog.run_name(Args(), Args())
+@pytest.mark.parametrize("name", sorted(set(flags.MAY_CHANGE) - {"run_name"}))
+def test_what_may_change_keeps_the_name(name):
+    assert rundir.run_name(Args(**{name: other_value(name)}), Args()) == rundir.run_name(Args(), Args())
 
 
 def test_the_form_of_a_name():
-    assert runlog.run_name(Args(), Args()) == "grpo__seed=1"
-    assert runlog.run_name(Args(beta=0.1, seed=3, exp_name="kl"), Args()) == "kl__beta=0.1__seed=3"
-    assert runlog.run_name(Args(run_name="mine", beta=0.1), Args()) == "mine"
-    assert set(runlog.PRESENTATION) == {
+    assert rundir.run_name(Args(), Args()) == "grpo__seed=1"
+    assert rundir.run_name(Args(beta=0.1, seed=3, exp_name="kl"), Args()) == "kl__beta=0.1__seed=3"
+    assert rundir.run_name(Args(run_name="mine", beta=0.1), Args()) == "mine"
+    assert set(flags.PRESENTATION) == {
         *("output_dir", "run_name", "dry_run", "overwrite", "track", "wandb_project", "wandb_entity"),
         *("log_samples", "log_samples_every", "save_every", "best_metric", "reward_workers"),
-        *("resume", "save_minutes", "keep_checkpoints", "stall_timeout"),
+        *("resume", "accept_changed_code", "save_minutes", "keep_checkpoints"),
     }, "whatever is added here no longer separates two runs: it must not change what a run computes"
 
 
 def test_long_and_strange_names():
-    long = [runlog.run_name(Args(system_prompt="x" * 500 + end), Args()) for end in "ab"]
+    long = [rundir.run_name(Args(system_prompt="x" * 500 + end), Args()) for end in "ab"]
     assert long[0] != long[1]
     assert all(len(name.encode()) < 200 for name in long)
-    slashes = [runlog.run_name(Args(dataset=path), Args()) for path in ("a/b.jsonl", "a-b.jsonl")]
+    slashes = [rundir.run_name(Args(dataset=path), Args()) for path in ("a/b.jsonl", "a-b.jsonl")]
     assert slashes[0] != slashes[1]
     assert not any("/" in name for name in slashes)
 
@@ -266,7 +322,10 @@ def test_long_and_strange_names():
 def test_every_field_is_read(script):
     """A flag that nothing reads would be accepted and do nothing. Read: args.<field>, or named for a getattr."""
     read, named = set(), set()
-    for file in (f"{script}.py", *("utils.py", "checkpoints.py", "data.py", "checks.py", "runlog.py", "rewards.py")):
+    for file in (
+        f"{script}.py",
+        *("utils.py", "rewards.py", *(f"runtime/{p.name}" for p in (ROOT / "runtime").glob("*.py"))),
+    ):
         for node in ast.walk(ast.parse((ROOT / file).read_text())):
             attribute = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
             if attribute and ast.unparse(node.value) in ("args", "self.args"):

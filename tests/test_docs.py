@@ -7,6 +7,7 @@ import re
 
 import pytest
 from conftest import ROOT, read_jsonl, run_here, tiny_args
+from test_faults import messages
 
 
 def documented(section: str) -> list[str]:
@@ -22,6 +23,7 @@ def folder(tiny, tmp_path_factory):
     out = tmp_path_factory.mktemp("documented")
     options = {"beta": 0.1, "eval_every": 1, "save_every": 1, "filter_zero_std_samples": False, "reward_fn": None}
     options |= {"dynamic_sampling_rounds": 1, "best_metric": "eval/pass@1"}
+    options |= {"generation_size": 5, "dataset_max_filter_share": 0.01}
     run_here(tiny_args(tiny, out, run_name="run", **options))
     return out / "run"
 
@@ -64,3 +66,29 @@ def test_defined_denominators(folder):
         assert record["perf/tokens_per_second"] == pytest.approx(tokens / record["time/step"])
         assert record["perf/update_tokens_per_second"] == pytest.approx(tokens / record["time/update"])
         assert record["sampler/staleness"] == 0
+
+
+def test_the_faults_page_shows_what_a_user_sees():
+    """Messages, not the source lines of a traceback; whole brackets; and the fault's own message."""
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "faults.md").read_text().splitlines() if line[:2] == "| "]
+    assert len(rows) > 50
+    for row in rows[1:]:
+        seen = row[2].strip("`")
+        assert not re.match(r"raise |self\.|watch\.|return |\w+ = |def ", seen), row
+        assert seen.count("(") == seen.count(")") or seen.endswith("..."), row
+        assert not seen.startswith("memory "), f"the estimate at the start is not the message of: {row[0]}"
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (
+            'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    raise ValueError("x")\nValueError: x',
+            2,
+        ),
+        ('  File "a.py", line 3, in f\n    g(x)\n    ^^^^\n  File "b.py", line 4, in g\n    h("x")\nKeyError: x', 1),
+        ("no traceback\n  indented", 2),
+    ],
+)
+def test_frames_of_a_traceback_are_no_messages(text, expected):
+    assert len(messages(text)) == expected

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import queue
+import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import grpo
 import utils
-from data import Sample
+from runtime.records import Sample
 
 EOS = 2
 LONG = [5 + 7 * i % 300 for i in range(70)]  # more than two cache blocks of 32
@@ -108,11 +111,8 @@ def test_they_agree_after_a_push(engine):
 
 
 def test_the_tied_head_must_be_pushed(engine):
-    """The trap: without lm_head.weight the engine's head stays old, and nobody says so."""
-    push(engine, list(engine[2].state_dict().items()))
+    """Every push holds lm_head.weight, without which the packed head of a CPU engine would stay stale."""
     new = perturbed(engine[2], 2)
-    push(engine, [(name, w) for name, w in new.state_dict().items() if name != "lm_head.weight"])
-    assert mismatch(new, ask(engine, requests()), 1.0) > 0.01
     assert "lm_head.weight" in new.state_dict()
     push(engine, list(new.state_dict().items()))
     assert mismatch(new, ask(engine, requests()), 1.0) < 1e-4
@@ -156,8 +156,9 @@ def test_ends(engine):
 
 def test_a_kept_prefix_cache_is_an_error():
     class Stubborn:
-        def collective_rpc(self, name, kwargs):
-            assert name == "reload_weights" and kwargs["weights_iterator"] == []
+        def collective_rpc(self, method, args):
+            assert method is utils.reload_worker and args == ([],)
+            return [[]]
 
         def reset_prefix_cache(self):
             return False
@@ -172,3 +173,160 @@ def test_what_fails_in_the_thread_is_handed_over(tiny, tmp_path):
     grpo.vllm_thread(args, torch.float32, 0, 1, [EOS], inbox, outbox)
     kind, error = outbox.get(timeout=1)
     assert kind == "error" and isinstance(error, Exception)
+
+
+# ------------------------------------------------------------------------------- engines of other architectures, direct
+
+
+OTHERS = {
+    "gpt2": {"n_inner": 96},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+}
+SIZES = {
+    "vocab_size": 600,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+
+
+def start_engine(folder, model_type: str, fields: dict):
+    """A vLLM engine on a random model in ``folder``, and the trainer's copy of the model, loaded as a run loads it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from vllm import LLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **fields)).save_pretrained(folder)
+    llm = LLM(
+        model=str(folder),
+        dtype="float32",
+        max_model_len=128,
+        enforce_eager=True,
+        kv_cache_memory_bytes=20 * 2**20,
+        skip_tokenizer_init=True,
+        logprobs_mode="processed_logprobs",
+        block_size=32,
+        max_num_seqs=8,
+        disable_log_stats=True,
+    )
+    model = utils.load_model(grpo.Args(model_name_or_path=str(folder)), torch.float32, "sdpa")
+    return llm, model
+
+
+def weights_for_engine(model) -> list[tuple[str, torch.Tensor]]:
+    """What a run pushes: the names that save_pretrained would write."""
+    policy = SimpleNamespace(module=SimpleNamespace(model=model))
+    return utils.current_weights(policy, zero_stage=2, checkpoint_names=True)
+
+
+@torch.no_grad()
+def engine_mismatch(llm, model) -> float:
+    """Largest difference between log-probs of sampled tokens and those of a plain forward pass."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False, seed=1)
+    answers = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    samples = {}
+    for place, answer in enumerate(answers):
+        ids = list(answer.outputs[0].token_ids)
+        logprobs = [step[token].logprob for step, token in zip(answer.outputs[0].logprobs, ids, strict=True)]
+        samples[place] = Sample(place, 0, PROMPTS[place], ids, logprobs, "length", 0)
+    return mismatch(model, samples, temperature=1.0)
+
+
+def alone(check, *arguments) -> None:
+    """Run a check in a process of its own: vLLM keeps global state of the architecture of its first engine."""
+    child = multiprocessing.get_context("spawn").Process(target=check, args=arguments)
+    child.start()
+    child.join(timeout=240)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    assert child.exitcode == 0, "the traceback of the check is in stderr"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", list(OTHERS))
+def test_a_push_to_other_architectures_is_exact(tmp_path, model_type):
+    """Right from disk, after a push of the same weights, and after a push of others."""
+    alone(check_exact_pushes, tmp_path, model_type)
+
+
+def check_exact_pushes(tmp_path, model_type: str) -> None:
+    llm, model = start_engine(tmp_path, model_type, OTHERS[model_type])
+    assert engine_mismatch(llm, model) < 1e-4
+    utils.push_weights(llm, weights_for_engine(model))
+    assert engine_mismatch(llm, model) < 1e-4
+    new = perturbed(model, 1)
+    assert engine_mismatch(llm, new) > 0.05
+    utils.push_weights(llm, weights_for_engine(new))
+    assert engine_mismatch(llm, new) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_push_that_misses_parameters_is_an_error(tmp_path):
+    """The message names what would stay stale: a whole layer, a part of a fused one, the tied head."""
+    alone(check_missing_parameters, tmp_path)
+
+
+def check_missing_parameters(tmp_path) -> None:
+    llm, model = start_engine(tmp_path, "qwen2", {"tie_word_embeddings": True})
+    weights = weights_for_engine(model)
+    utils.push_weights(llm, weights)
+    for left_out, named in (
+        ("model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"),
+        ("model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.qkv_proj.weight"),
+        ("model.layers.0.self_attn.v_proj.bias", "model.layers.0.self_attn.qkv_proj.bias"),
+        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+    ):
+        assert left_out in dict(weights)
+        with pytest.raises(RuntimeError, match=re.escape(named)):
+            utils.push_weights(llm, [(name, w) for name, w in weights if name != left_out])
+        utils.push_weights(llm, weights)
+        assert engine_mismatch(llm, model) < 1e-4
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_be_updated_is_refused(tmp_path):
+    """vLLM loads the experts of gpt-oss past its own bookkeeping, and a reload loses them: the first push says so."""
+    alone(check_refused_push, tmp_path)
+
+
+def check_refused_push(tmp_path) -> None:
+    fields = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64}
+    llm, model = start_engine(tmp_path, "gpt_oss", fields)
+    with pytest.raises(RuntimeError, match=r"--rollout hf") as error:
+        utils.push_weights(llm, weights_for_engine(model))
+    assert "experts" in str(error.value)
+
+
+def test_the_gpu_has_finished_when_weights_change_hands(monkeypatch, tiny_model):
+    """Before the weights are handed out, and before their arrival is acknowledged; nothing of it without a GPU."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+
+    class Engine:
+        def collective_rpc(self, method, args):
+            calls.append("load")
+            return [[]]
+
+        def reset_prefix_cache(self):
+            return True
+
+    utils.push_weights(Engine(), weights_for_engine(tiny_model))
+    assert calls == ["load"]
+    calls.clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    utils.push_weights(Engine(), weights_for_engine(tiny_model))
+    assert calls == ["synchronize", "load", "synchronize"]

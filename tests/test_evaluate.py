@@ -11,29 +11,28 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, read_jsonl, run_here, script, tiny_args
 
-import checks
-import data
 import grpo
 import utils
+from runtime import data, flags, records
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import evaluate
 
 
-def answers(verdicts: list[list], problems: list[data.Problem] | None = None) -> list[data.Sample]:
+def answers(verdicts: list[list], problems: list[records.Problem] | None = None) -> list[records.Sample]:
     """Samples: for each problem the answers given, True for a right one, else what was extracted."""
     samples = []
     for p, group in enumerate(verdicts):
         for k, verdict in enumerate(group):
-            sample = data.Sample(p, k, [1], [5] * (k + 1), [0.0] * (k + 1), "length" if k == 0 else "stop", 4)
+            sample = records.Sample(p, k, [1], [5] * (k + 1), [0.0] * (k + 1), "length" if k == 0 else "stop", 4)
             sample.response = sample.extracted = "7" if verdict is True else str(verdict)
             sample.score = float(verdict is True)
             samples.append(sample)
     return samples
 
 
-def problems(*sources: str) -> list[data.Problem]:
-    return [data.Problem([{"role": "user", "content": "?"}], "7", "exact", {}, source=s) for s in sources]
+def problems(*sources: str) -> list[records.Problem]:
+    return [records.Problem([{"role": "user", "content": "?"}], "7", "exact", {}, source=s) for s in sources]
 
 
 def test_golden_numbers():
@@ -199,15 +198,15 @@ def test_refusals(tmp_path):
 @pytest.mark.parametrize("changes", [{"best_metric": "eval/pass"}, {"best_metric": "eval/pass@1", "eval_prompts": 0}])
 def test_best_by_what_is_not_measured(changes, capsys):
     with pytest.raises(SystemExit) as end:
-        checks.check_args(grpo.Args(**changes), 1)
+        flags.check_training(grpo.Args(**changes))
     assert end.value.code == 2 and "--best_metric" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------- dynamic sampling
 
 
-def group(place: int, rewards: list[float], mark: int) -> list[data.Sample]:
-    samples = [data.Sample(place, k, [1], [mark], [0.0], "stop", 1) for k in range(len(rewards))]
+def group(place: int, rewards: list[float], mark: int) -> list[records.Sample]:
+    samples = [records.Sample(place, k, [1], [mark], [0.0], "stop", 1) for k in range(len(rewards))]
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = reward
     return samples

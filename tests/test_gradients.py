@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import copy
+import math
+import os
 import random
+import re
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import make_samples
+import torch.nn.functional as F
+from conftest import ROOT, make_samples
 
+import ppo
 import utils
 from grpo import Args, loss_weights
+from runtime import batching
 
 CPU = torch.device("cpu")
 
 
 def batches(samples, layout="shared", budget=10_000, indices=None, rank=0, world_size=1):
     indices = list(range(len(samples))) if indices is None else indices
-    return utils.micro_batches(
+    return batching.micro_batches(
         *(samples, indices),
         layout=layout,
         budget=budget,
@@ -33,10 +42,11 @@ def gradient(model, samples, mbs, norm="token", chunk=1000, temperature=1.0):
     policy = utils.TokenLogprobs(model, temperature, chunk)
     weights = loss_weights(samples, list(range(len(samples))), Args(loss_norm=norm))
     advantages = torch.randn(len(weights), generator=torch.Generator().manual_seed(1))
+    advantages, weights = F.pad(advantages, (0, 1)), F.pad(weights, (0, 1))  # the place of idle micro-batches
     model.zero_grad()
     for mb in mbs:
         logprobs, _, _ = policy(mb)
-        (logprobs * advantages[mb.tokens] * weights[mb.tokens] * mb.scale).sum().backward()
+        (logprobs * advantages[mb.tokens] * weights[mb.tokens]).sum().backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
@@ -44,7 +54,7 @@ def reference_gradient(model, samples, norm="token", temperature=1.0):
     """The same from one plain forward pass a sample: no rows, no masks, no chunks."""
     weights = loss_weights(samples, list(range(len(samples))), Args(loss_norm=norm))
     advantages = torch.randn(len(weights), generator=torch.Generator().manual_seed(1))
-    offsets = utils.token_offsets(samples)
+    offsets = batching.token_offsets(samples)
     model.zero_grad()
     for i, s in enumerate(samples):
         ids = torch.tensor([s.prompt_ids + s.response_ids])
@@ -107,33 +117,41 @@ def test_ranks_split_the_sum(tiny_model, samples, layout, world_size):
     for rank in range(world_size):
         mbs = batches(samples, layout, budget=60, rank=rank, world_size=world_size)
         counts.add(len(mbs))
-        tokens += [t for mb in mbs if mb.scale for t in mb.tokens.tolist()]
+        tokens += [t for mb in mbs if not idle(mb, samples) for t in mb.tokens.tolist()]
         total = total + gradient(tiny_model, samples, mbs)
     assert len(counts) == 1
-    assert sorted(tokens) == list(range(utils.token_offsets(samples)[-1]))
+    assert sorted(tokens) == list(range(batching.token_offsets(samples)[-1]))
     close(total, reference_gradient(tiny_model, samples))
 
 
 def test_more_ranks_than_samples(tiny_model):
-    """A rank without work repeats a row with scale 0 and contributes exactly nothing."""
+    """A rank without work repeats a row, its tokens at the place after the last, and contributes exactly nothing."""
     samples = make_samples(1, 2)
     mbs = batches(samples, rank=4, world_size=5)
-    assert [mb.scale for mb in mbs] == [0.0]
+    assert [idle(mb, samples) for mb in mbs] == [True]
     assert (gradient(tiny_model, samples, mbs) == 0).all()
 
 
+def idle(mb: batching.MicroBatch, samples) -> bool:
+    """Whether a micro-batch only keeps its rank in step with the others."""
+    count = batching.token_offsets(samples)[-1]
+    places = set(mb.tokens.tolist())
+    assert places == {count} or count not in places, "idle as a whole, or not at all"
+    return places == {count}
+
+
 def test_an_idle_micro_batch_takes_nothing_back(monkeypatch):
-    """It may hold tokens that its own rank has computed: the values of two ranks still add up to one rank's."""
+    """It repeats a row that its own rank may have computed: the values of two ranks still add up to one rank's."""
     samples = make_samples(6, 1)
     for sample, n in zip(samples, (46, 52, 23, 36, 40, 8), strict=True):
-        sample.prompt_ids, sample.response_ids = [sample.prompt_id + 3] * 10, list(range(10, 10 + n))
+        sample.prompt_ids = [sample.prompt_id + 3] * 10
+        sample.response_ids = list(range(10, 10 + n))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: None)
     plan = [batches(samples, budget=95, rank=rank, world_size=2) for rank in range(2)]
-    idle = [(mb, mbs) for mbs in plan for mb in mbs if mb.scale == 0]
-    assert any(set(mb.tokens.tolist()) & {t for x in mbs if x.scale for t in x.tokens.tolist()} for mb, mbs in idle)
+    assert sum(idle(mb, samples) for mbs in plan for mb in mbs) == 1
     cutting = {"layout": "shared", "budget": 95, "world_size": 2, "dtype": torch.float32, "device": CPU}
-    parts = [utils.values(lambda mb: mb.tokens + 1.0, samples, [False] * 6, rank=r, **cutting)[0] for r in range(2)]
-    assert sum(parts).tolist() == list(range(1, 206))
+    values = [ppo.values_of(lambda mb: mb.tokens + 1.0, samples, [False] * 6, rank=r, **cutting)[0] for r in range(2)]
+    assert sum(values).tolist() == list(range(1, 206))
 
 
 def test_budget_holds_and_rows_are_balanced():
@@ -142,7 +160,7 @@ def test_budget_holds_and_rows_are_balanced():
     for rank in range(4):
         mbs = batches(samples, budget=128, rank=rank, world_size=4)
         assert all(mb.input_ids.numel() <= 128 for mb in mbs)
-        loads.append(sum(mb.input_ids.numel() for mb in mbs if mb.scale))
+        loads.append(sum(mb.input_ids.numel() for mb in mbs if not idle(mb, samples)))
     assert max(loads) < 1.25 * min(loads), loads
 
 
@@ -152,6 +170,88 @@ def test_chunks_and_checkpointing_change_nothing(tiny_model, samples):
     model = copy.deepcopy(tiny_model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     close(gradient(model, samples, batches(samples)), expected)
+
+
+RANKS = """
+import os, sys
+from datetime import timedelta
+from types import SimpleNamespace
+
+from runtime import process
+
+process.prepare_environment()
+sys.path.insert(0, "tests")
+
+import deepspeed
+import torch
+from conftest import ROOT, make_samples
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import utils
+from runtime import batching
+
+deepspeed.ops.__compatible_ops__ = {}
+torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=3600))
+rank = torch.distributed.get_rank()
+args = SimpleNamespace(zero_stage=3, offload_optimizer=False, offload_param=False, max_grad_norm=0.0)
+# Hidden size 256: smaller embeddings are below DeepSpeed's threshold for sharding, and no call gathers them.
+config = LlamaConfig(
+    vocab_size=600, hidden_size=256, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, pad_token_id=0,
+)
+samples = make_samples(3, 4)
+for chunk in (1000, 4):
+    torch.manual_seed(0)
+    policy = utils.TokenLogprobs(LlamaForCausalLM(config), 1.0, chunk)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    settings = utils.deepspeed_config(args, torch.float32, cuda=False)
+    engine = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings)[0]
+    assert engine.module.model.lm_head.weight.ds_tensor.numel() < 600 * 256, "the head is not sharded"
+    (mb,) = batching.micro_batches(
+        samples, list(range(12)), layout="shared", budget=1000, rank=rank, world_size=2, dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    print(f"RANK {rank} HAS {len(mb.targets)}", flush=True)
+    engine.backward(engine(mb)[0].sum())
+    engine.step()
+    print(f"RANK {rank} CHUNK {chunk} NORM {float(engine.get_global_grad_norm()):.6f}", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_zero_3_with_different_numbers_of_chunks(tmp_path):
+    """Two ranks with sharded heads, 4 tokens per chunk, unequal numbers of tokens: it ends, with the same gradient."""
+    file = tmp_path / "ranks.py"
+    file.write_text(RANKS)
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(file)]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = subprocess.Popen(line, cwd=ROOT, env=environment, start_new_session=True, **pipe)
+    try:
+        text, _ = ranks.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        os.killpg(ranks.pid, signal.SIGKILL)
+        text, _ = ranks.communicate()
+        pytest.fail(f"the ranks wait for each other:\n{text[-2000:]}")
+    assert ranks.returncode == 0, text
+    counts = {math.ceil(int(count) / 4) for count in re.findall(r"RANK \d HAS (\d+)", text)}
+    assert len(counts) == 2, "the ranks have equally many chunks, so nothing was tested"
+    norms = re.findall(r"CHUNK (\d+) NORM ([\d.]+)", text)
+    assert len(norms) == 4
+    assert {chunk for chunk, _ in norms} == {"1000", "4"}
+    values = [float(norm) for _, norm in norms]
+    assert max(values) - min(values) < 1e-4 * max(values) and min(values) > 0
+
+
+def test_every_rank_calls_the_head_equally_often(samples):
+    """Ranks have unequal numbers of predictions; all know the largest at each position of the plan."""
+    plans = [batches(samples, budget=40, rank=rank, world_size=2) for rank in range(2)]
+    assert len(plans[0]) == len(plans[1])
+    for first, second in zip(*plans, strict=True):
+        assert first.most_predictions == second.most_predictions
+        assert first.most_predictions == max(len(first.targets), len(second.targets))
+    assert any(len(a.targets) != len(b.targets) for a, b in zip(*plans, strict=True))
 
 
 def test_packing_needs_the_cache_off(tiny_model, samples, monkeypatch):
@@ -185,7 +285,7 @@ def test_temperature(tiny_model, samples, temperature):
 
 def test_every_response_token_and_nothing_else_is_trained(samples):
     """One term a response token, the EOS among them although pad is the same id; none for prompts or padding."""
-    offsets = utils.token_offsets(samples)
+    offsets = batching.token_offsets(samples)
     for layout in ("shared", "padded", "packed"):
         for mb in batches(samples, layout, budget=64):
             flat = mb.input_ids.flatten()
@@ -218,7 +318,7 @@ def test_padding_is_invisible(tiny_model, pads):
 def test_check_forward_refuses_a_model_that_caps_its_logits(tiny_model, capsys):
     policy = utils.TokenLogprobs(copy.deepcopy(tiny_model), 1.0, 1000)
     for layout in ("shared", "padded", "packed"):
-        utils.check_forward(policy, layout, 2)
+        utils.check_forward(policy, layout, 2, 64)
     plain = policy.model.forward
 
     def capped(*args, **kwargs):
@@ -228,7 +328,7 @@ def test_check_forward_refuses_a_model_that_caps_its_logits(tiny_model, capsys):
 
     policy.model.forward = capped
     with pytest.raises(SystemExit):
-        utils.check_forward(policy, "shared", 2)
+        utils.check_forward(policy, "shared", 2, 64)
     assert "--batch_layout" in capsys.readouterr().err
 
 

@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, read_jsonl
 from test_checkpoints import record
 
-import runlog
+from runtime import process, rundir
 
 ARGUMENTS = f"""--dtype float32 --seed 3 --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 4
     --max_response_length 8 --eval_prompts 4 --eval_samples 2 --no-mask_no_eos_with_zero
@@ -127,11 +127,11 @@ def data_environment() -> set[str]:
 
 def saved(out: Path) -> int:
     """Step of the newest checkpoint that has its name."""
-    return max((step for step, _ in runlog.saved_steps(out / "run")), default=0)
+    return max((step for step, _ in rundir.saved_steps(out / "run")), default=0)
 
 
 def logged(out: Path) -> int:
-    return max(0, runlog.last_step(out / "run" / "metrics.jsonl"))
+    return max(0, rundir.last_step(out / "run" / "metrics.jsonl"))
 
 
 def finish(line: list[str], log: Path) -> str:
@@ -146,13 +146,13 @@ CASES += [("grpo", 1, "vllm"), ("ppo", 2, "vllm")]
 
 FORKS = """
 import multiprocessing, os, sys, time
-import runlog
+from runtime import process
 
 def child(place):
     open(place, "w").write(str(os.getpid()))
     time.sleep(600)
 
-runlog.listen_for_signals()
+process.listen_for_signals()
 process = multiprocessing.get_context("fork").Process(target=child, args=(sys.argv[1],))
 process.start()
 process.join()
@@ -303,13 +303,13 @@ def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
     shared = {line.split()[-1] for line in maps.splitlines() if line.split()[-1].startswith("/dev/shm/")}
     os.kill(run.process.pid if ranks == 1 or victim == "launcher" else run.ranks()[0], signal.SIGKILL)
     assert run.end(40) != 0
-    assert not runlog.lock_holder(tmp_path / "run")
+    assert not process.lock_holder(tmp_path / "run")
     assert not [path for path in shared if Path(path).exists()], "shared memory is left over"
 
 
 STALLS = """
-import runlog
-runlog.prepare_environment()
+from runtime import process, runlog
+process.prepare_environment()
 import sys, time
 import tyro
 import grpo, utils
@@ -323,7 +323,8 @@ if __name__ == "__main__":  # the reward workers import this file
             time.sleep(3600)
 
     runlog.RunLog.step = stuck
-    grpo.main(tyro.cli(grpo.Args))
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
 """
 
 
@@ -337,5 +338,136 @@ def test_a_run_that_stands_still_says_where_and_ends(tiny, tmp_path, ranks):
     begun = time.monotonic()
     assert run.end(40) == 1, run.text()
     assert time.monotonic() - begun < 18 + 12
-    assert "--stall_timeout 18" in run.text() and "no progress for " in run.text()
+    assert "--stall_timeout 18" in run.text() and "no progress on any rank for " in run.text()
     assert "in stuck" in run.text(), "the stack of the thread that stands still"
+
+
+SIGNAL_IN_EVALUATION = """
+from runtime import process
+process.prepare_environment()
+import os, signal
+import tyro
+import grpo, utils
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain, calls = utils.gather_samples, []
+
+    def gather(samples):
+        calls.append(1)
+        if len(calls) == int(os.environ["SIGNAL_AT"]) and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(samples)
+
+    utils.gather_samples = gather
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("moment, steps", [("the first evaluation", 1), ("one between steps", 2), ("the last one", 2)])
+def test_a_signal_in_an_evaluation(tiny, tmp_path, monkeypatch, ranks, moment, steps):
+    """To one rank of several: the evaluation ends, the step after it is saved (75), or the run is finished (0)."""
+    monkeypatch.setenv("SIGNAL_AT", "1" if moment == "the first evaluation" else "5")
+    finished = moment == "the last one"
+    (tmp_path / "evaluates.py").write_text(SIGNAL_IN_EVALUATION)
+    line = command(tiny, tmp_path, "--total_steps", "2" if finished else "3", "--eval_every", "1", ranks=ranks)
+    line = [str(tmp_path / "evaluates.py") if word == str(ROOT / "grpo.py") else word for word in line]
+    run = Run(line, tmp_path / "log")
+    assert run.end(120) == (0 if finished else 75), run.text()
+    assert logged(tmp_path) == steps
+    assert saved(tmp_path) == (0 if finished else steps)
+    assert (tmp_path / "run" / "model").exists() == finished
+
+
+ENDS_IN_A_PUSH = """
+from runtime import process
+process.prepare_environment()
+import os
+import tyro
+import grpo, utils
+
+class Inbox:
+    def __init__(self, inbox):
+        self.inbox, self.pushes = inbox, 0
+
+    def get(self):
+        message = self.inbox.get()
+        self.pushes += message[0] == "weights"
+        return ("stop",) if self.pushes == 2 and os.environ["RANK"] == "1" else message
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain = utils.hf_thread
+    utils.hf_thread = lambda *a: plain(*a[:-2], Inbox(a[-2]), a[-1])
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_that_ends_in_a_push_on_one_of_two_ranks(tiny, tmp_path):
+    """The other rank, which goes on to the next step, waits for nobody: both end within seconds, with the reason."""
+    (tmp_path / "push.py").write_text(ENDS_IN_A_PUSH)
+    line = command(tiny, tmp_path, *LONG, "--zero_stage", "3", ranks=2)
+    run = Run([str(tmp_path / "push.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "log")
+    run.until(lambda: (tmp_path / "run" / "config.json").exists())
+    begun = time.monotonic()
+    assert run.end(60) == 1, run.text()
+    assert time.monotonic() - begun < 40
+    assert "the rollout thread ended without a message while acknowledgement of new weights was due" in run.text()
+
+
+IMBALANCE = """
+from runtime import process
+process.prepare_environment()
+import os, time
+import tyro
+import grpo, utils
+from runtime.watchdog import Watch
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain, calls = utils.gather_samples, []
+
+    def late(samples):
+        calls.append(1)
+        for _ in range(60 if len(calls) == 3 and os.environ["RANK"] == "1" else 0):
+            time.sleep(0.5)
+            Watch.beat()
+        return plain(samples)
+
+    utils.gather_samples = late
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_a_slower_one_is_not_stalled(tiny, tmp_path):
+    """Rank 1 works 30 s longer than rank 0, with --stall_timeout 18: nobody is stalled, the run finishes."""
+    (tmp_path / "imbalance.py").write_text(IMBALANCE)
+    line = command(tiny, tmp_path, "--total_steps", "3", "--stall_timeout", "18", ranks=2)
+    line = [str(tmp_path / "imbalance.py") if word == str(ROOT / "grpo.py") else word for word in line]
+    assert "step 3/3" in finish(line, tmp_path / "log")
+
+
+def test_progress_of_any_rank_counts(monkeypatch):
+    """One rank alone, by the store: no end while another beats, and the end soon after all have stopped."""
+    import torch
+
+    from runtime import watchdog
+
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    ends: list[str] = []
+    watch = watchdog.Watch(1.0)
+    monkeypatch.setattr(watch, "abort", lambda text: (ends.append(text), watch.ended.set()))
+    watch.beat()
+    for _ in range(12):  # another rank, for three seconds
+        time.sleep(0.25)
+        store.add("beats", 1)
+    assert not ends
+    watch.ended.wait(4)
+    watch.close()
+    assert ends and "no progress on any rank for" in ends[0]

@@ -21,9 +21,9 @@ def rows(heading: str) -> list[list[str]]:
 
 def gigabytes(parameters: float, ranks: int, stage: int) -> float:
     """The page's formula with --beta 0, in 10^9 bytes; parameters in 10^9."""
-    trainer, engine, gradients = (2, 2, 4) if stage == 2 else (2 / ranks, 2 / min(ranks, 8), 4 / ranks)
+    trainer, engine = (2, 2) if stage == 2 else (2 / ranks, 2 / min(ranks, 8))
     logits = 3 * 4 * grpo.Args.logprob_chunk * 151936 / 1e9
-    return parameters * (trainer + engine + gradients + 12 / ranks) + logits
+    return parameters * (trainer + engine + 4 / ranks + 12 / ranks) + logits
 
 
 @pytest.mark.parametrize("row", rows("parameters")[1:], ids=lambda row: row[0])

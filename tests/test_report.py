@@ -50,27 +50,82 @@ def call(script: str, *words, ok: bool = True) -> str:
 def test_mean_and_band_are_those_of_the_seeds(runs):
     """The numbers behind the picture, against the files themselves."""
     groups = plot.grouped(plot.load_runs([runs], []), ["learning_rate"])
-    assert [key for key, _ in groups.items()] == [(1e-3,), (1e-2,)] and {len(g) for g in groups.values()} == {2}
+    assert list(groups) == [("0.001",), ("0.01",)] and {len(g) for g in groups.values()} == {2}
     for (rate,), members in groups.items():
-        assert {r.args["learning_rate"] for r in members} == {rate} and {r.args["seed"] for r in members} == {1, 2}
+        assert {r.args["learning_rate"] for r in members} == {float(rate)} and {r.args["seed"] for r in members} == {
+            1,
+            2,
+        }
         for key, file in (("reward/mean", "metrics.jsonl"), ("eval/pass@1", "eval.jsonl")):
             columns = zip(*([rec[key] for rec in read_jsonl(r.folder / file)] for r in members), strict=True)
             expected = [(sum(c) / 2, min(c), max(c)) for c in columns]
             got = plot.band(members, key, "step")
-            assert [row[0] for row in got] == list(range(0 if file == "eval.jsonl" else 1, 4))
-            assert [row[1:] for row in got] == [pytest.approx(row) for row in expected]
+            assert list(got.index) == list(range(0 if file == "eval.jsonl" else 1, 4))
+            assert [tuple(row) for row in got.values] == [pytest.approx(row) for row in expected]
 
 
 def test_horizontal_axes(runs):
     """Samples are steps x 16; time is the sum of the steps' seconds, and a band in time is between its curves."""
     (run, *_) = plot.load_runs([runs], ["seed=1", "learning_rate=0.001"])
     seconds = [m["time/step"] for m in run.metrics]
-    assert run.curve("reward/mean", "episode")[0] == [16, 32, 48]
-    assert run.curve("eval/pass@1", "episode")[0] == [0, 16, 32, 48]
-    assert run.curve("reward/mean", "time")[0] == pytest.approx([sum(seconds[: i + 1]) / 60 for i in range(3)])
+    assert list(run.curve("reward/mean", "episode").index) == [16, 32, 48]
+    assert list(run.curve("eval/pass@1", "episode").index) == [0, 16, 32, 48]
+    minutes = [sum(seconds[: i + 1]) / 60 for i in range(3)]
+    assert list(run.curve("reward/mean", "time").index) == pytest.approx(minutes)
     both = plot.load_runs([runs], ["learning_rate=0.001"])
-    for place, middle, low, high in plot.band(both, "kl/coef", "time"):
-        assert (low, middle, high) == (pytest.approx(0.1),) * 3 and place > 0
+    points = plot.band(both, "kl/coef", "time")
+    assert len(points) > 0 and points.to_numpy() == pytest.approx(0.1) and min(points.index) > 0
+
+
+def run_of(values: list[float | None], seconds: float) -> plot.Run:
+    metrics = [{"step": i, "time/step": seconds, "m": v} for i, v in enumerate(values, 1)]
+    return plot.Run(Path("x"), {}, metrics, [])
+
+
+def test_a_band_in_time_is_interpolated_between_the_steps_of_each_run():
+    """Steps of 2 and of 1.5 minutes: at the first run's places, up to the end of the shorter; a gap is bridged."""
+    slow, fast = run_of([2.0, 4.0, 6.0, 8.0], 120.0), run_of([10.0, 20.0, None, 40.0], 90.0)
+    points = plot.band([slow, fast], "m", "time")
+    assert list(points.index) == [2, 4, 6]
+    between = [10 + 10 / 3, 20 + 20 / 3, 40]
+    assert points["max"].tolist() == pytest.approx(between) and points["min"].tolist() == [2, 4, 6]
+    assert points["mean"].tolist() == pytest.approx([(2 + between[0]) / 2, (4 + between[1]) / 2, 23])
+    assert plot.band([slow, run_of([None], 1.0)], "m", "time").empty
+
+
+def test_the_interval_is_students():
+    """Quantiles of the tables; mean and half width by hand; nothing for a single run."""
+    tables = {1: 12.7062, 2: 4.3027, 4: 2.7764, 9: 2.2622, 30: 2.0423}
+    assert {n: plot.t_quantile(n) for n in tables} == pytest.approx(tables, abs=1e-4)
+    members = [run_of([v], 1.0) for v in (1.0, 2.0, 6.0)]
+    assert plot.interval(members, "m") == pytest.approx((3.0, 4.30265 * 7**0.5 / 3**0.5), abs=1e-4)
+    middle, half = plot.interval(members[:1], "m")
+    assert middle == 1.0 and half != half
+
+
+def test_final_values_over_an_argument(runs, tmp_path):
+    """--x learning_rate --y final:...: places are the argument's values, and the table has mean and interval."""
+    output = tmp_path / "p.svg"
+    y = ["final:kl/sequence", "final:eval/pass@1"]
+    out = call("plot.py", runs, "--x", "learning_rate", "--y", *y, "--output", output).splitlines()
+    comments = re.findall(r"<!-- (.*?) -->", output.read_text())
+    for text in ("0.001", "0.01", "learning_rate", "final kl/sequence", "final eval/pass@1"):
+        assert text in comments
+    assert out[1] == "| learning_rate | runs | steps | kl/sequence | eval/pass@1 |"
+    for line, rate in zip(out[3:5], ("0.001", "0.01"), strict=True):
+        a, b = (r.final("kl/sequence") for r in plot.load_runs([runs], [f"learning_rate={rate}"]))
+        shown = re.search(r"\| (\S+) ± (\S+) \|", line)
+        assert [float(x) for x in shown.groups()] == pytest.approx([(a + b) / 2, 12.7062 * abs(a - b) / 2], rel=6e-3)
+
+
+def test_lines_are_the_first_argument_and_panels_the_others(runs, tmp_path):
+    """In both kinds of figure; the argument on the axis is neither."""
+    for words in (["--by", "seed", "learning_rate"], ["--x", "total_steps", "--by", "seed", "learning_rate"]):
+        y = ["--y", "final:reward/mean"] if "--x" in words else []
+        call("plot.py", runs, *words, *y, "--output", tmp_path / "p.svg")
+        comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "p.svg").read_text())
+        assert [c for c in comments if " = " in c] == ["learning_rate = 0.001", "learning_rate = 0.01"]
+        assert comments[-3:] == ["1", "2", "seed"] or comments[-3:] == ["seed", "1", "2"], comments[-5:]
 
 
 def test_the_table_has_the_final_values(runs):
@@ -89,12 +144,12 @@ def test_the_table_has_the_final_values(runs):
             assert shown == pytest.approx([sum(values) / 2, min(values), max(values)], rel=6e-3, abs=1e-9)
 
 
-@pytest.mark.parametrize("suffix, start", [("png", b"\x89PNG"), ("svg", b"<?xml")])
-@pytest.mark.parametrize("x", ["step", "episode", "time"])
-def test_pictures(runs, tmp_path, suffix, start, x):
-    """A grid, and runs overlaid; a picture in SVG names its axes and columns."""
+@pytest.mark.parametrize("x, suffix", [("step", "png"), ("episode", "svg"), ("time", "svg")])
+def test_pictures(runs, tmp_path, x, suffix):
+    """Panels by an argument, and runs overlaid; a figure in SVG names its axes and panels."""
+    start = {"png": b"\x89PNG", "svg": b"<?xml"}[suffix]
     output = tmp_path / f"p.{suffix}"
-    call("plot.py", runs, "--by", "seed", "--grid", "learning_rate", "--x", x, "--output", output)
+    call("plot.py", runs, "--by", "seed", "learning_rate", "--x", x, "--output", output)
     assert output.read_bytes().startswith(start) and output.stat().st_size > 5000
     if suffix == "svg":
         comments = "".join(re.findall(r"<!-- (.*?) -->", output.read_text()))  # the text of each label
@@ -113,10 +168,10 @@ def test_values_of_any_kind_are_columns_and_curves(runs, tmp_path):
         config = json.loads((name / "config.json").read_text())
         config["args"] |= {"total_episodes": episodes, "stop": stop, "learning_rate": 1e-3}
         (tmp_path / name.name / "config.json").write_text(json.dumps(config))
-    out = call("plot.py", tmp_path, "--by", "stop", "--grid", "total_episodes", "--output", tmp_path / "p.svg")
+    out = call("plot.py", tmp_path, "--by", "stop", "total_episodes", "--output", tmp_path / "p.svg")
     comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "p.svg").read_text())
     columns = [c.partition("total_episodes = ")[2] for c in comments if "total_episodes = " in c]
-    assert columns == ["None", "48", "96"] and "('a', 'b')" in out
+    assert columns == ["None", "48", "96"] and "| a b | 48 |" in out and "| none | 48 |" in out
 
 
 def test_one_run_as_before(runs, tmp_path):
@@ -135,8 +190,10 @@ def test_one_run_as_before(runs, tmp_path):
     [
         (["--by", "seed"], "--output is needed"),
         (["--by", "nonsense", "--output", "x.png"], "--by nonsense: no such argument"),
-        (["--grid", "nonsense", "--output", "x.png"], "--grid nonsense: no such argument"),
-        (["--metrics", "nonsense", "--output", "x.png"], "--metrics nonsense: not logged"),
+        (["--x", "nonsense", "--y", "final:reward/mean"], "--x step|episode|time or nonsense: no such argument"),
+        (["--x", "seed", "--y", "reward/mean"], "write --y final:reward/mean"),
+        (["--y", "final:reward/mean"], "drawn over an argument; add one, for example --x learning_rate"),
+        (["--metrics", "nonsense", "--output", "x.png"], "--y nonsense: not logged"),
         (["--where", "seed", "--output", "x.png"], "write NAME=VALUE"),
         (["--where", "seed=7", "--output", "x.png"], "--seed is 1, 2"),
         (["--by", "seed", "--output", "x.png"], "runs that differ in learning_rate would be averaged"),

@@ -7,10 +7,10 @@ import json
 import pytest
 from conftest import ROOT, run_here, tiny_args
 
-import checks
 import rewards
 from grpo import Args
 from rewards import Reward, RewardModel
+from runtime import flags
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +82,15 @@ def test_weight_and_gate(classifier):
 def test_refused(classifier, tiny, tmp_path, capsys):
     for name, word in ((str(tiny), "no sequence classifier"), (str(tmp_path / "none"), "no such folder")):
         with pytest.raises(SystemExit) as end:
-            checks.check_reward_model(name)
+            flags.check_reward_model(name)
         assert end.value.code == 2
         message = capsys.readouterr().err
         assert "--reward_model_name_or_path" in message and word in message
-    checks.check_reward_model(str(classifier))
+    flags.check_reward_model(str(classifier))
     config = json.loads((classifier / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": {"0": "a", "1": "b"}}))
     with pytest.raises(SystemExit):
-        checks.check_reward_model(str(tmp_path))
+        flags.check_reward_model(str(tmp_path))
     assert "2 outputs" in capsys.readouterr().err
 
 

@@ -12,7 +12,17 @@ from conftest import ROOT, make_samples
 
 import rewards
 from grpo import Args
-from rewards import VERIFIERS, Reward, RewardPool, combine, exact, find_verifier, last_number, parse_weights
+from rewards import (
+    VERIFIERS,
+    Reward,
+    RewardPool,
+    combine,
+    exact,
+    find_verifier,
+    last_number,
+    parse_weights,
+)
+from runtime import records
 
 MINE = ROOT / "tests" / "verifiers.py"
 
@@ -175,17 +185,72 @@ def test_pool_starts_again():
     pool.close()
 
 
-def test_pool_raises_what_a_verifier_raises(pool):
+def test_a_verifier_that_raises_on_a_response_costs_that_sample(pool, capsys):
+    """Score 0, counted as unscorable, the first traceback shown; whatever the response, the run continues."""
+    pool.shown.clear()
+    reward = verify(pool, f"{MINE}:picky", "odd")
+    assert (reward.score, reward.status) == (0.0, "unscorable")
+    said = capsys.readouterr().out
+    for word in ("first unscorable of a verification", "KeyError", "verifiers.py", "in picky", "'odd'"):
+        assert word in said
+    assert verify(pool, f"{MINE}:picky", "good").score == 1.0
+    assert works(pool)
+
+
+def test_a_verifier_that_raises_on_everything_ends_the_run(pool):
+    name = f"{MINE}:raises"
+    for _ in range(rewards.MANY - 1):
+        assert verify(pool, name).status == "unscorable"
     with pytest.raises(RuntimeError) as error:
-        verify(pool, f"{MINE}:raises")
-    for word in ("ZeroDivisionError", "the verifier's own mistake", "verifiers.py", "in raises"):
+        verify(pool, name)
+    for word in ("raised on each of the first 16", "ZeroDivisionError", "the verifier's own mistake", "in raises"):
         assert word in str(error.value)
     assert works(pool)
 
 
-def test_pool_refuses_what_is_no_reward(pool):
-    with pytest.raises(RuntimeError, match="returned float, not a rewards"):
-        verify(pool, f"{MINE}:not_a_reward")
+def test_a_verifier_that_ever_returned_never_ends_the_run(pool):
+    assert verify(pool, f"{MINE}:picky", "good").score == 1.0
+    found = [verify(pool, f"{MINE}:picky", "odd").status for _ in range(rewards.MANY + 2)]
+    assert set(found) == {"unscorable"}
+
+
+def test_a_verifier_of_this_project_never_ends_the_run(pool):
+    """Its bug is a bug here, but the night is the user's."""
+    futures = [pool.submit("countdown", "<answer>1</answer>", "no target", {}) for _ in range(rewards.MANY + 2)]
+    assert {pool.result(future).status for future in futures} == {"unscorable"}
+
+
+@pytest.mark.parametrize(("name", "score"), [("number", 0.5), ("boolean", 1.0), ("whole", 1.0), ("numpy_number", 0.25)])
+def test_a_verifier_may_return_a_number(pool, name, score):
+    assert verify(pool, f"{MINE}:{name}") == Reward(score, {"correct": float(score == 1)})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("not_a_reward", "returned str, not a number"), ("not_finite", "the score nan")],
+)
+def test_what_is_no_score_costs_that_sample(pool, name, words):
+    reward = verify(pool, f"{MINE}:{name}")
+    assert (reward.score, reward.status) == (0.0, "unscorable") and words in reward.detail
+    assert works(pool)
+
+
+def test_what_cannot_be_sent_back_costs_that_sample(pool):
+    assert verify(pool, f"{MINE}:unpicklable") == Reward(0.0, status="crash")
+    assert works(pool)
+
+
+def problem(verifier: str) -> data.Problem:
+    return records.Problem([], "7", verifier, {"row": 1})
+
+
+def test_own_verifiers_are_tried_at_the_start(pool):
+    """On the first problem's truth, by the workers: what is wrong is said before anything is sampled."""
+    wrong = pool.check([problem("exact"), problem(f"{MINE}:parity"), problem(f"{MINE}:raises")])
+    for word in ("verifiers.py:raises", "raises on the truth '7'", "the verifier's own mistake"):
+        assert word in wrong
+    assert pool.check([problem("exact"), problem(f"{MINE}:parity"), problem(f"{MINE}:hangs")]) == ""
+    assert works(pool)
 
 
 def test_pool_serves_threads(pool):
@@ -309,3 +374,25 @@ def test_shape_penalties():
 def test_truth_error(name, truth, row, wrong):
     found = rewards.truth_error(name, truth, row)
     assert wrong in found and bool(found) == bool(wrong)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1, 0, 1e-9, 1e9, "soon", [5]])
+def test_a_time_limit_that_is_none_is_refused_at_the_start(seconds):
+    """A float column with gaps holds NaN, which ended the run at the first sample."""
+    row = {"entry_point": "f", "time_limit": seconds}
+    assert "time_limit" in rewards.truth_error("code", '[{"input": [1], "output": 1}]', row)
+
+
+@pytest.mark.parametrize("seconds", [None, 0.5, 5, "5", 600])
+def test_a_time_limit_in_seconds_is_taken(seconds):
+    assert rewards._time_limit_error({"time_limit": seconds}) == rewards._time_limit_error({}) == ""
+
+
+def test_a_truth_on_which_a_verifier_raises_is_refused_at_the_start(monkeypatch):
+    """Whatever it raises: here an error that no list of expected ones would have had."""
+
+    def broken(response, truth, row):
+        raise AssertionError("no such truth")
+
+    monkeypatch.setitem(rewards.VERIFIERS, "exact", broken)
+    assert "AssertionError: no such truth" in rewards.truth_error("exact", "7", {})

@@ -14,9 +14,9 @@ import torch
 from conftest import ROOT, read_jsonl, run_here, tiny_args
 
 import grpo
-import runlog
 import utils
 from kl_estimators import ESTIMATORS
+from runtime import rundir
 
 SETTINGS = [("loss", name, g) for name in ESTIMATORS for g in ("naive", "unbiased") if (name, g) != ("full", "naive")]
 SETTINGS += [(place, name, "unbiased") for place in ("reward", "both") for name in ESTIMATORS]
@@ -25,7 +25,7 @@ SETTINGS += [(place, name, "unbiased") for place in ("reward", "both") for name 
 def final_weights(args) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(Path(args.output_dir) / runlog.run_name(args, grpo.Args()) / "model" / "model.safetensors")
+    return load_file(Path(args.output_dir) / rundir.run_name(args, grpo.Args()) / "model" / "model.safetensors")
 
 
 @pytest.mark.parametrize("placement, estimator, gradient", SETTINGS)
@@ -77,7 +77,7 @@ def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatc
     advantages, d, log_ratio = seen[-1]
     assert d.abs().mean() > 0.05 and len(advantages) == 16  # the second step: the policy has left the reference
     kl = d if estimator == "k1" else log_ratio.exp() - 1 - log_ratio
-    folder = Path(args.output_dir) / runlog.run_name(args, grpo.Args())
+    folder = Path(args.output_dir) / rundir.run_name(args, grpo.Args())
     samples = [s for s in read_jsonl(folder / "samples.jsonl") if s["step"] == 2]
     rewards = torch.tensor([s["reward"] for s in samples], dtype=torch.float64).view(4, 4)
     ends = []
@@ -89,6 +89,41 @@ def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatc
             expected = grpo.group_advantages(r - 0.5 * kl.sum(1).view(4, 4), "standard").view(16, 1)
         ends.append((advantages - expected).abs().max().item())
     assert min(ends) < 1e-4
+
+
+def test_inside_the_group_statistics_truncated_responses_have_their_kl(tiny, tmp_path, monkeypatch):
+    """Left out of the loss, not out of the group: with a KL of 0 they would look better than they are."""
+    stops = utils.stop_token_ids
+    monkeypatch.setattr(utils, "stop_token_ids", lambda *a: [*stops(*a), *range(100, 130)])  # else few end
+    seen = []
+    plain = grpo.group_advantages
+    monkeypatch.setattr(grpo, "group_advantages", lambda rewards, kind: (seen.append(rewards), plain(rewards, kind))[1])
+    args = tiny_args(
+        *(tiny, tmp_path),
+        beta=0.5,
+        kl_placement="reward",
+        kl_estimator="k1",
+        kl_reward_norm="inside",
+        learning_rate=1e-2,
+        mask_truncated_completions=True,
+        max_response_length=24,
+        eval_prompts=0,
+        log_samples=16,
+    )
+    run_here(args)
+    folder = Path(args.output_dir) / rundir.run_name(args, grpo.Args())
+    truncated = [s["finish_reason"] == "length" for s in read_jsonl(folder / "samples.jsonl") if s["step"] == 2]
+    plain_rewards, penalized = seen[-2:]
+    penalty = (plain_rewards - penalized).flatten()
+    assert any(truncated) and not all(truncated)
+    assert (penalty[truncated].abs() > 1e-3).all(), "the second step: the policy has left the reference"
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_a_reference_that_is_not_loaded_is_not_offloaded(tiny, tmp_path, script):
+    """--offload_ref in a sweep over beta that includes 0, with several optimizer steps per batch."""
+    args = tiny_args(tiny, tmp_path, script, offload_ref=True, num_mini_batches=2, eval_prompts=0)
+    assert [m["optim/steps"] for m in run_here(args, script)] == [2, 2]
 
 
 def test_a_fresh_step(tiny, tmp_path):
@@ -172,7 +207,7 @@ def test_many_switches_at_once(tiny, tmp_path):
         ignore_eos=False,
     )
     metrics = run_here(args)
-    folder = Path(args.output_dir) / runlog.run_name(args, grpo.Args())
+    folder = Path(args.output_dir) / rundir.run_name(args, grpo.Args())
     assert [m["episode"] for m in metrics] == [16, 32, 48]
     assert [e["step"] for e in read_jsonl(folder / "eval.jsonl")] == [0, 1, 2, 3]
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["latest", "step_000002"]
@@ -352,8 +387,8 @@ def test_a_lock_that_a_killed_process_left(tiny, tmp_path, monkeypatch):
 
 DEAD_THREAD = """
 import sys, time
-import runlog
-runlog.prepare_environment()
+from runtime import process, runlog
+process.prepare_environment()
 import grpo, utils
 sys.path.insert(0, "tests")
 from conftest import tiny_args
@@ -368,7 +403,8 @@ if os.environ["RANK"] == "{rank}":
     utils._generate = {action}
 if __name__ == "__main__":  # the reward workers import this file
     try:
-        grpo.main(tiny_args(Path("{tiny}"), Path("{out}")))
+        args = tiny_args(Path("{tiny}"), Path("{out}"))
+        grpo.main(args, grpo.preflight(args))
     finally:
         print("never reached", flush=True)
 """
@@ -396,8 +432,8 @@ def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
 
 BAD_LOSS = """
 import sys
-import runlog
-runlog.prepare_environment()
+from runtime import process, runlog
+process.prepare_environment()
 import grpo
 sys.path.insert(0, "tests")
 from conftest import tiny_args
@@ -411,7 +447,8 @@ def poisoned(*arguments):
 
 if __name__ == "__main__":
     grpo.token_loss = poisoned
-    grpo.main(tiny_args(Path("{tiny}"), Path("{out}"), total_steps=12, eval_prompts=0, entropy_coeff=1e-3))
+    args = tiny_args(Path("{tiny}"), Path("{out}"), total_steps=12, eval_prompts=0, entropy_coeff=1e-3)
+    grpo.main(args, grpo.preflight(args))
 """
 
 
@@ -427,8 +464,8 @@ def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path):
 
 DRIFT = """
 import sys
-import runlog
-runlog.prepare_environment()
+from runtime import process, runlog
+process.prepare_environment()
 import grpo, utils
 sys.path.insert(0, "tests")
 from conftest import tiny_args
@@ -438,7 +475,8 @@ whole = utils.current_weights
 
 if __name__ == "__main__":
     utils.current_weights = lambda *a: [(name, 1.1 * w) for name, w in whole(*a)]  # the engine gets something else
-    grpo.main(tiny_args(Path("{tiny}"), Path("{out}"), eval_prompts=0, entropy_coeff=1e-3, max_sampler_diff={limit}))
+    args = tiny_args(Path("{tiny}"), Path("{out}"), eval_prompts=0, entropy_coeff=1e-3, max_sampler_diff={limit})
+    grpo.main(args, grpo.preflight(args))
 """
 
 

@@ -16,9 +16,9 @@ from conftest import ROOT
 from test_verifiers import DATA
 
 import rewards
-import sandbox
 from rewards import RewardPool, code
-from sandbox import Sandbox
+from runtime import sandbox
+from runtime.sandbox import Sandbox
 
 REFUSED = sandbox.namespaces_refused()
 isolated = pytest.mark.skipif(bool(REFUSED), reason=f"the kernel gives no namespaces here: {REFUSED}")

@@ -10,9 +10,9 @@ from statistics import median
 import pytest
 from conftest import ROOT
 
-import data
 import grpo
-from rewards import RewardPool
+from rewards import RewardPool, truth_error
+from runtime import data
 
 ROUNDS = 3  # each has both ways once forwards and once backwards: a drift of the machine hits both alike
 
@@ -28,7 +28,7 @@ def test_scoring_adds_less_than_five_percent(monkeypatch, tmp_path):
     args = grpo.Args(output_dir=str(tmp_path))
     if not (ROOT / args.model_name_or_path).is_dir():
         pytest.skip(f"no {args.model_name_or_path}: scripts/setup.sh prepares it")
-    problems = data.load_problems(args)[0][: args.num_unique_prompts_rollout]
+    problems = data.load_problems(args, truth_error)[0][: args.num_unique_prompts_rollout]
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     data.render_prompts(problems, tokenizer, args)
     _, dtype, attention = utils.resolve_device(args)

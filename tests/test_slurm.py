@@ -241,6 +241,6 @@ def test_array_and_dependency(slurm, tmp_path):
     last = slurm.submit(tmp_path, "--depends_on", array, "--", "bash", "-c", "cat out0 out1 out2 >all")
     assert slurm.wait(last, "COMPLETED", "FAILED")["JobState"] == "COMPLETED"
     for i in range(3):
-        expected = [[f"out{i}", "it's $HOME\n"], f"run/task_{i}", "a 'b'"]
+        expected = [[f"out{i}", "it's $HOME\n"], str(tmp_path / "run" / f"task_{i}"), "a 'b'"]
         assert json.loads((tmp_path / f"out{i}").read_text()) == expected
     assert (tmp_path / "all").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -18,9 +17,9 @@ import pytest
 import yaml
 from conftest import ROOT
 
-spec = importlib.util.spec_from_file_location("submit", ROOT / "scripts" / "submit.py")
-submit = sys.modules["submit"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(submit)
+sys.path.insert(0, str(ROOT / "scripts"))
+import backends
+import submit
 
 SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py")]
 SECRET = "hf_9f8e7d6c5b4a"
@@ -57,12 +56,12 @@ EXAMPLES = {
 COMMAND = ["python", "grpo.py", "--beta", "0.03", "--system_prompt", 'It\'s <answer>$5</answer>, "not" {a: 1}\n']
 
 
-def job_of(backend: str, flags: str, *commands: list[str], environ: dict[str, str] | None = None):
+def job_of(backend: str, flags: str, *commands: list[str]):
     """The job of a command line, with what differs from day to day and from machine to machine held still."""
     argv = ["--backend", backend, *shlex.split(flags)]
     for command in commands or [COMMAND]:
         argv += ["--", *command]
-    job = submit.make_job(*submit.parse(argv), environ or {})
+    job = submit.make_job(*submit.parse(argv))
     git = {"commit": "0123456789abcdef", "dirty": True, "diff": "--- a/grpo.py\n+++ b/grpo.py\n"}
     workdir = "/home/me/rlvr" if job.workdir == os.getcwd() else job.workdir
     return dataclasses.replace(job, submitted="20260101-120000", git=git, workdir=workdir)
@@ -84,8 +83,7 @@ def script_of(backend: str, plan) -> tuple[list[str], dict[str, str]]:
         return [*task["command"], *task["arguments"]], {}
     (command,) = plan.commands
     cut = command.index("--")
-    options = dict(word.removeprefix("--").split("=", 1) for word in command[4:cut])
-    environment = json.loads(options["runtime-env-json"])["env_vars"]
+    environment = yaml.safe_load(texts["ray.yaml"])["env_vars"]
     return ["sh", "-c", subprocess.list2cmdline(command[cut + 1 :])], environment  # as Ray does
 
 
@@ -135,7 +133,7 @@ def test_nodes_that_saved_wait_for_the_others(tmp_path):
     def nodes(*codes: int) -> list[subprocess.Popen]:
         for left in (tmp_path / job.run_dir).glob("exit.*"):
             left.unlink()
-        envs = [{"SLURM_NODEID": str(i), "WAIT": str(5 * i), "CODE": str(c)} for i, c in enumerate(codes)]
+        envs = [{"SLURM_NODEID": str(i), "WAIT": str(3 * i), "CODE": str(c)} for i, c in enumerate(codes)]
         return [subprocess.Popen(command, cwd=tmp_path, env=os.environ | place | env) for env in envs]
 
     first, second = nodes(75, 75)
@@ -168,7 +166,7 @@ def test_what_is_saved_outlives_the_machine(backend, tmp_path, monkeypatch, caps
 
 def test_a_service_has_a_name_that_kubernetes_takes():
     for name in ("7b", "a" * 80, "x_Y.z", "9" * 60):
-        rendered = submit.k8s_name(job_of("kubernetes", f"--image y --name {name}"))
+        rendered = backends.dns_name(job_of("kubernetes", f"--image y --name {name}"))
         assert re.fullmatch("[a-z]([-a-z0-9]{0,50}[a-z0-9])?", rendered), rendered
 
 
@@ -260,18 +258,18 @@ def test_rendered_yaml_says_what_was_asked():
         ("kubernetes", "", "--image: --backend kubernetes needs one"),
         ("kubernetes", "--image y --gpus h100:8", "takes a number only"),
         ("beaker", "--depends_on 1 --image y", "--depends_on: --backend beaker"),
-        ("slurm", "--gpus many", "--gpus many"),
-        ("slurm", "--mem 5", "--mem 5: write GiB as 64G"),
-        ("slurm", "--time 12", "--time 12: not a duration"),
-        ("slurm", "--num_nodes 0", "--num_nodes 0: must be at least 1"),
-        ("slurm", "--max_retries -1", "--max_retries -1"),
-        ("slurm", "--run_dir 'a b'", "--run_dir a b"),
-        ("slurm", "--name 'a b'", "--name a b"),
-        ("local", f"--secret HF_TOKEN={SECRET}", "--secret HF_TOKEN: a name only"),
+        ("slurm", "--gpus many", "--gpus: many: write 8, or with a type h100:8"),
+        ("slurm", "--mem 5", "--mem: 5: write GiB as 64G"),
+        ("slurm", "--time 12", "--time: 12: not a duration; write 90m"),
+        ("slurm", "--num_nodes 0", "--num_nodes: 0: must be a whole number, at least 1"),
+        ("slurm", "--max_retries -1", "--max_retries: -1: must be a whole number, at least 0"),
+        ("slurm", "--run_dir 'a b'", "--run_dir: a b: use letters"),
+        ("slurm", "--name 'a b'", "--name: a b: use letters"),
+        ("local", f"--secret HF_TOKEN={SECRET}", "--secret: HF_TOKEN: write a name only"),
         ("local", "--secret NOT_SET_ANYWHERE", "not set in this shell; export it first"),
         ("local", f"--env HF_TOKEN={SECRET}", "use --secret HF_TOKEN"),
         ("local", "--env NOT_SET_ANYWHERE", "write --env NOT_SET_ANYWHERE=VALUE"),
-        ("local", "--env A-B=1", "--env A-B: not a name"),
+        ("local", "--env A-B=1", "--env: A-B: not a name"),
         ("beaker", "--image y --mount a", "write SOURCE:/PATH"),
         ("slurm", "--cluster a b", "unrecognized arguments: b"),
         ("slurm", "--clusters a", "unrecognized arguments: --clusters"),
@@ -302,7 +300,7 @@ def test_a_secret_never_gets_out(backend, monkeypatch, capsys, tmp_path):
         with pytest.raises(SystemExit) as stop:
             submit.main([*start, *words])
         said = capsys.readouterr()
-        assert stop.value.code == 2 and "HF_TOKEN stands in" in said.err and SECRET not in said.err + said.out
+        assert stop.value.code == 2 and "value of HF_TOKEN is in" in said.err and SECRET not in said.err + said.out
     job = dataclasses.replace(job_of(backend, needed(backend)), git={"commit": "0", "diff": f"+{SECRET}\n"})
     with pytest.raises(SystemExit):
         submit.check_secrets(job, submit.render(job), {"HF_TOKEN": SECRET})
@@ -348,6 +346,177 @@ def test_a_missing_tool_is_said(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         submit.main(["--backend", "beaker", "--image", "x", "--", "true"])
     assert stop.value.code == 2 and "beaker is not installed here" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------- set-up, and what stands before python
+
+# The submission of open-instruct's KL study, as its page has it: mason.py and names of flags are ours, the rest is not.
+MASON = (
+    "--cluster ai2/jupiter-cirrascale-2 --workspace ai2/tulu-3-dev --priority high --preemptible --num_nodes 1 "
+    "--max_retries 1 --budget ai2/oe-adapt --gpus 8 --image me/rlvr "
+    "--mount oe-adapt-default:/weka/oe-adapt-default -- "
+    "source configs/beaker_configs/ray_node_setup.sh '&&' uv run python grpo.py --exp_name 0130_kl_scan_k1_0.03_16_7 "
+    "--beta 0.03 --dataset_mixer '{\"ai2-adapt-dev/math_ground_truth_zs\": 1.0}' --kl_estimator k1"
+)
+
+
+def submitted(argv: list[str]):
+    """The plan of a whole command line."""
+    return submit.render(submit.make_job(*submit.parse(argv)))
+
+
+def test_the_line_of_open_instruct_is_submitted_as_it_stands():
+    """Set-up in the same shell, then all eight ranks, under the interpreter that uv chooses."""
+    command, _ = script_of("beaker", submitted(["--backend", "beaker", *shlex.split(MASON)]))
+    script = command[-1]
+    start = script.index("command_1() {")
+    assert script[start : script.index("\n}", start)].split("\n    ") == [
+        "command_1() {",
+        "source configs/beaker_configs/ray_node_setup.sh &&",
+        "begin_command uv run python scripts/launch.py --config_file scripts/zero2.yaml --num_machines 1 "
+        '--num_processes 8 --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port '
+        '"$MASTER_PORT" grpo.py --exp_name 0130_kl_scan_k1_0.03_16_7 --beta 0.03 --dataset_mixer '
+        """'{"ai2-adapt-dev/math_ground_truth_zs": 1.0}' --kl_estimator k1""",
+    ]
+    assert "# grpo-" in script, "the job is named after the program, not after the set-up"
+
+
+LAUNCH = ["scripts/launch.py", "--config_file", "scripts/zero2.yaml", "--num_machines", "1", "--num_processes", "2",
+          "--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port"]  # fmt: skip
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("prefix", ["", "env A=1", "A=1", "nice -n 5", "env -u A nice", "runner run --with x"])
+def test_every_rank_is_started_whatever_stands_before_python(prefix, processes, tmp_path):
+    """The launcher goes between python and FILE.py; a job of one process is left as it is. All words arrive."""
+    for name, body in (("runner", 'shift 3\nexec "$@"'), ("python", f'exec "{sys.executable}" print.py "$@"')):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "print.py").write_text("import json, os, sys\nprint(json.dumps([os.environ.get('A'), sys.argv[1:]]))")
+    job = job_of(
+        "local", f"--gpus {processes}", [*prefix.split(), "python", "grpo.py", "--exp_name", "torchrun", *NASTY]
+    )
+    command, _ = script_of("local", submit.render(dataclasses.replace(job, workdir=None)))
+    env = {k: v for k, v in os.environ.items() if k != "A"} | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    a, words = json.loads(done.stdout)
+    assert a == ("1" if "A=1" in prefix else None)
+    if processes > 1:
+        assert words[: len(LAUNCH)] == LAUNCH and words[len(LAUNCH)].isdecimal()
+        words = words[len(LAUNCH) + 1 :]
+    assert words == ["grpo.py", "--exp_name", "torchrun", *NASTY]
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("source setup.sh", "`source` changes the shell it runs in and nothing else"),
+        ("export A=1", "`export` changes the shell"),
+        ("bash setup.sh '&&' cd there", "`cd` changes the shell"),
+        ("source setup.sh '&&'", "&& needs a command before it and one after it"),
+        ("'&&' python grpo.py", "&& needs a command before it and one after it"),
+        ("source setup.sh ';' python grpo.py", "; would be an argument of source"),
+        ("bash setup.sh ';' uv run grpo.py", "; would be an argument of bash"),
+        ("bash setup.sh '||' bash other.sh", "|| would be an argument of bash"),
+        ("python a.py '&&' python b.py", "-- python a.py -- python b.py"),
+        ("'source setup.sh && python grpo.py'", "a whole command in one word"),
+    ],
+)
+def test_what_would_train_nothing_is_refused(words, says, capsys):
+    """Each of these ended with 0, its command marked as finished."""
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", "local", "--dry_run", "--", *shlex.split(words)])
+    said = capsys.readouterr()
+    assert stop.value.code == 2 and says in said.err and said.out == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "python -u grpo.py",
+        "python -m mine",
+        "uv run grpo.py",
+        "./grpo.py",
+        "bash -c 'source setup.sh && python grpo.py'",
+        "source setup.sh '&&' uv run grpo.py",
+    ],
+)
+def test_a_program_that_would_run_as_one_rank_is_refused(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", "local", "--gpus", "2", "--dry_run", "--", *shlex.split(words)])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "one process of a job of 2" in said and "uv run python FILE.py" in said
+    assert submit.main(["--backend", "local", "--gpus", "1", "--dry_run", "--", *shlex.split(words)]) == 0
+
+
+def test_what_starts_its_own_processes_is_left_alone_and_what_does_not_is_said(capsys):
+    """torchrun and its like run as given, once per node; so does a program that is not Python's, with a note."""
+    for words in ("torchrun --nproc_per_node 2 grpo.py", "uv run accelerate launch grpo.py", "bash many.sh"):
+        assert submit.main(["--backend", "local", "--gpus", "2", "--dry_run", "--", *words.split()]) == 0
+        said = capsys.readouterr()
+        assert f"begin_command {words}\n" in said.out
+        assert ("bash many.sh: runs once per node" in said.err) == (words == "bash many.sh")
+
+
+@pytest.mark.parametrize("where", ["words", "flag"])
+def test_the_set_up_and_the_command_share_a_shell(where, tmp_path):
+    """Variables and functions of a sourced file, and its folder; again at each restart."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "setup.sh").write_text("echo $unset set-up >>log\nexport A='it is $set'\ncd there\n")
+    program = (
+        "import os, sys; print(os.environ['A'], os.path.basename(os.getcwd())); n = len(open('../log').readlines())"
+    )
+    python = [sys.executable, "-c", f"{program}; sys.exit(75 if n < 2 else 0)"]
+    if where == "words":
+        done = run_local(tmp_path, "--run_dir", "r", "--", "source", "setup.sh", "&&", *python)
+    else:
+        done = run_local(tmp_path, "--run_dir", "r", "--setup", "source setup.sh; true # comment", "--", *python)
+    assert (done.returncode, done.stdout) == (0, "it is $set there\n" * 2), done.stderr
+    assert (tmp_path / "log").read_text() == "set-up\n" * 2
+    assert len(list((tmp_path / "r").glob("finished.*"))) == 1
+
+
+@pytest.mark.parametrize("ends, code", [("exit 0", 1), ("exit 3", 3), ("return 4", 4), ("false", 1)])
+def test_a_command_that_was_never_started_is_not_finished(tmp_path, ends, code):
+    """A set-up that fails, or that ends the shell with 0: the command fails and stays to be done."""
+    (tmp_path / "setup.sh").write_text(f"{ends}\n")
+    done = run_local(tmp_path, "--run_dir", "r", "--", "source", "./setup.sh", "&&", *count("n", 0, 1))
+    assert done.returncode == code and not (tmp_path / "n").exists()
+    assert list((tmp_path / "r").glob("finished.*")) == []
+    assert ("was not started" in done.stderr) == (ends == "exit 0")
+
+
+def test_a_request_to_stop_during_the_set_up_loses_nothing(tmp_path):
+    """75, so that a cluster starts the job again; the command itself is not begun."""
+    (tmp_path / "setup.sh").write_text("touch ready\nsleep 60\n")
+    argv = [*SUBMIT, "--backend", "local", "--run_dir", "r", "--", "source", "setup.sh", "&&", *count("n", 0, 1)]
+    process = subprocess.Popen(argv, cwd=tmp_path)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 75
+    assert not (tmp_path / "n").exists() and list((tmp_path / "r").glob("finished.*")) == []
+
+
+@pytest.mark.parametrize("text, says", [("if true", "bash cannot read it"), ("a\x85b", "cannot be printed")])
+def test_a_set_up_that_bash_cannot_read_is_refused(text, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", "local", "--dry_run", "--setup", text, "--", "true"])
+    assert stop.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_template_may_be_edited(tmp_path, monkeypatch):
+    """A line without value goes, and its key with it; a list repeats its line; a text takes the indentation."""
+    (tmp_path / "x.yaml").write_text(
+        "a:\n  b: {{none}}\nc:\n  d:\n    - {{empty}}\n  e: {{zero}}\n"
+        "f:\n  - {x: '{{x}}', y: {{y}}}\ng: |\n  {{text}}\n"
+    )
+    monkeypatch.setattr(backends, "TEMPLATES", tmp_path)
+    fields = {"none": None, "empty": [], "zero": 0, "x": ["{{y}}", "2"], "y": (3, 4), "text": "one:\n\n  {{x}}\n"}
+    text = backends.fill("x.yaml", backends.in_yaml, fields)
+    assert text == "c:\n  e: 0\nf:\n  - {x: '{{y}}', y: 3}\n  - {x: '2', y: 4}\ng: |\n  one:\n\n    {{x}}\n"
 
 
 # ----------------------------------------------------------------------------------------------- the local backend runs
@@ -410,25 +579,29 @@ def test_the_folder_to_run_in(tmp_path):
     assert run_local(tmp_path, "--gpus", "2", "--", "python", "x.py").returncode == 2  # accelerate's start is not here
 
 
-def test_several_processes_need_a_file_to_start(capsys):
-    with pytest.raises(SystemExit) as stop:
-        submit.main(["--backend", "local", "--gpus", "2", "--dry_run", "--", "python", "-u", "grpo.py"])
-    assert stop.value.code == 2 and "put the file right after python" in capsys.readouterr().err
-
-
 STUBBORN = """
 import signal, sys, time, pathlib
 def save(*_):
-    time.sleep(1); pathlib.Path("saved").write_text("yes"); sys.exit(75)
+    time.sleep(0.5); pathlib.Path("saved").write_text("yes"); sys.exit(75)
 signal.signal(signal.SIGTERM, save)
 pathlib.Path("ready").write_text(""); time.sleep(60)
 """
 
 
+@pytest.mark.parametrize("form", ["plain", "&&", "bash -c"])
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_local_passes_the_request_to_stop_on_and_waits(tmp_path, sent):
-    """The command has the time it needs to save, and is not started again: this machine was asked to stop."""
-    process = subprocess.Popen([*SUBMIT, "--backend", "local", "--", sys.executable, "-c", STUBBORN], cwd=tmp_path)
+def test_local_passes_the_request_to_stop_on_and_waits(tmp_path, sent, form):
+    """The command has the time it needs to save, and is not started again: this machine was asked to stop.
+
+    Nothing stands between the job's script and the command, with a set-up before it or inside `bash -c` neither.
+    """
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    words = [sys.executable, "stubborn.py"]
+    if form == "&&":
+        words = ["source", "/dev/null", "&&", "env", "A=1", *words]
+    elif form == "bash -c":
+        words = ["bash", "-c", f"source /dev/null && {shlex.join(words)}"]
+    process = subprocess.Popen([*SUBMIT, "--backend", "local", "--", *words], cwd=tmp_path)
     deadline = time.monotonic() + 30
     while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run_here, tiny_args
 
-import checks
 import grpo
-import runlog
+from runtime import flags, rundir
 
 SWEEPS = sorted((ROOT / "scripts").glob("sweep_*.sh"))
 SMALL = {"ESTIMATORS": "k1 k3", "BETAS": "0 0.1", "LEARNING_RATES": "1e-5 1e-4", "PROMPTS": "4 8", "GROUPS_OF": "4"}
@@ -52,10 +51,11 @@ def test_every_command_is_a_run_of_its_own(name, a_seed, tmp_path):
     for python, script, *words in commands:
         assert (python, script) == (sys.executable, "grpo.py")
         args = tyro.cli(grpo.Args, args=words)
-        checks.check_args(args, 1)
+        flags.check(args, 1)
+        flags.check_training(args)
         grpo.check_args(args)
         assert args.output_dir == str(tmp_path) and args.seed in (2, 3)
-        names.add(runlog.run_name(args, grpo.Args()))
+        names.add(rundir.run_name(args, grpo.Args()))
     assert len(names) == 2 * a_seed
 
 
@@ -120,7 +120,7 @@ def test_in_front_of_every_command_stands_the_submission(tmp_path):
     run = f"{sys.executable} {ROOT}/scripts/submit.py --backend slurm --gpus 1 --dry_run --"
     code, _, said = sweep("sweep_lr.sh", "--seeds", "1..1", "--output_dir", tmp_path, RUN=run)
     assert code == 0 and said.count("# would run\nsbatch ") == 2
-    assert f"run 1 {sys.executable} grpo.py --exp_name sweep_lr --learning_rate 1e-5 --seed 1" in said
+    assert f"begin_command {sys.executable} grpo.py --exp_name sweep_lr --learning_rate 1e-5 --seed 1" in said
 
 
 # ------------------------------------------------------------------------------------------------------ what is skipped
@@ -135,7 +135,7 @@ def finished(tiny, tmp_path_factory) -> tuple[Path, list[str]]:
     run_here(args)
     same = {k: v for k, v in vars(args).items() if v != getattr(grpo.Args(), k) and k not in words}
     common = [w for k, v in same.items() for w in ([f"--no-{k}"] if v is False else [f"--{k}", str(v)])]
-    return out / runlog.run_name(args, grpo.Args()), common
+    return out / rundir.run_name(args, grpo.Args()), common
 
 
 def test_a_finished_run_is_skipped(finished, tmp_path):
@@ -176,7 +176,34 @@ def test_an_unfinished_run_goes_on(finished, tmp_path, spoil, says):
     with open(copy / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
-    assert commands == [] and "skipped, going on" in said and says in said
+    assert commands == [] and "skipped, running: " in said and says in said
+
+
+def test_a_copy_of_the_script_is_another_script(finished, tmp_path):
+    """Copied and edited, in any folder: its runs have names of their own and are not taken for those of grpo.py."""
+    folder, common = finished
+    copy = tmp_path / "mine.py"
+    copy.write_text((ROOT / "grpo.py").read_text())
+    words = ["sweep_lr.sh", "--seeds", "1", *common]
+    code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
+    assert code == 0, said
+    assert [(c[1], c[c.index("--exp_name") + 1]) for c in commands] == [(str(copy), "sweep_lr_mine")]
+    renamed = folder.parent / folder.name.replace("sweep_lr", "sweep_lr_mine")
+    shutil.copytree(folder, renamed)
+    config = json.loads((renamed / "config.json").read_text())
+    config["args"]["exp_name"] = "sweep_lr_mine"
+    (renamed / "config.json").write_text(json.dumps(config))
+    code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
+    shutil.rmtree(renamed)
+    assert code == 0 and commands == [] and f"skipped, finished: {renamed}" in said
+
+
+@pytest.mark.parametrize("text, says", [(None, "is not a script"), ("x = 1\n", "has no dataclass Args")])
+def test_what_is_no_training_script_is_refused(text, says, tmp_path):
+    if text is not None:
+        (tmp_path / "other.py").write_text(text)
+    code, commands, said = sweep("sweep_lr.sh", "--seeds", "1", SCRIPT=str(tmp_path / "other.py"))
+    assert code == 2 and commands == [] and says in said
 
 
 def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
@@ -256,3 +283,21 @@ def test_the_code_of_the_ranks_arrives(tmp_path, code):
     output = node.communicate(timeout=60)[0].decode()
     assert node.returncode == code, output
     assert [(tmp_path / f"stop{r}").read_text() for r in range(2)] == ["1", "1"]
+
+
+@pytest.mark.slow
+def test_a_submission_with_set_up_and_a_prefix_trains_on_two_ranks(tiny, tmp_path):
+    """``source FILE && env A=1 python grpo.py``, the form of open-instruct's submissions, on this machine."""
+    from test_interruptions import command, data_environment
+
+    (tmp_path / "setup.sh").write_text("export OMP_NUM_THREADS=1\n")
+    program = command(tiny, tmp_path / "out", "--total_steps", "1")
+    submit = [sys.executable, "scripts/submit.py", "--backend", "local", "--gpus", "2", "--run_dir", tmp_path / "job"]
+    line = [*submit, "--", "source", tmp_path / "setup.sh", "&&", "env", "A=1", *program]
+    env = {k: v for k, v in os.environ.items() if k not in data_environment()}
+    done = subprocess.run([str(w) for w in line], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "out" / "run"
+    assert json.loads((run / "config.json").read_text())["world_size"] == 2
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
+    assert len(list((tmp_path / "job").glob("finished.*"))) == 1

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 from conftest import ROOT, read_jsonl
 
 import rewards
-from rewards import VERIFIERS, Reward, RewardPool, after_thinking, final_answer, last_boxed
+from rewards import VERIFIERS, Reward, RewardPool
+from runtime import answers
+from runtime.answers import after_thinking, final_answer, last_boxed
 
 DATA = Path(os.environ.get("RLVR_TEST_DATA", ROOT.parent / "shared" / "data"))
 
@@ -66,6 +69,92 @@ def test_math_solutions():
     rows = real("math500.jsonl")
     assert [r["answer"] for r in rows if score("math", r["solution"], r["answer"]) != 1] == []
     assert [r["answer"] for r in rows if rewards.truth_error("math", r["answer"], r)] == []
+
+
+# -------------------------------------------------------------------------- labelled pairs written for this project
+
+FAMILIES: dict[str, list[dict]] = {}
+for pair in read_jsonl(ROOT / "tests" / "graders.jsonl"):
+    FAMILIES.setdefault(pair["family"], []).append(pair)
+REFUSED = {  # (truth, response): right, but not found to be, nor by math-verify
+    ("2x > 6", "\\boxed{x > 3}"),
+    ("\\{x \\mid x > 3\\}", "\\boxed{x>3}"),
+    ("all real numbers", "\\boxed{\\mathbb{R}}"),
+    ("\\text{B}", "\\boxed{B. 12}"),
+    ("6", "\\boxed{110_2}"),
+}
+
+
+def test_the_families_are_those_that_the_page_compares():
+    assert len(FAMILIES) == 16 and sum(map(len, FAMILIES.values())) >= 400
+    names = ["fractions", "sets", "intervals", "matrices", "units", "percent", "words", "equations"]
+    names += ["multiple answers", "scientific notation", "degenerate answers", "endings"]
+    assert set(names) <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_wrong_answer_of_a_family_is_right(family):
+    wrong = [pair for pair in FAMILIES[family] if not pair["label"]]
+    assert [pair for pair in wrong if score("math", pair["response"], pair["truth"]) == 1] == []
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "degenerate answers"])
+def test_the_right_answers_of_a_family_are_right(family):
+    right = [(pair["truth"], pair["response"]) for pair in FAMILIES[family] if pair["label"]]
+    assert {pair for pair in right if score("math", pair[1], pair[0]) != 1} <= REFUSED
+
+
+@pytest.mark.slow
+def test_no_family_has_more_false_negatives_than_math_verify_alone():
+    import logging
+
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    missed: dict[str, list[int]] = {}
+    for family, pairs in FAMILIES.items():
+        right = [pair for pair in pairs if pair["label"]]
+        alone = [
+            verify(
+                parse(f"${p['truth']}$", parsing_timeout=None),
+                parse(p["response"], parsing_timeout=None),
+                timeout_seconds=None,
+            )
+            for p in right
+        ]
+        here = [score("math", pair["response"], pair["truth"]) for pair in right]
+        missed[family] = [here.count(0.0), alone.count(False)]
+    print(f"false negatives [here, math-verify alone]: {missed}")
+    assert all(here <= alone for here, alone in missed.values())
+
+
+@pytest.mark.parametrize(
+    ("truth", "response"),
+    [
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        (r"x=1 or x=5", r"x=5 \text{ or } x=1"),
+        ("5.4", r"5.4 \text{ square units}"),
+    ],
+)
+def test_what_the_parser_gets_is_the_text_as_it_is(monkeypatch, truth, response):
+    """Neither blanks nor row separators nor words are taken out before math-verify reads it; units alone are."""
+    seen = []
+
+    def parse(latex: str) -> list:
+        seen.append(latex)
+        return []
+
+    monkeypatch.setattr(answers, "parse_math", parse)
+    rewards.math_(f"\\boxed{{{response}+0}}", truth, {})
+    assert seen == [truth, f"{response}+0"]
+
+
+@pytest.mark.parametrize("constant", ["1=2", "0=0", "x=x", "0.0", "0", "\\emptyset", "\\{\\}", "\\infty", "nan", "1<2"])
+def test_no_constant_is_right_for_many_truths(constant):
+    """A policy finds what a grader takes for anything."""
+    truths = ["x^{2}-2 x+10=0", "\\log_6 216=3", "N=n", "I=-\\frac{200}{3}e^{-10t}\\sin 30t", "x^2+1=0", "y=x^2+1"]
+    truths += ["9.1\\times 10^{-31}", "1.6e-19", "6.63\\times10^{-34}", "10^{-12}", "x>2", "[0,1)", "\\{1,2\\}", "42"]
+    assert [truth for truth in truths if score("math", f"\\boxed{{{constant}}}", truth) == 1] == []
 
 
 # --------------------------------------------------------------------------------------- a sample made for this project
@@ -154,26 +243,95 @@ FORMAT = [
     ("", "", False),
 ]
 WORDS = "Blue whales sing. They sing long songs!"
-IFEVAL = [  # (response, [(constraint, arguments)], right?)
-    (WORDS, [("keywords:existence", {"keywords": ["blue", "songs"]})], True),
-    (WORDS, [("keywords:existence", {"keywords": ["song"]})], False),
-    (WORDS, [("keywords:forbidden_words", {"forbidden_words": ["whale"]})], True),
-    (WORDS, [("keywords:forbidden_words", {"forbidden_words": ["whales"]})], False),
-    (WORDS, [("keywords:frequency", {"keyword": "sing", "relation": "at least", "frequency": 2})], True),
-    (WORDS, [("keywords:frequency", {"keyword": "sing", "relation": "less than", "frequency": 2})], False),
-    (WORDS, [("length_constraints:number_words", {"num_words": 7, "relation": "at least"})], True),
-    (WORDS, [("length_constraints:number_words", {"num_words": 7, "relation": "less than"})], False),
-    ('```json\n{"a": [1]}\n```', [("detectable_format:json_format", {})], True),
-    ('{"a": [1]', [("detectable_format:json_format", {})], False),
-    ("ALL OF IT", [("change_case:english_capital", {})], True),
-    ("ALL of IT", [("change_case:english_capital", {})], False),
-    ("all of it", [("change_case:english_lowercase", {})], True),
-    ("well, bye.", [("startend:end_checker", {"end_phrase": "Bye."})], True),
-    ("one two", [("punctuation:no_comma", {})], True),
-    ("one, two", [("punctuation:no_comma", {})], False),
-    ("", [("punctuation:no_comma", {})], False),  # nothing said keeps no promise
-    ("one, two", [("punctuation:no_comma", {}), ("change_case:english_lowercase", {})], False),
-    ("<think>a, b</think>one two", [("punctuation:no_comma", {})], True),
+IFEVAL = [  # (response, constraint, arguments, right?), with the semantics of the published evaluation
+    (WORDS, "keywords:existence", {"keywords": ["blue", "song"]}, True),  # also inside a word
+    (WORDS, "keywords:existence", {"keywords": ["blue", "red"]}, False),
+    (WORDS, "keywords:forbidden_words", {"forbidden_words": ["whale"]}, True),  # whole words alone
+    (WORDS, "keywords:forbidden_words", {"forbidden_words": ["Whales"]}, False),
+    (WORDS, "keywords:frequency", {"keyword": "sing", "relation": "at least", "frequency": 2}, True),
+    (WORDS, "keywords:frequency", {"keyword": "sing", "relation": "less than", "frequency": 2}, False),
+    (WORDS, "keywords:letter_frequency", {"letter": "S", "let_relation": "at least", "let_frequency": 5}, True),
+    (WORDS, "keywords:letter_frequency", {"letter": "s", "let_relation": "less than", "let_frequency": 5}, False),
+    (WORDS, "length_constraints:number_words", {"num_words": 7, "relation": "at least"}, True),
+    ("it's", "length_constraints:number_words", {"num_words": 2, "relation": "less than"}, False),  # two words
+    ("a\n***\nb", "length_constraints:number_paragraphs", {"num_paragraphs": 2}, True),
+    ("a\n***\n\n***\nb", "length_constraints:number_paragraphs", {"num_paragraphs": 2}, False),
+    (
+        'One.\n\n"Two, too.',
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "two"},
+        True,
+    ),
+    (
+        "One.\n\nTwo.",
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 3, "nth_paragraph": 2, "first_word": "two"},
+        False,
+    ),
+    ("[name] at [place]", "detectable_content:number_placeholders", {"num_placeholders": 2}, True),
+    ("[name]", "detectable_content:number_placeholders", {"num_placeholders": 2}, False),
+    ("Bye\nP.S. more", "detectable_content:postscript", {"postscript_marker": "P.S."}, True),
+    ("Bye\nP. P. S more", "detectable_content:postscript", {"postscript_marker": "P.P.S"}, True),
+    ("Bye PS more", "detectable_content:postscript", {"postscript_marker": "P.S."}, False),
+    ("* a\n- b\n** c **", "detectable_format:number_bullet_lists", {"num_bullets": 2}, True),
+    ("* a\n- b\n* c", "detectable_format:number_bullet_lists", {"num_bullets": 2}, False),
+    ("Well. My answer is maybe.", "detectable_format:constrained_response", {}, True),
+    ("My answer is perhaps.", "detectable_format:constrained_response", {}, False),
+    ("*a* and **b**", "detectable_format:number_highlighted_sections", {"num_highlights": 2}, True),
+    ("*a* and * *", "detectable_format:number_highlighted_sections", {"num_highlights": 2}, False),
+    (
+        "SECTION 1\na\nSECTION 2\nb",
+        "detectable_format:multiple_sections",
+        {"section_spliter": "SECTION", "num_sections": 2},
+        True,
+    ),
+    ("SECTION 1\na", "detectable_format:multiple_sections", {"section_spliter": "SECTION", "num_sections": 2}, False),
+    ('```json\n{"a": [1]}\n```', "detectable_format:json_format", {}, True),
+    ('{"a": [1]', "detectable_format:json_format", {}, False),
+    ("<<A title>>\ntext", "detectable_format:title", {}, True),
+    ("<< >>\ntext", "detectable_format:title", {}, False),
+    ("a ****** b", "combination:two_responses", {}, True),
+    ("a ****** a", "combination:two_responses", {}, False),
+    ("Say it. I do.", "combination:repeat_prompt", {"prompt_to_repeat": "say it."}, True),
+    ("I do. Say it.", "combination:repeat_prompt", {"prompt_to_repeat": "say it."}, False),
+    ('well, bye."', "startend:end_checker", {"end_phrase": "Bye."}, True),
+    ("well, bye. Or not", "startend:end_checker", {"end_phrase": "Bye."}, False),
+    ('"quoted"', "startend:quotation", {}, True),
+    ('"', "startend:quotation", {}, False),
+    ("one two", "punctuation:no_comma", {}, True),
+    ("one, two", "punctuation:no_comma", {}, False),
+    ("", "punctuation:no_comma", {}, False),  # nothing said keeps no promise
+    ("<think>a, b</think>one two", "punctuation:no_comma", {}, True),
+]
+ENGLISH = "the quick brown fox jumps over the lazy dog and goes home"
+BY_LANGDETECT = [
+    (ENGLISH, "language:response_language", {"language": "en"}, True),
+    ("der schnelle braune Fuchs springt über den faulen Hund", "language:response_language", {"language": "en"}, False),
+    ("THE ANSWER IS WRITTEN IN ENGLISH AND IN CAPITAL LETTERS", "change_case:english_capital", {}, True),
+    (ENGLISH, "change_case:english_capital", {}, False),
+    (ENGLISH, "change_case:english_lowercase", {}, True),
+    (ENGLISH.title(), "change_case:english_lowercase", {}, False),
+]
+BY_NLTK = [
+    (
+        "Dr. A. Bee went. She saw.",
+        "length_constraints:number_sentences",
+        {"num_sentences": 3, "relation": "less than"},
+        True,
+    ),
+    ("One. Two. Three.", "length_constraints:number_sentences", {"num_sentences": 3, "relation": "less than"}, False),
+    (
+        "NASA and I went",
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        True,
+    ),
+    (
+        "Nasa went",
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 1, "capital_relation": "at least"},
+        False,
+    ),
 ]
 
 
@@ -199,23 +357,55 @@ def test_format(response, truth, right):
     assert score("format", response, truth) == right
 
 
-@pytest.mark.parametrize(("response", "constraints", "right"), IFEVAL, ids=lambda v: repr(v)[:40])
-def test_ifeval(response, constraints, right):
-    names, kwargs = [name for name, _ in constraints], [{**a, "unused": None} for _, a in constraints]
-    truth = json.dumps({"instruction_id_list": names, "kwargs": kwargs})
-    assert score("ifeval", response, truth) == right
-    assert score("ifeval", response, "", {"instruction_id_list": names, "kwargs": kwargs}) == right
+def keeps(response: str, name: str, arguments: dict) -> float:
+    """The score by the constraint as truth; the columns of the row say the same."""
+    given = {"instruction_id_list": [name], "kwargs": [{**arguments, "unused": None}]}
+    found = score("ifeval", response, json.dumps(given))
+    assert found == score("ifeval", response, "", given)
+    return found
 
 
-def test_every_constraint_is_tried_both_ways_or_once():
-    assert {name for _, constraints, _ in IFEVAL for name, _ in constraints} == set(rewards.CONSTRAINTS)
+@pytest.mark.parametrize(("response", "name", "arguments", "right"), IFEVAL, ids=lambda v: repr(v)[:40])
+def test_ifeval(response, name, arguments, right):
+    assert keeps(response, name, arguments) == right
+
+
+@pytest.mark.parametrize(("response", "name", "arguments", "right"), BY_LANGDETECT, ids=lambda v: repr(v)[:40])
+def test_ifeval_by_langdetect(response, name, arguments, right):
+    pytest.importorskip("langdetect")
+    assert keeps(response, name, arguments) == right
+
+
+@pytest.mark.parametrize(("response", "name", "arguments", "right"), BY_NLTK, ids=lambda v: repr(v)[:40])
+def test_ifeval_by_nltk(response, name, arguments, right):
+    nltk = pytest.importorskip("nltk")
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        pytest.skip("nltk's data punkt_tab is not there")
+    assert keeps(response, name, arguments) == right
+
+
+def test_every_constraint_is_tried_both_ways():
+    tried = {(name, right) for _, name, _, right in IFEVAL + BY_LANGDETECT + BY_NLTK}
+    assert tried == {(name, right) for name in rewards.CONSTRAINTS for right in (True, False)}
+    assert len(rewards.CONSTRAINTS) == 25
+
+
+@pytest.mark.parametrize("name", ["language:response_language", "change_case:capital_word_frequency"])
+def test_a_constraint_that_needs_a_package_is_refused_at_the_start_without_it(monkeypatch, name):
+    for package in ("langdetect", "nltk"):
+        monkeypatch.setitem(sys.modules, package, None)
+    arguments = {"language": "en", "capital_frequency": 1, "capital_relation": "at least"}
+    truth = json.dumps({"instruction_id_list": [name], "kwargs": [arguments]})
+    assert "pip install" in rewards.truth_error("ifeval", truth, {})
 
 
 def test_ifeval_share():
     truth = json.dumps(
-        {"instruction_id_list": ["punctuation:no_comma", "change_case:english_lowercase"], "kwargs": [{}, {}]}
+        {"instruction_id_list": ["punctuation:no_comma", "detectable_format:constrained_response"], "kwargs": [{}, {}]}
     )
-    assert VERIFIERS["ifeval"]("a, b", truth, {}).parts["constraints"] == 0.5
+    assert VERIFIERS["ifeval"]("a b", truth, {}).parts["constraints"] == 0.5
     assert VERIFIERS["ifeval"]("a", '{"instruction_id_list": ["detectable:nothing"]}', {}).status == "unscorable"
     assert VERIFIERS["ifeval"]("a", "", {}).status == "unscorable"
 

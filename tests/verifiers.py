@@ -30,7 +30,43 @@ def dies(response, truth, row):
 
 
 def not_a_reward(response, truth, row):
-    return 1.0
+    return "1.0"
+
+
+def not_a_reward_of_a_response(response, truth, row):
+    """A number for the truth, with which a run starts, and text for everything else."""
+    return 1.0 if response == truth else "1.0"
+
+
+def number(response, truth, row):
+    return 0.5
+
+
+def boolean(response, truth, row):
+    return True
+
+
+def whole(response, truth, row):
+    return 1
+
+
+def numpy_number(response, truth, row):
+    import numpy
+
+    return numpy.float32(0.25)
+
+
+def not_finite(response, truth, row):
+    return float("nan")
+
+
+def unpicklable(response, truth, row):
+    return Reward(1.0, {"correct": lambda: 1.0})
+
+
+def picky(response, truth, row):
+    """Raises on a response it does not expect."""
+    return {"good": 1.0, "7": 1.0}[response]
 
 
 def addition(response, truth, row):

@@ -1,0 +1,1 @@
+"""What keeps a run alive and is not the algorithm."""

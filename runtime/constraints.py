@@ -1,0 +1,212 @@
+"""The 25 kinds of constraints of IFEval (arXiv 2311.07911), checked as its published evaluation checks them.
+
+Some of its choices are surprising, and kept, because scores are compared with those of others: keywords are regular
+expressions and may stand inside words, a highlight is anything between two asterisks, and a language is what langdetect
+says. Five kinds need packages that are not among this project's: langdetect for languages and upper or lower case in
+English, nltk and its data punkt_tab for sentences and capital words. Without them a row of such a kind is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+
+def _related(count: int, relation: str, wanted: int) -> bool:
+    """Whether a count is "less than" or "at least" a number. Raises ValueError for another relation."""
+    if relation == "less than":
+        return count < wanted
+    if relation == "at least":
+        return count >= wanted
+    raise ValueError(f"the relation {relation!r} is neither 'less than' nor 'at least'")
+
+
+def _language(text: str) -> str | None:
+    """The language code that langdetect finds; None where it finds nothing to go by. Raises ValueError without it."""
+    try:
+        import langdetect
+    except ImportError:
+        raise ValueError("constraints about a language need langdetect: pip install langdetect") from None
+    langdetect.DetectorFactory.seed = 0  # it draws random numbers
+    try:
+        return langdetect.detect(text)
+    except langdetect.LangDetectException:
+        return None
+
+
+def _nltk(function: str, text: str) -> list[str]:
+    """Sentences or words by nltk. Raises ValueError where nltk or its data is missing."""
+    try:
+        import nltk
+
+        return getattr(nltk, function)(text)
+    except (ImportError, LookupError):
+        words = "pip install nltk; python -m nltk.downloader punkt_tab"
+        raise ValueError(f"constraints about sentences and capital words need nltk and its data: {words}") from None
+
+
+def existence(text: str, given: dict) -> bool:
+    return all(re.search(keyword, text, re.IGNORECASE) for keyword in given["keywords"])
+
+
+def frequency(text: str, given: dict) -> bool:
+    count = len(re.findall(given["keyword"], text, re.IGNORECASE))
+    return _related(count, given["relation"], given["frequency"])
+
+
+def forbidden_words(text: str, given: dict) -> bool:
+    return not any(re.search(rf"\b{word}\b", text, re.IGNORECASE) for word in given["forbidden_words"])
+
+
+def letter_frequency(text: str, given: dict) -> bool:
+    count = text.lower().count(given["letter"].lower())
+    return _related(count, given["let_relation"], given["let_frequency"])
+
+
+def response_language(text: str, given: dict) -> bool:
+    return _language(text) in (given["language"], None)
+
+
+def number_sentences(text: str, given: dict) -> bool:
+    return _related(len(_nltk("sent_tokenize", text)), given["relation"], given["num_sentences"])
+
+
+def number_paragraphs(text: str, given: dict) -> bool:
+    """Paragraphs with ``***`` between them; an empty one may only be the first or the last."""
+    paragraphs = re.split(r"\s?\*\*\*\s?", text)
+    if not all(paragraph.strip() for paragraph in paragraphs[1:-1]):
+        return False
+    return sum(bool(paragraph.strip()) for paragraph in paragraphs) == given["num_paragraphs"]
+
+
+def number_words(text: str, given: dict) -> bool:
+    return _related(len(re.findall(r"\w+", text)), given["relation"], given["num_words"])
+
+
+def nth_paragraph_first_word(text: str, given: dict) -> bool:
+    """Paragraphs with blank lines between them; the first word of one of them, up to its punctuation."""
+    paragraphs = text.split("\n\n")
+    count = sum(bool(paragraph.strip()) for paragraph in paragraphs)
+    if given["nth_paragraph"] > count:
+        return False
+    words = paragraphs[given["nth_paragraph"] - 1].split()
+    if not words:
+        return False
+    first = re.match(r"[^.,?!'\"]*", words[0].lstrip("'").lstrip('"'))[0].lower()
+    return count == given["num_paragraphs"] and first == given["first_word"].lower()
+
+
+def number_placeholders(text: str, given: dict) -> bool:
+    return len(re.findall(r"\[.*?\]", text)) >= given["num_placeholders"]
+
+
+def postscript(text: str, given: dict) -> bool:
+    marker = given["postscript_marker"]
+    known = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
+    pattern = known.get(marker, rf"\s*{marker.lower()}.*$")
+    return re.search(pattern, text.lower(), re.MULTILINE) is not None
+
+
+def number_bullet_lists(text: str, given: dict) -> bool:
+    stars = re.findall(r"^\s*\*[^\*].*$", text, re.MULTILINE)
+    dashes = re.findall(r"^\s*-.*$", text, re.MULTILINE)
+    return len(stars) + len(dashes) == given["num_bullets"]
+
+
+def constrained_response(text: str, given: dict) -> bool:
+    return any(f"My answer is {word}." in text for word in ("yes", "no", "maybe"))
+
+
+def number_highlighted_sections(text: str, given: dict) -> bool:
+    single = [found.strip("*") for found in re.findall(r"\*[^\n\*]*\*", text)]
+    double = [found[2:-2] for found in re.findall(r"\*\*[^\n\*]*\*\*", text)]
+    return sum(bool(found.strip()) for found in single + double) >= given["num_highlights"]
+
+
+def multiple_sections(text: str, given: dict) -> bool:
+    sections = re.split(rf"\s?{given['section_spliter']}\s?\d+\s?", text)
+    return len(sections) - 1 >= given["num_sections"]
+
+
+def json_format(text: str, given: dict) -> bool:
+    bare = text.strip()
+    for opening in ("```json", "```Json", "```JSON", "```"):
+        bare = bare.removeprefix(opening)
+    try:
+        json.loads(bare.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def title(text: str, given: dict) -> bool:
+    return any(found.lstrip("<").rstrip(">").strip() for found in re.findall(r"<<[^\n]+>>", text))
+
+
+def two_responses(text: str, given: dict) -> bool:
+    """Two different answers with ``******`` between them; an empty part may only be the first or the last."""
+    parts = text.split("******")
+    if not all(part.strip() for part in parts[1:-1]):
+        return False
+    answers = [part.strip() for part in parts if part.strip()]
+    return len(answers) == 2 and answers[0] != answers[1]
+
+
+def repeat_prompt(text: str, given: dict) -> bool:
+    return text.strip().lower().startswith(given["prompt_to_repeat"].strip().lower())
+
+
+def end_checker(text: str, given: dict) -> bool:
+    return text.strip().strip('"').lower().endswith(given["end_phrase"].strip().lower())
+
+
+def quotation(text: str, given: dict) -> bool:
+    text = text.strip()
+    return len(text) > 1 and text[0] == '"' and text[-1] == '"'
+
+
+def capital_word_frequency(text: str, given: dict) -> bool:
+    count = sum(word.isupper() for word in _nltk("word_tokenize", text))
+    return _related(count, given["capital_relation"], given["capital_frequency"])
+
+
+def english_capital(text: str, given: dict) -> bool:
+    return _language(text) in ("en", None) and text.isupper()
+
+
+def english_lowercase(text: str, given: dict) -> bool:
+    return _language(text) in ("en", None) and text.islower()
+
+
+def no_comma(text: str, given: dict) -> bool:
+    return "," not in text
+
+
+CONSTRAINTS: dict[str, Callable[[str, dict], bool]] = {  # name -> function(response, the row's arguments)
+    "keywords:existence": existence,
+    "keywords:frequency": frequency,
+    "keywords:forbidden_words": forbidden_words,
+    "keywords:letter_frequency": letter_frequency,
+    "language:response_language": response_language,
+    "length_constraints:number_sentences": number_sentences,
+    "length_constraints:number_paragraphs": number_paragraphs,
+    "length_constraints:number_words": number_words,
+    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
+    "detectable_content:number_placeholders": number_placeholders,
+    "detectable_content:postscript": postscript,
+    "detectable_format:number_bullet_lists": number_bullet_lists,
+    "detectable_format:constrained_response": constrained_response,
+    "detectable_format:number_highlighted_sections": number_highlighted_sections,
+    "detectable_format:multiple_sections": multiple_sections,
+    "detectable_format:json_format": json_format,
+    "detectable_format:title": title,
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": repeat_prompt,
+    "startend:end_checker": end_checker,
+    "startend:quotation": quotation,
+    "change_case:capital_word_frequency": capital_word_frequency,
+    "change_case:english_capital": english_capital,
+    "change_case:english_lowercase": english_lowercase,
+    "punctuation:no_comma": no_comma,
+}

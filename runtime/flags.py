@@ -1,0 +1,540 @@
+"""The flags that every script has, reading them from the command line, and what is refused before a model loads.
+
+Imports no torch: a wrong argument is answered in a second or two, with exit code 2, the flag and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from runtime.data import CHAT_TEMPLATES, chat_template
+from runtime.process import refuse
+
+# Three groups of arguments that are no part of a run's name or identity; docs/checkpoints.md gives the reasons.
+# Where and how a run is shown, saved and resumed. No number of the run depends on them.
+PRESENTATION = (
+    "output_dir",
+    "run_name",
+    "dry_run",
+    "overwrite",
+    "track",
+    "wandb_project",
+    "wandb_entity",
+    "log_samples",
+    "log_samples_every",
+    "save_every",
+    "save_minutes",
+    "keep_checkpoints",
+    "best_metric",
+    "resume",
+    "accept_changed_code",
+    "reward_workers",
+)
+# Memory, speed, and limits that only end a run: results are the same bit for bit, or up to rounding.
+RESOURCES = (
+    "micro_batch_tokens",
+    "logprob_micro_batch_tokens",
+    "logprob_chunk",
+    "gradient_checkpointing",
+    "offload_ref",
+    "offload_optimizer",
+    "vllm_gpu_memory_utilization",
+    "vllm_kv_cache_gb",
+    "vllm_enforce_eager",
+    "vllm_max_num_seqs",
+    "vllm_max_num_batched_tokens",
+    "vllm_enable_sleep_mode",
+    "rollout_timeout",
+    "stall_timeout",
+    "max_sampler_diff",
+)
+# How long a run is. The learning rate of a step depends on it, unless --lr_scheduler_type is constant.
+LENGTH = ("total_steps", "total_episodes")
+MAY_CHANGE = (*PRESENTATION, *RESOURCES, *LENGTH)  # between the parts of a run that was interrupted
+
+MUST_BE_POSITIVE = (
+    *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "num_mini_batches", "num_epochs"),
+    *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate", "reward_timeout"),
+    *("reward_workers", "logprob_chunk", "eval_samples", "vllm_max_num_seqs", "vllm_tensor_parallel_size"),
+)
+MAY_BE_NEGATIVE = ("seed", "reward_scaling", "reward_bias", "non_stop_penalty", "entropy_coeff")
+AT_MOST_ONE = (
+    *("eval_top_p", "lr_min_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha"),
+    *("gamma", "gae_lambda", "value_norm_beta", "dataset_max_filter_share"),
+)
+# What is fixed here and a flag elsewhere: name -> why.
+FIXED = {
+    "top_p": "training samples from the whole distribution, or the trainer's log-probs would not be the sampler's; "
+    "evaluation has --eval_top_p",
+    "top_k": "training samples from the whole distribution, or the trainer's log-probs would not be the sampler's; "
+    "evaluation has --eval_top_k",
+    "do_sample": "greedy responses to one prompt are all equal, and there would be nothing to compare; for greedy "
+    "evaluation give --eval_temperature 0",
+}
+
+
+@dataclass
+class RunFlags:
+    """Everything about a run that is not the algorithm."""
+
+    # ---- run
+    seed: int = 1
+    """Seed of the data split, the order of prompts, every sample, and the shuffling of mini-batches."""
+    eval_every: int = 0
+    """Evaluate every N steps, in addition to before the first and after the last. 0 disables."""
+    best_metric: str | None = None
+    """Keep the weights of the evaluation with the highest value of this metric (e.g. eval/pass@1) in best/."""
+    save_every: int = 0
+    """Write a checkpoint every N steps. 0 disables."""
+    save_minutes: float = 30.0
+    """Also write a checkpoint when the last one is older than this many minutes. 0 disables."""
+    keep_checkpoints: int = 2
+    """Number of recent checkpoints to keep, in addition to the best by evaluation. 0 keeps all."""
+    resume: str = "auto"
+    """auto: resume from the newest intact checkpoint of this run. never. Or the folder of a checkpoint."""
+    accept_changed_code: bool = False
+    """Resume although the script, or a project file that it imports, has changed since the checkpoint."""
+    stall_timeout: float = 1800.0
+    """Abort with a stack trace of every thread after this many seconds without progress. 0 disables."""
+    output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
+    """Folder that holds the folders of runs. Default: RUN_DIR, which scripts/submit.py sets, or runs."""
+    run_name: str | None = None
+    """Folder of this run in output_dir. Default: exp_name, the arguments that differ from their defaults, the seed."""
+    overwrite: bool = False
+    """Replace the folder of an earlier run of this name."""
+    dry_run: bool = False
+    """Check everything, print the derived sizes and the first prompt, load no model, and stop."""
+    track: bool = False
+    """Log to Weights & Biases as well. Without network the run tracks offline and warns."""
+    wandb_project: str = "rlvr"
+    """Weights & Biases project."""
+    wandb_entity: str | None = None
+    """Weights & Biases team or user. Default: yours."""
+    log_samples: int = 4
+    """Samples per step written to samples.jsonl."""
+    log_samples_every: int = 10
+    """Show some samples on the console every N steps. 0 disables."""
+
+    # ---- model
+    model_name_or_path: str = "models/SmolLM2-135M-Instruct"
+    """Local folder or hub id of the policy."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the weights."""
+    external_lib: str | None = None
+    """Python module to import before the model is loaded, for example one that registers an architecture."""
+    override_config: str | None = None
+    """JSON object of fields to change in the model's config."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of weights and sampling; master weights are always fp32. auto: bfloat16 where hardware supports it."""
+    attn_implementation: str = "auto"
+    """transformers' name: eager, sdpa, flash_attention_2, ... auto: sdpa; eager for bfloat16 on CPUs, faster there."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: about a third more time, much less memory."""
+
+    # ---- data
+    dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
+    """reasoning_gym:NAME?key=value, .jsonl, .json, .parquet or .csv files, a folder saved by datasets, or a hub id."""
+    dataset_mixer: str | None = None
+    """Mix several sources instead, as JSON: {"a": 1.0, "b": 500} takes all problems of a and 500 of b."""
+    dataset_split: str = "train"
+    """Split of a hub data set or of a saved folder."""
+    eval_dataset: str | None = None
+    """Evaluation data set; its first eval_prompts problems are excluded from training. Default: a part of dataset."""
+    eval_dataset_mixer: str | None = None
+    """Several evaluation sources instead, as JSON: {"a": 32, "b": 1.0} takes the first 32 problems of a, all of b."""
+    prompt_key: str | None = None
+    """Column of the prompt: text or a list of chat messages. Default: question; known for MATH and countdown."""
+    ground_truth_key: str | None = None
+    """Column of the ground truth. Default: answer; known for MATH and countdown."""
+    system_prompt: str | None = None
+    """System message before every prompt; "" for none. Default: the one runtime/data.py has for it, if any."""
+    chat_template: str | None = None
+    """A Jinja file, chatml, tulu, r1 (with think tags), or question_answer. Default: the tokenizer's own."""
+    max_prompt_length: int = 256
+    """Maximum prompt length in tokens, chat template included."""
+    overlong_prompts: Literal["error", "filter", "left", "right"] = "error"
+    """Longer prompts: end the run at the start, leave them out, or truncate them on the left or on the right."""
+    bad_rows: Literal["raise", "drop"] = "raise"
+    """Rows without a prompt, or whose ground truth its verifier rejects: end the run at the start, or drop them."""
+    shuffle: bool = True
+    """Take the prompts in a new random order in every epoch over the data."""
+    generation_size: int | None = None
+    """Sample this many responses per prompt and keep the num_samples_per_prompt_rollout of highest reward."""
+    dynamic_sampling_rounds: int = 0
+    """Replace groups of equal reward by new prompts, up to this many times per step (DAPO). 0 disables."""
+    dataset_max_filter_share: float = 0.0
+    """After each epoch over the data, drop at most this fraction of the problems: those answered best. 0 disables."""
+    dataset_filter_threshold: float = 1.0
+    """Drop only problems with at least this fraction of correct answers."""
+
+    # ---- rewards
+    verifier: str | None = None
+    """Verifier by its name in docs/rewards.md (math, code, ...), or several with commas. Default: by the columns."""
+    verifier_key: str | None = None
+    """Column that names the verifiers of a row; where it is empty --verifier applies."""
+    reward_fn: str | None = None
+    """Your own verifier: path/to/file.py:function, called as function(response, ground_truth, row)."""
+    reward_weights: tuple[str, ...] = ()
+    """NAME=NUMBER per verifier or reward_model (default 1); NAME=gate: others count only where this one scores 1."""
+    reward_timeout: float = 10.0
+    """Seconds per verification; then its process is killed and the score is 0."""
+    reward_workers: int = 1
+    """Verifier processes per rank."""
+    check_verifier_status: bool = False
+    """End the run when all scores of a step are 0: the verifier fails, or the prompt does."""
+    allow_unsafe_code_exec: bool = False
+    """Let the code verifier run programs with resource limits only where the kernel provides no namespaces."""
+    reward_model_name_or_path: str | None = None
+    """Sequence classifier with one output; its score, times its weight, is added to the verifiers' score."""
+    reward_scaling: float = 1.0
+    """Multiply the score by this: the reward is (score - reward_bias) * reward_scaling, then clipped."""
+    reward_bias: float = 0.0
+    """Subtract this from the score before scaling."""
+    max_reward_clip: float | None = None
+    """Clip the reward to plus or minus this. Default: off."""
+    mask_no_eos_with_zero: bool = True
+    """Score truncated responses 0, whatever they say."""
+    non_stop_penalty: float = 0.0
+    """Subtract this from the reward of a truncated response."""
+    overlong_buffer: int = 0
+    """Tokens before max_response_length over which up to 1 is subtracted from the reward (DAPO). 0 disables."""
+    repetition_penalty: float = 0.0
+    """Penalty coefficient on the fraction of repeated 8-grams in a response. 0 disables."""
+
+    # ---- evaluation
+    eval_prompts: int = 64
+    """Problems held out for evaluation, never trained on. 0 disables evaluation."""
+    eval_samples: int = 4
+    """Responses per evaluation problem."""
+    eval_temperature: float = 1.0
+    """Sampling temperature in evaluation. 0 is greedy, with one response per problem whatever eval_samples says."""
+    eval_top_p: float = 1.0
+    """Nucleus sampling in evaluation."""
+    eval_top_k: int = 0
+    """Top-k sampling in evaluation. 0 disables."""
+
+    # ---- generation
+    max_response_length: int = 32
+    """Maximum response length in tokens; longer responses are truncated."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer's log-probs are taken at the same temperature."""
+    rollout: Literal["vllm", "hf"] = "vllm"
+    """Generation backend: vLLM, or transformers' generate (slow, no extra dependency)."""
+    rollout_timeout: float = 1800.0
+    """End the run with an error after this many seconds without a finished sample."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response; they stay part of it."""
+    ignore_eos: bool = False
+    """Ignore EOS and always generate max_response_length tokens (for benchmarking)."""
+    vllm_gpu_memory_utilization: float = 0.4
+    """Fraction of a GPU's memory for vLLM's weights and KV cache (on CPUs vllm_kv_cache_gb applies instead)."""
+    vllm_kv_cache_gb: float | None = None
+    """Exact size of the KV cache in GiB. Default: from vllm_gpu_memory_utilization on GPUs, 0.5 on CPUs."""
+    vllm_enforce_eager: bool | None = None
+    """Disable compilation and CUDA graphs. Default: on for CPUs, where compiling takes longer than a short run."""
+    vllm_tensor_parallel_size: int = 1
+    """Ranks that share one engine."""
+    vllm_max_num_seqs: int = 128
+    """Responses that one engine decodes at the same time."""
+    vllm_max_num_batched_tokens: int = 8192
+    """Tokens per engine step."""
+    vllm_enable_sleep_mode: bool = False
+    """On a GPU: release the engine's memory to the trainer between generation phases."""
+
+    # ---- memory and parallelism
+    micro_batch_tokens: int = 1024
+    """Tokens per forward and backward pass on one device, padding included."""
+    logprob_micro_batch_tokens: int = 1024
+    """The same for passes without gradient (old and reference log-probs)."""
+    logprob_chunk: int = 1024
+    """Response tokens whose logits exist at the same time."""
+    batch_layout: Literal["shared", "padded", "packed"] = "shared"
+    """shared: one row per group, common prefixes once. padded: one row per sample. packed: for flash attention."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """DeepSpeed ZeRO: 1 shards optimizer states, 2 gradients as well, 3 parameters as well. (0 has no NaN check.)"""
+    offload_optimizer: bool = False
+    """Keep master weights and optimizer states in CPU memory."""
+    offload_param: bool = False
+    """Keep parameters in CPU memory (ZeRO 3)."""
+    offload_ref: bool = False
+    """On a GPU: keep the reference model in CPU memory between its passes."""
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+FlagsClass = TypeVar("FlagsClass", bound=type)
+
+
+def own_flags_first(cls: FlagsClass) -> FlagsClass:
+    """Order the fields of a script's Args so that its own (the algorithm's) come before the inherited ones."""
+    own = [name for name in cls.__annotations__ if name in cls.__dataclass_fields__]
+    inherited = [name for name in cls.__dataclass_fields__ if name not in own]
+    cls.__dataclass_fields__ = {name: cls.__dataclass_fields__[name] for name in [*own, *inherited]}
+    return cls
+
+
+def parse(cls: type, description: str | None = None, words: list[str] | None = None, default: Any = None) -> Any:
+    """The arguments of a script, an instance of ``cls``, from the command line (or from ``words``).
+
+    Ends with exit code 2 for arguments that do not parse; hints at our name of another framework's flag, and at
+    booleans, which take no value.
+    """
+    import tyro
+
+    words = sys.argv[1:] if words is None else words
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
+        if not word.startswith("--") or word in ("--", "--help"):
+            continue
+        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        flag = name if name in fields else name.removeprefix("no_")
+        if flag not in fields:
+            hint_at_our_name(name)
+        elif "bool" in str(fields[flag].type) and following.lower() in ("true", "false", "yes", "no", "0", "1"):
+            on = f"--{flag}" if following.lower() in ("true", "yes", "1") else f"--no-{flag}"
+            refuse(f"--{flag} {following}: switches take no value; give {on}")
+    options = {} if default is None else {"default": default}
+    return tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
+
+
+def hint_at_our_name(theirs: str) -> None:
+    """Refuse a flag of another framework with our name for it, if docs/fields.md has one; else return."""
+    if theirs.removeprefix("no_") in FIXED:
+        refuse(f"--{theirs} is fixed here: {FIXED[theirs.removeprefix('no_')]}")
+    page = Path(__file__).resolve().parent.parent / "docs" / "fields.md"
+    if not page.is_file():
+        return
+    header: list[str] = []
+    found: list[tuple[bool, str]] = []  # (whether it is only a part of an expression, the message)
+    for line in page.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if cells[0] == "ours":
+            header = cells
+        if not cells[0].startswith("`--"):
+            continue
+        for framework, cell in zip(header[1:], cells[1:], strict=False):
+            for alternative in re.split("[;,]", cell):
+                names = [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", alternative)]
+                if theirs in names:
+                    ours = cells[0].replace("`", "")
+                    words = f"--{theirs}: {framework}'s {theirs} is {ours} here (docs/fields.md)"
+                    found.append((names[0] != theirs, words))
+    if found:
+        refuse(min(found)[1])
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def check(args: RunFlags, world_size: int) -> None:
+    """Refuse what no script can do, or what would not mean what it says. Loads no model, writes nothing."""
+    check_launch(world_size)
+    check_numbers(args)
+    check_engine(args, world_size)
+    check_model(args)
+
+
+def refuse_first(cases: list[tuple[bool, str]]) -> None:
+    """End the program with the message of the first case that holds."""
+    for wrong, message in cases:
+        if wrong:
+            refuse(message)
+
+
+def check_numbers(args: RunFlags) -> None:
+    """Refuse numbers outside their range."""
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            refuse(f"--{name} {value}: must be a finite number")
+        if name in MUST_BE_POSITIVE and value <= 0:
+            refuse(f"--{name} {value}: must be above 0")
+        if name in AT_MOST_ONE and not 0 <= value <= 1:
+            refuse(f"--{name} {value}: must be between 0 and 1")
+        if name not in MAY_BE_NEGATIVE and isinstance(value, int | float) and value < 0:
+            refuse(f"--{name} {value}: must be 0 or more")
+
+
+def check_training(args: RunFlags) -> None:
+    """Refuse sizes of batches, lengths and data options of a training run that do not fit together."""
+    prompts = args.num_unique_prompts_rollout
+    group = args.num_samples_per_prompt_rollout
+    longest = args.max_prompt_length + args.max_response_length
+    sample = f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length}"
+    measured = ["eval/pass@1", "eval/pass@k", "eval/majority@k"]
+    episodes = args.total_episodes
+    refuse_first(
+        [
+            (
+                prompts % args.num_mini_batches != 0,
+                f"--num_unique_prompts_rollout {prompts} does not divide into --num_mini_batches "
+                f"{args.num_mini_batches}; groups are not split, so make the first a multiple of the second",
+            ),
+            (
+                episodes is not None and (episodes <= 0 or episodes % (prompts * group) != 0),
+                f"--total_episodes {episodes} is not a multiple of the {prompts * group} samples of a step "
+                f"(--num_unique_prompts_rollout {prompts} x --num_samples_per_prompt_rollout {group})",
+            ),
+            *(
+                (
+                    getattr(args, name) < longest,
+                    f"--{name} {getattr(args, name)} is less than one sample: {sample} = {longest}",
+                )
+                for name in ("micro_batch_tokens", "logprob_micro_batch_tokens")
+            ),
+            (
+                args.ignore_eos and args.mask_truncated_completions,
+                "--ignore_eos truncates every response, and truncated responses are left out of the loss; add "
+                "--no-mask_truncated_completions",
+            ),
+            (
+                args.best_metric is not None and (args.best_metric not in measured or args.eval_prompts == 0),
+                f"--best_metric {args.best_metric}: give one of {', '.join(measured)}, with --eval_prompts above 0",
+            ),
+            (
+                args.overlong_buffer >= args.max_response_length,
+                f"--overlong_buffer {args.overlong_buffer} must be below --max_response_length "
+                f"{args.max_response_length}: the penalty would start before the first token",
+            ),
+            (
+                args.generation_size is not None and args.generation_size < group,
+                f"--generation_size {args.generation_size} is less than --num_samples_per_prompt_rollout {group}, "
+                f"which are kept",
+            ),
+            (
+                args.dataset_max_filter_share == 1 or not 0 < args.dataset_filter_threshold <= 1,
+                "--dataset_max_filter_share must be below 1, --dataset_filter_threshold above 0 and at most 1",
+            ),
+        ]
+    )
+
+
+def check_engine(args: RunFlags, world_size: int) -> None:
+    """Refuse combinations that attention, DeepSpeed or the engine cannot do."""
+    tp = args.vllm_tensor_parallel_size
+    refuse_first(
+        [
+            (
+                args.batch_layout == "shared" and "flash" in args.attn_implementation,
+                f"--attn_implementation {args.attn_implementation} takes no 4-D mask; use --batch_layout packed",
+            ),
+            (
+                args.dtype == "float32" and "flash" in args.attn_implementation,
+                "--dtype float32: flash attention has no such kernel; use bfloat16 or --attn_implementation sdpa",
+            ),
+            (
+                args.offload_param and args.zero_stage != 3,
+                f"--offload_param needs --zero_stage 3, not {args.zero_stage}",
+            ),
+            (args.rollout == "hf" and bool(args.stop), "--stop works with --rollout vllm only"),
+            (
+                world_size % tp != 0 or (args.rollout == "hf" and tp > 1),
+                f"--vllm_tensor_parallel_size {tp} must divide the {world_size} rank(s), and needs --rollout vllm",
+            ),
+        ]
+    )
+
+
+def check_model(args: RunFlags, flag: str = "model_name_or_path") -> None:
+    """Refuse a model that cannot serve, before anything is loaded: no weights, too short a context, no chat template.
+
+    ``flag``: the argument that names it. Only the policy, which is the default, needs a template.
+    """
+    name = getattr(args, flag)
+    config, tokenizer_config, files = read_configs(args, flag)
+    if args.override_config is not None:
+        config |= check_override(args.override_config)
+    context = config.get("max_position_embeddings")
+    wanted = args.max_prompt_length + args.max_response_length
+    if context is not None and wanted > context:
+        refuse(
+            f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} = "
+            f"{wanted} tokens, but the context of {name} is {context}; shorten one of them"
+        )
+    if args.reward_model_name_or_path is not None:
+        check_reward_model(args.reward_model_name_or_path)
+    own_template = not files or "chat_template.jinja" in files or tokenizer_config.get("chat_template")
+    if flag == "model_name_or_path" and chat_template(args) is None and not own_template:
+        known = ", ".join(CHAT_TEMPLATES)
+        refuse(f"--chat_template: the tokenizer of {name} has no template of its own; give a file or one of {known}")
+
+
+def read_configs(args: RunFlags, flag: str) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+    """(config.json, tokenizer_config.json, names of the files) of a local model; no names for a model on the hub."""
+    name = getattr(args, flag)
+    folder = Path(name)
+    hint = "give a local folder or a hub id; `make setup` prepares the default model"
+    if folder.exists():
+        files = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
+        if "config.json" not in files:
+            refuse(f"--{flag} {name}: no config.json there; {hint}")
+        if not any(f.endswith((".safetensors", ".bin")) for f in files):
+            refuse(f"--{flag} {name}: no weights (*.safetensors or *.bin) there; {hint}")
+        config = json.loads((folder / "config.json").read_text())
+        tokenizer_config = folder / "tokenizer_config.json"
+        return config, json.loads(tokenizer_config.read_text()) if tokenizer_config.is_file() else {}, files
+    if name.startswith((".", "/", "~")) or (folder.parent != Path() and folder.parent.is_dir()):
+        refuse(f"--{flag} {name}: no such folder; {hint}")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        config = json.loads(Path(hf_hub_download(name, "config.json", revision=args.revision)).read_text())
+    except Exception as error:  # offline, gated, misspelled: the hub client has a class for each
+        refuse(f"--{flag} {name}: no such folder, and not on the hub ({error}); {hint}")
+    return config, {}, set()
+
+
+def check_override(text: str) -> dict[str, Any]:
+    """The fields of ``--override_config``. Ends with exit code 2 where it is no JSON object."""
+    try:
+        override = json.loads(text)
+    except json.JSONDecodeError as error:
+        refuse(f"--override_config: not valid JSON ({error}); for example '{{\"rope_theta\": 10000}}'")
+    if not isinstance(override, dict):
+        refuse("--override_config: must be a JSON object of fields of the model's config")
+    return override
+
+
+def check_reward_model(name: str) -> None:
+    """Refuse a local folder that holds no sequence classifier: its head would be random numbers."""
+    folder = Path(name)
+    if not folder.exists() and not name.startswith((".", "/", "~")):
+        return  # a hub id
+    if not (folder / "config.json").is_file():
+        refuse(f"--reward_model_name_or_path {name}: no such folder, or no config.json in it")
+    config = json.loads((folder / "config.json").read_text())
+    if not any("SequenceClassification" in a for a in config.get("architectures") or ()):
+        refuse(
+            f"--reward_model_name_or_path {name}: {config.get('architectures')} is no sequence classifier; its scores "
+            f"would come from a random head"
+        )
+    if len(config.get("id2label", "01")) != 1:
+        refuse(f"--reward_model_name_or_path {name}: has {len(config.get('id2label', '01'))} outputs, must have one")
+
+
+def check_launch(world_size: int) -> None:
+    """Refuse a launch that asked for several processes and got one.
+
+    On a machine without GPUs `accelerate launch --num_processes N` starts a single process, and says nothing, unless
+    DeepSpeed is named; the parent's command line is where the wish can still be read.
+    """
+    try:
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+    except OSError:
+        return
+    wanted = [value for flag, value in itertools.pairwise(parent) if flag == "--num_processes"]
+    if wanted and "launch" in " ".join(parent) and int(wanted[-1]) > 1 and world_size == 1:
+        refuse(
+            f"--num_processes {wanted[-1]} was asked for, but one process was started: launch with "
+            f"--use_deepspeed or --config_file scripts/zero2.yaml"
+        )

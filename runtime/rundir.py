@@ -1,0 +1,297 @@
+"""The folder of a run: its name, what may be lost in it, and the checkpoint a run resumes from. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.flags import MAY_CHANGE
+from runtime.identity import changed_arguments, changed_code, code_of, ignored_changes
+from runtime.process import file_digest, lock_holder, refuse, versions, write_whole
+from runtime.records import Problem
+
+
+def say(text: str) -> None:
+    """Print a line on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
+def run_name(args, defaults) -> str:
+    """Name of a run: its ``exp_name``, every argument of its identity that differs from its default, and the seed.
+
+    The same command always has the same name, and a command that computes something else never has it. A long name
+    ends in a hash of the rest.
+    """
+    if args.run_name is not None:
+        return args.run_name
+    parts = []
+    for f in dataclasses.fields(args):
+        value = getattr(args, f.name)
+        if f.name not in (*MAY_CHANGE, "exp_name", "seed") and value != getattr(defaults, f.name):
+            parts.append(f"{f.name}={value}")
+    text = "__".join(parts)
+    safe = "".join(c if c.isalnum() or c in "=_.,+-" else "-" for c in text)
+    if len(safe) > 120 or safe != text:
+        safe = f"{safe[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return "__".join(filter(None, (args.exp_name, safe, f"seed={args.seed}")))
+
+
+def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
+    """Find the folder of a run, and the checkpoint that it resumes from (None: it starts from scratch).
+
+    Refuses whatever would lose the work of a run. This function only looks: ``RunLog`` writes once the models are
+    loaded, so a failed start leaves nothing behind. Rank 0 alone verifies checkpoints and returns one;
+    ``checkpoints.Checkpoints`` tells the other ranks. For a finished run the program ends here, with exit code 0.
+    """
+    folder = Path(args.output_dir) / run_name(args, defaults)
+    if holder := lock_holder(folder):
+        refuse(f"{folder} is in use by a running process ({holder}); wait for its end or choose another --run_name")
+    if args.overwrite and args.resume not in ("auto", "never"):
+        refuse(f"--overwrite starts from scratch and --resume {args.resume} continues: give one of them")
+    if args.overwrite:
+        return folder, None
+    if (folder / "config.json").exists():
+        check_earlier_run(folder, args)
+    if os.environ.get("RANK", "0") != "0" or args.resume == "never":
+        return folder, None
+    return folder, choose_checkpoint(folder, args, world_size)
+
+
+def check_earlier_run(folder: Path, args) -> None:
+    """Refuse a folder whose run is another one; end with exit code 0 where this very run is finished."""
+    config = json.loads((folder / "config.json").read_text())
+    other, _ = changed_arguments(config["args"], args)
+    if other:
+        change = ", ".join(other[:5])
+        refuse(f"{folder} holds a run of another configuration ({change}); choose another --run_name or --exp_name")
+    if args.resume == "never":
+        refuse(f"{folder} holds this very run already; --overwrite replaces it, --seed or --exp_name start another")
+    if args.resume != "auto" or unfinished(folder, args):
+        return
+    changed = changed_code(config.get("code"), code_of(args))
+    if changed and not args.accept_changed_code:
+        refuse(
+            f"{folder} is finished, but by other code: {', '.join(changed[:5])}. To train with the new code choose "
+            f"another --exp_name or --run_name, or --overwrite to replace the old run"
+        )
+    ignored = ignored_changes(config["args"], args)
+    note = f" (it ran with another {', '.join(f'--{name}' for name in ignored)})" if ignored else ""
+    say(f"{folder} is finished{note}; --overwrite replaces it, --seed or --exp_name start another")
+    raise SystemExit(0)
+
+
+def check_disk(args, folder: Path) -> None:
+    """Refuse a disk that cannot take the trained weights: better in the first second than after the last step.
+
+    Counts model/ and best/ at the size of the given weights (safetensors of a local folder; the size of a model on the
+    hub is unknown). What the folder of the run holds already is not counted again. Checkpoints are left out: with
+    several ranks each node may have a disk of its own. A dry run writes nothing and is only warned.
+    """
+    weights = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
+    copies = 1
+    if args.best_metric is not None and (args.overwrite or not (folder / "best").is_dir()):
+        copies += 1
+    place = Path(args.output_dir).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if args.overwrite and folder.is_dir():  # RunLog removes the old run before anything is written
+        free += sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    if free >= weights * copies:
+        return
+    message = (
+        f"--output_dir {args.output_dir}: {free / 2**30:.1f} GiB free there, but the trained weights alone take "
+        f"{weights * copies / 2**30:.1f}; free some space or choose another folder"
+    )
+    if not args.dry_run:
+        refuse(message)
+    say(f"warning: {message}")
+
+
+def last_step(path: Path) -> int:
+    """Step of the last whole line of a .jsonl file; -1 without any."""
+    for line in reversed(path.read_text().splitlines() if path.is_file() else []):
+        try:
+            return json.loads(line)["step"]
+        except json.JSONDecodeError:
+            continue  # half written
+    return -1
+
+
+def unfinished(folder: Path, args) -> str:
+    """What the run in ``folder`` still lacks of what only its end writes; "" when it is finished."""
+    batch = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    steps = args.total_steps if args.total_episodes is None else args.total_episodes // batch
+    reached = last_step(folder / "metrics.jsonl")
+    if reached < steps:
+        return f"is at step {max(reached, 0)} of {steps}"
+    if args.eval_prompts > 0 and last_step(folder / "eval.jsonl") < steps:
+        return "has not evaluated its last step"
+    if not (folder / "model" / "config.json").is_file() or not any((folder / "model").glob("*.safetensors")):
+        return "has not saved its model"
+    return ""
+
+
+def cut_back(file: Path, last: int) -> None:
+    """Leave the whole lines of a .jsonl file up to step ``last``; later steps are done again."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= last:
+                kept.append(line + "\n")
+        except json.JSONDecodeError:
+            continue
+    write_whole(file, "".join(kept))
+
+
+def best_so_far(folder: Path, args) -> float:
+    """The largest --best_metric in a run's eval.jsonl whose weights are in best/; minus infinity without any."""
+    file = folder / "eval.jsonl"
+    if args.best_metric is None or not file.is_file() or not (folder / "best").is_dir():
+        return -math.inf
+    results = map(json.loads, file.read_text().splitlines())
+    return max((result.get(args.best_metric, -math.inf) for result in results), default=-math.inf)
+
+
+def data_digest(*parts: Sequence[Problem]) -> str:
+    """What tells one set of rendered problems from another: up to a thousand of each part, evenly spaced."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for i in range(0, len(part), max(1, len(part) // 1000)):
+            digest.update(json.dumps([len(part), i, part[i].prompt_ids, part[i].truth]).encode())
+    return digest.hexdigest()
+
+
+def saved_steps(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of the checkpoints of a run, oldest first. One that is being written has another name."""
+    found = [p for p in (folder / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdigit()]
+    return sorted((int(p.name.removeprefix("step_")), p) for p in found)
+
+
+def damage(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint's files, by its manifest; "" when all are there and as they were written."""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        for name, (size, digest) in files.items():
+            if not (checkpoint / name).is_file():
+                return f"{name} is missing"
+            if (found := (checkpoint / name).stat().st_size) != size:
+                return f"{name} has {found} bytes, not {size}"
+            if file_digest(checkpoint / name) != digest:
+                return f"{name} has changed since it was written (another SHA-256)"
+    except FileNotFoundError:
+        return "manifest.json is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it cannot be read ({type(error).__name__}: {error})"
+    return ""
+
+
+def choose_checkpoint(folder: Path, args, world_size: int) -> Path | None:
+    """The checkpoint that ``--resume`` means; None where there is none and nothing is lost by starting from scratch.
+
+    auto takes the newest one whose manifest matches, and reports why newer ones were skipped. Ends with exit code 2
+    where all are damaged, and where the checkpoint belongs to another run, other code or another number of ranks.
+    """
+    if args.resume == "auto":
+        start = newest_checkpoint(folder)
+        if start is None:
+            check_nothing_is_lost(folder, args)
+            return None
+    else:
+        start = Path(args.resume)
+        wrong = damage(start)
+        if wrong:
+            refuse(f"--resume {start}: {wrong}; give auto, never, or the folder of an intact checkpoint")
+    state = json.loads((start / "state.json").read_text())
+    check_same_run(start, state, args, world_size)
+    report_changes(start, state, args)
+    return start
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest intact checkpoint in the folder of a run; None where there is none at all.
+
+    Prints why newer ones were skipped. Ends with exit code 2 where all are damaged.
+    """
+    for partial in sorted((folder / "checkpoints").glob("step_*.partial")):
+        say(f"skipping {partial}: the save was not finished")
+    steps = saved_steps(folder)
+    start = None
+    for _, checkpoint in reversed(steps):
+        wrong = damage(checkpoint)
+        if not wrong:
+            start = checkpoint
+            break
+        say(f"skipping {checkpoint}: {wrong}")
+    if steps and start is None:
+        refuse(
+            f"{folder}: no checkpoint is intact (see above). Restore one from a copy, or give --overwrite to discard "
+            f"this run's work; --run_name starts another beside it"
+        )
+    named = folder / "checkpoints" / "latest"
+    if start is not None and (not named.is_file() or named.read_text().strip() != start.name):
+        say(f"{named} does not name {start.name}, the newest intact checkpoint")
+    return start
+
+
+def check_nothing_is_lost(folder: Path, args) -> None:
+    """For a run without any checkpoint: refuse to start from scratch where it would throw away what the user kept."""
+    done = last_step(folder / "metrics.jsonl")
+    if done > 0 and args.save_every == 0 and args.save_minutes == 0:
+        refuse(
+            f"{folder} holds {done} steps of this very run and saved none of them (--save_every 0, --save_minutes 0); "
+            f"--overwrite starts it from scratch, --seed or --exp_name start another"
+        )
+    if (folder / "model").exists():
+        refuse(
+            f"{folder} holds {done} steps of this very run, which ended without a checkpoint to resume from "
+            f"(--save_every, --save_minutes); --overwrite starts it from scratch, --model_name_or_path "
+            f"{folder / 'model'} starts a run from its weights"
+        )
+    if done > 0:
+        say(f"{folder} stopped after step {done} without a checkpoint: starting from scratch")
+
+
+def check_same_run(start: Path, state: dict[str, Any], args, world_size: int) -> None:
+    """Refuse a checkpoint of another configuration, of other code, or of another number of ranks."""
+    other, _ = changed_arguments(state["args"], args)
+    if other:
+        refuse(f"{start} belongs to a run of another configuration ({', '.join(other[:5])}); choose another --run_name")
+    changed = changed_code(state.get("code"), code_of(args))
+    if changed and not args.accept_changed_code:
+        refuse(
+            f"{start} was saved by other code: {', '.join(changed[:5])}. --accept_changed_code resumes it with the new "
+            f"code, --exp_name or --run_name start another run, --overwrite starts this one from scratch"
+        )
+    if state["world_size"] != world_size:
+        refuse(
+            f"{start} was saved by {state['world_size']} rank(s), this run has {world_size}: ZeRO's partitions of the "
+            f"optimizer belong to that number of ranks. Start it with --num_processes {state['world_size']}, or a new "
+            f"run from its weights: --model_name_or_path {start / 'model'}"
+        )
+
+
+def report_changes(start: Path, state: dict[str, Any], args) -> None:
+    """Print which checkpoint is resumed, and what has changed since it was saved."""
+    say(f"resuming after step {state['step']}, from {start}")
+    _, allowed = changed_arguments(state["args"], args)
+    for line in allowed:
+        say(f"  changed: {line}")
+    for line in changed_code(state.get("code"), code_of(args)):
+        say(f"  changed: {line}")
+    if "code" not in state:
+        say("  its code is unknown: the checkpoint was saved before runs recorded their code")
+    new = versions()
+    for name in sorted({*new, *state["versions"]}):
+        if new.get(name) != state["versions"].get(name):
+            say(f"  changed: {name} {state['versions'].get(name)} there, {new.get(name)} here: results may differ")

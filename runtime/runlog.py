@@ -1,0 +1,367 @@
+"""What a run writes while it trains: metrics, samples and evaluations as JSON lines, the console, Weights & Biases."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from runtime import libraries
+from runtime.identity import code_of
+from runtime.process import FolderLock, git_state, refuse, versions, write_whole
+from runtime.records import Problem, Sample
+from runtime.rundir import cut_back
+
+ZERO_STEPS = 5  # after this many steps without a score above 0 the run shows what was extracted and what was expected
+GIB = 2**30
+
+# ------------------------------------------------------------------------------------------------ before the first step
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Parameters in a folder's safetensors, from their headers alone; None for anything else."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with open(file, "rb") as f:
+            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        total += sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
+    return total or None
+
+
+@dataclasses.dataclass
+class Memory:
+    """Bytes that a rank holds before activations and KV cache."""
+
+    trainer: float
+    engine: float
+    reference: float
+    logits: float
+
+
+def estimate_memory(args, parameters: int, vocabulary: int, world_size: int, bf16: bool, critic: bool) -> Memory:
+    """Memory of a rank by the arguments, for a model of ``parameters``; docs/launching.md has the formula.
+
+    Every ZeRO stage shards fp32 master weights and two moments (DeepSpeed copies the master weights of an fp32 model,
+    too). Stages 2 and 3 keep this rank's partition of the gradients, in fp32; stage 1 keeps all of them, under bf16 in
+    both types. Stage 3 shards the weights. tests/test_memory.py measures this.
+    """
+    weight = 2 if bf16 else 4
+    states = 0 if args.offload_optimizer else 12
+    if args.zero_stage == 1:
+        gradients = 6 if bf16 else 4
+    else:
+        gradients = 4 / world_size
+    own = weight / world_size if args.zero_stage == 3 else weight
+    if args.offload_param:
+        own = 0
+    trained = parameters * (1 + critic)
+    reference = args.beta > 0 and args.kl_placement != "none" and not args.offload_ref
+    return Memory(
+        trainer=trained * (own + gradients + states / world_size),
+        engine=parameters * weight / args.vllm_tensor_parallel_size,
+        reference=parameters * weight * reference,
+        logits=3 * 4 * min(args.logprob_chunk, args.micro_batch_tokens) * vocabulary,
+    )
+
+
+def print_header(
+    args, folder, problems, tokenizer, total_steps: int, world_size: int, hardware: str, critic=False
+) -> None:
+    """Print the sizes that follow from the arguments, and the first prompt as the model will see it."""
+    prompts = args.num_unique_prompts_rollout
+    group = args.num_samples_per_prompt_rollout
+    samples = prompts * group
+    updates = args.num_epochs * args.num_mini_batches
+    longest = max(len(p.prompt_ids) for p in problems)
+    origins = Counter(f"{p.source} ({p.verifier})" for p in problems)
+    lines = [
+        f"run        {folder}",
+        f"hardware   {world_size} rank(s), {hardware.replace('torch.', '')}",
+        f"data       {len(problems)} problems, {args.eval_prompts} more held out; longest prompt {longest} tokens",
+        f"from       {', '.join(f'{count} {origin}' for origin, count in origins.most_common(8))}",
+        f"a step     {prompts} prompts x {group} samples = {samples} samples, at most "
+        f"{samples * args.max_response_length} new tokens, {updates} optimizer step(s)",
+        f"the run    {total_steps} steps, {total_steps * samples} samples, {total_steps * updates} optimizer steps, "
+        f"{total_steps * prompts / len(problems):.2f} epochs of the data",
+    ]
+    parameters = count_parameters(Path(args.model_name_or_path))
+    if parameters:
+        m = estimate_memory(args, parameters, len(tokenizer), world_size, "bfloat16" in hardware, critic)
+        total = m.trainer + m.engine + m.reference + m.logits
+        lines.append(
+            f"memory     about {total / GIB:.1f} GiB per rank before activations and KV cache: trainer "
+            f"{m.trainer / GIB:.1f}, engine and reference weights {(m.engine + m.reference) / GIB:.1f}, "
+            f"logits {m.logits / GIB:.1f} ({parameters / 1e6:.0f}M parameters)"
+        )
+    ids = problems[0].prompt_ids
+    lines.append(f"prompt     {tokenizer.decode(ids)!r}")
+    lines.append(f"ids        {ids}")
+    print("\n".join(lines), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- a step
+
+
+def explain_zeros(samples: list[Sample], problems: list[Problem], steps: int) -> str:
+    """Help for a run whose scores have been 0 for ``steps`` steps: two responses, what was extracted and expected."""
+    lines = [f"all scores of the last {steps} steps are 0. What was extracted, and what was expected:"]
+    for s in samples[:: max(1, len(samples) - 1)][:2]:
+        problem = problems[s.prompt_id]
+        lines += [
+            f"  prompt     {problem.messages[-1]['content'][-300:]!r}",
+            f"  response   {s.response[-300:]!r} (ended by {s.finish_reason})",
+            f"  extracted  {s.extracted[:200]!r} by {problem.verifier}, status {s.reward_status}",
+            f"  expected   {problem.truth[:200]!r}",
+        ]
+    return "\n".join([*lines, "  see --max_response_length, --verifier, --system_prompt"])
+
+
+# Label on the console, name of the metric, format.
+SHOWN = (
+    ("reward", "reward/mean", ".3f"),
+    ("kl", "kl/sequence", ".4f"),
+    ("entropy", "policy/entropy", ".3f"),
+    ("clip", "policy/clip_frac", ".3f"),
+    ("len", "completions/length_mean", ".1f"),
+    ("truncated", "completions/truncated_frac", ".0%"),
+    ("zero-std", "reward/zero_std_frac", ".0%"),
+    ("|dlogp|", "sampler/logprob_diff_mean", ".1e"),
+    ("tok/s", "perf/tokens_per_second", ".0f"),
+)
+PHASES = {"gen": "generate", "score": "score", "logp": "logprobs", "update": "update", "push": "push"}
+
+
+def step_line(metrics: dict[str, Any], total: int, remaining: float, masked: bool) -> str:
+    """One step as a line. ``remaining``: seconds until the end; ``masked``: truncated responses are not trained on."""
+    parts = [f"step {metrics['step']}/{total}"]
+    for label, name, form in SHOWN:
+        if name in metrics:
+            parts.append(f"{label} {metrics[name]:{form}}")
+    times = [f"{label} {metrics[f'time/{name}']:.1f}s" for label, name in PHASES.items() if f"time/{name}" in metrics]
+    if times:
+        parts.append(" ".join(times))
+    seconds = int(remaining)
+    parts.append(f"left {seconds // 3600}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}")
+    if metrics["optim/skipped"]:
+        parts.append(f"SKIPPED {metrics['optim/skipped']}")
+    if metrics["completions/truncated_frac"] == 1 and masked:
+        parts.append("ALL TRUNCATED, nothing to train on: raise --max_response_length")
+    return " | ".join(parts)
+
+
+def eval_line(result: dict[str, Any]) -> str:
+    """One evaluation as a line; pass@k only where it is more than pass@1."""
+    parts = [f"eval after step {result['step']}: pass@1 {result['eval/pass@1']:.3f}"]
+    if result["eval/samples"] > 1:
+        parts.append(f"pass@{result['eval/samples']} {result['eval/pass@k']:.3f}")
+    parts.append(f"length {result['eval/length_mean']:.1f}")
+    parts.append(f"truncated {result['eval/truncated_frac']:.0%}")
+    parts.append(f"({result['eval/problems']} problems)")
+    return "  ".join(parts)
+
+
+def sample_row(step: int, s: Sample, problem: Problem) -> dict[str, Any]:
+    """A sample as it is written to samples.jsonl."""
+    return {
+        "step": step,
+        "prompt": problem.messages[-1]["content"],
+        "response": s.response,
+        "truth": problem.truth,
+        "reward": s.reward,
+        "reward_parts": s.reward_parts,
+        "extracted": s.extracted,
+        "reward_status": s.reward_status,
+        "advantage": s.advantage,
+        "finish_reason": s.finish_reason,
+        "weights_version": s.weights_version,
+    }
+
+
+class RunLog:
+    """The files of a run (rank 0 writes, the others are silent), wandb, and the console.
+
+    ``metrics.jsonl``, ``eval.jsonl`` and ``samples.jsonl`` get one JSON object per line. A metric without a value in a
+    step is left out; a value that is not finite is written as null.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        args,
+        world_size: int,
+        total_steps: int,
+        is_main: bool,
+        start: Path | None = None,
+        data: str = "",
+    ):
+        """``start``: the checkpoint that the run resumes from; ``data``: ``rundir.data_digest`` of its problems."""
+        self.folder = folder
+        self.args = args
+        self.total = total_steps
+        self.is_main = is_main
+        self.wandb = None
+        self.wandb_id = None
+        self.zero_steps = 0  # in a row, without a score above 0
+        self.first = 0  # the step after which the run resumed
+        self.scores: dict[int, float | None] = {}  # step -> pass@1 of the evaluation after it
+        self.best = -math.inf  # the best evaluation so far, by --best_metric
+        self.begun = time.monotonic()
+        if not is_main:
+            libraries.write_to(None)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = FolderLock(folder)
+        self.lock.acquire()
+        if args.overwrite:
+            self._empty_folder()
+        self.code = code_of(args)
+        if start is not None:
+            self._check_data(data)
+            state = json.loads((start / "state.json").read_text())
+            self.first = state["step"]
+            self.wandb_id = state.get("wandb_id")
+        self._drop_later_steps(start is not None)
+        config = {
+            "args": dataclasses.asdict(args),
+            "world_size": world_size,
+            "command": sys.argv,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "resumed_after": self.first,
+            "data": data,
+            "code": self.code,
+            "git": git_state(),
+            "versions": versions(),
+        }
+        write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")
+        libraries.write_to(folder)
+        if args.track:
+            self._start_wandb(config)
+
+    def _empty_folder(self) -> None:
+        for path in self.folder.iterdir():
+            if path.name == "lock":
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _check_data(self, data: str) -> None:
+        """Refuse to resume on other problems: their order and what is held out would be others."""
+        config = self.folder / "config.json"
+        if not config.exists() or json.loads(config.read_text()).get("data", data) == data:
+            return
+        self.lock.release()
+        refuse(
+            f"{self.folder}: --dataset or --eval_dataset gives other problems than before. A file has changed, and "
+            f"with it the order of the problems and the held-out ones: restore it, or start another run (--run_name, "
+            f"--exp_name)"
+        )
+
+    def _drop_later_steps(self, resumed: bool) -> None:
+        """Truncate the .jsonl files to the step of the checkpoint, and set an earlier model/ aside."""
+        for file in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
+            cut_back(self.folder / file, self.first if resumed else -1)
+        if resumed and self.first == self.total:  # only the last evaluation and the model are missing
+            cut_back(self.folder / "eval.jsonl", self.total - 1)
+        if (self.folder / "model").exists():  # of an earlier end: this run is not finished before it has made its own
+            shutil.rmtree(self.folder / "model.aside", ignore_errors=True)
+            (self.folder / "model").rename(self.folder / "model.aside")
+
+    def _start_wandb(self, config: dict) -> None:
+        import wandb
+
+        options = {"project": self.args.wandb_project, "entity": self.args.wandb_entity, "name": self.folder.name}
+        options |= {"config": config, "dir": str(self.folder)}
+        if self.wandb_id is not None:
+            options |= {"id": self.wandb_id, "resume": "allow"}
+        try:
+            settings = wandb.Settings(init_timeout=20, finish_timeout=30, silent=True)
+            self.wandb = wandb.init(**options, settings=settings)
+        except Exception as error:  # no network, no key, a server error: tracking never stops a run
+            print(f"warning: wandb is not reachable ({str(error).splitlines()[0]}); tracking offline in {self.folder}")
+            self.wandb = wandb.init(**options, mode="offline", settings=wandb.Settings(silent=True))
+        self.wandb_id = self.wandb.id
+
+    def _track(self, method: str, *arguments, **named) -> None:
+        """Tell wandb. If that fails (its process killed, its server gone), the run continues without it."""
+        try:
+            getattr(self.wandb, method)(*arguments, **named)
+        except Exception as error:
+            self._say(f"warning: wandb failed ({type(error).__name__}: {error}); no more tracking")
+            self.wandb = None
+
+    def _say(self, text: str) -> None:
+        if self.is_main:
+            print(text, flush=True)
+
+    def write(self, file: str, record: dict[str, Any]) -> None:
+        """Append one object to ``file`` (metrics.jsonl, eval.jsonl, samples.jsonl)."""
+        if not self.is_main:
+            return
+        with open(self.folder / file, "a") as f:
+            f.write(json.dumps(_finite(record)) + "\n")
+        if self.wandb is not None and file in ("metrics.jsonl", "eval.jsonl"):
+            self._track("log", {k: v for k, v in record.items() if k != "step"}, step=record["step"])
+
+    def evaluation(self, result: dict[str, Any]) -> bool:
+        """Write one evaluation to eval.jsonl and the console. True, on all ranks, if it is the best so far."""
+        self.write("eval.jsonl", result)
+        self.scores[result["step"]] = result.get("eval/pass@1")
+        self._say(eval_line(result))
+        if self.args.best_metric is None or result[self.args.best_metric] <= self.best:
+            return False
+        self.best = result[self.args.best_metric]
+        return True
+
+    def step(self, metrics: dict[str, Any], samples: list[Sample], batch: list[Problem]) -> None:
+        """Write one step: metrics.jsonl, a few samples to samples.jsonl, and a line on the console."""
+        metrics = {k: v for k, v in metrics.items() if v is not None}
+        step = metrics["step"]
+        self.write("metrics.jsonl", metrics)
+        every = max(1, len(samples) // max(1, self.args.log_samples))
+        shown = samples[::every][: self.args.log_samples]
+        for s in shown:
+            self.write("samples.jsonl", sample_row(step, s, batch[s.prompt_id]))
+        if any(s.score for s in samples):
+            self.zero_steps = 0
+        else:
+            self.zero_steps += 1
+            if self.zero_steps % ZERO_STEPS == 0:
+                self._say(explain_zeros(samples, batch, self.zero_steps))
+        remaining = (time.monotonic() - self.begun) / (step - self.first) * (self.total - step)
+        self._say(step_line(metrics, self.total, remaining, self.args.mask_truncated_completions))
+        if self.args.log_samples_every > 0 and (step == 1 or step % self.args.log_samples_every == 0):
+            for s in shown:
+                problem = batch[s.prompt_id]
+                self._say(
+                    f"  {problem.messages[-1]['content']!r} -> {s.response!r} | ground truth {problem.truth} | "
+                    f"reward {s.reward:.2f} | advantage {s.advantage:+.2f} | {s.finish_reason}"
+                )
+
+    def dump(self, file: str, samples: list[Sample]) -> None:
+        """Write all samples of a batch, whole, for a look at what went wrong."""
+        for sample in samples:
+            self.write(file, {"step": -1, **dataclasses.asdict(sample)})
+
+    def close(self) -> None:
+        """Finish wandb, and let other runs have the folder."""
+        if self.wandb is not None:
+            self._track("finish")
+        if self.is_main:
+            self.lock.release()
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as null: JSON has no word for them."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
