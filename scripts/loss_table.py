@@ -31,7 +31,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
 import grpo
-from runtime.records import Sample
 
 PROMPTS = 2
 VOCABULARY = 3
@@ -611,6 +610,19 @@ def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args) ->
     )
 
 
+def response_of(size: int) -> grpo.Sample:
+    """A response of this many tokens, for functions that look at nothing else."""
+    return grpo.Sample(
+        prompt_id=0,
+        sample_id=0,
+        prompt_ids=[],
+        response_ids=[END] * size,
+        sampler_logprobs=[0.0] * size,
+        finish_reason="stop",
+        weights_version=0,
+    )
+
+
 def response_weights(layouts: list[tuple[tuple[int, ...], bool]], args: grpo.Args) -> Tensor:
     """grpo.loss_weights of one step on these groups, one weight per response.
 
@@ -623,7 +635,7 @@ def response_weights(layouts: list[tuple[tuple[int, ...], bool]], args: grpo.Arg
             if not (args.filter_zero_std_samples and equal):
                 counted.append(len(sizes))
             sizes.append(length)
-    samples = [Sample(0, 0, [], [END] * size, [0.0] * size, "stop", 0) for size in sizes]
+    samples = [response_of(size) for size in sizes]
     per_token = grpo.loss_weights(samples, counted, args)
     first_tokens = [0, *itertools.accumulate(sizes)][:-1]
     return per_token[first_tokens].to(F64)

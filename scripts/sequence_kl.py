@@ -55,7 +55,8 @@ class Responses(NamedTuple):
 
     def full_kl(self) -> Tensor:
         """KL(pi||ref) of each next token over the whole vocabulary, [B, T]."""
-        kl = (self.pi.exp() * (self.pi - self.ref)).sum(-1)
+        d = self.pi - self.ref
+        kl = (self.pi.exp() * d).sum(-1)
         return kl * self.mask
 
     def score_gradient(self, coefficients: Tensor) -> Tensor:
@@ -97,20 +98,24 @@ def reward(r: Responses) -> Tensor:
 
 def whole_ratio(r: Responses) -> Tensor:
     """The ratio of the whole response on every term."""
-    ratio = r.log_ratio().sum(1, keepdim=True).exp()
+    total = r.log_ratio().sum(1, keepdim=True)
+    ratio = total.exp()
     return r.score_gradient(ratio * to_go(r.d()))
 
 
 def per_decision(r: Responses) -> Tensor:
     """Term u with the ratio of its first u tokens."""
     ratio = r.log_ratio().cumsum(1).exp()
-    return r.score_gradient(to_go(ratio * r.d()))
+    sums = to_go(ratio * r.d())
+    return r.score_gradient(sums)
 
 
 def truncated_per_decision(r: Responses) -> Tensor:
     """The same with ratios of at most 2."""
-    ratio = r.log_ratio().cumsum(1).exp().clamp(max=2.0)
-    return r.score_gradient(to_go(ratio * r.d()))
+    ratio = r.log_ratio().cumsum(1).exp()
+    truncated = ratio.clamp(max=2.0)
+    sums = to_go(truncated * r.d())
+    return r.score_gradient(sums)
 
 
 def full_per_decision(r: Responses) -> Tensor:
@@ -288,12 +293,14 @@ def draw_long(pi: Tensor, old: Tensor, ref: Tensor, length: int, count: int, rng
     tokens = []
     for _ in range(length):
         rows.append(before)
-        before = torch.multinomial(transition[before], 1, generator=rng).squeeze(1)
+        after = torch.multinomial(transition[before], 1, generator=rng)
+        before = after.squeeze(1)
         tokens.append(before)
     index = torch.stack(rows, dim=1)
     tables = [logits.log_softmax(-1)[index] for logits in (pi, old, ref)]
     mask = torch.ones_like(index, dtype=torch.bool)
-    return Responses(*tables, torch.stack(tokens, dim=1), mask, index, STATES)
+    drawn = torch.stack(tokens, dim=1)
+    return Responses(*tables, drawn, mask, index, STATES)
 
 
 def long_rows(token_kl: float, length: int, count: int) -> dict[str, Accuracy]:

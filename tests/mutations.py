@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ["tests/test_kl_estimators.py", "tests/test_algorithm.py", "tests/test_run.py"]
@@ -112,6 +113,21 @@ MUTATIONS = [
     ("a KL that is not finite moves beta", KL, "if not math.isfinite(current_kl):", "if False:"),
     ("a long batch turns beta negative", KL, "if factor <= 0:", "if False:"),
 ]
+
+
+def load_mutated(name: str, file: str, text: str = "", other: str = "") -> ModuleType:
+    """A module from the source of a file in which one text is replaced, for tests that check a formula in process."""
+    source = (ROOT / file).read_text()
+    if text not in source:
+        raise RuntimeError(f"{file} no longer has {text!r}")
+    module = ModuleType(name)
+    module.__file__ = str(ROOT / file)
+    sys.modules[name] = module  # dataclasses look up the module of their fields
+    try:
+        exec(compile(source.replace(text, other), file, "exec"), module.__dict__)
+    finally:
+        del sys.modules[name]
+    return module
 
 
 def survivors() -> list[str]:
