@@ -35,6 +35,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
+from types import ModuleType
 
 from runtime import process, sandbox
 from runtime.answers import (
@@ -163,8 +164,12 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
 
 
 def needs_no_truth(verifier: str, row: dict) -> bool:
-    """Whether a row can be scored without an answer: some scorers of reasoning-gym check what they are told instead."""
-    return names_of(verifier) == ["reasoning_gym"] and "reasoning_gym" in row
+    """Whether a row can be scored without an answer.
+
+    Some scorers of reasoning-gym check the response itself; form and instructions have no right answer.
+    """
+    names = names_of(verifier)
+    return set(names) <= {"format", "ifeval"} or (names == ["reasoning_gym"] and "reasoning_gym" in row)
 
 
 def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
@@ -263,7 +268,10 @@ def _time_limit(row: dict) -> float:
     given = row.get("time_limit")
     if given is None:
         return CODE_SECONDS
-    seconds = float(given)
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        seconds = math.nan
     if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS:  # NaN is not, either
         raise ValueError(f"time_limit is {given!r}, not a number from {SHORTEST_SECONDS:g} to {LONGEST_SECONDS:g}")
     return seconds
@@ -505,7 +513,6 @@ SAY_THE_TRUTH = {"math": "\\boxed{{{}}}", "reasoning_gym": "<answer>{}</answer>"
 SAY_THE_TRUTH |= dict.fromkeys(("last_number", "exact", "gsm8k"), "{}")
 
 
-@functools.lru_cache  # in a worker, a file is loaded once
 def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     """A verifier by its name here, or from a file of the user's: ``path/to/file.py:function``.
 
@@ -518,18 +525,22 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
         raise ValueError(f"no verifier {name!r}; known: {', '.join(VERIFIERS)}, or path/to/file.py:function")
     if not Path(path).is_file():
         raise ValueError(f"no file {path!r} to take the verifier {function!r} from")
+    found = getattr(_load_file(path, Path(path).stat().st_mtime_ns), function, None)
+    if not callable(found):
+        raise ValueError(f"the file {path!r} has no function {function!r}")
+    return found
+
+
+@functools.lru_cache  # once in each process, unless the file has changed
+def _load_file(path: str, changed: int) -> ModuleType:
+    """The module of a user's file; ``changed``: when it was modified. Raises ValueError where it does not load."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file does wrong
         raise ValueError(f"the file {path!r} does not load: {type(error).__name__}: {error}") from error
-    if not callable(found := getattr(module, function, None)):
-        raise ValueError(f"the file {path!r} has no function {function!r}")
-    return found
-
-
-_find_once = functools.lru_cache(find_verifier)
+    return module
 
 
 def names_of(verifier: str) -> list[str]:
@@ -585,7 +596,7 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
         return "it is empty"
     for name in names_of(verifier):
         if name not in VERIFIERS:
-            _find_once(name)
+            find_verifier(name)
             continue  # your own may take anything; RewardPool.check tries it once
         if name == "code":
             wrong = code_error(truth, row)
