@@ -1,17 +1,19 @@
-"""How fast a step is on this machine, beside the usual ways of doing the same work and beside what the hardware allows.
+"""Time the phases of a step on this machine, against the usual alternatives and against the hardware's limits.
 
-    python scripts/benchmark.py                               the quickstart's shape; five minutes on two slow cores
+    python scripts/benchmark.py                               the quickstart's batch; five minutes on two slow cores
     python scripts/benchmark.py --num_unique_prompts_rollout 64 --max_response_length 512 --micro_batch_tokens 16384
 
-1. The machine: rate of matrix products and of copies, measured.
-2. The update: groups as shared rows beside one row a sample; same samples, same weights, same token budget.
-3. The engine: grpo.vllm_thread, by token ids, beside ``llm.chat`` with text and its defaults; same prompts and lengths.
-   What chat adds is Python work for each token: much beside a fast model, nothing beside one that takes 200 ms a step.
+1. The machine: measured rates of matrix products and of copies.
+2. The update: groups as shared rows against one row per sample; same samples, same weights, same token budget.
+3. The engine: grpo.Engine, which takes token ids, against ``llm.chat``, which takes text, with its defaults; same
+   prompts and lengths. What chat adds is Python work per token: a lot next to a fast model, nothing next to one that
+   takes 200 ms per step.
 4. A step of AdamW, and a push of weights.
-5. The floor: what these phases would take at the measured rates if nothing were wasted; efficiency = floor / time.
+5. The floor: the time that these phases would take at the measured rates without any overhead; efficiency is floor /
+   time.
 
-Ways are compared by alternating A B A B in one process: machines get slower and faster by the minute, the ratio of
-neighbours hardly does. Exit code 1: the two layouts do not give the same log-probs and gradient.
+Alternatives are timed in turn (A B A B) in one process: the speed of a machine drifts within minutes, the ratio of
+neighboring measurements hardly does. Exit code 1: the two layouts do not give the same log-probs and gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -36,6 +38,7 @@ from runtime.process import prepare_environment
 prepare_environment()
 
 import torch  # noqa: E402
+from torch import nn  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 import grpo  # noqa: E402
@@ -44,7 +47,12 @@ from rewards import truth_error  # noqa: E402
 from runtime import batching, data, flags, process, watchdog  # noqa: E402
 from runtime.records import Problem, Sample  # noqa: E402
 
-LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}  # difference of the layouts: nats a token, gradient's share of its norm
+# Largest accepted difference of the layouts: nats per token, and the gradient's as a fraction of its norm.
+LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}
+PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}  # rows of the square matrices; a GPU needs large ones to be busy
+COPY_BYTES = 256 * 10**6  # more than caches hold
+
+say = partial(print, flush=True)
 
 
 @dataclass
@@ -54,94 +62,189 @@ class Args:
     model_name_or_path: str = grpo.Args.model_name_or_path
     """Local folder or hub id."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of weights, sampling and the measured matrix products."""
+    """Data type of weights, sampling and the measured matrix products."""
     num_unique_prompts_rollout: int = grpo.Args.num_unique_prompts_rollout
-    """Prompts a step."""
+    """Prompts per step."""
     num_samples_per_prompt_rollout: int = grpo.Args.num_samples_per_prompt_rollout
-    """Responses to each."""
+    """Responses per prompt."""
     max_response_length: int = grpo.Args.max_response_length
-    """Tokens: the engine makes exactly so many in every response, the update has at most so many."""
+    """Response length in tokens: exact for the engine, the maximum for the update."""
     micro_batch_tokens: int = grpo.Args.micro_batch_tokens
-    """Tokens, padding included, in one forward and backward pass."""
+    """Tokens per forward and backward pass, padding included."""
     repeats: int = 3
-    """Pairs of measurements in every comparison."""
+    """Measurements of each alternative."""
     skip_engine: bool = False
     """Leave out vLLM: no sampling, no push."""
     json: str | None = None
-    """Write all numbers, every single time among them, to this file."""
+    """Write all numbers, including every single measurement, to this file."""
+
+
+@dataclass
+class Timings:
+    """What was measured: seconds by name, one per repeat, and ratios of neighboring measurements."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    ratios: dict[str, list[float]] = field(default_factory=dict)
+
+    def compare(self, title: str, slow: str, fast: str) -> None:
+        """Record and print the ratio of two alternatives, repeat by repeat."""
+        pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
+        self.ratios[title] = [a / b for a, b in pairs]
+        say(f"  {title:16s} {spread(self.ratios[title], 'x')}")
+
+
+# ------------------------------------------------------------------------------------------------------------- timing
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """(seconds, result) of ``work``; a GPU has finished it when the clock stops."""
+    """(seconds, result) of ``work``, including what it left running on a GPU."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     wait()
-    start, result = time.perf_counter(), work()
+    start = time.perf_counter()
+    result = work()
     wait()
     return time.perf_counter() - start, result
 
 
+def timed_repeatedly(work: Callable[[], Any], count: int) -> list[float]:
+    """Seconds of each of ``count`` calls."""
+    return [timed(work)[0] for _ in range(count)]
+
+
 def alternate(ways: dict[str, Callable], repeats: int, before: Callable) -> tuple[dict[str, list[float]], dict]:
-    """(seconds by way, last result by way) of doing the same in several ways in turn, after ``before`` each time."""
-    times, results = {way: [] for way in ways}, {}
+    """Time several ways of doing the same, in turn, with an untimed ``before()`` each time.
+
+    Returns (seconds by way, last result by way).
+    """
+    seconds = {way: [] for way in ways}
+    results = {}
     for _ in range(repeats):
         for way, work in ways.items():
             before()
-            seconds, results[way] = timed(work)
-            times[way].append(seconds)
-    return times, results
+            elapsed, results[way] = timed(work)
+            seconds[way].append(elapsed)
+    return seconds, results
 
 
 def spread(values: list[float], unit: str = "s", digits: int = 2) -> str:
-    """Median, and in brackets the smallest and the largest."""
+    """Median, with minimum and maximum in parentheses."""
     return f"{median(values):.{digits}f} {unit} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """(FLOP/s of a matrix product in ``dtype``, bytes/s of a copy, read and written bytes both counted); best of 8.
+# ------------------------------------------------------------------------------------------------------ 1 the machine
 
-    2048^3, on a GPU 8192^3 to fill it; 256 MB, more than caches hold. Work that mostly reads can be a little faster.
+
+def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """(FLOP/s of a matrix product in ``dtype``, bytes/s of a copy, counting bytes read and written); best of 8.
+
+    Work that mostly reads can be a little faster than a copy.
     """
-    size = 8192 if device.type == "cuda" else 2048
+    size = PRODUCT_SIZE[device.type]
     a, b = torch.randn(2, size, size, device=device).to(dtype)
-    source, target = torch.ones(2, 256 * 10**6, dtype=torch.uint8, device=device)
-    product = min(timed(lambda: a @ b)[0] for _ in range(8))
-    copy = min(timed(lambda: target.copy_(source))[0] for _ in range(8))
-    return 2 * size**3 / product, 2 * source.numel() / copy
+    source, target = torch.ones(2, COPY_BYTES, dtype=torch.uint8, device=device)
+    product = min(timed_repeatedly(lambda: a @ b, 8))
+    copy = min(timed_repeatedly(lambda: target.copy_(source), 8))
+    return 2 * size**3 / product, 2 * COPY_BYTES / copy
+
+
+def machine_name(device: torch.device) -> str:
+    """Model of the GPU, or of the CPU where the run has no GPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return cpu[1] if cpu else "unknown CPU"
+
+
+# ------------------------------------------------------------------------------------------------------- 2 the update
 
 
 def fixed_samples(problems: list[Problem], group: int, cap: int, vocabulary: int) -> list[Sample]:
     """The samples that the update is timed on, the same in every run.
 
-    Prompts are those of the quickstart's first step, 46 tokens with the model's template. Lengths are drawn from 3, 8,
-    12, 20, 32 and 32 32nds of ``cap``: in the first steps of a quickstart the mean is 15 to 25 of 32 tokens, a sixth to
-    a half of the responses run into the cap, some are a bare number. The tokens are random: of
-    what responses have in common only the prompt is computed once here, in training the words they begin with, too.
+    The prompts are those of the quickstart's first step, about 45 tokens each with the model's template. Lengths are
+    drawn from 3, 8, 12, 20, 32 and 32 32nds of ``cap``: in the first steps of a quickstart the mean is 15 to 25 of 32
+    tokens, a sixth to a half of the responses are truncated, and some are a bare number. The tokens are random, so only
+    the prompt is shared within a group; in training responses also share the tokens they begin with.
     """
-    generator, samples = random.Random(0), []
-    for place, k in ((place, k) for place in range(len(problems)) for k in range(group)):
-        length = max(1, generator.choice([3, 8, 12, 20, 32, 32]) * cap // 32)
-        response = [generator.randrange(vocabulary) for _ in range(length)]
-        samples.append(Sample(place, k, problems[place].prompt_ids, response, [0.0] * length, "stop", 0))
+    generator = random.Random(0)
+    samples = []
+    for place, problem in enumerate(problems):
+        for k in range(group):
+            length = max(1, generator.choice([3, 8, 12, 20, 32, 32]) * cap // 32)
+            response = [generator.randrange(vocabulary) for _ in range(length)]
+            samples.append(Sample(place, k, problem.prompt_ids, response, [0.0] * length, "stop", 0))
     return samples
 
 
 def update(policy, samples: list[Sample], layout: str, budget: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
-    """Phase 7 without the optimizer: make micro-batches, run each forward and back.
+    """The update phase without the optimizer: make micro-batches, run each forward and backward.
 
     Returns (log-probs [N], gradients, positions computed). Tokens have different weights, so that a layout that mixed
-    them up would give another gradient; all are positive, since terms that cancel leave bf16 nothing but rounding.
+    them up would give another gradient; all weights are positive, since terms that cancel would leave only rounding
+    errors in bf16.
     """
-    one_rank = {"rank": 0, "world_size": 1, "dtype": policy.model.dtype, "device": policy.model.device}
-    micro_batches = batching.micro_batches(samples, list(range(len(samples))), layout=layout, budget=budget, **one_rank)
+    device = policy.model.device
+    micro_batches = batching.micro_batches(
+        samples,
+        list(range(len(samples))),
+        layout=layout,
+        budget=budget,
+        rank=0,
+        world_size=1,
+        dtype=policy.model.dtype,
+        device=device,
+    )
     count = batching.token_offsets(samples)[-1]
-    weights_N = (torch.rand(count, generator=torch.Generator().manual_seed(0)) + 0.5).to(policy.model.device) / count
+    random_N = torch.rand(count, generator=torch.Generator().manual_seed(0))
+    weights_N = (random_N + 0.5).to(device) / count
     logprobs_N = torch.zeros_like(weights_N)
+    positions = 0
     for mb in micro_batches:
         logprobs_T = policy(mb)[0]
         (-logprobs_T * weights_N[mb.tokens]).sum().backward()
         logprobs_N[mb.tokens] = logprobs_T.detach()
-    positions = sum(mb.input_ids.numel() for mb in micro_batches)
-    return logprobs_N, [p.grad for p in policy.parameters()], positions
+        positions += mb.input_ids.numel()
+    gradients = [p.grad for p in policy.parameters()]
+    return logprobs_N, gradients, positions
+
+
+def compare_layouts(policy, samples: list[Sample], args: Args, timings: Timings) -> tuple[float, bool]:
+    """Time an update in both layouts.
+
+    Returns (norm of the difference of the gradients as a fraction of the norm, whether the layouts agree).
+    """
+    budget = args.micro_batch_tokens
+    ways = {}
+    for layout in ("shared", "padded"):
+        ways[layout] = partial(update, policy, samples, layout, budget)
+    update(policy, samples[:2], "shared", budget)  # the first pass allocates
+    seconds, results = alternate(ways, args.repeats, partial(policy.zero_grad, set_to_none=True))
+    timings.seconds |= seconds
+    tokens = batching.token_offsets(samples)[-1]
+    for layout, (_, _, positions) in results.items():
+        rate = tokens / median(seconds[layout])
+        say(
+            f"  {layout:16s} {spread(seconds[layout])}   "
+            f"{rate:.0f} response tokens/s, {positions} positions with padding"
+        )
+    timings.compare("padded / shared", "padded", "shared")
+
+    shared_N, shared_gradients, _ = results["shared"]
+    padded_N, padded_gradients, _ = results["padded"]
+    difference = (shared_N - padded_N).abs().mean().item()
+    one = torch.cat([g.flatten() for g in shared_gradients]).float()
+    other = torch.cat([g.flatten() for g in padded_gradients]).float()
+    error = ((one - other).norm() / other.norm()).item()
+    limit = LIMIT[str(policy.model.dtype).removeprefix("torch.")]
+    agree = difference < limit and error < limit
+    say(
+        f"  same result      {'yes' if agree else 'NO'}: gradients differ by {error:.1e} of the norm, "
+        f"log-probs by {difference:.1e} nats per token (limit {limit:.0e})"
+    )
+    return error, agree
+
+
+# ------------------------------------------------------------------------------------------------------- 3 the engine
 
 
 class Bench:
@@ -157,20 +260,33 @@ class Bench:
         return self.engine.receive("result")[1]
 
     def by_tokens(self, problems: list[Problem], group: int, length: int) -> list[int]:
-        """Phase 2 as in grpo.py: ids in, ids and log-probs out, each response decoded once, when it has ended."""
-        requests = [(i, k, i * group + k) for i in range(len(problems)) for k in range(group)]
-        sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop": [], "max_tokens": length, "ignore_eos": True}
-        return [len(sample.response_ids) for sample in self.engine.generate(problems, requests, sampling)]
+        """Response lengths. As in grpo.py: ids in, ids and log-probs out, each response decoded once at its end."""
+        requests = []
+        for place in range(len(problems)):
+            for k in range(group):
+                requests.append((place, k, place * group + k))
+        sampling = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "stop": [],
+            "max_tokens": length,
+            "ignore_eos": True,
+        }
+        samples = self.engine.generate(problems, requests, sampling)
+        return [len(sample.response_ids) for sample in samples]
 
     def by_chat(self, problems: list[Problem], group: int, length: int) -> list[int]:
-        """As in vLLM's examples: messages in; text, ids and a dictionary of log-probs for each token out."""
+        """Response lengths. As in vLLM's examples: messages in; text, ids and a dict of log-probs per token out."""
         from vllm import SamplingParams
 
         params = SamplingParams(n=group, temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0)
         conversations = [p.messages for p in problems]
         outputs = self.call(lambda llm: llm.chat(conversations, params, use_tqdm=False))
         if [list(o.prompt_token_ids) for o in outputs] != [p.prompt_ids for p in problems]:
-            raise RuntimeError("llm.chat and data.render_prompts make different prompts: this compares nothing")
+            raise RuntimeError(
+                "llm.chat and data.render_prompts give different prompts: their times cannot be compared"
+            )
         return [len(answer.token_ids) for output in outputs for answer in output.outputs]
 
     def close(self) -> None:
@@ -179,69 +295,197 @@ class Bench:
         self.watch.close()
 
 
-def floors(model, samples: list[Sample], cap: int, flops: float, bandwidth: float, slots: int) -> dict[str, float]:
+def compare_engines(bench: Bench, problems: list[Problem], args: Args, timings: Timings) -> None:
+    """Time sampling by token ids and by ``llm.chat``. Raises RuntimeError where a response has another length."""
+    group = args.num_samples_per_prompt_rollout
+    cap = args.max_response_length
+    ways = {}
+    for way, work in {"token ids": bench.by_tokens, "llm.chat": bench.by_chat}.items():
+        work(problems, group, min(cap, 4))  # the first steps allocate
+        ways[way] = partial(work, problems, group, cap)
+    # Otherwise each way would find in the cache the prompts that the one before it computed.
+    reset = partial(bench.call, lambda llm: llm.reset_prefix_cache())
+    seconds, results = alternate(ways, args.repeats, reset)
+    timings.seconds |= seconds
+    expected = [cap] * (len(problems) * group)
+    for way, lengths in results.items():
+        if lengths != expected:
+            raise RuntimeError(f"{way}: {sum(lengths)} tokens came, {sum(expected)} were asked for")
+        rate = sum(lengths) / median(seconds[way])
+        say(f"  {way:16s} {spread(seconds[way])}   {rate:.0f} tokens/s")
+    timings.compare("chat / ids", "llm.chat", "token ids")
+
+
+# ------------------------------------------------------------------------------------------ 4 the optimizer, the push
+
+
+def time_optimizer(policy, args: Args, timings: Timings) -> None:
+    """Time a step of AdamW on fp32 master weights, with the gradients that the update left behind."""
+    masters = []
+    for parameter in policy.parameters():
+        master = parameter.detach().float().requires_grad_()  # in fp32 this is the weight itself
+        master.grad = parameter.grad.float()
+        masters.append(master)
+    optimizer = torch.optim.AdamW(masters, lr=0.0, weight_decay=0.0, fused=True)  # all of the work, no change
+    optimizer.step()  # the first step allocates the moments
+    seconds = timed_repeatedly(optimizer.step, max(5, args.repeats))
+    timings.seconds["optimizer"] = seconds
+    count = sum(m.numel() for m in masters)
+    say(f"\noptimizer  {spread(seconds, digits=3)}   AdamW, fused, {count:,} fp32")
+
+
+def time_push(bench: Bench, model, args: Args, timings: Timings) -> None:
+    """Time a push of all weights to the engine."""
+    push = partial(bench.engine.push, list(model.state_dict().items()))
+    push()
+    seconds = timed_repeatedly(push, max(5, args.repeats))
+    timings.seconds["push"] = seconds
+    say(f"push       {spread(seconds, digits=3)}   all weights to the engine, prefix cache dropped")
+
+
+# -------------------------------------------------------------------------------------------------------- 5 the floor
+
+
+@dataclass
+class ModelSizes:
+    """What the cost of a model's forward pass depends on."""
+
+    weight_bytes: int
+    parameters: int
+    blocks: int  # weights of the blocks' linear layers
+    head: int  # weights of the output head
+    attention: int  # layers x heads x head dimension
+    cache_bytes: int  # keys and values of one token, all layers
+
+    @classmethod
+    def of(cls, model) -> ModelSizes:
+        """The sizes of a transformers causal language model."""
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        linear = [m for m in model.base_model.modules() if isinstance(m, nn.Linear)]
+        return cls(
+            weight_bytes=model.dtype.itemsize,
+            parameters=sum(p.numel() for p in model.parameters()),
+            blocks=sum(m.weight.numel() for m in linear),
+            head=model.get_output_embeddings().weight.numel(),
+            attention=config.num_hidden_layers * heads * width,
+            cache_bytes=2 * config.num_hidden_layers * key_heads * width * model.dtype.itemsize,
+        )
+
+    def forward_flops(self, prompts: list[int], continued: list[tuple[int, int]], predicted: int) -> float:
+        """FLOPs of a forward pass, counting only what a causal model cannot avoid.
+
+        ``prompts``: lengths. ``continued``: (length of the prompt before, own length) of responses. ``predicted``:
+        tokens for which the head runs.
+
+        Each weight of the blocks' linear layers costs a multiplication and an addition per token, each weight of the
+        head the same per predicted token; the input embedding is a look-up. Attention's scores and weighted values are
+        4 (heads x head dimension) FLOPs per layer and pair of tokens, and causal tokens see half of the n^2 pairs. A
+        response of C tokens that continues a prompt of P adds (P + C)^2 - P^2.
+        """
+        tokens = sum(prompts) + sum(own for _, own in continued)
+        squares = sum(p * p for p in prompts)
+        for before, own in continued:
+            squares += (before + own) ** 2 - before**2
+        return 2 * self.blocks * tokens + 2 * self.attention * squares + 2 * self.head * predicted
+
+
+def floors(
+    sizes: ModelSizes,
+    samples: list[Sample],
+    cap: int,
+    flops: float,
+    bandwidth: float,
+    slots: int,
+) -> dict[str, float]:
     """Seconds that each phase needs at least, at ``flops`` FLOP/s and ``bandwidth`` bytes/s.
 
-    Where the terms come from (b bytes of a weight, P and C tokens of a prompt and a response):
-
-    * 2 N_b FLOPs a token: a multiplication and an addition for each weight of the blocks' linear layers. The input
-      embedding is a look-up. The head's 2 N_h only where a token is predicted: on response tokens.
-    * Attention: scores and weighted values are 4 n_h d FLOPs for each pair of tokens and layer, and causal tokens
-      see half of the n^2 pairs: 2 L n_h d n^2. A response that continues a prompt adds (P + C)^2 - P^2.
-    * Backward is twice forward (gradients of inputs and of weights), so an update is three forward passes.
-    * Generation: each prompt once, then every response token but its last goes through the model. A decode step reads
-      all weights, b (N_b + N_h), whatever the batch, and the caches, 2 L n_kv d b a token, P + C/2 tokens on average;
-      cap - 1 steps for each filling of the ``slots``. Decoding takes the longer of its FLOPs and its bytes.
+    * Backward is twice forward (gradients of inputs and of weights), so an update is three forward passes. The last
+      token of a response predicts nothing and need not be computed.
+    * Generation computes each prompt once, then every response token but the last. A decoding step reads the weights of
+      blocks and head, whatever the batch, and the caches, of P + C/2 tokens on average; each filling of the engine's
+      ``slots`` takes ``cap`` - 1 steps. Decoding takes the longer of its FLOPs and its bytes.
     * AdamW reads weight, gradient and two moments in fp32 (16 bytes) and writes weight and moments (12), plus the bf16
-      copy where there is one. A push reads and writes each weight once.
+      copy (2) if there is one. A push reads and writes each weight once.
     """
-    from torch import nn
+    every_prompt = [len(s.prompt_ids) for s in samples]
+    unique_prompts = [len(s.prompt_ids) for s in samples if s.sample_id == 0]
+    trained = sum(len(s.response_ids) for s in samples)
+    computed = [(len(s.prompt_ids), len(s.response_ids) - 1) for s in samples]
+    shared_flops = 3 * sizes.forward_flops(unique_prompts, computed, trained)
+    padded_flops = 3 * sizes.forward_flops(every_prompt, computed, trained)
 
-    config, b, again = model.config.get_text_config(), model.dtype.itemsize, cap - 1
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    cache = 2 * layers * (getattr(config, "num_key_value_heads", None) or heads) * width * b
-    n_all = sum(p.numel() for p in model.parameters())
-    n_b = sum(m.weight.numel() for m in model.base_model.modules() if isinstance(m, nn.Linear))
-    n_h = model.get_output_embeddings().weight.numel()
+    steps = cap - 1
+    fillings = -(-len(samples) // slots)
+    read_weights = sizes.weight_bytes * (sizes.blocks + sizes.head) * steps * fillings
+    read_caches = sizes.cache_bytes * sum(prompt * steps + steps**2 / 2 for prompt in every_prompt)
+    decoded = [(prompt, steps) for prompt in every_prompt]
+    decode_flops = sizes.forward_flops([], decoded, len(samples) * steps)
+    prefill_flops = sizes.forward_flops(unique_prompts, [], len(samples))
+    decode = max(decode_flops / flops, (read_weights + read_caches) / bandwidth)
 
-    def forward(prompts: list[int], continued: list[tuple[int, int]], predicted: int) -> float:
-        """FLOPs of prompts, of responses (length of the prompt before, own length), and of ``predicted`` heads."""
-        tokens = sum(prompts) + sum(c for _, c in continued)
-        square = sum(p * p for p in prompts) + sum((p + c) ** 2 - p * p for p, c in continued)
-        return 2 * n_b * tokens + 2 * layers * heads * width * square + 2 * n_h * predicted
-
-    pairs = [(len(s.prompt_ids), len(s.response_ids)) for s in samples]
-    every, once = [p for p, _ in pairs], [len(s.prompt_ids) for s in samples if s.sample_id == 0]
-    trained, computed = sum(c for _, c in pairs), [(p, c - 1) for p, c in pairs]  # a last token predicts nothing
-    decode_bytes = b * (n_b + n_h) * again * -(-len(samples) // slots)  # the weights, and next the caches
-    decode_bytes += cache * sum(p * again + again**2 / 2 for p in every)
-    decode_flops = forward([], [(p, again) for p in every], len(every) * again)
+    adamw_bytes = 28 if sizes.weight_bytes == 4 else 30
     return {
-        "generate": forward(once, [], len(every)) / flops + max(decode_flops / flops, decode_bytes / bandwidth),
-        "shared": 3 * forward(once, computed, trained) / flops,
-        "padded": 3 * forward(every, computed, trained) / flops,
-        "optimizer": (28 if b == 4 else 30) * n_all / bandwidth,
-        "push": 2 * b * n_all / bandwidth,
+        "generate": prefill_flops / flops + decode,
+        "shared": shared_flops / flops,
+        "padded": padded_flops / flops,
+        "optimizer": adamw_bytes * sizes.parameters / bandwidth,
+        "push": 2 * sizes.weight_bytes * sizes.parameters / bandwidth,
     }
 
 
-def main(args: Args) -> None:
-    prompts, group, cap = args.num_unique_prompts_rollout, args.num_samples_per_prompt_rollout, args.max_response_length
-    shared = {k: v for k, v in vars(args).items() if k not in ("repeats", "skip_engine", "json")}
+def print_floors(bound: dict[str, float], timings: Timings) -> None:
+    """A line per phase that was measured, and one for the sum of those that make a step in the shared layout."""
+    rows = []
+    step_floor = 0.0
+    step_seconds = 0.0
+    for phase, floor in bound.items():
+        if phase not in timings.seconds:
+            continue
+        seconds = median(timings.seconds[phase])
+        rows.append((phase, floor, seconds))
+        if phase != "padded":
+            step_floor += floor
+            step_seconds += seconds
+    rows.append(("a step (shared)", step_floor, step_seconds))
+    for phase, floor, seconds in rows:
+        say(f"  {phase:16s} {floor:8.3f} s of {seconds:8.3f} s   {100 * floor / seconds:3.0f} %")
+
+
+# --------------------------------------------------------------------------------------------------------------- main
+
+
+def checked_run(args: Args) -> grpo.Args:
+    """The arguments of the run whose phases are timed. Ends with exit code 2 for arguments that do not fit together."""
+    own = ("repeats", "skip_engine", "json")
+    shared = {name: value for name, value in vars(args).items() if name not in own}
     run = grpo.Args(**shared, ignore_eos=True, mask_truncated_completions=False)
     flags.check(run, 1)
     flags.check_training(run)
     grpo.check_args(run)
     if args.repeats < 1:
         process.refuse(f"--repeats {args.repeats}: must be above 0")
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))  # before this program adds to it
-    problems = data.load_problems(run, truth_error)[0]
-    problems = [problems[i] for i in data.prompts_at(0, prompts, len(problems), run.seed, run.shuffle)]
+    if args.json is not None and not Path(args.json).absolute().parent.is_dir():
+        process.refuse(f"--json {args.json}: no such folder; name a file in a folder that exists")
+    return run
 
-    say = partial(print, flush=True)
+
+@watchdog.ends_all_ranks
+def main(args: Args) -> None:
+    run = checked_run(args)
+    load = os.getloadavg()[0]  # before this program adds to it
+    cores = len(os.sched_getaffinity(0))
+    prompts = args.num_unique_prompts_rollout
+    group = args.num_samples_per_prompt_rollout
+    cap = args.max_response_length
+    problems = data.load_problems(run, truth_error)[0]
+    chosen = data.prompts_at(0, prompts, len(problems), run.seed, run.shuffle)
+    problems = [problems[i] for i in chosen]
+
     device, dtype, attention = utils.resolve_device(run)
-    name = str(dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     tokenizer = AutoTokenizer.from_pretrained(run.model_name_or_path)
     data.render_prompts(problems, tokenizer, run)
     model = utils.load_model(run, dtype, attention)
@@ -251,94 +495,67 @@ def main(args: Args) -> None:
         torch.distributed.init_process_group("gloo")
         bench = Bench(run, dtype, tokenizer, utils.stop_token_ids(model, tokenizer))
     policy = utils.TokenLogprobs(model.to(device), run.temperature, run.logprob_chunk)
+    timings = Timings()
 
     # 1 the machine
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else cpu[1] if cpu else "unknown CPU"
+    machine = machine_name(device)
     say(f"machine    {machine}, {cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    busy = "\nwarning: others compute here; trust the ratios, not the seconds" if load > 0.25 * cores else ""
-    say(f"load       {load:.1f} at the start{busy}")
+    say(f"load       {load:.1f} at the start")
+    if load > 0.25 * cores:
+        say("warning: other programs compute here; trust the ratios, not the seconds")
     flops, bandwidth = machine_rates(device, dtype)
-    say(f"rates      {flops / 1e9:.0f} GFLOP/s {name}, {bandwidth / 1e9:.1f} GB/s copied (read + written)")
+    say(f"rates      {flops / 1e9:.0f} GFLOP/s {dtype_name}, {bandwidth / 1e9:.1f} GB/s copied (read + written)")
 
     # 2 the update
     samples = fixed_samples(problems, group, cap, len(tokenizer))
-    tokens, longest = sum(len(s.response_ids) for s in samples), max(len(p.prompt_ids) for p in problems)
-    say(f"\nupdate     {prompts} prompts of {longest} tokens x {group} responses, {tokens} tokens in the loss; forward")
-    say(f"           and backward in micro-batches of {args.micro_batch_tokens} tokens, {attention} attention")
-    ways = {way: partial(update, policy, samples, way, args.micro_batch_tokens) for way in ("shared", "padded")}
-    update(policy, samples[:2], "shared", args.micro_batch_tokens)  # the first pass allocates
-    times, results = alternate(ways, args.repeats, partial(policy.zero_grad, set_to_none=True))
-    for way, (_, _, positions) in results.items():
-        rate = f"{tokens / median(times[way]):.0f} response tokens/s, {positions} positions with padding"
-        say(f"  {way:16s} {spread(times[way])}   {rate}")
-    ratios = {"padded / shared": [b / a for a, b in zip(times["shared"], times["padded"], strict=True)]}
-    say(f"  padded / shared  {spread(ratios['padded / shared'], 'x')}")
-    difference = (results["shared"][0] - results["padded"][0]).abs().mean().item()
-    one, other = (torch.cat([g.flatten() for g in results[way][1]]).float() for way in ("shared", "padded"))
-    error = ((one - other).norm() / other.norm()).item()
-    agree = difference < LIMIT[name] and error < LIMIT[name]
-    found = f"gradients differ by {error:.1e} of the norm, log-probs by {difference:.1e} nats a token"
-    say(f"  same result      {'yes' if agree else 'NO'}: {found} (limit {LIMIT[name]:.0e})")
-    del results, one, other
+    tokens = batching.token_offsets(samples)[-1]
+    longest = max(len(p.prompt_ids) for p in problems)
+    say(
+        f"\nupdate     {prompts} prompts of at most {longest} tokens x {group} responses, {tokens} tokens in the loss; "
+        f"forward and\n           backward in micro-batches of {args.micro_batch_tokens} tokens, {attention} attention"
+    )
+    error, agree = compare_layouts(policy, samples, args, timings)
 
     # 3 the engine
     if bench is not None:
         say(f"\nengine     the same prompts, {prompts * group} responses of exactly {cap} tokens")
-        ways = {
-            "token ids": partial(bench.by_tokens, problems, group),
-            "llm.chat": partial(bench.by_chat, problems, group),
-        }
-        for way, work in ways.items():
-            work(min(cap, 4))  # the first steps allocate
-            ways[way] = partial(work, cap)
-        reset = partial(
-            bench.call, lambda llm: llm.reset_prefix_cache()
-        )  # nobody finds prompts that the other computed
-        seconds, results = alternate(ways, args.repeats, reset)
-        times |= seconds
-        for way, lengths in results.items():
-            if lengths != [cap] * (prompts * group):
-                raise RuntimeError(f"{way}: {sum(lengths)} tokens came, {prompts * group * cap} were asked for")
-            say(f"  {way:16s} {spread(times[way])}   {sum(lengths) / median(times[way]):.0f} tokens/s")
-        ratios["chat / ids"] = [b / a for a, b in zip(times["token ids"], times["llm.chat"], strict=True)]
-        say(f"  chat / ids       {spread(ratios['chat / ids'], 'x')}")
+        compare_engines(bench, problems, args, timings)
+        timings.seconds["generate"] = timings.seconds["token ids"]
 
     # 4 the optimizer, then the push
-    masters = [p.detach().float().requires_grad_() for p in policy.parameters()]  # in fp32 the weights themselves
-    for master, parameter in zip(masters, policy.parameters(), strict=True):
-        master.grad = parameter.grad.float()
-    optimizer = torch.optim.AdamW(masters, lr=0.0, weight_decay=0.0, fused=True)  # all of the work, no change
-    optimizer.step()  # the first makes the moments
-    times["optimizer"] = [timed(optimizer.step)[0] for _ in range(max(5, args.repeats))]
-    say(f"\noptimizer  {spread(times['optimizer'], digits=3)}   AdamW, fused, {sum(m.numel() for m in masters):,} fp32")
+    time_optimizer(policy, args, timings)
     if bench is not None:
-        push = partial(bench.engine.push, list(model.state_dict().items()))
-        push()
-        times["push"] = [timed(push)[0] for _ in range(max(5, args.repeats))]
-        say(f"push       {spread(times['push'], digits=3)}   all weights to the engine, prefix cache dropped")
+        time_push(bench, model, args, timings)
         bench.close()
 
-    # 5 the floor, at the better of the rates before and after: a neighbour may have been busy during one of them
-    flops, bandwidth = (max(pair) for pair in zip((flops, bandwidth), machine_rates(device, dtype), strict=True))
-    bound = floors(model, samples, cap, flops, bandwidth, run.vllm_max_num_seqs)
-    times |= {"generate": times["token ids"]} if bench is not None else {}
-    measured = {phase: median(times[phase]) for phase in bound if phase in times}
+    # 5 the floor, at the better of the rates before and after: another program may have been busy during one of them
+    flops_after, bandwidth_after = machine_rates(device, dtype)
+    flops = max(flops, flops_after)
+    bandwidth = max(bandwidth, bandwidth_after)
+    bound = floors(ModelSizes.of(model), samples, cap, flops, bandwidth, run.vllm_max_num_seqs)
     say(f"\nfloor      at {flops / 1e9:.0f} GFLOP/s and {bandwidth / 1e9:.1f} GB/s, the best of before and after")
-    rows = [(phase, bound[phase], seconds) for phase, seconds in measured.items()]
-    rows.append(("a step (shared)", *(sum(row[k] for row in rows if row[0] != "padded") for k in (1, 2))))
-    for phase, floor, seconds in rows:
-        say(f"  {phase:16s} {floor:8.3f} s of {seconds:8.3f} s   {100 * floor / seconds:3.0f} %")
+    print_floors(bound, timings)
+
     if args.json is not None:
-        numbers = {"machine": machine, "cores": cores, "load": load, "versions": process.versions(), "dtype": name}
-        numbers |= {"arguments": vars(args), "flop_per_second": flops, "bytes_per_second": bandwidth, "seconds": times}
-        numbers |= {"ratios": ratios, "floor_seconds": bound, "response_tokens": tokens, "gradient_error": error}
+        numbers = {
+            "machine": machine,
+            "cores": cores,
+            "load": load,
+            "versions": process.versions(),
+            "dtype": dtype_name,
+            "arguments": vars(args),
+            "flop_per_second": flops,
+            "bytes_per_second": bandwidth,
+            "seconds": timings.seconds,
+            "ratios": timings.ratios,
+            "floor_seconds": bound,
+            "response_tokens": tokens,
+            "gradient_error": error,
+        }
         Path(args.json).write_text(json.dumps(numbers, indent=1))
     if not agree:
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    import tyro
-
-    main(tyro.cli(Args, description=__doc__))
+    main(flags.parse(Args, __doc__))
