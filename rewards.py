@@ -118,7 +118,12 @@ def math_(response: str, truth: str, row: dict) -> Reward:
     return _judged(equal(tidy(said), tidy(last_boxed(truth) or truth)), said)
 
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def _value(node: ast.AST, used: list[int]) -> Fraction:
@@ -129,7 +134,9 @@ def _value(node: ast.AST, used: list[int]) -> Fraction:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, used)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
+        left = _value(node.left, used)
+        right = _value(node.right, used)
+        return OPERATORS[type(node.op)](left, right)
     raise ValueError("only + - * / and whole numbers")
 
 
@@ -140,7 +147,8 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
     ``numbers``. "= 24" may follow the expression.
     """
     given = json.loads(truth) if truth.strip().startswith("{") else {**row, "target": truth}
-    numbers, target = given.get("numbers", given.get("nums")), Fraction(str(given["target"]).strip())
+    numbers = given.get("numbers", given.get("nums"))
+    target = Fraction(str(given["target"]).strip())
     if numbers is None:
         return Reward(0.0, status="unscorable", detail="no numbers in the truth, nor a column numbers or nums")
     answer = tagged_answer(after_thinking(response))
@@ -339,10 +347,12 @@ def _same(message: dict, expected: object) -> bool:
     The value is not built: the time is that of the expected one, whatever was sent. Raises what wrong input makes of
     it, ArithmeticError, AttributeError, LookupError, TypeError or ValueError.
     """
-    items, pending = message["items"], [(message["value"], expected)]
+    items = message["items"]
+    pending = [(message["value"], expected)]
     while pending:
         value, wanted = pending.pop()
-        kind, parts = None, []
+        kind = None
+        parts = []
         if isinstance(value, list):
             kind, *parts = items[value[0]]
         if kind == "int":
@@ -568,22 +578,37 @@ def combine(found: dict[str, Reward], weights: dict[str, float | None]) -> Rewar
     Parts: those of each verifier, the first to give one wins, and with several verifiers each one's score by its name.
     Steps: those of the first verifier that gives some, times its weight; none behind a gate that is shut.
     """
-    first, *_ = found.values()
-    gates = [r.score >= 1 for name, r in found.items() if weights.get(name, 1.0) is None]
-    score = sum((weights.get(name, 1.0) or 0.0) * r.score for name, r in found.items()) if all(gates) else 0.0
-    parts = {name: r.score for name, r in found.items()} if len(found) > 1 else {}
+    gates = []
+    score = 0.0
+    steps = ()
+    for name, reward in found.items():
+        weight = weights.get(name, 1.0)
+        if weight is None:
+            gates.append(reward.score >= 1)
+            continue
+        score += weight * reward.score
+        if reward.steps and not steps:
+            steps = tuple((place, weight * value) for place, value in reward.steps)
+    if not all(gates):
+        score = 0.0
+        steps = ()
+    parts = {}
+    if len(found) > 1:
+        parts = {name: reward.score for name, reward in found.items()}
     for reward in reversed(found.values()):
         parts |= reward.parts
     if gates:
         parts["gate"] = float(all(gates))
-    steps = ()
-    for name, reward in found.items():
-        weight = weights.get(name, 1.0)
-        if reward.steps and weight is not None and all(gates):
-            steps = tuple((place, weight * value) for place, value in reward.steps)
-            break
-    bad = next((r for r in found.values() if r.status != "ok"), first)
-    return replace(first, score=score, parts=parts, steps=steps, status=bad.status, detail=bad.detail)
+    first = next(iter(found.values()))
+    worst = next((reward for reward in found.values() if reward.status != "ok"), first)
+    return replace(
+        first,
+        score=score,
+        parts=parts,
+        steps=steps,
+        status=worst.status,
+        detail=worst.detail,
+    )
 
 
 def truth_error(verifier: str, truth: str, row: dict) -> str:
@@ -804,28 +829,39 @@ class RewardPool:
 
 def overlong_penalty(length: int, longest: int, buffer: int) -> float:
     """DAPO's soft penalty (arXiv 2503.14476, equation 13): 0 up to ``longest - buffer`` tokens, then linearly to 1."""
-    return min(1.0, max(0.0, length - (longest - buffer)) / buffer) if buffer > 0 else 0.0
+    if buffer == 0:
+        return 0.0
+    beyond = max(0.0, length - (longest - buffer))
+    return min(1.0, beyond / buffer)
 
 
 def repetition(ids: list[int], n: int = 8) -> float:
-    """Share of the runs of ``n`` tokens that stood in the response before; 0 for fewer than two runs."""
-    runs = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
-    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+    """Fraction of the ``n``-grams that occurred earlier in the response; 0 for fewer than two n-grams."""
+    grams = []
+    for start in range(len(ids) - n + 1):
+        grams.append(tuple(ids[start : start + n]))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def shape_reward(sample, found: Reward, args) -> None:
     """What the verifier found, and the reward made of it: (score - bias) * scaling, truncation, penalties, clip."""
-    cut = sample.finish_reason == "length"
-    sample.score, sample.reward_parts, sample.reward_status = found.score, dict(found.parts), found.status
-    sample.reward_steps, sample.extracted = found.steps, found.extracted
-    if cut and args.mask_no_eos_with_zero:
-        sample.score, sample.reward_parts["correct"] = 0.0, 0.0
-    sample.reward = (sample.score - args.reward_bias) * args.reward_scaling - cut * args.non_stop_penalty
-    sample.reward -= overlong_penalty(len(sample.response_ids), args.max_response_length, args.overlong_buffer)
+    truncated = sample.finish_reason == "length"
+    sample.score = found.score
+    sample.reward_parts = dict(found.parts)
+    sample.reward_status = found.status
+    sample.reward_steps = found.steps
+    sample.extracted = found.extracted
+    if truncated and args.mask_no_eos_with_zero:
+        sample.score = 0.0
+        sample.reward_parts["correct"] = 0.0
+    reward = (sample.score - args.reward_bias) * args.reward_scaling
+    reward -= truncated * args.non_stop_penalty
+    reward -= overlong_penalty(len(sample.response_ids), args.max_response_length, args.overlong_buffer)
     if args.repetition_penalty:
-        sample.reward -= args.repetition_penalty * repetition(sample.response_ids)
+        reward -= args.repetition_penalty * repetition(sample.response_ids)
     if args.max_reward_clip is not None:
-        sample.reward = max(-args.max_reward_clip, min(args.max_reward_clip, sample.reward))
+        reward = max(-args.max_reward_clip, min(args.max_reward_clip, reward))
+    sample.reward = reward
 
 
 # ------------------------------------------------------------------------------------------------------- reward models
@@ -834,47 +870,67 @@ def shape_reward(sample, found: Reward, args) -> None:
 class RewardModel:
     """A classifier with one output (any ``AutoModelForSequenceClassification``) that scores whole conversations.
 
-    It has its own tokenizer and chat template: text goes in, not the policy's ids. It lies in CPU memory between uses.
+    It has its own tokenizer and chat template: text goes in, not the policy's ids. It stays in CPU memory between uses.
     Raises ValueError where the model has not exactly one output.
     """
 
     def __init__(self, name: str, token_budget: int, device, dtype):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        self.tokenizer, self.device, self.budget = AutoTokenizer.from_pretrained(name), device, token_budget
-        self.model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype).eval().requires_grad_(False)
-        if self.model.config.num_labels != 1:
-            raise ValueError(f"{name} has {self.model.config.num_labels} outputs; a reward model has one")
+        self.tokenizer = AutoTokenizer.from_pretrained(name)
+        self.device = device
+        self.budget = token_budget
+        model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype)
+        self.model = model.eval().requires_grad_(False)
+        config = self.model.config
+        if config.num_labels != 1:
+            raise ValueError(f"{name} has {config.num_labels} outputs; a reward model has one")
         # Decoders score the last token that is not padding: padding must not be what a text ends in.
         self.tokenizer.add_special_tokens({"pad_token": "<|padding of the reward model|>"})
-        self.model.resize_token_embeddings(max(len(self.tokenizer), self.model.config.vocab_size), mean_resizing=False)
-        self.model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
-        self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        size = max(len(self.tokenizer), config.vocab_size)
+        self.model.resize_token_embeddings(size, mean_resizing=False)
+        config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+        config.pad_token_id = self.tokenizer.pad_token_id
 
     def score(self, conversations: list[tuple[list[dict[str, str]], str]]) -> list[float]:
         """(messages, response) -> score, each as if it were alone. Raises RuntimeError when one is not finite."""
-        texts = [[*messages, {"role": "assistant", "content": response}] for messages, response in conversations]
-        rows = [self.tokenizer.apply_chat_template(text, return_dict=False) for text in texts]
-        most, scores = getattr(self.model.config, "max_position_embeddings", None), {}
-        rows = [ids[-most:] if most else ids for ids in rows]  # the end is what is scored
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        rows = []
+        for messages, response in conversations:
+            text = [*messages, {"role": "assistant", "content": response}]
+            ids = self.tokenizer.apply_chat_template(text, return_dict=False)
+            rows.append(ids[-longest:] if longest else ids)  # the end is what is scored
+        scores: dict[int, float] = {}
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         self.model.to(self.device)
         while order:
-            count = max(1, self.budget // max(1, len(rows[order[0]])))
-            batch, order = order[:count], order[count:]
-            inputs = self.tokenizer.pad({"input_ids": [rows[i] for i in batch]}, return_tensors="pt").to(self.device)
-            scores |= zip(batch, self.model(**inputs).logits[:, 0].tolist(), strict=True)
+            width = max(1, len(rows[order[0]]))
+            count = max(1, self.budget // width)
+            batch = order[:count]
+            order = order[count:]
+            padded = self.tokenizer.pad({"input_ids": [rows[i] for i in batch]}, return_tensors="pt")
+            logits = self.model(**padded.to(self.device)).logits
+            scores |= zip(batch, logits[:, 0].tolist(), strict=True)
         self.model.to("cpu")
         if not all(map(math.isfinite, scores.values())):
             raise RuntimeError("the reward model's scores are not finite")
         return [scores[i] for i in range(len(rows))]
 
-    def add(self, found: list[Reward], conversations: list, weights: dict[str, float | None]) -> list[Reward]:
+    def add(
+        self,
+        found: list[Reward],
+        conversations: list,
+        weights: dict[str, float | None],
+    ) -> list[Reward]:
         """The verifiers' rewards plus this model's score times its weight ``reward_model``; not past a shut gate."""
-        weight, added = weights.get("reward_model", 1.0), []
-        for reward, s in zip(found, self.score(conversations) if found else [], strict=True):
-            gain = weight * s if reward.parts.get("gate", 1.0) else 0.0
-            added.append(replace(reward, score=reward.score + gain, parts={**reward.parts, "reward_model": s}))
+        if not found:
+            return []
+        weight = weights.get("reward_model", 1.0)
+        added = []
+        for reward, score in zip(found, self.score(conversations), strict=True):
+            gain = weight * score if reward.parts.get("gate", 1.0) else 0.0
+            parts = {**reward.parts, "reward_model": score}
+            added.append(replace(reward, score=reward.score + gain, parts=parts))
         return added
 
 
@@ -891,7 +947,8 @@ class Verifiers:
         self.pool = RewardPool(
             args.reward_workers, args.reward_timeout, names, self.weights, args.allow_unsafe_code_exec
         )
-        if wrong := self.pool.check(problems):
+        wrong = self.pool.check(problems)
+        if wrong:
             refuse(f"--reward_fn: {wrong}")
         self.reward_model = None
         if args.reward_model_name_or_path is not None:

@@ -79,7 +79,11 @@ class PrefixTree:
 
     def ids(self) -> list[int]:
         """The tokens that are computed, in the order of a row."""
-        return [*self.prompt, *(self.nodes[node][1] for node in self.inner)]
+        ids = list(self.prompt)
+        for node in self.inner:
+            _, token = self.nodes[node]
+            ids.append(token)
+        return ids
 
     def positions(self) -> list[int]:
         """The place of each of these tokens in its own sequence."""
@@ -108,7 +112,13 @@ def sample_length(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.response_ids)
 
 
-def make_rows(samples: list[Sample], indices: list[int], layout: str, budget: int, most: int) -> list[list[int]]:
+def make_rows(
+    samples: list[Sample],
+    indices: list[int],
+    layout: str,
+    budget: int,
+    most: int,
+) -> list[list[int]]:
     """Lists of samples that share a row of at most ``budget`` tokens and ``most`` samples.
 
     shared: samples of one prompt, the prompt once. packed: any samples, first fit by decreasing length. padded: one.
@@ -120,12 +130,18 @@ def make_rows(samples: list[Sample], indices: list[int], layout: str, budget: in
     return _shared_rows(samples, indices, budget, most)
 
 
-def _packed_rows(samples: list[Sample], indices: list[int], budget: int, most: int) -> list[list[int]]:
+def _packed_rows(
+    samples: list[Sample],
+    indices: list[int],
+    budget: int,
+    most: int,
+) -> list[list[int]]:
     """First fit by decreasing length."""
     rows: list[list[int]] = []
     used: list[int] = []  # tokens of each row
-    for i in sorted(indices, key=lambda i: sample_length(samples[i]), reverse=True):
-        length = sample_length(samples[i])
+    lengths = {i: sample_length(samples[i]) for i in indices}
+    for i in sorted(indices, key=lengths.get, reverse=True):
+        length = lengths[i]
         for r, row in enumerate(rows):
             if used[r] + length <= budget and len(row) < most:
                 row.append(i)
@@ -137,7 +153,12 @@ def _packed_rows(samples: list[Sample], indices: list[int], budget: int, most: i
     return rows
 
 
-def _shared_rows(samples: list[Sample], indices: list[int], budget: int, most: int) -> list[list[int]]:
+def _shared_rows(
+    samples: list[Sample],
+    indices: list[int],
+    budget: int,
+    most: int,
+) -> list[list[int]]:
     """Samples of one prompt in the order of ``indices``, as many per row as fit."""
     rows: list[list[int]] = []
     used: list[int] = []
@@ -228,7 +249,12 @@ def row_length(row: Row) -> int:
     return sum(len(tree) for tree in row)
 
 
-def _tensors(rows: MicroRows, offsets: list[int], layout: str, dtype: torch.dtype) -> MicroBatch:
+def _tensors(
+    rows: MicroRows,
+    offsets: list[int],
+    layout: str,
+    dtype: torch.dtype,
+) -> MicroBatch:
     """Ids, positions, mask and index lists of some rows, right-padded to the longest."""
     width = max(row_length(row) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -256,8 +282,16 @@ def _tensors(rows: MicroRows, offsets: list[int], layout: str, dtype: torch.dtyp
         mask = (torch.arange(width) < lengths[:, None]).long()
     if layout == "shared":
         mask = _tree_mask([tree for (tree,) in rows], width, dtype)
-    lists = [torch.tensor(x, dtype=torch.long) for x in (predict, targets, copies, tokens)]
-    return MicroBatch(ids, positions, mask, *lists, most_predictions=len(targets))
+    return MicroBatch(
+        input_ids=ids,
+        position_ids=positions,
+        attention_mask=mask,
+        predict=torch.tensor(predict, dtype=torch.long),
+        targets=torch.tensor(targets, dtype=torch.long),
+        copies=torch.tensor(copies, dtype=torch.long),
+        tokens=torch.tensor(tokens, dtype=torch.long),
+        most_predictions=len(targets),
+    )
 
 
 def _tree_mask(trees: list[PrefixTree], width: int, dtype: torch.dtype) -> torch.Tensor:
