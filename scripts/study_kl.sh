@@ -17,7 +17,7 @@ flags=(
     --model_name_or_path "${MODEL:-models/testbed-1}"
     --dataset "reasoning_gym:chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1"
     --dtype float32 --num_samples_per_prompt_rollout 16 --total_steps 100
-    --learning_rate 1e-4 --lr_scheduler_type constant --eval_prompts 128
+    --learning_rate 2e-4 --lr_min_ratio 0 --eval_prompts 128
     --vllm_kv_cache_gb 0.1 --save_minutes 0 --log_samples_every 0
 )
 
