@@ -1,7 +1,7 @@
 # Every target sets the project up first; when that is done already it takes no time.
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: setup quickstart test lint bench
+.PHONY: setup quickstart testbed test lint bench
 
 setup:
 	@scripts/setup.sh
@@ -10,6 +10,10 @@ setup:
 quickstart: setup
 	$(PYTHON_BIN) grpo.py $(ARGS)
 	$(PYTHON_BIN) scripts/plot.py runs
+
+# The model of the learning tests and of scripts/sweep_kl.sh; made once for each seed: make testbed ARGS="--seed 2"
+testbed: setup
+	$(PYTHON_BIN) scripts/pretrain_tiny.py $(ARGS)
 
 test: setup
 	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --max-worker-restart 0 $(ARGS)

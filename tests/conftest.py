@@ -30,7 +30,8 @@ process.prepare_environment()
 def pytest_collection_modifyitems(items):
     """A test that hangs is ended with its process; pyproject.toml has its stacks printed before."""
     for item in items:
-        item.add_marker(pytest.mark.timeout(1800 if item.get_closest_marker("slow") else 300, method="thread"))
+        long = item.get_closest_marker("slow") or item.get_closest_marker("learn")
+        item.add_marker(pytest.mark.timeout(1800 if long else 300, method="thread"))
 
 
 @pytest.fixture(autouse=True)
