@@ -92,3 +92,22 @@ def test_the_faults_page_shows_what_a_user_sees():
 )
 def test_frames_of_a_traceback_are_no_messages(text, expected):
     assert len(messages(text)) == expected
+
+
+def test_the_loss_on_the_page_is_gspo():
+    """The ratio of docs/adding_a_loss.md: exp of the mean log-ratio of each response, with the token's own gradient."""
+    import torch
+
+    text = (ROOT / "docs" / "adding_a_loss.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    logprobs = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
+    names = {
+        "torch": torch,
+        "logprobs_T": logprobs,
+        "old_T": torch.tensor([-1.2, -1.6, -0.5, -2.0]),
+        "sequence_T": torch.tensor([0, 0, 0, 2]),
+    }
+    exec(code, names)  # a page of this project
+    expected = torch.tensor([(0.2 - 0.4 + 0.0) / 3] * 3 + [-1.0]).exp()
+    torch.testing.assert_close(names["ratio_T"].detach(), expected)
+    torch.testing.assert_close(torch.autograd.grad(names["ratio_T"].sum(), logprobs)[0], expected)
