@@ -408,10 +408,11 @@ def test_a_tokenizer_without_padding(tiny, tmp_path, capfd):
             "a verifier returns something else",
             "text, not a number",
             "not_a_reward_of_a_response",
-            "not a number or a rewards.Reward",
+            "returned str, not a number",
             "reward/unscorable",
         ),
     ],
+    ids=["hangs", "dies", "memory", "text"],
 )
 def test_verifiers_that_cost_a_sample(small, capfd, fault, injection, verifier, words, metric):
     sizes = {
@@ -587,4 +588,4 @@ def test_the_real_engine(tiny, tmp_path):
     note("the prefix cache outlives a push", "an engine that keeps it", ended(run, 120), "kept its prefix cache", ENDS)
 
 
-FAULTS = 59
+FAULTS = 58
