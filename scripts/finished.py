@@ -10,8 +10,7 @@ one line. Exit code 2 means arguments that the script does not take; any other c
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
+import ast
 import json
 import sys
 from pathlib import Path
@@ -24,16 +23,24 @@ from runtime import flags, identity, process, rundir
 FINISHED, LEAVE, RUN = 0, 3, 4
 
 
-def load_script(path: Path) -> ModuleType:
-    """A training script as a module: any file with a dataclass Args, such as an edited copy of grpo.py."""
+def load_arguments(path: Path) -> ModuleType:
+    """A training script as a module, as far as its class Args: what follows imports torch, and takes seconds.
+
+    Any file with a dataclass Args will do, such as an edited copy of grpo.py.
+    """
     if path.suffix != ".py" or not path.is_file():
         process.refuse(f"{path} is not a script; give one and its arguments: finished.py grpo.py --beta 0.03")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where dataclasses look up the annotations
-    spec.loader.exec_module(module)
-    if not dataclasses.is_dataclass(getattr(module, "Args", None)):
+    tree = ast.parse(path.read_text())
+    names = [getattr(node, "name", "") for node in tree.body]
+    if "Args" not in names:
         process.refuse(f"{path} has no dataclass Args, so its arguments cannot be read")
+    module = ModuleType(path.stem)
+    module.__file__ = str(path.resolve())
+    module.__doc__ = ast.get_docstring(tree)
+    sys.modules[path.stem] = module  # where dataclasses look up the annotations
+    sys.path.insert(0, str(path.resolve().parent))
+    head = ast.Module(tree.body[: names.index("Args") + 1], [])
+    exec(compile(head, path, "exec"), vars(module))
     return module
 
 
@@ -62,7 +69,7 @@ def state(args, defaults) -> tuple[int, str]:
 
 def main() -> int:
     """Print the state of a run, and return it as the exit code."""
-    script = load_script(Path(sys.argv[1] if len(sys.argv) > 1 else ""))
+    script = load_arguments(Path(sys.argv[1] if len(sys.argv) > 1 else ""))
     args = flags.parse(script.Args, script.__doc__, sys.argv[2:])
     code, words = state(args, script.Args())
     print(words)
