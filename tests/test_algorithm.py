@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from conftest import make_samples
+from helpers import make_samples
 
 import utils
 from grpo import Args, group_advantages, loss_weights, return_to_go, token_loss

@@ -11,14 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, script, tiny_args
+from helpers import ROOT, VERIFIERS, clean_environment, script, tiny_args
 
 import grpo
 from grpo import Args
 from runtime import process, rundir, runlog
 
 FLASH = {"attn_implementation": "flash_attention_2"}
-VERIFIERS = ROOT / "tests" / "verifiers.py"
 
 
 @pytest.fixture(scope="module")
@@ -316,8 +315,6 @@ def test_unknown_field_of_the_config(tiny, capsys):
 
 def call(*words: str, **environment: str) -> tuple[int, str, str, float]:
     """(exit code, stdout, stderr, seconds) of one command in the repository, without the test's own variables."""
-    strange = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    inherited = {k: v for k, v in os.environ.items() if k not in strange}
     start = time.perf_counter()
     done = subprocess.run(
         words,
@@ -325,7 +322,7 @@ def call(*words: str, **environment: str) -> tuple[int, str, str, float]:
         capture_output=True,
         text=True,
         timeout=120,
-        env=inherited | {"HF_HUB_OFFLINE": "1"} | environment,
+        env=clean_environment() | {"HF_HUB_OFFLINE": "1"} | environment,
     )
     return done.returncode, done.stdout, done.stderr, time.perf_counter() - start
 

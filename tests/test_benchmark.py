@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, script
+from helpers import ROOT, script
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import benchmark

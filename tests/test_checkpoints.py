@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import random
@@ -16,53 +15,24 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, read_jsonl, run_here, tiny_args
+from helpers import (
+    ROOT,
+    SMALL,
+    copy_of,
+    engine_file,
+    flip,
+    folder_of,
+    interrupted,
+    read_jsonl,
+    record,
+    refusal,
+    run_here,
+    tiny_args,
+)
 
 import grpo
 from runtime import process, rundir, runlog
 
-TIMES = ("time/", "perf/")
-
-
-def folder_of(args, script: str = "grpo") -> Path:
-    return Path(args.output_dir) / rundir.run_name(args, importlib.import_module(script).Args())
-
-
-def record(folder: Path) -> dict:
-    """What two equal runs have in common: every number but times, every sample, the weights."""
-    metrics = read_jsonl(folder / "metrics.jsonl")
-    assert [m["step"] for m in metrics] == list(range(1, len(metrics) + 1)), "a step is missing or stands twice"
-    evaluations = read_jsonl(folder / "eval.jsonl") if (folder / "eval.jsonl").exists() else []
-    assert len({e["step"] for e in evaluations}) == len(evaluations)
-    return {
-        "metrics": [{k: v for k, v in m.items() if not k.startswith(TIMES)} for m in metrics],
-        "samples": read_jsonl(folder / "samples.jsonl"),
-        "evaluations": [{k: v for k, v in e.items() if not k.startswith(TIMES)} for e in evaluations],
-        "weights": process.file_digest(folder / "model" / "model.safetensors"),
-    }
-
-
-def stop_after(step: int, monkeypatch) -> None:
-    """As if a signal had come during that step."""
-    plain = runlog.RunLog.step
-
-    def spy(self, metrics, *rest):
-        plain(self, metrics, *rest)
-        process.Stop.asked |= metrics["step"] == step
-
-    monkeypatch.setattr(runlog.RunLog, "step", spy)
-
-
-def interrupted(args, monkeypatch, *, after: int, script: str = "grpo") -> Path:
-    with monkeypatch.context() as patch:
-        stop_after(after, patch)
-        with pytest.raises(SystemExit) as end:
-            run_here(args, script)
-    assert end.value.code == 75
-    return folder_of(args, script)
-
-
-SMALL = {"total_steps": 4, "learning_rate": 1e-3, "log_samples": 16, "eval_every": 2, "num_mini_batches": 2}
 KL = {"beta": 0.1, "kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 100.0, "ref_policy_update_freq": 1}
 PPO = {"value_norm": "running", "dataset_max_filter_share": 0.5, "dataset_filter_threshold": 0.3}
 
@@ -132,31 +102,6 @@ def test_random_states_of_the_process(tiny, tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------ damaged checkpoints
 
 
-@pytest.fixture(scope="module")
-def stopped(tiny, tmp_path_factory):
-    """A run of four steps that was asked to stop after the third, with checkpoints of steps 2 and 3."""
-    args = tiny_args(tiny, tmp_path_factory.mktemp("stopped"), **{**SMALL, "save_every": 1}, run_name="run")
-    with pytest.MonkeyPatch.context() as patch:
-        interrupted(args, patch, after=3)
-    return args
-
-
-def copy_of(args, place: Path, **changes):
-    """The same arguments with a copy of the run, to be damaged."""
-    shutil.copytree(args.output_dir, place / "runs")
-    return dataclasses.replace(args, output_dir=str(place / "runs"), **changes)
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def engine_file(checkpoint: Path) -> Path:
-    return next((checkpoint / "policy").glob("*optim_states.pt"))
-
-
 DAMAGE = {
     "a flipped bit": (lambda c: flip(engine_file(c)), "has changed since it was written", 2),
     "a truncated file": (lambda c: os.truncate(engine_file(c), 100), "has 100 bytes, not", 2),
@@ -192,13 +137,6 @@ def test_damage_is_seen_and_passed_over(stopped, tmp_path, capsys, name):
         said = capsys.readouterr().out
         assert start.name == f"step_{step:06d}"
     assert words in said and f"resuming after step {step}" in said
-
-
-def refusal(args, capsys, world_size: int = 1) -> str:
-    with pytest.raises(SystemExit) as end:
-        rundir.open_run(args, grpo.Args(), world_size)
-    assert end.value.code == 2
-    return capsys.readouterr().err
 
 
 def test_nothing_is_thrown_away_when_no_checkpoint_is_whole(stopped, tmp_path, capsys):

@@ -12,7 +12,7 @@ import typing
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, make_samples, read_jsonl
+from helpers import ROOT, make_samples, read_jsonl
 
 import grpo
 import ppo

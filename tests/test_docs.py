@@ -6,8 +6,7 @@ import json
 import re
 
 import pytest
-from conftest import ROOT, read_jsonl, run_here, tiny_args
-from test_faults import messages
+from helpers import ROOT, messages, read_jsonl, run_here, tiny_args
 
 
 def documented(section: str) -> list[str]:

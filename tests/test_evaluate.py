@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, read_jsonl, run_here, script, tiny_args
+from helpers import ROOT, VERIFIERS, clean_environment, read_jsonl, run_here, script, tiny_args
 
 import grpo
 import utils
@@ -128,10 +126,8 @@ def run(tiny, tmp_path_factory):
 
 def call(*words: str) -> subprocess.CompletedProcess:
     """The script as a user calls it, without what this process has in its environment for its own run."""
-    strange = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    clean = {k: v for k, v in os.environ.items() if k not in strange}
     command = script("scripts/evaluate.py", *words)
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=clean)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=clean_environment())
 
 
 def test_equal_to_the_number_in_the_run(run, tmp_path):
@@ -249,7 +245,7 @@ def test_dynamic_sampling_in_a_run(tiny, tmp_path, monkeypatch):
 
 def test_all_solved_does_not_go_on_for_ever(tiny, tmp_path):
     """Every group equal, whatever is drawn: the rounds end, the step is recorded, nothing is trained on."""
-    fn = f"{Path(__file__).parent / 'verifiers.py'}:always"
+    fn = f"{VERIFIERS}:always"
     metrics = run_here(tiny_args(tiny, tmp_path, dynamic_sampling_rounds=3, reward_fn=fn, eval_prompts=0))
     assert [m["data/rounds"] for m in metrics] == [3, 3]
     assert [m["data/dropped"] for m in metrics] == [12, 12]

@@ -20,9 +20,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, read_jsonl, run_here, tiny_args
-from test_checkpoints import SMALL, engine_file, flip, folder_of, interrupted
-from test_interruptions import LONG, Run, alive, command, logged, nothing_left, saved  # noqa: F401
+from helpers import (
+    LONG,
+    ROOT,
+    SMALL,
+    STALLS,
+    Run,
+    alive,
+    command,
+    engine_file,
+    flip,
+    folder_of,
+    interrupted,
+    logged,
+    messages,
+    read_jsonl,
+    run_here,
+    saved,
+    tiny_args,
+)
 
 import grpo
 import utils
@@ -40,20 +56,6 @@ paths and times are from that test.
 """
 ENDS, GOES_ON, REFUSED = "ends", "continues", "does not start"
 RECORDED: dict[str, str] = {}
-
-
-def messages(text: str) -> list[str]:
-    """What was printed, without the frames of tracebacks: source lines are no message."""
-    kept = []
-    frame = None  # indentation of the frame that is being skipped
-    for line in text.splitlines():
-        indent = len(line) - len(line.lstrip())
-        if re.match(r'\s*File ".*", line \d+', line):
-            frame = indent
-        elif frame is None or indent <= frame:
-            frame = None
-            kept.append(line)
-    return kept
 
 
 def note(fault: str, injection: str, text: str, words: str, run: str) -> None:
@@ -542,8 +544,6 @@ def test_the_port_is_taken(tiny, tmp_path, monkeypatch):
 
 
 def test_a_run_that_stands_still(tiny, tmp_path):
-    from test_interruptions import STALLS
-
     (tmp_path / "stalls.py").write_text(STALLS)
     line = command(tiny, tmp_path, *LONG, "--stall_timeout", "12")
     run = Run([str(tmp_path / "stalls.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "log")

@@ -11,9 +11,8 @@ import os
 import random
 
 import pytest
-from conftest import ROOT, run_here, tiny_args
+from helpers import run_here, tiny_args
 
-VERIFIERS = ROOT / "tests" / "verifiers.py"
 # Flag -> values other than its default in the tiny runs of the tests.
 VALUES = {
     "total_steps": [1],

@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import graders

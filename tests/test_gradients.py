@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import random
 import re
-import signal
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, make_samples
+from helpers import finish, make_samples
 
 import ppo
 import utils
@@ -184,7 +181,7 @@ sys.path.insert(0, "tests")
 
 import deepspeed
 import torch
-from conftest import ROOT, make_samples
+from helpers import ROOT, make_samples
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import utils
@@ -223,18 +220,8 @@ def test_zero_3_with_different_numbers_of_chunks(tmp_path):
     """Two ranks with sharded heads, 4 tokens per chunk, unequal numbers of tokens: it ends, with the same gradient."""
     file = tmp_path / "ranks.py"
     file.write_text(RANKS)
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(file)]
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ranks = subprocess.Popen(line, cwd=ROOT, env=environment, start_new_session=True, **pipe)
-    try:
-        text, _ = ranks.communicate(timeout=200)
-    except subprocess.TimeoutExpired:
-        os.killpg(ranks.pid, signal.SIGKILL)
-        text, _ = ranks.communicate()
-        pytest.fail(f"the ranks wait for each other:\n{text[-2000:]}")
-    assert ranks.returncode == 0, text
+    text = finish(line, tmp_path / "log", 200)  # ranks that wait for each other do not end
     counts = {math.ceil(int(count) / 4) for count in re.findall(r"RANK \d HAS (\d+)", text)}
     assert len(counts) == 2, "the ranks have equally many chunks, so nothing was tested"
     norms = re.findall(r"CHUNK (\d+) NORM ([\d.]+)", text)

@@ -9,9 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, read_jsonl, run_here, tiny_args
-from test_checkpoints import SMALL, copy_of, folder_of, interrupted, refusal, stopped  # noqa: F401
-from test_interruptions import Run, command, logged, nothing_left  # noqa: F401
+from helpers import (
+    ROOT,
+    SMALL,
+    Run,
+    command,
+    copy_of,
+    folder_of,
+    interrupted,
+    logged,
+    read_jsonl,
+    refusal,
+    run_here,
+    tiny_args,
+)
 
 import grpo
 from runtime import flags, identity, process, rundir
@@ -107,7 +118,7 @@ def test_a_resumed_run_of_changed_code_needs_a_flag(tiny, tmp_path, mine, monkey
     assert state["code"] == config["code"] == identity.code_of(args)
 
 
-def test_a_changed_module_is_named(stopped, tmp_path, capsys):  # noqa: F811
+def test_a_changed_module_is_named(stopped, tmp_path, capsys):
     """Not only the script: any project file that it imports."""
     args = copy_of(stopped, tmp_path)
     rewrite_code(folder_of(args), {"kl_estimators.py": "0" * 64, "gone.py": "1" * 64})
@@ -131,7 +142,7 @@ def rewrite_code(folder: Path, changes: dict[str, str] | None) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_a_run_made_before_code_was_recorded(stopped, tmp_path, capsys):  # noqa: F811
+def test_a_run_made_before_code_was_recorded(stopped, tmp_path, capsys):
     """It resumes, and says what it cannot know; finished, it is finished."""
     args = copy_of(stopped, tmp_path)
     rewrite_code(folder_of(args), None)
@@ -205,7 +216,7 @@ def test_copy_edit_run_edit_resume_as_a_user_does(tiny, tmp_path):
 # ---------------------------------------------------------------------------------------- arguments without identity
 
 
-def test_memory_flags_can_change_when_a_run_is_resumed(stopped, tmp_path, capsys):  # noqa: F811
+def test_memory_flags_can_change_when_a_run_is_resumed(stopped, tmp_path, capsys):
     """After running out of memory the same run continues with the flags that the error advises, by its default name."""
     args = copy_of(stopped, tmp_path)
     advised = {"micro_batch_tokens": 160, "logprob_micro_batch_tokens": 160, "logprob_chunk": 8}
@@ -234,7 +245,7 @@ def test_a_longer_run_continues_by_its_default_name(tiny, tmp_path, monkeypatch)
     assert folder_of(longer) == folder
 
 
-def test_a_finished_run_names_the_ignored_flags(stopped, tmp_path, capsys):  # noqa: F811
+def test_a_finished_run_names_the_ignored_flags(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path)
     run_here(args)
     args.micro_batch_tokens = 999

@@ -2,143 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
-from conftest import ROOT, read_jsonl
-from test_checkpoints import record
+from helpers import (
+    LONG,
+    ROOT,
+    STALLS,
+    Run,
+    alive,
+    command,
+    descendants,
+    finish,
+    logged,
+    read_jsonl,
+    record,
+    saved,
+)
 
-from runtime import process, rundir
-
-ARGUMENTS = f"""--dtype float32 --seed 3 --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 4
-    --max_response_length 8 --eval_prompts 4 --eval_samples 2 --no-mask_no_eos_with_zero
-    --no-mask_truncated_completions --learning_rate 1e-3 --reward_fn {ROOT}/tests/verifiers.py:parity
-    --max_prompt_length 128 --micro_batch_tokens 256 --logprob_micro_batch_tokens 256 --vllm_kv_cache_gb 0.1
-    --log_samples 16 --log_samples_every 0 --eval_every 2 --run_name run"""
-
-
-def command(tiny: Path, out: Path, *more: str, script: str = "grpo", ranks: int = 1, rollout: str = "hf") -> list[str]:
-    launch = [str(ROOT / "scripts" / "launch.py"), "--config_file", str(ROOT / "scripts" / "zero2.yaml")]
-    launch += ["--num_processes", str(ranks), "--main_process_port", "0"]
-    line = [sys.executable, *(launch if ranks > 1 else []), str(ROOT / f"{script}.py"), *ARGUMENTS.split()]
-    return [*line, "--model_name_or_path", str(tiny), "--output_dir", str(out), "--rollout", rollout, *more]
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes under one, by /proc."""
-    try:
-        lists = [p.read_text().split() for p in Path(f"/proc/{pid}/task").glob("*/children")]
-    except OSError:
-        return []
-    return [d for child in {int(c) for cs in lists for c in cs} for d in (child, *descendants(child))]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits to be noticed by its parent does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-class Run:
-    """A run in processes of its own, with what it prints in a file."""
-
-    started: ClassVar[list[Run]] = []
-
-    def __init__(self, line: list[str], log: Path, cwd: Path = ROOT):
-        environment = {k: v for k, v in os.environ.items() if k not in data_environment()}
-        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self.log, self.seen = log, set()
-        Run.started.append(self)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; the run would keep it
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        with open(log, "w") as out:
-            self.process = subprocess.Popen(
-                line, cwd=cwd, env=environment, stdout=out, stderr=out, start_new_session=True
-            )
-
-    def until(self, condition, timeout: float = 150) -> None:
-        deadline = time.monotonic() + timeout
-        while not condition():
-            self.seen |= set(descendants(self.process.pid))
-            assert self.process.poll() is None, f"ended with {self.process.returncode}\n{self.text()}"
-            assert time.monotonic() < deadline, self.text()
-            time.sleep(0.01)
-        self.seen |= set(descendants(self.process.pid))
-
-    def end(self, timeout: float = 150) -> int:
-        """Wait for its end, give the exit code, and insist that nothing is left over 10 seconds later."""
-        try:
-            code = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            for pid in (self.process.pid, *descendants(self.process.pid)):
-                os.kill(pid, signal.SIGKILL)
-            raise AssertionError(f"does not end\n{self.text()}") from None
-        deadline = time.monotonic() + 10
-        while (left := [pid for pid in self.seen if alive(pid)]) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        assert not left, f"{len(left)} processes were left over"
-        return code
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.end(30)
-
-    def text(self) -> str:
-        return self.log.read_text()
-
-    def ranks(self) -> list[int]:
-        """Process of each rank: the launcher's children that run a script."""
-        found = []
-        for pid in sorted(descendants(self.process.pid)):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                line = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if b"--num_processes" not in line and (b"grpo.py" in line or b"ppo.py" in line):
-                    found.append(pid)
-        return found
-
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    """A test that fails leaves no run behind to slow the next ones."""
-    yield
-    while Run.started:
-        run = Run.started.pop()
-        for pid in (*descendants(run.process.pid), run.process.pid) if run.process.poll() is None else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def data_environment() -> set[str]:
-    """What a run of this process set for itself and another one must find out anew."""
-    return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RUN_DIR", "RUN_ID", "WANDB_SERVICE"}
-
-
-def saved(out: Path) -> int:
-    """Step of the newest checkpoint that has its name."""
-    return max((step for step, _ in rundir.saved_steps(out / "run")), default=0)
-
-
-def logged(out: Path) -> int:
-    return max(0, rundir.last_step(out / "run" / "metrics.jsonl"))
-
-
-def finish(line: list[str], log: Path) -> str:
-    run = Run(line, log)
-    assert run.end() == 0, run.text()
-    return run.text()
-
+from runtime import process
 
 CASES = [("grpo", 1, "hf"), ("grpo", 2, "hf"), ("ppo", 1, "hf"), ("ppo", 2, "hf")]
 CASES += [("grpo", 1, "vllm"), ("ppo", 2, "vllm")]
@@ -230,9 +117,6 @@ def test_killed_at_twenty_moments(tiny, tmp_path):
     assert steps == list(range(1, saved(tmp_path) + 1))
 
 
-LONG = ("--total_steps", "500")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_a_signal_saves_and_ends_with_75(tiny, tmp_path, name):
@@ -305,27 +189,6 @@ def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
     assert run.end(40) != 0
     assert not process.lock_holder(tmp_path / "run")
     assert not [path for path in shared if Path(path).exists()], "shared memory is left over"
-
-
-STALLS = """
-from runtime import process, runlog
-process.prepare_environment()
-import sys, time
-import tyro
-import grpo, utils
-
-if __name__ == "__main__":  # the reward workers import this file
-    plain = runlog.RunLog.step
-
-    def stuck(self, metrics, *rest):
-        plain(self, metrics, *rest)
-        if metrics["step"] == 2 and self.is_main:
-            time.sleep(3600)
-
-    runlog.RunLog.step = stuck
-    args = tyro.cli(grpo.Args)
-    grpo.main(args, grpo.preflight(args))
-"""
 
 
 @pytest.mark.slow

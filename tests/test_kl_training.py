@@ -9,7 +9,7 @@ import matplotlib
 import mutations
 import pytest
 import torch
-from conftest import ROOT
+from helpers import ROOT
 
 import kl_estimators as kl
 

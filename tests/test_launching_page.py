@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from conftest import ROOT
-from test_submit import submit
+from helpers import ROOT
+from jobs import submit
 
 import grpo
 

@@ -8,7 +8,7 @@ import sys
 
 import learning
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 NAMES = [f"{breakage.what}, {script}" for breakage, script in learning.CASES]
 

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from test_interruptions import Run, command, nothing_left  # noqa: F401
+from helpers import ROOT, Run, command
 
 NOISY = """
 import logging, sys, warnings

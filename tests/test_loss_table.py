@@ -17,7 +17,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import ROOT
+from helpers import ROOT
 from mutations import load_mutated
 from torch import Tensor
 

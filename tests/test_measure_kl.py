@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, tiny_args
+from helpers import ROOT, tiny_args
 
 import grpo
 

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, make_samples, run_here, tiny_args
-from test_checkpoints import folder_of, interrupted, record
+from helpers import ROOT, folder_of, interrupted, make_samples, record, run_here, tiny_args
 
 import grpo
 import utils

@@ -7,16 +7,13 @@ import copy
 import dataclasses
 import itertools
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, make_samples, read_jsonl, run_here, tiny_args
+from helpers import ACCELERATE_LAUNCH, ROOT, command, finish, make_samples, read_jsonl, run_here, tiny_args
 
 import grpo
 import ppo
@@ -724,22 +721,12 @@ def test_what_cannot_work_is_refused_at_once(tiny, tmp_path, capsys, changes, wo
 @pytest.mark.parametrize("placement", ["none", "both"])
 def test_two_ranks_equal_one(tiny, tmp_path, placement):
     """The critic's numbers, too: values, returns, whitening, its loss and gradient, on one rank and on two."""
+    more = ["--critic_learning_rate", "1e-3", "--value_norm", "running", "--num_mini_batches", "2"]
+    more += ["--beta", "0.1", "--kl_placement", placement]
     metrics = {}
     for ranks in (1, 2):
-        launch = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "scripts" / "zero2.yaml")]
-        launch += ["--num_processes", str(ranks), "--main_process_port", "0"]
-        arguments = f"""--model_name_or_path {tiny} --output_dir {tmp_path / str(ranks)} --dtype float32 --total_steps 2
-            --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 4 --max_response_length 8 --eval_prompts 4
-            --eval_samples 2 --no-mask_no_eos_with_zero --reward_fn {ROOT}/tests/verifiers.py:parity --rollout hf
-            --learning_rate 1e-3 --critic_learning_rate 1e-3 --micro_batch_tokens 256 --value_norm running
-            --logprob_micro_batch_tokens 256 --max_prompt_length 128 --num_mini_batches 2 --beta 0.1
-            --kl_placement {placement}"""
-        line = [sys.executable, *(launch if ranks > 1 else []), str(ROOT / "ppo.py"), *arguments.split()]
-        hidden = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-        environment = {k: v for k, v in os.environ.items() if k not in hidden}
-        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
+        shape = {"script": "ppo", "ranks": ranks, "launcher": ACCELERATE_LAUNCH}
+        finish(command(tiny, tmp_path / str(ranks), *more, **shape), tmp_path / f"{ranks}.log", 240)
         (folder,) = (tmp_path / str(ranks)).iterdir()
         metrics[ranks] = read_jsonl(folder / "metrics.jsonl") + read_jsonl(folder / "eval.jsonl")
     assert metrics[1][1]["loss/value"] > 0

@@ -9,7 +9,7 @@ import random
 import sys
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 tiny_bed = importlib.import_module("pretrain_tiny")

@@ -8,7 +8,7 @@ from collections import deque
 from importlib import metadata
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 import rewards
 from grpo import Args

@@ -15,7 +15,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, read_jsonl, run_here, tiny_args
+from helpers import ROOT, read_jsonl, run_here, tiny_args
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import plot

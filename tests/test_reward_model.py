@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import ROOT, run_here, tiny_args
+from helpers import ROOT, run_here, tiny_args
 
 import rewards
 from grpo import Args

@@ -8,7 +8,7 @@ from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-from conftest import ROOT, make_samples
+from helpers import ROOT, make_samples
 
 import rewards
 from grpo import Args

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, read_jsonl, run_here, tiny_args
+from helpers import ACCELERATE_LAUNCH, ROOT, VERIFIERS, command, finish, read_jsonl, run_here, run_to_end, tiny_args
 
 import grpo
 import utils
@@ -319,32 +318,12 @@ def test_groups_of_equal_reward(tiny, tmp_path):
 # ------------------------------------------------------------------------------------------------- in other processes
 
 
-def command(tiny: Path, out: Path, *more: str, ranks: int = 1) -> list[str]:
-    launch = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "scripts" / "zero2.yaml")]
-    launch += ["--num_processes", str(ranks), "--main_process_port", "0"]
-    arguments = f"""--model_name_or_path {tiny} --output_dir {out} --dtype float32 --total_steps 2 --seed 3
-        --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 4 --max_response_length 8 --eval_prompts 4
-        --eval_samples 2 --no-mask_no_eos_with_zero --no-mask_truncated_completions --learning_rate 1e-3
-        --reward_fn {ROOT}/tests/verifiers.py:parity
-        --max_prompt_length 128 --micro_batch_tokens 256 --logprob_micro_batch_tokens 256 --vllm_kv_cache_gb 0.1"""
-    return [sys.executable, *(launch if ranks > 1 else []), str(ROOT / "grpo.py"), *arguments.split(), *more]
-
-
-def start(line: list[str], timeout: float = 240) -> tuple[int, str, float]:
-    """(exit code, everything printed, seconds)."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    begun = time.monotonic()
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
-    return done.returncode, done.stdout + done.stderr, time.monotonic() - begun
-
-
 def test_two_ranks_equal_one(tiny, tmp_path):
     """vLLM on each rank, its share of the prompts each: the same samples, loss and gradient as one rank."""
     metrics = {}
     for ranks in (1, 2):
-        code, text, _ = start(command(tiny, tmp_path / str(ranks), ranks=ranks))
-        assert code == 0, text
+        line = command(tiny, tmp_path / str(ranks), ranks=ranks, rollout="vllm", launcher=ACCELERATE_LAUNCH)
+        finish(line, tmp_path / f"{ranks}.log", 240)
         (folder,) = (tmp_path / str(ranks)).iterdir()
         metrics[ranks] = read_jsonl(folder / "metrics.jsonl") + read_jsonl(folder / "eval.jsonl")
     for one, two in zip(metrics[1], metrics[2], strict=True):
@@ -355,9 +334,11 @@ def test_two_ranks_equal_one(tiny, tmp_path):
 
 
 def test_one_process_where_two_were_asked_for(tiny, tmp_path):
-    line = command(tiny, tmp_path, ranks=2)
+    line = command(tiny, tmp_path, ranks=2, rollout="vllm", launcher=ACCELERATE_LAUNCH)
     where = line.index("--config_file")
-    code, text, _ = start(line[:where] + line[where + 2 :])  # on a CPU machine accelerate then starts one, silently
+    code, text = run_to_end(
+        line[:where] + line[where + 2 :], tmp_path / "log"
+    )  # on a CPU machine accelerate then starts one, silently
     if torch.cuda.is_available():
         pytest.skip("accelerate starts two processes on a machine with GPUs")
     assert code != 0 and "--use_deepspeed" in text and "--num_processes" in text
@@ -365,8 +346,8 @@ def test_one_process_where_two_were_asked_for(tiny, tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_raising_verifier_ends_every_rank(tiny, tmp_path, ranks):
-    more = ["--rollout", "hf", "--reward_fn", f"{ROOT}/tests/verifiers.py:raises"]
-    code, text, _ = start(command(tiny, tmp_path, *more, ranks=ranks))
+    line = command(tiny, tmp_path, "--reward_fn", f"{VERIFIERS}:raises", ranks=ranks, launcher=ACCELERATE_LAUNCH)
+    code, text = run_to_end(line, tmp_path / "log")
     assert code != 0
     for rank in range(ranks):
         assert f"rank {rank} failed" in text
@@ -381,8 +362,7 @@ def test_a_lock_that_a_killed_process_left(tiny, tmp_path, monkeypatch):
     lock.parent.mkdir(parents=True)
     lock.touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[1]))
-    code, text, _ = start(command(tiny, tmp_path / "runs", "--rollout", "hf"), timeout=90)
-    assert code == 0, text
+    finish(command(tiny, tmp_path / "runs"), tmp_path / "log", 90)
 
 
 DEAD_THREAD = """
@@ -391,7 +371,7 @@ from runtime import process, runlog
 process.prepare_environment()
 import grpo, utils
 sys.path.insert(0, "tests")
-from conftest import tiny_args
+from helpers import tiny_args
 from pathlib import Path
 import os
 
@@ -419,8 +399,8 @@ def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
     """Within 10 seconds, with the thread's own traceback, on every rank."""
     file = tmp_path / "dead.py"
     file.write_text(DEAD_THREAD.format(rank=ranks - 1, action=action, tiny=tiny, out=tmp_path / "runs"))
-    line = command(tiny, tmp_path, ranks=ranks)
-    code, text, _ = start([*line[: line.index(str(ROOT / "grpo.py"))], str(file)])
+    line = command(tiny, tmp_path, ranks=ranks, launcher=ACCELERATE_LAUNCH)
+    code, text = run_to_end([*line[: line.index(str(ROOT / "grpo.py"))], str(file)], tmp_path / "log")
     ended = time.time()
     assert code != 0 and word in text and "never reached" not in text
     if "DIED AT" in text:
@@ -436,7 +416,7 @@ from runtime import process, runlog
 process.prepare_environment()
 import grpo
 sys.path.insert(0, "tests")
-from conftest import tiny_args
+from helpers import tiny_args
 from pathlib import Path
 
 plain = grpo.token_loss
@@ -455,7 +435,7 @@ if __name__ == "__main__":
 def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path):
     file = tmp_path / "bad.py"
     file.write_text(BAD_LOSS.format(tiny=tiny, out=tmp_path / "runs"))
-    code, text, _ = start([sys.executable, str(file)])
+    code, text = run_to_end([sys.executable, str(file)], tmp_path / "log")
     assert code == 1 and "ten optimizer steps in a row" in text
     (folder,) = (tmp_path / "runs").iterdir()
     assert len(read_jsonl(folder / "bad_batch.jsonl")) == 16
@@ -468,7 +448,7 @@ from runtime import process, runlog
 process.prepare_environment()
 import grpo, utils
 sys.path.insert(0, "tests")
-from conftest import tiny_args
+from helpers import tiny_args
 from pathlib import Path
 
 whole = utils.current_weights
@@ -485,5 +465,5 @@ def test_a_sampler_with_other_weights_ends_the_run(tiny, tmp_path, limit, ends):
     """Before a step is applied; with the check off the same run goes through."""
     file = tmp_path / "drift.py"
     file.write_text(DRIFT.format(tiny=tiny, out=tmp_path / "runs", limit=limit))
-    code, text, _ = start([sys.executable, str(file)])
+    code, text = run_to_end([sys.executable, str(file)], tmp_path / "log")
     assert (code == 1 and "--max_sampler_diff" in text) if ends else code == 0, text

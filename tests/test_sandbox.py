@@ -18,8 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from attacks import FAMILIES, LINES, F
-from conftest import ROOT
-from test_verifiers import DATA
+from helpers import ROOT, real
 
 import rewards
 from rewards import RewardPool, code
@@ -845,9 +844,7 @@ def test_a_killed_server_is_replaced():
 @pytest.mark.slow
 def test_humaneval():
     """All 164 canonical solutions pass, all 164 empty bodies fail, on two workers in less than three minutes."""
-    if not (DATA / "HumanEval.jsonl.gz").is_file():
-        pytest.skip(f"no HumanEval.jsonl.gz in {DATA}; set RLVR_TEST_DATA to the folder that has it")
-    rows = [json.loads(x) for x in gzip.decompress((DATA / "HumanEval.jsonl.gz").read_bytes()).splitlines()]
+    rows = [json.loads(x) for x in gzip.decompress(real("HumanEval.jsonl.gz").read_bytes()).splitlines()]
     assert len(rows) == 164
     pool = RewardPool(2, 30.0, ("code",), unsafe=bool(REFUSED))
     start = time.perf_counter()

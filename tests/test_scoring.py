@@ -8,7 +8,7 @@ import time
 from statistics import median
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 import grpo
 from rewards import RewardPool, truth_error

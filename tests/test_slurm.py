@@ -13,9 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from test_checkpoints import record
-from test_interruptions import command, data_environment, finish
+from helpers import ROOT, clean_environment, command, finish, record
 
 TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "squeue")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -56,7 +54,7 @@ class Slurm:
 
     def __init__(self, folder: Path):
         self.folder, self.processes = folder, []
-        self.env = {k: v for k, v in os.environ.items() if k not in data_environment()}
+        self.env = clean_environment()
         self.env |= {"OMP_NUM_THREADS": "1", "SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
         host = socket.gethostname().split(".")[0]
         for name in ("state", "spool"):

@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, script
+from helpers import ROOT, real, script
 
 from grpo import Args
 from rewards import truth_error
 from runtime import data, records, sources
-
-REAL = Path(os.environ.get("RLVR_TEST_DATA", ROOT.parent / "shared" / "data"))
-needs_real_data = pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} is absent (RLVR_TEST_DATA names another place)")
 
 
 def rows(count: int = 30, first: int = 0) -> list[dict]:
@@ -319,10 +316,9 @@ def test_countdown_can_be_scored(tmp_path):
     assert rewards.countdown("<answer>3 * 5 + 7</answer>", problem.truth, problem.row).score == 1
 
 
-@needs_real_data
 @pytest.mark.parametrize(("file", "count", "verifier"), [("gsm8k_test", 1319, "gsm8k"), ("math500", 500, "math")])
 def test_real_files_need_no_flags(file, count, verifier):
-    problems = data.read_problems(str(REAL / f"{file}.jsonl"), Args(), truth_error).values()
+    problems = data.read_problems(str(real(f"{file}.jsonl")), Args(), truth_error).values()
     assert len(problems) == count
     assert {(p.verifier, p.source) for p in problems} == {(verifier, file)}
 

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_here, tiny_args
+from helpers import ROOT, clean_environment, command, run_here, tiny_args
+from jobs import job_of, script_of, submit
 
 import grpo
 from runtime import flags, rundir
@@ -246,17 +247,14 @@ os._exit(code)
 
 def node_scripts(folder: Path, flags: str, *words: str) -> list[subprocess.Popen]:
     """The nodes of a job as SkyPilot starts them, all on this machine: the script, its place in the environment."""
-    from test_submit import job_of, script_of, submit
-
     (folder / "rank.py").write_text(RANK)
     (folder / "scripts").symlink_to(ROOT / "scripts")
     job = job_of("skypilot", flags, [sys.executable, "rank.py", str(folder), *words])
     command, _ = script_of("skypilot", submit.render(job))
     nodes = []
     for rank in range(job.num_nodes):
-        env = os.environ | {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1\n"}
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            env.pop(name, None)
+        place = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1\n"}
+        env = clean_environment() | place
         nodes.append(subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     return nodes
 
@@ -288,13 +286,11 @@ def test_the_code_of_the_ranks_arrives(tmp_path, code):
 @pytest.mark.slow
 def test_a_submission_with_set_up_and_a_prefix_trains_on_two_ranks(tiny, tmp_path):
     """``source FILE && env A=1 python grpo.py``, the form of open-instruct's submissions, on this machine."""
-    from test_interruptions import command, data_environment
-
     (tmp_path / "setup.sh").write_text("export OMP_NUM_THREADS=1\n")
     program = command(tiny, tmp_path / "out", "--total_steps", "1")
     submit = [sys.executable, "scripts/submit.py", "--backend", "local", "--gpus", "2", "--run_dir", tmp_path / "job"]
     line = [*submit, "--", "source", tmp_path / "setup.sh", "&&", "env", "A=1", *program]
-    env = {k: v for k, v in os.environ.items() if k not in data_environment()}
+    env = clean_environment()
     done = subprocess.run([str(w) for w in line], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "out" / "run"

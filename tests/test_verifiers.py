@@ -10,24 +10,14 @@ import random
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, read_jsonl
+from helpers import ROOT, read_jsonl, real
 
 import rewards
 from rewards import VERIFIERS, Reward, RewardPool
 from runtime import answers
 from runtime.answers import after_thinking, final_answer, last_boxed
-
-DATA = Path(os.environ.get("RLVR_TEST_DATA", ROOT.parent / "shared" / "data"))
-
-
-def real(file: str) -> list[dict]:
-    """Rows of a labelled data set; the test is skipped where it is not there."""
-    if not (DATA / file).is_file():
-        pytest.skip(f"no {file} in {DATA}; set RLVR_TEST_DATA to the folder that has it")
-    return read_jsonl(DATA / file)
 
 
 def score(name: str, response: str, truth: str, row: dict | None = None) -> float:
@@ -40,7 +30,7 @@ def score(name: str, response: str, truth: str, row: dict | None = None) -> floa
 
 
 def test_gsm8k_labels():
-    rows = real("gsm8k_model_solutions.jsonl")
+    rows = read_jsonl(real("gsm8k_model_solutions.jsonl"))
     assert len(rows) == 5276 and 1000 < sum(r["label"] for r in rows) < 4000
     wrong = [r for r in rows if (score("gsm8k", r["pred"], r["gold"]) == 1) != r["label"]]
     print(f"GSM8K: {len(rows)} labelled solutions, {len(wrong)} judged wrongly")
@@ -48,7 +38,7 @@ def test_gsm8k_labels():
 
 
 def test_gsm8k_golds():
-    rows = real("gsm8k_test.jsonl")
+    rows = read_jsonl(real("gsm8k_test.jsonl"))
     assert len(rows) == 1319
     refused = [r for r in rows if score("gsm8k", r["answer"], r["answer"]) != 1]
     print(f"GSM8K: {len(rows)} golds, {len(refused)} refused")
@@ -57,7 +47,7 @@ def test_gsm8k_golds():
 
 
 def test_math_gold_pairs():
-    rows = real("math500_gold_pairs.jsonl")
+    rows = read_jsonl(real("math500_gold_pairs.jsonl"))
     assert len(rows) == 992 and 400 < sum(r["label"] for r in rows) < 600
     wrong = [r for r in rows if (score("math", f"Hence \\boxed{{{r['pred']}}}.", r["gold"]) == 1) != r["label"]]
     print(f"MATH: {len(rows)} labelled pairs, {len(wrong)} judged wrongly")
@@ -66,7 +56,7 @@ def test_math_gold_pairs():
 
 def test_math_solutions():
     """The written solutions of MATH-500 end in the right box; every truth passes its own verifier."""
-    rows = real("math500.jsonl")
+    rows = read_jsonl(real("math500.jsonl"))
     assert [r["answer"] for r in rows if score("math", r["solution"], r["answer"]) != 1] == []
     assert [r["answer"] for r in rows if rewards.truth_error("math", r["answer"], r)] == []
 
@@ -611,7 +601,7 @@ def gym_countdown() -> tuple[str, dict]:
 @pytest.mark.slow
 def test_throughput_of_math():
     """A hundred typical answers a second in one worker: half of them right, none twice the same as text."""
-    rows = real("math500.jsonl")
+    rows = read_jsonl(real("math500.jsonl"))
     random.Random(0).shuffle(rows)
     pool = RewardPool(1, 10.0, ("math",))
     pool.result(pool.submit("math", "\\boxed{1}", "1", {}))
