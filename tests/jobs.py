@@ -9,11 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import submit
 import yaml
 from helpers import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import submit
 
 SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py")]
 COMMAND = ["python", "grpo.py", "--beta", "0.03", "--system_prompt", 'It\'s <answer>$5</answer>, "not" {a: 1}\n']

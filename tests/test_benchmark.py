@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 
+import benchmark
 import pytest
 import torch
 from helpers import ROOT, script
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import benchmark
 
 
 def small(tiny, out, **changes) -> benchmark.Args:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
+import evaluate
 import pytest
 from helpers import ROOT, VERIFIERS, clean_environment, read_jsonl, run_here, script, tiny_args
 
 import grpo
 import utils
 from runtime import data, flags, records
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import evaluate
 
 
 def answers(verdicts: list[list], problems: list[records.Problem] | None = None) -> list[records.Sample]:

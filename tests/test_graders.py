@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 
+import graders
 import pytest
 from helpers import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import graders
 from verifiers import always
 
 

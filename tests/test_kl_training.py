@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import kl_demo
 import matplotlib
 import mutations
 import pytest
@@ -12,9 +13,6 @@ import torch
 from helpers import ROOT
 
 import kl_estimators as kl
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import kl_demo
 
 matplotlib.use("Agg")
 

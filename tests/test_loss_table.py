@@ -15,14 +15,12 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
+import loss_table
 import pytest
 import torch
 from helpers import ROOT
 from mutations import load_mutated
 from torch import Tensor
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import loss_table
 
 torch.set_num_threads(1)
 F64 = torch.float64

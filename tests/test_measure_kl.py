@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import sys
 
+import measure_kl
 import pytest
 import torch
-from helpers import ROOT, tiny_args
+from helpers import tiny_args
 
 import grpo
-
-sys.path.insert(0, str(ROOT / "scripts"))
-measure_kl = importlib.import_module("measure_kl")
 
 
 @pytest.fixture(scope="module")

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import random
-import sys
 
+import pretrain_tiny as tiny_bed
 import pytest
-from helpers import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-tiny_bed = importlib.import_module("pretrain_tiny")
 
 SMALL = tiny_bed.Recipe(
     seed=1,

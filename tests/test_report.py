@@ -14,11 +14,9 @@ import urllib.request
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import plot
 import pytest
 from helpers import ROOT, read_jsonl, run_here, tiny_args
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import plot
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NASTY = "</script><script>document.title='broken'</script><b>&amp; \u2028 $x$ @DATA@ é 数"

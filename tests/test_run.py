@@ -336,9 +336,8 @@ def test_two_ranks_equal_one(tiny, tmp_path):
 def test_one_process_where_two_were_asked_for(tiny, tmp_path):
     line = command(tiny, tmp_path, ranks=2, rollout="vllm", launcher=ACCELERATE_LAUNCH)
     where = line.index("--config_file")
-    code, text = run_to_end(
-        line[:where] + line[where + 2 :], tmp_path / "log"
-    )  # on a CPU machine accelerate then starts one, silently
+    line = line[:where] + line[where + 2 :]  # on a CPU machine accelerate then starts one, silently
+    code, text = run_to_end(line, tmp_path / "log")
     if torch.cuda.is_available():
         pytest.skip("accelerate starts two processes on a machine with GPUs")
     assert code != 0 and "--use_deepspeed" in text and "--num_processes" in text

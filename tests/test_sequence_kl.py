@@ -6,17 +6,15 @@ import itertools
 import math
 import sys
 
+import loss_table
 import pytest
+import sequence_kl
 import torch
 from helpers import ROOT
 from mutations import load_mutated
 from torch import Tensor
 
 import kl_estimators as kl
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import loss_table
-import sequence_kl
 
 torch.set_num_threads(1)
 F64 = torch.float64
