@@ -314,9 +314,13 @@ class Run:
 
 
 def run_to_end(line: list[str], log: Path, timeout: float = 240) -> tuple[int, str]:
-    """(exit code, everything printed) of a run in processes of its own."""
+    """(exit code, everything printed) of a run in processes of its own, none of which is left over."""
     run = Run(line, log)
-    return run.end(timeout), run.text()
+    deadline = time.monotonic() + timeout
+    while run.process.poll() is None and time.monotonic() < deadline:
+        run.seen |= set(descendants(run.process.pid))
+        time.sleep(0.05)
+    return run.end(0.1), run.text()
 
 
 def finish(line: list[str], log: Path, timeout: float = 150) -> str:

@@ -17,7 +17,7 @@ from runtime import data, gym_tasks
 from runtime.gym_tasks import GYM_UNSUPPORTED
 
 PAGE = ROOT / "docs" / "rewards.md"
-BEGIN, END = "<!-- made by tests/test_reasoning_gym.py -->", "<!-- end -->"
+BEGIN, END = "<!-- made by tests/unit/test_reasoning_gym.py -->", "<!-- end -->"
 ROWS = 4
 # These have many right answers, and what is right for another row may be right here.
 SEVERAL_RIGHT = {"graph_color", "jugs", "n_queens", "propositional_logic", "quantum_lock", "rush_hour", "sokoban"}

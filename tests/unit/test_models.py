@@ -25,10 +25,10 @@ from runtime.records import Sample
 PAGE = ROOT / "docs" / "models.md"
 HEAD = """# Model architectures and batch layouts
 
-Written by `tests/test_models.py`. Each model is random, has two layers, and is loaded as a run loads it (fp32, default
-flags). Each layout is compared with plain forward passes of the model, one sample at a time, on responses beyond the
-sliding window if the model has one. "exact" means that no log-prob differs by more than 1e-4 nats. "refused" means that
-a run exits with code 2 before training, and names the layouts that work.
+Written by `tests/unit/test_models.py`. Each model is random, has two layers, and is loaded as a run loads it (fp32,
+default flags). Each layout is compared with plain forward passes of the model, one sample at a time, on responses
+beyond the sliding window if the model has one. "exact" means that no log-prob differs by more than 1e-4 nats. "refused"
+means that a run exits with code 2 before training, and names the layouts that work.
 
 | architecture | attention | shared | padded | packed |
 |---|---|---|---|---|
@@ -38,7 +38,7 @@ A model is also refused where its rotary embeddings would depend on the other ro
 `dynamic`, with rows longer than the length of pre-training. Gemma 2 is trained with eager attention, because sdpa
 leaves out the soft cap of its attention scores; gpt-oss has no sdpa.
 
-`tests/test_engine.py` compares the engine with the trainer before and after weight pushes (vLLM 0.32 on CPUs, 1e-4
+`tests/runs/test_engine.py` compares the engine with the trainer before and after weight pushes (vLLM 0.32 on CPUs, 1e-4
 nats): Llama, GPT-2, Mixtral, Qwen3-MoE and OLMoE are exact. A push that does not reach every parameter of the engine
 ends the run with their names: on CPUs the first push to gpt-oss does, and `--rollout hf` trains it.
 """

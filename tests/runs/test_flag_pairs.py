@@ -1,6 +1,6 @@
 """Pairs of flags, each of which has tests of its own: together they work, or are refused before a model loads.
 
-python -m pytest tests/test_flag_pairs.py -m slow        120 pairs per script, drawn by a seed; PAIRS=1000 draws more
+python -m pytest tests/runs/test_flag_pairs.py -m slow    120 pairs per script, drawn by a seed; PAIRS=1000 draws more
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What can go wrong in a run: how it ends or continues, and that the message names the cause.
 
 Each test injects some faults, and records the message that a user sees. When all tests have passed in one session,
-docs/faults.md is written from the records; `make test ARGS="-m slow tests/test_faults.py"` regenerates it.
+docs/faults.md is written from the records; `make test ARGS="-m slow tests/runs/test_faults.py"` regenerates it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "faults.md"
 HEAD = """# Faults, and what a run does about them
 
-Written by `tests/test_faults.py`, which injects each of these faults into a run and records what is printed. Numbers,
-paths and times are from that test.
+Written by `tests/runs/test_faults.py`, which injects each of these faults into a run and records what is printed.
+Numbers, paths and times are from that test.
 
 | fault | injected by | what you see | the run |
 |---|---|---|---|
