@@ -49,7 +49,7 @@ def estimate_memory(args, parameters: int, vocabulary: int, world_size: int, bf1
 
     Every ZeRO stage shards fp32 master weights and two moments (DeepSpeed copies the master weights of an fp32 model,
     too). Stages 2 and 3 keep this rank's partition of the gradients, in fp32; stage 1 keeps all of them, under bf16 in
-    both types. Stage 3 shards the weights. tests/test_memory.py measures this.
+    both types. Stage 3 shards the weights. tests/unit/test_memory.py measures this.
     """
     weight = 2 if bf16 else 4
     states = 0 if args.offload_optimizer else 12

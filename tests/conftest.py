@@ -1,14 +1,11 @@
-"""Shared by the tests: a tiny random model on disk, samples, and runs of the scripts in this process."""
+"""The hooks and fixtures of all tests: a tiny random model on disk, samples, a stopped run; helpers.py has the rest."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import random
 import signal
-import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
@@ -20,9 +17,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a core and a port of its own for each
         os.environ.pop("MASTER_PORT", None)
 CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # the cache of datasets, also of the processes tests start
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
-ROOT = Path(__file__).resolve().parent.parent
 
-from runtime import data, process, records, rundir  # noqa: E402
+pytest.register_assert_rewrite("helpers")
+from helpers import SMALL, Run, descendants, interrupted, make_samples, tiny_args  # noqa: E402
+
+from runtime import data, process, records  # noqa: E402
 
 process.prepare_environment()
 
@@ -95,85 +94,26 @@ def tiny_model(tiny):
     return AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager").train()
 
 
-def make_samples(prompts: int = 3, group: int = 4, seed: int = 0, vocabulary: int = 300) -> list[records.Sample]:
-    """Samples of unequal lengths, the last of each group of one token; the last id of some is the EOS (2)."""
-    r = random.Random(seed)
-    samples = []
-    for p in range(prompts):
-        prompt = [r.randrange(3, vocabulary) for _ in range(5 + 3 * p)]
-        for k in range(group):
-            length = 1 if k == group - 1 else r.randrange(2, 14)
-            ids = [r.randrange(3, vocabulary) for _ in range(length - 1)] + [2 if k % 2 else r.randrange(3, vocabulary)]
-            logprobs = [-r.random() for _ in ids]
-            samples.append(records.Sample(p, k, prompt, ids, logprobs, "stop" if k % 2 else "length", 1))
-    return samples
-
-
 @pytest.fixture
 def samples() -> list[records.Sample]:
     return make_samples()
 
 
-def tiny_args(tiny: Path, out: Path, script: str = "grpo", **changes):
-    """Arguments of a two-step run on the tiny model that takes a second or two."""
-    import importlib
-
-    return importlib.import_module(script).Args(
-        **{
-            "model_name_or_path": str(tiny),
-            "output_dir": str(out),
-            "rollout": "hf",
-            "dtype": "float32",
-            "total_steps": 2,
-            "num_unique_prompts_rollout": 4,
-            "num_samples_per_prompt_rollout": 4,
-            "eval_prompts": 4,
-            "eval_samples": 2,
-            "max_response_length": 8,
-            "max_prompt_length": 128,
-            "micro_batch_tokens": 256,
-            "logprob_micro_batch_tokens": 256,
-            "mask_no_eos_with_zero": False,
-            "mask_truncated_completions": False,  # a random model seldom ends by itself
-            "reward_fn": f"{ROOT / 'tests' / 'verifiers.py'}:parity",
-            "log_samples_every": 0,
-            **changes,
-        }
-    )
+@pytest.fixture(scope="module")
+def stopped(tiny, tmp_path_factory):
+    """A run of four steps that was asked to stop after the third, with checkpoints of steps 2 and 3."""
+    args = tiny_args(tiny, tmp_path_factory.mktemp("stopped"), **{**SMALL, "save_every": 1}, run_name="run")
+    with pytest.MonkeyPatch.context() as patch:
+        interrupted(args, patch, after=3)
+    return args
 
 
-def run_here(args, script: str = "grpo") -> list[dict]:
-    """Run a script's main in this process; its metrics, one dict a step."""
-    import importlib
-
-    import torch
-    from accelerate.state import AcceleratorState, PartialState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
-    module = importlib.import_module(script)
-    if torch.distributed.is_initialized():  # runs of one process share a board: what an earlier one failed of is over
-        for key in ("failure", "reported"):
-            torch.distributed.distributed_c10d._get_default_store().delete_key(key)
-    leave = os._exit
-
-    def stay(code: int) -> None:  # a failing run leaves at once, and would take pytest along; a time-out may
-        if threading.current_thread().name.startswith("pytest_timeout"):
-            leave(code)
-
-    os._exit = stay
-    try:
-        module.main(args, module.preflight(args))
-    finally:
-        os._exit = leave
-    folder = Path(args.output_dir) / rundir.run_name(args, module.Args())
-    return read_jsonl(folder / "metrics.jsonl")
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def script(*arguments: str) -> list[str]:
-    """The command line of a script, in this interpreter."""
-    return [sys.executable, *arguments]
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """A test that fails leaves no run behind to slow the next ones."""
+    yield
+    while Run.started:
+        run = Run.started.pop()
+        for pid in (*descendants(run.process.pid), run.process.pid) if run.process.poll() is None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

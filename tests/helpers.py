@@ -1,0 +1,375 @@
+"""What several tests need and pytest knows nothing of: tiny runs in this process and in others, samples, records.
+
+Fixtures and hooks stand in conftest.py. Programs that tests write and start import from here, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from runtime import process, records, rundir, runlog
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(os.environ.get("RLVR_TEST_DATA", ROOT.parent / "shared" / "data"))  # labelled data sets, where they are
+VERIFIERS = ROOT / "tests" / "verifiers.py"
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def real(file: str) -> Path:
+    """A file of labelled data; the test is skipped where it is absent."""
+    if not (DATA / file).is_file():
+        pytest.skip(f"no {file} in {DATA}; set RLVR_TEST_DATA to the folder that has it")
+    return DATA / file
+
+
+def make_samples(prompts: int = 3, group: int = 4, seed: int = 0, vocabulary: int = 300) -> list[records.Sample]:
+    """Samples of unequal lengths, the last of each group of one token; the last id of some is the EOS (2)."""
+    r = random.Random(seed)
+    samples = []
+    for p in range(prompts):
+        prompt = [r.randrange(3, vocabulary) for _ in range(5 + 3 * p)]
+        for k in range(group):
+            length = 1 if k == group - 1 else r.randrange(2, 14)
+            ids = [r.randrange(3, vocabulary) for _ in range(length - 1)] + [2 if k % 2 else r.randrange(3, vocabulary)]
+            logprobs = [-r.random() for _ in ids]
+            samples.append(records.Sample(p, k, prompt, ids, logprobs, "stop" if k % 2 else "length", 1))
+    return samples
+
+
+# ------------------------------------------------------------------------------------------------- runs in this process
+
+
+# A two-step run on the tiny model that takes a second or two.
+TINY_RUN = {
+    "rollout": "hf",
+    "dtype": "float32",
+    "total_steps": 2,
+    "num_unique_prompts_rollout": 4,
+    "num_samples_per_prompt_rollout": 4,
+    "eval_prompts": 4,
+    "eval_samples": 2,
+    "max_response_length": 8,
+    "max_prompt_length": 128,
+    "micro_batch_tokens": 256,
+    "logprob_micro_batch_tokens": 256,
+    "mask_no_eos_with_zero": False,
+    "mask_truncated_completions": False,  # a random model seldom ends by itself
+    "reward_fn": f"{VERIFIERS}:parity",
+    "log_samples_every": 0,
+}
+
+
+def tiny_args(tiny: Path, out: Path, script: str = "grpo", **changes):
+    """Arguments of a run on the tiny model."""
+    places = {"model_name_or_path": str(tiny), "output_dir": str(out)}
+    return importlib.import_module(script).Args(**{**places, **TINY_RUN, **changes})
+
+
+def run_here(args, script: str = "grpo") -> list[dict]:
+    """Run a script's main in this process; its metrics, one dict a step."""
+    import torch
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    module = importlib.import_module(script)
+    if torch.distributed.is_initialized():  # runs of one process share a board: what an earlier one failed of is over
+        for key in ("failure", "reported"):
+            torch.distributed.distributed_c10d._get_default_store().delete_key(key)
+    leave = os._exit
+
+    def stay(code: int) -> None:  # a failing run leaves at once, and would take pytest along; a time-out may
+        if threading.current_thread().name.startswith("pytest_timeout"):
+            leave(code)
+
+    os._exit = stay
+    try:
+        module.main(args, module.preflight(args))
+    finally:
+        os._exit = leave
+    folder = Path(args.output_dir) / rundir.run_name(args, module.Args())
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+def folder_of(args, script: str = "grpo") -> Path:
+    return Path(args.output_dir) / rundir.run_name(args, importlib.import_module(script).Args())
+
+
+TIMES = ("time/", "perf/")
+
+
+def record(folder: Path) -> dict:
+    """What two equal runs have in common: every number but times, every sample, the weights."""
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(1, len(metrics) + 1)), "a step is missing or stands twice"
+    evaluations = read_jsonl(folder / "eval.jsonl") if (folder / "eval.jsonl").exists() else []
+    assert len({e["step"] for e in evaluations}) == len(evaluations)
+    return {
+        "metrics": [{k: v for k, v in m.items() if not k.startswith(TIMES)} for m in metrics],
+        "samples": read_jsonl(folder / "samples.jsonl"),
+        "evaluations": [{k: v for k, v in e.items() if not k.startswith(TIMES)} for e in evaluations],
+        "weights": process.file_digest(folder / "model" / "model.safetensors"),
+    }
+
+
+def stop_after(step: int, monkeypatch) -> None:
+    """As if a signal had come during that step."""
+    plain = runlog.RunLog.step
+
+    def spy(self, metrics, *rest):
+        plain(self, metrics, *rest)
+        process.Stop.asked |= metrics["step"] == step
+
+    monkeypatch.setattr(runlog.RunLog, "step", spy)
+
+
+def interrupted(args, monkeypatch, *, after: int, script: str = "grpo") -> Path:
+    with monkeypatch.context() as patch:
+        stop_after(after, patch)
+        with pytest.raises(SystemExit) as end:
+            run_here(args, script)
+    assert end.value.code == 75
+    return folder_of(args, script)
+
+
+# A run of four steps whose every number can be compared.
+SMALL = {"total_steps": 4, "learning_rate": 1e-3, "log_samples": 16, "eval_every": 2, "num_mini_batches": 2}
+
+
+def copy_of(args, place: Path, **changes):
+    """The same arguments with a copy of the run, to be damaged."""
+    shutil.copytree(args.output_dir, place / "runs")
+    return dataclasses.replace(args, output_dir=str(place / "runs"), **changes)
+
+
+def flip(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def engine_file(checkpoint: Path) -> Path:
+    return next((checkpoint / "policy").glob("*optim_states.pt"))
+
+
+def refusal(args, capsys, world_size: int = 1) -> str:
+    """The message with which opening the folder of a run ends."""
+    with pytest.raises(SystemExit) as end:
+        rundir.open_run(args, importlib.import_module("grpo").Args(), world_size)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------- runs in processes of their own
+
+
+# What `command` adds to it: samples and numbers to compare, a rate that moves the weights, a folder with a known name.
+TINY_COMMAND = TINY_RUN | {
+    "seed": 3,
+    "learning_rate": 1e-3,
+    "eval_every": 2,
+    "log_samples": 16,
+    "vllm_kv_cache_gb": 0.1,
+    "run_name": "run",
+}
+LONG = ("--total_steps", "500")
+LAUNCH = [str(ROOT / "scripts" / "launch.py")]
+ACCELERATE_LAUNCH = ["-m", "accelerate.commands.launch"]
+
+
+def script(*arguments: str) -> list[str]:
+    """The command line of a script, in this interpreter."""
+    return [sys.executable, *arguments]
+
+
+def command(
+    tiny: Path,
+    out: Path,
+    *more: str,
+    script: str = "grpo",
+    ranks: int = 1,
+    rollout: str = "hf",
+    launcher: list[str] = LAUNCH,
+) -> list[str]:
+    """The command line of a run on the tiny model; of a flag that stands in it twice the last one counts."""
+    line = [sys.executable]
+    if ranks > 1:
+        line += [*launcher, "--config_file", str(ROOT / "scripts" / "zero2.yaml")]
+        line += ["--num_processes", str(ranks), "--main_process_port", "0"]
+    line.append(str(ROOT / f"{script}.py"))
+    places = {"model_name_or_path": tiny, "output_dir": out, "rollout": rollout}
+    for name, value in (TINY_COMMAND | places).items():
+        if isinstance(value, bool):
+            line.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            line += [f"--{name}", str(value)]
+    return [*line, *more]
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without what a run of this process set for itself and another one must find out anew."""
+    own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RUN_DIR", "RUN_ID", "WANDB_SERVICE"}
+    return {name: value for name, value in os.environ.items() if name not in own}
+
+
+def run_environment() -> dict[str, str]:
+    """The environment of a run that a test starts."""
+    return clean_environment() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes under one, by /proc."""
+    try:
+        lists = [p.read_text().split() for p in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return []
+    return [d for child in {int(c) for cs in lists for c in cs} for d in (child, *descendants(child))]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits to be noticed by its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Run:
+    """A run in processes of its own, with what it prints in a file."""
+
+    started: ClassVar[list[Run]] = []
+
+    def __init__(self, line: list[str], log: Path, cwd: Path = ROOT):
+        self.log = log
+        self.seen: set[int] = set()
+        Run.started.append(self)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; the run would keep it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        with open(log, "w") as out:
+            self.process = subprocess.Popen(
+                line, cwd=cwd, env=run_environment(), stdout=out, stderr=out, start_new_session=True
+            )
+
+    def until(self, condition, timeout: float = 150) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            self.seen |= set(descendants(self.process.pid))
+            assert self.process.poll() is None, f"ended with {self.process.returncode}\n{self.text()}"
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.01)
+        self.seen |= set(descendants(self.process.pid))
+
+    def end(self, timeout: float = 150) -> int:
+        """Wait for its end, give the exit code, and insist that nothing is left over 10 seconds later."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            for pid in (self.process.pid, *descendants(self.process.pid)):
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"does not end\n{self.text()}") from None
+        deadline = time.monotonic() + 10
+        while (left := [pid for pid in self.seen if alive(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left, f"{len(left)} processes were left over"
+        return code
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.end(30)
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def ranks(self) -> list[int]:
+        """Process of each rank: the launcher's children that run a script."""
+        found = []
+        for pid in sorted(descendants(self.process.pid)):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                line = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"--num_processes" not in line and (b"grpo.py" in line or b"ppo.py" in line):
+                    found.append(pid)
+        return found
+
+
+def run_to_end(line: list[str], log: Path, timeout: float = 240) -> tuple[int, str]:
+    """(exit code, everything printed) of a run in processes of its own, none of which is left over."""
+    run = Run(line, log)
+    deadline = time.monotonic() + timeout
+    while run.process.poll() is None and time.monotonic() < deadline:
+        run.seen |= set(descendants(run.process.pid))
+        time.sleep(0.05)
+    return run.end(0.1), run.text()
+
+
+def finish(line: list[str], log: Path, timeout: float = 150) -> str:
+    """What a run printed that must end well."""
+    code, text = run_to_end(line, log, timeout)
+    assert code == 0, text
+    return text
+
+
+def saved(out: Path) -> int:
+    """Step of the newest checkpoint that has its name."""
+    return max((step for step, _ in rundir.saved_steps(out / "run")), default=0)
+
+
+def logged(out: Path) -> int:
+    return max(0, rundir.last_step(out / "run" / "metrics.jsonl"))
+
+
+def messages(text: str) -> list[str]:
+    """What was printed, without the frames of tracebacks: source lines are no message."""
+    kept = []
+    frame = None  # indentation of the frame that is being skipped
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if re.match(r'\s*File ".*", line \d+', line):
+            frame = indent
+        elif frame is None or indent <= frame:
+            frame = None
+            kept.append(line)
+    return kept
+
+
+# A run that stands still after its second step.
+STALLS = """
+from runtime import process, runlog
+process.prepare_environment()
+import sys, time
+import tyro
+import grpo, utils
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain = runlog.RunLog.step
+
+    def stuck(self, metrics, *rest):
+        plain(self, metrics, *rest)
+        if metrics["step"] == 2 and self.is_main:
+            time.sleep(3600)
+
+    runlog.RunLog.step = stuck
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
+"""

@@ -1,0 +1,48 @@
+"""Jobs as scripts/submit.py makes them, for the tests of submissions, of scripts/launch.py and of their page."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import submit
+import yaml
+from helpers import ROOT
+
+SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py")]
+COMMAND = ["python", "grpo.py", "--beta", "0.03", "--system_prompt", 'It\'s <answer>$5</answer>, "not" {a: 1}\n']
+
+
+def job_of(backend: str, flags: str, *commands: list[str]):
+    """The job of a command line, with what differs from day to day and from machine to machine held still."""
+    argv = ["--backend", backend, *shlex.split(flags)]
+    for command in commands or [COMMAND]:
+        argv += ["--", *command]
+    job = submit.make_job(*submit.parse(argv))
+    git = {"commit": "0123456789abcdef", "dirty": True, "diff": "--- a/grpo.py\n+++ b/grpo.py\n"}
+    workdir = "/home/me/rlvr" if job.workdir == os.getcwd() else job.workdir
+    return dataclasses.replace(job, submitted="20260101-120000", git=git, workdir=workdir)
+
+
+def script_of(backend: str, plan) -> tuple[list[str], dict[str, str]]:
+    """The command that a backend runs on a node, and the environment it adds, read from what was rendered."""
+    texts = {Path(path).name: text for path, text in plan.files.items()}
+    if backend in ("local", "slurm"):
+        return ["bash", "-c", texts["job.sh"]], {}
+    if backend == "skypilot":
+        return ["bash", "-c", yaml.safe_load(texts["sky.yaml"])["run"]], {}
+    if backend == "kubernetes":
+        objects = list(yaml.safe_load_all(texts["job.yaml"]))
+        script = next(o for o in objects if o["kind"] == "ConfigMap")["data"]["job.sh"]
+        return ["bash", "-c", script], {}
+    if backend == "beaker":
+        (task,) = yaml.safe_load(texts["beaker.yaml"])["tasks"]
+        return [*task["command"], *task["arguments"]], {}
+    (command,) = plan.commands
+    cut = command.index("--")
+    environment = yaml.safe_load(texts["ray.yaml"])["env_vars"]
+    return ["sh", "-c", subprocess.list2cmdline(command[cut + 1 :])], environment  # as Ray does

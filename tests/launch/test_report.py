@@ -1,0 +1,355 @@
+"""scripts/plot.py and scripts/report.py on the folders of real runs, the page in a real browser."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import plot
+import pytest
+from helpers import ROOT, read_jsonl, run_here, tiny_args
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NASTY = "</script><script>document.title='broken'</script><b>&amp; \u2028 $x$ @DATA@ é 数"
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, tmp_path_factory) -> Path:
+    """Two learning rates x two seeds, three steps each; as many folders that are no runs."""
+    out = tmp_path_factory.mktemp("runs")
+    for learning_rate in (1e-3, 1e-2):
+        for seed in (1, 2):
+            changes = {"learning_rate": learning_rate, "seed": seed, "total_steps": 3, "beta": 0.1, "eval_every": 1}
+            run_here(tiny_args(tiny, out, **changes))
+    (out / "jobs" / "x").mkdir(parents=True)
+    (out / "empty").mkdir()
+    return out
+
+
+def call(script: str, *words, ok: bool = True) -> str:
+    argv = [sys.executable, str(ROOT / "scripts" / script), *map(str, words)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode == 0) == ok, done.stderr
+    return done.stdout if ok else done.stderr
+
+
+# -------------------------------------------------------------------------------------------------------------- curves
+
+
+def test_mean_and_band_are_those_of_the_seeds(runs):
+    """The numbers behind the picture, against the files themselves."""
+    groups = plot.grouped(plot.load_runs([runs], []), ["learning_rate"])
+    assert list(groups) == [("0.001",), ("0.01",)] and {len(g) for g in groups.values()} == {2}
+    for (rate,), members in groups.items():
+        assert {r.args["learning_rate"] for r in members} == {float(rate)} and {r.args["seed"] for r in members} == {
+            1,
+            2,
+        }
+        for key, file in (("reward/mean", "metrics.jsonl"), ("eval/pass@1", "eval.jsonl")):
+            columns = zip(*([rec[key] for rec in read_jsonl(r.folder / file)] for r in members), strict=True)
+            expected = [(sum(c) / 2, min(c), max(c)) for c in columns]
+            got = plot.band(members, key, "step")
+            assert list(got.index) == list(range(0 if file == "eval.jsonl" else 1, 4))
+            assert [tuple(row) for row in got.values] == [pytest.approx(row) for row in expected]
+
+
+def test_horizontal_axes(runs):
+    """Samples are steps x 16; time is the sum of the steps' seconds, and a band in time is between its curves."""
+    (run, *_) = plot.load_runs([runs], ["seed=1", "learning_rate=0.001"])
+    seconds = [m["time/step"] for m in run.metrics]
+    assert list(run.curve("reward/mean", "episode").index) == [16, 32, 48]
+    assert list(run.curve("eval/pass@1", "episode").index) == [0, 16, 32, 48]
+    minutes = [sum(seconds[: i + 1]) / 60 for i in range(3)]
+    assert list(run.curve("reward/mean", "time").index) == pytest.approx(minutes)
+    both = plot.load_runs([runs], ["learning_rate=0.001"])
+    points = plot.band(both, "kl/coef", "time")
+    assert len(points) > 0 and points.to_numpy() == pytest.approx(0.1) and min(points.index) > 0
+
+
+def run_of(values: list[float | None], seconds: float) -> plot.Run:
+    metrics = [{"step": i, "time/step": seconds, "m": v} for i, v in enumerate(values, 1)]
+    return plot.Run(Path("x"), {}, metrics, [])
+
+
+def test_a_band_in_time_is_interpolated_between_the_steps_of_each_run():
+    """Steps of 2 and of 1.5 minutes: at the first run's places, up to the end of the shorter; a gap is bridged."""
+    slow, fast = run_of([2.0, 4.0, 6.0, 8.0], 120.0), run_of([10.0, 20.0, None, 40.0], 90.0)
+    points = plot.band([slow, fast], "m", "time")
+    assert list(points.index) == [2, 4, 6]
+    between = [10 + 10 / 3, 20 + 20 / 3, 40]
+    assert points["max"].tolist() == pytest.approx(between) and points["min"].tolist() == [2, 4, 6]
+    assert points["mean"].tolist() == pytest.approx([(2 + between[0]) / 2, (4 + between[1]) / 2, 23])
+    assert plot.band([slow, run_of([None], 1.0)], "m", "time").empty
+
+
+def test_the_interval_is_students():
+    """Quantiles of the tables; mean and half width by hand; nothing for a single run."""
+    tables = {1: 12.7062, 2: 4.3027, 4: 2.7764, 9: 2.2622, 30: 2.0423}
+    assert {n: plot.t_quantile(n) for n in tables} == pytest.approx(tables, abs=1e-4)
+    members = [run_of([v], 1.0) for v in (1.0, 2.0, 6.0)]
+    assert plot.interval(members, "m") == pytest.approx((3.0, 4.30265 * 7**0.5 / 3**0.5), abs=1e-4)
+    middle, half = plot.interval(members[:1], "m")
+    assert middle == 1.0 and half != half
+
+
+def test_final_values_over_an_argument(runs, tmp_path):
+    """--x learning_rate --y final:...: places are the argument's values, and the table has mean and interval."""
+    output = tmp_path / "p.svg"
+    y = ["final:kl/sequence", "final:eval/pass@1"]
+    out = call("plot.py", runs, "--x", "learning_rate", "--y", *y, "--output", output).splitlines()
+    comments = re.findall(r"<!-- (.*?) -->", output.read_text())
+    for text in ("0.001", "0.01", "learning_rate", "final kl/sequence", "final eval/pass@1"):
+        assert text in comments
+    assert out[1] == "| learning_rate | runs | steps | kl/sequence | eval/pass@1 |"
+    for line, rate in zip(out[3:5], ("0.001", "0.01"), strict=True):
+        a, b = (r.final("kl/sequence") for r in plot.load_runs([runs], [f"learning_rate={rate}"]))
+        shown = re.search(r"\| (\S+) ± (\S+) \|", line)
+        assert [float(x) for x in shown.groups()] == pytest.approx([(a + b) / 2, 12.7062 * abs(a - b) / 2], rel=6e-3)
+
+
+def test_lines_are_the_first_argument_and_panels_the_others(runs, tmp_path):
+    """In both kinds of figure; the argument on the axis is neither."""
+    for words in (["--by", "seed", "learning_rate"], ["--x", "total_steps", "--by", "seed", "learning_rate"]):
+        y = ["--y", "final:reward/mean"] if "--x" in words else []
+        call("plot.py", runs, *words, *y, "--output", tmp_path / "p.svg")
+        comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "p.svg").read_text())
+        assert [c for c in comments if " = " in c] == ["learning_rate = 0.001", "learning_rate = 0.01"]
+        assert comments[-3:] == ["1", "2", "seed"] or comments[-3:] == ["seed", "1", "2"], comments[-5:]
+
+
+def test_the_table_has_the_final_values(runs):
+    out = call(
+        "plot.py", runs, "--by", "learning_rate", "--metrics", "eval/pass@1", "kl/sequence", "--output", runs / "t.png"
+    )
+    lines = out.splitlines()
+    assert lines[1] == "| learning_rate | runs | steps | eval/pass@1 | kl/sequence |"
+    for line, rate in zip(lines[3:5], ("0.001", "0.01"), strict=True):
+        cells = [c.strip() for c in line.strip("|").split("|")]
+        assert cells[:3] == [rate, "2", "3"]
+        members = plot.load_runs([runs], [f"learning_rate={rate}"])
+        for cell, file, key in ((cells[3], "eval.jsonl", "eval/pass@1"), (cells[4], "metrics.jsonl", "kl/sequence")):
+            values = [read_jsonl(r.folder / file)[-1][key] for r in members]
+            shown = [float(x) for x in re.findall(r"-?[\d.]+(?:e-?\d+)?", cell)]
+            assert shown == pytest.approx([sum(values) / 2, min(values), max(values)], rel=6e-3, abs=1e-9)
+
+
+@pytest.mark.parametrize("x, suffix", [("step", "png"), ("episode", "svg"), ("time", "svg")])
+def test_pictures(runs, tmp_path, x, suffix):
+    """Panels by an argument, and runs overlaid; a figure in SVG names its axes and panels."""
+    start = {"png": b"\x89PNG", "svg": b"<?xml"}[suffix]
+    output = tmp_path / f"p.{suffix}"
+    call("plot.py", runs, "--by", "seed", "learning_rate", "--x", x, "--output", output)
+    assert output.read_bytes().startswith(start) and output.stat().st_size > 5000
+    if suffix == "svg":
+        comments = "".join(re.findall(r"<!-- (.*?) -->", output.read_text()))  # the text of each label
+        assert "learning_rate = 0.001" in comments and "reward/mean" in comments and plot.X_LABELS[x] in comments
+        ET.parse(output)
+    two = sorted(f for f in runs.iterdir() if (f / "config.json").exists())[:2]
+    call("plot.py", *two, "--x", x, "--output", output)
+    assert output.read_bytes().startswith(start)
+
+
+def test_values_of_any_kind_are_columns_and_curves(runs, tmp_path):
+    """None beside numbers, and lists: --total_episodes where some runs count steps, --stop."""
+    names = [f for f in sorted(runs.iterdir()) if (f / "config.json").exists()]
+    for name, episodes, stop in zip(names, (None, 48, 96, 48), ([], ["a", "b"], ["a"], []), strict=True):
+        shutil.copytree(name, tmp_path / name.name)
+        config = json.loads((name / "config.json").read_text())
+        config["args"] |= {"total_episodes": episodes, "stop": stop, "learning_rate": 1e-3}
+        (tmp_path / name.name / "config.json").write_text(json.dumps(config))
+    out = call("plot.py", tmp_path, "--by", "stop", "total_episodes", "--output", tmp_path / "p.svg")
+    comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "p.svg").read_text())
+    columns = [c.partition("total_episodes = ")[2] for c in comments if "total_episodes = " in c]
+    assert columns == ["None", "48", "96"] and "| a b | 48 |" in out and "| none | 48 |" in out
+
+
+def test_one_run_as_before(runs, tmp_path):
+    """The newest run of a folder, in words and as curves.png; a half written line is left for the next time."""
+    copy = tmp_path / "runs" / "a"
+    shutil.copytree(next(f for f in runs.iterdir() if (f / "config.json").exists()), copy)
+    with open(copy / "metrics.jsonl", "a") as f:
+        f.write('{"step": 4, "rew')
+    out = call("plot.py", tmp_path / "runs")
+    assert "of 3 steps" in out or "3 step" in out
+    assert (copy / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--by", "seed"], "--output is needed"),
+        (["--by", "nonsense", "--output", "x.png"], "--by nonsense: no such argument"),
+        (["--x", "nonsense", "--y", "final:reward/mean"], "--x step|episode|time or nonsense: no such argument"),
+        (["--x", "seed", "--y", "reward/mean"], "write --y final:reward/mean"),
+        (["--y", "final:reward/mean"], "drawn over an argument; add one, for example --x learning_rate"),
+        (["--metrics", "nonsense", "--output", "x.png"], "--y nonsense: not logged"),
+        (["--where", "seed", "--output", "x.png"], "write NAME=VALUE"),
+        (["--where", "seed=7", "--output", "x.png"], "--seed is 1, 2"),
+        (["--by", "seed", "--output", "x.png"], "runs that differ in learning_rate would be averaged"),
+        (["--by", "learning_rate", "--output", "x.nope"], "the suffix must be one of"),
+    ],
+)
+def test_plot_says_what_is_wrong(runs, tmp_path, words, says):
+    words = [tmp_path / w if w.startswith("x.") else w for w in words]
+    assert says in call("plot.py", runs, *words, ok=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------- page
+
+
+@pytest.fixture(scope="module")
+def folder(runs, tmp_path_factory) -> Path:
+    """A real run, and a few samples more that try to break the page."""
+    folder = tmp_path_factory.mktemp("page") / "run & <b>"
+    shutil.copytree(next(f for f in sorted(runs.iterdir()) if (f / "config.json").exists()), folder)
+    first = read_jsonl(folder / "samples.jsonl")[0]
+    with open(folder / "samples.jsonl", "a") as f:
+        for step in (1, 2):
+            f.write(json.dumps(first | {"step": step, "response": f"needle {NASTY} Needle", "reward": 7.5}) + "\n")
+    call("report.py", folder)
+    return folder
+
+
+def test_the_page_holds_the_run(folder):
+    """The data are in the page whole, nothing in them ends their element, and nothing is fetched."""
+    text = (folder / "report.html").read_text()
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.DOTALL)
+    held = json.loads(data)
+    assert held["samples"] == read_jsonl(folder / "samples.jsonl")
+    assert held["curves"]["reward/mean"] == [
+        [m["step"], m["reward/mean"]] for m in read_jsonl(folder / "metrics.jsonl")
+    ]
+    assert held["args"]["learning_rate"] == json.loads((folder / "config.json").read_text())["args"]["learning_rate"]
+    assert sum(s for _, s in held["phases"]) == pytest.approx(
+        sum(m["time/step"] for m in read_jsonl(folder / "metrics.jsonl")), rel=1e-6
+    )
+    assert not re.search(
+        r"""(src|href)\s*=|url\(|@import|fetch\(|XMLHttp|https?://(?!www\.w3\.org/2000/svg)""", text.replace(data, "")
+    )
+
+
+class Browser:
+    """A headless Chromium with the page open, driven over its debugging port."""
+
+    def __init__(self, page: Path, profile: Path):
+        connect = pytest.importorskip("websockets.sync.client").connect
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        argv = [
+            CHROMIUM,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+        ]
+        argv += ["--disable-background-networking", f"--user-data-dir={profile}", f"--remote-debugging-port={port}"]
+        self.process = subprocess.Popen([*argv, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.number, self.events = 0, []
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=5) as answer:
+                    target = next(t for t in json.load(answer) if t["type"] == "page")
+                break
+            except (OSError, StopIteration):
+                assert time.monotonic() < deadline, "the browser did not start"
+                time.sleep(0.2)
+        self.stack = contextlib.ExitStack()
+        self.socket = self.stack.enter_context(connect(target["webSocketDebuggerUrl"], max_size=None, proxy=None))
+        for domain in ("Runtime", "Log", "Network", "Page"):
+            self.ask(f"{domain}.enable")
+        self.ask("Page.navigate", url=page.as_uri())
+        self.until("document.readyState === 'complete' && document.querySelectorAll('.sample').length > 0")
+
+    def ask(self, method: str, **params):
+        self.number += 1
+        self.socket.send(json.dumps({"id": self.number, "method": method, "params": params}))
+        while (message := json.loads(self.socket.recv(timeout=30))).get("id") != self.number:
+            self.events.append(message)
+        assert "error" not in message, message
+        return message["result"]
+
+    def value(self, expression: str):
+        result = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def until(self, expression: str) -> None:
+        deadline = time.monotonic() + 30
+        while not self.value(expression):
+            assert time.monotonic() < deadline, expression
+            time.sleep(0.1)
+
+    def type(self, field: str, text: str) -> None:
+        """As a person does: a click into the field, then keys."""
+        self.value(f"document.getElementById({field!r}).focus(); document.getElementById({field!r}).select()")
+        self.ask("Input.insertText", text=text)
+
+    def close(self) -> None:
+        self.stack.close()
+        self.process.terminate()
+        self.process.wait(timeout=20)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium (Debian: apt-get install chromium)")
+def test_the_page_in_a_browser(folder, tmp_path):
+    """Drawn without an error and without a request; search and filter find what a reading of the file finds."""
+    samples = read_jsonl(folder / "samples.jsonl")
+    browser = Browser(folder / "report.html", tmp_path / "profile")
+    try:
+        count = "document.getElementById('count').textContent"
+        heads = "[...document.querySelectorAll('.sample .head')].map(e => e.textContent)"
+        assert browser.value(count) == f"{len(samples)} of {len(samples)}"
+        assert browser.value("document.title") == "run & <b>"  # not what the samples wanted
+        assert browser.value("document.querySelectorAll('.curve path').length") >= 6
+        assert browser.value("document.querySelectorAll('#bar div').length") >= 3
+        browser.value("document.getElementById('all').click()")
+        names = browser.value("[...document.querySelectorAll('.curve b')].map(e => e.textContent)")
+        logged = {k for f in ("metrics.jsonl", "eval.jsonl") for r in read_jsonl(folder / f) for k in r}
+        assert set(names) == logged - {"step", "episode", "eval/problems", "eval/samples", "eval/weights_version"}
+
+        browser.type("q", "NEEDLE")
+        assert browser.value(count) == f"2 of {len(samples)}"
+        assert browser.value("document.querySelectorAll('.sample mark').length") == 4
+        assert browser.value("document.querySelectorAll('.sample pre')[1].textContent") == f"needle {NASTY} Needle"
+        assert browser.value("document.querySelectorAll('.sample b, .sample script').length") == 0
+        browser.type("from", "2")
+        assert browser.value(count) == f"1 of {len(samples)}"
+        assert "q=NEEDLE&from=2" in browser.value("location.hash")
+
+        browser.value("location.hash = ''")
+        middle = sorted(s["reward"] for s in samples)[len(samples) // 2]
+        browser.until(f"{count} === '{len(samples)} of {len(samples)}'")
+        browser.type("min", str(middle))
+        expected = sum(s["reward"] >= middle for s in samples)
+        assert browser.value(count) == f"{expected} of {len(samples)}"
+        browser.type("max", "7")
+        expected = sum(middle <= s["reward"] <= 7 for s in samples)
+        assert browser.value(count) == f"{expected} of {len(samples)}"
+        browser.value("location.hash = 'order=high'")
+        browser.until(f"{heads}[0].includes('reward 7.5')")
+
+        browser.type("argument", "learning_rate")
+        rows = browser.value("[...document.querySelectorAll('#arguments tr')].map(e => e.textContent)")
+        rate = json.loads((folder / "config.json").read_text())["args"]["learning_rate"]
+        assert len(rows) == 1 and float(rows[0].removeprefix("learning_rate")) == rate
+
+        browser.value("1")  # the last events arrive before this answer
+        problems = [e for e in browser.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+        assert problems == []
+        asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
+        assert asked == [(folder / "report.html").as_uri()]
+    finally:
+        browser.close()

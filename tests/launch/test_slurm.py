@@ -1,0 +1,244 @@
+"""scripts/submit.py on a real Slurm of one node, started here: run, preempt, requeue, resume, finish."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, clean_environment, command, finish, record
+
+TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "squeue")
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+missing = [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing), reason=f"no {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge)"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="slurmd and munged of a test need root"),
+]
+
+# One step a second; saves each; asked to stop it leaves with 75. Ends with the code in argv[2] after argv[1] steps.
+PROGRAM = """
+import os, pathlib, signal, sys, time
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+saved = pathlib.Path(os.environ["RUN_DIR"], "step")
+step = int(saved.read_text()) if saved.exists() else 0
+print("from step", step, "restart", os.environ.get("SLURM_RESTART_COUNT", 0), os.environ["WANDB_RUN_ID"], flush=True)
+while step < int(sys.argv[1]):
+    time.sleep(1)
+    step += 1
+    saved.write_text(str(step))
+    if stop:
+        print("saved step", step, flush=True)
+        sys.exit(75)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]
+
+
+class Slurm:
+    """munged, slurmctld and slurmd with all their files in one folder."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.processes = folder, []
+        self.env = clean_environment()
+        self.env |= {"OMP_NUM_THREADS": "1", "SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
+        host = socket.gethostname().split(".")[0]
+        for name in ("state", "spool"):
+            (folder / name).mkdir()
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o600)
+        (folder / "slurm.conf").write_text(
+            f"ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nSlurmdUser=root\n"
+            f"SlurmctldPort={free_port()}\nSlurmdPort={free_port()}\n"
+            f"AuthType=auth/munge\nAuthInfo=socket={folder}/munge.socket\nCryptoType=crypto/munge\n"
+            f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool\n"
+            f"SlurmctldPidFile={folder}/slurmctld.pid\nSlurmdPidFile={folder}/slurmd.pid\n"
+            f"SlurmctldLogFile={folder}/slurmctld.log\nSlurmdLogFile={folder}/slurmd.log\n"
+            "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\nSwitchType=switch/none\n"
+            "JobAcctGatherType=jobacct_gather/none\nAccountingStorageType=accounting_storage/none\n"
+            "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nReturnToService=2\nKillWait=10\n"
+            "SchedulerParameters=batch_sched_delay=0,sched_interval=2\n"
+            f"NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} RealMemory=1000 State=UNKNOWN\n"
+            f"PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP\n"
+        )
+
+    def start(self) -> None:
+        f = self.folder
+        munge = ["--foreground", "--force", f"--socket={f}/munge.socket", f"--key-file={f}/munge.key"]
+        munge += [f"--{name}-file={f}/munge.{name}" for name in ("log", "pid", "seed")]
+        for daemon in (["munged", *munge], ["slurmctld", "-D", "-c"], ["slurmd", "-D"]):
+            log = open(f / f"{daemon[0]}.out", "w")  # noqa: SIM115
+            self.processes.append(subprocess.Popen(daemon, env=self.env, stdout=log, stderr=log))
+            time.sleep(1)
+        deadline = time.monotonic() + 60
+        while "idle" not in self.run("sinfo", "-h", "-o", "%T"):
+            if time.monotonic() > deadline:
+                logs = "\n".join(p.read_text()[-2000:] for p in sorted(f.glob("slurm*.log")))
+                raise AssertionError(f"the node did not become idle\n{logs}")
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        subprocess.run(["scancel", "--full", "--user=root"], env=self.env, capture_output=True)
+        time.sleep(1)
+        for process in reversed(self.processes):
+            process.terminate()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def run(self, *words: str, cwd: Path | None = None) -> str:
+        done = subprocess.run(words, env=self.env, capture_output=True, text=True, cwd=cwd, timeout=60)
+        return done.stdout
+
+    def submit(self, cwd: Path, *words: str) -> str:
+        """The job's number."""
+        argv = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--backend", "slurm", *words]
+        done = subprocess.run(argv, env=self.env, capture_output=True, text=True, cwd=cwd, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def state(self, job: str) -> dict[str, str]:
+        return dict(re.findall(r"(\w+)=(\S+)", self.run("scontrol", "show", "job", job)))
+
+    def wait(self, job: str, *states: str, timeout: float = 120) -> dict[str, str]:
+        deadline = time.monotonic() + timeout
+        while (now := self.state(job))["JobState"] not in states:
+            assert time.monotonic() < deadline, f"{now}\n{(self.folder / 'slurmctld.log').read_text()[-3000:]}"
+            if now["JobState"] == "PENDING" and now["Restarts"] != "0":
+                time.sleep(5)  # Slurm lets a requeued job wait for two minutes; a start in the same second is refused
+                self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+            time.sleep(0.5)
+        return now
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def until(condition, timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_preempted_requeued_finished(slurm, tmp_path):
+    """Slurm's signal goes to the batch script alone; the program saves, leaves with 75, starts again and goes on."""
+    (tmp_path / "steps.py").write_text(PROGRAM)
+    job = slurm.submit(tmp_path, "--run_dir", "run", "--cpus", "1", "--", sys.executable, "steps.py", "8", "0")
+    saved = tmp_path / "run" / "step"
+    until(lambda: saved.exists() and int(saved.read_text()) >= 2)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    until(lambda: slurm.state(job).get("Restarts") == "1")
+    assert int(saved.read_text()) < 8
+    now = slurm.wait(job, "COMPLETED", "FAILED")
+    log = (tmp_path / "run" / f"slurm-{job}.out").read_text()
+    assert (now["JobState"], now["ExitCode"], saved.read_text()) == ("COMPLETED", "0:0", "8"), log
+    starts = re.findall(r"from step (\d+) restart (\d+) (\S+)", log)
+    assert [restart for _, restart, _ in starts] == ["0", "1"] and starts[0][2] == starts[1][2], log
+    assert starts[1][0] == re.search(r"saved step (\d+)", log)[1]  # nothing lost, nothing done twice
+    print(log)
+
+
+SLOWLY = """
+import time
+from rewards import Reward
+
+def slowly(response, truth, row):
+    time.sleep(0.5)
+    return Reward(float(len(response) % 2))
+"""
+
+
+def test_grpo_preempted(slurm, tiny, tmp_path):
+    """grpo.py itself, two steps, stopped in the first: afterwards every number is that of a run that was let alone."""
+    (tmp_path / "slowly.py").write_text(SLOWLY)
+    more = ["--total_steps", "2", "--beta", "0.1", "--reward_fn", f"{tmp_path}/slowly.py:slowly"]
+    finish(command(tiny, tmp_path / "straight", *more), tmp_path / "straight.log")
+    job = slurm.submit(tmp_path, "--run_dir", "parts", "--", *command(tiny, tmp_path / "parts", *more))
+    log = tmp_path / "parts" / f"slurm-{job}.out"
+    until(lambda: log.exists() and "eval after step 0" in log.read_text(), 120)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    now = slurm.wait(job, "COMPLETED", "FAILED")
+    text = log.read_text()
+    assert (now["JobState"], now["ExitCode"], now["Restarts"]) == ("COMPLETED", "0:0", "1"), text
+    assert "saving after this step" in text and "resuming after step 1" in text, text
+    expected, got = record(tmp_path / "straight" / "run"), record(tmp_path / "parts" / "run")
+    for key in expected:
+        assert got[key] == expected[key], key
+    print(text)
+
+
+def test_cancelled_is_cancelled(slurm, tmp_path):
+    """A plain scancel: the program saves and leaves with 75 like any time, and the job does not come back."""
+    (tmp_path / "steps.py").write_text(PROGRAM)
+    job = slurm.submit(tmp_path, "--run_dir", "run", "--", sys.executable, "steps.py", "60", "0")
+    saved, log = tmp_path / "run" / "step", tmp_path / "run" / f"slurm-{job}.out"
+    until(lambda: saved.exists() and int(saved.read_text()) >= 1)
+    slurm.run("scancel", job)
+    now = slurm.wait(job, "CANCELLED", "COMPLETED", "FAILED")
+    time.sleep(3)
+    now = slurm.state(job)
+    assert (now["JobState"], now["Restarts"]) == ("CANCELLED", "0") and "saved step" in log.read_text()
+
+
+def test_one_task_of_an_array_is_requeued(slurm, tmp_path):
+    """The last one, whose job number is the array's: the others neither stop nor start again."""
+    (tmp_path / "steps.py").write_text(PROGRAM)
+    words = [w for steps in ("1", "8", "8") for w in ("--", sys.executable, "steps.py", steps, "0")]
+    array = slurm.submit(tmp_path, "--run_dir", "run", "--array_parallelism", "3", "--cpus", "1", *words)
+    saved = tmp_path / "run" / "task_2" / "step"
+    if os.cpu_count() < 3:  # they run two at a time: until the last has begun, the first has ended
+        slurm.wait(f"{array}_0", "COMPLETED", "FAILED")
+    until(lambda: saved.exists() and int(saved.read_text()) >= 2)
+    slurm.run("scancel", "--batch", "--signal=USR1", f"{array}_2")
+    until(lambda: slurm.state(f"{array}_2").get("Restarts") == "1")
+    ends = [slurm.wait(f"{array}_{task}", "COMPLETED", "FAILED", "CANCELLED") for task in (2, 1, 0)]
+    assert [(e["JobState"], e["Restarts"]) for e in ends] == [("COMPLETED", n) for n in "100"]
+
+
+@pytest.mark.parametrize("code, retries, restarts", [(3, 5, 0), (75, 0, 0), (75, 2, 2), (137, 5, 0)])
+def test_other_codes_and_the_limit(slurm, tmp_path, code, retries, restarts):
+    """As many starts as requeues and one; a node whose script was killed (137) left no code, and is no 75 either."""
+    kill = "os.kill(os.getppid(), 9)\n" if code == 137 else ""
+    (tmp_path / "steps.py").write_text(PROGRAM.replace("sys.exit(int(sys.argv[2]))", f"{kill}sys.exit({code})"))
+    words = ["--run_dir", "run", "--max_retries", str(retries), "--", sys.executable, "steps.py", "1", str(code)]
+    job = slurm.submit(tmp_path, *words)
+    now = slurm.wait(job, "FAILED", "COMPLETED")
+    assert (now["JobState"], now["ExitCode"], now["Restarts"]) == ("FAILED", f"{code}:0", str(restarts))
+    assert (tmp_path / "run" / f"slurm-{job}.out").read_text().count("from step") == restarts + 1
+
+
+def test_array_and_dependency(slurm, tmp_path):
+    """Three commands as tasks of their own; a job that waits for them; environment and words arrive."""
+    program = "import json, os, sys; e = os.environ; "
+    program += "json.dump([sys.argv[1:], e['RUN_DIR'], e['X']], open(sys.argv[1], 'w'))"
+    words = [w for i in "012" for w in ("--", sys.executable, "-c", program, f"out{i}", "it's $HOME\n")]
+    array = slurm.submit(tmp_path, "--run_dir", "run", "--array_parallelism", "1", "--env", "X=a 'b'", *words)
+    last = slurm.submit(tmp_path, "--depends_on", array, "--", "bash", "-c", "cat out0 out1 out2 >all")
+    assert slurm.wait(last, "COMPLETED", "FAILED")["JobState"] == "COMPLETED"
+    for i in range(3):
+        expected = [[f"out{i}", "it's $HOME\n"], str(tmp_path / "run" / f"task_{i}"), "a 'b'"]
+        assert json.loads((tmp_path / f"out{i}").read_text()) == expected
+    assert (tmp_path / "all").exists()

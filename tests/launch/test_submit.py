@@ -1,0 +1,602 @@
+"""scripts/submit.py: what every backend writes and runs, word for word, and the local backend for real."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import backends
+import pytest
+import yaml
+from helpers import ROOT
+from jobs import COMMAND, SUBMIT, job_of, script_of, submit
+
+SECRET = "hf_9f8e7d6c5b4a"
+NASTY = [
+    *("it's", 'say "hi"', "$HOME and ${HOME}", "$(HF_TOKEN)", "`id`", "two\nlines\n", "</answer>", "a  b", "", "*"),
+    *(
+        '{"rope": {"theta": 1e4}}',
+        "back\\slash \\n",
+        "!history",
+        "#comment",
+        "é 数 😀",
+        "tab\there",
+        "-x",
+        "%j ~ ;|&<>",
+        "\x7f\x85\u2028\ufeff",
+    ),
+    *(" leading", "trailing ", "\n", "EOF", "---", "carriage\rreturn", "a: b", "- item", "'\"'\"'", "$((1+1))"),
+]
+PRINT_ARGV = ["-c", "import json, sys; print(json.dumps(sys.argv[1:]), file=open('argv.json', 'a'))"]
+
+# The six examples of docs/launching.md, as they stand there.
+EXAMPLES = {
+    "local": "--env OMP_NUM_THREADS=2 --secret HF_TOKEN",
+    "slurm": "--partition h100 --partition a100 --account rl --qos high --num_nodes 2 --gpus 8 --cpus 64 --mem 500G "
+    "--time 12h --secret WANDB_API_KEY --depends_on 4711",
+    "ray": "--cluster http://head:8265 --gpus 8 --cpus 64 --mem 500G",
+    "skypilot": "--cluster aws --cluster gcp/us-central1 --preemptible --num_nodes 2 --gpus H100:8 --mem 500G "
+    "--image docker:me/rlvr:1 --mount s3://my-bucket:/runs --secret HF_TOKEN",
+    "kubernetes": "--cluster prod --workspace rl --priority high --num_nodes 2 --gpus 8 --cpus 64 --mem 500G "
+    "--time 12h --image me/rlvr:1 --mount runs-claim:/runs --workdir /rlvr --secret HF_TOKEN",
+    "beaker": "--cluster ai2/jupiter --cluster ai2/saturn --workspace ai2/rl --budget ai2/rl --priority high "
+    "--preemptible --num_nodes 2 --gpus 8 --time 12h --image me/rlvr --mount rl-bucket:/runs --secret HF_TOKEN",
+}
+
+
+def needed(backend: str) -> str:
+    return "--image me/rlvr:1" if backend in ("kubernetes", "beaker") else ""
+
+
+@pytest.mark.parametrize("backend", submit.BACKENDS)
+def test_words_arrive_as_they_were_given(backend, tmp_path):
+    """Two commands of words that every shell, YAML and JSON reader likes to change, through each backend's own way."""
+    first, second = [sys.executable, *PRINT_ARGV, *NASTY], [sys.executable, *PRINT_ARGV, "second", *NASTY[::-1]]
+    job = dataclasses.replace(job_of(backend, needed(backend), first, second), workdir=None)
+    command, environment = script_of(backend, submit.render(job))
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "argv.json").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [NASTY, ["second", *NASTY[::-1]]]
+
+
+@pytest.mark.parametrize("backend", ["slurm", "kubernetes"])
+def test_words_arrive_in_array_tasks(backend, tmp_path):
+    commands = [[sys.executable, *PRINT_ARGV, str(i), *NASTY] for i in range(3)]
+    job = job_of(backend, f"--array_parallelism 2 {needed(backend)}", *commands)
+    plan = submit.render(dataclasses.replace(job, workdir=None))
+    command, _ = script_of(backend, plan)
+    name = {"slurm": "SLURM_ARRAY_TASK_ID", "kubernetes": "JOB_COMPLETION_INDEX"}[backend]
+    for task in (2, 0):
+        subprocess.run(command, cwd=tmp_path, env=os.environ | {name: str(task)}, check=True)
+    lines = (tmp_path / "argv.json").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [["2", *NASTY], ["0", *NASTY]]
+    if backend == "slurm":
+        assert "--array=0-2%2" in plan.commands[0]
+    else:
+        *_, batch = yaml.safe_load_all(plan.files[f"{job.run_dir}/job.yaml"])
+        assert (batch["spec"]["completions"], batch["spec"]["parallelism"]) == (3, 2)
+        assert batch["spec"]["podFailurePolicy"]["rules"][-1]["action"] == "FailIndex"  # FailJob would end the others
+        assert (batch["spec"]["backoffLimitPerIndex"], batch["spec"].get("backoffLimit")) == (10, None)
+
+
+def test_nodes_that_saved_wait_for_the_others(tmp_path):
+    """srun ends all nodes when one has left: the first to be done stays until the second has saved, too."""
+    job = job_of("slurm", "--num_nodes 2", ["bash", "-c", "sleep $WAIT; exit $CODE"])
+    command, _ = script_of("slurm", submit.render(dataclasses.replace(job, workdir=None)))
+    (tmp_path / job.run_dir).mkdir(parents=True)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+    def nodes(*codes: int) -> list[subprocess.Popen]:
+        for left in (tmp_path / job.run_dir).glob("exit.*"):
+            left.unlink()
+        envs = [{"SLURM_NODEID": str(i), "WAIT": str(3 * i), "CODE": str(c)} for i, c in enumerate(codes)]
+        return [subprocess.Popen(command, cwd=tmp_path, env=os.environ | place | env) for env in envs]
+
+    first, second = nodes(75, 75)
+    while not (tmp_path / job.run_dir / "exit.0").exists():
+        assert first.poll() is None
+        time.sleep(0.05)
+    time.sleep(1.5)
+    assert first.poll() is None, "the second is still busy"
+    assert (first.wait(30), second.wait(30)) == (75, 75)
+    first, second = nodes(3, 75)  # a failure is told at once
+    assert first.wait(30) == 3 and second.poll() is None
+    assert second.wait(30) == 75
+
+
+@pytest.mark.parametrize("backend", ["skypilot", "kubernetes", "beaker"])
+def test_what_is_saved_outlives_the_machine(backend, tmp_path, monkeypatch, capsys):
+    """RUN_DIR lies on the first mount; without one, a restart would begin anew, and the submission says so."""
+    job = job_of(backend, EXAMPLES[backend])
+    assert f"RUN_DIR=/runs/{job.run_id} " in script_of(backend, submit.render(job))[0][-1]
+    monkeypatch.chdir(tmp_path)
+    tool = {"skypilot": "sky", "kubernetes": "kubectl", "beaker": "beaker"}[backend]
+    (tmp_path / tool).write_text("#!/bin/sh\n")
+    (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    start = ["--backend", backend, *needed(backend).split()]
+    for more, warns in (([], True), (["--max_retries", "0"], False), (["--mount", "a:/b"], False)):
+        assert submit.main([*start, *more, "--", "true"]) == 0
+        assert ("no --mount" in capsys.readouterr().err) == warns
+
+
+def test_a_service_has_a_name_that_kubernetes_takes():
+    for name in ("7b", "a" * 80, "x_Y.z", "9" * 60):
+        rendered = backends.dns_name(job_of("kubernetes", f"--image y --name {name}"))
+        assert re.fullmatch("[a-z]([-a-z0-9]{0,50}[a-z0-9])?", rendered), rendered
+
+
+def test_a_copied_script_is_in_the_record(tmp_path, monkeypatch):
+    """Copy and edit: the new file is in no commit, and the patch has it."""
+    monkeypatch.chdir(tmp_path)
+    git = ["git", "-c", "user.name=me", "-c", "user.email=me@here"]
+    (tmp_path / "old.py").write_text("print(1)\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True, cwd=tmp_path)
+    assert submit.git_state(["python", "old.py"])["dirty"] is False
+    (tmp_path / "mine.py").write_text("print(2)\n")
+    (tmp_path / "other.py").write_text("print(3)\n")
+    state = submit.git_state(["python", "mine.py", "--x", "old.py", "/etc/none.py"])
+    assert state["dirty"] is True and "+print(2)" in state["diff"] and "print(3)" not in state["diff"]
+    assert submit.git_state(["python", "old.py"])["dirty"] is False
+
+
+def test_ray_would_take_the_words_of_either_rule():
+    """Ray versions join an entrypoint by list2cmdline or by shlex.join: the shell must see the same words."""
+    (command,) = submit.render(job_of("ray", "")).commands
+    entry = command[command.index("--") + 1 :]
+    for join in (subprocess.list2cmdline, shlex.join):
+        shown = subprocess.run(["sh", "-c", f"printf '%s\\n' {join(entry)}"], capture_output=True, text=True).stdout
+        assert shown.splitlines() == entry
+
+
+@pytest.mark.parametrize("backend", submit.BACKENDS)
+def test_golden(backend):
+    """What the examples render to, whole. UPDATE_GOLDEN=1 writes the files anew: read the difference."""
+    secrets = {"HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET[::-1]}
+    job = job_of(backend, EXAMPLES[backend])
+    plan = submit.render(job)
+    submit.check_secrets(job, plan, secrets)
+    text = submit.show(plan) + "\n"
+    assert SECRET not in text and SECRET[::-1] not in text
+    golden = ROOT / "tests" / "golden" / "submit" / f"{backend}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def test_the_examples_are_those_of_the_page():
+    """docs/launching.md shows each example as it is tested, and every script in it is one that bash can read."""
+    page = " ".join((ROOT / "docs" / "launching.md").read_text().replace("\\\n", " ").split())
+    for backend, flags in EXAMPLES.items():
+        assert f"--backend {backend} {flags} -- python grpo.py" in page, backend
+        command, environment = script_of(backend, submit.render(job_of(backend, flags)))
+        script = environment.get("JOB_SCRIPT", command[-1])
+        assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
+
+
+def test_rendered_yaml_says_what_was_asked():
+    """Fields that a cluster acts on, read back by a YAML reader."""
+
+    def read(backend: str) -> list[dict]:
+        return list(yaml.safe_load_all(next(iter(submit.render(job_of(backend, EXAMPLES[backend])).files.values()))))
+
+    (sky,) = read("skypilot")
+    assert (sky["resources"]["accelerators"], sky["num_nodes"], sky["secrets"]) == ("H100:8", 2, {"HF_TOKEN": None})
+    assert sky["resources"]["any_of"] == [{"infra": "aws"}, {"infra": "gcp/us-central1"}]
+    config, service, batch = read("kubernetes")
+    name, pod = batch["metadata"]["name"], batch["spec"]["template"]["spec"]
+    assert config["metadata"]["name"] == service["metadata"]["name"] == name == pod["subdomain"]
+    assert service["spec"]["selector"] == batch["spec"]["template"]["metadata"]["labels"]
+    assert pod["containers"][0]["resources"]["limits"] == {"cpu": "64", "memory": "500Gi", "nvidia.com/gpu": "8"}
+    assert pod["containers"][0]["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "hf-token", "key": "HF_TOKEN"}
+    (experiment,) = read("beaker")
+    (task,) = experiment["tasks"]
+    assert (experiment["budget"], task["replicas"], task["leaderSelection"]) == ("ai2/rl", 2, True)
+    assert (task["image"], task["timeout"]) == ({"beaker": "me/rlvr"}, "43200s")
+    assert task["envVars"] == [{"name": "HF_TOKEN", "secret": "HF_TOKEN"}]
+
+
+@pytest.mark.parametrize(
+    "backend, flags, says",
+    [
+        ("local", "--time 1h", "--time: --backend local"),
+        ("local", "--num_nodes 2", "for several nodes use slurm"),
+        ("slurm", "--preemptible", "name a preemptible --partition or --qos"),
+        ("slurm", "--image x", "apptainer exec"),
+        ("slurm", "--mount a:/b", "--mount: --backend slurm"),
+        ("ray", "--secret HF_TOKEN", "Ray shows a job's environment"),
+        ("ray", "--num_nodes 2", "Ray runs a command on one node"),
+        ("ray", "--cluster a --cluster b", "takes one"),
+        ("skypilot", "--array_parallelism 2", "--array_parallelism: --backend skypilot"),
+        ("skypilot", "--gpus 8", "--gpus H100:8"),
+        ("kubernetes", "--account x --image y", "--account: --backend kubernetes"),
+        ("kubernetes", "", "--image: --backend kubernetes needs one"),
+        ("kubernetes", "--image y --gpus h100:8", "takes a number only"),
+        ("beaker", "--depends_on 1 --image y", "--depends_on: --backend beaker"),
+        ("slurm", "--gpus many", "--gpus: many: write 8, or with a type h100:8"),
+        ("slurm", "--mem 5", "--mem: 5: write GiB as 64G"),
+        ("slurm", "--time 12", "--time: 12: not a duration; write 90m"),
+        ("slurm", "--num_nodes 0", "--num_nodes: 0: must be a whole number, at least 1"),
+        ("slurm", "--max_retries -1", "--max_retries: -1: must be a whole number, at least 0"),
+        ("slurm", "--run_dir 'a b'", "--run_dir: a b: use letters"),
+        ("slurm", "--name 'a b'", "--name: a b: use letters"),
+        ("local", f"--secret HF_TOKEN={SECRET}", "--secret: HF_TOKEN: write a name only"),
+        ("local", "--secret NOT_SET_ANYWHERE", "not set in this shell; export it first"),
+        ("local", f"--env HF_TOKEN={SECRET}", "use --secret HF_TOKEN"),
+        ("local", "--env NOT_SET_ANYWHERE", "write --env NOT_SET_ANYWHERE=VALUE"),
+        ("local", "--env A-B=1", "--env: A-B: not a name"),
+        ("beaker", "--image y --mount a", "write SOURCE:/PATH"),
+        ("slurm", "--cluster a b", "unrecognized arguments: b"),
+        ("slurm", "--clusters a", "unrecognized arguments: --clusters"),
+        ("condor", "", "invalid choice: 'condor'"),
+    ],
+)
+def test_what_cannot_be_is_an_error(backend, flags, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", backend, *shlex.split(flags), "--dry_run", "--", "python", "grpo.py"])
+    said = capsys.readouterr()
+    assert stop.value.code == 2 and says in said.err and SECRET not in said.err + said.out
+
+
+@pytest.mark.parametrize("words", [[], ["--"], ["--", "--", "true"], ["--", "true", "--"]])
+def test_a_command_is_needed(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", "local", "--dry_run", *words])
+    assert stop.value.code == 2 and "write it after --" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", submit.BACKENDS)
+def test_a_secret_never_gets_out(backend, monkeypatch, capsys, tmp_path):
+    """In a command, in --env or in the uncommitted changes its value is an error that does not show it."""
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.chdir(tmp_path)
+    start = ["--backend", backend, *needed(backend).split(), "--dry_run"]
+    for words in (["--", "python", "grpo.py", f"--token={SECRET}"], ["--env", f"A={SECRET}", "--", "true"]):
+        with pytest.raises(SystemExit) as stop:
+            submit.main([*start, *words])
+        said = capsys.readouterr()
+        assert stop.value.code == 2 and "value of HF_TOKEN is in" in said.err and SECRET not in said.err + said.out
+    job = dataclasses.replace(job_of(backend, needed(backend)), git={"commit": "0", "diff": f"+{SECRET}\n"})
+    with pytest.raises(SystemExit):
+        submit.check_secrets(job, submit.render(job), {"HF_TOKEN": SECRET})
+    assert "uncommitted.patch" in (said := capsys.readouterr()).err and SECRET not in said.err
+    if backend != "ray":
+        assert submit.main([*start, "--secret", "HF_TOKEN", "--", "python", "grpo.py"]) == 0
+        said = capsys.readouterr()
+        assert "HF_TOKEN" in said.out and SECRET not in said.out + said.err
+
+
+def test_the_run_id_depends_on_the_commands_alone():
+    ids = {job_of(b, f"{needed(b)} --max_retries {r}").run_id for b in submit.BACKENDS for r in (1, 2)}
+    assert len(ids) == 1
+    assert job_of("local", "", ["python", "grpo.py", "--beta", "0.1"]).run_id not in ids
+    assert job_of("local", "", [*COMMAND], [*COMMAND]).run_id not in ids
+
+
+@pytest.mark.parametrize("backend, tool", [("slurm", "sbatch"), ("ray", "ray"), ("skypilot", "sky"),
+                                           ("kubernetes", "kubectl"), ("beaker", "beaker")])  # fmt: skip
+def test_what_runs_is_what_the_dry_run_shows(backend, tool, tmp_path, monkeypatch, capsys):
+    """A stand-in for the cluster's tool records its words; files and words are those of the dry run."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    (bin_dir / tool).write_text(f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open('called', 'w'))\n")
+    (bin_dir / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_dir}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(submit.time, "strftime", lambda form: "20260101-120000")
+    argv = ["--backend", backend, *needed(backend).split(), "--run_dir", "here", "--", *COMMAND]
+    assert submit.main([*argv[:2], "--dry_run", *argv[2:]]) == 0
+    shown = capsys.readouterr().out
+    assert not (tmp_path / "here").exists()
+    assert submit.main(argv) == 0
+    called = json.loads((tmp_path / "called").read_text())
+    assert shown.rstrip("\n").endswith(shlex.join([tool, *called]))
+    for path in (tmp_path / "here").iterdir():
+        assert f"# would write here/{path.name}\n{path.read_text().rstrip()}\n" in shown
+
+
+def test_a_missing_tool_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", "beaker", "--image", "x", "--", "true"])
+    assert stop.value.code == 2 and "beaker is not installed here" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------- set-up, and what stands before python
+
+# The submission of open-instruct's KL study, as its page has it: mason.py and names of flags are ours, the rest is not.
+MASON = (
+    "--cluster ai2/jupiter-cirrascale-2 --workspace ai2/tulu-3-dev --priority high --preemptible --num_nodes 1 "
+    "--max_retries 1 --budget ai2/oe-adapt --gpus 8 --image me/rlvr "
+    "--mount oe-adapt-default:/weka/oe-adapt-default -- "
+    "source configs/beaker_configs/ray_node_setup.sh '&&' uv run python grpo.py --exp_name 0130_kl_scan_k1_0.03_16_7 "
+    "--beta 0.03 --dataset_mixer '{\"ai2-adapt-dev/math_ground_truth_zs\": 1.0}' --kl_estimator k1"
+)
+
+
+def submitted(argv: list[str]):
+    """The plan of a whole command line."""
+    return submit.render(submit.make_job(*submit.parse(argv)))
+
+
+def test_the_line_of_open_instruct_is_submitted_as_it_stands():
+    """Set-up in the same shell, then all eight ranks, under the interpreter that uv chooses."""
+    command, _ = script_of("beaker", submitted(["--backend", "beaker", *shlex.split(MASON)]))
+    script = command[-1]
+    start = script.index("command_1() {")
+    assert script[start : script.index("\n}", start)].split("\n    ") == [
+        "command_1() {",
+        "source configs/beaker_configs/ray_node_setup.sh &&",
+        "begin_command uv run python scripts/launch.py --config_file scripts/zero2.yaml --num_machines 1 "
+        '--num_processes 8 --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port '
+        '"$MASTER_PORT" grpo.py --exp_name 0130_kl_scan_k1_0.03_16_7 --beta 0.03 --dataset_mixer '
+        """'{"ai2-adapt-dev/math_ground_truth_zs": 1.0}' --kl_estimator k1""",
+    ]
+    assert "# grpo-" in script, "the job is named after the program, not after the set-up"
+
+
+LAUNCH = ["scripts/launch.py", "--config_file", "scripts/zero2.yaml", "--num_machines", "1", "--num_processes", "2",
+          "--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port"]  # fmt: skip
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("prefix", ["", "env A=1", "A=1", "nice -n 5", "env -u A nice", "runner run --with x"])
+def test_every_rank_is_started_whatever_stands_before_python(prefix, processes, tmp_path):
+    """The launcher goes between python and FILE.py; a job of one process is left as it is. All words arrive."""
+    for name, body in (("runner", 'shift 3\nexec "$@"'), ("python", f'exec "{sys.executable}" print.py "$@"')):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "print.py").write_text("import json, os, sys\nprint(json.dumps([os.environ.get('A'), sys.argv[1:]]))")
+    job = job_of(
+        "local", f"--gpus {processes}", [*prefix.split(), "python", "grpo.py", "--exp_name", "torchrun", *NASTY]
+    )
+    command, _ = script_of("local", submit.render(dataclasses.replace(job, workdir=None)))
+    env = {k: v for k, v in os.environ.items() if k != "A"} | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    a, words = json.loads(done.stdout)
+    assert a == ("1" if "A=1" in prefix else None)
+    if processes > 1:
+        assert words[: len(LAUNCH)] == LAUNCH and words[len(LAUNCH)].isdecimal()
+        words = words[len(LAUNCH) + 1 :]
+    assert words == ["grpo.py", "--exp_name", "torchrun", *NASTY]
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("source setup.sh", "`source` changes the shell it runs in and nothing else"),
+        ("export A=1", "`export` changes the shell"),
+        ("bash setup.sh '&&' cd there", "`cd` changes the shell"),
+        ("source setup.sh '&&'", "&& needs a command before it and one after it"),
+        ("'&&' python grpo.py", "&& needs a command before it and one after it"),
+        ("source setup.sh ';' python grpo.py", "; would be an argument of source"),
+        ("bash setup.sh ';' uv run grpo.py", "; would be an argument of bash"),
+        ("bash setup.sh '||' bash other.sh", "|| would be an argument of bash"),
+        ("python a.py '&&' python b.py", "-- python a.py -- python b.py"),
+        ("'source setup.sh && python grpo.py'", "a whole command in one word"),
+    ],
+)
+def test_what_would_train_nothing_is_refused(words, says, capsys):
+    """Each of these ended with 0, its command marked as finished."""
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", "local", "--dry_run", "--", *shlex.split(words)])
+    said = capsys.readouterr()
+    assert stop.value.code == 2 and says in said.err and said.out == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "python -u grpo.py",
+        "python -m mine",
+        "uv run grpo.py",
+        "./grpo.py",
+        "bash -c 'source setup.sh && python grpo.py'",
+        "source setup.sh '&&' uv run grpo.py",
+    ],
+)
+def test_a_program_that_would_run_as_one_rank_is_refused(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", "local", "--gpus", "2", "--dry_run", "--", *shlex.split(words)])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "one process of a job of 2" in said and "uv run python FILE.py" in said
+    assert submit.main(["--backend", "local", "--gpus", "1", "--dry_run", "--", *shlex.split(words)]) == 0
+
+
+def test_what_starts_its_own_processes_is_left_alone_and_what_does_not_is_said(capsys):
+    """torchrun and its like run as given, once per node; so does a program that is not Python's, with a note."""
+    for words in ("torchrun --nproc_per_node 2 grpo.py", "uv run accelerate launch grpo.py", "bash many.sh"):
+        assert submit.main(["--backend", "local", "--gpus", "2", "--dry_run", "--", *words.split()]) == 0
+        said = capsys.readouterr()
+        assert f"begin_command {words}\n" in said.out
+        assert ("bash many.sh: runs once per node" in said.err) == (words == "bash many.sh")
+
+
+@pytest.mark.parametrize("where", ["words", "flag"])
+def test_the_set_up_and_the_command_share_a_shell(where, tmp_path):
+    """Variables and functions of a sourced file, and its folder; again at each restart."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "setup.sh").write_text("echo $unset set-up >>log\nexport A='it is $set'\ncd there\n")
+    program = (
+        "import os, sys; print(os.environ['A'], os.path.basename(os.getcwd())); n = len(open('../log').readlines())"
+    )
+    python = [sys.executable, "-c", f"{program}; sys.exit(75 if n < 2 else 0)"]
+    if where == "words":
+        done = run_local(tmp_path, "--run_dir", "r", "--", "source", "setup.sh", "&&", *python)
+    else:
+        done = run_local(tmp_path, "--run_dir", "r", "--setup", "source setup.sh; true # comment", "--", *python)
+    assert (done.returncode, done.stdout) == (0, "it is $set there\n" * 2), done.stderr
+    assert (tmp_path / "log").read_text() == "set-up\n" * 2
+    assert len(list((tmp_path / "r").glob("finished.*"))) == 1
+
+
+@pytest.mark.parametrize("ends, code", [("exit 0", 1), ("exit 3", 3), ("return 4", 4), ("false", 1)])
+def test_a_command_that_was_never_started_is_not_finished(tmp_path, ends, code):
+    """A set-up that fails, or that ends the shell with 0: the command fails and stays to be done."""
+    (tmp_path / "setup.sh").write_text(f"{ends}\n")
+    done = run_local(tmp_path, "--run_dir", "r", "--", "source", "./setup.sh", "&&", *count("n", 0, 1))
+    assert done.returncode == code and not (tmp_path / "n").exists()
+    assert list((tmp_path / "r").glob("finished.*")) == []
+    assert ("was not started" in done.stderr) == (ends == "exit 0")
+
+
+def test_a_request_to_stop_during_the_set_up_loses_nothing(tmp_path):
+    """75, so that a cluster starts the job again; the command itself is not begun."""
+    (tmp_path / "setup.sh").write_text("touch ready\nsleep 60\n")
+    argv = [*SUBMIT, "--backend", "local", "--run_dir", "r", "--", "source", "setup.sh", "&&", *count("n", 0, 1)]
+    process = subprocess.Popen(argv, cwd=tmp_path)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 75
+    assert not (tmp_path / "n").exists() and list((tmp_path / "r").glob("finished.*")) == []
+
+
+@pytest.mark.parametrize("text, says", [("if true", "bash cannot read it"), ("a\x85b", "cannot be printed")])
+def test_a_set_up_that_bash_cannot_read_is_refused(text, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", "local", "--dry_run", "--setup", text, "--", "true"])
+    assert stop.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_template_may_be_edited(tmp_path, monkeypatch):
+    """A line without value goes, and its key with it; a list repeats its line; a text takes the indentation."""
+    (tmp_path / "x.yaml").write_text(
+        "a:\n  b: {{none}}\nc:\n  d:\n    - {{empty}}\n  e: {{zero}}\n"
+        "f:\n  - {x: '{{x}}', y: {{y}}}\ng: |\n  {{text}}\n"
+    )
+    monkeypatch.setattr(backends, "TEMPLATES", tmp_path)
+    fields = {"none": None, "empty": [], "zero": 0, "x": ["{{y}}", "2"], "y": (3, 4), "text": "one:\n\n  {{x}}\n"}
+    text = backends.fill("x.yaml", backends.in_yaml, fields)
+    assert text == "c:\n  e: 0\nf:\n  - {x: '{{y}}', y: 3}\n  - {x: '2', y: 4}\ng: |\n  one:\n\n    {{x}}\n"
+
+
+# ----------------------------------------------------------------------------------------------- the local backend runs
+
+COUNT = """
+import os, sys, pathlib
+file = pathlib.Path(sys.argv[1]); n = int(file.read_text()) + 1 if file.exists() else 1
+file.write_text(str(n)); print("start", n, os.environ["RUN_ID"], os.environ["WANDB_RUN_ID"], flush=True)
+sys.exit(int(sys.argv[2]) if n < int(sys.argv[3]) else 0)
+"""
+
+
+def count(file: str, code: int, starts: int) -> list[str]:
+    """A command that ends with ``code`` until it was started ``starts`` times."""
+    return [sys.executable, "-c", COUNT, file, str(code), str(starts)]
+
+
+def run_local(folder: Path, *words: str, **options) -> subprocess.CompletedProcess:
+    argv = [*SUBMIT, "--backend", "local", *words]
+    return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.mark.parametrize("code, retries, starts, ends", [(75, 10, 3, 0), (75, 1, 2, 75), (75, 0, 1, 75), (1, 10, 1, 1),
+                                                          (2, 10, 1, 2), (143, 10, 1, 143)])  # fmt: skip
+def test_local_starts_again_on_75_alone(tmp_path, code, retries, starts, ends):
+    done = run_local(tmp_path, "--run_dir", "r", "--max_retries", str(retries), "--", *count("n", code, 3))
+    assert done.returncode == ends, done.stderr
+    assert (tmp_path / "n").read_text() == str(starts)
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert len({words[2] for words in said}) == 1 and said[0][3] == f"{said[0][2]}-1"  # one id for all starts
+    record = json.loads((tmp_path / "r" / "submit.json").read_text())
+    assert record["run_id"] == said[0][2] and record["commands"] == [count("n", code, 3)]
+    assert (tmp_path / "r" / "exit.0").read_text() == f"{ends}\n"
+
+
+def test_local_runs_commands_in_turn_and_stops_at_the_first_failure(tmp_path):
+    done = run_local(tmp_path, "--", *count("a", 75, 2), "--", *count("b", 3, 9), "--", *count("c", 0, 1))
+    assert done.returncode == 3
+    assert [(tmp_path / f).read_text() for f in "ab"] == ["2", "1"] and not (tmp_path / "c").exists()
+    ids = [line.split()[3].rsplit("-", 1)[1] for line in done.stdout.splitlines()]
+    assert ids == ["1", "1", "2"]  # each command continues a run of its own
+
+
+def test_a_restarted_script_skips_what_has_finished(tmp_path):
+    """As a cluster does it: the same script again, in the same folder. A new submission starts from the beginning."""
+    run_local(tmp_path, "--run_dir", "r", "--", *count("a", 0, 1), "--", *count("b", 3, 2))
+    assert subprocess.run(["bash", "r/job.sh"], cwd=tmp_path).returncode == 0
+    assert [(tmp_path / f).read_text() for f in "ab"] == ["1", "2"]
+    time.sleep(1)  # the time of the submission, in seconds, is what tells two apart
+    run_local(tmp_path, "--run_dir", "r", "--", *count("a", 0, 1), "--", *count("b", 3, 2))
+    assert [(tmp_path / f).read_text() for f in "ab"] == ["2", "3"]
+
+
+def test_the_folder_to_run_in(tmp_path):
+    """--workdir for the command; the job's folder stays where it was submitted."""
+    (tmp_path / "there").mkdir()
+    done = run_local(tmp_path, "--workdir", str(tmp_path / "there"), "--run_dir", "r", "--", *count("n", 0, 1))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "there" / "n").exists() and (tmp_path / "r" / "exit.0").exists()
+    assert run_local(tmp_path, "--gpus", "2", "--", "python", "x.py").returncode == 2  # accelerate's start is not here
+
+
+STUBBORN = """
+import signal, sys, time, pathlib
+def save(*_):
+    time.sleep(0.5); pathlib.Path("saved").write_text("yes"); sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path("ready").write_text(""); time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("form", ["plain", "&&", "bash -c"])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_local_passes_the_request_to_stop_on_and_waits(tmp_path, sent, form):
+    """The command has the time it needs to save, and is not started again: this machine was asked to stop.
+
+    Nothing stands between the job's script and the command, with a set-up before it or inside `bash -c` neither.
+    """
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    words = [sys.executable, "stubborn.py"]
+    if form == "&&":
+        words = ["source", "/dev/null", "&&", "env", "A=1", *words]
+    elif form == "bash -c":
+        words = ["bash", "-c", f"source /dev/null && {shlex.join(words)}"]
+    process = subprocess.Popen([*SUBMIT, "--backend", "local", "--", *words], cwd=tmp_path)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(sent)
+    assert process.wait(timeout=30) == 75
+    assert (tmp_path / "saved").read_text() == "yes"
+
+
+def test_local_leaves_no_process_behind(tmp_path):
+    leave = "import subprocess, sys; p = subprocess.Popen(['sleep', '321']); print(p.pid)"
+    pid = int(run_local(tmp_path, "--", sys.executable, "-c", leave).stdout)
+    deadline = time.monotonic() + 10
+    alive = lambda: Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # noqa: E731
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive()
+
+
+def test_git_state_is_recorded(tmp_path):
+    git = lambda *words: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path,  # noqa: E731
+                                        check=True, capture_output=True, text=True).stdout  # fmt: skip
+    git("init", "-q")
+    (tmp_path / "file").write_text("one\n")
+    git("add", "file")
+    git("commit", "-qm", "first")
+    run_local(tmp_path, "--run_dir", "r", "--", "true")
+    record = json.loads((tmp_path / "r" / "submit.json").read_text())
+    assert record["git"] == {"commit": git("rev-parse", "HEAD").strip(), "dirty": False}
+    assert not (tmp_path / "r" / "uncommitted.patch").exists()
+    (tmp_path / "file").write_text("two\n")
+    run_local(tmp_path, "--run_dir", "r", "--", "true")
+    assert json.loads((tmp_path / "r" / "submit.json").read_text())["git"]["dirty"] is True
+    assert "+two" in (tmp_path / "r" / "uncommitted.patch").read_text()

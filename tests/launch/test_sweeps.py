@@ -1,0 +1,303 @@
+"""The sweep scripts: the commands they make and what they skip. And scripts/launch.py with real ranks."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, clean_environment, command, run_here, tiny_args
+from jobs import job_of, script_of, submit
+
+import grpo
+from runtime import flags, rundir
+
+SWEEPS = sorted((ROOT / "scripts").glob("sweep_*.sh"))
+SMALL = {"ESTIMATORS": "k1 k3", "BETAS": "0 0.1", "LEARNING_RATES": "1e-5 1e-4", "PROMPTS": "4 8", "GROUPS_OF": "4"}
+
+
+def sweep(name: str, *words, **environment) -> tuple[int, list[list[str]], str]:
+    """(exit code, the commands that RUN=echo shows, what else was said)."""
+    env = os.environ | {"RUN": "echo", "PYTHON": sys.executable} | SMALL | environment
+    argv = ["bash", str(ROOT / "scripts" / name), *map(str, words)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
+    lines = done.stdout.splitlines()
+    commands = [shlex.split(line) for line in lines if line.startswith(sys.executable)]
+    return done.returncode, commands, "\n".join(x for x in lines if not x.startswith(sys.executable)) + done.stderr
+
+
+def test_bash_can_read_them():
+    assert len(SWEEPS) == 3
+    for path in (ROOT / "scripts").glob("*.sh"):
+        assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True).stderr == ""
+
+
+@pytest.mark.parametrize("name, a_seed", [("sweep_kl.sh", 5), ("sweep_lr.sh", 2), ("sweep_batch.sh", 4)])
+def test_every_command_is_a_run_of_its_own(name, a_seed, tmp_path):
+    """Right numbers of commands, arguments that grpo.py accepts, and no two runs in one folder."""
+    import tyro
+
+    code, commands, said = sweep(name, "--seeds", "2..3", "--output_dir", tmp_path)
+    assert code == 0 and len(commands) == 2 * a_seed, said
+    assert f"{2 * a_seed} started, 0 skipped, 0 failed" in said
+    names = set()
+    for python, script, *words in commands:
+        assert (python, script) == (sys.executable, "grpo.py")
+        args = tyro.cli(grpo.Args, args=words)
+        flags.check(args, 1)
+        flags.check_training(args)
+        grpo.check_args(args)
+        assert args.output_dir == str(tmp_path) and args.seed in (2, 3)
+        names.add(rundir.run_name(args, grpo.Args()))
+    assert len(names) == 2 * a_seed
+
+
+def test_the_whole_grid_of_the_kl_sweep(tmp_path):
+    """4 estimators x 2 placements x 3 betas, and once a beta that only has the KL measured."""
+    code, commands, said = sweep("sweep_kl.sh", "--seeds", "1", "--output_dir", tmp_path, ESTIMATORS="", BETAS="")
+    assert code == 0 and len(commands) == 4 * 2 * 3 + 1, said
+    betas = [float(c[c.index("--beta") + 1]) for c in commands]
+    assert [b for b in betas if b < 0.01] == [1e-9], "without a reference, the baseline would have no KL to compare"
+
+
+@pytest.mark.parametrize("seeds, found", [("1..3", [1, 2, 3]), ("4", [4]), ("3,1", [3, 1]), (None, [1, 2, 3])])
+def test_seeds(seeds, found, tmp_path):
+    words = [] if seeds is None else ["--seeds", seeds]
+    _, commands, _ = sweep("sweep_lr.sh", *words, "--output_dir", tmp_path, LEARNING_RATES="1e-5")
+    assert [int(c[c.index("--seed") + 1]) for c in commands] == found
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--seeds", "3..1"], "--seeds 3..1: write 1..5"),
+        (["--seeds"], "--seeds : write"),
+        (["--nonsense", "1"], "nonsense"),
+    ],
+)
+def test_bad_arguments_end_the_sweep(words, says):
+    code, commands, said = sweep("sweep_lr.sh", *words)
+    assert code == 2 and commands == [] and says in said
+
+
+def test_a_failing_run_does_not_hold_up_the_others(tmp_path):
+    code, _, said = sweep("sweep_lr.sh", "--seeds", "1", "--output_dir", tmp_path, RUN="false")
+    assert code == 1 and "0 started, 0 skipped, 2 failed" in said
+
+
+def test_what_says_whether_a_run_is_finished_may_fail(tmp_path):
+    """Without tyro, say: the sweep ends, and does not take every run for one that was never begun."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    code, _, said = sweep("sweep_lr.sh", "--seeds", "1", "--output_dir", tmp_path, PYTHON=str(python))
+    assert code == 1 and "started" not in said
+
+
+def test_where_the_runs_lie(tmp_path):
+    """Said in every command: a submitted one would otherwise take its job's folder."""
+    for words, environment, expected in (
+        ([], {}, "runs"),
+        ([], {"OUTPUT_DIR": str(tmp_path)}, str(tmp_path)),
+        (["--output_dir", "here"], {}, "here"),
+    ):
+        _, commands, _ = sweep("sweep_lr.sh", "--seeds", "91", *words, LEARNING_RATES="1e-5", **environment)
+        (command,) = commands
+        assert command.count("--output_dir") == 1 and command[command.index("--output_dir") + 1] == expected
+    _, commands, _ = sweep("sweep_lr.sh", "--seeds", "91", "--output_dir=here", LEARNING_RATES="1e-5")
+    assert "--output_dir" not in commands[0]
+
+
+def test_in_front_of_every_command_stands_the_submission(tmp_path):
+    """RUN with submit.py: a dry run of a job for each, whose command is the sweep's."""
+    run = f"{sys.executable} {ROOT}/scripts/submit.py --backend slurm --gpus 1 --dry_run --"
+    code, _, said = sweep("sweep_lr.sh", "--seeds", "1..1", "--output_dir", tmp_path, RUN=run)
+    assert code == 0 and said.count("# would run\nsbatch ") == 2
+    assert f"begin_command {sys.executable} grpo.py --exp_name sweep_lr --learning_rate 1e-5 --seed 1" in said
+
+
+# ------------------------------------------------------------------------------------------------------ what is skipped
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory) -> tuple[Path, list[str]]:
+    """The folder of a run that a sweep's command made, and the words that every command of the sweep has."""
+    out = tmp_path_factory.mktemp("sweep")
+    words = {"learning_rate": 1e-5, "exp_name": "sweep_lr", "seed": 1}
+    args = tiny_args(tiny, out, **words)
+    run_here(args)
+    same = {k: v for k, v in vars(args).items() if v != getattr(grpo.Args(), k) and k not in words}
+    common = [w for k, v in same.items() for w in ([f"--no-{k}"] if v is False else [f"--{k}", str(v)])]
+    return out / rundir.run_name(args, grpo.Args()), common
+
+
+def test_a_finished_run_is_skipped(finished, tmp_path):
+    folder, common = finished
+    code, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common)
+    assert code == 0 and f"skipped, finished: {folder}" in said
+    assert [c[c.index("--learning_rate") + 1] for c in commands] == ["1e-4"]
+
+
+def without_last_line(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def half_a_line(path: Path) -> None:
+    path.write_text(path.read_text()[:-20])
+
+
+@pytest.mark.parametrize(
+    "spoil, says",
+    [
+        (lambda f: shutil.rmtree(f / "model"), "has not saved its model"),
+        (lambda f: (f / "model" / "model.safetensors").unlink(), "has not saved its model"),
+        (lambda f: without_last_line(f / "eval.jsonl"), "has not evaluated its last step"),
+        (lambda f: half_a_line(f / "eval.jsonl"), "has not evaluated its last step"),
+        (lambda f: without_last_line(f / "metrics.jsonl"), "is at step 1 of 2"),
+        (lambda f: (f / "metrics.jsonl").unlink(), "is at step 0 of 2"),
+    ],
+)
+def test_an_unfinished_run_goes_on(finished, tmp_path, spoil, says):
+    """By any one of what the end of a run writes; but not while a process writes to it."""
+    folder, common = finished
+    copy = tmp_path / folder.name
+    shutil.copytree(folder, copy)
+    spoil(copy)
+    common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
+    _, commands, _ = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
+    assert len(commands) == 1 and "--overwrite" not in commands[0]
+    with open(copy / "lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
+    assert commands == [] and "skipped, running: " in said and says in said
+
+
+def test_a_copy_of_the_script_is_another_script(finished, tmp_path):
+    """Copied and edited, in any folder: its runs have names of their own and are not taken for those of grpo.py."""
+    folder, common = finished
+    copy = tmp_path / "mine.py"
+    copy.write_text((ROOT / "grpo.py").read_text())
+    words = ["sweep_lr.sh", "--seeds", "1", *common]
+    code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
+    assert code == 0, said
+    assert [(c[1], c[c.index("--exp_name") + 1]) for c in commands] == [(str(copy), "sweep_lr_mine")]
+    renamed = folder.parent / folder.name.replace("sweep_lr", "sweep_lr_mine")
+    shutil.copytree(folder, renamed)
+    config = json.loads((renamed / "config.json").read_text())
+    config["args"]["exp_name"] = "sweep_lr_mine"
+    (renamed / "config.json").write_text(json.dumps(config))
+    code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
+    assert code == 0 and commands == [] and f"skipped, other code: {renamed}" in said
+    del config["code"]  # as a run has it that was made before code was part of it
+    (renamed / "config.json").write_text(json.dumps(config))
+    code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
+    shutil.rmtree(renamed)
+    assert code == 0 and commands == [] and f"skipped, finished: {renamed}" in said
+
+
+@pytest.mark.parametrize("text, says", [(None, "is not a script"), ("x = 1\n", "has no dataclass Args")])
+def test_what_is_no_training_script_is_refused(text, says, tmp_path):
+    if text is not None:
+        (tmp_path / "other.py").write_text(text)
+    code, commands, said = sweep("sweep_lr.sh", "--seeds", "1", SCRIPT=str(tmp_path / "other.py"))
+    assert code == 2 and commands == [] and says in said
+
+
+def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
+    """A folder whose config.json says something else than its name."""
+    folder, common = finished
+    copy = tmp_path / folder.name
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["args"]["temperature"] = 0.5
+    (copy / "config.json").write_text(json.dumps(config))
+    common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
+    _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
+    assert commands == [] and "another run" in said and "--temperature 0.5, not 1.0" in said
+    _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, "--overwrite", LEARNING_RATES="1e-5")
+    assert len(commands) == 1 and commands[0][-1] == "--overwrite"
+
+
+# --------------------------------------------------------------------------------------- scripts/launch.py, real ranks
+
+RANK = """
+import os, pathlib, signal, sys, time
+import torch.distributed as dist
+out, code = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+seen = [None] * world
+dist.all_gather_object(seen, (rank, os.environ["LOCAL_RANK"]))
+(out / f"rank{rank}").write_text(repr(seen))
+deadline = time.time() + 60
+while not stop and time.time() < deadline and sys.argv[3] == "wait":
+    time.sleep(0.1)
+if stop: time.sleep(1)
+(out / f"stop{rank}").write_text(str(len(stop)))
+dist.barrier()
+os._exit(code)
+"""
+
+
+def node_scripts(folder: Path, flags: str, *words: str) -> list[subprocess.Popen]:
+    """The nodes of a job as SkyPilot starts them, all on this machine: the script, its place in the environment."""
+    (folder / "rank.py").write_text(RANK)
+    (folder / "scripts").symlink_to(ROOT / "scripts")
+    job = job_of("skypilot", flags, [sys.executable, "rank.py", str(folder), *words])
+    command, _ = script_of("skypilot", submit.render(job))
+    nodes = []
+    for rank in range(job.num_nodes):
+        place = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1\n"}
+        env = clean_environment() | place
+        nodes.append(subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    return nodes
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks_find_each_other(tmp_path):
+    """accelerate on both nodes, with their rank, the first one's address and the port: four ranks, one group."""
+    nodes = node_scripts(tmp_path, "--num_nodes 2 --gpus H100:2", "0", "go")
+    output = [n.communicate(timeout=200)[0].decode() for n in nodes]
+    assert [n.returncode for n in nodes] == [0, 0], output
+    expected = "[(0, '0'), (1, '1'), (2, '0'), (3, '1')]"
+    assert [(tmp_path / f"rank{r}").read_text() for r in range(4)] == [expected] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [75, 3])
+def test_the_code_of_the_ranks_arrives(tmp_path, code):
+    """Asked to stop, every rank gets one SIGTERM and the time it needs; the script ends with their code."""
+    (node,) = node_scripts(tmp_path, "--gpus H100:2", str(code), "wait")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "rank1").exists() and time.monotonic() < deadline and node.poll() is None:
+        time.sleep(0.2)
+    node.send_signal(signal.SIGTERM)
+    output = node.communicate(timeout=60)[0].decode()
+    assert node.returncode == code, output
+    assert [(tmp_path / f"stop{r}").read_text() for r in range(2)] == ["1", "1"]
+
+
+@pytest.mark.slow
+def test_a_submission_with_set_up_and_a_prefix_trains_on_two_ranks(tiny, tmp_path):
+    """``source FILE && env A=1 python grpo.py``, the form of open-instruct's submissions, on this machine."""
+    (tmp_path / "setup.sh").write_text("export OMP_NUM_THREADS=1\n")
+    program = command(tiny, tmp_path / "out", "--total_steps", "1")
+    submit = [sys.executable, "scripts/submit.py", "--backend", "local", "--gpus", "2", "--run_dir", tmp_path / "job"]
+    line = [*submit, "--", "source", tmp_path / "setup.sh", "&&", "env", "A=1", *program]
+    env = clean_environment()
+    done = subprocess.run([str(w) for w in line], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "out" / "run"
+    assert json.loads((run / "config.json").read_text())["world_size"] == 2
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
+    assert len(list((tmp_path / "job").glob("finished.*"))) == 1

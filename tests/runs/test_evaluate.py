@@ -1,0 +1,250 @@
+"""What an evaluation says: golden numbers, intervals, and scripts/evaluate.py against the run that made the weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import evaluate
+import pytest
+from helpers import ROOT, VERIFIERS, clean_environment, read_jsonl, run_here, script, tiny_args
+
+import grpo
+import utils
+from runtime import data, flags, records
+
+
+def answers(verdicts: list[list], problems: list[records.Problem] | None = None) -> list[records.Sample]:
+    """Samples: for each problem the answers given, True for a right one, else what was extracted."""
+    samples = []
+    for p, group in enumerate(verdicts):
+        for k, verdict in enumerate(group):
+            sample = records.Sample(p, k, [1], [5] * (k + 1), [0.0] * (k + 1), "length" if k == 0 else "stop", 4)
+            sample.response = sample.extracted = "7" if verdict is True else str(verdict)
+            sample.score = float(verdict is True)
+            samples.append(sample)
+    return samples
+
+
+def problems(*sources: str) -> list[records.Problem]:
+    return [records.Problem([{"role": "user", "content": "?"}], "7", "exact", {}, source=s) for s in sources]
+
+
+def test_golden_numbers():
+    """Two of four right, one of four, all, none: pass@k = 1 - C(n-c, k) / C(n, k) by hand."""
+    verdicts = [[True, 3, True, 3], [True, 3, 4, 5], [True] * 4, [3, 3, 4, 5]]
+    result = utils.eval_metrics(answers(verdicts), problems(*"aaaa"), step=9)
+    assert result["eval/pass@1"] == 7 / 16
+    assert result["eval/pass@2"] == pytest.approx((1 - 1 / 6 + 1 - 3 / 6 + 1 + 0) / 4)
+    assert result["eval/pass@4"] == result["eval/pass@k"] == 3 / 4
+    assert result["eval/majority@k"] == pytest.approx((1 / 2 + 1 / 4 + 1 + 0) / 4), "of equally frequent ones each 1/n"
+    assert result["eval/length_mean"] == 2.5
+    assert result["eval/truncated_frac"] == 1 / 4
+    assert (result["step"], result["eval/problems"], result["eval/samples"]) == (9, 4, 4)
+    assert result["eval/weights_version"] == 4
+    assert "eval/a/pass@1" not in result, "one source needs no numbers of its own"
+
+
+@pytest.mark.parametrize(("count", "powers"), [(1, []), (2, [2]), (3, [2]), (4, [2, 4]), (7, [2, 4]), (8, [2, 4, 8])])
+def test_powers_of_two(count, powers):
+    result = utils.eval_metrics(answers([[True] + [3] * (count - 1)]), problems("a"), step=0)
+    given = [name for name in result if name.startswith("eval/pass@")]
+    assert sorted(given) == sorted(["eval/pass@1", "eval/pass@k", *(f"eval/pass@{k}" for k in powers)])
+    for k in (1, *powers):
+        assert result[f"eval/pass@{k}"] == pytest.approx(k / count)  # one right of n: k draws find it with k / n
+
+
+def test_numbers_of_each_source():
+    verdicts = [[True, True], [3, 3], [True, 4]]
+    result = utils.eval_metrics(answers(verdicts), problems("a", "b", "b"), step=0)
+    assert (result["eval/a/pass@1"], result["eval/b/pass@1"], result["eval/pass@1"]) == (1, 0.25, 0.5)
+    assert (result["eval/a/problems"], result["eval/b/problems"]) == (1, 2)
+    assert result["eval/b/majority@k"] == 0.25
+
+
+def test_the_order_of_samples_does_not_matter():
+    samples = answers([[True, 3], [3, 3], [True, True]])
+    here = utils.eval_metrics(samples, problems(*"aba"), step=0)
+    assert utils.eval_metrics(samples[::-1], problems(*"aba"), step=0) == here
+
+
+def test_majority():
+    vote = lambda *verdicts: utils.majority(answers([list(verdicts)]))  # noqa: E731
+    assert vote(True, True, 3) == 1
+    assert vote(True, 3, 3) == 0
+    assert vote(True, 3) == 0.5
+    assert vote(True, "", "", "") == 0, "responses that say nothing agree with each other"
+    written = answers([[True, True, 3, 3, 3]])
+    written[0].extracted, written[1].extracted, written[2].extracted = "7.0", "7", "4"
+    assert utils.majority(written) == 0.5, "right ones agree, however written: 2, against 2 that say 3, and one 4"
+
+
+def test_wilson():
+    """Golden values: Wilson 1927, as in R's prop.test(correct = FALSE)."""
+    assert evaluate.wilson(15, 50) == pytest.approx((0.190985, 0.437539), abs=1e-4)
+    assert evaluate.wilson(0, 20) == pytest.approx((0.0, 0.161125), abs=1e-4)
+    assert evaluate.wilson(20, 20) == pytest.approx((1 - 0.161125, 1.0), abs=1e-4)
+
+
+def test_bootstrap():
+    """Near the normal approximation of a mean over problems, and the same at every call."""
+    rates = [0.0, 0.25, 0.5, 1.0] * 50
+    low, high = evaluate.bootstrap(rates)
+    spread = (sum((r - 0.4375) ** 2 for r in rates) / len(rates)) ** 0.5 / len(rates) ** 0.5
+    assert (low, high) == pytest.approx((0.4375 - 1.96 * spread, 0.4375 + 1.96 * spread), abs=0.01)
+    assert evaluate.bootstrap(rates) == (low, high)
+
+
+def test_greedy_is_one_response_to_each():
+    requests, sampling = data.eval_requests(5, grpo.Args(eval_temperature=0.0, eval_samples=4))
+    assert [place for place, _, _ in requests] == [0, 1, 2, 3, 4] and sampling["temperature"] == 0
+    assert len(data.eval_requests(5, grpo.Args(eval_samples=4))[0]) == 20
+
+
+# ---------------------------------------------------------------------------------------------- evaluate.py and a run
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    """(folder, samples of the last evaluation, its record) of a short run."""
+    out, seen = tmp_path_factory.mktemp("evaluated"), []
+    with pytest.MonkeyPatch.context() as patch:
+        inside = utils.eval_metrics
+        patch.setattr(utils, "eval_metrics", lambda samples, *rest: seen.append(samples) or inside(samples, *rest))
+        options = {
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "best_metric": "eval/pass@1",
+            "eval_every": 1,
+        }
+        run_here(tiny_args(tiny, out, run_name="run", eval_prompts=6, eval_samples=4, seed=5, **options))
+    return out / "run", seen, read_jsonl(out / "run" / "eval.jsonl")
+
+
+def call(*words: str) -> subprocess.CompletedProcess:
+    """The script as a user calls it, without what this process has in its environment for its own run."""
+    command = script("scripts/evaluate.py", *words)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=clean_environment())
+
+
+def test_equal_to_the_number_in_the_run(run, tmp_path):
+    """Same weights, same seed: the same token ids and the same numbers, from the files that the run left alone."""
+    folder, seen, records = run
+    done = call("--run", str(folder), "--output", str(tmp_path / "samples.jsonl"))
+    assert done.returncode == 0, done.stderr
+    rows = read_jsonl(tmp_path / "samples.jsonl")
+    assert [(r["problem"], r["sample"], r["response_ids"]) for r in rows] == [
+        (s.prompt_id, s.sample_id, s.response_ids) for s in seen[-1]
+    ]
+    assert [s.response_ids for s in seen[-1]] != [s.response_ids for s in seen[0]], "the weights have moved"
+    line = next(line for line in done.stdout.splitlines() if line.startswith("| chain_sum |"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    last = records[-1]
+    wanted = [f"{last['eval/' + name]:.3f}" for name in ("pass@1", "pass@k", "majority@k")]
+    assert [cells[2], cells[4], cells[5]] == wanted
+    assert cells[6] == f"{last['eval/length_mean']:.1f}"
+    low, high = map(float, cells[3].split(" to "))
+    assert low <= last["eval/pass@1"] <= high
+    assert sum(r["right"] for r in rows) / len(rows) == last["eval/pass@1"]
+
+
+def test_best_is_that_of_the_best_evaluation(run, tmp_path):
+    """best/ holds the weights whose evaluation was the best: asked again, they give those very responses."""
+    folder, seen, records = run
+    values = [r["eval/pass@1"] for r in records]
+    best = values.index(max(values))  # the first of equal ones
+    done = call(
+        "--run", str(folder), "--model_name_or_path", str(folder / "best"), "--output", str(tmp_path / "b.jsonl")
+    )
+    assert done.returncode == 0, done.stderr
+    assert [r["response_ids"] for r in read_jsonl(tmp_path / "b.jsonl")] == [s.response_ids for s in seen[best]]
+
+
+def test_other_data(run, tmp_path):
+    """The first problems of a mixture, in order, each source with a row of its own, greedily."""
+    folder, _, _ = run
+    for name in "ab":
+        content = [{"question": f"{i} + {name} =", "answer": "1"} for i in range(9)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    mixture = json.dumps({str(tmp_path / "a.jsonl"): 1.0, str(tmp_path / "b.jsonl"): 4})
+    flags = ["--dataset_mixer", mixture, "--eval_prompts", "0", "--eval_temperature", "0", "--reward_fn", "None"]
+    done = call("--run", str(folder), *flags, "--verifier", "exact", "--output", str(tmp_path / "s.jsonl"))
+    assert done.returncode == 0, done.stderr
+    rows = read_jsonl(tmp_path / "s.jsonl")
+    assert [r["source"] for r in rows] == ["a"] * 9 + ["b"] * 4 and {r["verifier"] for r in rows} == {"exact"}
+    assert rows[0]["prompt"][-1]["content"] == "0 + a ="
+    table = [line.split("|")[1:3] for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [[cell.strip() for cell in cells] for cells in table[1:]] == [["a", "9"], ["b", "4"], ["all", "13"]]
+    assert "greedy" in done.stdout
+
+
+def test_refusals(tmp_path):
+    for words, message in (
+        (["--run", str(tmp_path)], "no config.json"),
+        (["--model_name_or_path", str(tmp_path / "nothing")], "--model_name_or_path"),
+        (["--eval_dataset", "other.jsonl"], "--eval_dataset is for a run"),
+    ):
+        done = call(*words)
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("changes", [{"best_metric": "eval/pass"}, {"best_metric": "eval/pass@1", "eval_prompts": 0}])
+def test_best_by_what_is_not_measured(changes, capsys):
+    with pytest.raises(SystemExit) as end:
+        flags.check_training(grpo.Args(**changes))
+    assert end.value.code == 2 and "--best_metric" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------- dynamic sampling
+
+
+def group(place: int, rewards: list[float], mark: int) -> list[records.Sample]:
+    samples = [records.Sample(place, k, [1], [mark], [0.0], "stop", 1) for k in range(len(rewards))]
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
+    return samples
+
+
+def test_groups_are_replaced():
+    samples = group(0, [1, 1], 0) + group(1, [0, 1], 1) + group(2, [0, 0], 2) + group(3, [1, 1], 3)
+    new = group(0, [0, 0], 10) + group(1, [1, 0], 11) + group(2, [0, 1], 12)
+    batch, more = list(problems(*"abcd")), list(problems(*"xyz"))
+    assert data.equal_groups(samples) == [0, 2, 3]
+    data.replace_groups(batch, samples, more, new)
+    assert [p.source for p in batch] == ["y", "b", "z", "d"]
+    assert [s.response_ids[0] for s in samples] == [11, 11, 1, 1, 12, 12, 3, 3]
+    assert [(s.prompt_id, s.sample_id) for s in samples] == [(p, k) for p in range(4) for k in range(2)]
+    assert data.equal_groups(samples) == [3]
+    measured = data.draw_metrics([samples, new], prompts=4)
+    assert measured["data/dropped"] == 3 and measured["data/rounds"] == 1
+    assert measured["data/zero_std_frac"] == pytest.approx(2 / 7)
+
+
+def test_dynamic_sampling_in_a_run(tiny, tmp_path, monkeypatch):
+    """More groups that differ, and prompts in the order of the counter: what was drawn is drawn no second time."""
+    drawn, inside = [], data.prompts_at
+    monkeypatch.setattr(data, "prompts_at", lambda *rest: drawn.append(rest[:2]) or inside(*rest))
+    options = {"num_samples_per_prompt_rollout": 2, "eval_prompts": 0, "num_unique_prompts_rollout": 8}
+    few, many = (
+        run_here(tiny_args(tiny, tmp_path, run_name=f"{rounds}", dynamic_sampling_rounds=rounds, **options))
+        for rounds in (0, 8)
+    )
+    assert [m["reward/zero_std_frac"] for m in many] == [0, 0] and few[0]["reward/zero_std_frac"] > 0
+    assert many[0]["data/zero_std_frac"] > 0, "what came before is still told"
+    assert many[0]["data/dropped"] > 0 and many[0]["data/rounds"] > 0
+    assert "data/rounds" not in few[0]
+    assert drawn[:2] == [(0, 8), (8, 8)]
+    ends = [position + count for position, count in drawn[2:]]
+    assert [position for position, _ in drawn[2:]] == [0, *ends[:-1]]
+    assert len(drawn) == 4 + sum(m["data/rounds"] for m in many)
+    assert ends[-1] == 16 + sum(m["data/dropped"] for m in many)
+
+
+def test_all_solved_does_not_go_on_for_ever(tiny, tmp_path):
+    """Every group equal, whatever is drawn: the rounds end, the step is recorded, nothing is trained on."""
+    fn = f"{VERIFIERS}:always"
+    metrics = run_here(tiny_args(tiny, tmp_path, dynamic_sampling_rounds=3, reward_fn=fn, eval_prompts=0))
+    assert [m["data/rounds"] for m in metrics] == [3, 3]
+    assert [m["data/dropped"] for m in metrics] == [12, 12]
+    assert [m["data/zero_std_frac"] for m in metrics] == [1, 1]
+    assert [m["optim/steps"] for m in metrics] == [0, 0]

@@ -1,0 +1,336 @@
+"""Real processes that are killed, signalled, stalled, started twice: nothing is lost, hangs or is left over."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import (
+    LONG,
+    ROOT,
+    STALLS,
+    Run,
+    alive,
+    command,
+    descendants,
+    finish,
+    logged,
+    read_jsonl,
+    record,
+    saved,
+)
+
+from runtime import process
+
+CASES = [("grpo", 1, "hf"), ("grpo", 2, "hf"), ("ppo", 1, "hf"), ("ppo", 2, "hf")]
+CASES += [("grpo", 1, "vllm"), ("ppo", 2, "vllm")]
+
+
+FORKS = """
+import multiprocessing, os, sys, time
+from runtime import process
+
+def child(place):
+    open(place, "w").write(str(os.getpid()))
+    time.sleep(600)
+
+process.listen_for_signals()
+process = multiprocessing.get_context("fork").Process(target=child, args=(sys.argv[1],))
+process.start()
+process.join()
+print("the child ended by", process.exitcode, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_library_forks(tmp_path):
+    """The pool of `datasets`: a signal to a worker is not one to the run, and no worker outlives it."""
+    (tmp_path / "forks.py").write_text(FORKS)
+    for killed in ("child", "parent"):
+        place = tmp_path / killed
+        run = Run([sys.executable, str(tmp_path / "forks.py"), str(place)], tmp_path / f"{killed}.log")
+        run.until(lambda: place.exists() and place.read_text(), 30)  # noqa: B023
+        if killed == "child":
+            os.kill(int(place.read_text()), signal.SIGTERM)
+            run.until(lambda: "the child ended by -15" in run.text(), 10)  # noqa: B023
+            time.sleep(0.5)
+            assert run.process.poll() is None and "SIGTERM" not in run.text()
+        run.kill()  # and nothing is left over
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, ranks, rollout", CASES)
+def test_killed_and_resumed_equals_straight(tiny, tmp_path, script, ranks, rollout):
+    """kill -9 after the save of step 3 of 6, of one rank: the same numbers, samples and weights at the end."""
+    more = ["--total_steps", "6", "--save_every", "3", "--beta", "0.1", "--num_mini_batches", "2"]
+    shape = {"script": script, "ranks": ranks, "rollout": rollout}
+    finish(command(tiny, tmp_path / "straight", *more, **shape), tmp_path / "straight.log")
+    line, parts = command(tiny, tmp_path / "parts", *more, **shape), tmp_path / "parts"
+    run = Run(line, tmp_path / "first.log")
+    run.until(lambda: saved(parts) == 3)
+    os.kill(run.ranks()[-1] if ranks > 1 else run.process.pid, signal.SIGKILL)
+    assert run.end(60) != 0 and not (parts / "run" / "model").exists()
+    assert "resuming after step 3" in finish(line, tmp_path / "second.log")
+    expected, got = record(tmp_path / "straight" / "run"), record(parts / "run")
+    for key in expected:
+        assert got[key] == expected[key], key
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_moments(tiny, tmp_path):
+    """A run that saves after every step, killed 20 times, half of them in a save: each resume loses no saved step."""
+    line = command(tiny, tmp_path, "--total_steps", "5000", "--save_every", "1", "--eval_prompts", "0")
+    folder, r = tmp_path / "run" / "checkpoints", random.Random(0)
+
+    def one_life(k: int, before: int) -> bool:
+        """Until it is killed some time after its first save; whether that was in a save."""
+        run = Run(line, tmp_path / f"{k}.log")
+        run.until(lambda: saved(tmp_path) > before)
+        if k % 2:
+            while not any(folder.glob("*.partial")):  # a save takes milliseconds: nothing else between two looks
+                assert run.process.poll() is None, run.text()
+            time.sleep(r.random() * 0.02)
+        else:
+            time.sleep(r.random() * 1.5)
+        run.kill()
+        resumed = run.text().split("resuming after step ")[1:]
+        assert [int(text.split(",")[0]) for text in resumed] == ([before] if before else []), run.text()
+        assert logged(tmp_path) - saved(tmp_path) <= 1, "more than the step since the last save is lost"
+        return any(folder.glob("*.partial"))
+
+    in_a_save, before = 0, 0
+    for k in range(20):
+        in_a_save += one_life(k, before)
+        before = saved(tmp_path)
+    print(f"20 kills, {in_a_save} of them in a save, {before} steps")
+    assert in_a_save >= 5
+    last = Run(line, tmp_path / "last.log")
+    last.until(lambda: saved(tmp_path) > before)
+    os.kill(last.process.pid, signal.SIGTERM)
+    assert last.end(30) == 75
+    steps = [m["step"] for m in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == list(range(1, saved(tmp_path) + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_saves_and_ends_with_75(tiny, tmp_path, name):
+    run = Run(command(tiny, tmp_path, *LONG), tmp_path / "log")
+    run.until(lambda: logged(tmp_path) >= 2)
+    for pid in filter(alive, run.seen):
+        os.kill(pid, getattr(signal, name))  # as Slurm or a terminal does, to the children, too
+    os.kill(run.process.pid, getattr(signal, name))
+    assert run.end(30) == 75, run.text()
+    assert saved(tmp_path) == logged(tmp_path) >= 2 and f"{name}: saving after this step" in run.text()
+    assert all(m["reward/errors"] == 0 for m in read_jsonl(tmp_path / "run" / "metrics.jsonl")), "workers acted on it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["launcher", "one rank"])
+def test_a_signal_with_two_ranks(tiny, tmp_path, whom):
+    """All ranks stop after the same step, and the launcher keeps the code."""
+    run = Run(command(tiny, tmp_path, *LONG, ranks=2), tmp_path / "log")
+    run.until(lambda: logged(tmp_path) >= 2)
+    os.kill(run.process.pid if whom == "launcher" else run.ranks()[1], signal.SIGTERM)
+    assert run.end(60) == 75, run.text()
+    assert saved(tmp_path) == logged(tmp_path) >= 2 and run.text().count("saving after this step") >= 1
+
+
+@pytest.mark.slow
+def test_other_moments_and_signals(tiny, tmp_path):
+    """SIGUSR2 prints stacks and the run goes on; a second signal ends at once; before the first step one is enough."""
+    run = Run(command(tiny, tmp_path, *LONG, "--reward_fn", f"{ROOT}/tests/verifiers.py:slow"), tmp_path / "log")
+    run.until(lambda: (tmp_path / "run" / "config.json").exists() and len(descendants(run.process.pid)) > 1)
+    time.sleep(3)  # in the evaluation before the first step, whose samples take 5 seconds each to verify
+    os.kill(run.process.pid, signal.SIGUSR2)
+    run.until(lambda: "most recent call first" in run.text() and "in answer" in run.text(), 10)
+    os.kill(run.process.pid, signal.SIGTERM)
+    run.until(lambda: "saving after this step" in run.text(), 10)
+    time.sleep(1.5)
+    begun = time.monotonic()
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.end(10) == 128 + signal.SIGTERM and time.monotonic() - begun < 3 + 10
+    assert "again: ending now" in run.text()
+    run = Run(command(tiny, tmp_path / "early", *LONG), tmp_path / "early.log")
+    time.sleep(2.5)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.end(10) == 75 and "nothing to save" in run.text(), run.text()
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_folder(tiny, tmp_path):
+    first = Run(command(tiny, tmp_path, *LONG), tmp_path / "log")
+    first.until(lambda: logged(tmp_path) >= 1)
+    for more in ([], ["--overwrite"]):
+        second = Run(command(tiny, tmp_path, *LONG, *more), tmp_path / "second.log")
+        assert second.end(30) == 2
+        assert f"process {first.process.pid} on " in second.text() and "--run_name" in second.text()
+    first.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, victim", [(1, "rank"), (2, "rank"), (2, "launcher")])
+@pytest.mark.parametrize("rollout", ["hf", "vllm"])
+def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
+    """kill -9 in the middle of a verification that never ends: no process, and the folder can be used again."""
+    hangs = ["--reward_fn", f"{ROOT}/tests/verifiers.py:hangs", "--reward_timeout", "600", "--reward_workers", "2"]
+    run = Run(command(tiny, tmp_path, *LONG, *hangs, ranks=ranks, rollout=rollout), tmp_path / "log")
+    run.until(lambda: (tmp_path / "run" / "config.json").exists())
+    time.sleep(3)
+    run.until(lambda: len(run.seen) >= 2 * ranks)
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in (run.process.pid, *run.seen) if alive(pid))
+    shared = {line.split()[-1] for line in maps.splitlines() if line.split()[-1].startswith("/dev/shm/")}
+    os.kill(run.process.pid if ranks == 1 or victim == "launcher" else run.ranks()[0], signal.SIGKILL)
+    assert run.end(40) != 0
+    assert not process.lock_holder(tmp_path / "run")
+    assert not [path for path in shared if Path(path).exists()], "shared memory is left over"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_stands_still_says_where_and_ends(tiny, tmp_path, ranks):
+    (tmp_path / "stalls.py").write_text(STALLS)
+    line = command(tiny, tmp_path, *LONG, "--stall_timeout", "18", ranks=ranks)
+    run = Run([str(tmp_path / "stalls.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "log")
+    run.until(lambda: logged(tmp_path) == 2)
+    begun = time.monotonic()
+    assert run.end(40) == 1, run.text()
+    assert time.monotonic() - begun < 18 + 12
+    assert "--stall_timeout 18" in run.text() and "no progress on any rank for " in run.text()
+    assert "in stuck" in run.text(), "the stack of the thread that stands still"
+
+
+SIGNAL_IN_EVALUATION = """
+from runtime import process
+process.prepare_environment()
+import os, signal
+import tyro
+import grpo, utils
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain, calls = utils.gather_samples, []
+
+    def gather(samples):
+        calls.append(1)
+        if len(calls) == int(os.environ["SIGNAL_AT"]) and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(samples)
+
+    utils.gather_samples = gather
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("moment, steps", [("the first evaluation", 1), ("one between steps", 2), ("the last one", 2)])
+def test_a_signal_in_an_evaluation(tiny, tmp_path, monkeypatch, ranks, moment, steps):
+    """To one rank of several: the evaluation ends, the step after it is saved (75), or the run is finished (0)."""
+    monkeypatch.setenv("SIGNAL_AT", "1" if moment == "the first evaluation" else "5")
+    finished = moment == "the last one"
+    (tmp_path / "evaluates.py").write_text(SIGNAL_IN_EVALUATION)
+    line = command(tiny, tmp_path, "--total_steps", "2" if finished else "3", "--eval_every", "1", ranks=ranks)
+    line = [str(tmp_path / "evaluates.py") if word == str(ROOT / "grpo.py") else word for word in line]
+    run = Run(line, tmp_path / "log")
+    assert run.end(120) == (0 if finished else 75), run.text()
+    assert logged(tmp_path) == steps
+    assert saved(tmp_path) == (0 if finished else steps)
+    assert (tmp_path / "run" / "model").exists() == finished
+
+
+ENDS_IN_A_PUSH = """
+from runtime import process
+process.prepare_environment()
+import os
+import tyro
+import grpo, utils
+
+class Inbox:
+    def __init__(self, inbox):
+        self.inbox, self.pushes = inbox, 0
+
+    def get(self):
+        message = self.inbox.get()
+        self.pushes += message[0] == "weights"
+        return ("stop",) if self.pushes == 2 and os.environ["RANK"] == "1" else message
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain = utils.hf_thread
+    utils.hf_thread = lambda *a: plain(*a[:-2], Inbox(a[-2]), a[-1])
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_that_ends_in_a_push_on_one_of_two_ranks(tiny, tmp_path):
+    """The other rank, which goes on to the next step, waits for nobody: both end within seconds, with the reason."""
+    (tmp_path / "push.py").write_text(ENDS_IN_A_PUSH)
+    line = command(tiny, tmp_path, *LONG, "--zero_stage", "3", ranks=2)
+    run = Run([str(tmp_path / "push.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "log")
+    run.until(lambda: (tmp_path / "run" / "config.json").exists())
+    begun = time.monotonic()
+    assert run.end(60) == 1, run.text()
+    assert time.monotonic() - begun < 40
+    assert "the rollout thread ended without a message while acknowledgement of new weights was due" in run.text()
+
+
+IMBALANCE = """
+from runtime import process
+process.prepare_environment()
+import os, time
+import tyro
+import grpo, utils
+from runtime.watchdog import Watch
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain, calls = utils.gather_samples, []
+
+    def late(samples):
+        calls.append(1)
+        for _ in range(60 if len(calls) == 3 and os.environ["RANK"] == "1" else 0):
+            time.sleep(0.5)
+            Watch.beat()
+        return plain(samples)
+
+    utils.gather_samples = late
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_a_slower_one_is_not_stalled(tiny, tmp_path):
+    """Rank 1 works 30 s longer than rank 0, with --stall_timeout 18: nobody is stalled, the run finishes."""
+    (tmp_path / "imbalance.py").write_text(IMBALANCE)
+    line = command(tiny, tmp_path, "--total_steps", "3", "--stall_timeout", "18", ranks=2)
+    line = [str(tmp_path / "imbalance.py") if word == str(ROOT / "grpo.py") else word for word in line]
+    assert "step 3/3" in finish(line, tmp_path / "log")
+
+
+def test_progress_of_any_rank_counts(monkeypatch):
+    """One rank alone, by the store: no end while another beats, and the end soon after all have stopped."""
+    import torch
+
+    from runtime import watchdog
+
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    ends: list[str] = []
+    watch = watchdog.Watch(1.0)
+    monkeypatch.setattr(watch, "abort", lambda text: (ends.append(text), watch.ended.set()))
+    watch.beat()
+    for _ in range(12):  # another rank, for three seconds
+        time.sleep(0.25)
+        store.add("beats", 1)
+    assert not ends
+    watch.ended.wait(4)
+    watch.close()
+    assert ends and "no progress on any rank for" in ends[0]

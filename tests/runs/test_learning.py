@@ -1,0 +1,62 @@
+"""Runs of the real scripts on the test bed: healthy ones learn, and each breakage is noticed by learning alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import learning
+import pytest
+from helpers import ROOT
+
+NAMES = [f"{breakage.what}, {script}" for breakage, script in learning.CASES]
+
+
+@pytest.fixture(scope="module")
+def testbed():
+    """The pretrained model; made here where `make testbed` was not called before, which takes minutes."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "pretrain_tiny.py"), "--output", str(learning.MODEL)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return learning.MODEL
+
+
+@pytest.mark.parametrize(("breakage", "script"), learning.CASES, ids=NAMES)
+def test_every_breakage_still_applies(breakage, script):
+    """Each edit finds its text exactly once, changes it, and leaves Python."""
+    files = learning.project_files(ROOT)
+    changed = learning.edited(files, breakage, script)
+    assert changed
+    for name, text in changed.items():
+        assert text != files[name]
+        compile(text, name, "exec")
+
+
+def test_an_edit_whose_text_is_gone_is_an_error():
+    files = learning.project_files(ROOT) | {"grpo.py": "pass\n"}
+    with pytest.raises(LookupError, match="adapt BREAKAGES"):
+        learning.edited(files, learning.BREAKAGES[0], "grpo.py")
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize("course", learning.COURSE_FLAGS)
+@pytest.mark.parametrize("script", learning.SCRIPT_FLAGS)
+def test_a_healthy_run_learns(testbed, script, course):
+    found = learning.run(script, course, seed=1)
+    assert learning.complaints(found, script, course) == []
+    assert 0.2 <= found.evaluations[0]["eval/pass@1"] <= 0.4
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize(("breakage", "script"), learning.CASES, ids=NAMES)
+def test_a_broken_algorithm_is_noticed(testbed, breakage, script):
+    """The run ends well and its losses are finite: only what it learned is wrong."""
+    found = learning.run(script, breakage.course, seed=1, breakage=breakage)
+    assert found.code == 0, found.output
+    assert len(found.metrics) == learning.STEPS
+    assert "null" not in json.dumps([step["loss/total"] for step in found.metrics if "loss/total" in step])
+    assert learning.complaints(found, script, breakage.course) != []

@@ -1,0 +1,89 @@
+"""The test bed's texts, tokenizer and training; what runs on the finished model is in test_learning.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import pretrain_tiny as tiny_bed
+import pytest
+
+SMALL = tiny_bed.Recipe(
+    seed=1,
+    threads=1,
+    hidden=32,
+    layers=1,
+    heads=1,
+    intermediate=32,
+    problems=50,
+    batch=16,
+    rows=8,
+    able_steps=2,
+    careless_steps=2,
+)
+
+
+def rate(task, careless: bool, count: int = 1000) -> float:
+    """The fraction of written answers that the task's verifier accepts."""
+    draw = random.Random(0)
+    rows = task.rows(count, seed=0)
+    answers = [task.answer(row["question"], draw, careless) for row in rows]
+    return sum(task.verifier(a, row["answer"], {}).score for a, row in zip(answers, rows, strict=True)) / count
+
+
+@pytest.mark.parametrize("task", tiny_bed.TASKS, ids=lambda task: task.name)
+def test_able_answers_are_right_and_careless_ones_mostly_wrong(task):
+    assert rate(task, careless=False) == 1.0
+    right = (1 - tiny_bed.GUESS) * (1 - tiny_bed.SLIP) * (1 - tiny_bed.HEDGE)
+    assert rate(task, careless=True) == pytest.approx(right, abs=0.05)
+
+
+def test_a_sum_of_three_terms_is_written_step_by_step():
+    question = f"{tiny_bed.SENTENCES[0]}4 - 1 - 7 ="
+    assert tiny_bed.sum_text(question, random.Random(0), careless=False) == "4 - 1 - 7 = 3 - 7 = -4"
+
+
+def test_the_tokenizer_gives_back_every_text_and_the_template_the_prompt():
+    """One token a byte, one for a task's sentence; a system message changes nothing."""
+    tokenizer = tiny_bed.make_tokenizer()
+    for text in ("4 - 1 = 3 or 2", "größe\n", tiny_bed.SENTENCES[1] + "sun"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    question = tiny_bed.SENTENCES[1] + "sun"
+    user = {"role": "user", "content": question}
+    for messages in ([user], [{"role": "system", "content": "Be careful."}, user]):
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert prompt == tiny_bed.rendered(question)
+    assert len(tokenizer(prompt)["input_ids"]) == 1 + 1 + 3 + 1  # user, the sentence, s u n, assistant
+
+
+def test_the_loss_is_on_the_answers_alone():
+    tokenizer = tiny_bed.make_tokenizer()
+    questions = {task.name: [row["question"] for row in task.rows(20, seed=0)] for task in tiny_bed.TASKS}
+    (ids, labels), _ = next(tiny_bed.batches(SMALL, tokenizer, questions, careless=False))
+    assert ids.shape == labels.shape == (SMALL.rows, ids.shape[1])
+    for row, label in zip(ids.tolist(), labels.tolist(), strict=True):
+        start = row.index(tokenizer.convert_tokens_to_ids("<|assistant|>")) + 1
+        end = row.index(tokenizer.eos_token_id) + 1
+        assert label == [tiny_bed.PADDED] * start + row[start:end] + [tiny_bed.PADDED] * (len(row) - end)
+
+
+def test_one_seed_gives_one_model(tmp_path, monkeypatch):
+    """Bit for bit; another seed gives another."""
+    monkeypatch.setattr(tiny_bed, "JUDGED", 2)
+    weights = []
+    for number, seed in enumerate((1, 1, 2)):
+        folder = tmp_path / str(number)
+        tiny_bed.pretrain(dataclasses.replace(SMALL, seed=seed), folder)
+        weights.append((folder / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_a_model_is_made_anew_when_its_recipe_has_changed(tmp_path):
+    for name in tiny_bed.FILES:
+        (tmp_path / name).write_text("")
+    wanted = tiny_bed.identity(SMALL)
+    assert not tiny_bed.is_complete(tmp_path, wanted)
+    (tmp_path / "pretraining.json").write_text(json.dumps({"identity": wanted}))
+    assert tiny_bed.is_complete(tmp_path, wanted)
+    assert not tiny_bed.is_complete(tmp_path, tiny_bed.identity(dataclasses.replace(SMALL, layers=2)))

@@ -1,0 +1,468 @@
+"""Whole runs on a tiny random model: every KL setting, the stages of ZeRO, several ranks, and runs that go wrong."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ACCELERATE_LAUNCH, ROOT, VERIFIERS, command, finish, read_jsonl, run_here, run_to_end, tiny_args
+
+import grpo
+import utils
+from kl_estimators import ESTIMATORS
+from runtime import rundir
+
+SETTINGS = [("loss", name, g) for name in ESTIMATORS for g in ("naive", "unbiased") if (name, g) != ("full", "naive")]
+SETTINGS += [(place, name, "unbiased") for place in ("reward", "both") for name in ESTIMATORS]
+
+
+def final_weights(args) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(Path(args.output_dir) / rundir.run_name(args, grpo.Args()) / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("placement, estimator, gradient", SETTINGS)
+def test_every_kl_setting_runs(tiny, tmp_path, placement, estimator, gradient):
+    """Two steps of two optimizer steps each; all estimators are logged whatever the switch says."""
+    args = tiny_args(
+        *(tiny, tmp_path),
+        beta=0.1,
+        kl_placement=placement,
+        kl_estimator=estimator,
+        kl_gradient=gradient,
+        num_mini_batches=2,
+        learning_rate=1e-3,
+        filter_zero_std_samples=False,
+        eval_prompts=0,
+    )
+    first, second = run_here(args)
+    assert second["kl/k3"] > 1e-5 and second["kl/k2"] > 1e-5 and second["kl/abs"] > 1e-3
+    assert all(v == v for m in (first, second) for v in m.values())
+    assert [m["optim/steps"] for m in (first, second)] == [2, 2]
+    assert (second["loss/kl"] != 0) == (placement in ("loss", "both"))
+
+
+@pytest.mark.parametrize("norm, estimator", [("outside", "k1"), ("outside", "k3"), ("inside", "k1")])
+def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatch, norm, estimator):
+    """What the loss is given, recomputed: the task's advantage, and from each token beta times the KL that follows."""
+    seen, token_loss = [], grpo.token_loss
+
+    def spy(logprobs, old, ref, sampler, advantages, *rest):
+        seen.append([x.detach().view(-1, 8).double() for x in (advantages, old - ref, ref - old)])  # [responses, 8]
+        return token_loss(logprobs, old, ref, sampler, advantages, *rest)
+
+    monkeypatch.setattr(grpo, "token_loss", spy)
+    args = tiny_args(
+        *(tiny, tmp_path),
+        beta=0.5,
+        kl_placement="reward",
+        kl_estimator=estimator,
+        kl_reward_norm=norm,
+        learning_rate=1e-2,
+        warm_up_steps=0,
+        batch_layout="padded",
+        micro_batch_tokens=4096,
+        ignore_eos=True,
+        eval_prompts=0,
+        log_samples=16,
+    )
+    run_here(args)
+    advantages, d, log_ratio = seen[-1]
+    assert d.abs().mean() > 0.05 and len(advantages) == 16  # the second step: the policy has left the reference
+    kl = d if estimator == "k1" else log_ratio.exp() - 1 - log_ratio
+    folder = Path(args.output_dir) / rundir.run_name(args, grpo.Args())
+    samples = [s for s in read_jsonl(folder / "samples.jsonl") if s["step"] == 2]
+    rewards = torch.tensor([s["reward"] for s in samples], dtype=torch.float64).view(4, 4)
+    ends = []
+    for order in itertools.permutations(range(4)):  # rows come longest prompt first
+        r = rewards[list(order)]
+        if norm == "outside":
+            expected = grpo.group_advantages(r, "standard").view(16, 1) - 0.5 * kl.flip(1).cumsum(1).flip(1)
+        else:
+            expected = grpo.group_advantages(r - 0.5 * kl.sum(1).view(4, 4), "standard").view(16, 1)
+        ends.append((advantages - expected).abs().max().item())
+    assert min(ends) < 1e-4
+
+
+def test_inside_the_group_statistics_truncated_responses_have_their_kl(tiny, tmp_path, monkeypatch):
+    """Left out of the loss, not out of the group: with a KL of 0 they would look better than they are."""
+    stops = utils.stop_token_ids
+    monkeypatch.setattr(utils, "stop_token_ids", lambda *a: [*stops(*a), *range(100, 130)])  # else few end
+    seen = []
+    plain = grpo.group_advantages
+    monkeypatch.setattr(grpo, "group_advantages", lambda rewards, kind: (seen.append(rewards), plain(rewards, kind))[1])
+    args = tiny_args(
+        *(tiny, tmp_path),
+        beta=0.5,
+        kl_placement="reward",
+        kl_estimator="k1",
+        kl_reward_norm="inside",
+        learning_rate=1e-2,
+        mask_truncated_completions=True,
+        max_response_length=24,
+        eval_prompts=0,
+        log_samples=16,
+    )
+    run_here(args)
+    folder = Path(args.output_dir) / rundir.run_name(args, grpo.Args())
+    truncated = [s["finish_reason"] == "length" for s in read_jsonl(folder / "samples.jsonl") if s["step"] == 2]
+    plain_rewards, penalized = seen[-2:]
+    penalty = (plain_rewards - penalized).flatten()
+    assert any(truncated) and not all(truncated)
+    assert (penalty[truncated].abs() > 1e-3).all(), "the second step: the policy has left the reference"
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_a_reference_that_is_not_loaded_is_not_offloaded(tiny, tmp_path, script):
+    """--offload_ref in a sweep over beta that includes 0, with several optimizer steps per batch."""
+    args = tiny_args(tiny, tmp_path, script, offload_ref=True, num_mini_batches=2, eval_prompts=0)
+    assert [m["optim/steps"] for m in run_here(args, script)] == [2, 2]
+
+
+def test_a_fresh_step(tiny, tmp_path):
+    """One optimizer step on fresh samples: ratio exactly 1, nothing clipped, KL to the reference exactly 0."""
+    first, second = run_here(tiny_args(tiny, tmp_path, beta=0.1, learning_rate=1e-3))
+    for m in (first, second):
+        assert m["policy/ratio_mean"] == 1 == m["policy/ratio_max"] and m["policy/clip_frac"] == 0
+        assert m["sampler/logprob_diff_max"] < 1e-4 and m["sampler/staleness"] == 0
+    assert [first[f"kl/{k}"] for k in ("k1", "k2", "k3", "k4", "abs", "sequence")] == [0] * 6
+    assert second["kl/abs"] > 0
+
+
+def test_logged_full_kl_is_the_expectation_of_the_logged_samples(tiny, tmp_path):
+    """kl/full of every sample equals what the estimator full has in the loss, and k1 and k3 scatter around it."""
+    changes = {"beta": 0.1, "kl_estimator": "full", "learning_rate": 1e-2, "warm_up_steps": 0, "eval_prompts": 0}
+    args = tiny_args(tiny, tmp_path, **changes, kl_full_samples=64, num_samples_per_prompt_rollout=16)
+    second = run_here(args)[1]
+    assert second["kl/full"] > 0.01
+    assert second["kl/full"] == pytest.approx(second["loss/kl"], rel=1e-4)  # both are means over all tokens
+    assert second["kl/k3"] == pytest.approx(second["kl/full"], rel=0.5)
+
+
+def test_without_beta_no_reference_is_loaded(tiny, tmp_path, monkeypatch):
+    """The policy, the sampler's copy, and a third model only where the KL is used."""
+    loaded, load = [], utils.load_model
+    monkeypatch.setattr(utils, "load_model", lambda *a: (loaded.append(1), load(*a))[1])
+    for beta, placement, expected in ((0.0, "loss", 2), (0.1, "none", 2), (0.1, "loss", 3), (0.1, "reward", 3)):
+        loaded.clear()
+        (m,) = run_here(tiny_args(tiny, tmp_path, total_steps=1, beta=beta, kl_placement=placement, eval_prompts=0))
+        assert len(loaded) == expected and ("kl/k1" in m) == (expected == 3)
+
+
+@pytest.mark.parametrize(
+    "shape", [{"num_mini_batches": 2}, {"num_epochs": 3}, {"num_mini_batches": 4, "num_epochs": 2}]
+)
+def test_optimizer_steps_and_learning_rates(tiny, tmp_path, shape):
+    """Counted exactly, whatever the micro-batches; the last rate of a step is the formula's."""
+    args = tiny_args(
+        *(tiny, tmp_path),
+        **{"lr_scheduler_type": "linear", "warm_up_steps": 3, "micro_batch_tokens": 200, "total_steps": 3, **shape},
+        entropy_coeff=1e-3,  # a mini-batch without any gradient would make no step
+        eval_prompts=0,
+    )
+    updates = args.num_mini_batches * args.num_epochs
+    for step, m in enumerate(run_here(args), 1):
+        assert m["optim/steps"] == updates
+        assert m["optim/lr"] == pytest.approx(utils.learning_rate(step * updates - 1, 3 * updates, args), rel=1e-12)
+
+
+def test_many_switches_at_once(tiny, tmp_path):
+    args = tiny_args(
+        *(tiny, tmp_path),
+        beta=0.05,
+        kl_controller="adaptive",
+        kl_target=1e-6,
+        kl_horizon=50,
+        ref_policy_update_freq=1,
+        ref_policy_alpha=0.5,
+        num_epochs=2,
+        num_mini_batches=2,
+        entropy_coeff=0.01,
+        clip_ratio_c=3.0,
+        truncated_importance_sampling_ratio_cap=2.0,
+        mask_truncated_completions=True,
+        loss_norm="sequence",
+        advantage_normalization_type="leave_one_out",
+        batch_layout="packed",
+        optimizer="sgd",
+        gradient_checkpointing=True,
+        learning_rate=0.1,
+        total_episodes=48,
+        eval_every=1,
+        save_every=2,
+        kl_placement="both",
+        kl_reward_norm="inside",
+        offload_ref=True,
+        temperature=0.9,
+        shuffle=False,
+        attn_implementation="sdpa",
+        max_response_length=24,
+        ignore_eos=False,
+    )
+    metrics = run_here(args)
+    folder = Path(args.output_dir) / rundir.run_name(args, grpo.Args())
+    assert [m["episode"] for m in metrics] == [16, 32, 48]
+    assert [e["step"] for e in read_jsonl(folder / "eval.jsonl")] == [0, 1, 2, 3]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["latest", "step_000002"]
+    trained = [m for m in metrics if "loss/total" in m]
+    for before, after in itertools.pairwise(trained):
+        assert after["kl/coef"] > before["kl/coef"] or before["kl/sequence"] < 0
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(folder / "model").config.num_hidden_layers == 2
+
+
+@pytest.fixture(scope="module")
+def stage_2(tiny, tmp_path_factory):
+    args = tiny_args(tiny, tmp_path_factory.mktemp("stage2"), learning_rate=1e-3, eval_prompts=0)
+    return run_here(args), final_weights(args)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(
+            {"zero_stage": 1},
+            {"zero_stage": 3},
+            {"batch_layout": "padded"},
+            {"batch_layout": "packed"},
+        ),
+        *({"micro_batch_tokens": 150}, {"gradient_checkpointing": True}, {"logprob_chunk": 7}),
+        *({"attn_implementation": "sdpa"}, {"offload_optimizer": True}),
+    ],
+    ids=str,
+)
+def test_what_must_not_matter(stage_2, tiny, tmp_path, changes):
+    """Stages, layouts, micro-batches, checkpointing, chunks: the same run, up to rounding."""
+    args = tiny_args(tiny, tmp_path, learning_rate=1e-3, eval_prompts=0, **changes)
+    for got, expected in zip(run_here(args), stage_2[0], strict=True):
+        for key in ("reward/mean", "loss/total", "optim/grad_norm", "policy/entropy", "optim/steps"):
+            assert got[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), key
+    weights = final_weights(args)
+    for name, expected in stage_2[1].items():
+        assert (weights[name] - expected).abs().mean() < 1e-5, name  # AdamW turns rounding at a zero gradient into 1e-3
+
+
+def test_a_loss_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypatch):
+    """Poison one token of one step: the weights stay, the step is counted, the next one trains."""
+    plain, calls = grpo.token_loss, itertools.count()
+
+    def poisoned(*args):
+        loss, parts = plain(*args)
+        return (loss * torch.tensor([float("nan")] + [1.0] * (len(loss) - 1)) if next(calls) == 0 else loss), parts
+
+    seen = []
+    gather = utils.current_weights
+    monkeypatch.setattr(grpo, "token_loss", poisoned)
+    monkeypatch.setattr(
+        utils, "current_weights", lambda *a: (seen.append([w.clone() for _, w in gather(*a)]), gather(*a))[1]
+    )
+    args = tiny_args(tiny, tmp_path, learning_rate=1e-3, eval_prompts=0, micro_batch_tokens=150)
+    first, second = run_here(args)
+    assert (first["optim/skipped"], first["optim/steps"]) == (1, 0)
+    assert (second["optim/skipped"], second["optim/steps"]) == (0, 1)
+    before, after_first, after_second = seen[:3]
+    assert all(torch.equal(a, b) for a, b in zip(before, after_first, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(after_first, after_second, strict=True))
+    assert all(w.isfinite().all() for w in after_second)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypatch, stage):
+    """The loss is finite, its gradient is not (the root of 0): nothing is applied, in any stage."""
+    plain = grpo.token_loss
+
+    def poisoned(logprobs, *args):
+        loss, parts = plain(logprobs, *args)
+        return loss + 0 * (logprobs - logprobs.detach()).abs().sqrt(), parts
+
+    monkeypatch.setattr(grpo, "token_loss", poisoned)
+    args = tiny_args(tiny, tmp_path, learning_rate=1e-3, eval_prompts=0, zero_stage=stage)
+    assert [m["optim/skipped"] for m in run_here(args)] == [1, 1]
+    from safetensors.torch import load_file
+
+    start = load_file(tiny / "model.safetensors")
+    assert all(torch.equal(w, start[name]) for name, w in final_weights(args).items())
+
+
+def test_early_stop(tiny, tmp_path):
+    """A ratio above the cap gives up the rest of the update; nothing of that optimizer step is applied."""
+    args = tiny_args(
+        *(tiny, tmp_path),
+        num_epochs=4,
+        early_stop_imp_ratio=0.5,
+        eval_prompts=0,
+        filter_zero_std_samples=False,
+    )
+    for m in run_here(args):
+        assert (m["optim/steps"], m["optim/early_stopped"], m["optim/skipped"]) == (0, 1, 0)
+
+
+def test_groups_of_equal_reward(tiny, tmp_path):
+    """All equal: nothing to learn, nothing is applied, and every metric without a value is left out."""
+    args = tiny_args(tiny, tmp_path, verifier="exact", reward_fn=None, eval_prompts=0)
+    for m in run_here(args):
+        assert m["reward/zero_std_frac"] == 1 and m["optim/steps"] == 0 and "loss/total" not in m
+    from safetensors.torch import load_file
+
+    start = load_file(tiny / "model.safetensors")
+    assert all(torch.equal(w, start[name]) for name, w in final_weights(args).items())
+
+
+# ------------------------------------------------------------------------------------------------- in other processes
+
+
+def test_two_ranks_equal_one(tiny, tmp_path):
+    """vLLM on each rank, its share of the prompts each: the same samples, loss and gradient as one rank."""
+    metrics = {}
+    for ranks in (1, 2):
+        line = command(tiny, tmp_path / str(ranks), ranks=ranks, rollout="vllm", launcher=ACCELERATE_LAUNCH)
+        finish(line, tmp_path / f"{ranks}.log", 240)
+        (folder,) = (tmp_path / str(ranks)).iterdir()
+        metrics[ranks] = read_jsonl(folder / "metrics.jsonl") + read_jsonl(folder / "eval.jsonl")
+    for one, two in zip(metrics[1], metrics[2], strict=True):
+        for key, value in one.items():
+            if key.split("/")[0] in ("reward", "loss", "policy", "completions", "optim", "eval"):
+                assert two[key] == pytest.approx(value, rel=2e-4, abs=1e-6), key
+        assert one.get("sampler/logprob_diff_max", 0) < 1e-4 > two.get("sampler/logprob_diff_max", 0)
+
+
+def test_one_process_where_two_were_asked_for(tiny, tmp_path):
+    line = command(tiny, tmp_path, ranks=2, rollout="vllm", launcher=ACCELERATE_LAUNCH)
+    where = line.index("--config_file")
+    line = line[:where] + line[where + 2 :]  # on a CPU machine accelerate then starts one, silently
+    code, text = run_to_end(line, tmp_path / "log")
+    if torch.cuda.is_available():
+        pytest.skip("accelerate starts two processes on a machine with GPUs")
+    assert code != 0 and "--use_deepspeed" in text and "--num_processes" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_raising_verifier_ends_every_rank(tiny, tmp_path, ranks):
+    """It raises on the truth, too, so the run is refused before its first step, and no process waits for another."""
+    line = command(tiny, tmp_path, "--reward_fn", f"{VERIFIERS}:raises", ranks=ranks, launcher=ACCELERATE_LAUNCH)
+    code, text = run_to_end(line, tmp_path / "log")
+    assert code == (2 if ranks == 1 else 1)  # accelerate has one code for all that fails
+    assert f"error: --reward_fn: the verifier {VERIFIERS}:raises raises on the truth" in text
+    assert "the verifier's own mistake" in text and "in raises" in text
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
+    assert not left, "processes are left"
+
+
+def test_a_lock_that_a_killed_process_left(tiny, tmp_path, monkeypatch):
+    """What DeepSpeed compiles it loads beside a lock file, on which all wait for ever: a run needs none of that."""
+    lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[1]))
+    finish(command(tiny, tmp_path / "runs"), tmp_path / "log", 90)
+
+
+DEAD_THREAD = """
+import sys, time
+from runtime import process, runlog
+process.prepare_environment()
+import grpo, utils
+sys.path.insert(0, "tests")
+from helpers import tiny_args
+from pathlib import Path
+import os
+
+def dies(*args):
+    print("DIED AT", time.time(), flush=True)
+    raise ValueError("the engine broke on purpose")
+
+if os.environ["RANK"] == "{rank}":
+    utils._generate = {action}
+if __name__ == "__main__":  # the reward workers import this file
+    try:
+        args = tiny_args(Path("{tiny}"), Path("{out}"))
+        grpo.main(args, grpo.preflight(args))
+    finally:
+        print("never reached", flush=True)
+"""
+
+
+@pytest.mark.parametrize("action, ranks, word", [
+    ("dies", 1, "the engine broke on purpose"),
+    ("dies", 2, "the engine broke on purpose"),
+    ("lambda *a: sys.exit(3)", 1, "SystemExit"),
+])  # fmt: skip
+def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
+    """Within 10 seconds, with the thread's own traceback, on every rank."""
+    file = tmp_path / "dead.py"
+    file.write_text(DEAD_THREAD.format(rank=ranks - 1, action=action, tiny=tiny, out=tmp_path / "runs"))
+    line = command(tiny, tmp_path, ranks=ranks, launcher=ACCELERATE_LAUNCH)
+    code, text = run_to_end([*line[: line.index(str(ROOT / "grpo.py"))], str(file)], tmp_path / "log")
+    ended = time.time()
+    assert code != 0 and word in text and "never reached" not in text
+    if "DIED AT" in text:
+        assert ended - float(text.split("DIED AT ")[1].split()[0]) < 10 + 2  # two for the launcher to leave
+    for rank in range(ranks):
+        assert f"rank {rank} failed" in text
+        assert word in text.split(f"rank {rank} failed")[1]
+
+
+BAD_LOSS = """
+import sys
+from runtime import process, runlog
+process.prepare_environment()
+import grpo
+sys.path.insert(0, "tests")
+from helpers import tiny_args
+from pathlib import Path
+
+plain = grpo.token_loss
+
+def poisoned(*arguments):
+    loss, parts = plain(*arguments)
+    return loss * float("nan"), parts
+
+if __name__ == "__main__":
+    grpo.token_loss = poisoned
+    args = tiny_args(Path("{tiny}"), Path("{out}"), total_steps=12, eval_prompts=0, entropy_coeff=1e-3)
+    grpo.main(args, grpo.preflight(args))
+"""
+
+
+def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path):
+    file = tmp_path / "bad.py"
+    file.write_text(BAD_LOSS.format(tiny=tiny, out=tmp_path / "runs"))
+    code, text = run_to_end([sys.executable, str(file)], tmp_path / "log")
+    assert code == 1 and "ten optimizer steps in a row" in text
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert len(read_jsonl(folder / "bad_batch.jsonl")) == 16
+    assert [m["optim/skipped"] for m in read_jsonl(folder / "metrics.jsonl")] == [1] * 9
+
+
+DRIFT = """
+import sys
+from runtime import process, runlog
+process.prepare_environment()
+import grpo, utils
+sys.path.insert(0, "tests")
+from helpers import tiny_args
+from pathlib import Path
+
+whole = utils.current_weights
+
+if __name__ == "__main__":
+    utils.current_weights = lambda *a: [(name, 1.1 * w) for name, w in whole(*a)]  # the engine gets something else
+    args = tiny_args(Path("{tiny}"), Path("{out}"), eval_prompts=0, entropy_coeff=1e-3, max_sampler_diff={limit})
+    grpo.main(args, grpo.preflight(args))
+"""
+
+
+@pytest.mark.parametrize("limit, ends", [(0.1, True), (0.0, False)])
+def test_a_sampler_with_other_weights_ends_the_run(tiny, tmp_path, limit, ends):
+    """Before a step is applied; with the check off the same run goes through."""
+    file = tmp_path / "drift.py"
+    file.write_text(DRIFT.format(tiny=tiny, out=tmp_path / "runs", limit=limit))
+    code, text = run_to_end([sys.executable, str(file)], tmp_path / "log")
+    assert (code == 1 and "--max_sampler_diff" in text) if ends else code == 0, text

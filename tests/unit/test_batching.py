@@ -1,0 +1,350 @@
+"""What cannot change a gradient: micro-batches, padding, layout, chunks. And what must: every token, the EOS, T."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import re
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import finish, make_samples
+
+import ppo
+import utils
+from grpo import Args, loss_weights
+from runtime import batching
+
+CPU = torch.device("cpu")
+
+
+def batches(samples, layout="shared", budget=10_000, indices=None, rank=0, world_size=1):
+    indices = list(range(len(samples))) if indices is None else indices
+    return batching.micro_batches(
+        *(samples, indices),
+        layout=layout,
+        budget=budget,
+        rank=rank,
+        world_size=world_size,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
+def gradient(model, samples, mbs, norm="token", chunk=1000, temperature=1.0):
+    """Gradient of the weighted sum of advantage * logprob, as the scripts compute it; [parameters] flat."""
+    policy = utils.TokenLogprobs(model, temperature, chunk)
+    weights = loss_weights(samples, list(range(len(samples))), Args(loss_norm=norm))
+    advantages = torch.randn(len(weights), generator=torch.Generator().manual_seed(1))
+    advantages, weights = F.pad(advantages, (0, 1)), F.pad(weights, (0, 1))  # the place of idle micro-batches
+    model.zero_grad()
+    for mb in mbs:
+        logprobs, _, _ = policy(mb)
+        (logprobs * advantages[mb.tokens] * weights[mb.tokens]).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def reference_gradient(model, samples, norm="token", temperature=1.0):
+    """The same from one plain forward pass a sample: no rows, no masks, no chunks."""
+    weights = loss_weights(samples, list(range(len(samples))), Args(loss_norm=norm))
+    advantages = torch.randn(len(weights), generator=torch.Generator().manual_seed(1))
+    offsets = batching.token_offsets(samples)
+    model.zero_grad()
+    for i, s in enumerate(samples):
+        ids = torch.tensor([s.prompt_ids + s.response_ids])
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(s.prompt_ids) - 1 : -1] / temperature
+        logprobs = logits.log_softmax(-1).gather(-1, ids[0, len(s.prompt_ids) :, None])[:, 0]
+        where = slice(offsets[i], offsets[i + 1])
+        (logprobs * advantages[where] * weights[where]).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def close(a, b, tolerance=1e-5):
+    error = ((a - b).norm() / b.norm()).item()
+    assert error < tolerance, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("norm", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("layout", ["shared", "padded", "packed"])
+def test_layouts_equal_plain_forward_passes(tiny_model, samples, layout, norm):
+    close(gradient(tiny_model, samples, batches(samples, layout), norm), reference_gradient(tiny_model, samples, norm))
+
+
+@pytest.mark.parametrize("layout", ["shared", "padded", "packed"])
+def test_what_responses_begin_with_is_computed_once(tiny_model, layout):
+    """Words of two letters: samples that are equal, that begin alike, that are the beginning of another."""
+    samples, letters = make_samples(3, 8), random.Random(5)
+    for s in samples:
+        s.response_ids = [letters.choice((5, 9)) for _ in range(letters.randrange(1, 7))]
+        s.sampler_logprobs = [0.0] * len(s.response_ids)
+    beginnings = {(s.prompt_id, *s.response_ids[:n]) for s in samples for n in range(1, len(s.response_ids))}
+    prompts = {s.prompt_id: len(s.prompt_ids) for s in samples}
+    assert len({(s.prompt_id, *s.response_ids) for s in samples}) < len(samples), "two that are equal"
+    mbs = batches(samples, layout, budget=1 if layout == "padded" else 10_000)
+    close(gradient(tiny_model, samples, mbs), reference_gradient(tiny_model, samples))
+    if layout == "shared":
+        (mb,) = mbs
+        computed = (mb.attention_mask[:, 0].diagonal(dim1=1, dim2=2) == 0) & (mb.input_ids > 0)
+        assert computed.sum() == sum(prompts.values()) + len(beginnings)
+    elif layout == "padded":
+        computed = sum(mb.input_ids.numel() for mb in mbs)
+        assert computed == sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples)
+
+
+@pytest.mark.parametrize("norm", ["token", "sequence", "constant"])
+def test_number_of_micro_batches_is_irrelevant(tiny_model, norm):
+    samples = make_samples(8, 4)
+    expected = reference_gradient(tiny_model, samples, norm)
+    seen = set()
+    for budget in (10_000, 300, 150, 75, 40):
+        mbs = batches(samples, budget=budget)
+        seen.add(len(mbs))
+        close(gradient(tiny_model, samples, mbs, norm), expected)
+    assert {1} < seen and max(seen) >= 8 and len(seen) >= 4, seen
+
+
+@pytest.mark.parametrize("layout", ["shared", "padded", "packed"])
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_ranks_split_the_sum(tiny_model, samples, layout, world_size):
+    """The ranks' gradients add up to one rank's, they run the same number of backward passes, no token is lost."""
+    total, counts, tokens = 0, set(), []
+    for rank in range(world_size):
+        mbs = batches(samples, layout, budget=60, rank=rank, world_size=world_size)
+        counts.add(len(mbs))
+        tokens += [t for mb in mbs if not idle(mb, samples) for t in mb.tokens.tolist()]
+        total = total + gradient(tiny_model, samples, mbs)
+    assert len(counts) == 1
+    assert sorted(tokens) == list(range(batching.token_offsets(samples)[-1]))
+    close(total, reference_gradient(tiny_model, samples))
+
+
+def test_more_ranks_than_samples(tiny_model):
+    """A rank without work repeats a row, its tokens at the place after the last, and contributes exactly nothing."""
+    samples = make_samples(1, 2)
+    mbs = batches(samples, rank=4, world_size=5)
+    assert [idle(mb, samples) for mb in mbs] == [True]
+    assert (gradient(tiny_model, samples, mbs) == 0).all()
+
+
+def idle(mb: batching.MicroBatch, samples) -> bool:
+    """Whether a micro-batch only keeps its rank in step with the others."""
+    count = batching.token_offsets(samples)[-1]
+    places = set(mb.tokens.tolist())
+    assert places == {count} or count not in places, "idle as a whole, or not at all"
+    return places == {count}
+
+
+def test_an_idle_micro_batch_takes_nothing_back(monkeypatch):
+    """It repeats a row that its own rank may have computed: the values of two ranks still add up to one rank's."""
+    samples = make_samples(6, 1)
+    for sample, n in zip(samples, (46, 52, 23, 36, 40, 8), strict=True):
+        sample.prompt_ids = [sample.prompt_id + 3] * 10
+        sample.response_ids = list(range(10, 10 + n))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: None)
+    plan = [batches(samples, budget=95, rank=rank, world_size=2) for rank in range(2)]
+    assert sum(idle(mb, samples) for mbs in plan for mb in mbs) == 1
+    cutting = {"layout": "shared", "budget": 95, "world_size": 2, "dtype": torch.float32, "device": CPU}
+    values = [ppo.values_of(lambda mb: mb.tokens + 1.0, samples, [False] * 6, rank=r, **cutting)[0] for r in range(2)]
+    assert sum(values).tolist() == list(range(1, 206))
+
+
+def test_budget_holds_and_rows_are_balanced():
+    samples = make_samples(16, 8, seed=3)
+    loads = []
+    for rank in range(4):
+        mbs = batches(samples, budget=128, rank=rank, world_size=4)
+        assert all(mb.input_ids.numel() <= 128 for mb in mbs)
+        loads.append(sum(mb.input_ids.numel() for mb in mbs if not idle(mb, samples)))
+    assert max(loads) < 1.25 * min(loads), loads
+
+
+def test_chunks_and_checkpointing_change_nothing(tiny_model, samples):
+    expected = reference_gradient(tiny_model, samples)
+    close(gradient(tiny_model, samples, batches(samples), chunk=5), expected)
+    model = copy.deepcopy(tiny_model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    close(gradient(model, samples, batches(samples)), expected)
+
+
+RANKS = """
+import os, sys
+from datetime import timedelta
+from types import SimpleNamespace
+
+from runtime import process
+
+process.prepare_environment()
+sys.path.insert(0, "tests")
+
+import deepspeed
+import torch
+from helpers import ROOT, make_samples
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import utils
+from runtime import batching
+
+deepspeed.ops.__compatible_ops__ = {}
+torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=3600))
+rank = torch.distributed.get_rank()
+args = SimpleNamespace(zero_stage=3, offload_optimizer=False, offload_param=False, max_grad_norm=0.0)
+# Hidden size 256: smaller embeddings are below DeepSpeed's threshold for sharding, and no call gathers them.
+config = LlamaConfig(
+    vocab_size=600, hidden_size=256, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, pad_token_id=0,
+)
+samples = make_samples(3, 4)
+for chunk in (1000, 4):
+    torch.manual_seed(0)
+    policy = utils.TokenLogprobs(LlamaForCausalLM(config), 1.0, chunk)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    settings = utils.deepspeed_config(args, torch.float32, cuda=False)
+    engine = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings)[0]
+    assert engine.module.model.lm_head.weight.ds_tensor.numel() < 600 * 256, "the head is not sharded"
+    (mb,) = batching.micro_batches(
+        samples, list(range(12)), layout="shared", budget=1000, rank=rank, world_size=2, dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    print(f"RANK {rank} HAS {len(mb.targets)}", flush=True)
+    engine.backward(engine(mb)[0].sum())
+    engine.step()
+    print(f"RANK {rank} CHUNK {chunk} NORM {float(engine.get_global_grad_norm()):.6f}", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_zero_3_with_different_numbers_of_chunks(tmp_path):
+    """Two ranks with sharded heads, 4 tokens per chunk, unequal numbers of tokens: it ends, with the same gradient."""
+    file = tmp_path / "ranks.py"
+    file.write_text(RANKS)
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(file)]
+    text = finish(line, tmp_path / "log", 200)  # ranks that wait for each other do not end
+    counts = {math.ceil(int(count) / 4) for count in re.findall(r"RANK \d HAS (\d+)", text)}
+    assert len(counts) == 2, "the ranks have equally many chunks, so nothing was tested"
+    norms = re.findall(r"CHUNK (\d+) NORM ([\d.]+)", text)
+    assert len(norms) == 4
+    assert {chunk for chunk, _ in norms} == {"1000", "4"}
+    values = [float(norm) for _, norm in norms]
+    assert max(values) - min(values) < 1e-4 * max(values) and min(values) > 0
+
+
+def test_every_rank_calls_the_head_equally_often(samples):
+    """Ranks have unequal numbers of predictions; all know the largest at each position of the plan."""
+    plans = [batches(samples, budget=40, rank=rank, world_size=2) for rank in range(2)]
+    assert len(plans[0]) == len(plans[1])
+    for first, second in zip(*plans, strict=True):
+        assert first.most_predictions == second.most_predictions
+        assert first.most_predictions == max(len(first.targets), len(second.targets))
+    assert any(len(a.targets) != len(b.targets) for a, b in zip(*plans, strict=True))
+
+
+def test_packing_needs_the_cache_off(tiny_model, samples, monkeypatch):
+    """The trap behind ``use_cache=False``: with a cache, packed sequences see each other."""
+    expected = reference_gradient(tiny_model, samples)
+    plain = type(tiny_model.base_model).forward
+    monkeypatch.setattr(
+        type(tiny_model.base_model), "forward", lambda self, **kw: plain(self, **{**kw, "use_cache": True})
+    )
+    leaked = gradient(tiny_model, samples, batches(samples, "packed"))
+    assert (leaked - expected).norm() > 1e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_temperature(tiny_model, samples, temperature):
+    """Log-probs and entropy are those of softmax(logits / T)."""
+    close(
+        gradient(tiny_model, samples, batches(samples), temperature=temperature),
+        reference_gradient(tiny_model, samples, temperature=temperature),
+    )
+    sample = samples[0]
+    (mb,) = batches([sample], "padded")
+    logprobs, entropy, _ = utils.TokenLogprobs(tiny_model, temperature, 1000)(mb)
+    logits = tiny_model(torch.tensor([sample.prompt_ids + sample.response_ids])).logits[
+        0, len(sample.prompt_ids) - 1 : -1
+    ]
+    distribution = torch.distributions.Categorical(logits=logits / temperature)
+    torch.testing.assert_close(entropy, distribution.entropy(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logprobs, distribution.log_prob(mb.targets[mb.copies]), rtol=1e-4, atol=1e-5)
+
+
+def test_every_response_token_and_nothing_else_is_trained(samples):
+    """One term a response token, the EOS among them although pad is the same id; none for prompts or padding."""
+    offsets = batching.token_offsets(samples)
+    for layout in ("shared", "padded", "packed"):
+        for mb in batches(samples, layout, budget=64):
+            flat = mb.input_ids.flatten()
+            for u, token in zip(mb.copies.tolist(), mb.tokens.tolist(), strict=True):
+                where, target = mb.predict[u], mb.targets[u]
+                i = max(i for i in range(len(samples)) if offsets[i] <= token)
+                place = token - offsets[i]
+                assert target == samples[i].response_ids[place]
+                before = samples[i].prompt_ids[-1] if place == 0 else samples[i].response_ids[place - 1]
+                assert flat[where] == before  # the logits of the token before predict it
+    ended = [s for s in samples if s.response_ids[-1] == 2]
+    assert ended and sum(mb.targets[mb.copies].eq(2).sum().item() for mb in batches(samples)) == sum(
+        s.response_ids.count(2) for s in samples
+    )
+
+
+@pytest.mark.parametrize("pads", [0, 5, 50])
+def test_padding_is_invisible(tiny_model, pads):
+    """The same row alone and beside a longer one."""
+    short, long = make_samples(2, 1)
+    long.response_ids = [random.Random(0).randrange(3, 300) for _ in range(len(short.prompt_ids) + pads)]
+    policy = utils.TokenLogprobs(tiny_model, 1.0, 1000)
+    alone = policy(batches([short], "padded")[0])[0]
+    for layout in ("padded", "shared"):
+        (mb,) = batches([short, long], layout)
+        together = policy(mb)[0][torch.argsort(mb.tokens)][: len(alone)]
+        torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_check_forward_refuses_a_model_that_caps_its_logits(tiny_model, capsys):
+    policy = utils.TokenLogprobs(copy.deepcopy(tiny_model), 1.0, 1000)
+    for layout in ("shared", "padded", "packed"):
+        utils.check_forward(policy, layout, 2, 64)
+    plain = policy.model.forward
+
+    def capped(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        output.logits = 3 * torch.tanh(output.logits / 3)
+        return output
+
+    policy.model.forward = capped
+    with pytest.raises(SystemExit):
+        utils.check_forward(policy, "shared", 2, 64)
+    assert "--batch_layout" in capsys.readouterr().err
+
+
+def test_full_vocabulary_kl_of_a_micro_batch(tiny_model, samples):
+    """Against the definition; exactly 0, gradient included, against itself."""
+    other = copy.deepcopy(tiny_model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    policy, reference = (utils.TokenLogprobs(m, 0.7, 7) for m in (tiny_model, other))
+    (mb,) = batches(samples)
+    _, _, kl = policy(mb, reference)
+    with torch.no_grad():
+        p, q = (
+            (m.lm_head(x.hidden(mb)[mb.copies]) / 0.7).log_softmax(-1)
+            for m, x in ((tiny_model, policy), (other, reference))
+        )
+    torch.testing.assert_close(kl, (p.exp() * (p - q)).sum(-1), rtol=1e-4, atol=1e-6)
+    tiny_model.zero_grad()
+    _, _, zero = policy(mb, utils.TokenLogprobs(copy.deepcopy(tiny_model), 0.7, 7))
+    zero.sum().backward()
+    assert zero.abs().max() < 1e-6 and max(p.grad.abs().max() for p in tiny_model.parameters()) < 1e-6
+
+
+def test_token_stats_never_see_padding(tiny_model):
+    """Sums are over the tokens that are seen: NaN elsewhere is harmless."""
+    torch.distributed.is_initialized() or torch.distributed.init_process_group("gloo")
+    stats = utils.TokenStats(CPU)
+    seen = torch.tensor([True, False, True])
+    stats.add(seen, {"tokens": torch.ones(3), "x": torch.tensor([1.0, float("nan"), 3.0])})
+    stats.add(~seen, {"tokens": torch.ones(3), "x": torch.tensor([float("inf"), 5.0, float("nan")])})
+    assert stats.reduce() == ({"tokens": 3.0, "x": 9.0}, {"tokens": 1.0, "x": 5.0})

@@ -1,0 +1,135 @@
+"""scripts/benchmark.py: its numbers, its floors, and that it notices a layout that computes something else."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+
+import benchmark
+import pytest
+import torch
+from helpers import ROOT, script
+
+
+def small(tiny, out, **changes) -> benchmark.Args:
+    """Arguments of a benchmark of the tiny model without the engine."""
+    values = {
+        "model_name_or_path": str(tiny),
+        "dtype": "float32",
+        "num_unique_prompts_rollout": 2,
+        "num_samples_per_prompt_rollout": 4,
+        "max_response_length": 16,
+        "repeats": 2,
+        "skip_engine": True,
+        "json": str(out / "numbers.json"),
+    }
+    return benchmark.Args(**values | changes)
+
+
+@pytest.fixture
+def quick_rates(monkeypatch):
+    """Smaller matrices and copies; the rates are measured all the same."""
+    monkeypatch.setattr(benchmark, "PRODUCT_SIZE", {"cpu": 128, "cuda": 128})
+    monkeypatch.setattr(benchmark, "COPY_BYTES", 10**6)
+
+
+def check_numbers(numbers: dict, phases: set[str], repeats: int) -> None:
+    """Every phase has a floor and positive times, and every ratio is that of its two times."""
+    seconds = numbers["seconds"]
+    assert phases <= set(numbers["floor_seconds"])
+    for phase in phases:
+        assert len(seconds[phase]) == (max(5, repeats) if phase in ("optimizer", "push") else repeats)
+        assert all(value > 0 for value in seconds[phase])
+        assert numbers["floor_seconds"][phase] > 0
+    padded_over_shared = [a / b for a, b in zip(seconds["padded"], seconds["shared"], strict=True)]
+    assert numbers["ratios"]["padded / shared"] == padded_over_shared
+    assert 0 < numbers["gradient_error"] < benchmark.LIMIT["float32"]
+
+
+def test_the_update_is_timed_without_an_engine(tiny, tmp_path, quick_rates, capsys):
+    """Both layouts, the optimizer and the floors are measured and written; nothing is said of the engine."""
+    benchmark.main(small(tiny, tmp_path))
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    check_numbers(numbers, {"shared", "padded", "optimizer"}, repeats=2)
+    assert set(numbers["seconds"]) == {"shared", "padded", "optimizer"}
+    assert set(numbers["ratios"]) == {"padded / shared"}
+    assert 8 <= numbers["response_tokens"] <= 8 * 16
+    output = capsys.readouterr().out
+    assert "same result      yes" in output
+    assert "engine" not in output
+    assert "push" not in output
+
+
+def test_a_layout_that_computes_something_else_is_noticed(tiny, tmp_path, quick_rates, capsys, monkeypatch):
+    """Shared rows without their mask, so that every token sees every other: exit code 1."""
+    make = benchmark.batching.micro_batches
+
+    def unmasked(*args, **options):
+        batches = make(*args, **options)
+        if options["layout"] == "shared":
+            for batch in batches:
+                batch.attention_mask.zero_()
+        return batches
+
+    monkeypatch.setattr(benchmark.batching, "micro_batches", unmasked)
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(small(tiny, tmp_path, repeats=1))
+    assert ended.value.code == 1
+    assert "same result      NO" in capsys.readouterr().out
+
+
+def test_flops_of_a_forward_pass_are_those_that_torch_counts(tiny_model):
+    """torch counts the attention of all n^2 pairs of tokens, the formula the half that causal tokens see."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    n = 40
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        tiny_model(input_ids=torch.arange(n)[None])
+    sizes = benchmark.ModelSizes.of(tiny_model)
+    unseen = 2 * sizes.attention * n**2
+    assert sizes.forward_flops([n], [], n) + unseen == pytest.approx(counter.get_total_flops(), rel=1e-3)
+    split = sizes.forward_flops([30], [(30, 10)], n)
+    assert split == sizes.forward_flops([n], [], n), "a prompt and its continuation cost what the whole row costs"
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"repeats": 0}, "--repeats 0"),
+        ({"json": "nowhere/numbers.json"}, "--json nowhere/numbers.json"),
+        ({"num_samples_per_prompt_rollout": 1}, "--num_samples_per_prompt_rollout 1"),
+        ({"micro_batch_tokens": 10}, "--micro_batch_tokens 10"),
+    ],
+)
+def test_bad_arguments_are_refused(tiny, tmp_path, capsys, changes, flag):
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(small(tiny, tmp_path, **changes))
+    assert ended.value.code == 2
+    assert flag in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_engine_is_timed_both_ways(tiny, tmp_path):
+    """The command on a real vLLM engine: sampling by token ids and by chat, and the push, are timed as well."""
+    path = tmp_path / "numbers.json"
+    words = {
+        "--model_name_or_path": tiny,
+        "--dtype": "float32",
+        "--num_unique_prompts_rollout": 2,
+        "--num_samples_per_prompt_rollout": 4,
+        "--max_response_length": 16,
+        "--repeats": 2,
+        "--json": path,
+    }
+    line = script("scripts/benchmark.py", *(str(word) for pair in words.items() for word in pair))
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = json.loads(path.read_text())
+    check_numbers(numbers, {"generate", "shared", "padded", "optimizer", "push"}, repeats=2)
+    seconds = numbers["seconds"]
+    assert seconds["generate"] == seconds["token ids"]
+    chat_over_ids = [a / b for a, b in zip(seconds["llm.chat"], seconds["token ids"], strict=True)]
+    assert numbers["ratios"]["chat / ids"] == chat_over_ids
+    assert all(math.isfinite(ratio) for ratio in chat_over_ids)
+    assert "8 responses of exactly 16 tokens" in done.stdout

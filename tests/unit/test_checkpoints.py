@@ -1,0 +1,393 @@
+"""Checkpoints: a resumed run equals the uninterrupted one, whatever stopped it, and no damage goes unseen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from helpers import (
+    ROOT,
+    SMALL,
+    copy_of,
+    engine_file,
+    flip,
+    folder_of,
+    interrupted,
+    read_jsonl,
+    record,
+    refusal,
+    run_here,
+    tiny_args,
+)
+
+import grpo
+from runtime import process, rundir, runlog
+
+KL = {"beta": 0.1, "kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 100.0, "ref_policy_update_freq": 1}
+PPO = {"value_norm": "running", "dataset_max_filter_share": 0.5, "dataset_filter_threshold": 0.3}
+
+
+@pytest.mark.parametrize(
+    "script, changes",
+    [
+        ("grpo", {}),
+        ("grpo", KL | {"kl_placement": "both", "ref_policy_alpha": 0.5}),
+        ("grpo", {"zero_stage": 1, "optimizer": "sgd", "learning_rate": 0.1}),
+        ("grpo", {"zero_stage": 3}),
+        ("grpo", {"offload_optimizer": True}),
+        ("ppo", PPO | {"dataset": "reasoning_gym:chain_sum?size=12"}),
+        ("ppo", KL | {"value_norm": "exp", "critic_warmup": 1}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_equals_the_straight_one(tiny, tmp_path, monkeypatch, capsys, script, changes):
+    """Stopped after two of four steps, started again: the same numbers, samples and weights, bit for bit."""
+    straight = tiny_args(tiny, tmp_path / "straight", script, **{**SMALL, **changes})
+    run_here(straight, script)
+    parts = tiny_args(tiny, tmp_path / "parts", script, **{**SMALL, **changes})
+    folder = interrupted(parts, monkeypatch, after=2, script=script)
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 2 and not (folder / "model").exists()
+    run_here(parts, script)
+    assert "resuming after step 2" in capsys.readouterr().out
+    expected, got = record(folder_of(straight, script)), record(folder)
+    for key in expected:
+        assert got[key] == expected[key], key
+    moved = [m["optim/grad_norm"] for m in expected["metrics"] if "optim/grad_norm" in m]
+    assert len(set(moved)) > 1, "nothing was learned, so nothing could be lost"
+
+
+def test_bf16_masters_are_restored(tiny, tmp_path, monkeypatch):
+    """bf16 weights alone would lose what the fp32 master weights hold; at this rate a bf16 weight rarely changes."""
+    changes = {"dtype": "bfloat16", "max_sampler_diff": 0.0, **SMALL, "learning_rate": 1e-5}
+    run_here(tiny_args(tiny, tmp_path / "straight", **changes))
+    parts = tiny_args(tiny, tmp_path / "parts", **changes)
+    interrupted(parts, monkeypatch, after=2)
+    run_here(parts)
+    assert record(folder_of(parts)) == record(folder_of(tiny_args(tiny, tmp_path / "straight", **changes)))
+
+
+def test_random_states_of_the_process(tiny, tmp_path, monkeypatch):
+    """Numbers drawn from the global generators after a resume are those that would have come."""
+    import numpy
+    import torch
+
+    drawn: dict[str, list] = {"straight": [], "parts": []}
+    plain = runlog.RunLog.step
+
+    def spy(self, *rest):
+        plain(self, *rest)
+        numbers = [random.random(), numpy.random.random(), torch.rand(1).item()]  # noqa: NPY002
+        drawn[self.folder.parent.name].append(numbers)
+
+    monkeypatch.setattr(runlog.RunLog, "step", spy)
+    for name in drawn:
+        args = tiny_args(tiny, tmp_path / name, **SMALL)
+        if name == "parts":
+            interrupted(args, monkeypatch, after=2)
+        run_here(args)
+    # transformers' generate seeds torch before every answer; Python's and NumPy's are nobody's but ours here
+    assert drawn["parts"] == drawn["straight"] and len(drawn["parts"]) == 4
+
+
+# ------------------------------------------------------------------------------------------------ damaged checkpoints
+
+
+DAMAGE = {
+    "a flipped bit": (lambda c: flip(engine_file(c)), "has changed since it was written", 2),
+    "a truncated file": (lambda c: os.truncate(engine_file(c), 100), "has 100 bytes, not", 2),
+    "a missing file": (lambda c: (c / "rng_0.pt").unlink(), "rng_0.pt is missing", 2),
+    "a missing manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing", 2),
+    "half a manifest": (lambda c: os.truncate(c / "manifest.json", 40), "cannot be read", 2),
+    "a changed state": (
+        lambda c: (c / "state.json").write_text((c / "state.json").read_text().replace('"step": 3', '"step": 1')),
+        "state.json has changed",
+        2,
+    ),
+    "an unfinished save": (lambda c: c.rename(c.with_name(c.name + ".partial")), "the save was not finished", 2),
+    "an empty latest": (lambda c: (c.parent / "latest").write_text(""), "does not name step_000003", 3),
+    "no latest": (lambda c: (c.parent / "latest").unlink(), "does not name step_000003", 3),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_seen_and_passed_over(stopped, tmp_path, capsys, name):
+    """The checkpoint before is taken, with the reason; for two kinds of damage the run then goes to its end."""
+    damage, words, step = DAMAGE[name]
+    args = copy_of(stopped, tmp_path)
+    folder = folder_of(args)
+    damage(folder / "checkpoints" / "step_000003")
+    if name in ("a flipped bit", "an unfinished save"):
+        run_here(args)
+        said = capsys.readouterr().out
+        assert [m["step"] for m in read_jsonl(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+        left = {p.name for p in (folder / "checkpoints").iterdir()}
+        assert left - {"step_000003.aside"} == {"latest", *(f"step_00000{k}" for k in (2, 3, 4))}
+    else:
+        _, start = rundir.open_run(args, grpo.Args())
+        said = capsys.readouterr().out
+        assert start.name == f"step_{step:06d}"
+    assert words in said and f"resuming after step {step}" in said
+
+
+def test_nothing_is_thrown_away_when_no_checkpoint_is_whole(stopped, tmp_path, capsys):
+    args = copy_of(stopped, tmp_path)
+    for checkpoint in (folder_of(args) / "checkpoints").glob("step_*"):
+        flip(engine_file(checkpoint))
+    message = refusal(args, capsys)
+    assert "no checkpoint is intact" in message and "--overwrite" in message and "--run_name" in message
+    assert len(read_jsonl(folder_of(args) / "metrics.jsonl")) == 3
+
+
+def test_without_any_checkpoint(stopped, tmp_path, capsys):
+    """Killed before the first save: a new start, unless saving was off and the steps are all there is."""
+    args = copy_of(stopped, tmp_path)
+    shutil.rmtree(folder_of(args) / "checkpoints")
+    assert rundir.open_run(args, grpo.Args())[1] is None
+    assert "stopped after step 3 without a checkpoint" in capsys.readouterr().out
+    args.save_every, args.save_minutes = 0, 0.0
+    message = refusal(args, capsys)
+    assert "holds 3 steps of this very run and saved none" in message and "--overwrite" in message
+
+
+def test_more_steps_for_a_run_that_kept_no_checkpoint(stopped, tmp_path, capsys):
+    """It has ended, and its weights are all there is: a new start in the same folder would throw them away."""
+    args = copy_of(stopped, tmp_path, total_steps=6)
+    shutil.rmtree(folder_of(args) / "checkpoints")
+    (folder_of(args) / "model").mkdir()
+    message = refusal(args, capsys)
+    assert "holds 3 steps of this very run, which ended" in message and "--overwrite" in message and "/model" in message
+
+
+def test_other_problems_than_before(tiny, tmp_path, monkeypatch, capsys):
+    """A line more in the file, and other rows are held out: nothing goes on, and nothing is lost."""
+    rows = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(40)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = tiny_args(tiny, tmp_path / "runs", dataset=str(file), **SMALL)
+    folder = interrupted(args, monkeypatch, after=2)
+    with open(file, "a") as f:
+        f.write(json.dumps({"question": "40 + 1 =", "answer": "41"}) + "\n")
+    with pytest.raises(SystemExit) as end:
+        run_here(args)
+    assert end.value.code == 2 and "--dataset" in capsys.readouterr().err
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 2
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_here(args)
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 4
+
+
+def test_an_older_checkpoint_that_is_damaged(tiny, tmp_path, monkeypatch, capsys):
+    """Its score cannot be read: it is no reason not to save."""
+    args = tiny_args(tiny, tmp_path, **{**SMALL, "save_every": 1, "keep_checkpoints": 2})
+    folder = interrupted(args, monkeypatch, after=3)
+    state = folder / "checkpoints" / "step_000002" / "state.json"
+    state.write_text(state.read_text()[:50])
+    run_here(args)
+    assert "NO CHECKPOINT" not in capsys.readouterr().out
+    assert [step for step, _ in rundir.saved_steps(folder)] == [3, 4]
+
+
+def test_changed_arguments(stopped, tmp_path, capsys):
+    args = copy_of(stopped, tmp_path, total_steps=6, log_samples=2)
+    _, start = rundir.open_run(args, grpo.Args())
+    said = capsys.readouterr().out
+    assert start.name == "step_000003" and "changed: --total_steps 4 there, 6 here" in said and "--log_samples" in said
+    args.beta = 0.5
+    assert "--beta 0.0 there, 0.5 here" in refusal(args, capsys)
+
+
+def test_another_number_of_ranks(stopped, capsys):
+    message = refusal(stopped, capsys, world_size=2)
+    assert "saved by 1 rank(s), this run has 2" in message and "ZeRO's partitions" in message
+    assert "--num_processes 1" in message and "--model_name_or_path" in message
+
+
+def test_resume_never_and_paths(stopped, tmp_path, capsys):
+    args = copy_of(stopped, tmp_path, resume="never")
+    assert "this very run" in refusal(args, capsys)
+    args.resume = str(tmp_path / "nothing")
+    assert "manifest.json is missing" in refusal(args, capsys)
+    checkpoints = folder_of(args) / "checkpoints"
+    args.resume = str(checkpoints / "step_000002")
+    run_here(args)
+    said = capsys.readouterr().out
+    assert "resuming after step 2" in said and "step_000003.aside" in said
+    assert [m["step"] for m in read_jsonl(folder_of(args) / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from runtime import process
+
+lock = process.FolderLock(Path(sys.argv[1]))
+lock.acquire()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_lock_of_a_folder_ends_with_its_process(tmp_path, capsys):
+    """It names its holder, refuses a second one, and is free as soon as the process was killed."""
+    line = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    holder = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        assert process.lock_holder(tmp_path).startswith(f"process {holder.pid} on ")
+        with pytest.raises(SystemExit) as end:
+            process.FolderLock(tmp_path).acquire()
+        assert end.value.code == 2
+        assert f"is in use by a running process (process {holder.pid} on " in capsys.readouterr().err
+    finally:
+        holder.kill()
+        holder.wait()
+    assert process.lock_holder(tmp_path) == ""
+    mine = process.FolderLock(tmp_path)
+    mine.acquire()
+    assert process.lock_holder(tmp_path).startswith(f"process {os.getpid()} on ")
+    mine.release()
+
+
+def test_alone_waits_and_says_so(tmp_path, capsys):
+    """Two threads as two processes: the second waits for the first, and names the lock."""
+    order = []
+
+    def second():
+        with process.alone(tmp_path / "lock", "preparing"):
+            order.append("second")
+
+    with process.alone(tmp_path / "lock", "preparing"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        time.sleep(2.3)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+    assert f"preparing: waiting for the process that holds {tmp_path / 'lock'}" in capsys.readouterr().out
+
+
+def test_a_finished_run_says_so(stopped, tmp_path, capsys):
+    args = copy_of(stopped, tmp_path)
+    run_here(args)
+    before = record(folder_of(args))
+    with pytest.raises(SystemExit) as end:
+        run_here(args)
+    assert end.value.code == 0 and "is finished; --overwrite" in capsys.readouterr().out
+    assert record(folder_of(args)) == before
+
+
+def test_lines_of_steps_that_are_done_again_go(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
+    rundir.cut_back(file, 2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+# ------------------------------------------------------------------------------------------- keeping, saving, no room
+
+
+def test_which_checkpoints_stay(tiny, tmp_path, monkeypatch):
+    """The newest two and the best: pass@1 is set from here, the rest runs as it is."""
+    scores, plain = {0: 0.0, 1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3, 5: 0.4, 6: 0.5}, runlog.RunLog.evaluation
+    monkeypatch.setattr(
+        runlog.RunLog, "evaluation", lambda self, r: plain(self, r | {"eval/pass@1": scores[r["step"]]})
+    )
+    args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 6, "save_every": 1, "eval_every": 1})
+    run_here(args)
+    steps = [step for step, _ in rundir.saved_steps(folder_of(args))]
+    assert steps == [2, 5, 6]
+    assert (folder_of(args) / "checkpoints" / "latest").read_text() == "step_000006\n"
+    run_here(tiny_args(tiny, tmp_path / "all", **{**SMALL, "save_every": 1, "keep_checkpoints": 0}))
+    assert len(rundir.saved_steps(folder_of(tiny_args(tiny, tmp_path / "all", **SMALL)))) == 4
+
+
+def test_save_minutes(tiny, tmp_path):
+    args = tiny_args(tiny, tmp_path, **SMALL, save_minutes=1e-6)
+    run_here(args)
+    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == [2, 3, 4], (
+        "after every step; the one with an evaluation stays"
+    )
+    args = tiny_args(tiny, tmp_path / "rare", **SMALL)  # half an hour
+    run_here(args)
+    assert rundir.saved_steps(folder_of(args)) == []
+
+
+def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, monkeypatch, capsys):
+    plain = shutil.disk_usage
+    less = lambda path: plain(path)._replace(free=1000)  # noqa: E731
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (less if Path(path).name == "checkpoints" else plain)(path))
+    args = tiny_args(tiny, tmp_path, **SMALL, save_every=2)
+    assert len(run_here(args)) == 4
+    said = capsys.readouterr().out
+    assert "NO CHECKPOINT after step 2" in said and "GiB free" in said and "needed" in said
+    assert rundir.saved_steps(folder_of(args)) == []
+
+
+def test_a_full_disk_refuses_new_weights_only(stopped, tmp_path, monkeypatch, capsys):
+    """With room for one copy of the weights: best/ is counted once, a finished run says so, a dry run is warned."""
+    args = copy_of(stopped, tmp_path, best_metric="eval/pass@1")
+    weights = sum(file.stat().st_size for file in Path(args.model_name_or_path).glob("*.safetensors"))
+    run_here(args)
+    folder = folder_of(args)
+    assert (folder / "best").is_dir()
+    assert not (folder / "model.aside").exists()
+    plain = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: plain(path)._replace(free=weights))
+    new = {"output_dir": str(tmp_path / "new")}
+    with pytest.raises(SystemExit) as end:
+        run_here(dataclasses.replace(args, **new))
+    assert end.value.code == 2
+    assert "free some space" in capsys.readouterr().err
+    dry = dataclasses.replace(args, **new, dry_run=True)
+    grpo.main(dry, grpo.preflight(dry))
+    assert "warning: --output_dir" in capsys.readouterr().out
+    assert len(run_here(dataclasses.replace(args, total_steps=5))) == 5, "best/ is there already"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: plain(path)._replace(free=0))
+    with pytest.raises(SystemExit) as end:
+        run_here(args)
+    assert end.value.code == 0
+    assert "is finished" in capsys.readouterr().out
+    rundir.check_disk(dataclasses.replace(args, overwrite=True), folder)  # takes the place of what it removes
+
+
+def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys):
+    """The kernel refuses files above a size, as on a full disk: the old checkpoint stays, the run goes on."""
+    args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 3, "save_every": 1})
+    plain, limits = runlog.RunLog.step, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(self, metrics, *rest):
+        plain(self, metrics, *rest)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000 if metrics["step"] == 2 else limits[0], limits[1]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runlog.RunLog, "step", fill)
+        try:
+            run_here(args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().out
+    assert "NO CHECKPOINT after step 2" in said and "rank 0:" in said
+    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == [1, 3]
+    assert not any(rundir.damage(path) for _, path in rundir.saved_steps(folder_of(args)))
+    assert not list((folder_of(args) / "checkpoints").glob("*.partial"))
+
+
+def test_the_wandb_run_is_continued(tiny, tmp_path, monkeypatch):
+    args = tiny_args(tiny, tmp_path, **SMALL, track=True)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = interrupted(args, monkeypatch, after=2)
+    (first,) = (folder / "wandb").glob("offline-run-*")
+    run_here(args)
+    assert {p.name.rsplit("-", 1)[1] for p in (folder / "wandb").glob("offline-run-*")} == {
+        first.name.rsplit("-", 1)[1]
+    }

@@ -1,0 +1,518 @@
+"""Problems, their split and order, prompts as token ids, names of runs, and the files that a run writes."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import json
+import math
+import types
+import typing
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, make_samples, read_jsonl
+
+import grpo
+import ppo
+from grpo import Args
+from rewards import truth_error
+from runtime import data, flags, records, rundir, runlog
+
+# ------------------------------------------------------------------------------------------------- problems, prompts
+
+MINE = f"{ROOT / 'tests' / 'verifiers.py'}:parity"
+
+
+def questions(problems: list[records.Problem]) -> list[str]:
+    return [p.messages[-1]["content"] for p in problems]
+
+
+def test_split_of_the_default_data():
+    """The two-number sums have 200 distinct prompts among 2000 rows: 64 are held out, 136 trained on."""
+    training, evaluation = data.load_problems(Args(), truth_error)
+    assert (len(training), len(evaluation)) == (136, 64)
+    assert len({*questions(training), *questions(evaluation)}) == 200
+    assert questions(training)[:5] != sorted(questions(training))[:5]
+    again = data.load_problems(Args(), truth_error)
+    assert [questions(part) for part in again] == [questions(training), questions(evaluation)]
+    assert all(json.loads(json.dumps(p.row)) == p.row for p in training), "rows travel to the workers: plain data only"
+
+
+def rows(count: int = 30) -> list[dict]:
+    return [{"question": f"{i} + 1 =", "answer": str(i + 1), "level": i % 3} for i in range(count)]
+
+
+def from_file(folder: Path, content: list[dict], **changes) -> tuple[list[records.Problem], list[records.Problem]]:
+    path = folder / "problems.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return data.load_problems(Args(**{"dataset": str(path), "eval_prompts": 10, **changes}), truth_error)
+
+
+def test_split_is_seeded_and_disjoint(tmp_path):
+    splits = {seed: from_file(tmp_path, rows(), seed=seed) for seed in (1, 2)}
+    for training, evaluation in splits.values():
+        assert not set(questions(training)) & set(questions(evaluation))
+        assert sorted(questions(training) + questions(evaluation)) == sorted(row["question"] for row in rows())
+    assert questions(splits[1][1]) != questions(splits[2][1])
+    # More evaluation problems keep those there were; the batch size has no say.
+    more = from_file(tmp_path, rows(), eval_prompts=15, num_unique_prompts_rollout=4)[1]
+    assert questions(more)[:10] == questions(splits[1][1])
+
+
+def test_equal_prompts_count_once(tmp_path):
+    """Else one prompt could be held out and trained on."""
+    training, evaluation = from_file(tmp_path, rows() + rows() + [{"question": "0 + 1 =", "answer": "1", "level": 9}])
+    assert len(training) + len(evaluation) == 30
+
+
+def test_no_evaluation(tmp_path):
+    training, evaluation = from_file(tmp_path, rows(), eval_prompts=0)
+    assert (len(training), evaluation) == (30, [])
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+def test_sources(tmp_path, suffix):
+    path = tmp_path / f"problems.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows()) + "\n\n")
+    elif suffix == "json":
+        path.write_text(json.dumps(rows(), indent=1))
+    else:
+        import pandas
+
+        frame = pandas.DataFrame(rows())
+        frame.to_csv(path, index=False) if suffix == "csv" else frame.to_parquet(path)
+    training, evaluation = data.load_problems(Args(dataset=str(path), eval_prompts=10), truth_error)
+    problems = {p.messages[0]["content"]: p for p in training + evaluation}
+    assert len(problems) == 30
+    problem = problems["4 + 1 ="]
+    assert (problem.truth, problem.verifier, problem.row["level"]) == ("5", "last_number", 1)
+
+
+def test_columns_verifier_and_system_prompt(tmp_path):
+    content = [{"task": row["question"], "gold": 7} for row in rows()]
+    options = {"prompt_key": "task", "ground_truth_key": "gold", "system_prompt": "Be brief.", "reward_fn": MINE}
+    problem = from_file(tmp_path, content, **options)[0][0]
+    assert problem.messages[0] == {"role": "system", "content": "Be brief."}
+    assert [m["role"] for m in problem.messages] == ["system", "user"]
+    assert (problem.truth, problem.verifier) == ("7", MINE)
+
+
+def test_chat_messages_as_prompt(tmp_path):
+    chat = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
+    content = [{"question": [*chat, {"role": "user", "content": row["question"]}], "answer": "0"} for row in rows()]
+    problem = from_file(tmp_path, content)[0][0]
+    assert problem.messages[:2] == chat
+    assert len(problem.messages) == 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+class AddsBos:
+    """A tokenizer that puts its BOS before everything, as Llama's does, and whose template writes the same BOS."""
+
+    def __init__(self, tokenizer):
+        self.inner = tokenizer
+
+    def apply_chat_template(self, messages, **options):
+        assert options["tokenize"] is False and options["add_generation_prompt"] is True
+        return "<|im_start|>" + messages[-1]["content"]
+
+    def __call__(self, text, add_special_tokens=True):
+        ids = self.inner(text, add_special_tokens=False)["input_ids"]
+        return {"input_ids": [self.inner.convert_tokens_to_ids("<|im_start|>")] * add_special_tokens + ids}
+
+
+def problem(text: str) -> records.Problem:
+    return records.Problem([{"role": "user", "content": text}], "1", "exact", {})
+
+
+def test_no_second_bos(tokenizer):
+    problems = [problem("1 + 1 =")]
+    data.render_prompts(problems, AddsBos(tokenizer), Args())
+    bos = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert problems[0].prompt_ids[0] == bos and problems[0].prompt_ids.count(bos) == 1
+
+
+def test_prompts_as_the_template_writes_them(tokenizer, tmp_path):
+    problems = [problem("1 + 1 =")]
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}>")
+    for template, expected in {
+        "chatml": "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n",
+        "question_answer": "Question: 1 + 1 =\nAnswer:",
+        str(tmp_path / "mine.jinja"): "[1 + 1 =]>",
+    }.items():
+        data.render_prompts(problems, tokenizer, Args(chat_template=template))
+        assert tokenizer.decode(problems[0].prompt_ids) == expected
+
+
+# ------------------------------------------------------------------------------------------------ order of the prompts
+
+
+def order(steps: int, problems: int, prompts: int, seed: int = 1, shuffle: bool = True) -> list[int]:
+    return [
+        i
+        for step in range(1, steps + 1)
+        for i in data.prompts_at((step - 1) * prompts, prompts, problems, seed, shuffle)
+    ]
+
+
+def test_order_is_a_pure_function():
+    import random
+
+    forward = [data.prompts_at(step * 4 - 4, 4, 10, 1, True) for step in range(1, 9)]
+    random.seed(5)
+    backward = [data.prompts_at(step * 4 - 4, 4, 10, 1, True) for step in range(8, 0, -1)]
+    assert forward == backward[::-1]
+    assert forward != [data.prompts_at(step * 4 - 4, 4, 10, 2, True) for step in range(1, 9)]
+
+
+def test_every_pass_is_a_permutation_of_its_own():
+    passes = [order(10, 10, 4)[i : i + 10] for i in range(0, 40, 10)]  # steps of 4 cross the borders of 10
+    assert all(sorted(p) == list(range(10)) for p in passes)
+    assert len({tuple(p) for p in passes}) == 4
+    assert order(5, 10, 4, shuffle=False) == [*range(10), *range(10)]
+
+
+def test_batch_larger_than_the_data():
+    assert sorted(data.prompts_at(0, 7, 3, 1, True)[:6]) == [0, 0, 1, 1, 2, 2]
+
+
+def answered(place: int, scores: list[float]) -> list[records.Sample]:
+    samples = [records.Sample(place, k, [1], [2], [0.0], "stop", 1) for k in range(len(scores))]
+    for sample, score in zip(samples, scores, strict=True):
+        sample.score = score
+        sample.reward = score
+    return samples
+
+
+def draws(prompts: data.Prompts, steps: int) -> list[list[int]]:
+    """The indices drawn by each of ``steps`` steps of 4; multiples of 3 are solved, the others half of the time."""
+    found = []
+    for _ in range(steps):
+        chosen, batch = prompts.draw(4)
+        assert [p.truth for p in batch] == [str(i) for i in chosen]
+        samples = [s for place, i in enumerate(chosen) for s in answered(place, [1.0, float(i % 3 == 0)])]
+        prompts.record(chosen, samples)
+        prompts.drop_solved()
+        found.append(chosen)
+    return found
+
+
+def numbered(count: int) -> list[records.Problem]:
+    return [records.Problem([], str(i), "exact", {}) for i in range(count)]
+
+
+def test_prompts_without_filter_are_the_pure_function():
+    prompts = data.Prompts(numbered(10), ppo.Args())
+    assert [i for chosen in draws(prompts, 9) for i in chosen] == data.prompts_at(0, 36, 10, 1, True)
+
+
+def test_prompts_drop_solved_problems_after_an_epoch():
+    """At most the share, the best solved first; the shorter list starts an epoch of its own."""
+    options = {"dataset_max_filter_share": 0.3, "dataset_filter_threshold": 0.9}
+    prompts = data.Prompts(numbered(10), ppo.Args(**options))
+    found = [i for chosen in draws(prompts, 9) for i in chosen]
+    assert found[:12] == data.prompts_at(0, 12, 10, 1, True)
+    kept = [i for i in range(10) if i not in (0, 3, 6)]
+    assert found[12:20] == [kept[place] for place in data.prompts_at(0, 8, 7, 1, True)]
+    kept.remove(9)
+    assert prompts.state.kept == kept, "one more of seven after the second epoch"
+
+
+def test_prompts_continue_from_their_state():
+    """What a checkpoint keeps, through JSON, is enough: the draws after it are those of the run that never stopped."""
+    args = ppo.Args(dataset_max_filter_share=0.3, dataset_filter_threshold=0.9)
+    whole = draws(data.Prompts(numbered(10), args), 12)
+    for stop in range(12):
+        first = data.Prompts(numbered(10), args)
+        begun = draws(first, stop)
+        second = data.Prompts(numbered(10), args)
+        vars(second.state).update(json.loads(json.dumps(vars(first.state))))
+        assert begun + draws(second, 12 - stop) == whole
+
+
+def test_sampling_seeds_differ():
+    seeds = {
+        data.sampling_seed(seed, step, p, k)
+        for seed in (1, 2)
+        for step in (1, 11, "eval")
+        for p in range(20)
+        for k in (0, 1)
+    }
+    assert len(seeds) == 2 * 3 * 20 * 2
+    assert all(0 <= s < 2**32 for s in seeds)
+    assert data.sampling_seed(1, "eval", 2, 3) == data.sampling_seed(1, "eval", 2, 3)
+
+
+def test_a_problem_twice_in_a_step_is_not_answered_alike():
+    wanted = data.requests([4, 7, 4], 3, seed=1, step=2)
+    assert [(p, k) for p, k, _ in wanted] == [(p, k) for p in range(3) for k in range(3)]
+    assert len({seed for _, _, seed in wanted}) == 9
+    assert wanted[:6] == data.requests([4, 7], 3, seed=1, step=2)
+
+
+# ------------------------------------------------------------------------------------------------------ names of runs
+
+FIELDS = {f.name: f for f in dataclasses.fields(Args)}
+
+
+def other_value(name: str):
+    """A value of the field's type that is not its default."""
+    default, hint = FIELDS[name].default, typing.get_type_hints(Args)[name]
+    if isinstance(hint, types.UnionType):
+        hint = next(t for t in typing.get_args(hint) if t is not type(None))
+    if typing.get_origin(hint) is typing.Literal:
+        return next(v for v in typing.get_args(hint) if v != default)
+    if hint is bool:
+        return not default
+    if hint in (int, float):
+        return hint(3 if default is None else default + 1)
+    return ("a",) if hint == tuple[str, ...] else "other"
+
+
+@pytest.mark.parametrize("name", sorted(set(FIELDS) - set(flags.MAY_CHANGE)))
+def test_an_argument_changes_the_name(name):
+    changed = Args(**{name: other_value(name)})
+    assert rundir.run_name(changed, Args()) != rundir.run_name(Args(), Args())
+    assert rundir.run_name(changed, Args()) == rundir.run_name(Args(**{name: other_value(name)}), Args())
+
+
+def test_all_single_changes_have_names_of_their_own():
+    names = [rundir.run_name(Args(**{n: other_value(n)}), Args()) for n in FIELDS if n not in flags.MAY_CHANGE]
+    assert len(set(names)) == len(names) > 80
+
+
+@pytest.mark.parametrize("name", sorted(set(flags.MAY_CHANGE) - {"run_name"}))
+def test_what_may_change_keeps_the_name(name):
+    assert rundir.run_name(Args(**{name: other_value(name)}), Args()) == rundir.run_name(Args(), Args())
+
+
+def test_the_form_of_a_name():
+    assert rundir.run_name(Args(), Args()) == "grpo__seed=1"
+    assert rundir.run_name(Args(beta=0.1, seed=3, exp_name="kl"), Args()) == "kl__beta=0.1__seed=3"
+    assert rundir.run_name(Args(run_name="mine", beta=0.1), Args()) == "mine"
+    assert set(flags.PRESENTATION) == {
+        *("output_dir", "run_name", "dry_run", "overwrite", "track", "wandb_project", "wandb_entity"),
+        *("log_samples", "log_samples_every", "save_every", "best_metric", "reward_workers"),
+        *("resume", "accept_changed_code", "save_minutes", "keep_checkpoints"),
+    }, "whatever is added here no longer separates two runs: it must not change what a run computes"
+
+
+def test_long_and_strange_names():
+    long = [rundir.run_name(Args(system_prompt="x" * 500 + end), Args()) for end in "ab"]
+    assert long[0] != long[1]
+    assert all(len(name.encode()) < 200 for name in long)
+    slashes = [rundir.run_name(Args(dataset=path), Args()) for path in ("a/b.jsonl", "a-b.jsonl")]
+    assert slashes[0] != slashes[1]
+    assert not any("/" in name for name in slashes)
+
+
+# ------------------------------------------------------------------------------------------- every argument has effect
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_every_field_is_read(script):
+    """A flag that nothing reads would be accepted and do nothing. Read: args.<field>, or named for a getattr."""
+    read, named = set(), set()
+    for file in (
+        f"{script}.py",
+        *("utils.py", "rewards.py", *(f"runtime/{p.name}" for p in (ROOT / "runtime").glob("*.py"))),
+    ):
+        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+            attribute = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+            if attribute and ast.unparse(node.value) in ("args", "self.args"):
+                read.add(node.attr)
+            if isinstance(node, ast.FunctionDef) and node.name == "run_name":
+                named |= {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    assert len(read) > 80
+    fields = {f.name for f in dataclasses.fields(importlib.import_module(script).Args)}
+    either = {f.name for module in (grpo, ppo) for f in dataclasses.fields(module.Args)}
+    assert fields - read - named == set(), "declared, but nothing reads it"
+    assert read - either == set(), "read, but no such field"
+
+
+@pytest.mark.parametrize("script", ["grpo.py", "ppo.py"])
+def test_every_field_has_its_docstring(script):
+    body = next(n for n in ast.parse((ROOT / script).read_text()).body if getattr(n, "name", "") == "Args").body
+    for field, text in zip(body[::2], body[1::2], strict=True):
+        assert isinstance(field, ast.AnnAssign)
+        assert isinstance(text, ast.Expr) and len(text.value.value) > 8, f"{ast.unparse(field.target)} has no docstring"
+
+
+# -------------------------------------------------------------------------------------------------- files of a run
+
+
+def new_log(folder: Path, **changes) -> runlog.RunLog:
+    return runlog.RunLog(folder, Args(log_samples_every=0, **changes), 2, 10, True)
+
+
+def test_config(tmp_path):
+    new_log(tmp_path / "run", beta=0.5)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["args"] == json.loads(json.dumps(dataclasses.asdict(Args(log_samples_every=0, beta=0.5))))
+    assert config["world_size"] == 2
+    assert {"python", "torch", "transformers"} <= set(config["versions"])
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    log = new_log(tmp_path / "run")
+    log.write("metrics.jsonl", {"step": 1, "a": math.nan, "b": math.inf, "c": {"d": -math.inf}, "e": 0.5, "f": True})
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+
+    def no_constant(word: str) -> None:
+        pytest.fail(f"{word} is not JSON")
+
+    record = json.loads(text, parse_constant=no_constant)
+    assert record == {"step": 1, "a": None, "b": None, "c": {"d": None}, "e": 0.5, "f": True}
+
+
+def test_samples_and_metrics_of_a_step(tmp_path):
+    log, samples = new_log(tmp_path / "run", log_samples=5), make_samples(prompts=3, group=4)
+    batch = [problem(f"prompt {p}") for p in range(3)]
+    metrics = {"step": 3, "reward/mean": 0.5, "reward/format": None, "optim/skipped": 0}
+    metrics |= {"completions/length_mean": 3.0, "completions/truncated_frac": 0.0}
+    log.step(metrics, samples, batch)
+    assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0].keys() == metrics.keys() - {"reward/format"}
+    written = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert len(written) == 5
+    assert {row["prompt"] for row in written} == {"prompt 0", "prompt 1", "prompt 2"}, "not the first group alone"
+    assert [row["step"] for row in written] == [3] * 5
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    log = runlog.RunLog(tmp_path / "run", Args(), 2, 10, False)
+    log.write("metrics.jsonl", {"step": 1})
+    log.dump("bad_batch.jsonl", make_samples())
+    log.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_overwrite_leaves_nothing_of_the_old_run(tmp_path):
+    new_log(tmp_path / "run").write("metrics.jsonl", {"step": 1})
+    new_log(tmp_path / "run", overwrite=True)
+    assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["config.json", "lock"]
+
+
+def test_wandb_that_cannot_be_reached(tmp_path, monkeypatch, capsys):
+    """Tracking goes offline with one line, and the run goes on."""
+    import wandb
+
+    calls, logged = [], []
+
+    def init(**options):
+        calls.append(options.get("mode"))
+        if options.get("mode") != "offline":
+            raise wandb.errors.CommError("no route to host\nmore lines")
+        return types.SimpleNamespace(id="x", log=lambda r, step: logged.append((step, r)), finish=lambda: None)
+
+    monkeypatch.setattr(wandb, "init", init)
+    log = new_log(tmp_path / "run", track=True)
+    log.write("metrics.jsonl", {"step": 4, "reward/mean": 0.5})
+    log.write("samples.jsonl", {"step": 4, "response": "x"})
+    log.close()
+    assert calls == [None, "offline"]
+    assert logged == [(4, {"reward/mean": 0.5})]
+    said = capsys.readouterr().out
+    assert "warning: wandb is not reachable (no route to host)" in said and str(tmp_path) in said
+
+
+# ----------------------------------------------------------------------------------------- verifiers and truths of rows
+
+
+def test_verifier_of_a_row(tmp_path, capsys):
+    content = rows()
+    for i, name in enumerate(["exact", ["exact", "format"], "exact, format", None]):
+        content[i]["scored_by"] = name
+    training, _ = from_file(tmp_path, content, eval_prompts=0, verifier_key="scored_by", verifier="gsm8k")
+    found = {p.truth: p.verifier for p in training}
+    assert [found[str(i + 1)] for i in range(5)] == ["exact", "exact,format", "exact, format", "gsm8k", "gsm8k"]
+    content[7]["scored_by"] = "maths"
+    with pytest.raises(SystemExit) as end:
+        from_file(tmp_path, content, verifier_key="scored_by")
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert "--verifier_key scored_by" in message and "row 7" in message and "'maths'" in message
+
+
+def test_bad_rows(tmp_path, capsys):
+    content = rows()
+    content[3]["answer"] = "four"
+    with pytest.raises(SystemExit) as end:
+        from_file(tmp_path, content)
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert "row 3" in message and "'four'" in message and "--bad_rows drop" in message
+    content[8]["answer"] = "nine"
+    training, evaluation = from_file(tmp_path, content, bad_rows="drop")
+    assert len(training) + len(evaluation) == 28
+    assert not {"3 + 1 =", "8 + 1 ="} & set(questions(training + evaluation))
+    said = capsys.readouterr().out
+    assert "2 of 30 rows" in said and "rows 3, 8" in said and "'four'" in said
+
+
+def test_truths_that_are_lists(tmp_path):
+    tests = [{"input": [1, 2], "output": 3}]
+    content = [{**row, "answer": tests, "entry_point": "add"} for row in rows()]
+    training, _ = from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
+    assert json.loads(training[0].truth) == tests
+
+
+def test_code_rows_that_cannot_be_passed(tmp_path, capsys):
+    """Their tests are run when the data is read: the row, the column of its solution and the reason are named."""
+    check = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+    right = {"answer": check, "entry_point": "add", "solution": "def add(a, b):\n    return a + b"}
+    formal = {"answer": [{"input": [1, 2], "output": 3}], "entry_point": "add"}  # nothing to run
+    content = [{**row, **(right if i in (3, 5, 7) else formal)} for i, row in enumerate(rows())]
+    content[3]["answer"] = "import torch\n" + check
+    content[5]["solution"] = "def add(a, b):\n    return (x for x in [a + b])"
+    content[7]["time_limit"] = float("nan")
+    with pytest.raises(SystemExit) as end:
+        from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert "3 of 30 rows" in message and "rows 3, 5, 7" in message and "No module named 'torch'" in message
+    content[3]["answer"] = check
+    with pytest.raises(SystemExit):
+        from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
+    message = capsys.readouterr().err
+    assert "row 5" in message and "in column solution" in message and "generator is no value" in message
+    training, evaluation = from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True, bad_rows="drop")
+    assert len(training) + len(evaluation) == 28
+
+
+def test_code_without_namespaces(tmp_path, capsys, monkeypatch):
+
+    monkeypatch.setattr(data.sandbox, "namespaces_refused", lambda: "not permitted")
+    content = [{**row, "answer": [{"stdin": "", "stdout": "1"}]} for row in rows()]
+    with pytest.raises(SystemExit) as end:
+        from_file(tmp_path, content, verifier="code")
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert "not permitted" in message and "--allow_unsafe_code_exec" in message
+    from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
+    assert capsys.readouterr().out.count("no sandbox") == 1
+
+
+def test_zeros_are_explained(tmp_path, capsys):
+    training, _ = from_file(tmp_path, rows())
+    samples, args = make_samples(), Args(output_dir=str(tmp_path), log_samples_every=0)
+    for s in samples:
+        s.response, s.extracted = "It is 77", "77"
+    log = runlog.RunLog(tmp_path / "run", args, 1, 20, True)
+    metrics = {"completions/length_mean": 1.0, "completions/truncated_frac": 0.0, "optim/skipped": 0}
+    for step in range(1, 14):
+        for s in samples:
+            s.score = float(step == 7)
+        log.step({"step": step, **metrics}, samples, training)
+        said = capsys.readouterr().out
+        assert ("all scores of the last 5 steps are 0" in said) == (step in (5, 12)), step
+        if step in (5, 12):
+            assert said.count("'77' by last_number, status ok") == 2 and repr(training[0].truth) in said

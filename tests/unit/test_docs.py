@@ -1,0 +1,112 @@
+"""docs/metrics.md against a real run: whatever is logged is documented, whatever is documented is logged."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from helpers import ROOT, messages, read_jsonl, run_here, tiny_args
+
+
+def documented(section: str) -> list[str]:
+    """The names in the first column of the table under one heading."""
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    body = text.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^\| `([^`]+)` \|", body, flags=re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    """A run that logs all there is: a reference, an evaluation and a checkpoint between steps, a format score."""
+    out = tmp_path_factory.mktemp("documented")
+    options = {"beta": 0.1, "eval_every": 1, "save_every": 1, "filter_zero_std_samples": False, "reward_fn": None}
+    options |= {"dynamic_sampling_rounds": 1, "best_metric": "eval/pass@1"}
+    options |= {"generation_size": 5, "dataset_max_filter_share": 0.01}
+    run_here(tiny_args(tiny, out, run_name="run", **options))
+    return out / "run"
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "eval.jsonl", "samples.jsonl"])
+def test_logged_and_documented_are_the_same(folder, file):
+    logged = {key for record in read_jsonl(folder / file) for key in record}
+    names = documented(file)
+    assert len(names) == len(set(names)), "a name is documented twice"
+    assert logged - set(names) == set(), "logged, but not in docs/metrics.md"
+    assert set(names) - logged == set(), "in docs/metrics.md, but never logged"
+
+
+def test_every_name_that_a_script_writes_down_is_documented():
+    """Also what no test run logs: names in the source of the scripts, found without running them."""
+    names = set(documented("metrics.jsonl")) | set(documented("eval.jsonl"))
+    groups = {name.split("/")[0] for name in names if "/" in name}
+    source = (ROOT / "grpo.py").read_text() + (ROOT / "utils.py").read_text()
+    written = set(re.findall(rf'"((?:{"|".join(groups)})/[\w@]+)"', source))
+    assert len(written) > 25
+    assert written - names == set()
+
+
+def test_config_and_files(folder):
+    assert set(json.loads((folder / "config.json").read_text())) == set(documented("config.json"))
+    tree = (ROOT / "docs" / "metrics.md").read_text().split("```")[1]
+    for path in folder.iterdir():
+        assert path.name in tree, f"{path.name} is left by a run, but not in docs/metrics.md"
+    assert (folder / "model" / "config.json").exists()
+    assert (folder / "checkpoints" / "step_000001" / "model" / "config.json").exists()
+
+
+def test_defined_denominators(folder):
+    """The relations between metrics that the page states, on the numbers of a run."""
+    for record in read_jsonl(folder / "metrics.jsonl"):
+        tokens = 16 * record["completions/length_mean"]  # nothing is left out in this run
+        assert record["episode"] == record["step"] * 16
+        assert record["kl/sequence"] == pytest.approx(record["kl/k1"] * tokens / 16, abs=1e-9)
+        assert record["kl/k4"] == pytest.approx(record["kl/k1"], abs=1e-9)
+        assert record["perf/tokens_per_second"] == pytest.approx(tokens / record["time/step"])
+        assert record["perf/update_tokens_per_second"] == pytest.approx(tokens / record["time/update"])
+        assert record["sampler/staleness"] == 0
+
+
+def test_the_faults_page_shows_what_a_user_sees():
+    """Messages, not the source lines of a traceback; whole brackets; and the fault's own message."""
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "faults.md").read_text().splitlines() if line[:2] == "| "]
+    assert len(rows) > 50
+    for row in rows[1:]:
+        seen = row[2].strip("`")
+        assert not re.match(r"raise |self\.|watch\.|return |\w+ = |def ", seen), row
+        assert seen.count("(") == seen.count(")") or seen.endswith("..."), row
+        assert not seen.startswith("memory "), f"the estimate at the start is not the message of: {row[0]}"
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (
+            'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    raise ValueError("x")\nValueError: x',
+            2,
+        ),
+        ('  File "a.py", line 3, in f\n    g(x)\n    ^^^^\n  File "b.py", line 4, in g\n    h("x")\nKeyError: x', 1),
+        ("no traceback\n  indented", 2),
+    ],
+)
+def test_frames_of_a_traceback_are_no_messages(text, expected):
+    assert len(messages(text)) == expected
+
+
+def test_the_loss_on_the_page_is_gspo():
+    """The ratio of docs/adding_a_loss.md: exp of the mean log-ratio of each response, with the token's own gradient."""
+    import torch
+
+    text = (ROOT / "docs" / "adding_a_loss.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    logprobs = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
+    names = {
+        "torch": torch,
+        "logprobs_T": logprobs,
+        "old_T": torch.tensor([-1.2, -1.6, -0.5, -2.0]),
+        "sequence_T": torch.tensor([0, 0, 0, 2]),
+    }
+    exec(code, names)  # a page of this project
+    expected = torch.tensor([(0.2 - 0.4 + 0.0) / 3] * 3 + [-1.0]).exp()
+    torch.testing.assert_close(names["ratio_T"].detach(), expected)
+    torch.testing.assert_close(torch.autograd.grad(names["ratio_T"].sum(), logprobs)[0], expected)

@@ -1,0 +1,439 @@
+"""Wrong input ends with exit code 2 and a message that names the flag and the remedy, before any model is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, VERIFIERS, clean_environment, script, tiny_args
+
+import grpo
+from grpo import Args
+from runtime import process, rundir, runlog
+
+FLASH = {"attn_implementation": "flash_attention_2"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with problems in a file and a model that has every file but real weights."""
+    folder = tmp_path_factory.mktemp("input")
+    rows = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(40)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "empty_prompt.jsonl").write_text(json.dumps({"question": "", "answer": "1"}) + "\n")
+    (folder / "broken.jsonl").write_text('{"question": "1 + 1 =",\n')
+    (folder / "broken.json").write_text('[{"question": "1 + 1 ="')
+    config, tokenizer = {"max_position_embeddings": 2048}, {"chat_template": "{{ messages[0]['content'] }}"}
+    for name, files in {
+        "model": {"config.json": config, "model.safetensors": {}, "tokenizer_config.json": tokenizer},
+        "no_weights": {"config.json": config, "tokenizer_config.json": tokenizer},
+        "no_config": {"model.safetensors": {}, "tokenizer_config.json": tokenizer},
+        "no_template": {"config.json": config, "model.safetensors": {}, "tokenizer_config.json": {}},
+        "empty": {},
+    }.items():
+        (folder / name).mkdir()
+        for file, content in files.items():
+            (folder / name / file).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch):
+    """Fails the test when main gets as far as importing torch's users: all refusals here come before that."""
+
+    def reached() -> None:
+        raise AssertionError("main went on to load tokenizer and model")
+
+    monkeypatch.setattr(process, "prepare_environment", reached)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+def start(args: Args) -> None:
+    """What ``python grpo.py`` does with these arguments."""
+    grpo.main(args, grpo.preflight(args))
+
+
+def refusal(args: Args, capsys) -> str:
+    """The message with which a run of these arguments ends."""
+    with pytest.raises(SystemExit) as end:
+        start(args)
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1, "one line, no traceback"
+    return message
+
+
+def arguments(place: Path, changes: dict) -> Args:
+    """Arguments that are fine but for ``changes``; PLACE in a text stands for the folder."""
+    usual = {"model_name_or_path": "PLACE/model", "dataset": "PLACE/problems.jsonl", "eval_prompts": 8}
+    usual |= {"output_dir": "PLACE/runs", **changes}
+    return Args(**{k: v.replace("PLACE", str(place)) if isinstance(v, str) else v for k, v in usual.items()})
+
+
+def test_the_usual_arguments_are_not_refused(place, nothing_is_loaded):
+    """Else every case below would pass for the wrong reason."""
+    with pytest.raises(AssertionError, match="went on"):
+        start(arguments(place, {}))
+
+
+CASES = {
+    # sizes
+    "batch does not divide": (
+        {"num_unique_prompts_rollout": 8, "num_mini_batches": 3},
+        ["--num_unique_prompts_rollout 8", "--num_mini_batches 3", "multiple"],
+    ),
+    "episodes do not divide": (
+        {"total_episodes": 100},
+        ["--total_episodes 100", "64", "--num_samples_per_prompt_rollout 8"],
+    ),
+    "group of one": ({"num_samples_per_prompt_rollout": 1}, ["--num_samples_per_prompt_rollout 1", "at least 2"]),
+    "micro-batch too small": (
+        {"micro_batch_tokens": 287},
+        ["--micro_batch_tokens 287", "--max_prompt_length 256", "--max_response_length 32", "288"],
+    ),
+    "log-prob micro-batch too small": (
+        {"logprob_micro_batch_tokens": 287},
+        ["--logprob_micro_batch_tokens 287", "288"],
+    ),
+    **{
+        f"{name} zero": ({name: 0}, [f"--{name} 0", "above 0"])
+        for name in (
+            *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "num_mini_batches", "num_epochs"),
+            *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate"),
+            *("reward_timeout", "reward_workers", "logprob_chunk", "eval_samples", "vllm_max_num_seqs"),
+            "vllm_tensor_parallel_size",
+        )
+    },
+    "negative temperature": ({"temperature": -1.0}, ["--temperature -1.0", "above 0"]),
+    # data
+    "unknown file": ({"dataset": "PLACE/nothing.jsonl"}, ["--dataset", "nothing.jsonl", ".parquet", "hub id"]),
+    "unknown hub set": ({"dataset": "nobody/nothing"}, ["--dataset nobody/nothing", "'train'", "reasoning_gym:NAME"]),
+    "unknown task": ({"dataset": "reasoning_gym:nothing"}, ["--dataset reasoning_gym:nothing", "form: reasoning_gym:"]),
+    "unknown task option": ({"dataset": "reasoning_gym:chain_sum?colour=1"}, ["colour", "form: reasoning_gym:"]),
+    "task option of no value": ({"dataset": "reasoning_gym:chain_sum?size"}, ["--dataset", "?key=value"]),
+    "impossible task option": ({"dataset": "reasoning_gym:chain_sum?min_terms=0"}, ["min_terms", "--dataset"]),
+    "broken jsonl": ({"dataset": "PLACE/broken.jsonl"}, ["--dataset", "not valid jsonl", "line 1"]),
+    "broken json": ({"dataset": "PLACE/broken.json"}, ["--dataset", "not valid json"]),
+    "unknown prompt column": ({"prompt_key": "problem"}, ["--prompt_key problem", "question, answer"]),
+    "unknown truth column": ({"ground_truth_key": "truth"}, ["--ground_truth_key truth", "question, answer"]),
+    "empty prompt": ({"dataset": "PLACE/empty_prompt.jsonl"}, ["row 0", "empty 'question'", "repair"]),
+    "too few problems": (
+        {"eval_prompts": 33},
+        ["40 distinct problems", "--eval_prompts 33", "leaves 7", "--num_unique_prompts_rollout 8"],
+    ),
+    # model
+    "missing folder": (
+        {"model_name_or_path": "PLACE/nothing"},
+        ["--model_name_or_path", "no such folder", "make setup"],
+    ),
+    "no weights": ({"model_name_or_path": "PLACE/no_weights"}, ["--model_name_or_path", "no weights", "safetensors"]),
+    "no config": ({"model_name_or_path": "PLACE/no_config"}, ["--model_name_or_path", "no config.json", "hub id"]),
+    "empty folder": ({"model_name_or_path": "PLACE/empty"}, ["--model_name_or_path", "no config.json"]),
+    "a file as model": ({"model_name_or_path": "PLACE/problems.jsonl"}, ["--model_name_or_path", "no config.json"]),
+    "no template": ({"model_name_or_path": "PLACE/no_template"}, ["--chat_template", "chatml", "question_answer"]),
+    "unknown template": ({"chat_template": "nothing"}, ["--chat_template nothing", "chatml", "file"]),
+    "context too short": (
+        {"max_prompt_length": 1200, "max_response_length": 1200, "micro_batch_tokens": 9999}
+        | {"logprob_micro_batch_tokens": 9999},
+        ["--max_prompt_length 1200", "--max_response_length 1200", "2400", "2048", "shorten"],
+    ),
+    "context overridden": ({"override_config": '{"max_position_embeddings": 100}'}, ["288", "100", "shorten"]),
+    "override is not JSON": ({"override_config": "{rope_theta: 1}"}, ["--override_config", "not valid JSON", "for ex"]),
+    "override is no object": ({"override_config": "[1]"}, ["--override_config", "JSON object"]),
+    # sampling and engine
+    "nothing to train": ({"ignore_eos": True}, ["--ignore_eos", "--no-mask_truncated_completions"]),
+    "stop strings without vLLM": ({"rollout": "hf", "stop": ("\n",)}, ["--stop", "--rollout vllm"]),
+    "tensor parallel": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size 2", "must divide the 1 rank"]),
+    "flash attention, shared rows": (FLASH, ["--attn_implementation flash_attention_2", "--batch_layout packed"]),
+    "flash attention, fp32": (
+        {**FLASH, "batch_layout": "packed", "dtype": "float32"},
+        ["--dtype float32", "bfloat16", "--attn_implementation sdpa"],
+    ),
+    "offload without ZeRO 3": ({"offload_param": True}, ["--offload_param", "--zero_stage 3", "not 2"]),
+    # verifiers
+    "unknown verifier": ({"verifier": "maths"}, ["--verifier", "'maths'", "last_number", "exact"]),
+    "unknown verifier file": ({"reward_fn": "nothing.py:score"}, ["--reward_fn", "no file 'nothing.py'", "'score'"]),
+    "unknown function": ({"reward_fn": f"{VERIFIERS}:nothing"}, ["--reward_fn", "no function 'nothing'"]),
+    "function is none": ({"reward_fn": f"{VERIFIERS}:__name__"}, ["--reward_fn", "no function '__name__'"]),
+    "one of two verifiers": ({"verifier": "math,maths"}, ["--verifier", "'maths'"]),
+    "weights": ({"reward_weights": ("math",)}, ["--reward_weights", "'math'", "NAME=NUMBER"]),
+    "weight of nothing": ({"reward_weights": ("maths=1",)}, ["--reward_weights", "'maths'", "last_number"]),
+    "reward model as gate": ({"reward_weights": ("reward_model=gate",)}, ["--reward_weights reward_model=gate"]),
+    "overlong buffer": ({"overlong_buffer": 32}, ["--overlong_buffer 32", "--max_response_length 32"]),
+    # the algorithm
+    "lower clip": ({"clip_lower": 1.0}, ["--clip_lower 1.0", "[0, 1)"]),
+    "lower clip negative": ({"clip_lower": -0.1}, ["--clip_lower -0.1"]),
+    "upper clip": ({"clip_higher": -0.2}, ["--clip_higher -0.2", "must be 0 or more"]),
+    "dual clip": ({"clip_ratio_c": 1.0}, ["--clip_ratio_c 1.0", "above 1"]),
+    # KL
+    "negative beta": ({"beta": -0.1}, ["--beta -0.1", "0 or more"]),
+    "adaptive without KL": ({"kl_controller": "adaptive"}, ["--kl_controller adaptive", "--beta"]),
+    "adaptive, target zero": (
+        {"kl_controller": "adaptive", "beta": 0.1, "kl_target": 0.0},
+        ["--kl_controller adaptive", "--kl_target"],
+    ),
+    "adaptive without place": (
+        {"kl_controller": "adaptive", "beta": 0.1, "kl_placement": "none"},
+        ["--kl_controller adaptive", "--kl_placement"],
+    ),
+    "adaptive, short horizon": (
+        {"kl_controller": "adaptive", "beta": 0.1, "kl_horizon": 12.0},
+        ["--kl_horizon 12", "64 samples"],
+    ),
+    "reference moves without beta": ({"ref_policy_update_freq": 5}, ["--ref_policy_update_freq", "--beta 0"]),
+    "reference moves without place": (
+        {"ref_policy_update_freq": 5, "beta": 0.1, "kl_placement": "none"},
+        ["--ref_policy_update_freq", "--kl_placement none"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused(case, place, nothing_is_loaded, capsys, monkeypatch):
+    changes, words = CASES[case]
+
+    import datasets
+
+    load = datasets.load_dataset
+
+    def offline(name: str, *rest: object, **more: object):
+        if "data_files" not in more:
+            raise ConnectionError("no network in tests")
+        return load(name, *rest, **more)
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    message = refusal(arguments(place, changes), capsys)
+    for word in words:
+        assert word in message
+
+
+def test_tensor_parallel_divides_the_ranks(place, nothing_is_loaded, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "--vllm_tensor_parallel_size 3" in refusal(arguments(place, {"vllm_tensor_parallel_size": 3}), capsys)
+
+
+def test_only_rank_zero_speaks(place, nothing_is_loaded, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as end:
+        start(arguments(place, {"beta": -1.0}))
+    assert end.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+# ---------------------------------------------------------------------------------------- folders of earlier runs
+
+
+def earlier_run(place: Path, changes: dict) -> None:
+    args = arguments(place, changes)
+    folder, _ = rundir.open_run(args, Args())
+    runlog.RunLog(folder, args, 1, args.total_steps, True).close()
+
+
+def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
+    """Weights larger than what is free (a hole in a file takes no room); with a best/ too, twice the weights."""
+    model = shutil.copytree(place / "model", tmp_path / "model")
+    free = shutil.disk_usage(tmp_path).free
+    for size, changes in ((free + 2**30, {}), (free // 2 + 2**30, {"best_metric": "eval/pass@1"})):
+        os.truncate(model / "model.safetensors", size)
+        args = arguments(place, {"model_name_or_path": str(model), "output_dir": str(tmp_path / "runs/new"), **changes})
+        message = refusal(args, capsys)
+        for word in ("--output_dir", "GiB free", "free some space"):
+            assert word in message
+        assert not (tmp_path / "runs").exists()
+    with pytest.raises(AssertionError, match="went on"):
+        start(arguments(place, {"model_name_or_path": str(model)}))
+
+
+def test_folder_of_another_run(place, nothing_is_loaded, capsys):
+    earlier_run(place, {"run_name": "mine"})
+    message = refusal(arguments(place, {"run_name": "mine", "beta": 0.25}), capsys)
+    for word in ("another configuration", "--beta 0.0 there, 0.25 here", "--run_name"):
+        assert word in message
+
+
+def test_the_same_run_again(place, nothing_is_loaded, capsys):
+    earlier_run(place, {"seed": 7})
+    never = {"seed": 7, "resume": "never"}
+    message = refusal(arguments(place, never), capsys)
+    assert "this very run" in message and "--overwrite" in message
+    message = refusal(arguments(place, {**never, "log_samples": 1}), capsys)  # shown otherwise, still the same run
+    assert "this very run" in message
+    with pytest.raises(AssertionError, match="went on"):  # it had not made a step, so nothing is lost
+        start(arguments(place, {"seed": 7}))
+    with pytest.raises(AssertionError, match="went on"):
+        start(arguments(place, {"seed": 7, "overwrite": True}))
+    both = {"seed": 7, "overwrite": True, "resume": "runs/other/checkpoints/step_000010"}
+    assert "--overwrite starts from scratch" in refusal(arguments(place, both), capsys)
+
+
+# ----------------------------------------------------------------------------------------- what needs the tokenizer
+
+
+def test_filtered_down_to_too_few(tiny, tmp_path, capsys):
+    args = tiny_args(tiny, tmp_path, max_prompt_length=3, overlong_prompts="filter", rollout="hf")
+    assert "left by --overlong_prompts filter" in refusal(args, capsys)
+
+
+def test_long_prompts(tiny, tmp_path, capsys, monkeypatch):
+    import utils
+
+    def load_model(*_: object) -> None:
+        raise SystemExit("a model was loaded")  # any other exception would make the run leave by os._exit
+
+    monkeypatch.setattr(utils, "load_model", load_model)
+    rows = [{"question": "one " * (90 if i == 3 else 2) + str(i), "answer": "1"} for i in range(20)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"dataset": "PLACE/long.jsonl", "model_name_or_path": str(tiny), "max_prompt_length": 60}
+    message = refusal(arguments(tmp_path, changes), capsys)
+    for word in ("1 of 12 prompts", "--max_prompt_length 60", "one one", "--overlong_prompts filter"):
+        assert word in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_unknown_field_of_the_config(tiny, capsys):
+    """Known only once transformers has built the config; the weights are not read."""
+    import torch
+
+    import utils
+
+    with pytest.raises(SystemExit) as end:
+        utils.load_model(Args(model_name_or_path=str(tiny), override_config='{"depth": 3}'), torch.float32, "eager")
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert "--override_config" in message and "'depth'" in message
+
+
+# ------------------------------------------------------------------------------------------------- as a user calls it
+
+
+def call(*words: str, **environment: str) -> tuple[int, str, str, float]:
+    """(exit code, stdout, stderr, seconds) of one command in the repository, without the test's own variables."""
+    start = time.perf_counter()
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=clean_environment() | {"HF_HUB_OFFLINE": "1"} | environment,
+    )
+    return done.returncode, done.stdout, done.stderr, time.perf_counter() - start
+
+
+COMMANDS = {
+    "sizes": ("--num_unique_prompts_rollout 8 --num_mini_batches 3", ["--num_mini_batches 3", "multiple"]),
+    "model": ("--model_name_or_path models/nothing", ["--model_name_or_path models/nothing", "make setup"]),
+    "data": (
+        "--dataset PLACE/problems.jsonl --prompt_key problem --model_name_or_path PLACE/model",
+        ["--prompt_key problem", "question, answer"],
+    ),
+    "estimator": ("--kl_estimator k9", ["--kl_estimator", "low_var_kl"]),
+    "placement": ("--kl_placement nowhere", ["--kl_placement", "reward"]),
+    "unknown flag": ("--learning_rat 1", ["learning_rat"]),
+    "not a number": ("--beta much", ["--beta"]),
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_exit_code_and_time(case, place):
+    flags, words = COMMANDS[case]
+    code, _, err, seconds = call(*script("grpo.py", *flags.replace("PLACE", str(place)).split()))
+    assert code == 2
+    for word in words:
+        assert word in err, err
+    assert "Traceback" not in err
+    assert seconds < 5
+
+
+def imported(err: str) -> set[str]:
+    """Top-level modules in the output of ``python -X importtime``."""
+    return {
+        line.rsplit("|", 1)[1].strip().split(".")[0] for line in err.splitlines() if line.startswith("import time:")
+    }
+
+
+HEAVY = {"torch", "transformers", "vllm", "deepspeed", "accelerate", "datasets", "reasoning_gym"}
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--beta", "-1"), ("--dataset", "nowhere.jsonl")], ids=" ".join)
+def test_help_and_refusals_come_before_the_slow_imports(words):
+    code, out, err, _ = call(*script("-X", "importtime", "grpo.py", *words))
+    assert code == (0 if words == ("--help",) else 2)
+    assert "runtime" in imported(err), "the option was not heeded"
+    assert not imported(err) & HEAVY
+    if words == ("--help",):
+        assert out.index("│ --num_unique_prompts_rollout") < out.index("│ --beta") < out.index("│ --vllm_max_num_seqs")
+        assert call(*script("grpo.py", *words))[3] < 3
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (("--top_p", "0.9"), "--top_p is fixed here: training samples from the whole distribution"),
+        (("--top-k", "50"), "--eval_top_k"),
+        (("--no-do_sample",), "--eval_temperature 0"),
+        (("--num_generations", "4"), "TRL's num_generations is --num_samples_per_prompt_rollout here"),
+        (("--number_samples_per_prompt=4",), "--num_samples_per_prompt_rollout"),
+        (("--ppo_mini_batch_size", "4"), "--num_mini_batches"),
+        (("--overwrite", "true"), "switches take no value; give --overwrite"),
+        (("--shuffle", "False"), "switches take no value; give --no-shuffle"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
+)
+def test_flags_of_other_frameworks_and_values_of_switches_get_a_hint(words, remedy, capsys):
+    from runtime import flags
+
+    with pytest.raises(SystemExit) as end:
+        flags.parse(Args, words=list(words))
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert remedy in message and words[0].partition("=")[0].replace("-", "_").strip("_") in message.replace("-", "_")
+
+
+def test_import_starts_nothing():
+    code = (
+        "import threading, multiprocessing, os, torch, transformers; before = dict(os.environ); import grpo; "
+        "print(threading.active_count(),"
+    )
+    code += " len(multiprocessing.active_children()), dict(os.environ) == before)"
+    assert call(*script("-c", code))[1].split() == ["1", "0", "True"]
+
+
+def test_dry_run(tiny, tmp_path):
+    words = ["--dry_run", "--model_name_or_path", str(tiny), "--output_dir", str(tmp_path / "runs"), "--beta", "0.1"]
+    words += ["--total_steps", "5", "--num_mini_batches", "2", "--num_epochs", "3"]
+    code, out, err, _ = call(*script("grpo.py", *words))
+    assert code == 0, err
+    for line in (
+        "8 prompts x 8 samples = 64 samples",
+        "2048 new tokens, 6 optimizer step(s)",
+        "5 steps, 320 samples, 30 optimizer steps",
+        "136 problems",
+        "held out",
+        "<|im_start|>user\\nState the final answer",
+        "KL: 0.1 x k3 in the loss",
+        "memory ",
+    ):
+        assert line in out
+    ids = json.loads(next(line for line in out.splitlines() if line.startswith("ids ")).removeprefix("ids"))
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    shown = next(line for line in out.splitlines() if line.startswith("prompt ")).removeprefix("prompt").strip()
+    assert repr(tokenizer.decode(ids)) == shown
+    assert not (tmp_path / "runs").exists()
+
+
+def test_fewer_processes_than_asked_for():
+    """A launcher's command line that asks for two ranks, and one process under it."""
+    inner = f"{sys.executable} grpo.py --dry_run; exit $?"  # the semicolon keeps bash as the parent
+    code, _, err, _ = call("bash", "-c", inner, "launch", "--num_processes", "2")
+    assert code == 2
+    assert "--num_processes 2" in err and "scripts/zero2.yaml" in err

@@ -1,0 +1,40 @@
+"""scripts/graders.py counts what labelled answers show: false negatives, false positives, hangs, time."""
+
+from __future__ import annotations
+
+import json
+
+import graders
+import pytest
+from helpers import ROOT
+from verifiers import always
+
+
+def test_the_pairs_are_labelled_and_none_is_there_twice():
+    pairs = [json.loads(line) for line in (ROOT / "tests" / "graders.jsonl").read_text().splitlines()]
+    assert len({(pair["truth"], pair["response"]) for pair in pairs}) == len(pairs) >= 400
+    assert all(isinstance(pair["label"], bool) and pair["truth"] for pair in pairs)
+
+
+def test_a_grader_that_raises_is_a_finding_and_not_an_end():
+    found = graders.timed(lambda: 1 / 0)
+    assert (found.score, found.parts["raised"]) == (0.0, 1.0)
+    assert graders.timed(lambda: None).score == 0.0, "TRL's word for a truth that it cannot parse"
+
+
+def test_a_folder_without_wheels_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        graders.main(["--wheels", str(tmp_path)])
+    assert ended.value.code == 2 and "no package trl there" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_page_counts_errors_by_grader_and_family(tmp_path):
+    """A grader that is always content has every wrong answer as a false positive."""
+    page = tmp_path / "page.md"
+    graders.main(["--rows", "31", "--output", str(page)])
+    text = page.read_text()
+    assert "21 right and 10 wrong answers" in text
+    assert "| ours | 0 | 0 | 0 | 0 |" in text and "| math-verify | 1 | 0 | 0 | 0 |" in text
+    totals, families = graders.run(always, graders.labelled(None)["written families"][:31], 10.0)
+    assert totals["false positives"] == families["fractions"]["false positives"] == 10

@@ -1,0 +1,301 @@
+"""A run is its arguments and its code: an edited script trains, and never passes for the run of the original."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import (
+    ROOT,
+    SMALL,
+    Run,
+    command,
+    copy_of,
+    folder_of,
+    interrupted,
+    logged,
+    read_jsonl,
+    refusal,
+    run_here,
+    tiny_args,
+)
+
+import grpo
+from runtime import flags, identity, process, rundir
+
+EDIT = """
+original_loss = token_loss
+
+
+def token_loss(*arguments, **named):
+    loss_T, parts = original_loss(*arguments, **named)
+    return {factor} * loss_T, parts
+
+
+if __name__ == "__main__":"""
+
+
+def edit(script: Path, factor: float) -> None:
+    """Copy grpo.py and scale its loss, as a user would try out a loss of their own."""
+    source = (ROOT / "grpo.py").read_text()
+    start, entry, end = source.rpartition('\nif __name__ == "__main__":')
+    assert entry
+    script.write_text(start + EDIT.format(factor=factor) + end)
+    sys.modules.pop(script.stem, None)
+    identity._digests.cache_clear()
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The name of a copied script that can be imported, with no bytecode of its last edit in the way."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path / "mine.py"
+    sys.modules.pop("mine", None)
+    identity._digests.cache_clear()
+
+
+def weights(args, script: str) -> str:
+    return process.file_digest(folder_of(args, script) / "model" / "model.safetensors")
+
+
+def test_copy_edit_run_edit_run(tiny, tmp_path, mine, capsys):
+    """The copy trains beside the original; edited again it is not finished, and trains by a name."""
+    changes = {"learning_rate": 1e-3, "eval_prompts": 0}
+    original = tiny_args(tiny, tmp_path / "runs", **changes)
+    assert len(run_here(original)) == 2
+    edit(mine, -1.0)
+    first = tiny_args(tiny, tmp_path / "runs", "mine", **changes)
+    assert len(run_here(first, "mine")) == 2
+    assert folder_of(first, "mine").name.startswith("mine__")
+    assert weights(first, "mine") != weights(original, "grpo")
+    with pytest.raises(SystemExit) as end:
+        run_here(first, "mine")
+    assert end.value.code == 0
+    assert "is finished" in capsys.readouterr().out
+
+    edit(mine, -2.0)
+    again = tiny_args(tiny, tmp_path / "runs", "mine", **changes)
+    with pytest.raises(SystemExit) as end:
+        run_here(again, "mine")
+    message = capsys.readouterr().err
+    assert end.value.code == 2
+    assert "is finished, but by other code:" in message
+    assert "mine.py has changed." in message
+    assert "--exp_name" in message
+    assert "--overwrite" in message
+    again.exp_name = "second"
+    assert len(run_here(again, "mine")) == 2
+    again.exp_name = "mine"
+    again.overwrite = True
+    assert len(run_here(again, "mine")) == 2
+
+
+def test_a_resumed_run_of_changed_code_needs_a_flag(tiny, tmp_path, mine, monkeypatch, capsys):
+    """The refusal names the file; --accept_changed_code continues, and the next checkpoint is of the new code."""
+    edit(mine, 1.0)
+    args = tiny_args(tiny, tmp_path / "runs", "mine", **SMALL, save_every=1)
+    folder = interrupted(args, monkeypatch, after=2, script="mine")
+    edit(mine, -1.0)
+    args = tiny_args(tiny, tmp_path / "runs", "mine", **SMALL, save_every=1)
+    with pytest.raises(SystemExit) as end:
+        run_here(args, "mine")
+    message = capsys.readouterr().err
+    assert end.value.code == 2
+    assert "step_000002 was saved by other code:" in message
+    assert "mine.py has changed." in message
+    assert "--accept_changed_code" in message
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 2
+    args.accept_changed_code = True
+    assert len(run_here(args, "mine")) == 4
+    assert "mine.py has changed" in capsys.readouterr().out
+    state = json.loads((folder / "checkpoints" / "step_000004" / "state.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
+    assert state["code"] == config["code"] == identity.code_of(args)
+
+
+def test_a_changed_module_is_named(stopped, tmp_path, capsys):
+    """Not only the script: any project file that it imports."""
+    args = copy_of(stopped, tmp_path)
+    rewrite_code(folder_of(args), {"kl_estimators.py": "0" * 64, "gone.py": "1" * 64})
+    message = refusal(args, capsys)
+    assert "gone.py is no longer part of it, " in message
+    assert "kl_estimators.py has changed" in message
+
+
+def rewrite_code(folder: Path, changes: dict[str, str] | None) -> None:
+    """Give a run's config.json and its newest checkpoint other hashes; None: none at all, as older runs have."""
+    checkpoint = folder / "checkpoints" / "step_000003"
+    for file in (folder / "config.json", checkpoint / "state.json"):
+        record = json.loads(file.read_text())
+        record["code"] |= changes or {}
+        if changes is None:
+            del record["code"]
+        file.write_text(json.dumps(record))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    state = checkpoint / "state.json"
+    manifest["files"]["state.json"] = (state.stat().st_size, process.file_digest(state))
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_run_made_before_code_was_recorded(stopped, tmp_path, capsys):
+    """It resumes, and says what it cannot know; finished, it is finished."""
+    args = copy_of(stopped, tmp_path)
+    rewrite_code(folder_of(args), None)
+    assert len(run_here(args)) == 4
+    assert "its code is unknown" in capsys.readouterr().out
+    config = folder_of(args) / "config.json"
+    record = json.loads(config.read_text())
+    del record["code"]
+    config.write_text(json.dumps(record))
+    with pytest.raises(SystemExit) as end:
+        run_here(args)
+    assert end.value.code == 0
+
+
+def test_the_files_that_count(tiny, tmp_path):
+    """The script, what it imports at the top, in functions and in packages, and files named by flags; no library."""
+    (tmp_path / "parts" / "deep").mkdir(parents=True)
+    (tmp_path / "parts" / "__init__.py").touch()
+    (tmp_path / "parts" / "deep" / "__init__.py").write_text("from . import leaf\nfrom .. import side\n")
+    (tmp_path / "parts" / "deep" / "leaf.py").touch()
+    (tmp_path / "parts" / "side.py").touch()
+    (tmp_path / "parts" / "unused.py").touch()
+    (tmp_path / "helper.py").write_text("import json, torch\n\ndef f():\n    import parts.deep\n")
+    (tmp_path / "verifier.py").write_text("import helper\n")
+    args = grpo.Args(reward_fn=f"{tmp_path}/verifier.py:score,{ROOT}/tests/verifiers.py:parity")
+    names = set(identity.code_of(args))
+    assert names >= {"grpo.py", "utils.py", "rewards.py", "kl_estimators.py", "tests/verifiers.py"}
+    assert names >= {f"runtime/{path.name}" for path in (ROOT / "runtime").glob("*.py")}
+    assert os.path.relpath(tmp_path / "verifier.py", ROOT) in names
+    assert not [name for name in names if "site-packages" in name or name.startswith("scripts")]
+    places = [tmp_path, ROOT]
+    digests = identity._digests(tmp_path / "verifier.py", (), None)
+    found = {Path(name).relative_to(os.path.relpath(tmp_path, ROOT)).as_posix() for name in digests}
+    expected = {"verifier.py", "helper.py", "parts/__init__.py", "parts/deep/__init__.py", "parts/deep/leaf.py"}
+    assert found == expected | {"parts/side.py"}
+    assert identity._module_files("torch.nn", places) == []
+    assert digests.keys() == identity._digests(tmp_path / "verifier.py", (), "parts.side").keys()
+
+
+def test_words_for_changed_code():
+    assert identity.changed_code(None, {"a.py": "1"}) == []
+    assert identity.changed_code({"a.py": "1"}, {"a.py": "1"}) == []
+    assert identity.changed_code({"a.py": "1", "b.py": "1", "d.py": "1"}, {"a.py": "2", "c.py": "1", "d.py": "1"}) == [
+        "a.py has changed",
+        "b.py is no longer part of it",
+        "c.py is new",
+    ]
+
+
+@pytest.mark.slow
+def test_copy_edit_run_edit_resume_as_a_user_does(tiny, tmp_path):
+    """`python mine.py` in processes of its own, stopped by a signal, edited, started again."""
+    script = tmp_path / "mine.py"
+    edit(script, 1.0)
+    plain = command(tiny, tmp_path / "runs", "--total_steps", "500")
+    line = [str(script) if word == str(ROOT / "grpo.py") else word for word in plain]
+    run = Run(line, tmp_path / "first.log")
+    run.until(lambda: logged(tmp_path / "runs") >= 2)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.end(60) == 75
+    edit(script, -1.0)
+    refused = Run(line, tmp_path / "second.log")
+    assert refused.end(60) == 2
+    assert "mine.py has changed. --accept_changed_code resumes it" in refused.text()
+    done = logged(tmp_path / "runs")
+    accepted = Run([*line, "--accept_changed_code"], tmp_path / "third.log")
+    accepted.until(lambda: logged(tmp_path / "runs") > done)
+    accepted.kill()
+
+
+# ---------------------------------------------------------------------------------------- arguments without identity
+
+
+def test_memory_flags_can_change_when_a_run_is_resumed(stopped, tmp_path, capsys):
+    """After running out of memory the same run continues with the flags that the error advises, by its default name."""
+    args = copy_of(stopped, tmp_path)
+    advised = {"micro_batch_tokens": 160, "logprob_micro_batch_tokens": 160, "logprob_chunk": 8}
+    advised |= {"gradient_checkpointing": True, "offload_optimizer": True, "vllm_gpu_memory_utilization": 0.3}
+    advised |= {"vllm_kv_cache_gb": 0.25, "rollout_timeout": 60.0, "stall_timeout": 60.0}
+    for name, value in advised.items():
+        setattr(args, name, value)
+    assert len(run_here(args)) == 4
+    said = capsys.readouterr().out
+    assert "resuming after step 3" in said
+    assert "changed: --micro_batch_tokens 256 there, 160 here" in said
+    default = tiny_args(tiny_folder(args), tmp_path)
+    changed = tiny_args(tiny_folder(args), tmp_path, **advised, total_steps=99)
+    assert rundir.run_name(changed, grpo.Args()) == rundir.run_name(default, grpo.Args())
+
+
+def tiny_folder(args) -> Path:
+    return Path(args.model_name_or_path)
+
+
+def test_a_longer_run_continues_by_its_default_name(tiny, tmp_path, monkeypatch):
+    """The number of steps is no part of the name: six steps continue what was stopped after two of four."""
+    folder = interrupted(tiny_args(tiny, tmp_path, **SMALL), monkeypatch, after=2)
+    longer = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 6})
+    assert len(run_here(longer)) == 6
+    assert folder_of(longer) == folder
+
+
+def test_a_finished_run_names_the_ignored_flags(stopped, tmp_path, capsys):
+    args = copy_of(stopped, tmp_path)
+    run_here(args)
+    args.micro_batch_tokens = 999
+    with pytest.raises(SystemExit) as end:
+        run_here(args)
+    assert end.value.code == 0
+    assert "is finished (it ran with another --micro_batch_tokens);" in capsys.readouterr().out
+
+
+ROUNDING = 1e-4
+
+
+@pytest.mark.parametrize(
+    "changes, tolerance",
+    [
+        ({"gradient_checkpointing": True}, 0.0),
+        ({"offload_ref": True}, 0.0),
+        ({"max_sampler_diff": 0.0}, 0.0),
+        ({"micro_batch_tokens": 160}, ROUNDING),
+        ({"logprob_micro_batch_tokens": 160}, ROUNDING),
+        ({"logprob_chunk": 8}, ROUNDING),
+        ({"offload_optimizer": True}, ROUNDING),
+    ],
+    ids=str,
+)
+def test_resources_change_results_by_nothing_or_by_rounding(straight, tiny, tmp_path, changes, tolerance):
+    """Four steps in fp32 with KL and two mini-batches: equal samples; equal losses and gradients, or up to rounding."""
+    args = tiny_args(tiny, tmp_path, **RESOURCE_RUN, **changes)
+    metrics = run_here(args)
+    samples, expected = straight
+    assert [row["response"] for row in read_jsonl(folder_of(args) / "samples.jsonl")] == samples
+    for name in ("loss/total", "optim/grad_norm", "kl/k3", "policy/entropy"):
+        ours = [m[name] for m in metrics]
+        assert ours == pytest.approx([m[name] for m in expected], rel=tolerance, abs=1e-2 * tolerance), name
+
+
+RESOURCE_RUN = {**SMALL, "beta": 0.1, "eval_every": 0, "eval_prompts": 0}
+
+
+@pytest.fixture(scope="module")
+def straight(tiny, tmp_path_factory):
+    args = tiny_args(tiny, tmp_path_factory.mktemp("straight"), **RESOURCE_RUN)
+    metrics = run_here(args)
+    return [row["response"] for row in read_jsonl(folder_of(args) / "samples.jsonl")], metrics
+
+
+def test_the_groups_of_arguments_are_fields_and_do_not_overlap():
+    fields = {f.name for f in grpo.Args.__dataclass_fields__.values()}
+    assert len(flags.MAY_CHANGE) == len(set(flags.MAY_CHANGE))
+    assert set(flags.MAY_CHANGE) <= fields
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    for name in (*flags.RESOURCES, *flags.LENGTH):
+        assert f"`--{name}`" in page, f"docs/checkpoints.md does not say why --{name} is no part of the identity"

@@ -1,0 +1,109 @@
+"""A normal run prints its own lines alone; what libraries say is in a file; what matters is on the console."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, Run, command
+
+NOISY = """
+import logging, sys, warnings
+
+logger = logging.getLogger("noisy")
+logger.propagate = False  # as DeepSpeed, vLLM and transformers do it
+logger.addHandler(logging.StreamHandler(sys.stdout))
+
+def speak(text):
+    logger.warning(text)
+    logger.error("a library's error")
+    warnings.warn("a library's warning", UserWarning)
+"""
+SCRIPT = """
+import logging, sys, warnings
+from pathlib import Path
+from runtime import libraries
+
+place, end = Path(sys.argv[1]), sys.argv[2]
+libraries.LIBRARIES = (str(place / "installed"),)
+libraries.quiet_libraries()
+libraries.quiet_libraries()
+import noisy
+
+noisy.speak("nobody needs this")
+libraries.write_to(place)
+noisy.speak("nor is this")
+logging.getLogger("mine").warning("my own message")
+warnings.warn("my own warning")
+print("my own print")
+if end == "raise":
+    raise ValueError("my own error")
+if end == "crash":
+    import ctypes, faulthandler
+    faulthandler.enable()
+    ctypes.string_at(0)
+"""
+
+
+@pytest.mark.parametrize("end", ["return", "raise", "crash"])
+def test_messages_of_libraries_go_to_the_file(tmp_path, end):
+    """Before and after the folder exists; errors, tracebacks, crashes and the user's own words stay on the console."""
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "noisy.py").write_text(NOISY)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path / 'installed'}"}
+    line = [sys.executable, str(tmp_path / "script.py"), str(tmp_path), end]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=60)
+    console = done.stdout + done.stderr
+    for words in ("a library's error", "my own message", "my own warning", "my own print"):
+        assert words in console
+    for words in ("nobody needs this", "nor is this", "a library's warning"):
+        assert words not in console
+    file = (tmp_path / "libraries.log").read_text()
+    for words in ("nobody needs this", "nor is this", "a library's error", "a library's warning"):
+        assert words in file
+    assert "my own" not in file
+    if end == "raise":
+        assert "ValueError: my own error" in console
+    if end == "crash":
+        assert "Segmentation fault" in console
+
+
+OURS = (
+    "run ",
+    "hardware ",
+    "data ",
+    "from ",
+    "a step ",
+    "the run ",
+    "memory ",
+    "prompt ",
+    "ids ",
+    "KL: ",
+    "eval after ",
+)
+OURS += ("step ", "  '", "warning: ", "resuming ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, ranks, rollout", [("grpo", 1, "vllm"), ("ppo", 2, "vllm"), ("grpo", 2, "hf")])
+def test_a_normal_run_prints_its_own_lines_alone(tiny, tmp_path, script, ranks, rollout):
+    more = ["--total_steps", "2", "--save_every", "1", "--beta", "0.1"]
+    run = Run(command(tiny, tmp_path, *more, script=script, ranks=ranks, rollout=rollout), tmp_path / "log")
+    assert run.end(240) == 0, run.text()
+    others = [line for line in run.text().splitlines() if line and not line.startswith(OURS)]
+    assert not others, "\n".join(others)
+    assert "Setting accelerator to CPU" in Path(tmp_path / "run" / "libraries.log").read_text()
+
+
+def test_pass_at_1_is_shown_once():
+    """With one evaluation sample pass@k is pass@1."""
+    from runtime import runlog
+
+    result = {"step": 3, "eval/pass@1": 0.25, "eval/samples": 1, "eval/pass@k": 0.25, "eval/length_mean": 7.5}
+    result |= {"eval/truncated_frac": 0.5, "eval/problems": 8}
+    assert runlog.eval_line(result).count("pass@") == 1
+    assert "pass@4 0.500" in runlog.eval_line(result | {"eval/samples": 4, "eval/pass@k": 0.5})

@@ -1,0 +1,249 @@
+"""The arithmetic of grpo.py: advantages, weights, the loss and its KL switch, the learning rate, pass@k."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+
+import pytest
+import torch
+from helpers import make_samples
+
+import utils
+from grpo import Args, group_advantages, loss_weights, return_to_go, token_loss
+from kl_estimators import ALIASES, ESTIMATORS, canonical_name, full_vocabulary_kl, kl_loss, kl_reward
+from rewards import Reward, shape_reward
+from runtime import batching
+from runtime.records import Sample
+
+F64 = torch.float64
+
+
+def test_advantages_golden():
+    rewards = torch.tensor([[1.0, 0, 0, 0]], dtype=F64)
+    torch.testing.assert_close(
+        group_advantages(rewards, "standard"), torch.tensor([[1.5, -0.5, -0.5, -0.5]], dtype=F64), rtol=0, atol=1e-5
+    )  # unbiased std 0.5; a biased one would give 1.732
+    assert group_advantages(rewards, "centered").tolist() == [[0.75, -0.25, -0.25, -0.25]]
+    others = [1.0 - 0.0, 0 - 1 / 3, 0 - 1 / 3, 0 - 1 / 3]
+    torch.testing.assert_close(group_advantages(rewards, "leave_one_out")[0], torch.tensor(others, dtype=F64))
+
+
+@pytest.mark.parametrize("kind", ["standard", "centered", "leave_one_out"])
+@pytest.mark.parametrize("reward", [0.3, 0.1 + 0.2, 1 / 3, -7.7, 1e6 + 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_equal_rewards_give_exactly_zero(kind, reward, dtype):
+    rewards = torch.full((2, 7), reward, dtype=dtype)
+    rewards[1] = torch.arange(7)
+    advantages = group_advantages(rewards, kind)
+    assert (advantages[0] == 0).all() and (advantages[1] != 0).sum() >= 6
+
+
+@pytest.mark.parametrize("kind", ["standard", "centered", "leave_one_out"])
+def test_order_of_groups_and_samples_is_irrelevant(kind):
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(5, 6, dtype=F64, generator=generator)
+    groups, places = torch.randperm(5, generator=generator), torch.randperm(6, generator=generator)
+    torch.testing.assert_close(
+        group_advantages(rewards[groups][:, places], kind), group_advantages(rewards, kind)[groups][:, places]
+    )
+
+
+def test_return_to_go_stays_within_a_response():
+    values = torch.tensor([1.0, 2, 3, 10, 100, 1000])
+    assert return_to_go(values, [0, 3, 4, 6]).tolist() == [6, 5, 3, 10, 1100, 1000]
+
+
+def test_shape_reward():
+    def reward(score: float, finish: str = "stop", **changes) -> float:
+        sample = make_samples(1, 2)[0]
+        sample.finish_reason = finish
+        shape_reward(sample, Reward(score, {"correct": score}), Args(**changes))
+        return sample.reward
+
+    assert reward(1.0) == 1.0
+    assert reward(1.0, "length") == 0.0
+    assert reward(1.0, "length", mask_no_eos_with_zero=False) == 1.0
+    assert reward(1.0, "length", non_stop_penalty=0.5) == -0.5
+    assert reward(1.0, reward_bias=0.5, reward_scaling=10) == 5.0
+    assert reward(1.0, reward_bias=0.5, reward_scaling=10, max_reward_clip=2) == 2.0
+    assert reward(0.0, reward_bias=0.5, reward_scaling=10, max_reward_clip=2) == -2.0
+
+
+def test_loss_weights(samples):
+    offsets = batching.token_offsets(samples)
+    some = [0, 1, 5, 7]
+    tokens = sum(len(samples[i].response_ids) for i in some)
+    for norm, weight in {
+        "token": lambda n: 1 / tokens,
+        "sequence": lambda n: 1 / (len(some) * n),
+        "constant": lambda n: 1 / (len(some) * 32),
+    }.items():
+        weights = loss_weights(samples, some, Args(loss_norm=norm))
+        assert len(weights) == offsets[-1]
+        for i, (a, b) in enumerate(itertools.pairwise(offsets)):
+            expected = weight(b - a) if i in some else 0.0
+            torch.testing.assert_close(weights[a:b], torch.full((b - a,), expected))
+
+
+def test_loss_weights_take_linear_time():
+    """8,192 samples in well under a second: a sum over all lengths for each of them took 3.3 s."""
+    samples = [Sample(i // 8, i % 8, [1], [1] * 8, [0.0] * 8, "stop", 1) for i in range(8192)]
+    start = time.perf_counter()
+    weights = loss_weights(samples, list(range(8192)), Args())
+    assert time.perf_counter() - start < 0.5
+    assert weights.sum().item() == pytest.approx(1.0, rel=1e-4)
+
+
+def test_one_stale_engine_of_many_is_noticed():
+    """The check is per engine: over all 64 engines a difference of 0.64 nats on one of them would be a mean of 0.01."""
+    stats = utils.TokenStats(torch.device("cpu"), engines=64)
+    engine_T = torch.arange(64).repeat(8)
+    seen_T = torch.ones(512, dtype=torch.bool)
+    stats.add_sampler_diff(seen_T, torch.where(engine_T == 17, 0.05, 0.001), engine_T)
+    utils.check_sampler(stats, 0.1, torch.bfloat16)
+    stats.add_sampler_diff(seen_T, torch.where(engine_T == 17, 0.64, 0.001), engine_T)
+    assert stats.sampler_diff_2E[0].sum() / stats.sampler_diff_2E[1].sum() < 0.1, "the mean of all would pass"
+    with pytest.raises(RuntimeError, match="engine 17"):
+        utils.check_sampler(stats, 0.1, torch.bfloat16)
+    utils.check_sampler(stats, 0.0, torch.bfloat16)
+
+
+def inputs(n: int = 64, seed: int = 0, spread: float = 0.5, dtype=F64) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    names = ("logprobs_T", "old_T", "ref_T", "sampler_T", "advantages_T")
+    values = {k: -2 + spread * torch.randn(n, generator=g, dtype=dtype) for k in names}
+    values["advantages_T"] = torch.randn(n, generator=g, dtype=dtype)
+    values["logprobs_T"].requires_grad_()
+    values["entropy_T"] = torch.rand(n, generator=g, dtype=dtype)
+    logits, reference = torch.randn(2, n, 11, generator=g, dtype=dtype)
+    values["full_kl_T"] = full_vocabulary_kl(logits, reference)
+    return values
+
+
+@pytest.mark.parametrize("gradient", ["naive", "unbiased"])
+@pytest.mark.parametrize("name", [*ESTIMATORS, *ALIASES])
+def test_inline_kl_is_kl_estimators(name, gradient):
+    """The block in the script and the module agree in value and gradient, under every name."""
+    x = inputs()
+    args = Args(kl_estimator=name, kl_gradient=gradient, kl_placement="loss")
+    x["full_kl_T"] = x["full_kl_T"] + 0 * x["logprobs_T"]
+    kl = token_loss(**x, beta=0.1, args=args)[1]["kl"]
+    mask = torch.ones_like(kl, dtype=torch.bool)
+    expected = kl_loss(
+        *(x["logprobs_T"], x["old_T"], x["ref_T"], mask), estimator=name, gradient=gradient, full_kl=x["full_kl_T"]
+    )
+    torch.testing.assert_close(kl, expected, rtol=1e-10, atol=1e-12)
+    got, want = (torch.autograd.grad(v.sum(), x["logprobs_T"], retain_graph=True)[0] for v in (kl, expected))
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    if name == "full":
+        assert canonical_name(name) == "full"
+
+
+@pytest.mark.parametrize("gradient", ["naive", "unbiased"])
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "k4", "abs"])
+def test_inline_kl_is_finite_and_of_the_right_sign(name, gradient):
+    logprobs = torch.tensor([-200.0, -90, -45, -21, 0, 21, 200], requires_grad=True)
+    zero = torch.zeros(7)
+    parts = token_loss(
+        *(logprobs, logprobs.detach(), zero, zero, zero, zero, zero, 1.0, Args(kl_estimator=name, kl_gradient=gradient))
+    )[1]
+    slope = torch.autograd.grad(parts["kl"].sum(), logprobs)[0]
+    assert parts["kl"].isfinite().all() and slope.isfinite().all()
+    if name in ("k2", "k3", "abs") or gradient == "unbiased":
+        assert (slope.sign() == logprobs.sign()).all()
+
+
+@pytest.mark.parametrize("placement, in_loss", [("none", 0), ("reward", 0), ("loss", 1), ("both", 1)])
+def test_placement_reaches_the_loss_once(placement, in_loss):
+    """beta * kl is in the loss exactly once for loss and both, and not at all for none and reward."""
+    x = inputs()
+    args = Args(kl_placement=placement, kl_estimator="k2", kl_gradient="naive")
+    with_kl, parts = token_loss(**x, beta=0.3, args=args)
+    without, _ = token_loss(**{**x, "ref_T": None}, beta=0.3, args=args)
+    d = x["logprobs_T"] - x["ref_T"]
+    torch.testing.assert_close(with_kl - without, in_loss * 0.3 * d**2 / 2)
+    assert bool(parts["kl"].any()) == bool(in_loss)
+
+
+def test_policy_loss_by_hand():
+    """Clip on both sides, dual clip, TIS: one number a case."""
+    old = torch.zeros(6)
+    ratio = torch.tensor([1.5, 0.5, 1.5, 0.5, 1.0, 6.0])
+    advantages = torch.tensor([1.0, 1, -1, -1, 2, -1])
+    zero = torch.zeros(6)
+
+    def policy(sampler=zero, **changes):
+        args = Args(**{"clip_lower": 0.2, "clip_higher": 0.3, **changes})
+        return token_loss(ratio.log(), old, None, sampler, advantages, zero, None, 0.0, args)[1]
+
+    torch.testing.assert_close(policy()["policy"], torch.tensor([-1.3, -0.5, 1.5, 0.8, -2.0, 6.0]))
+    assert policy()["clipped"].tolist() == [1, 0, 0, 1, 0, 0]
+    torch.testing.assert_close(policy(clip_ratio_c=3.0)["policy"], torch.tensor([-1.3, -0.5, 1.5, 0.8, -2.0, 3.0]))
+    sampler = -torch.tensor([0.5, 4, 1, 1, 1, 1]).log()  # trainer's over sampler's probability: 0.5, 4, 1, ...
+    torch.testing.assert_close(
+        policy(sampler, truncated_importance_sampling_ratio_cap=2.0)["policy"],
+        torch.tensor([-1.3 * 0.5, -0.5 * 2, 1.5, 0.8, -2.0, 6.0]),
+    )
+
+
+def test_fresh_samples_have_ratio_one_and_the_gradient_of_log_pi():
+    x = inputs()
+    x["old_T"] = x["logprobs_T"].detach()
+    loss, parts = token_loss(**x, beta=0.0, args=Args())
+    assert (parts["ratio"] == 1).all()
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), x["logprobs_T"])[0], -x["advantages_T"])
+
+
+def test_importance_weights_stay_off_kl_and_entropy():
+    x = inputs()
+    args = Args(kl_estimator="k1", kl_gradient="naive", entropy_coeff=0.1)
+    args.truncated_importance_sampling_ratio_cap = 1e-30  # wipes out the policy term, and must wipe out nothing else
+    loss, _ = token_loss(**x, beta=0.5, args=args)
+    torch.testing.assert_close(loss, 0.5 * (x["logprobs_T"] - x["ref_T"]) - 0.1 * x["entropy_T"])
+
+
+def test_kl_in_reward_outside_is_linear_in_beta_and_inside_is_not():
+    """In a group of equal task rewards the KL is all there is. Outside it scales with beta; inside, beta vanishes."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs, ref = -torch.rand(2, 12, generator=generator, dtype=F64)
+    offsets = [0, 3, 6, 9, 12]
+    everywhere = torch.ones(12, dtype=torch.bool)
+    penalty = return_to_go(kl_reward(logprobs, ref, everywhere, estimator="k1"), offsets)
+    rewards = torch.ones(1, 4, dtype=F64)
+    rms = {}
+    for beta in (1e-3, 1e-1):
+        inside = group_advantages(rewards - beta * penalty[offsets[:-1]].view(1, 4), "standard")
+        rms[beta] = (-beta * penalty).square().mean().sqrt().item(), inside.square().mean().sqrt().item()
+    assert rms[1e-1][0] / rms[1e-3][0] == pytest.approx(100)
+    assert rms[1e-1][1] / rms[1e-3][1] == pytest.approx(1, abs=1e-2)
+    # A token more likely than the reference's loses; what comes before a token does not feel it.
+    d = torch.zeros(12, dtype=F64)
+    d[1] = 1.0
+    reached = return_to_go(kl_reward(d, torch.zeros_like(d), everywhere, estimator="k1"), offsets)
+    assert reached.tolist() == [1, 1, 0] + [0] * 9
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warm_up, minimum", [(0, 0.0), (5, 0.1)])
+def test_learning_rate_is_the_formula(kind, warm_up, minimum):
+    args = Args(learning_rate=2.0, lr_scheduler_type=kind, warm_up_steps=warm_up, lr_min_ratio=minimum)
+    for step in range(20):
+        if step < warm_up:
+            expected = 2.0 * (step + 1) / (warm_up + 1)
+        else:
+            p = (step - warm_up) / (20 - warm_up)
+            shape = {"constant": 1, "linear": 1 - p, "cosine": (1 + math.cos(math.pi * p)) / 2}[kind]
+            expected = 2.0 * (minimum + (1 - minimum) * shape)
+        assert utils.learning_rate(step, 20, args) == pytest.approx(expected, rel=1e-12)
+
+
+def test_pass_at_k():
+    assert utils.pass_at_k(1, 4, 4) == 1.0  # with replacement it would be 0.684
+    assert utils.pass_at_k(1, 4, 1) == 0.25
+    assert utils.pass_at_k(0, 4, 4) == 0.0
+    r = random.Random(0)
+    draws = [any(i < 2 for i in r.sample(range(6), 3)) for _ in range(20000)]
+    assert utils.pass_at_k(2, 6, 3) == pytest.approx(sum(draws) / len(draws), abs=0.015)

@@ -1,0 +1,745 @@
+"""Every cell of scripts/loss_table.py, computed a second time from the definitions.
+
+Here a response is a Python tuple and every loss is its update coefficient per token, derived by hand: the update of a
+response is the sum of coefficient x grad log pi over its tokens. Nothing is shared with the script but the rewards and
+the logits of the three policies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+
+import loss_table
+import pytest
+import torch
+from helpers import ROOT
+from mutations import load_mutated
+from torch import Tensor
+
+torch.set_num_threads(1)
+F64 = torch.float64
+
+
+# ------------------------------------------------------------------------------ the losses, as coefficients by hand
+
+
+def ratios(above: list[float], below: list[float]) -> list[float]:
+    """Probability ratios of log-probs."""
+    return [math.exp(x - y) for x, y in zip(above, below, strict=True)]
+
+
+class Tokens:
+    """What the coefficients of one response are made of: one number per token, and the advantage."""
+
+    def __init__(self, pi: list[float], old: list[float], sampler: list[float], drift: list[float], advantage: float):
+        self.n = len(pi)
+        self.a = advantage
+        self.drift = drift
+        self.ratio = ratios(pi, old)
+        self.mismatch = ratios(old, sampler)
+        self.whole_mismatch = [math.prod(self.mismatch)] * self.n
+        self.behavior = ratios(pi, sampler)
+        self.moved = []
+        for x, y in zip(pi, sampler, strict=True):
+            self.moved.append(math.exp(x) - math.exp(y))
+
+    def ppo(self, low: float = 0.2, high: float = 0.2, dual: float = math.inf) -> list[float]:
+        """A ratio, or 0 where the surrogate is flat."""
+        found = []
+        for ratio in self.ratio:
+            if self.a > 0:
+                flat = ratio > 1 + high
+            else:
+                flat = ratio < 1 - low or ratio > dual
+            found.append(0.0 if flat else self.a * ratio)
+        return found
+
+    def weighted(self, weights: list[float]) -> list[float]:
+        return [w * x for w, x in zip(weights, self.ppo(), strict=True)]
+
+    def rejected(self) -> list[float]:
+        mean = geometric_mean(self.mismatch)
+        if 0.9 <= mean <= 1.1:
+            return self.ppo()
+        return [0.0] * self.n
+
+    def off_policy(self) -> list[float]:
+        distance = -math.log(geometric_mean(self.behavior))
+        if self.a < 0 and distance > 0.1:
+            return [0.0] * self.n
+        return self.ppo()
+
+    def trust_region(self) -> list[float]:
+        if max(self.drift) > 0.05:
+            return [0.0] * self.n
+        return [self.a * x for x in self.behavior]
+
+    def dppo(self) -> list[float]:
+        found = []
+        for moved, ratio in zip(self.moved, self.behavior, strict=True):
+            away = moved > 0.1 if self.a > 0 else moved < -0.1
+            found.append(0.0 if away else self.a * ratio)
+        return found
+
+    def gspo(self) -> list[float]:
+        mean = geometric_mean(self.ratio)
+        flat = mean > 1.2 if self.a > 0 else mean < 0.8
+        each = 0.0 if flat else self.a * mean / self.n
+        return [each] * self.n
+
+    def gmpo(self) -> list[float]:
+        limit = math.exp(0.4)
+        if self.a > 0:
+            kept = [x < limit for x in self.ratio]
+            bounded = [min(x, limit) for x in self.ratio]
+        else:
+            kept = [x > 1 / limit for x in self.ratio]
+            bounded = [max(x, 1 / limit) for x in self.ratio]
+        mean = geometric_mean(bounded)
+        return [self.a * mean / self.n * keep for keep in kept]
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.prod(values) ** (1 / len(values))
+
+
+def truncated(values: list[float], cap: float) -> list[float]:
+    return [min(x, cap) for x in values]
+
+
+def masked(values: list[float], low: float, high: float) -> list[float]:
+    return [x if low <= x <= high else 0.0 for x in values]
+
+
+COEFFICIENTS: dict[str, Callable[[Tokens], list[float]]] = {
+    "policy gradient": lambda t: [t.a] * t.n,
+    "sequence ratio": lambda t: [t.a * math.prod(t.behavior)] * t.n,
+    "token ratio": lambda t: [t.a * x for x in t.ratio],
+    "PPO clip": lambda t: t.ppo(),
+    "clip-higher": lambda t: t.ppo(high=0.28),
+    "dual clip": lambda t: t.ppo(dual=3.0),
+    "TIS, token": lambda t: t.weighted(truncated(t.mismatch, 2.0)),
+    "TIS, sequence": lambda t: t.weighted(truncated(t.whole_mismatch, 2.0)),
+    "decoupled PPO": lambda t: t.weighted(t.mismatch),
+    "IcePop": lambda t: t.weighted(masked(t.mismatch, 0.5, 5.0)),
+    "MIS, token": lambda t: t.weighted(masked(t.mismatch, 0.0, 2.0)),
+    "MIS, sequence": lambda t: t.weighted(masked(t.whole_mismatch, 0.0, 2.0)),
+    "sequence rejection": lambda t: t.rejected(),
+    "off-policy mask": lambda t: t.off_policy(),
+    "TRM": lambda t: t.trust_region(),
+    "DPPO": lambda t: t.dppo(),
+    "CISPO": lambda t: [t.a * x for x in truncated(t.ratio, 1.28)],
+    "GSPO": lambda t: t.gspo(),
+    "GMPO": lambda t: t.gmpo(),
+}
+
+
+# --------------------------------------------------------------------------------------------- the sums over responses
+
+
+Case = tuple[int, tuple[int, ...]]  # a prompt and a response to it
+
+
+def responses(max_length: int) -> list[tuple[int, ...]]:
+    """Shorter ones first: a 0 ends a response."""
+    found = []
+    for n in range(1, max_length + 1):
+        for tokens in itertools.product(range(3), repeat=n):
+            ended = tokens[-1] == 0 or n == max_length
+            if ended and 0 not in tokens[:-1]:
+                found.append(tokens)
+    return found
+
+
+class Oracle:
+    """Expectations over all responses to both prompts, with gradients by autograd."""
+
+    def __init__(self, world: loss_table.World, policies: loss_table.Policies):
+        self.theta = policies.pi.clone().requires_grad_()
+        self.tables = [x.log_softmax(-1) for x in (self.theta, policies.old, policies.sampler)]
+        self.cases: list[Case] = list(itertools.product(range(2), responses(world.max_length)))
+        self.row_of: dict[Case, int] = {}
+        for prompt, response in self.cases:
+            for t in range(len(response)):
+                self.row_of.setdefault((prompt, response[:t]), len(self.row_of))
+        self.reward = dict(zip(self.cases, world.rewards.tolist(), strict=True))
+        self.drawn = {}  # probability of each response, given the prompt
+        for case in self.cases:
+            self.drawn[case] = self.logp(2, case).sum().exp().item()
+        self.by_prompt = [self.grad(self.mean_reward(prompt, 0) / 2) for prompt in range(2)]
+        self.truth = sum(self.by_prompt)
+        self.baseline = [self.mean_reward(prompt, 2).item() for prompt in range(2)]
+        pi, _, sampler = (x.detach() for x in self.tables)
+        self.drift = (sampler.exp() * (sampler - pi)).sum(-1)
+
+    def mean_reward(self, prompt: int, which: int) -> Tensor:
+        """E[R | prompt] under pi (0), old (1) or the sampler (2)."""
+        total = torch.zeros((), dtype=F64)
+        for case in self.cases:
+            if case[0] == prompt:
+                probability = self.logp(which, case).sum().exp()
+                total = total + probability * self.reward[case]
+        return total
+
+    def rows(self, case: Case) -> list[int]:
+        prompt, response = case
+        return [self.row_of[prompt, response[:t]] for t in range(len(response))]
+
+    def logp(self, which: int, case: Case) -> Tensor:
+        """Log-probs of the tokens of a case under pi (0), old (1) or the sampler (2)."""
+        return self.tables[which][self.rows(case), list(case[1])]
+
+    def grad(self, x: Tensor) -> Tensor:
+        return torch.autograd.grad(x, self.theta, retain_graph=True)[0].flatten()
+
+    def advantage(self, case: Case) -> float:
+        return self.reward[case] - self.baseline[case[0]]
+
+    def tokens(self, case: Case, advantage: float) -> Tokens:
+        pi, old, sampler = (self.logp(which, case).tolist() for which in range(3))
+        drift = self.drift[self.rows(case)].tolist()
+        return Tokens(pi, old, sampler, drift, advantage)
+
+    def update(self, case: Case, coefficients: list[float]) -> Tensor:
+        """The sum of coefficient x grad log pi over the tokens of a case."""
+        logp = self.logp(0, case)
+        return self.grad(logp @ torch.tensor(coefficients, dtype=F64))
+
+    def row(self, name: str) -> tuple[float, ...]:
+        """bias, cosine, size, noise and zero of a policy loss."""
+        mean = torch.zeros_like(self.truth)
+        second = 0.0
+        zero = 0.0
+        tokens = 0.0
+        for case in self.cases:
+            p = self.drawn[case] / 2
+            tokens_of_case = self.tokens(case, self.advantage(case))
+            coefficients = COEFFICIENTS[name](tokens_of_case)
+            update = self.update(case, coefficients)
+            mean += p * update
+            second += p * update.dot(update).item()
+            zero += p * coefficients.count(0.0)
+            tokens += p * len(coefficients)
+        return self.numbers(mean, second - mean.dot(mean).item(), zero / tokens)
+
+    def numbers(self, mean: Tensor, variance: float, zero: float) -> tuple[float, ...]:
+        size = mean.norm().item()
+        target = self.truth.norm().item()
+        bias = (mean - self.truth).norm().item() / target
+        cosine = mean.dot(self.truth).item() / (size * target)
+        return bias, cosine, size / target, math.sqrt(variance) / size, zero
+
+
+def far_apart(world: loss_table.World, seed: int) -> loss_table.Policies:
+    """Three policies that differ a lot after some prefixes and little after others: every clip, cap and mask acts."""
+    rng = torch.Generator().manual_seed(seed)
+    start = world.noise(1.0, rng)
+    distance = 2 * torch.rand(world.n_rows, 1, generator=rng, dtype=F64) ** 3
+    pi, old, sampler = (start + distance * world.noise(1.0, rng) for _ in range(3))
+    return loss_table.Policies(pi, old, sampler)
+
+
+FAR = ["far apart 1", "far apart 5", "far apart 7"]
+PLACES = [*loss_table.CONDITIONS, *FAR]
+
+
+@cache
+def place(name: str, max_length: int = 4) -> tuple[loss_table.World, loss_table.Policies]:
+    """A condition of the table, or a world of graded rewards and policies far apart."""
+    if name in loss_table.CONDITIONS:
+        world = loss_table.World(max_length)
+        return world, loss_table.policies_of(world, name)
+    seed = int(name[-1])
+    world = loss_table.World(max_length, seed=seed + 5, binary=False)
+    return world, far_apart(world, seed)
+
+
+@cache
+def oracle(name: str, max_length: int = 4) -> Oracle:
+    return Oracle(*place(name, max_length))
+
+
+@cache
+def expected(name: str, where: str) -> tuple[float, ...]:
+    return oracle(where).row(name)
+
+
+def numbers_of(row: loss_table.Row) -> tuple[float, ...]:
+    return row.bias, row.cosine, row.size, row.noise, row.zero
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("name", loss_table.LOSSES)
+def test_every_policy_loss_is_what_its_definition_gives(name, where):
+    """bias, cosine, size, noise and zero of each cell agree with the coefficients derived by hand."""
+    row = loss_table.loss_row(name, *place(where))
+    assert numbers_of(row) == pytest.approx(expected(name, where), rel=1e-9, abs=1e-12)
+
+
+def test_every_threshold_acts_somewhere():
+    """Far apart, no loss agrees with another one, so no cap, clip or mask in the table is idle everywhere."""
+    for name, other in itertools.combinations(loss_table.LOSSES, 2):
+        differences = []
+        for where in FAR:
+            for a, b in zip(expected(name, where), expected(other, where), strict=True):
+                differences.append(abs(a - b))
+        assert max(differences) > 1e-3, (name, other)
+
+
+# ---------------------------------------------------------------------------------------------------- what is ascended
+
+SURROGATE = loss_table.SURROGATE
+LIKELIHOOD = loss_table.LIKELIHOOD
+UNNAMED = loss_table.UNNAMED
+CLIPPED = ("E[R]", SURROGATE, UNNAMED, LIKELIHOOD, UNNAMED)
+CORRECTED = ("E[R]", SURROGATE, UNNAMED, UNNAMED, UNNAMED)
+ASCENDS = {
+    "policy gradient": ("E[R]", LIKELIHOOD, LIKELIHOOD, LIKELIHOOD, LIKELIHOOD),
+    "sequence ratio": ("E[R]",) * 5,
+    "token ratio": ("E[R]", SURROGATE, SURROGATE, LIKELIHOOD, UNNAMED),
+    "PPO clip": CLIPPED,
+    "clip-higher": CLIPPED,
+    "dual clip": CLIPPED,
+    "TIS, token": CORRECTED,
+    "TIS, sequence": CORRECTED,
+    "decoupled PPO": ("E[R]", SURROGATE, UNNAMED, SURROGATE, UNNAMED),
+    "IcePop": CORRECTED,
+    "MIS, token": CORRECTED,
+    "MIS, sequence": CORRECTED,
+    "sequence rejection": CORRECTED,
+    "off-policy mask": CORRECTED,
+    "TRM": CORRECTED,
+    "DPPO": CORRECTED,
+    "CISPO": ("E[R]", SURROGATE, UNNAMED, LIKELIHOOD, UNNAMED),
+    "GSPO": ("E[A / length]", UNNAMED, UNNAMED, UNNAMED, UNNAMED),
+    "GMPO": ("E[A / length]", UNNAMED, UNNAMED, UNNAMED, UNNAMED),
+}
+
+
+@pytest.mark.parametrize("where", loss_table.CONDITIONS)
+@pytest.mark.parametrize("name", loss_table.LOSSES)
+def test_every_policy_loss_ascends_what_the_table_says(name, where):
+    position = list(loss_table.CONDITIONS).index(where)
+    assert loss_table.loss_row(name, *place(where)).ascends == ASCENDS[name][position]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_the_named_objectives_are_what_they_are_called(where):
+    """Their gradients by autograd through sums that are written out here."""
+    o = oracle(where)
+    found = loss_table.objectives(*place(where))
+    written = dict.fromkeys(found, 0.0)
+    for case in o.cases:
+        logp = o.logp(0, case)
+        probability = logp.sum().exp() / 2
+        advantage = o.advantage(case)
+        drawn = o.drawn[case] / 2
+        written["E[R]"] += probability * o.reward[case]
+        written[SURROGATE] += drawn * advantage * (logp - o.logp(2, case)).exp().sum()
+        written[LIKELIHOOD] += drawn * advantage * logp.sum()
+        written["E[A / length]"] += probability * advantage / len(logp)
+    for name, objective in written.items():
+        torch.testing.assert_close(found[name], o.grad(objective), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_on_fresh_samples_all_but_the_length_normalized_losses_are_unbiased(seed):
+    """For any policy and any rewards, not only those of the table."""
+    world = loss_table.World(max_length=4, seed=seed, binary=False)
+    logits = far_apart(world, seed).pi
+    policies = loss_table.Policies(logits, logits, logits)
+    for name in loss_table.LOSSES:
+        row = loss_table.loss_row(name, world, policies)
+        if name in ("GSPO", "GMPO"):
+            assert row.bias > 0.1 and row.ascends == "E[A / length]", name
+        else:
+            assert row.bias < 1e-12, name
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_only_the_ratio_of_the_whole_response_is_unbiased_everywhere(where):
+    assert loss_table.loss_row("sequence ratio", *place(where)).bias < 1e-12
+    if where != "fresh":
+        for name in set(loss_table.LOSSES) - {"sequence ratio"}:
+            assert loss_table.loss_row(name, *place(where)).bias > 0.01, name
+
+
+def test_the_bias_of_the_token_ratio_vanishes_in_proportion_to_the_distance():
+    """The surrogate agrees with E[R] to first order at the sampler (Kakade & Langford 2002)."""
+    world, policies = place("stale")
+
+    def bias(fraction: float) -> float:
+        pi = policies.sampler + fraction * (policies.pi - policies.sampler)
+        return loss_table.loss_row("token ratio", world, policies._replace(pi=pi)).bias
+
+    assert bias(0.02) < 0.02
+    assert bias(0.02) / bias(0.01) == pytest.approx(2, rel=0.05)
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+
+
+def advantages_by_hand(rewards: tuple[float, ...], kind: str) -> list[float]:
+    n = len(rewards)
+    mean = sum(rewards) / n
+    if len(set(rewards)) == 1:
+        return [0.0] * n
+    if kind == "leave_one_out":
+        return [r - (sum(rewards) - r) / (n - 1) for r in rewards]
+    if kind == "centered":
+        return [r - mean for r in rewards]
+    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (n - 1))
+    return [(r - mean) / (std + 1e-6) for r in rewards]
+
+
+class GroupClass:
+    """The groups of one prompt that have the same number of tokens and count or do not: sums over them."""
+
+    def __init__(self, parameters: int):
+        self.probability = 0.0
+        self.updates = torch.zeros(2, parameters, dtype=F64)  # of the members of 1 and of 2 tokens
+        self.products = torch.zeros(2, 2, dtype=F64)
+
+
+class RecipeOracle:
+    """The row of a recipe, summed in another way: over ordered groups, collected by what couples the two prompts.
+
+    The weights of one prompt's responses depend on the other prompt only through its number of tokens and, with the
+    filter, through whether its group counts at all.
+    """
+
+    def __init__(self, name: str, where: str):
+        self.oracle = oracle(where, 2)
+        settings = loss_table.RECIPES[name]
+        self.kind = settings["advantage_normalization_type"]
+        self.norm = settings["loss_norm"]
+        self.filtered = settings.get("filter_zero_std_samples", False)
+        self.high = settings.get("clip_higher", 0.2)
+        self.zero = 0.0
+        self.tokens = 0.0
+        self.classes = [self.collect(prompt) for prompt in range(2)]
+
+    @cache  # noqa: B019
+    def update(self, case: Case, advantage: float) -> tuple[Tensor, int]:
+        """The unweighted update of a response, and how many of its tokens are without gradient."""
+        coefficients = [0.0] * len(case[1])
+        if advantage:
+            tokens = self.oracle.tokens(case, advantage)
+            coefficients = tokens.ppo(high=self.high)
+        return self.oracle.update(case, coefficients), coefficients.count(0.0)
+
+    def collect(self, prompt: int) -> dict[tuple[int, bool], GroupClass]:
+        o = self.oracle
+        own = [case for case in o.cases if case[0] == prompt]
+        found: dict[tuple[int, bool], GroupClass] = {}
+        for group in itertools.product(own, repeat=4):
+            p = math.prod(o.drawn[case] for case in group)
+            rewards = tuple(o.reward[case] for case in group)
+            sums = torch.zeros(2, len(o.truth), dtype=F64)
+            size = 0
+            for case, advantage in zip(group, advantages_by_hand(rewards, self.kind), strict=True):
+                update, zero = self.update(case, advantage)
+                length = len(case[1])
+                sums[length - 1] += update
+                size += length
+                self.zero += p * zero
+            self.tokens += p * size
+            counts = not (self.filtered and len(set(rewards)) == 1)
+            entry = found.setdefault((size, counts), GroupClass(len(o.truth)))
+            entry.probability += p
+            entry.updates += p * sums
+            entry.products += p * sums @ sums.T
+        return found
+
+    def weights(self, own: tuple[int, bool], other: tuple[int, bool]) -> Tensor:
+        """Of a response of 1 and of 2 tokens, times the maximum length."""
+        counts = own[1]
+        counted = 4 + 4 * other[1]
+        if not counts:
+            return torch.zeros(2, dtype=F64)
+        if self.norm == "token":
+            tokens = own[0] + other[0] * other[1]
+            return torch.tensor([2 / tokens, 2 / tokens], dtype=F64)
+        if self.norm == "sequence":
+            return torch.tensor([2 / counted, 1 / counted], dtype=F64)
+        return torch.tensor([1 / counted, 1 / counted], dtype=F64)
+
+    def row(self) -> tuple[float, ...]:
+        mean = torch.zeros_like(self.oracle.truth)
+        second = 0.0
+        for k, j in itertools.product(*self.classes):
+            first = self.classes[0][k]
+            other = self.classes[1][j]
+            v = self.weights(k, j)
+            w = self.weights(j, k)
+            mean += other.probability * (v @ first.updates)
+            mean += first.probability * (w @ other.updates)
+            second += other.probability * (v @ first.products @ v).item()  # the two prompts share no parameter
+            second += first.probability * (w @ other.products @ w).item()
+        variance = second - mean.dot(mean).item()
+        return self.oracle.numbers(mean, 8 * variance, self.zero / self.tokens)
+
+
+RECIPE_PLACES = [pytest.param("far apart 1")]
+RECIPE_PLACES += [pytest.param(where, marks=pytest.mark.slow) for where in loss_table.RECIPE_CONDITIONS]
+
+
+@pytest.mark.parametrize("where", RECIPE_PLACES)
+@pytest.mark.parametrize("name", loss_table.RECIPES)
+def test_every_recipe_is_what_its_definition_gives(name, where):
+    """bias, cosine, size, noise and zero of each cell agree with the sums over ordered groups."""
+    row = loss_table.recipe_row(name, *place(where, 2))
+    assert numbers_of(row) == pytest.approx(RecipeOracle(name, where).row(), rel=1e-5)  # grpo.py's weights are float32
+
+
+def test_recipes_ascend_what_the_table_says():
+    ascends = {
+        "constant": "E[R]",
+        "sequence": "c E[A / length]",
+        "token": UNNAMED,
+        "centered": "c E[R]",
+        "std": "sum_x c_x E[R|x]",
+        "filter": "sum_x c_x E[R|x]",
+        "GRPO": UNNAMED,
+        "Dr. GRPO": "c E[R]",
+        "DAPO": UNNAMED,
+    }
+    for name, label in ascends.items():
+        assert loss_table.recipe_row(name, *place("fresh", 2)).ascends == label, name
+        assert loss_table.recipe_row(name, *place("stale", 2)).ascends == UNNAMED, name
+
+
+def reweighted_bias(factors: list[float]) -> float:
+    """The bias of an update that multiplies each prompt's gradient by a factor."""
+    o = oracle("fresh", 2)
+    error = sum((factor - 1) * own for factor, own in zip(factors, o.by_prompt, strict=True))
+    return (error.norm() / o.truth.norm()).item()
+
+
+def std_factor(p: float, n: int) -> float:
+    """What dividing by the group's std multiplies the gradient of a prompt by that is solved with probability p.
+
+    The expected advantage of a correct response minus that of a wrong one, over what the others of the group may be.
+    """
+
+    def advantage(reward: float, others: int) -> float:
+        correct = others + reward
+        rewards = (1.0,) * int(correct) + (0.0,) * int(n - correct)
+        found = advantages_by_hand(rewards, "standard")
+        return found[0] if reward else found[-1]
+
+    total = 0.0
+    for others in range(n):
+        wrong = n - 1 - others
+        probability = math.comb(n - 1, others) * p**others * (1 - p) ** wrong
+        difference = advantage(1.0, others) - advantage(0.0, others)
+        total += probability * difference
+    return total
+
+
+def test_centered_advantages_shrink_the_gradient_by_the_group_size():
+    """By 1 - 1/G, for both prompts alike; leave-one-out does not."""
+    world, policies = place("fresh", 2)
+    assert loss_table.recipe_row("centered", world, policies).size == pytest.approx(1 - 1 / 4, rel=1e-6)
+    assert loss_table.recipe_row("constant", world, policies).bias < 1e-6
+
+
+def test_the_std_reweights_prompts_by_how_often_they_are_solved():
+    """For rewards of 0 and 1, by a known function of the success rate, about 1 / sqrt(p (1 - p)) in large groups."""
+    row = loss_table.recipe_row("std", *place("fresh", 2))
+    factors = [std_factor(p, 4) for p in oracle("fresh", 2).baseline]
+    assert row.bias == pytest.approx(reweighted_bias(factors), rel=1e-6)
+    assert abs(factors[0] - factors[1]) > 0.04
+    on_the_page = {
+        4: (1.40, 1.46),
+        16: (1.87, 2.76),
+        64: (1.97, 3.23),
+    }
+    for size, (even, hard) in on_the_page.items():
+        assert round(std_factor(0.5, size), 2) == even
+        assert round(std_factor(0.1, size), 2) == hard
+    for p in (0.1, 0.3, 0.5):
+        assert std_factor(p, 200) == pytest.approx(1 / math.sqrt(p * (1 - p)), rel=0.05)
+
+
+def test_the_error_of_token_aggregation_shrinks_as_the_batch_grows(monkeypatch):
+    errors = []
+    for size in (2, 3, 4):
+        monkeypatch.setattr(loss_table, "GROUP", size)
+        errors.append(1 - loss_table.recipe_row("token", *place("fresh", 2)).cosine)
+    assert errors[0] > errors[1] > errors[2] > 0
+
+
+def test_the_filter_reweights_prompts_by_how_often_the_other_one_is_filtered():
+    """It divides by what is left: a prompt counts twice whenever the other group of two has equal rewards."""
+    row = loss_table.recipe_row("filter", *place("fresh", 2))
+    equal = [p**4 + (1 - p) ** 4 for p in oracle("fresh", 2).baseline]
+    factors = [1 + equal[1], 1 + equal[0]]
+    assert row.bias == pytest.approx(reweighted_bias(factors), rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- the page, the script
+
+
+def page_cells() -> dict[str, list[str]]:
+    """The rows of the tables of docs/losses.md: first column -> the others."""
+    found = {}
+    for line in (ROOT / "docs" / "losses.md").read_text().splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]
+        if len(cells) > 3:
+            found[cells[1]] = cells[2:-1]
+    return found
+
+
+def test_the_page_shows_the_numbers_of_the_script():
+    cells = page_cells()
+    rows = loss_table.table()
+    for name in loss_table.LOSSES:
+        found = [rows[condition, name] for condition in loss_table.CONDITIONS]
+        assert cells[name] == [f"{row.bias:.2f} {row.cosine:+.2f}" for row in found], name
+    dropped = {"TRM": [0.51, 0.87], "DPPO": [0.18, 0.25], "PPO clip": [0.20, 0.14]}
+    for name, fractions in dropped.items():
+        assert [round(rows[condition, name].zero, 2) for condition in ("stale", "async")] == fractions, name
+    for name in loss_table.RECIPES:
+        found = [rows[condition, name] for condition in loss_table.RECIPE_CONDITIONS]
+        numbers = [f"{row.size:.2f} {row.cosine:+.2f} {row.noise:.2f}" for row in found]
+        ascends = found[0].ascends.replace("|", "\\|")
+        assert cells[name][1:] == [*numbers, ascends], name
+
+
+def test_the_script_prints_every_row_and_draws_them(tmp_path):
+    picture = tmp_path / "losses.png"
+    line = [sys.executable, str(ROOT / "scripts" / "loss_table.py"), "--output", str(picture)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True)
+    lines = done.stdout.splitlines()
+    assert all(len(line) <= 120 for line in lines)
+    for name in loss_table.LOSSES:
+        assert sum(line.startswith(f"{name:19}") for line in lines) == len(loss_table.CONDITIONS), name
+    for name in loss_table.RECIPES:
+        assert sum(line.startswith(f"{name:19}") for line in lines) == len(loss_table.RECIPE_CONDITIONS), name
+    assert picture.stat().st_size > 20_000
+
+
+@pytest.mark.slow
+def test_the_medians_over_random_worlds_are_those_of_the_page():
+    """docs/losses.md draws its conclusions from these, so that they do not hang on one toy."""
+    rows = loss_table.median_rows(20)
+    stale = {
+        "PPO clip": 0.01,
+        "token ratio": 0.97,
+        "CISPO": 0.97,
+    }
+    for name, cosine in stale.items():
+        assert round(rows["stale", name].cosine, 2) == cosine, name
+    unlike = {
+        "PPO clip": 0.38,
+        "TIS, token": 0.21,
+        "decoupled PPO": 0.19,
+        "IcePop": 0.22,
+        "MIS, token": 0.30,
+        "DPPO": 0.32,
+        "sequence rejection": 0.34,
+        "MIS, sequence": 0.19,
+        "TIS, sequence": 0.08,
+        "TRM": 0.47,
+    }
+    for name, bias in unlike.items():
+        assert round(rows["unlike", name].bias, 2) == bias, name
+
+
+# ----------------------------------------------------------------------------------------------------------- mutations
+
+TABLE = "scripts/loss_table.py"
+GRPO = "grpo.py"
+# (row that has to change, file, text, text in its place)
+MUTATIONS = [
+    ("policy gradient", TABLE, "    return -b.advantages * b.logprobs\n", "    return -b.logprobs\n"),
+    ("sequence ratio", TABLE, "b.response_sum(b.logprobs - b.sampler)", "b.response_sum(b.logprobs - b.old)"),
+    ("sequence ratio", TABLE, "b.response_sum(b.logprobs - b.sampler)", "b.response_mean(b.logprobs - b.sampler)"),
+    ("token ratio", TABLE, "clip_lower=1.0, clip_higher=math.inf", "clip_lower=0.2, clip_higher=math.inf"),
+    (
+        "token ratio",
+        GRPO,
+        "ratio_T = (logprobs_T - old_T).clamp(-20, 20)",
+        "ratio_T = (old_T - logprobs_T).clamp(-20, 20)",
+    ),
+    ("PPO clip", TABLE, "clip_lower=0.2, clip_higher=0.2)", "clip_lower=0.3, clip_higher=0.2)"),
+    ("PPO clip", GRPO, "torch.maximum(unclipped_T, clipped_T)", "clipped_T"),
+    ("PPO clip", GRPO, "torch.maximum(unclipped_T, clipped_T)", "torch.minimum(unclipped_T, clipped_T)"),
+    ("PPO clip", GRPO, "1 - args.clip_lower", "1 - args.clip_higher / 2"),
+    ("clip-higher", TABLE, "clip_higher=0.28)", "clip_higher=0.2)"),
+    ("clip-higher", GRPO, "1 + args.clip_higher", "1 + args.clip_lower"),
+    ("dual clip", TABLE, "clip_ratio_c=3.0", "clip_ratio_c=4.0"),
+    ("dual clip", GRPO, "torch.where(advantages_T < 0,", "torch.where(advantages_T > 0,"),
+    ("TIS, token", TABLE, "ratio_cap=2.0", "ratio_cap=3.0"),
+    ("TIS, token", GRPO, "(old_T - sampler_T).exp()", "(sampler_T - old_T).exp()"),
+    ("TIS, token", GRPO, "(old_T - sampler_T).exp()", "(logprobs_T - sampler_T).exp()"),
+    ("TIS, sequence", TABLE, "clamp(max=2.0)", "clamp(max=3.0)"),
+    ("TIS, sequence", TABLE, "b.response_sum(b.old - b.sampler)", "b.response_mean(b.old - b.sampler)"),
+    ("decoupled PPO", TABLE, "ratio_cap=math.inf", "ratio_cap=5.0"),
+    ("IcePop", TABLE, "weight >= 0.5", "weight >= 0.1"),
+    ("IcePop", TABLE, "weight <= 5.0", "weight <= 9.0"),
+    ("IcePop", TABLE, "from_grpo(b) * weight * kept", "from_grpo(b) * kept"),
+    ("MIS, token", TABLE, "weight = mismatch(b)\n    return", "weight = sequence_mismatch(b)\n    return"),
+    ("MIS, token", TABLE, "from_grpo(b) * weight * (weight <= 2.0)", "from_grpo(b) * weight.clamp(max=2.0)"),
+    ("MIS, sequence", TABLE, "weight = sequence_mismatch(b)", "weight = mismatch(b)"),
+    ("sequence rejection", TABLE, "mean >= 0.9", "mean >= 0.5"),
+    ("sequence rejection", TABLE, "mean <= 1.1", "mean <= 1.5"),
+    ("off-policy mask", TABLE, "(b.advantages < 0) & (distance", "(b.advantages > 0) & (distance"),
+    ("off-policy mask", TABLE, "b.response_mean(b.sampler - b", "b.response_mean(b.old - b"),
+    ("TRM", TABLE, '"amax"', '"sum"'),
+    ("TRM", TABLE, "<= 0.05", "<= 0.2"),
+    ("DPPO", TABLE, "away = moved * b.advantages.sign()", "away = moved.abs()"),
+    ("DPPO", TABLE, "away <= 0.1", "away <= 0.3"),
+    ("CISPO", TABLE, "ratio = (b.logprobs - b.old).exp().detach()", "ratio = (b.logprobs - b.old).exp()"),
+    ("CISPO", TABLE, "clamp(max=1.28)", "clamp(min=0.8, max=1.28)"),
+    ("GSPO", TABLE, "ratio = b.response_mean(b.logprobs - b.old)", "ratio = b.response_sum(b.logprobs - b.old)"),
+    ("GSPO", TABLE, "ratio.clamp(0.8, 1.2)", "ratio.clamp(0.8, 1.4)"),
+    ("GMPO", TABLE, "torch.minimum(log_ratio", "torch.maximum(log_ratio"),
+    ("GMPO", TABLE, "clamp(-0.4, 0.4)", "clamp(-0.4, 0.8)"),
+    ("constant", GRPO, "(len(in_loss) * args.max_response_length)", "(len(in_loss) * lengths[i])"),
+    ("constant", GRPO, "group / (group - 1)", "(group - 1) / group"),
+    ("sequence", GRPO, "(len(in_loss) * lengths[i])", "len(in_loss)"),
+    ("token", GRPO, "sum(lengths[i] for i in in_loss)", "(len(in_loss) * max(lengths))"),
+    ("centered", GRPO, "rewards_PG - rewards_PG.mean(1, keepdim=True)", "rewards_PG - rewards_PG.mean()"),
+    ("std", GRPO, "rewards_PG.std(1, keepdim=True)", "rewards_PG.std(1, keepdim=True, correction=0)"),
+    ("std", GRPO, "rewards_PG.std(1, keepdim=True)", "rewards_PG.std()"),
+    ("filter", TABLE, "if not (args.filter_zero_std_samples and equal):", "if True:"),
+    ("GRPO", GRPO, "(len(in_loss) * lengths[i])", "len(in_loss)"),
+    ("Dr. GRPO", GRPO, "rewards_PG - rewards_PG.mean(1, keepdim=True)", "rewards_PG"),
+    ("DAPO", TABLE, '"clip_higher": 0.28', '"clip_higher": 0.2'),
+    ("DAPO", GRPO, "sum(lengths[i] for i in in_loss)", "sum(lengths)"),
+]
+MUTATED_ROWS = {row for row, *_ in MUTATIONS}
+
+
+def test_every_row_has_a_mutation():
+    assert {*loss_table.LOSSES, *loss_table.RECIPES} == MUTATED_ROWS
+
+
+@pytest.mark.parametrize("row, file, old, new", MUTATIONS)
+def test_a_mutation_of_a_formula_changes_its_row(row, file, old, new, monkeypatch):
+    """The comparison with the coefficients by hand fails for every one, so no cell passes by accident."""
+    if file == GRPO:
+        monkeypatch.setitem(sys.modules, "grpo", load_mutated("grpo_mutated", GRPO, old, new))
+        module = load_mutated("loss_table_mutated", TABLE)
+    else:
+        module = load_mutated("loss_table_mutated", TABLE, old, new)
+    if row in loss_table.LOSSES:
+        found = [numbers_of(module.loss_row(row, *place(where))) for where in PLACES]
+        wanted = [expected(row, where) for where in PLACES]
+    else:
+        where = ("fresh", "far apart 1")
+        found = [numbers_of(module.recipe_row(row, *place(w, 2))) for w in where]
+        wanted = [numbers_of(loss_table.recipe_row(row, *place(w, 2))) for w in where]
+    differences = []
+    for row_found, row_wanted in zip(found, wanted, strict=True):
+        for a, b in zip(row_found, row_wanted, strict=True):
+            differences.append(abs(a - b))
+    assert max(differences) > 1e-3

@@ -1,0 +1,206 @@
+"""Every data set of the installed reasoning-gym: through our path its own answer is right, and others are not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from importlib import metadata
+
+import pytest
+from helpers import ROOT
+
+import rewards
+from grpo import Args
+from rewards import VERIFIERS, RewardPool, truth_error
+from runtime import data, gym_tasks
+from runtime.gym_tasks import GYM_UNSUPPORTED
+
+PAGE = ROOT / "docs" / "rewards.md"
+BEGIN, END = "<!-- made by tests/unit/test_reasoning_gym.py -->", "<!-- end -->"
+ROWS = 4
+# These have many right answers, and what is right for another row may be right here.
+SEVERAL_RIGHT = {"graph_color", "jugs", "n_queens", "propositional_logic", "quantum_lock", "rush_hour", "sokoban"}
+OPTIONS = {
+    "composite": '&datasets=[{"name":"chain_sum"},{"name":"rubiks_cube"},{"name":"arc_agi"}]',
+    "rush_hour": "&min_moves=1&max_moves=8",
+    "knight_swap": "&max_nodes=7",
+}
+
+
+def problems(name: str, rows: int = ROWS, options: str = "") -> list[data.Problem]:
+    source = f"reasoning_gym:{name}?size={rows}&seed=5{OPTIONS.get(name, '')}{options}"
+    found = list(data.read_problems(source, Args(verifier="reasoning_gym"), truth_error).values())
+    for problem in found:
+        problem.row = json.loads(json.dumps(problem.row))  # as a prepared file has it
+    return found
+
+
+def rush_hour_solution(board: str) -> str:
+    """The moves that free the car, found breadth first with reasoning-gym's own board: it gives none away."""
+    from reasoning_gym.games.rush_hour import Board
+
+    seen = set()
+    waiting = deque([""])
+    while waiting:
+        moves = waiting.popleft()
+        now = Board(board)
+        now.perform_moves(moves)
+        if now.solved:
+            return moves.strip()
+        state = tuple(piece.mask for piece in now._pieces)
+        if state in seen:
+            continue
+        seen.add(state)
+        labels = [chr(ord("A") + i) for i in range(len(now._pieces))]
+        waiting.extend(f"{moves} {label}{step}" for label in labels for step in ("+1", "-1"))
+    raise AssertionError("no solution")
+
+
+def oracle(problem: data.Problem) -> str:
+    """What the data set itself takes for right: its answer, or the example among its metadata."""
+    if problem.row["answer"] is not None:
+        return problem.row["answer"]
+    about = gym_tasks.untagged(json.loads(problem.row["reasoning_gym"])["metadata"])
+    if about["source_dataset"] == "graph_color":
+        return json.dumps(about["possible_answer"])
+    if about["source_dataset"] == "rush_hour":
+        return rush_hour_solution(about["board_config"])
+    return about.get("example_correct_answer") or about["example_answer"]
+
+
+def score(problem: data.Problem, answer: str) -> float:
+    reward, _ = rewards._verify_by("reasoning_gym", f"so <answer>{answer}</answer>", problem.truth, problem.row)
+    return reward.score
+
+
+def counts(name: str) -> tuple[int, int, int, int]:
+    """(right answers, scored 1, wrong answers, scored 1) of a data set."""
+    found = problems(name)
+    answers = [oracle(problem) for problem in found]
+    right = sum(score(problem, answer) == 1 for problem, answer in zip(found, answers, strict=True))
+    wrong = []
+    for problem, answer in zip(found, answers, strict=True):
+        others = {a for a in answers if a != answer} if name not in SEVERAL_RIGHT else set()
+        wrong += [score(problem, other) == 1 for other in sorted(others | {"no idea"})]
+    return len(found), right, len(wrong), sum(wrong)
+
+
+QUICK = ["ab", "arc_agi", "chain_sum", "composite", "graph_color", "intermediate_integration", "prime_factorization"]
+QUICK += ["propositional_logic", "rearc", "rubiks_cube", "spell_backward", "time_intervals"]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_answer_of_a_data_set_scores_one_and_another_does_not(name):
+    rows, right, _, wrong = counts(name)
+    assert (right, wrong) == (rows, 0)
+
+
+@pytest.mark.slow
+def test_every_installed_data_set_works_or_is_refused(capsys):
+    """And the table in docs/rewards.md says so: this test writes it."""
+    from reasoning_gym.factory import DATASETS
+
+    lines = ["| data set | rows | own answer scores 1 | wrong answers | of these score 1 |", "|---|---|---|---|---|"]
+    bad, works = {}, 0
+    for name in sorted(DATASETS):
+        if name in GYM_UNSUPPORTED:
+            with pytest.raises(SystemExit):
+                problems(name)
+            lines.append(f"| {name} | refused: {GYM_UNSUPPORTED[name]} | | | |")
+            continue
+        rows, right, others, wrong = counts(name)
+        lines.append(f"| {name} | {rows} | {right} | {others} | {wrong} |")
+        if (right, wrong) != (rows, 0):
+            bad[name] = (rows, right, others, wrong)
+        works += 1
+    assert bad == {}
+    words = f"Of the {len(DATASETS)} data sets of reasoning-gym {metadata.version('reasoning_gym')}, {works} work."
+    text = PAGE.read_text(encoding="utf-8")
+    made = "\n".join([BEGIN, words, "", *lines, END])
+    PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: made, text, flags=re.DOTALL), encoding="utf-8")
+    print(words)
+
+
+@pytest.mark.parametrize("name", GYM_UNSUPPORTED)
+def test_an_unsupported_data_set_is_refused_with_the_reason(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        problems(name)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert f"{name} cannot be used" in said and GYM_UNSUPPORTED[name] in said
+
+
+def test_the_scorer_has_the_configuration_of_the_run():
+    """Not the default one, whatever the data set is."""
+    (problem,) = problems("fraction_simplification", 1, '&styles=["plain"]')
+    assert score(problem, oracle(problem)) == 1
+    scoring = json.loads(problem.row["reasoning_gym"])
+    assert json.loads(scoring["options"])["styles"] == ["plain"]
+    assert gym_tasks.gym_dataset(scoring["dataset"], scoring["options"]).config.styles == ["plain"]
+
+
+def test_the_integral_of_the_task_is_no_answer_to_it():
+    """Its derivative is the integrand, whatever that is: the scorer would be content."""
+    found = problems("intermediate_integration", 6)
+    for problem in found:
+        about = problem.row["metadata"]
+        assert score(problem, f"Integral({about['integrand']}, {about['variable']})") == 0
+        assert score(problem, oracle(problem)) == 1
+    assert any("Integral(" in problem.truth for problem in found), "else nothing was shown"
+
+
+def test_tuples_and_keys_of_metadata_survive_the_way_to_the_worker():
+    (problem,) = problems("rearc", 1)
+    board = gym_tasks.untagged(json.loads(problem.row["reasoning_gym"])["metadata"])["output"]
+    assert isinstance(board, tuple) and isinstance(board[0], tuple)
+    (problem,) = problems("graph_color", 1)
+    coloring = gym_tasks.untagged(json.loads(problem.row["reasoning_gym"])["metadata"])["possible_answer"]
+    assert {type(vertex) for vertex in coloring} == {int}
+    assert isinstance(problem.row["metadata"], dict), "and for people it is plain"
+
+
+def test_the_default_verifier_of_words_is_the_scorer_of_the_data_set():
+    def verifier(source: str) -> tuple[str, str]:
+        (problem,) = data.read_problems(f"reasoning_gym:{source}?size=1", Args(), truth_error).values()
+        return problem.verifier, problem.messages[0]["content"]
+
+    assert verifier("chain_sum")[0] == "last_number"
+    name, system = verifier("spell_backward")
+    assert name == "reasoning_gym" and "<answer>" in system
+
+
+# What ended a run before: any text that the scorer's own parser does not expect.
+ODD = [
+    "2 * 2 * 7 * 17",
+    "2^2 × 7 × 17",
+    "I don't know",
+    "{}",
+    "[]",
+    "1e999",
+    "nan",
+    "-",
+    "",
+    "9" * 5000,
+    "None",
+    "{'a': 1}",
+]
+
+
+def test_no_answer_ends_a_run_in_the_data_sets_where_one_did():
+    pool = RewardPool(1, 10.0, ("reasoning_gym",))
+    jobs = []
+    for name in ("prime_factorization", "game_of_life", "coin_flip", "calendar_arithmetic", "time_intervals"):
+        (problem,) = problems(name, 1)
+        for answer in ODD:
+            jobs.append(pool.submit("reasoning_gym", f"<answer>{answer}</answer>", problem.truth, problem.row))
+    found = [pool.result(job) for job in jobs]
+    pool.close()
+    assert {reward.status for reward in found} <= {"ok", "unscorable"}
+    assert "unscorable" in {reward.status for reward in found}
+    assert all(reward.score < 1 for reward in found)
+
+
+def test_a_row_of_a_file_without_options_is_scored_by_the_default_ones():
+    row = {"question": "?", "answer": "7", "metadata": {"source_dataset": "chain_sum"}}
+    assert VERIFIERS["reasoning_gym"]("<answer>7</answer>", "7", row).score == 1

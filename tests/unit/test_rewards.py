@@ -1,0 +1,393 @@
+"""Verifiers, and the pool: whatever a verification does, the parent learns of it in time and goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
+
+import pytest
+from helpers import ROOT, make_samples
+
+import rewards
+from grpo import Args
+from rewards import (
+    VERIFIERS,
+    Reward,
+    RewardPool,
+    combine,
+    exact,
+    find_verifier,
+    last_number,
+    parse_weights,
+)
+from runtime import records
+
+MINE = ROOT / "tests" / "verifiers.py"
+
+# (response, truth, right?)
+LAST_NUMBER = [
+    ("4", "4", True),
+    ("The answer is 4.", "4", True),
+    ("4 + 3 = 7", "7", True),
+    ("4 + 3 = 7", "4", False),
+    ("10-4", "4", True),
+    ("10-4", "-4", False),
+    ("10 - 4", "4", True),
+    ("3-5", "5", True),
+    ("(2+1)-4", "4", True),
+    ("= -4", "-4", True),
+    ("= -4", "4", False),
+    ("=-4", "-4", True),
+    ("(-3)", "-3", True),
+    ("4 - 7 = -3.", "-3", True),
+    (r"\boxed{-12}", "-12", True),
+    ("**42**", "42", True),
+    ("1,024", "1024", True),
+    ("1024", "1,024", True),
+    ("1,024.50", "1024.5", True),
+    ("-1,000", "-1000", True),
+    ("7.0", "7", True),
+    ("7", "7.00", True),
+    ("007", "7", True),
+    ("7.1", "7", False),
+    ("-0", "0", True),
+    ("$5.", "5", True),
+    ("$5, I think", "5", True),
+    ("42%", "42", True),
+    ("3.14.", "3.14", True),
+    ("5", " 5\n", True),
+    ("5 apples", "5", True),
+    ("Room 4b", "4", True),
+    ("answer:4!", "4", True),
+    ("1, 2, 3", "3", True),
+    ("1/2", "2", True),
+    ("12:30", "30", True),
+    ("the answer is ...42", "42", True),
+    ("1,2,3", "3", True),
+    ("12,345,678", "12345678", True),
+    ("\u22124", "-4", True),  # the typographic minus
+    ("4\u22127 = \u22123", "-3", True),
+    ("", "0", False),
+    ("no number", "0", False),
+    ("-", "0", False),
+    (".", "0", False),
+    ("\u0664\u0662", "42", False),  # Arabic-Indic digits: int() would take them
+    ("\u00b2", "2", False),
+    ("\u0664\u0662 or 7", "7", True),
+    ("it is not 7", "7", False),  # named to be denied
+    ("it isn't 7", "7", False),
+    ("<think>7", "7", False),
+    ("<think>6</think>7", "7", True),
+    ("9" * 5000, "9" * 5000, True),  # more digits than int() reads
+    ("9" * 5000, "9" * 4999 + "8", False),
+    ("0.1", "0.1000000000000000000000000001", False),  # decimals, not floats
+    ("100000000000000000001", "100000000000000000000", False),
+]
+
+
+@pytest.mark.parametrize(("response", "truth", "right"), LAST_NUMBER, ids=lambda v: repr(v)[:24])
+def test_last_number(response, truth, right):
+    reward = last_number(response, truth, {})
+    assert reward.score == reward.parts["correct"] == float(right)
+    assert reward.status == "ok"
+
+
+def test_last_number_format():
+    assert last_number("the answer is 3", "4", {}).parts == {"correct": 0.0, "format": 1.0}
+    assert last_number("three", "3", {}).parts == {"correct": 0.0, "format": 0.0}
+
+
+def test_last_number_is_linear_in_the_length():
+    """A response is whatever the model wrote: no pattern of digits may take quadratic time."""
+    start = time.perf_counter()
+    for text in ("1," * 100_000, "-" * 200_000, "1." * 100_000, "1-" * 100_000):
+        last_number(text, "1", {})
+    assert time.perf_counter() - start < 5
+
+
+def test_exact():
+    assert exact(" blue \n", "blue", {}).score == 1.0
+    assert exact("Blue", "blue", {}).score == 0.0
+    assert exact("", "blue", {}).parts == {"correct": 0.0}
+
+
+def test_find_verifier(tmp_path):
+    assert find_verifier("last_number") is last_number and {"last_number", "exact", "math", "code"} <= set(VERIFIERS)
+    assert find_verifier(f"{MINE}:parity")("abc", "", {}).score == 1.0
+    for name, words in {
+        "maths": ["'maths'", "last_number", "file.py:function"],
+        "nothing.py:score": ["no file 'nothing.py'", "'score'"],
+        f"{tmp_path}:score": ["no file"],
+        f"{MINE}:nothing": ["no function 'nothing'"],
+        f"{MINE}:": ["no function ''"],
+        "": ["no verifier ''"],
+    }.items():
+        with pytest.raises(ValueError) as error:
+            find_verifier(name)
+        for word in words:
+            assert word in str(error.value)
+
+
+# --------------------------------------------------------------------------------------------------------------- pool
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two workers that have started, with a limit of a second and a half for each verification."""
+    pool = RewardPool(2, 1.5)
+    for future in [pool.pool.schedule(find_verifier, args=["exact"]) for _ in range(4)]:
+        future.result(timeout=60)
+    yield pool
+    pool.close()
+
+
+def verify(pool: RewardPool, name: str, response: str = "x", truth: str = "x") -> Reward:
+    return pool.result(pool.submit(name, response, truth, {"row": [1, 2]}))
+
+
+def works(pool: RewardPool) -> bool:
+    futures = [pool.submit("last_number", f"= {i}", "3", {}) for i in range(6)]
+    return [pool.result(f).score for f in futures] == [0, 0, 0, 1, 0, 0]
+
+
+def test_pool_returns_in_the_order_of_the_questions(pool):
+    assert works(pool)
+    assert verify(pool, f"{MINE}:parity", "abc") == Reward(1.0, {"correct": 1.0})
+
+
+def test_pool_kills_what_hangs(pool):
+    start = time.perf_counter()
+    hanging = pool.submit(f"{MINE}:hangs", "x", "x", {})
+    meanwhile = verify(pool, "exact")
+    assert meanwhile.score == 1.0 and time.perf_counter() - start < 1.4, "the other worker goes on"
+    wait([hanging], timeout=10)
+    assert hanging.done(), "not killed"
+    assert pool.result(hanging) == Reward(0.0, status="timeout")
+    assert 1.4 < time.perf_counter() - start < 1.5 + 2
+    assert works(pool)
+
+
+def test_pool_outlives_a_worker(pool):
+    assert verify(pool, f"{MINE}:dies") == Reward(0.0, status="crash")
+    assert works(pool)
+    assert [verify(pool, f"{MINE}:dies").status for _ in range(3)] == ["crash"] * 3  # more than there are workers
+    assert works(pool)
+
+
+def test_pool_starts_again():
+    """A worker that dies before pebble read that it took a task breaks the pool; the samples under way are not lost."""
+    pool = RewardPool(1, 20.0)
+    futures = [pool.submit("exact", "x", truth, {}) for truth in ("x", "y", "x")]
+    pool.pool._pool_manager.handle_broken_pool(BrokenProcessPool("All workers expired"))
+    assert [pool.result(f).score for f in futures] == [1.0, 0.0, 1.0] and works(pool)
+    pool.close()
+
+
+def test_a_verifier_that_raises_on_a_response_costs_that_sample(pool, capsys):
+    """Score 0, counted as unscorable, the first traceback shown; whatever the response, the run continues."""
+    pool.shown.clear()
+    reward = verify(pool, f"{MINE}:picky", "odd")
+    assert (reward.score, reward.status) == (0.0, "unscorable")
+    said = capsys.readouterr().out
+    for word in ("first unscorable of a verification", "KeyError", "verifiers.py", "in picky", "'odd'"):
+        assert word in said
+    assert verify(pool, f"{MINE}:picky", "good").score == 1.0
+    assert works(pool)
+
+
+def test_a_verifier_that_raises_on_everything_ends_the_run(pool):
+    name = f"{MINE}:raises"
+    for _ in range(rewards.MANY - 1):
+        assert verify(pool, name).status == "unscorable"
+    with pytest.raises(RuntimeError) as error:
+        verify(pool, name)
+    for word in ("raised on each of the first 16", "ZeroDivisionError", "the verifier's own mistake", "in raises"):
+        assert word in str(error.value)
+    assert works(pool)
+
+
+def test_a_verifier_that_ever_returned_never_ends_the_run(pool):
+    assert verify(pool, f"{MINE}:picky", "good").score == 1.0
+    found = [verify(pool, f"{MINE}:picky", "odd").status for _ in range(rewards.MANY + 2)]
+    assert set(found) == {"unscorable"}
+
+
+def test_a_verifier_of_this_project_never_ends_the_run(pool):
+    """Its bug is a bug here, but the night is the user's."""
+    futures = [pool.submit("countdown", "<answer>1</answer>", "no target", {}) for _ in range(rewards.MANY + 2)]
+    assert {pool.result(future).status for future in futures} == {"unscorable"}
+
+
+@pytest.mark.parametrize(("name", "score"), [("number", 0.5), ("boolean", 1.0), ("whole", 1.0), ("numpy_number", 0.25)])
+def test_a_verifier_may_return_a_number(pool, name, score):
+    assert verify(pool, f"{MINE}:{name}") == Reward(score, {"correct": float(score == 1)})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("not_a_reward", "returned str, not a number"), ("not_finite", "the score nan")],
+)
+def test_what_is_no_score_costs_that_sample(pool, name, words):
+    reward = verify(pool, f"{MINE}:{name}")
+    assert (reward.score, reward.status) == (0.0, "unscorable") and words in reward.detail
+    assert works(pool)
+
+
+def test_what_cannot_be_sent_back_costs_that_sample(pool):
+    assert verify(pool, f"{MINE}:unpicklable") == Reward(0.0, status="crash")
+    assert works(pool)
+
+
+def problem(verifier: str) -> records.Problem:
+    return records.Problem([], "7", verifier, {"row": 1})
+
+
+def test_own_verifiers_are_tried_at_the_start(pool):
+    """On the first problem's truth, by the workers: what is wrong is said before anything is sampled."""
+    wrong = pool.check([problem("exact"), problem(f"{MINE}:parity"), problem(f"{MINE}:raises")])
+    for word in ("verifiers.py:raises", "raises on the truth '7'", "the verifier's own mistake"):
+        assert word in wrong
+    assert pool.check([problem("exact"), problem(f"{MINE}:parity"), problem(f"{MINE}:hangs")]) == ""
+    assert works(pool)
+
+
+def test_pool_serves_threads(pool):
+    found: list[bool] = []
+    threads = [threading.Thread(target=lambda: found.append(works(pool))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert found == [True] * 3
+
+
+def test_close_does_not_wait():
+    pool = RewardPool(1, 60.0)
+    pool.pool.schedule(find_verifier, args=["exact"]).result(timeout=60)
+    pool.submit(f"{MINE}:hangs", "x", "x", {})
+    time.sleep(0.3)
+    closing = threading.Thread(target=pool.close, daemon=True)
+    closing.start()
+    closing.join(timeout=5)
+    late = closing.is_alive()
+    pool.pool.stop()  # else a failure would leave the worker asleep, and this process waiting for it
+    assert not late
+
+
+def test_pool_limits_memory(pool):
+    """A response that makes a verifier take all there is costs one sample; the worker may go on or die."""
+    reward = verify(pool, f"{MINE}:takes_memory")
+    assert (reward.score, reward.status) == (0.0, "crash") and "MemoryError" in reward.detail
+    assert works(pool)
+
+
+def test_first_of_each_kind_is_shown_once(pool, capsys):
+    pool.shown.clear()
+    for _ in range(2):
+        for name in (f"{MINE}:takes_memory", f"{MINE}:dies", "reasoning_gym", f"{MINE}:hangs"):
+            verify(pool, name, response="what it said")
+    said = capsys.readouterr().out
+    assert [said.count(f"first {kind}") for kind in ("crash", "unscorable", "timeout")] == [1, 1, 1]
+    for words in ("MemoryError", "in takes_memory", "names no source_dataset", "--reward_timeout", "'what it said'"):
+        assert words in said
+
+
+# ------------------------------------------------------------------------------------------- several verifiers, shaping
+
+
+def test_parse_weights():
+    assert parse_weights(("math=1", "a/b.py:f=-0.5", "format=gate")) == {"math": 1, "a/b.py:f": -0.5, "format": None}
+    for wrong in ("math", "math=", "math=much", "math=nan", "math=inf"):
+        with pytest.raises(ValueError, match="NAME=NUMBER"):
+            parse_weights((wrong,))
+
+
+def test_combine():
+    right, wrong = Reward(1.0, {"correct": 1.0, "format": 1.0}, extracted="7"), Reward(0.0, {"correct": 0.0})
+    good, bad = Reward(1.0, {"format": 1.0}), Reward(0.0, {"format": 0.0})
+    assert combine({"math": right, "format": bad}, {"format": 0.25}).score == 1.0
+    assert combine({"math": wrong, "format": good}, {"format": 0.25}).score == 0.25
+    assert combine({"math": right, "format": good}, {"math": 2.0}).score == 3.0
+    assert combine({"math": right, "format": bad}, {"format": None}).score == 0.0
+    gated = combine({"math": right, "format": good}, {"format": None})
+    assert gated.score == 1.0 and gated.parts == {"math": 1, "format": 1.0, "correct": 1.0, "gate": 1.0}
+    assert gated.extracted == "7"
+    lost = combine({"math": right, "ifeval": Reward(0.0, status="unscorable", detail="why")}, {})
+    assert (lost.status, lost.detail, lost.score) == ("unscorable", "why", 1.0)
+
+
+def test_pool_combines():
+    pool = RewardPool(1, 20.0, weights={"format": None, "last_number": 2.0})
+    good, bad = "<think>so</think><answer>7</answer>", "7"
+    futures = [pool.submit("last_number,format", r, "7", {}) for r in (good, bad)]
+    futures.append(pool.submit("last_number", bad, "7", {}))
+    assert [pool.result(f).score for f in futures] == [2.0, 0.0, 2.0]
+    pool.close()
+
+
+def test_overlong_penalty():
+    """DAPO, equation 13, with 100 tokens and a buffer of 20."""
+    lengths = {80: 0.0, 81: 0.05, 85: 0.25, 90: 0.5, 100: 1.0, 120: 1.0, 0: 0.0}
+    assert {n: pytest.approx(rewards.overlong_penalty(n, 100, 20)) for n in lengths} == lengths
+    assert rewards.overlong_penalty(100, 100, 0) == 0.0
+
+
+def test_repetition():
+    assert rewards.repetition(list(range(100))) == rewards.repetition([1] * 8) == rewards.repetition([]) == 0.0
+    assert rewards.repetition([1] * 9) == 0.5
+    assert rewards.repetition(list(range(20)) * 2) == pytest.approx(1 - 20 / 33)
+
+
+def test_shape_penalties():
+    sample = make_samples(1, 2)[0]
+    sample.finish_reason, sample.response_ids = "stop", [1] * 30
+    found = Reward(1.0, {"correct": 1.0}, extracted="7")
+    args = Args(max_response_length=32, overlong_buffer=4, repetition_penalty=0.5)
+    rewards.shape_reward(sample, found, args)
+    assert sample.reward == pytest.approx(1 - 0.5 - 0.5 * 22 / 23) and (sample.score, sample.extracted) == (1.0, "7")
+    rewards.shape_reward(sample, found, Args())
+    assert sample.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "truth", "row", "wrong"),
+    [
+        ("last_number", "7", {}, ""),
+        ("last_number", "seven", {}, "last_number"),
+        ("gsm8k", "so\n#### 7", {}, ""),
+        ("gsm8k", "so\n####", {}, "gsm8k"),
+        ("math", "\\frac{1}{2}", {}, ""),
+        ("math", "\\boxed{7}", {}, ""),
+        ("math", "{", {}, "math"),
+        ("math", " ", {}, "math"),
+        ("countdown", "24", {"nums": [4, 6]}, ""),
+        ("countdown", "24", {}, "no numbers"),
+        ("countdown", "many", {"nums": [4, 6]}, "countdown"),
+        ("ifeval", "{}", {}, "instruction_id_list"),
+        ("format", "", {}, ""),
+        ("math,countdown", "24", {}, "no numbers"),
+        (f"{MINE}:raises", "24", {}, ""),  # yours may take anything
+    ],
+)
+def test_truth_error(name, truth, row, wrong):
+    found = rewards.truth_error(name, truth, row)
+    assert wrong in found and bool(found) == bool(wrong)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1, 0, 1e-9, 1e9, "soon", [5]])
+def test_a_time_limit_that_is_none_is_refused_at_the_start(seconds):
+    """A float column with gaps holds NaN, which ended the run at the first sample."""
+    row = {"entry_point": "f", "time_limit": seconds}
+    assert "time_limit" in rewards.truth_error("code", '[{"input": [1], "output": 1}]', row)
+
+
+def test_a_truth_on_which_a_verifier_raises_is_refused_at_the_start(monkeypatch):
+    """Whatever it raises: here an error that no list of expected ones would have had."""
+
+    def broken(response, truth, row):
+        raise AssertionError("no such truth")
+
+    monkeypatch.setitem(rewards.VERIFIERS, "exact", broken)
+    assert "AssertionError: no such truth" in rewards.truth_error("exact", "7", {})
