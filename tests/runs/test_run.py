@@ -403,7 +403,9 @@ def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
     ended = time.time()
     assert code != 0 and word in text and "never reached" not in text
     if "DIED AT" in text:
-        assert ended - float(text.split("DIED AT ")[1].split()[0]) < 10 + 2  # two for the launcher to leave
+        assert (
+            ended - float(text.split("DIED AT ")[1].split()[0]) < 20
+        )  # ten for a rank to notice, and a launcher that leaves on a busy machine
     for rank in range(ranks):
         assert f"rank {rank} failed" in text
         assert word in text.split(f"rank {rank} failed")[1]

@@ -349,7 +349,7 @@ def test_exit_code_and_time(case, place):
     for word in words:
         assert word in err, err
     assert "Traceback" not in err
-    assert seconds < 5
+    assert seconds < 10  # one or two; more where other programs compute
 
 
 def imported(err: str) -> set[str]:

@@ -47,7 +47,7 @@ def project_imports(path: Path) -> list[tuple[str, bool]]:
 
 
 def test_imports_go_downward_in_no_circle_and_stand_at_the_top():
-    """No import of a module above, none inside a function; the modules have an order in which each comes after its own."""
+    """No module imports one above it, or inside a function; there is an order in which each follows what it imports."""
     rank = {name: i for i, names in enumerate(RANKS) for name in names}
     files = module_files()
     assert set(files) == set(rank), "a module without a room, or a room without its module"
