@@ -59,7 +59,7 @@ from runtime.sandbox import Sandbox
 
 @dataclass(frozen=True)
 class Reward:
-    """What a verifier found: ``score`` (what is optimised), ``parts`` for the log (``correct``, ``format``: 0 to 1).
+    """What a verifier found: ``score`` (what is optimized), ``parts`` for the log (``correct``, ``format``: 0 to 1).
 
     ``steps``, for ppo.py --dense_reward: (number of characters, score of the response up to there), in rising order.
     For people: ``extracted``, what was taken for the answer ("" if nothing was), ``detail``, why there is no score.

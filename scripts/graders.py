@@ -1,4 +1,4 @@
-"""Score labelled answers with this project's verifiers and with those of others, and write down who is wrong where.
+"""Score labeled answers with this project's verifiers and with those of others, and write down who is wrong where.
 
     pip install --no-deps --target wheels trl verl
     python scripts/graders.py --wheels wheels --data ../shared/data --output docs/graders.md
@@ -7,7 +7,7 @@ The graders: the project's ``math`` and ``gsm8k``; math-verify as its README cal
 ``math_reward`` (its default for MATH), ``math_dapo``, ``math_verify`` and ``gsm8k``. Without --wheels, the first two
 alone. Every grader runs in the same worker process with the same time-out, one answer at a time.
 
-The answers: tests/graders.jsonl, written for this project in 16 families, and, in the folder --data, the labelled
+The answers: tests/graders.jsonl, written for this project in 16 families, and, in the folder --data, the labeled
 files of tests/unit/test_verifiers.py. A false negative is a right answer that scores below 1, a false positive a wrong
 one that scores 1 or more. Times are of the processor, in milliseconds per answer.
 """
@@ -123,14 +123,14 @@ MATH = {"TRL": trl_accuracy, "verl math": verl_math, "verl DAPO": verl_dapo, "ve
 GSM8K = {"TRL": trl_accuracy, "verl gsm8k": verl_gsm8k}
 
 
-# --------------------------------------------------------------------------------------------------- labelled answers
+# --------------------------------------------------------------------------------------------------- labeled answers
 
 
 def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def labelled(data: Path | None) -> dict[str, list[dict]]:
+def labeled(data: Path | None) -> dict[str, list[dict]]:
     """Name of a set -> its rows: family, truth, response, label, verifier."""
     sets = {"written families": [row | {"verifier": "math"} for row in read(ROOT / "tests" / "graders.jsonl")]}
     if data is None:
@@ -193,7 +193,7 @@ def run(grader: Callable, rows: list[dict], seconds: float) -> tuple[Counter, di
 
 HEAD = """# Graders compared
 
-Look here before you trust a reward. Labelled answers, scored by this project and by the graders that others train
+Look here before you trust a reward. Labeled answers, scored by this project and by the graders that others train
 with. A false negative (FN) is a right answer that got no reward; a false positive (FP) a wrong one that got it, which
 a policy finds and repeats. Made by `python scripts/graders.py`, whose docstring says how each grader is called; a hang
 is an answer that ran into the time-out of {seconds:g} s, milliseconds are of the processor.
@@ -231,7 +231,7 @@ def table(results: dict[str, tuple[Counter, dict]], rows: list[dict]) -> list[st
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels", type=Path, help="folder with trl and verl (pip install --no-deps --target)")
-    parser.add_argument("--data", type=Path, help="folder with the labelled public files")
+    parser.add_argument("--data", type=Path, help="folder with the labeled public files")
     parser.add_argument("--rows", type=int, default=10**9, help="score at most this many rows of each set")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds per answer")
     parser.add_argument("--output", type=Path, help="write the page here; default: print it")
@@ -247,7 +247,7 @@ def main(words: list[str]) -> None:
     versions = [f"math-verify {metadata.version('math-verify')}"]
     versions += [f"{name} {found[name]}" for name in ("trl", "verl") if name in found]
     page = [HEAD.format(seconds=args.timeout, versions=", ".join(versions))]
-    for name, rows in labelled(args.data).items():
+    for name, rows in labeled(args.data).items():
         rows = rows[: args.rows]
         others = GSM8K if rows[0]["verifier"] == "gsm8k" else MATH
         graders = OWN | (others if args.wheels is not None else {})

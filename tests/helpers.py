@@ -26,7 +26,7 @@ import pytest
 from runtime import process, records, rundir, runlog
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = Path(os.environ.get("RLVR_TEST_DATA", ROOT.parent / "shared" / "data"))  # labelled data sets, where they are
+DATA = Path(os.environ.get("RLVR_TEST_DATA", ROOT.parent / "shared" / "data"))  # labeled data sets, where they are
 VERIFIERS = ROOT / "tests" / "verifiers.py"
 
 
@@ -35,7 +35,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def real(file: str) -> Path:
-    """A file of labelled data; the test is skipped where it is absent."""
+    """A file of labeled data; the test is skipped where it is absent."""
     if not (DATA / file).is_file():
         pytest.skip(f"no {file} in {DATA}; set RLVR_TEST_DATA to the folder that has it")
     return DATA / file

@@ -301,7 +301,7 @@ def test_explained_variance():
 
 
 @pytest.mark.parametrize("kind", ["none", "running", "exp"])
-def test_value_normalisation_round_trip(kind):
+def test_value_normalization_round_trip(kind):
     n, g = ValueNormalizer(kind, 0.9, 1e-5), torch.Generator().manual_seed(0)
     x = 100 * torch.randn(50, dtype=F64, generator=g)
     assert torch.equal(n.denormalize(x), x) and torch.equal(n.normalize(x), x)  # before any return: as it is
@@ -323,7 +323,7 @@ def test_value_normalisation_round_trip(kind):
         assert (n.mean, n.std) == (0, 1)
 
 
-def test_value_normalisation_of_constant_returns():
+def test_value_normalization_of_constant_returns():
     for kind in ("running", "exp"):
         n = ValueNormalizer(kind, 0.99995, 1e-4)
         n.update(torch.full((9,), 0.7, dtype=F64))

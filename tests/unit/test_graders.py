@@ -1,4 +1,4 @@
-"""scripts/graders.py counts what labelled answers show: false negatives, false positives, hangs, time."""
+"""scripts/graders.py counts what labeled answers show: false negatives, false positives, hangs, time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helpers import ROOT
 from verifiers import always
 
 
-def test_the_pairs_are_labelled_and_none_is_there_twice():
+def test_the_pairs_are_labeled_and_none_is_there_twice():
     pairs = [json.loads(line) for line in (ROOT / "tests" / "graders.jsonl").read_text().splitlines()]
     assert len({(pair["truth"], pair["response"]) for pair in pairs}) == len(pairs) >= 400
     assert all(isinstance(pair["label"], bool) and pair["truth"] for pair in pairs)
@@ -36,5 +36,5 @@ def test_the_page_counts_errors_by_grader_and_family(tmp_path):
     text = page.read_text()
     assert "21 right and 10 wrong answers" in text
     assert "| ours | 0 | 0 | 0 | 0 |" in text and "| math-verify | 1 | 0 | 0 | 0 |" in text
-    totals, families = graders.run(always, graders.labelled(None)["written families"][:31], 10.0)
+    totals, families = graders.run(always, graders.labeled(None)["written families"][:31], 10.0)
     assert totals["false positives"] == families["fractions"]["false positives"] == 10

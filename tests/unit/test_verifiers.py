@@ -1,4 +1,4 @@
-"""What verifiers accept and refuse: labelled real data, tables of answers, and what models say instead of one."""
+"""What verifiers accept and refuse: labeled real data, tables of answers, and what models say instead of one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def score(name: str, response: str, truth: str, row: dict | None = None) -> floa
     return reward.score
 
 
-# -------------------------------------------------------------------------------------------------- labelled real data
+# -------------------------------------------------------------------------------------------------- labeled real data
 
 
 def test_gsm8k_labels():
     rows = read_jsonl(real("gsm8k_model_solutions.jsonl"))
     assert len(rows) == 5276 and 1000 < sum(r["label"] for r in rows) < 4000
     wrong = [r for r in rows if (score("gsm8k", r["pred"], r["gold"]) == 1) != r["label"]]
-    print(f"GSM8K: {len(rows)} labelled solutions, {len(wrong)} judged wrongly")
+    print(f"GSM8K: {len(rows)} labeled solutions, {len(wrong)} judged wrongly")
     assert wrong == []
 
 
@@ -50,7 +50,7 @@ def test_math_gold_pairs():
     rows = read_jsonl(real("math500_gold_pairs.jsonl"))
     assert len(rows) == 992 and 400 < sum(r["label"] for r in rows) < 600
     wrong = [r for r in rows if (score("math", f"Hence \\boxed{{{r['pred']}}}.", r["gold"]) == 1) != r["label"]]
-    print(f"MATH: {len(rows)} labelled pairs, {len(wrong)} judged wrongly")
+    print(f"MATH: {len(rows)} labeled pairs, {len(wrong)} judged wrongly")
     assert wrong == []
 
 
@@ -61,7 +61,7 @@ def test_math_solutions():
     assert [r["answer"] for r in rows if rewards.truth_error("math", r["answer"], r)] == []
 
 
-# -------------------------------------------------------------------------- labelled pairs written for this project
+# -------------------------------------------------------------------------- labeled pairs written for this project
 
 FAMILIES: dict[str, list[dict]] = {}
 for pair in read_jsonl(ROOT / "tests" / "graders.jsonl"):
