@@ -18,6 +18,13 @@ def hangs(response, truth, row):
     time.sleep(3600)
 
 
+def hangs_on_a_response(response, truth, row):
+    """Not on the truth, with which a run tries a verifier at its start."""
+    if response != truth:
+        time.sleep(3600)
+    return 1.0
+
+
 def slow(response, truth, row):
     time.sleep(5)
     return Reward(1.0)

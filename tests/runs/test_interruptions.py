@@ -148,7 +148,7 @@ def test_other_moments_and_signals(tiny, tmp_path):
     run.until(lambda: (tmp_path / "run" / "config.json").exists() and len(descendants(run.process.pid)) > 1)
     time.sleep(3)  # in the evaluation before the first step, whose samples take 5 seconds each to verify
     os.kill(run.process.pid, signal.SIGUSR2)
-    run.until(lambda: "most recent call first" in run.text() and "in answer" in run.text(), 10)
+    run.until(lambda: "most recent call first" in run.text() and "in rollout" in run.text(), 10)
     os.kill(run.process.pid, signal.SIGTERM)
     run.until(lambda: "saving after this step" in run.text(), 10)
     time.sleep(1.5)
@@ -178,7 +178,14 @@ def test_two_runs_in_one_folder(tiny, tmp_path):
 @pytest.mark.parametrize("rollout", ["hf", "vllm"])
 def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
     """kill -9 in the middle of a verification that never ends: no process, and the folder can be used again."""
-    hangs = ["--reward_fn", f"{ROOT}/tests/verifiers.py:hangs", "--reward_timeout", "600", "--reward_workers", "2"]
+    hangs = [
+        "--reward_fn",
+        f"{ROOT}/tests/verifiers.py:hangs_on_a_response",
+        "--reward_timeout",
+        "600",
+        "--reward_workers",
+        "2",
+    ]
     run = Run(command(tiny, tmp_path, *LONG, *hangs, ranks=ranks, rollout=rollout), tmp_path / "log")
     run.until(lambda: (tmp_path / "run" / "config.json").exists())
     time.sleep(3)
