@@ -309,29 +309,31 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
 
 
 def hint_at_our_name(theirs: str) -> None:
-    """Refuse a flag of another framework with our name for it, if docs/fields.md has one; else return."""
+    """Refuse a flag of another framework with what docs/fields.md has for it; return where it has nothing."""
     if theirs.removeprefix("no_") in FIXED:
         refuse(f"--{theirs} is fixed here: {FIXED[theirs.removeprefix('no_')]}")
     page = Path(__file__).resolve().parent.parent / "docs" / "fields.md"
     if not page.is_file():
         return
     header: list[str] = []
-    found: list[tuple[bool, str]] = []  # (whether it is only a part of an expression, the message)
+    found: list[tuple[bool, bool, str]] = []  # (whether only a part of an expression, or no flag here; the message)
     for line in page.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if cells[0] == "ours":
             header = cells
-        if not cells[0].startswith("`--"):
+        if len(cells) != len(header):
             continue
+        ours = cells[0].replace("`", "")
+        is_flag = ours.startswith(("--", "submit.py --"))
         for framework, cell in zip(header[1:], cells[1:], strict=False):
             for alternative in re.split("[;,]", cell):
                 names = [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", alternative)]
                 if theirs in names:
-                    ours = cells[0].replace("`", "")
-                    words = f"--{theirs}: {framework}'s {theirs} is {ours} here (docs/fields.md)"
-                    found.append((names[0] != theirs, words))
+                    here = f"is {ours} here" if is_flag else f"is no flag here; {ours}"
+                    words = f"--{theirs}: {framework}'s {theirs} {here} (docs/fields.md)"
+                    found.append((names[0] != theirs or "/" in alternative, not is_flag, words))
     if found:
-        refuse(min(found)[1])
+        refuse(min(found)[2])
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
