@@ -265,7 +265,8 @@ class CodeTests:
 
     entry: str  # the function under test: "f", or "Solution().f"
     seconds: float
-    calls: tuple[dict, ...] = ()  # {"input": arguments, "output": value}
+    calls: tuple[dict, ...] = ()  # {"input": arguments, "output": value}, or "outputs": the values that are right
+    method: bool = False  # whether the function may be a method of the program's class Solution
     programs: tuple[dict, ...] = ()  # {"stdin": text, "stdout": text}
     check: str = ""  # Python that calls the program's functions, or defines check(candidate)
     before: str = ""  # the row's prompt, where it is Python: it comes before the program, and before the check
@@ -302,12 +303,45 @@ def _python_prompt(prompt: object, entry: str) -> str:
     return prompt if any(isinstance(statement, kinds) for statement in statements) else ""
 
 
+def _input_output_tests(truth: str, row: dict) -> CodeTests:
+    """Tests as APPS, TACO and AReaL have them: ``{"inputs": [...], "outputs": [...], "fn_name": "f"}``.
+
+    Without fn_name an input and an output are the text of stdin and stdout, or its lines. With it an input is a list of
+    arguments, the function may be a method of a class Solution, and a list of one output stands for the output itself
+    as well: some of APPS's are wrapped, others are not. Raises ValueError for what is not of this form.
+    """
+    given = json.loads(truth)
+    inputs, outputs = given.get("inputs"), given.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
+        raise ValueError('must hold "inputs" and "outputs", two lists of equal length, and at least one of each')
+    entry = given.get("fn_name") or ""
+    if not entry:
+        programs = []
+        for number, pair in enumerate(zip(inputs, outputs, strict=True)):
+            lines = [[side] if isinstance(side, str) else side for side in pair]
+            if not all(isinstance(side, list) and set(map(type, side)) <= {str} for side in lines):
+                raise ValueError(f"test {number}: without fn_name its input and output must be text, or lists of lines")
+            programs.append({"stdin": "\n".join(lines[0]), "stdout": "\n".join(lines[1])})
+        return CodeTests("", _time_limit(row), programs=tuple(programs))
+    if not str(entry).isidentifier():
+        raise ValueError(f"fn_name is {entry!r}, not the name of a function")
+    calls = []
+    for number, (arguments, output) in enumerate(zip(inputs, outputs, strict=True)):
+        if not isinstance(arguments, list):
+            raise ValueError(f"test {number}: with fn_name its input must be a list of arguments")
+        right = [output, output[0]] if isinstance(output, list) and len(output) == 1 else [output]
+        calls.append({"input": arguments, "outputs": right})
+    return CodeTests(entry, _time_limit(row), calls=tuple(calls), method=True)
+
+
 def _code_tests(truth: str, row: dict) -> CodeTests:
     """The tests of a row. Raises ValueError or what Python and JSON raise for tests that are none."""
     entry, seconds = str(row.get("entry_point") or ""), _time_limit(row)
     parts = [part.removesuffix("()") for part in entry.split(".")]
     if entry and not all(part.isidentifier() for part in parts):
         raise ValueError(f"entry_point is {entry!r}, not a name such as f or Solution().f")
+    if truth.lstrip().startswith("{"):
+        return _input_output_tests(truth, row)
     if not truth.lstrip().startswith("["):
         tests = CodeTests(entry, seconds, check=truth, before=_python_prompt(row.get("prompt"), entry))
         ast.parse(f"{tests.before}\n{truth}")
@@ -386,18 +420,21 @@ def _whole(digits: str) -> int:
 
 def _returns(program: str, tests: CodeTests) -> str:
     """Why the function fails; "" if it returns each output for its input. The process never gets the outputs."""
+    in_class = tests.method and re.search(r"^class Solution\b", program, re.MULTILINE)
+    function = f"Solution().{tests.entry}" if in_class else tests.entry
     with Sandbox(tests.seconds) as solution:
         solution.start("calls", program)
         for number, test in enumerate(tests.calls):
             given = test["input"]
+            right = test.get("outputs", [test.get("output")])
             arguments, named = (given, {}) if isinstance(given, list) else ([], given)
-            call = sandbox.encode((arguments, named)) | {"function": tests.entry, "changes": False}
-            reply = solution.ask(json.dumps(call).encode() + b"\n", _longest_reply(test["output"]))
+            call = sandbox.encode((arguments, named)) | {"function": function, "changes": False}
+            reply = solution.ask(json.dumps(call).encode() + b"\n", _longest_reply(right))
             try:
                 message = json.loads(reply, parse_int=_whole)
                 if "error" in message:
                     return f"test {number}: the program raised {str(message['error'])[:200]}"
-                if not _same(message, test["output"]):
+                if not any(_same(message, output) for output in right):
                     return f"test {number}: another value"
             except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
                 return f"test {number}: no value"  # the program ended, or said what is none
@@ -501,9 +538,9 @@ def code(response: str, truth: str, row: dict) -> Reward:
     """1 when the program passes all tests of the truth: the last fenced block of the response, or all of it.
 
     Tests are JSON, ``[{"input": [1, 2], "output": 3}]`` for the function named by the row's ``entry_point`` or
-    ``[{"stdin": "1 2", "stdout": "3"}]`` for a whole program, or Python, assertions or ``def check(candidate): ...``
-    as in HumanEval, where the row's ``prompt`` comes before the program. There is the standard library, and what
-    sandbox.PACKAGES lists.
+    ``[{"stdin": "1 2", "stdout": "3"}]`` for a whole program, or ``{"inputs": ..., "outputs": ..., "fn_name": ...}`` as
+    in APPS, or Python, assertions or ``def check(candidate): ...`` as in HumanEval, where the row's ``prompt`` comes
+    before the program. There is the standard library, and what sandbox.PACKAGES lists.
     """
     program = _program_in(after_thinking(response))
     try:

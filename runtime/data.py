@@ -121,8 +121,8 @@ def value_of(row: dict[str, Any], key: str) -> Any:
 def known_columns(rows: list, args) -> tuple[str, str, str, str | None]:
     """(prompt, ground truth, verifier, verifier key) by what the first rows of a source look like.
 
-    GSM8K, MATH, countdown, verl's prepared data and open-instruct's are known by their columns; any other source has
-    ``question``, ``answer`` and the verifier last_number.
+    GSM8K, MATH, countdown, APPS, TACO, and the data of AReaL, open-instruct and verl are known by their columns; any
+    other source has ``question``, ``answer`` and the verifier last_number.
     """
     first = [row for row in rows[:FIRST] if isinstance(row, dict)]
     has = {key for row in first for key in row}
@@ -132,6 +132,8 @@ def known_columns(rows: list, args) -> tuple[str, str, str, str | None]:
         return "prompt", truth, "last_number", "data_source" if "data_source" in has else None
     if {"messages", "ground_truth"} <= has:  # open-instruct
         return "messages", "ground_truth", "last_number", "dataset" if "dataset" in has else None
+    if "input_output" in has:  # APPS, TACO: question; AReaL: prompt
+        return "question" if "question" in has else "prompt", "input_output", "code", None
     if {"nums", "target"} <= has:
         return "nums", "target", "countdown", None
     if "problem" in has and has & {"answer", "solution"}:
@@ -189,7 +191,8 @@ def _messages(prompt: Any, row: dict[str, Any]) -> Messages:
     Raises ValueError for what is neither text nor messages nor countdown's numbers.
     """
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
+        starter = row.get("starter_code") if "input_output" in row else None  # APPS, TACO: it names the function
+        return [{"role": "user", "content": f"{prompt}\n\n{starter}" if starter else prompt}]
     if isinstance(prompt, list) and prompt == row.get("nums") and "target" in row:
         numbers = ", ".join(map(str, prompt))
         return [{"role": "user", "content": COUNTDOWN.format(target=row["target"], nums=numbers)}]

@@ -49,7 +49,49 @@ def _as_in_a_worker(monkeypatch):
     sys.set_int_max_str_digits(most)
 
 
+APPS_CALLS = {"fn_name": "longest", "inputs": [[["a", "bcd"]], [[]]], "outputs": [["bcd"], ""]}  # one output wrapped
+APPS_PROGRAMS = {"inputs": ["1 2\n", ["5", "7"]], "outputs": ["3\n", ["12"]]}
+
+
 # ------------------------------------------------------------------------------------------------------ honest programs
+
+
+@pytest.mark.parametrize(
+    ("given", "program", "right"),
+    [
+        (APPS_CALLS, "def longest(words):\n    return max(words, key=len, default='')", True),
+        (
+            APPS_CALLS,
+            "class Solution:\n    def longest(self, words):\n        return max(words, key=len, default='')",
+            True,
+        ),
+        (APPS_CALLS, "def longest(words):\n    return [max(words, key=len)] if words else ''", True),
+        (APPS_CALLS, "def longest(words):\n    return 'bcd'", False),
+        (APPS_CALLS, "class Solution:\n    def longest(self, words):\n        return words[0]", False),
+        (APPS_CALLS, "def shortest(words):\n    return max(words, key=len, default='')", False),
+        (APPS_PROGRAMS, "import sys\nprint(sum(map(int, sys.stdin.read().split())))", True),
+        (APPS_PROGRAMS | {"fn_name": None}, "import sys\nprint(sum(map(int, sys.stdin.read().split())))", True),
+        (APPS_PROGRAMS, "print(3)", False),
+    ],
+)
+def test_tests_of_apps_taco_and_areal(given, program, right):
+    """inputs and outputs as two lists: texts of stdin and stdout, or with fn_name arguments and values."""
+    assert passes(program, json.dumps(given), {}) == right
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ({"inputs": ["1"], "outputs": []}, "two lists of equal length"),
+        ({"inputs": [], "outputs": []}, "at least one of each"),
+        ({"outputs": ["1"]}, "two lists of equal length"),
+        ({"inputs": [[1]], "outputs": ["1"]}, "test 0: without fn_name its input and output must be text"),
+        ({"inputs": [[1], 2], "outputs": [1, 2], "fn_name": "f"}, "test 1: with fn_name its input must be a list"),
+        ({"inputs": [[1]], "outputs": [1], "fn_name": "f()"}, "fn_name is 'f()', not the name"),
+    ],
+)
+def test_what_is_wrong_with_such_tests_is_said_at_the_start(given, wrong):
+    assert wrong in rewards.code_error(json.dumps(given), {})
 
 
 def test_functions():

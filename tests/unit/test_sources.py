@@ -284,6 +284,36 @@ KNOWN = {
         "boxed",
     ),
     "countdown": ({"nums": [3, 5, 7], "target": 22}, "3, 5, 7", "countdown", "22", None),
+    "APPS": (
+        {
+            "question": "Add.",
+            "input_output": '{"inputs": ["1 2"], "outputs": ["3"]}',
+            "starter_code": "",
+            "solutions": "x",
+        },
+        "Add.",
+        "code",
+        '{"inputs": ["1 2"], "outputs": ["3"]}',
+        None,
+    ),
+    "TACO": (
+        {
+            "question": "Add.",
+            "input_output": '{"inputs": [[1]], "outputs": [2], "fn_name": "add"}',
+            "starter_code": "def add",
+        },
+        "Add.\n\ndef add",
+        "code",
+        '{"inputs": [[1]], "outputs": [2], "fn_name": "add"}',
+        None,
+    ),
+    "AReaL": (
+        {"query_id": "7", "prompt": "Add.", "task": "code", "input_output": {"inputs": ["1"], "outputs": ["2"]}},
+        "Add.",
+        "code",
+        '{"inputs": ["1"], "outputs": ["2"]}',
+        None,
+    ),
     "other": ({"question": "1 + 1", "answer": "2"}, "1 + 1", "last_number", "2", None),
 }
 
