@@ -55,7 +55,9 @@ class Args(RunFlags):
     total_steps: int = 28
     """Number of batches to sample and train on."""
     total_episodes: int | None = None
-    """Number of samples in all, instead of total_steps; a multiple of prompts times samples per prompt."""
+    """Number of samples in all, instead of total_steps; rounded down to whole steps."""
+    total_epochs: int | None = None
+    """Epochs over the training problems, instead of total_steps; rounded down to whole steps."""
 
     # ---- batch sizes
     num_unique_prompts_rollout: int = 8
@@ -63,7 +65,7 @@ class Args(RunFlags):
     num_samples_per_prompt_rollout: int = 8
     """Responses per prompt: the group."""
     num_mini_batches: int = 1
-    """Optimizer steps per epoch; whole groups are dealt out evenly."""
+    """Optimizer steps per epoch; whole groups are dealt out as evenly as possible."""
     num_epochs: int = 1
     """Epochs over each batch of samples."""
     shuffle_mini_batches: bool = True
@@ -136,6 +138,8 @@ class Args(RunFlags):
     """Learning-rate schedule after the warm-up, over all optimizer steps of the run."""
     warm_up_steps: int = 0
     """Optimizer steps of linear warm-up."""
+    warm_up_ratio: float = 0.0
+    """The same as a fraction of all optimizer steps, instead of warm_up_steps."""
     lr_min_ratio: float = 0.3
     """Final learning rate of linear and cosine, as a fraction of learning_rate."""
     max_grad_norm: float = 1.0
@@ -529,7 +533,6 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     rank = int(os.environ["RANK"])
     prompts = args.num_unique_prompts_rollout
     group = args.num_samples_per_prompt_rollout
-    total_steps = args.total_steps if args.total_episodes is None else args.total_episodes // (prompts * group)
     updates = args.num_epochs * args.num_mini_batches  # optimizer steps on each batch
     beta = args.beta if args.kl_placement != "none" else 0.0
     kl_in_reward = beta > 0 and args.kl_placement in ("reward", "both")
@@ -541,6 +544,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         args.model_name_or_path, revision=args.revision, trust_remote_code=args.trust_remote_code
     )
     problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args)
+    total_steps = flags.total_steps(args, len(problems))
     meaning, warnings = kl_setting_message(
         args.kl_placement, args.kl_estimator, args.kl_gradient, beta, updates, args.kl_reward_norm
     )
@@ -577,7 +581,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon) if adaptive else None
     clock = utils.Stopwatch()
     data_digest = rundir.data_digest(problems, eval_problems)
-    log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest)
+    log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest, len(problems))
     source = data.Prompts(problems, args)
     skips = SimpleNamespace(policy=0)  # optimizer steps in a row that were not applied
     parts = {"policy": policy, "controller": controller, "skips": skips, "prompts": source.state}

@@ -47,6 +47,9 @@ from runtime import data, flags, process, rundir
 from runtime.flags import RunFlags
 from runtime.records import Problem, Sample
 
+# Settings of the optimizer that are the policy's, unless --critic_NAME gives the critic its own.
+CRITIC_SETTINGS = ("lr_scheduler_type", "warm_up_steps", "weight_decay", "max_grad_norm", "num_epochs")
+
 
 @flags.own_flags_first
 @dataclass
@@ -56,7 +59,9 @@ class Args(RunFlags):
     total_steps: int = 28
     """Number of batches to sample and train on."""
     total_episodes: int | None = None
-    """Number of samples in all, instead of total_steps; a multiple of prompts times samples per prompt."""
+    """Number of samples in all, instead of total_steps; rounded down to whole steps."""
+    total_epochs: int | None = None
+    """Epochs over the training problems, instead of total_steps; rounded down to whole steps."""
 
     # ---- batch sizes
     num_unique_prompts_rollout: int = 8
@@ -64,7 +69,7 @@ class Args(RunFlags):
     num_samples_per_prompt_rollout: int = 8
     """Responses per prompt: the group."""
     num_mini_batches: int = 1
-    """Optimizer steps per epoch; whole groups are dealt out evenly."""
+    """Optimizer steps per epoch; whole groups are dealt out as evenly as possible."""
     num_epochs: int = 1
     """Epochs over each batch of samples."""
     shuffle_mini_batches: bool = True
@@ -120,7 +125,8 @@ class Args(RunFlags):
     disable_value: bool = False
     """Train no critic: in GAE every value is 0, which leaves the discounted reward still to come."""
     value_model_name_or_path: str | None = None
-    """Transformer the critic starts from; it must have the policy's vocabulary. Default: the policy's weights."""
+    """Transformer of the policy's vocabulary to start the critic from, with its head if it is an earlier critic or a
+    reward model in a local folder. Default: the policy's weights."""
     gamma: float = 1.0
     """Discount per token."""
     gae_lambda: float = 1.0
@@ -130,7 +136,17 @@ class Args(RunFlags):
     adv_norm: Literal["batch", "group", "none"] = "batch"
     """Whiten the advantages over the tokens of all responses of the step, truncated ones included, or of a prompt."""
     critic_learning_rate: float = 1e-4
-    """Peak learning rate of the critic; its schedule is the policy's."""
+    """Peak learning rate of the critic."""
+    critic_lr_scheduler_type: Literal["constant", "linear", "cosine"] | None = None
+    """Learning-rate schedule of the critic. Default: lr_scheduler_type."""
+    critic_warm_up_steps: int | None = None
+    """Optimizer steps of linear warm-up of the critic. Default: the policy's."""
+    critic_weight_decay: float | None = None
+    """Decoupled weight decay of the critic. Default: weight_decay."""
+    critic_max_grad_norm: float | None = None
+    """Clip the critic's global gradient norm to this. Default: max_grad_norm."""
+    critic_num_epochs: int | None = None
+    """Epochs of the critic over each batch of samples. Default: num_epochs."""
     value_coef: float = 1.0
     """Coefficient of the critic's loss. AdamW cancels it except for gradient clipping: prefer critic_learning_rate."""
     value_clip: float | None = 0.5
@@ -163,6 +179,8 @@ class Args(RunFlags):
     """Learning-rate schedule after the warm-up, over all optimizer steps of the run."""
     warm_up_steps: int = 0
     """Optimizer steps of linear warm-up."""
+    warm_up_ratio: float = 0.0
+    """The same as a fraction of all optimizer steps, instead of warm_up_steps."""
     lr_min_ratio: float = 0.3
     """Final learning rate of linear and cosine, as a fraction of learning_rate."""
     max_grad_norm: float = 1.0
@@ -209,8 +227,13 @@ def check_args(args: Args) -> None:
                 "--disable_value is set",
             ),
             (
-                0 in (args.critic_learning_rate, args.value_clip, args.value_coef),
-                "--critic_learning_rate, --value_coef and --value_clip must be above 0 (no clip: --value_clip None)",
+                0 in (args.critic_learning_rate, args.value_clip, args.value_coef, args.critic_num_epochs),
+                "--critic_learning_rate, --critic_num_epochs, --value_coef and --value_clip must be above 0 (no clip: "
+                "--value_clip None)",
+            ),
+            (
+                args.disable_value and any(getattr(args, f"critic_{name}") is not None for name in CRITIC_SETTINGS),
+                f"--critic_{', --critic_'.join(CRITIC_SETTINGS)} are settings of a critic, and --disable_value is set",
             ),
             (
                 args.bootstrap_truncated and args.mask_truncated_completions,
@@ -248,6 +271,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from accelerate.utils import set_seed  # noqa: E402
+from safetensors import safe_open  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
@@ -379,16 +403,18 @@ class TokenValues(nn.Module):
     """A transformer with a scalar head, called for the values of the states in which given tokens were chosen.
 
     The head starts with zero bias and weights small enough for all values to start near 0, the same on every rank
-    whatever else has drawn random numbers. In bf16 its inputs and weights are bf16, its product and the value fp32.
+    whatever else has drawn random numbers, or as ``head``, which ``saved_head`` found. In bf16 its inputs and weights
+    are bf16, its product and the value fp32.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, head: dict[str, torch.Tensor]):
         super().__init__()
         self.model = model.base_model  # the transformer alone: no output head
         size = model.config.get_text_config().hidden_size
         self.head = nn.Linear(size, 1, dtype=model.dtype)
         nn.init.zeros_(self.head.bias)
         nn.init.normal_(self.head.weight, std=1 / (size + 1), generator=torch.Generator().manual_seed(0))
+        self.head.load_state_dict(self.head.state_dict() | head)
 
     hidden = utils.TokenLogprobs.hidden  # a base model's base model is itself
 
@@ -399,8 +425,47 @@ class TokenValues(nn.Module):
         return values_U[batch.copies]
 
 
+def saved_head(folder: Path) -> dict[str, torch.Tensor]:
+    """The scalar head in the safetensors of a folder, ``weight`` [1, D] and perhaps ``bias`` [1]; empty without one.
+
+    ``save_critic`` and transformers' classifiers name it ``score``.
+    """
+    head = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in ("weight", "bias"):
+                if f"score.{name}" in tensors.keys():  # noqa: SIM118 (it is no dict)
+                    head[name] = tensors.get_tensor(f"score.{name}")
+    return head
+
+
+def save_critic(critic, normalizer: ValueNormalizer, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
+    """Save the critic as a token classifier in Hugging Face format: its one logit at a token is the return after it.
+
+    The mean and the deviation of ``--value_norm`` become part of the head. Every rank must call.
+    """
+    import deepspeed
+
+    model = critic.module.model
+    weights = dict(utils.current_weights(critic, zero_stage))
+    with deepspeed.zero.GatheredParameters(list(critic.module.head.parameters()), enabled=zero_stage == 3):
+        head = {name: weight.detach().double() for name, weight in critic.module.head.named_parameters()}
+    if rank != 0:
+        return
+    named = {f"{model.base_model_prefix}.{name}": weight for name, weight in weights.items()}
+    named["score.weight"] = (head["weight"] * normalizer.std).to(model.dtype)
+    named["score.bias"] = normalizer.denormalize(head["bias"]).to(model.dtype)
+    with utils.written_whole(folder) as beside:
+        model.save_pretrained(beside, state_dict=named)
+        config = json.loads((beside / "config.json").read_text())
+        config["architectures"] = [config["architectures"][0].removesuffix("Model") + "ForTokenClassification"]
+        config["id2label"] = {"0": "return"}
+        (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        tokenizer.save_pretrained(beside)
+
+
 def make_critic(args: Args, dtype: torch.dtype, device: torch.device, attention: str, vocabulary: int):
-    """The critic that starts from ``--model_name_or_path``, under a DeepSpeed engine with the policy's settings.
+    """The critic that starts from ``--model_name_or_path``, under a DeepSpeed engine with the settings in ``args``.
 
     An engine of its own, as accelerate prepares one model. Refuses a model that has another vocabulary than the policy
     or cannot take the rows of ``--batch_layout``: ``--value_model_name_or_path`` named it.
@@ -417,7 +482,7 @@ def make_critic(args: Args, dtype: torch.dtype, device: torch.device, attention:
     utils.check_forward(utils.TokenLogprobs(model.to(device), 1.0, args.logprob_chunk), args.batch_layout, 0, longest)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    critic = TokenValues(model).to(device)
+    critic = TokenValues(model, saved_head(Path(args.model_name_or_path))).to(device)
     config = utils.deepspeed_config(args, dtype, device.type == "cuda")
     optimizer = utils.make_optimizer(critic.parameters(), args.learning_rate, args)
     return deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0]
@@ -720,11 +785,15 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     rank = int(os.environ["RANK"])
     prompts = args.num_unique_prompts_rollout
     group = args.num_samples_per_prompt_rollout
-    total_steps = args.total_steps if args.total_episodes is None else args.total_episodes // (prompts * group)
     updates = args.num_epochs * args.num_mini_batches  # optimizer steps on each batch
     beta = args.beta if args.kl_placement != "none" else 0.0
     kl_in_reward = beta > 0 and args.kl_placement in ("reward", "both")
     critic_args = replace(args, learning_rate=args.critic_learning_rate)
+    for name in CRITIC_SETTINGS:
+        if getattr(args, f"critic_{name}") is not None:
+            critic_args = replace(critic_args, **{name: getattr(args, f"critic_{name}")})
+    if args.critic_warm_up_steps is not None:
+        critic_args = replace(critic_args, warm_up_ratio=0.0)
     if args.value_model_name_or_path is not None:
         critic_args = replace(critic_args, model_name_or_path=args.value_model_name_or_path, revision=None)
 
@@ -735,6 +804,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         args.model_name_or_path, revision=args.revision, trust_remote_code=args.trust_remote_code
     )
     problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args)
+    total_steps = flags.total_steps(args, len(problems))
     meaning, warnings = kl_setting_message(
         args.kl_placement, args.kl_estimator, args.kl_gradient, beta, updates, "outside"
     )
@@ -777,7 +847,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon) if adaptive else None
     clock = utils.Stopwatch()
     data_digest = rundir.data_digest(problems, eval_problems)
-    log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest)
+    log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest, len(problems))
     source = data.Prompts(problems, args)
     skips = SimpleNamespace(policy=0, critic=0)  # optimizer steps in a row that were not applied
     parts = {"policy": policy, "controller": controller, "skips": skips, "prompts": source.state}
@@ -922,27 +992,22 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         grad_norm = 0.0
         value_totals = Counter()
         groups = sorted({samples[i].prompt_id for i in (in_loss if critic is None else every_sample)})
+        critic_epochs = 0 if critic is None else critic_args.num_epochs
+        critic_updates = critic_epochs * args.num_mini_batches
         with clock("update"):
-            for epoch, mini in itertools.product(range(args.num_epochs), range(args.num_mini_batches)):
-                optimizer_step = (step - 1) * updates + epoch * args.num_mini_batches + mini
-                policy_step = optimizer_step - args.critic_warmup * updates  # negative while the critic warms up
-                policy_steps = max(1, total_steps - args.critic_warmup) * updates
-                lr = utils.learning_rate(policy_step, policy_steps, args) if policy_step >= 0 else 0.0
-                utils.set_learning_rate(policy, lr)
+            # The critic's optimizer steps come first, and change nothing for the policy's.
+            for epoch, mini in itertools.product(range(critic_epochs), range(args.num_mini_batches)):
+                optimizer_step = (step - 1) * critic_updates + epoch * args.num_mini_batches + mini
+                critic_lr = utils.learning_rate(optimizer_step, total_steps * critic_updates, critic_args)
+                utils.set_learning_rate(critic, critic_lr)
                 order = list(groups)
                 if args.shuffle_mini_batches:
                     random.Random(f"{args.seed}/{step}/{epoch}").shuffle(order)
                 members = utils.even_part(order, mini, args.num_mini_batches)
-                mini_in_loss = [i for i in in_loss if samples[i].prompt_id in members]
-
-                # The critic's optimizer step comes first, and changes nothing for the policy's.
-                own = [i for i in every_sample if samples[i].prompt_id in members and critic is not None]
+                own = [i for i in every_sample if samples[i].prompt_id in members]
                 weights_N = F.pad(loss_weights(samples, own, args), (0, 1)).to(device)
                 budget = args.micro_batch_tokens
                 micro_batches = batching.micro_batches(samples, own, budget=budget, **layout)
-                critic_lr = utils.learning_rate(optimizer_step, total_steps * updates, critic_args)
-                if critic is not None:
-                    utils.set_learning_rate(critic, critic_lr)
                 stats = utils.TokenStats(device)
                 for mb in micro_batches:
                     weights_T = weights_N[mb.tokens]
@@ -958,14 +1023,24 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     if is_last and not math.isfinite(sums["loss"]):
                         loss = loss * math.nan  # skipped, as below
                     utils.backward(critic, loss, is_last)
-                if critic is not None:
-                    value_totals.update(sums, rounds=1)
-                    applied_to_critic = critic.was_step_applied()
-                    skips.critic = 0 if applied_to_critic else skips.critic + 1
-                    skipped += not applied_to_critic
-                    if applied_to_critic:
-                        value_metrics["value/grad_norm"] = float(critic.get_global_grad_norm())
+                value_totals.update(sums, rounds=1)
+                applied_to_critic = critic.was_step_applied()
+                skips.critic = 0 if applied_to_critic else skips.critic + 1
+                skipped += not applied_to_critic
+                if applied_to_critic:
+                    value_metrics["value/grad_norm"] = float(critic.get_global_grad_norm())
 
+            for epoch, mini in itertools.product(range(args.num_epochs), range(args.num_mini_batches)):
+                optimizer_step = (step - 1) * updates + epoch * args.num_mini_batches + mini
+                policy_step = optimizer_step - args.critic_warmup * updates  # negative while the critic warms up
+                policy_steps = max(1, total_steps - args.critic_warmup) * updates
+                lr = utils.learning_rate(policy_step, policy_steps, args) if policy_step >= 0 else 0.0
+                utils.set_learning_rate(policy, lr)
+                order = list(groups)
+                if args.shuffle_mini_batches:
+                    random.Random(f"{args.seed}/{step}/{epoch}").shuffle(order)
+                members = utils.even_part(order, mini, args.num_mini_batches)
+                mini_in_loss = [i for i in in_loss if samples[i].prompt_id in members]
                 if not mini_in_loss or stopped or policy_step < 0:
                     continue
                 weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
@@ -1082,6 +1157,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
 
     if not checkpoints.stopping:
         evaluate(total_steps, engine, verifiers, eval_problems, policy, log, clock, args)
+        if critic is not None:
+            save_critic(critic, normalizer, tokenizer, folder / "critic", args.zero_stage, rank)
         utils.save_model(policy, tokenizer, folder / "model", args.zero_stage, rank)
     engine.close()
     verifiers.close()

@@ -199,9 +199,10 @@ def learning_rate(optimizer_step: int, total: int, args) -> float:
 
     The minimum ``lr_min_ratio * learning_rate`` is reached at step ``total``, one after the last, as in transformers.
     """
-    if optimizer_step < args.warm_up_steps:
-        return args.learning_rate * (optimizer_step + 1) / (args.warm_up_steps + 1)
-    progress = (optimizer_step - args.warm_up_steps) / max(1, total - args.warm_up_steps)
+    warm_up = args.warm_up_steps + round(args.warm_up_ratio * total)  # one of them is 0
+    if optimizer_step < warm_up:
+        return args.learning_rate * (optimizer_step + 1) / (warm_up + 1)
+    progress = (optimizer_step - warm_up) / max(1, total - warm_up)
     factors = {
         "constant": 1.0,
         "linear": 1.0 - progress,
@@ -608,14 +609,21 @@ class MovingReference(nn.Module):
 
 
 def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
-    """Weights, config and tokenizer in Hugging Face format; written beside and renamed, so never half there."""
+    """Weights, config and tokenizer in Hugging Face format, whole or not at all. Every rank must call."""
     weights = current_weights(policy, zero_stage)  # every rank takes part
     if rank != 0:
         return
+    with written_whole(folder) as beside:
+        policy.module.model.save_pretrained(beside, state_dict=dict(weights))
+        tokenizer.save_pretrained(beside)
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """Where to write the files of ``folder``: beside it, and renamed at the end, so that it is never half there."""
     beside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(beside, ignore_errors=True)
-    policy.module.model.save_pretrained(beside, state_dict=dict(weights))
-    tokenizer.save_pretrained(beside)
+    yield beside
     for path in beside.iterdir():
         sync(path)
     shutil.rmtree(folder, ignore_errors=True)

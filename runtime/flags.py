@@ -58,7 +58,7 @@ RESOURCES = (
     "max_sampler_diff",
 )
 # How long a run is. The learning rate of a step depends on it, unless --lr_scheduler_type is constant.
-LENGTH = ("total_steps", "total_episodes")
+LENGTH = ("total_steps", "total_episodes", "total_epochs")
 MAY_CHANGE = (*PRESENTATION, *RESOURCES, *LENGTH)  # between the parts of a run that was interrupted
 
 MUST_BE_POSITIVE = (
@@ -68,7 +68,7 @@ MUST_BE_POSITIVE = (
 )
 MAY_BE_NEGATIVE = ("seed", "reward_scaling", "reward_bias", "non_stop_penalty", "entropy_coeff")
 AT_MOST_ONE = (
-    *("eval_top_p", "lr_min_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha"),
+    *("eval_top_p", "lr_min_ratio", "warm_up_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha"),
     *("gamma", "gae_lambda", "value_norm_beta", "dataset_max_filter_share"),
 )
 # What is fixed here and a flag elsewhere: name -> why.
@@ -378,14 +378,26 @@ def check_training(args: RunFlags) -> None:
     refuse_first(
         [
             (
-                prompts % args.num_mini_batches != 0,
-                f"--num_unique_prompts_rollout {prompts} does not divide into --num_mini_batches "
-                f"{args.num_mini_batches}; groups are not split, so make the first a multiple of the second",
+                args.num_mini_batches > prompts,
+                f"--num_mini_batches {args.num_mini_batches} is more than --num_unique_prompts_rollout {prompts}: the "
+                f"samples of a prompt stay together, so give at most one mini-batch per prompt",
             ),
             (
-                episodes is not None and (episodes <= 0 or episodes % (prompts * group) != 0),
-                f"--total_episodes {episodes} is not a multiple of the {prompts * group} samples of a step "
+                episodes is not None and episodes < prompts * group,
+                f"--total_episodes {episodes} is less than the {prompts * group} samples of a step "
                 f"(--num_unique_prompts_rollout {prompts} x --num_samples_per_prompt_rollout {group})",
+            ),
+            (
+                args.total_epochs is not None and args.total_epochs <= 0,
+                f"--total_epochs {args.total_epochs}: must be above 0",
+            ),
+            (
+                episodes is not None and args.total_epochs is not None,
+                "--total_episodes and --total_epochs both set the length of the run: give one of them",
+            ),
+            (
+                args.warm_up_steps > 0 and args.warm_up_ratio > 0,
+                "--warm_up_steps and --warm_up_ratio both set the length of the warm-up: give one of them",
             ),
             *(
                 (
@@ -419,6 +431,15 @@ def check_training(args: RunFlags) -> None:
             ),
         ]
     )
+
+
+def total_steps(args: RunFlags, problems: int) -> int:
+    """Steps of the whole run. ``problems``: the training problems, which one of ``--total_epochs`` draws once each."""
+    if args.total_epochs is not None:
+        return args.total_epochs * problems // args.num_unique_prompts_rollout
+    if args.total_episodes is not None:
+        return args.total_episodes // (args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout)
+    return args.total_steps
 
 
 def check_engine(args: RunFlags, world_size: int) -> None:

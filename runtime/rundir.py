@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.flags import MAY_CHANGE
+from runtime.flags import MAY_CHANGE, total_steps
 from runtime.identity import changed_arguments, changed_code, code_of, ignored_changes
 from runtime.process import file_digest, lock_holder, refuse, versions, write_whole
 from runtime.records import Problem
@@ -91,9 +91,9 @@ def check_earlier_run(folder: Path, args) -> None:
 def check_disk(args, folder: Path) -> None:
     """Refuse a disk that cannot take the trained weights: better in the first second than after the last step.
 
-    Counts model/ and best/ at the size of the given weights (safetensors of a local folder; the size of a model on the
-    hub is unknown). What the folder of the run holds already is not counted again. Checkpoints are left out: with
-    several ranks each node may have a disk of its own. A dry run writes nothing and is only warned.
+    Counts model/, best/ and critic/ at the size of the given weights (safetensors of a local folder; the size of a
+    model on the hub is unknown). What the folder of the run holds already is not counted again. Checkpoints are left
+    out: with several ranks each node may have a disk of its own. A dry run writes nothing and is only warned.
     """
     weights = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
     copies = 1
@@ -102,14 +102,18 @@ def check_disk(args, folder: Path) -> None:
     place = Path(args.output_dir).absolute()
     while not place.exists():
         place = place.parent
+    needed = weights * copies
+    if not getattr(args, "disable_value", True):  # ppo.py, with a critic
+        critic = Path(args.value_model_name_or_path or args.model_name_or_path)
+        needed += sum(f.stat().st_size for f in critic.glob("*.safetensors"))
     free = shutil.disk_usage(place).free
     if args.overwrite and folder.is_dir():  # RunLog removes the old run before anything is written
         free += sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    if free >= weights * copies:
+    if free >= needed:
         return
     message = (
         f"--output_dir {args.output_dir}: {free / 2**30:.1f} GiB free there, but the trained weights alone take "
-        f"{weights * copies / 2**30:.1f}; free some space or choose another folder"
+        f"{needed / 2**30:.1f}; free some space or choose another folder"
     )
     if not args.dry_run:
         refuse(message)
@@ -128,8 +132,7 @@ def last_step(path: Path) -> int:
 
 def unfinished(folder: Path, args) -> str:
     """What the run in ``folder`` still lacks of what only its end writes; "" when it is finished."""
-    batch = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
-    steps = args.total_steps if args.total_episodes is None else args.total_episodes // batch
+    steps = total_steps(args, json.loads((folder / "config.json").read_text()).get("problems", 0))
     reached = last_step(folder / "metrics.jsonl")
     if reached < steps:
         return f"is at step {max(reached, 0)} of {steps}"

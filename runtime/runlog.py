@@ -90,6 +90,8 @@ def print_header(
         f"the run    {total_steps} steps, {total_steps * samples} samples, {total_steps * updates} optimizer steps, "
         f"{total_steps * prompts / len(problems):.2f} epochs of the data",
     ]
+    if args.total_episodes is not None and args.total_episodes != total_steps * samples:
+        lines[-1] += f"; --total_episodes {args.total_episodes} is rounded down to whole steps"
     parameters = count_parameters(Path(args.model_name_or_path))
     if parameters:
         m = estimate_memory(args, parameters, len(tokenizer), world_size, "bfloat16" in hardware, critic)
@@ -199,8 +201,12 @@ class RunLog:
         is_main: bool,
         start: Path | None = None,
         data: str = "",
+        problems: int = 0,
     ):
-        """``start``: the checkpoint that the run resumes from; ``data``: ``rundir.data_digest`` of its problems."""
+        """``start``: the checkpoint that the run resumes from; ``data``: ``rundir.data_digest`` of its problems.
+
+        ``problems``: the number of those it trains on, by which ``--total_epochs`` is a number of steps.
+        """
         self.folder = folder
         self.args = args
         self.total = total_steps
@@ -234,6 +240,7 @@ class RunLog:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "resumed_after": self.first,
             "data": data,
+            "problems": problems,
             "code": self.code,
             "git": git_state(),
             "versions": versions(),
@@ -265,14 +272,15 @@ class RunLog:
         )
 
     def _drop_later_steps(self, resumed: bool) -> None:
-        """Truncate the .jsonl files to the step of the checkpoint, and set an earlier model/ aside."""
+        """Truncate the .jsonl files to the step of the checkpoint, and set earlier final models aside."""
         for file in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
             cut_back(self.folder / file, self.first if resumed else -1)
         if resumed and self.first == self.total:  # only the last evaluation and the model are missing
             cut_back(self.folder / "eval.jsonl", self.total - 1)
-        if (self.folder / "model").exists():  # of an earlier end: this run is not finished before it has made its own
-            shutil.rmtree(self.folder / "model.aside", ignore_errors=True)
-            (self.folder / "model").rename(self.folder / "model.aside")
+        for name in ("model", "critic"):  # of an earlier end: this run is not finished before it has made its own
+            if (self.folder / name).exists():
+                shutil.rmtree(self.folder / f"{name}.aside", ignore_errors=True)
+                (self.folder / name).rename(self.folder / f"{name}.aside")
 
     def _start_wandb(self, config: dict) -> None:
         import wandb

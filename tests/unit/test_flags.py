@@ -85,14 +85,21 @@ def test_the_usual_arguments_are_not_refused(place, nothing_is_loaded):
 
 CASES = {
     # sizes
-    "batch does not divide": (
-        {"num_unique_prompts_rollout": 8, "num_mini_batches": 3},
-        ["--num_unique_prompts_rollout 8", "--num_mini_batches 3", "multiple"],
+    "more mini-batches than prompts": (
+        {"num_unique_prompts_rollout": 8, "num_mini_batches": 9},
+        ["--num_mini_batches 9", "--num_unique_prompts_rollout 8", "at most one"],
     ),
-    "episodes do not divide": (
-        {"total_episodes": 100},
-        ["--total_episodes 100", "64", "--num_samples_per_prompt_rollout 8"],
+    "episodes below a step": (
+        {"total_episodes": 63},
+        ["--total_episodes 63", "64", "--num_samples_per_prompt_rollout 8"],
     ),
+    "no epoch": ({"total_epochs": 0}, ["--total_epochs 0", "above 0"]),
+    "episodes and epochs": (
+        {"total_episodes": 640, "total_epochs": 2},
+        ["--total_episodes", "--total_epochs", "one of"],
+    ),
+    "two warm-ups": ({"warm_up_steps": 2, "warm_up_ratio": 0.1}, ["--warm_up_steps", "--warm_up_ratio", "one of"]),
+    "warm-up above the run": ({"warm_up_ratio": 1.5}, ["--warm_up_ratio 1.5", "between 0 and 1"]),
     "group of one": ({"num_samples_per_prompt_rollout": 1}, ["--num_samples_per_prompt_rollout 1", "at least 2"]),
     "micro-batch too small": (
         {"micro_batch_tokens": 287},
