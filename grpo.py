@@ -52,6 +52,8 @@ from runtime.records import Problem, Sample
 class Args(RunFlags):
     exp_name: str = Path(__file__).stem
     """First part of the run's name: a copy of this file has runs of its own."""
+    as_: flags.As = None
+    """Learn as another framework does by default (docs/presets.md has the names); other flags given here win."""
     total_steps: int = 28
     """Number of batches to sample and train on."""
     total_episodes: int | None = None
@@ -73,7 +75,9 @@ class Args(RunFlags):
 
     # ---- algorithm
     advantage_normalization_type: Literal["standard", "centered", "leave_one_out"] = "standard"
-    """(r - mean) / (std + 1e-6), with the unbiased std; r - mean (Dr. GRPO); r - mean of the others (RLOO)."""
+    """(r - mean) / (std + eps), with the unbiased std; r - mean (Dr. GRPO); r - mean of the others (RLOO)."""
+    advantage_eps: float = 1e-6
+    """Added to the standard deviation of a group's rewards."""
     filter_zero_std_samples: bool = False
     """Exclude zero-variance groups from the loss and its normalization (DAPO)."""
     mask_truncated_completions: bool = True
@@ -218,16 +222,16 @@ from runtime.checkpoints import Checkpoints  # noqa: E402
 # ------------------------------------------------------------------------------------------- the algorithm's arithmetic
 
 
-def group_advantages(rewards_PG: torch.Tensor, kind: str) -> torch.Tensor:
+def group_advantages(rewards_PG: torch.Tensor, kind: str, eps: float = 1e-6) -> torch.Tensor:
     """Rewards [P, G] -> advantages [P, G], in fp64. Equal rewards give exactly 0.
 
-    standard: (r - mean) / (std + 1e-6), std with Bessel's correction; centered: r - mean (Dr. GRPO, arXiv 2503.20783);
+    standard: (r - mean) / (std + eps), std with Bessel's correction; centered: r - mean (Dr. GRPO, arXiv 2503.20783);
     leave_one_out: r - mean of the others = (r - mean) G / (G - 1) (RLOO, arXiv 2402.14740).
     """
     group = rewards_PG.shape[1]
     centered_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     if kind == "standard":
-        centered_PG = centered_PG / (rewards_PG.std(1, keepdim=True) + 1e-6)
+        centered_PG = centered_PG / (rewards_PG.std(1, keepdim=True) + eps)
     elif kind == "leave_one_out":
         centered_PG = centered_PG * group / (group - 1)
     # Rounding leaves a residue in the mean of equal rewards, and the division would blow it up.
@@ -683,7 +687,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 reference.to("cpu")
 
         # 6 advantages: one per response, from its group's rewards; KL in the reward enters here, one value per token
-        advantages_PG = group_advantages(rewards_PG, args.advantage_normalization_type)
+        kind = args.advantage_normalization_type
+        advantages_PG = group_advantages(rewards_PG, kind, args.advantage_eps)
         penalty_N = torch.zeros(slots, device=device)
         if kl_in_reward:
             all_N = torch.ones(slots, dtype=torch.bool, device=device)
@@ -691,7 +696,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             penalty_N[:-1] = kl_coef * return_to_go(kl_N, offsets)
             if args.kl_reward_norm == "inside":  # whole responses, before the statistics, as verl does
                 sequence_kl_PG = penalty_N[offsets[:-1]].double().cpu().view(prompts, group)  # from the first token on
-                advantages_PG = group_advantages(rewards_PG - sequence_kl_PG, args.advantage_normalization_type)
+                advantages_PG = group_advantages(rewards_PG - sequence_kl_PG, kind, args.advantage_eps)
                 penalty_N = torch.zeros_like(penalty_N)
         for sample, advantage in zip(samples, advantages_PG.flatten().tolist(), strict=True):
             sample.advantage = advantage

@@ -14,8 +14,11 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+import tyro
+
+from runtime import presets
 from runtime.data import CHAT_TEMPLATES, chat_template
 from runtime.process import refuse
 
@@ -71,6 +74,8 @@ AT_MOST_ONE = (
     *("eval_top_p", "lr_min_ratio", "warm_up_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha"),
     *("gamma", "gae_lambda", "value_norm_beta", "dataset_max_filter_share"),
 )
+# The type of the field as_: "as" is a word of Python's own, so that only the command line can have it.
+As = Annotated[str | None, tyro.conf.arg(name="as", metavar="NAME")]
 # What is fixed here and a flag elsewhere: name -> why.
 FIXED = {
     "top_p": "training samples from the whole distribution, or the trainer's log-probs would not be the sampler's; "
@@ -287,15 +292,13 @@ def own_flags_first(cls: FlagsClass) -> FlagsClass:
 def parse(cls: type, description: str | None = None, words: list[str] | None = None, default: Any = None) -> Any:
     """The arguments of a script, an instance of ``cls``, from the command line (or from ``words``).
 
-    Ends with exit code 2 for arguments that do not parse; hints at our name of another framework's flag, and at
+    ``--as NAME`` replaces the defaults, so whatever else is given wins, in any order. Ends with exit code 2 for arguments that do not parse; hints at our name of another framework's flag, and at
     booleans, which take no value.
     """
-    import tyro
-
     words = sys.argv[1:] if words is None else words
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
-        if not word.startswith("--") or word in ("--", "--help"):
+        if not word.startswith("--") or word.partition("=")[0] in ("--", "--help", "--as"):
             continue
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         flag = name if name in fields else name.removeprefix("no_")
@@ -304,6 +307,9 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
         elif "bool" in str(fields[flag].type) and following.lower() in ("true", "false", "yes", "no", "0", "1"):
             on = f"--{flag}" if following.lower() in ("true", "yes", "1") else f"--no-{flag}"
             refuse(f"--{flag} {following}: switches take no value; give {on}")
+    name = presets.asked_for(cls, words)
+    if name is not None:
+        default = presets.apply(cls() if default is None else default, name)
     options = {} if default is None else {"default": default}
     return tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
 

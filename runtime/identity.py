@@ -28,7 +28,7 @@ def changed_arguments(theirs: dict[str, Any], args) -> tuple[list[str], list[str
     allowed = []
     for name, value in ours.items():
         if value != theirs.get(name):
-            words = f"--{name} {theirs.get(name)} there, {value} here"
+            words = f"--{name.rstrip('_')} {theirs.get(name)} there, {value} here"
             (allowed if name in MAY_CHANGE else other).append(words)
     return other, allowed
 

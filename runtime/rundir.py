@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from runtime import presets
 from runtime.flags import MAY_CHANGE, total_steps
 from runtime.identity import changed_arguments, changed_code, code_of, ignored_changes
 from runtime.process import file_digest, lock_holder, refuse, versions, write_whole
@@ -27,16 +28,17 @@ def say(text: str) -> None:
 def run_name(args, defaults) -> str:
     """Name of a run: its ``exp_name``, every argument of its identity that differs from its default, and the seed.
 
-    The same command always has the same name, and a command that computes something else never has it. A long name
+    With ``--as NAME`` the defaults are those that it sets. The same command always has the same name, and a command that computes something else never has it. A long name
     ends in a hash of the rest.
     """
     if args.run_name is not None:
         return args.run_name
     parts = []
+    defaults = presets.apply(defaults, args.as_)
     for f in dataclasses.fields(args):
         value = getattr(args, f.name)
         if f.name not in (*MAY_CHANGE, "exp_name", "seed") and value != getattr(defaults, f.name):
-            parts.append(f"{f.name}={value}")
+            parts.append(f"{f.name.rstrip('_')}={value}")
     text = "__".join(parts)
     safe = "".join(c if c.isalnum() or c in "=_.,+-" else "-" for c in text)
     if len(safe) > 120 or safe != text:

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from runtime import libraries
+from runtime import libraries, presets
 from runtime.identity import code_of
 from runtime.process import FolderLock, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
@@ -82,6 +82,7 @@ def print_header(
     origins = Counter(f"{p.source} ({p.verifier})" for p in problems)
     lines = [
         f"run        {folder}",
+        *presets.explain(args),
         f"hardware   {world_size} rank(s), {hardware.replace('torch.', '')}",
         f"data       {len(problems)} problems, {args.eval_prompts} more held out; longest prompt {longest} tokens",
         f"from       {', '.join(f'{count} {origin}' for origin, count in origins.most_common(8))}",

@@ -54,7 +54,7 @@ def state(args, defaults) -> tuple[int, str]:
     ours = json.loads(json.dumps(vars(args)))
     for name in ours:
         if name not in flags.MAY_CHANGE and ours[name] != theirs.get(name):
-            return LEAVE, f"another run: {folder} has --{name} {theirs.get(name)}, not {ours[name]}"
+            return LEAVE, f"another run: {folder} has --{name.rstrip('_')} {theirs.get(name)}, not {ours[name]}"
     changed = identity.changed_code(config.get("code"), identity.code_of(args))
     if changed and not args.accept_changed_code:
         return LEAVE, f"other code: {folder}: {', '.join(changed[:5])}"

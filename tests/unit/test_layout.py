@@ -13,7 +13,7 @@ TOP = {"grpo", "ppo", "utils", "rewards", "kl_estimators"}
 RANKS = [
     {"runtime.libraries"},
     {"runtime.process", "runtime.records", "runtime.answers", "runtime.constraints", "runtime.gym_tasks"},
-    {"runtime.sandbox", "runtime.sources", "runtime.data", "runtime.batching", "runtime.watchdog"},
+    {"runtime.presets", "runtime.sandbox", "runtime.sources", "runtime.data", "runtime.batching", "runtime.watchdog"},
     {"runtime.flags"},
     {"runtime.identity"},
     {"runtime.rundir", "runtime.runlog", "runtime.checkpoints"},
