@@ -19,9 +19,9 @@ CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # the cache of datasets
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 
 pytest.register_assert_rewrite("helpers")
-from helpers import SMALL, Run, descendants, interrupted, make_samples, tiny_args  # noqa: E402
+from helpers import SMALL, Run, descendants, interrupted, make_samples, make_tiny, tiny_args  # noqa: E402
 
-from runtime import data, process, records  # noqa: E402
+from runtime import process, records  # noqa: E402
 
 process.prepare_environment()
 
@@ -46,43 +46,7 @@ def own_signals():
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A folder with a random two-layer Llama, tied head, and a tokenizer of 600 tokens trained on the task's text."""
-    import torch
-    from reasoning_gym import create_dataset
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    text = [row["question"] for row in create_dataset("chain_sum", size=50, seed=0)]
-    bpe.train_from_iterator(
-        text, trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet)
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token=special[1], eos_token=special[2], pad_token=special[2]
-    )
-    tokenizer.chat_template = data.CHAT_TEMPLATES["chatml"]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.1,
-    )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return make_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")

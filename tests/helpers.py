@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import pytest
 
-from runtime import process, records, rundir, runlog
+from runtime import data, process, records, rundir, runlog
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("RLVR_TEST_DATA", ROOT.parent / "shared" / "data"))  # labeled data sets, where they are
@@ -53,6 +53,46 @@ def make_samples(prompts: int = 3, group: int = 4, seed: int = 0, vocabulary: in
             logprobs = [-r.random() for _ in ids]
             samples.append(records.Sample(p, k, prompt, ids, logprobs, "stop" if k % 2 else "length", 1))
     return samples
+
+
+def make_tiny(folder: Path) -> Path:
+    """Write a random two-layer Llama, tied head, and a tokenizer of 600 tokens trained on the task's text."""
+    import torch
+    from reasoning_gym import create_dataset
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    text = [row["question"] for row in create_dataset("chain_sum", size=50, seed=0)]
+    bpe.train_from_iterator(
+        text, trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet)
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=special[1], eos_token=special[2], pad_token=special[2]
+    )
+    tokenizer.chat_template = data.CHAT_TEMPLATES["chatml"]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.1,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 # ------------------------------------------------------------------------------------------------- runs in this process

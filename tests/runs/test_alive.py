@@ -1,0 +1,179 @@
+"""Every argument of the scripts does something: docs/flags.md has a row for each, and tests/alive.py the evidence.
+
+python -m pytest tests/runs/test_alive.py -m slow    every flag of both scripts, and flags unhooked in copies
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import alive
+import evidence
+import learning
+import pytest
+from helpers import ROOT, run_here, tiny_args
+
+import utils
+
+CASES = [(script, flag) for script in alive.SCRIPTS for flag in alive.flags_of(script)]
+
+
+def table(mark: str) -> list[list[str]]:
+    """The rows of a table of docs/flags.md, cell by cell, without its header."""
+    text = alive.PAGE.read_text().split(f"<!-- {mark} -->\n")[1].split(f"<!-- end of {mark} -->")[0]
+    rows = [re.split(r" (?<!\\)\| ", line.removeprefix("| ").removesuffix(" |")) for line in text.splitlines()]
+    return rows[2:]
+
+
+# --------------------------------------------------------------------------------------------------- the table is whole
+
+
+@pytest.mark.parametrize("script", alive.SCRIPTS)
+def test_every_argument_has_evidence(script):
+    """A new flag needs a row in tests/evidence.py; a row whose flag is gone goes, too."""
+    flags = set(alive.flags_of(script))
+    assert flags - {*evidence.EVIDENCE, *evidence.COSMETIC} == set(), "no row in tests/evidence.py"
+    assert {*evidence.EVIDENCE, *evidence.COSMETIC} - set(alive.every_flag()) == set(), "no such flag any more"
+    assert evidence.EVIDENCE.keys() & evidence.COSMETIC.keys() == set()
+
+
+def test_the_page_has_the_arguments_and_defaults_of_today():
+    """Run `python tests/alive.py --write` after a change: the page is what was seen, not what is believed."""
+    rows = table("flags")
+    assert [row[:5] for row in rows] == [alive.fixed_cells(flag) for flag in alive.every_flag()]
+    for row in rows:
+        flag = row[0].strip("`-")
+        names = evidence.EVIDENCE[flag].changes if flag in evidence.EVIDENCE else ()
+        for name in names:
+            assert f"{name}: " in row[5], f"{row[0]}: nothing is shown of {name}"
+
+
+def test_the_page_explains_every_observable():
+    assert dict(table("observables")) == alive.OBSERVABLES
+    for flag, row in evidence.EVIDENCE.items():
+        for name in row.changes:
+            known = "/" in name or name in alive.OBSERVABLES or re.sub(r"\(.*\)", "(...)", name) in alive.OBSERVABLES
+            assert known, f"{flag}: {name}"
+
+
+@pytest.mark.parametrize("flag", evidence.EVIDENCE)
+def test_a_row_tries_another_value_than_the_run_without_it(flag):
+    """And its arguments exist in every script that has the flag."""
+    row = evidence.EVIDENCE[flag]
+    assert row.changes
+    assert flag not in row.given
+    for script in alive.SCRIPTS:
+        module = alive.importlib.import_module(script)
+        if flag not in alive.flags_of(script):
+            continue
+        common = evidence.BASE | row.given
+        assert set(common) <= set(alive.flags_of(script)), "an argument that this script has not"
+        assert row.tried != common.get(flag, evidence.default_of(module.Args, flag))
+
+
+# ------------------------------------------------------------------------------------------ some flags, from end to end
+
+
+@pytest.fixture(scope="module")
+def seen_here(tiny, tmp_path_factory):
+    """A function that runs grpo.py in this process, observed, and gives what was seen; the same run is made once."""
+    known = {}
+
+    def see(**changes) -> dict:
+        key = json.dumps(changes)
+        if key not in known:
+            place = tmp_path_factory.mktemp("seen")
+            (place / "console.txt").write_text("")
+            args = tiny_args(tiny, place / "out", run_name="run", learning_rate=1e-3, **changes)
+            seen = {}
+            with pytest.MonkeyPatch.context() as patch:
+                alive.observe(alive.importlib.import_module("grpo"), seen, patch)
+                run_here(args)
+            known[key] = seen | alive.left_behind(place, 0)
+        return known[key]
+
+    return see
+
+
+SAMPLE = ("temperature", "adam_eps", "eval_samples", "micro_batch_tokens")
+
+
+@pytest.mark.parametrize("flag", SAMPLE)
+def test_a_flag_is_seen_to_change_what_its_row_says(seen_here, flag):
+    """The functions of the slow test, in this process and on the tests' own tiny model."""
+    row = evidence.EVIDENCE[flag]
+    without = seen_here(**row.given)
+    tried = seen_here(**row.given | {flag: row.tried})
+    assert alive.complaints(flag, row, without, tried) == []
+
+
+def test_a_flag_that_is_not_read_is_found_dead(seen_here, monkeypatch):
+    """make_optimizer with an epsilon of its own: the row of --adam_eps has nothing to show then."""
+    make = utils.make_optimizer
+
+    def make_otherwise(parameters, rate, args):
+        return make(parameters, rate, dataclasses.replace(args, adam_eps=1e-8))
+
+    monkeypatch.setattr(utils, "make_optimizer", make_otherwise)
+    row = evidence.EVIDENCE["adam_eps"]
+    tried = seen_here(adam_eps=row.tried, wandb_project="another key")
+    assert "weights is the same" in "".join(alive.complaints("adam_eps", row, seen_here(), tried))
+
+
+# ----------------------------------------------------------------------------------------------- every flag, each alone
+
+
+def run_alive(*words: str) -> tuple[int, str]:
+    """(exit code, what was printed) of tests/alive.py in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("MASTER_PORT", "RANK")}
+    line = [sys.executable, str(ROOT / "tests" / "alive.py"), *words]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def examined(tmp_path_factory) -> dict[tuple[str, str], tuple[list[str], str]]:
+    """(script, flag) -> (why it seems dead, what it was seen to change), of all flags."""
+    file = tmp_path_factory.mktemp("alive") / "results.json"
+    _, text = run_alive("--json", str(file))
+    assert file.is_file(), text[-4000:]
+    return {(script, flag): (wrong, changed) for script, flag, wrong, changed in json.loads(file.read_text())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "flag"), CASES, ids=[f"{script} --{flag}" for script, flag in CASES])
+def test_no_flag_is_dead(examined, script, flag):
+    wrong, changed = examined[script, flag]
+    assert wrong == []
+    assert changed
+
+
+@pytest.mark.slow
+def test_nothing_differs_without_a_flag(examined):
+    """Else a difference would be no evidence: two equal runs are equal in every observable, with vLLM, too."""
+    for script in alive.SCRIPTS:
+        for name in alive.CONTROLS:
+            differences, _ = examined[script, name]
+            assert differences == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("breakage", "file"), evidence.UNHOOKED_CASES, ids=lambda x: getattr(x, "what", x))
+def test_a_flag_that_is_unhooked_is_found_dead(breakage, file):
+    """After the edit it is parsed, checked and recorded as before, and does nothing."""
+    dead, text = alive.unhooked(breakage, file)
+    assert dead, text
+
+
+@pytest.mark.parametrize(("breakage", "file"), evidence.UNHOOKED_CASES, ids=lambda x: getattr(x, "what", x))
+def test_every_edit_that_unhooks_a_flag_still_applies(breakage, file):
+    """Each edit finds its text exactly once, changes it, and leaves Python."""
+    files = learning.project_files(ROOT)
+    for name, text in learning.edited(files, breakage, file).items():
+        assert text != files[name]
+        compile(text, name, "exec")
