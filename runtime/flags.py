@@ -292,8 +292,8 @@ def own_flags_first(cls: FlagsClass) -> FlagsClass:
 def parse(cls: type, description: str | None = None, words: list[str] | None = None, default: Any = None) -> Any:
     """The arguments of a script, an instance of ``cls``, from the command line (or from ``words``).
 
-    ``--as NAME`` replaces the defaults, so whatever else is given wins, in any order. Ends with exit code 2 for arguments that do not parse; hints at our name of another framework's flag, and at
-    booleans, which take no value.
+    ``--as NAME`` replaces the defaults, so whatever else is given wins, in any order. Ends with exit code 2 for
+    arguments that do not parse; hints at our name of another framework's flag, and at booleans, which take no value.
     """
     words = sys.argv[1:] if words is None else words
     fields = {f.name: f for f in dataclasses.fields(cls)}

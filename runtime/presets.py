@@ -200,7 +200,7 @@ PRESETS = {
     ),
     "areal": Preset(
         version="areal 1.0.4",
-        about="examples/math/gsm8k_grpo.yaml and gsm8k_ppo.yaml (PPOActorConfig alone normalizes nothing), else its fields",
+        about="examples/math/gsm8k_grpo.yaml and gsm8k_ppo.yaml (PPOActorConfig alone normalizes nothing)",
         scripts=("grpo", "ppo"),
         file="examples/math/gsm8k_grpo.yaml",
         settings=(
@@ -348,7 +348,7 @@ MARKS = {"grpo": "advantage_normalization_type", "ppo": "gae_lambda"}
 
 
 def script_of(cls: type) -> str:
-    """"grpo" or "ppo", whichever a class of arguments belongs to; "" for other programs."""
+    """ "grpo" or "ppo", whichever a class of arguments belongs to; "" for other programs."""
     fields = {f.name for f in dataclasses.fields(cls)}
     return next((script for script, mark in MARKS.items() if mark in fields), "")
 

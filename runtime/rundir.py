@@ -28,8 +28,8 @@ def say(text: str) -> None:
 def run_name(args, defaults) -> str:
     """Name of a run: its ``exp_name``, every argument of its identity that differs from its default, and the seed.
 
-    With ``--as NAME`` the defaults are those that it sets. The same command always has the same name, and a command that computes something else never has it. A long name
-    ends in a hash of the rest.
+    With ``--as NAME`` the defaults are those that it sets. The same command always has the same name, and a command
+    that computes something else never has it. A long name ends in a hash of the rest.
     """
     if args.run_name is not None:
         return args.run_name

@@ -153,8 +153,11 @@ def test_a_run_continues_from_a_saved_critic(tiny, tmp_path, monkeypatch):
     assert set(saved_head(critic)) == {"weight", "bias"} and saved_head(tiny) == {}
     again, metrics, _ = run(
         *(tiny, tmp_path, monkeypatch),
-        run_name="second", value_model_name_or_path=str(critic), critic_learning_rate=1e-30,
-        critic_weight_decay=0.0, total_steps=1,
+        run_name="second",
+        value_model_name_or_path=str(critic),
+        critic_learning_rate=1e-30,
+        critic_weight_decay=0.0,
+        total_steps=1,
     )
     assert torch.allclose(outputs(again.critic, samples), trained, atol=1e-6)
     assert metrics[0]["value/mean"] != read_jsonl(tmp_path / "first" / "metrics.jsonl")[0]["value/mean"]

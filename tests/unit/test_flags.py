@@ -335,7 +335,7 @@ def call(*words: str, **environment: str) -> tuple[int, str, str, float]:
 
 
 COMMANDS = {
-    "sizes": ("--num_unique_prompts_rollout 8 --num_mini_batches 3", ["--num_mini_batches 3", "multiple"]),
+    "sizes": ("--num_unique_prompts_rollout 8 --num_mini_batches 9", ["--num_mini_batches 9", "at most one"]),
     "model": ("--model_name_or_path models/nothing", ["--model_name_or_path models/nothing", "make setup"]),
     "data": (
         "--dataset PLACE/problems.jsonl --prompt_key problem --model_name_or_path PLACE/model",
