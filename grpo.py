@@ -34,7 +34,8 @@ import os
 import queue
 import random
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ from typing import Literal
 from rewards import Verifiers, check_reward_args, truth_error
 from runtime import data, flags, process, rundir
 from runtime.flags import RunFlags
-from runtime.records import Problem, Sample
+from runtime.records import Batch, Problem, Sample
 
 
 @flags.own_flags_first
@@ -95,7 +96,7 @@ class Args(RunFlags):
     early_stop_imp_ratio: float | None = None
     """Skip the rest of an update once the mean ratio of an optimizer step exceeds this. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
-    """Weight the policy loss by min(trainer / sampler probability, cap), e.g. 2. Default: off."""
+    """Weight the loss by min(trainer / sampler probability, cap). 0 disables. Default: 2 with --async_steps, or off."""
     max_sampler_diff: float = 0.1
     """End the run when an engine and the trainer differ by more nats per token (fp32: a 1000th of it). 0 disables."""
 
@@ -192,6 +193,8 @@ def preflight(args: Args) -> tuple[list[Problem], list[Problem], Path, Path | No
     Returns (training problems, evaluation problems, the run's folder, the checkpoint to resume from or None).
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.async_steps > 0 and args.truncated_importance_sampling_ratio_cap is None:  # samples can be stale
+        args.truncated_importance_sampling_ratio_cap = 2.0
     process.listen_for_signals()
     flags.check(args, world_size)
     flags.check_training(args)
@@ -341,7 +344,14 @@ class Engine:
         self.tokenizer = tokenizer
         self.watch = watch
         self.timeout = args.rollout_timeout
-        self.pushes_before = 0  # of the run that this one resumes: the weights' version goes on from there
+        self.numbers = itertools.count()
+        self.batches: dict[int, Batch] = {}  # asked for and not whole, by their numbers
+        self.arrived: deque[tuple[Batch, Sample]] = deque()  # and not handed on
+        self.version = 0  # of the weights that were pushed last: step s begins with version s
+        self.acknowledged = 0
+        self.pushed_at = time.perf_counter()
+        self.tokens = 0  # that arrived since the last push
+        self.metrics: dict[str, float] = {}  # of the time between the last two pushes
         self.inbox: queue.Queue = queue.Queue()
         self.outbox: queue.Queue = queue.Queue()
         target = vllm_thread if args.rollout == "vllm" else utils.hf_thread
@@ -354,31 +364,70 @@ class Engine:
         """The thread's next message; raises what the thread raised, and after --rollout_timeout."""
         return self.watch.receive(self.outbox, self.thread, self.timeout, what)
 
-    def generate(self, batch: list[Problem], requests: list[tuple[int, int, int]], sampling: dict) -> Iterator[Sample]:
-        """Samples as they finish. ``requests``: (place in ``batch``, sample number, seed), the same list on every rank.
+    def ask(
+        self,
+        problems: list[Problem],
+        requests: list[tuple[int, int, int]],
+        sampling: dict,
+        chosen: list[int] | None = None,
+    ) -> Batch:
+        """Ask for samples, without waiting. ``requests``: (place in ``problems``, sample number, seed), on every rank.
 
-        Engine e takes the places e, e + count, ... Raises RuntimeError for log-probs that are not finite.
+        Engine e takes the places e, e + count, ...
         """
         mine = []
         for place, number, seed in requests:
             if place % self.count == self.index:
-                mine.append(((place, number), batch[place].prompt_ids, seed))
-        self.inbox.put(("generate", mine, sampling))
-        for _ in mine:
-            _, (place, number), ids, logprobs, finish_reason, pushes = self.receive("sample")
-            if not all(math.isfinite(x) for x in logprobs):
-                raise RuntimeError("the sampler's log-probs are not finite: its weights are broken")
-            version = self.pushes_before + pushes
-            sample = Sample(place, number, batch[place].prompt_ids, ids, logprobs, finish_reason, version)
-            sample.response = self.tokenizer.decode(ids, skip_special_tokens=True)
-            sample.engine = self.index
-            if self.reports:
-                yield sample
+                mine.append(((place, number), problems[place].prompt_ids, seed))
+        batch = Batch(next(self.numbers), problems, chosen or [], mine, sampling)
+        if mine:
+            self.batches[batch.number] = batch
+            self.inbox.put(("generate", batch.number, mine, sampling))
+        return batch
+
+    def arrivals(self, batch: Batch) -> Iterator[tuple[Batch, Sample]]:
+        """(its batch, sample) of all that arrives until ``batch`` is whole, samples of other batches too."""
+        self.inbox.put(("until", batch.number))
+        while batch.unfinished or self.arrived:
+            if self.arrived:
+                yield self.arrived.popleft()
+            else:
+                self.take("sample")
+
+    def take(self, what: str) -> None:
+        """Wait for one message, whichever comes: samples may arrive before an acknowledgement that is waited for.
+
+        Raises RuntimeError for log-probs that are not finite.
+        """
+        match self.receive(what):
+            case ("sample", number, key, ids, logprobs, finish_reason, versions):
+                if not all(math.isfinite(x) for x in logprobs):
+                    raise RuntimeError("the sampler's log-probs are not finite: its weights are broken")
+                batch = self.batches[number]
+                batch.unfinished.remove(key)
+                if not batch.unfinished:
+                    del self.batches[number]
+                prompt_ids = batch.problems[key[0]].prompt_ids
+                sample = Sample(*key, prompt_ids, ids, logprobs, finish_reason, versions)
+                sample.response = self.tokenizer.decode(ids, skip_special_tokens=True)
+                sample.engine = self.index
+                self.tokens += len(ids)
+                if self.reports:
+                    self.arrived.append((batch, sample))
+            case ("weights", version, busy):
+                now = time.perf_counter()
+                self.metrics = {"engine/busy": busy / (now - self.pushed_at)}
+                self.metrics["perf/generate_tokens_per_second"] = self.tokens / busy if busy > 0 else None
+                self.acknowledged = version
+                self.pushed_at = now
+                self.tokens = 0
 
     def push(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Give the engine new weights. Returns when it has them: they are the trainer's own tensors."""
-        self.inbox.put(("weights", weights))
-        self.receive("acknowledgement of new weights")
+        self.version += 1
+        self.inbox.put(("weights", self.version, weights))
+        while self.acknowledged != self.version:
+            self.take("acknowledgement of new weights")
 
     def sleep(self) -> None:
         """Release the engine's GPU memory until the next push."""
@@ -391,52 +440,73 @@ class Engine:
 
 
 def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
-    """Builds the engine and is the only one to touch it. Messages, taken between two engine steps:
+    """Builds the engine and is the only one to touch it. Messages, taken while it stands still:
 
-    in   ("generate", [(key, prompt ids, seed)], sampling), ("weights", [(name, tensor)]), ("sleep",), ("stop",),
-         ("call", function): for programs that measure or compare; function(llm) is answered by ("called", result)
-    out  ("ready",), ("sample", key, response ids, log-probs, finish reason, pushes), ("weights", pushes), ("slept",),
+    in   ("generate", batch, [(key, prompt ids, seed)], sampling), ("until", batch), ("weights", version, [(name,
+         tensor)]), ("sleep",), ("stop",), ("call", function): for programs that measure or compare
+    out  ("ready",), ("sample", batch, key, response ids, log-probs, finish reason, [(version, first token)]),
+         ("weights", version, seconds in which the engine computed), ("slept",), ("called", function(llm)),
          ("error", exception): whatever goes wrong here is raised again in the main thread
+
+    The engine stands still by counting, never by the clock, so a run can be repeated: after a whole batch, and with
+    --inflight_updates after the step that completes the batch of the last "until", whatever else is unfinished.
     """
     try:
         llm = build_vllm(args, dtype, rank, world_size)
         engine = llm.llm_engine
-        pushes = 0
+        engine.set_weight_version("0")
+        version = 0
         asleep = False
-        keys: dict[str, tuple] = {}  # request id -> key, while the request runs
-        numbers = itertools.count()
+        busy = 0.0
+        keys: dict[str, tuple] = {}  # request id -> (batch, key), while the request runs
+        names = itertools.count()
+        left: Counter[int | None] = Counter()  # batch -> requests that it still waits for
+        until = None
         outbox.put(("ready",))
         while True:
-            while not inbox.empty() or not engine.has_unfinished_requests():
+            while left[until] == 0:
                 match inbox.get():
                     case ("stop",):
                         return
-                    case ("weights", weights):
+                    case ("weights", version, weights):
                         if asleep:  # memory for the weights first, for the KV cache once the push needs no more
                             llm.wake_up(tags=["weights"])
-                        utils.push_weights(llm, weights)
+                        utils.push_weights(llm, weights, args.inflight_updates)
                         if asleep:
                             llm.wake_up(tags=["kv_cache"])
                         asleep = False
-                        pushes += 1
-                        outbox.put(("weights", pushes))
+                        engine.set_weight_version(str(version))
+                        outbox.put(("weights", version, busy))
+                        busy = 0.0
                     case ("sleep",):
                         llm.sleep(level=2)
                         asleep = True
                         outbox.put(("slept",))
                     case ("call", function):
                         outbox.put(("called", function(llm)))
-                    case ("generate", requests, sampling):
+                    case ("until", batch):
+                        until = batch
+                    case ("generate", batch, requests, sampling):
                         for key, prompt_ids, seed in requests:
-                            name = str(next(numbers))
-                            keys[name] = key
-                            params = vllm_params(sampling, seed, stop_ids)
-                            engine.add_request(name, {"prompt_token_ids": prompt_ids}, params)
-            for output in engine.step():
+                            name = str(next(names))
+                            keys[name] = (batch, key)
+                            # The salt keeps a prompt from keys and values that older weights left in the prefix cache.
+                            prompt = {"prompt_token_ids": prompt_ids, "cache_salt": str(version)}
+                            engine.add_request(name, prompt, vllm_params(sampling, seed, stop_ids))
+                        left[batch] += len(requests)
+                        if args.inflight_updates == "off":
+                            until = batch
+            started = time.perf_counter()
+            outputs = engine.step()
+            busy += time.perf_counter() - started
+            for output in outputs:
+                batch, key = keys.pop(output.request_id)
                 answer = output.outputs[0]
                 ids = list(answer.token_ids)
                 logprobs = list(answer.logprobs.logprobs)[: len(ids)]
-                outbox.put(("sample", keys.pop(output.request_id), ids, logprobs, answer.finish_reason, pushes))
+                versions = [(int(span.version), span.start) for span in answer.weight_versions]
+                left[batch] -= 1
+                outbox.put(("sample", batch, key, ids, logprobs, answer.finish_reason, versions))
     except BaseException as error:
         outbox.put(("error", error))
 
@@ -469,6 +539,8 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature applied
         generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
         block_size=None if cuda else 32,  # the CPU's 128 would share no prompt shorter than that
+        # In flight: else one step is under way when weights change, and its tokens are labeled with the new version.
+        async_scheduling=None if args.inflight_updates == "off" else False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **memory,
@@ -495,24 +567,16 @@ def vllm_params(sampling: dict, seed: int, stop_ids: list[int]):
 # ------------------------------------------------------------------------------------------------- rollout, evaluation
 
 
-def rollout(
-    engine: Engine,
-    verifiers: Verifiers,
-    batch: list[Problem],
-    requests: list[tuple[int, int, int]],
-    sampling: dict,
-    clock: utils.Stopwatch,
-) -> list[Sample]:
-    """This rank's samples, scored: phases 2 and 3 of a step, and of an evaluation.
-
-    ``requests``: (place in ``batch``, sample number, seed), the same list on every rank.
-    """
-    with clock("generate"):
-        for sample in engine.generate(batch, requests, sampling):
-            # 3 score: at once, in another process, while the rest still decodes
-            verifiers.submit(sample, batch[sample.prompt_id])
-    with clock("score"):
-        return verifiers.collect(engine.watch.beat)
+def collect(engine: Engine, verifiers: Verifiers, batch: Batch, clock: utils.Stopwatch) -> list[Sample]:
+    """Phases 2 to 4 of a batch that was asked for: its samples of all ranks, scored, ordered by prompt and number."""
+    if batch.samples is None:
+        with clock("generate"):
+            for own, sample in engine.arrivals(batch):
+                # 3 score: at once, in another process, while the rest still decodes
+                own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id]))
+        with clock("score"):
+            batch.samples = utils.gather_samples(verifiers.collect(batch.scoring, engine.watch.beat))
+    return batch.samples
 
 
 def evaluate(step: int, engine: Engine, verifiers, problems: list[Problem], policy, log, clock, args: Args) -> None:
@@ -521,7 +585,7 @@ def evaluate(step: int, engine: Engine, verifiers, problems: list[Problem], poli
         return
     with clock("eval"):
         requests, sampling = data.eval_requests(len(problems), args)
-        samples = utils.gather_samples(rollout(engine, verifiers, problems, requests, sampling, clock))
+        samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), clock)
     if log.evaluation(utils.eval_metrics(samples, problems, step)):
         utils.save_model(policy, engine.tokenizer, log.folder / "best", args.zero_stage, dist.get_rank())
 
@@ -588,12 +652,13 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest, len(problems))
     source = data.Prompts(problems, args)
     skips = SimpleNamespace(policy=0)  # optimizer steps in a row that were not applied
-    parts = {"policy": policy, "controller": controller, "skips": skips, "prompts": source.state}
+    progress = SimpleNamespace(ahead=[])  # (indices of problems, samples or None) of the batches that were asked for
+    parts = {"policy": policy, "controller": controller, "skips": skips, "prompts": source.state, "progress": progress}
     moving = utils.MovingReference(reference, args.ref_policy_alpha) if args.ref_policy_update_freq > 0 else None
     parts["reference"] = moving
     checkpoints = Checkpoints(log, args, tokenizer, clock, parts, utils.save_model)
     first_step = checkpoints.load(start) + 1
-    engine.pushes_before = first_step - 1
+    engine.version = first_step - 1
     sampled = args.generation_size or group
     sampling = {"temperature": args.temperature, "top_p": 1.0, "top_k": 0, "max_tokens": args.max_response_length}
     sampling |= {"stop": list(args.stop), "ignore_eos": args.ignore_eos}
@@ -603,20 +668,28 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     engine.push(utils.current_weights(policy, args.zero_stage, for_vllm))
     if first_step == 1:
         evaluate(0, engine, verifiers, eval_problems, policy, log, clock, args)
+    waiting: deque[Batch] = deque()  # asked for and not yet trained on, in the order of their steps
+    for later, (chosen, found) in enumerate(progress.ahead, first_step):  # what the run that is resumed was waiting for
+        requests = data.requests(chosen, sampled, args.seed, later) if found is None else []
+        waiting.append(engine.ask([problems[i] for i in chosen], requests, sampling, chosen))
+        waiting[-1].samples = found and [Sample(**values) for values in found]
 
     clock.restart()
     for step in range(first_step, total_steps + 1):
         kl_coef = controller.coef if adaptive else beta
 
-        # 1 prompts: the same list on every rank
-        chosen, batch = source.draw(prompts)
-        requests = data.requests(chosen, sampled, args.seed, step)
+        # 1 prompts: the same list on every rank, --async_steps ahead of the step that trains on them
+        for later in range(step + len(waiting), min(step + args.async_steps, total_steps) + 1):
+            chosen, batch = source.draw(prompts)
+            requests = data.requests(chosen, sampled, args.seed, later)
+            waiting.append(engine.ask(batch, requests, sampling, chosen))
 
-        # 2 generate, 3 score
-        samples = rollout(engine, verifiers, batch, requests, sampling, clock)
-
+        # 2 generate, 3 score: wait for the batch that was asked for first
         # 4 gather: every rank gets all samples, ordered by prompt and number
-        samples = utils.gather_samples(samples)
+        asked = waiting.popleft()
+        samples = collect(engine, verifiers, asked, clock)
+        chosen = asked.chosen
+        batch = asked.problems
         if args.check_verifier_status and all(s.score == 0 for s in samples):
             raise RuntimeError("--check_verifier_status: all scores of a step are 0; see --verifier and the prompt")
         source.record(chosen, samples)
@@ -628,7 +701,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 break
             chosen, more = source.draw(len(equal))
             requests = data.requests(chosen, sampled, args.seed, f"{step}/{again}")
-            rounds.append(utils.gather_samples(rollout(engine, verifiers, more, requests, sampling, clock)))
+            rounds.append(collect(engine, verifiers, engine.ask(more, requests, sampling), clock))
             source.record(chosen, rounds[-1])
             data.replace_groups(batch, samples, more, data.best_of(rounds[-1], group))
         data_metrics = data.draw_metrics(rounds, prompts) if args.dynamic_sampling_rounds > 0 else {}
@@ -642,6 +715,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         slots = offsets[-1] + 1  # of a flat array: the N tokens, and the one that idle micro-batches use
         sampler_N = torch.tensor([x for s in samples for x in s.sampler_logprobs] + [0.0], device=device)
         engine_N = torch.tensor([s.engine for s in samples for _ in s.response_ids] + [0], device=device)
+        fresh_N = torch.tensor([v == step for s in samples for v in s.token_versions()] + [False], device=device)
         rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
         zero_std_P = rewards_PG.amax(1) == rewards_PG.amin(1)
 
@@ -735,6 +809,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     sampler_T = sampler_N[mb.tokens]
                     weights_T = weights_N[mb.tokens]
                     advantages_T = advantages_N[mb.tokens]
+                    fresh_T = fresh_N[mb.tokens]
                     loss_T, pieces = token_loss(
                         logprobs_T, old_T, ref_T, sampler_T, advantages_T, entropy_T, full_kl_T, kl_coef, args
                     )
@@ -749,12 +824,16 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                         "clipped": pieces["clipped"],
                         "approx_kl": pieces["ratio"] - 1 - (logprobs_T - old_T),
                         "entropy": entropy_T,
-                        "sampler_diff": (old_T - sampler_T).abs(),
+                        "fresh": fresh_T.float(),
+                        "sampler_diff": (old_T - sampler_T).abs() * fresh_T,
+                        **utils.importance_weights(old_T, sampler_T, args.truncated_importance_sampling_ratio_cap),
                     }
                     if beta > 0:
                         values |= kl_values(logprobs_T, old_T, ref_T, weights_T != 0)
                     stats.add(weights_T > 0, values)
-                    stats.add_sampler_diff(weights_T > 0, values["sampler_diff"], engine_N[mb.tokens])
+                    # Fresh tokens are those of the weights trained here, but for keys and values that were kept.
+                    equal_T = (weights_T > 0) & fresh_T & (args.inflight_updates != "keep")
+                    stats.add_sampler_diff(equal_T, values["sampler_diff"], engine_N[mb.tokens])
                     is_last = mb is micro_batches[-1]
                     if is_last:
                         sums, maxima = stats.reduce()
@@ -782,7 +861,10 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 f"{folder / 'bad_batch.jsonl'}"
             )
 
-        # 8 push: the engine answers the next step with the new weights
+        # 8 push: the engine answers what comes next with the new weights
+        if args.inflight_updates == "off":  # and each batch that was asked for with those it began with
+            for asked in waiting:
+                collect(engine, verifiers, asked, clock)
         with clock("push"):
             engine.push(utils.current_weights(policy, args.zero_stage, for_vllm))
         if args.ref_policy_update_freq > 0 and step % args.ref_policy_update_freq == 0:
@@ -816,8 +898,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 "policy/ratio_max": peaks["ratio"],
                 "policy/clip_frac": totals["clipped"] / tokens,
                 "policy/approx_kl": totals["approx_kl"] / tokens,
-                "sampler/logprob_diff_mean": totals["sampler_diff"] / tokens,
-                "sampler/logprob_diff_max": peaks["sampler_diff"],
+                **utils.staleness_metrics(totals, peaks),
                 "optim/grad_norm": grad_norm,
             }
             if beta > 0:
@@ -825,9 +906,10 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 metrics["kl/sequence"] = kl_per_sequence
             if exact_kl[1] > 0:
                 metrics["kl/full"] = (exact_kl[0] / exact_kl[1]).item()
-        metrics |= clock.metrics(offsets[-1], totals["tokens"])
+        metrics |= clock.metrics(offsets[-1], totals["tokens"]) | engine.metrics
         log.step(metrics, samples, batch)
         clock.restart()  # the time of a checkpoint is the next step's
+        progress.ahead = [(asked.chosen, asked.samples and [vars(s) for s in asked.samples]) for asked in waiting]
         if checkpoints.after_step(step):
             break
 

@@ -991,26 +991,24 @@ class Verifiers:
         if args.reward_model_name_or_path is not None:
             budget = args.logprob_micro_batch_tokens
             self.reward_model = RewardModel(args.reward_model_name_or_path, budget, device, dtype)
-        self.pending: list[tuple] = []  # (sample, problem, future)
 
-    def submit(self, sample, problem) -> None:
-        """Begin to verify a sample, in another process."""
+    def submit(self, sample, problem) -> tuple:
+        """Begin to verify a sample, in another process: (sample, problem, future), for ``collect``."""
         future = self.pool.submit(problem.verifier, sample.response, problem.truth, problem.row)
-        self.pending.append((sample, problem, future))
+        return sample, problem, future
 
-    def collect(self, on_result: Callable[[], None]) -> list:
-        """The samples submitted since the last call, with their rewards. Calls ``on_result`` for each."""
+    def collect(self, submitted: list[tuple], on_result: Callable[[], None]) -> list:
+        """The samples of what ``submit`` returned, with their rewards. Calls ``on_result`` for each."""
         found = []
-        for _, _, future in self.pending:
+        for _, _, future in submitted:
             found.append(self.pool.result(future))
             on_result()
-        samples = [sample for sample, _, _ in self.pending]
+        samples = [sample for sample, _, _ in submitted]
         if self.reward_model is not None:
-            conversations = [(problem.messages, sample.response) for sample, problem, _ in self.pending]
+            conversations = [(problem.messages, sample.response) for sample, problem, _ in submitted]
             found = self.reward_model.add(found, conversations, self.weights)
         for sample, reward in zip(samples, found, strict=True):
             shape_reward(sample, reward, self.args)
-        self.pending = []
         return samples
 
     def close(self) -> None:

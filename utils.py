@@ -404,7 +404,7 @@ def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> 
     samples = []
     for k, count in enumerate((5, 9)):
         response = [*draw(count), eos]
-        samples.append(Sample(0, k, prompt, response, [0.0] * len(response), "stop", 0))
+        samples.append(Sample(0, k, prompt, response, [0.0] * len(response), "stop", []))
     parameter = next(policy.parameters())
     got = torch.zeros(token_offsets(samples)[-1], device=parameter.device)
     try:
@@ -489,13 +489,14 @@ def finish_gpu_work() -> None:
         torch.cuda.synchronize()
 
 
-def push_weights(llm, weights: list[tuple[str, torch.Tensor]]) -> None:
-    """New weights into a vLLM engine, from the thread that owns it, with no request running.
+def push_weights(llm, weights: list[tuple[str, torch.Tensor]], inflight_updates: str = "off") -> None:
+    """New weights into a vLLM engine, from the thread that owns it, between two of its steps.
 
     vLLM's ``reload_weights`` is the one route that also serves CPU kernels, which keep packed copies. ``weights`` must
     hold ``lm_head.weight`` even when tied: the head has a packed copy of its own on CPUs, which would silently stay
     stale. The prefix cache holds keys and values of the old weights; the engine refuses to drop it while a request
-    runs.
+    runs. ``inflight_updates`` recompute preempts the requests that run: their keys and values are computed anew, by the
+    new weights. keep leaves them theirs; a cache salt then has to keep new requests from them.
 
     Raises RuntimeError if a parameter of the engine was not loaded, or only in part, and if the prefix cache was kept.
     """
@@ -506,7 +507,8 @@ def push_weights(llm, weights: list[tuple[str, torch.Tensor]]) -> None:
             f"{', '.join(sorted(missing)[:8])}{', ...' if len(missing) > 8 else ''}. This vLLM cannot update this "
             f"model; use --rollout hf"
         )
-    if not llm.reset_prefix_cache():
+    kept = inflight_updates == "keep"
+    if not kept and not llm.reset_prefix_cache(reset_running_requests=inflight_updates == "recompute"):
         raise RuntimeError("vLLM kept its prefix cache after a weight push (a request was still running)")
     finish_gpu_work()
 
@@ -745,12 +747,14 @@ class Stopwatch:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def metrics(self, tokens: int, trained: float) -> dict[str, float]:
-        """Seconds of the step so far, and response tokens per second. ``trained``: tokens of the update."""
+        """Seconds of the step so far, and response tokens per second. ``trained``: tokens of the update.
+
+        time/generate is what was waited: engines may work ahead, so no rate of theirs follows from it.
+        """
         seconds = time.perf_counter() - self.started
         metrics = {f"time/{phase}": s for phase, s in self.seconds.items()}
         metrics["time/step"] = seconds
         metrics["perf/tokens_per_second"] = tokens / seconds
-        metrics["perf/generate_tokens_per_second"] = tokens / self.seconds["generate"]
         metrics["perf/update_tokens_per_second"] = trained / self.seconds["update"]
         return metrics
 
@@ -758,6 +762,7 @@ class Stopwatch:
 def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -> dict[str, float | None]:
     """The metrics that follow from a step's samples alone, whatever is then made of them."""
     lengths = [len(s.response_ids) for s in samples]
+    staleness = [step - version for s in samples for version in s.token_versions()]
     return {
         "reward/mean": rewards_PG.mean().item(),
         "reward/std": rewards_PG.std().item(),
@@ -770,8 +775,37 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
         "completions/length_mean": mean(lengths),
         "completions/length_max": max(lengths),
         "completions/truncated_frac": mean([s.finish_reason == "length" for s in samples]),
-        "sampler/staleness": mean([step - s.weights_version for s in samples]),
+        "sampler/staleness": mean(staleness),
+        "sampler/staleness_max": max(staleness),
+        "sampler/versions": mean([len(s.weight_versions) for s in samples]),
     }
+
+
+def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, cap: float | None) -> dict[str, torch.Tensor]:
+    """What ``staleness_metrics`` needs of each token: pi / sampler, its square, and whether ``cap`` holds it. [T]."""
+    log_weight_T = (old_T - sampler_T).clamp(-20, 20)
+    values = {"weight": log_weight_T.exp(), "weight_squared": (2 * log_weight_T).exp()}
+    if cap:
+        values["capped"] = (values["weight"] > cap).float()
+    return values
+
+
+def staleness_metrics(totals: dict[str, float], peaks: dict[str, float]) -> dict[str, float]:
+    """Metrics of how far the sampler was from the trainer, from sums and maxima over the trained tokens.
+
+    ess: (sum of w)^2 / (n x sum of w^2) of the importance weights before the cap, 1 where all are equal. logprob_diff:
+    over fresh tokens, which the trainer's weights sampled; any others may differ.
+    """
+    metrics = {
+        "sampler/fresh_frac": totals["fresh"] / totals["tokens"],
+        "sampler/ess": totals["weight"] ** 2 / (totals["tokens"] * totals["weight_squared"]),
+    }
+    if "capped" in totals:
+        metrics["sampler/capped_frac"] = totals["capped"] / totals["tokens"]
+    if totals["fresh"] > 0:
+        metrics["sampler/logprob_diff_mean"] = totals["sampler_diff"] / totals["fresh"]
+        metrics["sampler/logprob_diff_max"] = peaks["sampler_diff"]
+    return metrics
 
 
 def mean(values: list[float]) -> float | None:
@@ -808,7 +842,11 @@ def eval_metrics(samples: list[Sample], problems: list[Problem], step: int) -> d
     """What an evaluation of the weights after ``step`` found; names and units are in docs/metrics.md.
 
     ``samples``: equally many for each of ``problems``. With several sources, each has metrics of its own as well.
+    Raises RuntimeError if the samples are not of one version of the weights.
     """
+    versions = {version for sample in samples for version, _ in sample.weight_versions}
+    if len(versions) != 1:
+        raise RuntimeError(f"the evaluation after step {step} was answered by weights {sorted(versions)}")
     groups: list[list[Sample]] = [[] for _ in problems]
     for sample in samples:
         groups[sample.prompt_id].append(sample)
@@ -822,7 +860,7 @@ def eval_metrics(samples: list[Sample], problems: list[Problem], step: int) -> d
             for name, value in _group_metrics(own).items():
                 result[f"eval/{source}/{name}"] = value
     result["eval/samples"] = len(groups[0])
-    result["eval/weights_version"] = samples[0].weights_version
+    (result["eval/weights_version"],) = versions
     return result
 
 
@@ -854,23 +892,27 @@ def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbo
         device = resolve_device(args)[0]
         model = load_model(args, dtype, "sdpa").to(device).eval()
         version = 0
+        busy = 0.0
         outbox.put(("ready",))
         while True:
             kind, *body = inbox.get()
             if kind == "stop":
                 return
             if kind == "weights":
-                model.load_state_dict(dict(body[0]))
+                version, weights = body
+                model.load_state_dict(dict(weights))
                 finish_gpu_work()
-                version += 1
-                outbox.put(("weights", version))
+                outbox.put(("weights", version, busy))
+                busy = 0.0
             if kind == "sleep":
                 outbox.put(("slept",))
             if kind == "generate":
-                requests, sampling = body
+                number, requests, sampling = body
                 for prompt_ids, keys, seed in _by_prompt(requests):
-                    for message in _generate(model, prompt_ids, keys, seed, sampling, stop_ids, version, device):
-                        outbox.put(message)
+                    started = time.perf_counter()
+                    for answer in _generate(model, prompt_ids, keys, seed, sampling, stop_ids, device):
+                        outbox.put(("sample", number, *answer, [(version, 0)]))
+                    busy += time.perf_counter() - started
     except BaseException as error:
         outbox.put(("error", error))
 
@@ -889,8 +931,8 @@ def _by_prompt(requests: Iterable[tuple]) -> list[tuple]:
 
 
 @torch.no_grad()
-def _generate(model, prompt_ids, keys, seed, sampling, stop_ids, version, device):
-    """Messages with one sample for each of ``keys``."""
+def _generate(model, prompt_ids, keys, seed, sampling, stop_ids, device):
+    """(key, response ids, log-probs, finish reason) of one sample for each of ``keys``."""
     greedy = sampling["temperature"] == 0.0
     options = {
         "do_sample": not greedy,
@@ -910,7 +952,7 @@ def _generate(model, prompt_ids, keys, seed, sampling, stop_ids, version, device
         if not sampling["ignore_eos"]:
             ends = [t for t, token in enumerate(row) if token in stop_ids]
         response = row[: ends[0] + 1] if ends else row
-        sample = Sample(0, 0, prompt_ids, response, [], "", 0)
+        sample = Sample(0, 0, prompt_ids, response, [], "", [])
         (batch,) = micro_batches(
             [sample],
             [0],
@@ -922,4 +964,4 @@ def _generate(model, prompt_ids, keys, seed, sampling, stop_ids, version, device
             device=device,
         )
         logprobs = scorer(batch)[0].tolist()
-        yield ("sample", key, response, logprobs, "stop" if ends else "length", version)
+        yield key, response, logprobs, "stop" if ends else "length"

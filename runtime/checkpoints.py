@@ -114,7 +114,7 @@ class Checkpoints:
             weights = torch.load(start / f"{name}.pt", map_location="cpu", weights_only=True)
             module.load_state_dict(weights)
         for name, thing in self.plain.items():
-            vars(thing).update(state["parts"][name])
+            vars(thing).update(state["parts"].get(name, {}))  # earlier code may not have had this part
         best = rundir.best_so_far(self.log.folder, self.args) if self.rank == 0 else None
         self.log.best = self._gather(best)[0]
         states = torch.load(start / f"rng_{self.rank}.pt", map_location="cpu", weights_only=True)

@@ -236,6 +236,10 @@ class RunFlags:
     """Sampling temperature; the trainer's log-probs are taken at the same temperature."""
     rollout: Literal["vllm", "hf"] = "vllm"
     """Generation backend: vLLM, or transformers' generate (slow, no extra dependency)."""
+    async_steps: int = 0
+    """Sample up to this many batches ahead of training: samples are at most that many steps old. 0: always fresh."""
+    inflight_updates: Literal["off", "recompute", "keep"] = "off"
+    """Push weights while sequences run; recompute their keys and values, or keep the old. off: between batches."""
     rollout_timeout: float = 1800.0
     """End the run with an error after this many seconds without a finished sample."""
     stop: tuple[str, ...] = ()
@@ -350,6 +354,7 @@ def check(args: RunFlags, world_size: int) -> None:
     check_launch(world_size)
     check_numbers(args)
     check_engine(args, world_size)
+    check_asynchrony(args)
     check_model(args)
 
 
@@ -469,6 +474,42 @@ def check_engine(args: RunFlags, world_size: int) -> None:
             (
                 world_size % tp != 0 or (args.rollout == "hf" and tp > 1),
                 f"--vllm_tensor_parallel_size {tp} must divide the {world_size} rank(s), and needs --rollout vllm",
+            ),
+        ]
+    )
+
+
+def check_asynchrony(args: RunFlags) -> None:
+    """Refuse ways to sample ahead of training that cannot work, or would only make samples older."""
+    ahead = args.async_steps > 0
+    inflight = args.inflight_updates != "off"
+    refuse_first(
+        [
+            (
+                args.async_steps > 1 and not inflight,
+                f"--async_steps {args.async_steps} with --inflight_updates off: an engine that changes weights only "
+                f"between batches is never more than one ahead, so samples would only be older; give --async_steps 1, "
+                f"or --inflight_updates recompute",
+            ),
+            (
+                inflight and not ahead,
+                f"--inflight_updates {args.inflight_updates} needs --async_steps 1 or more: with 0 no sequence runs "
+                f"while weights change",
+            ),
+            (
+                inflight and args.rollout == "hf",
+                f"--inflight_updates {args.inflight_updates} needs --rollout vllm: generate of transformers cannot "
+                f"change weights in the middle of a response",
+            ),
+            (
+                ahead and args.vllm_enable_sleep_mode,
+                "--vllm_enable_sleep_mode drops the sequences that --async_steps has running during an update; give "
+                "one of them",
+            ),
+            (
+                ahead and args.dataset_max_filter_share > 0,
+                "--dataset_max_filter_share with --async_steps: prompts that were asked for ahead come from the list "
+                "before the filter; give one of them",
             ),
         ]
     )

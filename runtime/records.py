@@ -1,4 +1,4 @@
-"""The two records that travel through a run: a problem of the data set and a sample of the policy."""
+"""The records that travel through a run: a problem of the data set, a sample of the policy, a batch of both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sample:
     response_ids: list[int]
     sampler_logprobs: list[float]  # natural log, at the sampling temperature, one per response token
     finish_reason: str  # "stop": it ended by itself; "length": truncated at max_response_length
-    weights_version: int  # number of pushes the engine had received when it answered
+    weight_versions: list[tuple[int, int]]  # (version, first token) of each run of tokens sampled by one version
     response: str = ""
     score: float = 0.0  # the verifier's, unshaped
     reward: float = 0.0  # what is optimized: scaled, penalties taken off, clipped
@@ -39,3 +39,27 @@ class Sample:
     extracted: str = ""  # what the verifier took as the answer
     engine: int = 0  # which engine answered
     advantage: float = 0.0  # without KL: the same for every token of the response
+
+    def token_versions(self) -> list[int]:
+        """The version of the weights that sampled each token: s for those that step s begins with."""
+        versions = []
+        ends = [start for _, start in self.weight_versions[1:]]
+        for (version, start), end in zip(self.weight_versions, [*ends, len(self.response_ids)], strict=True):
+            versions += [version] * (end - start)
+        return versions
+
+
+@dataclass
+class Batch:
+    """Problems that the engines were asked to answer, and what has come back so far."""
+
+    number: int  # counts all that this rank's engine was asked for
+    problems: list[Problem]
+    chosen: list[int]  # their indices in the training data; empty for an evaluation
+    requests: list[tuple[tuple[int, int], list[int], int]]  # (key, prompt ids, seed) of this rank's engine
+    sampling: dict[str, Any]
+    scoring: list[tuple] = field(default_factory=list)  # what the verifiers have of this rank's samples
+    samples: list[Sample] | None = None  # of all ranks, scored, once they are whole
+
+    def __post_init__(self) -> None:
+        self.unfinished = {key for key, _, _ in self.requests}  # (place in ``problems``, sample number)

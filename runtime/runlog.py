@@ -182,7 +182,7 @@ def sample_row(step: int, s: Sample, problem: Problem) -> dict[str, Any]:
         "reward_status": s.reward_status,
         "advantage": s.advantage,
         "finish_reason": s.finish_reason,
-        "weights_version": s.weights_version,
+        "weight_versions": s.weight_versions,
     }
 
 

@@ -18,6 +18,10 @@ from pathlib import Path
 import torch
 
 
+class EngineFailed(RuntimeError):
+    """The engine's thread raised, or ended without a message."""
+
+
 class Watch:
     """Aborts all ranks when one fails or stalls. One per process; needs the process group.
 
@@ -60,8 +64,8 @@ class Watch:
     def receive(self, outbox: queue.Queue, thread: threading.Thread, timeout: float, what: str) -> tuple:
         """The next message of the engine's thread. Polls; never blocks on a dead thread or rank.
 
-        Raises RuntimeError if the thread failed (chained to its exception) or another rank did (with its traceback),
-        and TimeoutError after ``timeout`` seconds without a message.
+        Raises EngineFailed if the thread failed (chained to its exception), TimeoutError after ``timeout`` seconds
+        without a message, and RuntimeError if another rank failed (with its traceback).
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -71,12 +75,12 @@ class Watch:
                 if self.store.check(["failure"]):
                     raise RuntimeError(f"another rank failed: {self.store.get('failure').decode()}") from None
                 if not thread.is_alive() and outbox.empty():
-                    raise RuntimeError(f"the rollout thread ended without a message while {what} was due") from None
+                    raise EngineFailed(f"the rollout thread ended without a message while {what} was due") from None
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no {what} within --rollout_timeout {timeout:.0f} s") from None
                 continue
             if message[0] == "error":
-                raise RuntimeError("the rollout thread failed") from message[1]
+                raise EngineFailed("the rollout thread failed") from message[1]
             self.beat()
             return message
 

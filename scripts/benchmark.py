@@ -172,7 +172,7 @@ def fixed_samples(problems: list[Problem], group: int, cap: int, vocabulary: int
         for k in range(group):
             length = max(1, generator.choice([3, 8, 12, 20, 32, 32]) * cap // 32)
             response = [generator.randrange(vocabulary) for _ in range(length)]
-            samples.append(Sample(place, k, problem.prompt_ids, response, [0.0] * length, "stop", 0))
+            samples.append(Sample(place, k, problem.prompt_ids, response, [0.0] * length, "stop", []))
     return samples
 
 
@@ -273,8 +273,8 @@ class Bench:
             "max_tokens": length,
             "ignore_eos": True,
         }
-        samples = self.engine.generate(problems, requests, sampling)
-        return [len(sample.response_ids) for sample in samples]
+        batch = self.engine.ask(problems, requests, sampling)
+        return [len(sample.response_ids) for _, sample in self.engine.arrivals(batch)]
 
     def by_chat(self, problems: list[Problem], group: int, length: int) -> list[int]:
         """Response lengths. As in vLLM's examples: messages in; text, ids and a dict of log-probs per token out."""

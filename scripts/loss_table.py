@@ -619,7 +619,7 @@ def response_of(size: int) -> grpo.Sample:
         response_ids=[END] * size,
         sampler_logprobs=[0.0] * size,
         finish_reason="stop",
-        weights_version=0,
+        weight_versions=[],
     )
 
 

@@ -68,7 +68,7 @@ def sample_sequences(model, tokenizer, args: grpo.Args, problems: list[Problem],
             ends = [t for t, token in enumerate(row) if token in stop_ids]
             response = row[: ends[0] + 1] if ends else row
             reason = "stop" if ends else "length"
-            samples.append(Sample(place, k, prompt, response, [0.0] * len(response), reason, 0))
+            samples.append(Sample(place, k, prompt, response, [0.0] * len(response), reason, []))
     return samples
 
 

@@ -51,7 +51,7 @@ def make_samples(prompts: int = 3, group: int = 4, seed: int = 0, vocabulary: in
             length = 1 if k == group - 1 else r.randrange(2, 14)
             ids = [r.randrange(3, vocabulary) for _ in range(length - 1)] + [2 if k % 2 else r.randrange(3, vocabulary)]
             logprobs = [-r.random() for _ in ids]
-            samples.append(records.Sample(p, k, prompt, ids, logprobs, "stop" if k % 2 else "length", 1))
+            samples.append(records.Sample(p, k, prompt, ids, logprobs, "stop" if k % 2 else "length", [(1, 0)]))
     return samples
 
 
@@ -154,7 +154,7 @@ def folder_of(args, script: str = "grpo") -> Path:
     return Path(args.output_dir) / rundir.run_name(args, importlib.import_module(script).Args())
 
 
-TIMES = ("time/", "perf/")
+TIMES = ("time/", "perf/", "engine/")
 
 
 def record(folder: Path) -> dict:

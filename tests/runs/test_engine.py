@@ -46,23 +46,24 @@ def ask(engine, requests, temperature=1.0, max_tokens=24, stop=(), ignore_eos=Tr
     """key -> Sample."""
     inbox, outbox, _ = engine
     sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "stop": list(stop)}
-    inbox.put(("generate", requests, {**sampling, "max_tokens": max_tokens, "ignore_eos": ignore_eos}))
+    inbox.put(("generate", 0, requests, {**sampling, "max_tokens": max_tokens, "ignore_eos": ignore_eos}))
     found = {}
     for _ in requests:
         message = outbox.get(timeout=120)
         if message[0] == "error":
             raise message[1]
-        _, key, ids, logprobs, finish, version = message
+        _, _, key, ids, logprobs, finish, versions = message
         prompt = next(p for k, p, _ in requests if k == key)
-        found[key] = Sample(*key, prompt, ids, logprobs, finish, version)
+        found[key] = Sample(*key, prompt, ids, logprobs, finish, versions)
     return found
 
 
-def push(engine, weights) -> None:
-    engine[0].put(("weights", weights))
+def push(engine, weights, version: int = 1) -> None:
+    engine[0].put(("weights", version, weights))
     message = engine[1].get(timeout=120)
     if message[0] == "error":
         raise message[1]
+    assert message[:2] == ("weights", version)
 
 
 def requests(seed: int = 0, samples: int = 4):
@@ -103,11 +104,12 @@ def test_they_agree_after_a_push(engine):
     push(engine, list(old.state_dict().items()))
     before = ask(engine, requests())
     new = perturbed(old, 1)
-    push(engine, list(new.state_dict().items()))
+    push(engine, list(new.state_dict().items()), version=2)
     after = ask(engine, requests())
     assert mismatch(new, after, 1.0) < 1e-4
     assert mismatch(old, after, 1.0) > 0.05
-    assert {s.weights_version for s in after.values()} == {next(iter(before.values())).weights_version + 1}
+    assert [s.weight_versions for s in before.values()] == [[(1, 0)]] * len(before)
+    assert [s.weight_versions for s in after.values()] == [[(2, 0)]] * len(after)
 
 
 def test_the_tied_head_must_be_pushed(engine):
@@ -160,7 +162,7 @@ def test_a_kept_prefix_cache_is_an_error():
             assert method is utils.reload_worker and args == ([],)
             return [[]]
 
-        def reset_prefix_cache(self):
+        def reset_prefix_cache(self, reset_running_requests):
             return False
 
     with pytest.raises(RuntimeError, match="prefix cache"):
@@ -240,7 +242,7 @@ def engine_mismatch(llm, model) -> float:
     for place, answer in enumerate(answers):
         ids = list(answer.outputs[0].token_ids)
         logprobs = [step[token].logprob for step, token in zip(answer.outputs[0].logprobs, ids, strict=True)]
-        samples[place] = Sample(place, 0, PROMPTS[place], ids, logprobs, "length", 0)
+        samples[place] = Sample(place, 0, PROMPTS[place], ids, logprobs, "length", [])
     return mismatch(model, samples, temperature=1.0)
 
 
@@ -321,7 +323,7 @@ def test_the_gpu_has_finished_when_weights_change_hands(monkeypatch, tiny_model)
             calls.append("load")
             return [[]]
 
-        def reset_prefix_cache(self):
+        def reset_prefix_cache(self, reset_running_requests):
             return True
 
     utils.push_weights(Engine(), weights_for_engine(tiny_model))

@@ -19,7 +19,7 @@ def answers(verdicts: list[list], problems: list[records.Problem] | None = None)
     samples = []
     for p, group in enumerate(verdicts):
         for k, verdict in enumerate(group):
-            sample = records.Sample(p, k, [1], [5] * (k + 1), [0.0] * (k + 1), "length" if k == 0 else "stop", 4)
+            sample = records.Sample(p, k, [1], [5] * (k + 1), [0.0] * (k + 1), "length" if k == 0 else "stop", [(4, 0)])
             sample.response = sample.extracted = "7" if verdict is True else str(verdict)
             sample.score = float(verdict is True)
             samples.append(sample)
@@ -199,7 +199,7 @@ def test_best_by_what_is_not_measured(changes, capsys):
 
 
 def group(place: int, rewards: list[float], mark: int) -> list[records.Sample]:
-    samples = [records.Sample(place, k, [1], [mark], [0.0], "stop", 1) for k in range(len(rewards))]
+    samples = [records.Sample(place, k, [1], [mark], [0.0], "stop", []) for k in range(len(rewards))]
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = reward
     return samples

@@ -283,8 +283,8 @@ def test_stale_weights(small, capfd, monkeypatch):
 
     def keep_first(message):
         if message[0] == "weights":
-            seen.append([(name, w.clone()) for name, w in message[1]])
-            return ("weights", seen[0])
+            seen.append([(name, w.clone()) for name, w in message[2]])
+            return ("weights", message[1], seen[0])
         return message
 
     hf_thread_with(monkeypatch, keep_first)
@@ -293,7 +293,7 @@ def test_stale_weights(small, capfd, monkeypatch):
 
 
 def test_another_temperature(small, capfd, monkeypatch):
-    hf_thread_with(monkeypatch, lambda m: (*m[:2], m[2] | {"temperature": 1.2}) if m[0] == "generate" else m)
+    hf_thread_with(monkeypatch, lambda m: (*m[:3], m[3] | {"temperature": 1.2}) if m[0] == "generate" else m)
     text = fails(small(temperature=0.8), capfd)
     note("sampler and trainer at different temperatures", "1.2 and 0.8", text, "--max_sampler_diff", ENDS)
 

@@ -186,7 +186,7 @@ def test_batch_larger_than_the_data():
 
 
 def answered(place: int, scores: list[float]) -> list[records.Sample]:
-    samples = [records.Sample(place, k, [1], [2], [0.0], "stop", 1) for k in range(len(scores))]
+    samples = [records.Sample(place, k, [1], [2], [0.0], "stop", []) for k in range(len(scores))]
     for sample, score in zip(samples, scores, strict=True):
         sample.score = score
         sample.reward = score

@@ -22,7 +22,7 @@ def folder(tiny, tmp_path_factory):
     out = tmp_path_factory.mktemp("documented")
     options = {"beta": 0.1, "eval_every": 1, "save_every": 1, "filter_zero_std_samples": False, "reward_fn": None}
     options |= {"dynamic_sampling_rounds": 1, "best_metric": "eval/pass@1"}
-    options |= {"generation_size": 5, "dataset_max_filter_share": 0.01}
+    options |= {"generation_size": 5, "dataset_max_filter_share": 0.01, "truncated_importance_sampling_ratio_cap": 2.0}
     run_here(tiny_args(tiny, out, run_name="run", **options))
     return out / "run"
 
@@ -64,7 +64,8 @@ def test_defined_denominators(folder):
         assert record["kl/k4"] == pytest.approx(record["kl/k1"], abs=1e-9)
         assert record["perf/tokens_per_second"] == pytest.approx(tokens / record["time/step"])
         assert record["perf/update_tokens_per_second"] == pytest.approx(tokens / record["time/update"])
-        assert record["sampler/staleness"] == 0
+        assert (record["sampler/staleness"], record["sampler/staleness_max"], record["sampler/fresh_frac"]) == (0, 0, 1)
+        assert record["sampler/versions"] == 1 and 0 < record["sampler/ess"] <= 1 + 1e-9
 
 
 def test_the_faults_page_shows_what_a_user_sees():

@@ -161,7 +161,7 @@ def long_samples() -> list[Sample]:
         for k in range(3):
             tail = [r.randrange(3, VOCABULARY) for _ in range(60 + 20 * k)]
             response = prefix + tail if k else tail + prefix
-            samples.append(Sample(p, k, prompt, response, [0.0] * len(response), "stop", 0))
+            samples.append(Sample(p, k, prompt, response, [0.0] * len(response), "stop", []))
     return samples
 
 
