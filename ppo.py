@@ -955,8 +955,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         samples = collect(engine, verifiers, asked, clock)
         chosen = asked.chosen
         batch = asked.problems
-        if args.check_verifier_status and all(s.score == 0 for s in samples):
-            raise RuntimeError("--check_verifier_status: all scores of a step are 0; see --verifier and the prompt")
+        if args.check_verifier_status and all(s.score <= 0 for s in samples):
+            raise RuntimeError("--check_verifier_status: no score of a step is above 0; see --verifier and the prompt")
         source.record(chosen, samples)
         rounds = [samples]
         samples = data.best_of(samples, group)

@@ -911,13 +911,16 @@ class RewardModel:
     Raises ValueError where the model has not exactly one output.
     """
 
-    def __init__(self, name: str, token_budget: int, device, dtype):
+    def __init__(self, args, device, dtype):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        self.tokenizer = AutoTokenizer.from_pretrained(name)
+        name = args.reward_model_name_or_path
+        where = {"revision": args.reward_model_revision or "main", "trust_remote_code": args.trust_remote_code}
+        self.tokenizer = AutoTokenizer.from_pretrained(name, **where)
         self.device = device
-        self.budget = token_budget
-        model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype)
+        self.budget = args.logprob_micro_batch_tokens
+        self.max_length = args.reward_model_max_length
+        model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype, **where)
         self.model = model.eval().requires_grad_(False)
         config = self.model.config
         if config.num_labels != 1:
@@ -931,7 +934,7 @@ class RewardModel:
 
     def score(self, conversations: list[tuple[list[dict[str, str]], str]]) -> list[float]:
         """(messages, response) -> score, each as if it were alone. Raises RuntimeError when one is not finite."""
-        longest = getattr(self.model.config, "max_position_embeddings", None)
+        longest = self.max_length or getattr(self.model.config, "max_position_embeddings", None)
         rows = []
         for messages, response in conversations:
             text = [*messages, {"role": "assistant", "content": response}]
@@ -989,8 +992,7 @@ class Verifiers:
             refuse(f"--reward_fn: {wrong}")
         self.reward_model = None
         if args.reward_model_name_or_path is not None:
-            budget = args.logprob_micro_batch_tokens
-            self.reward_model = RewardModel(args.reward_model_name_or_path, budget, device, dtype)
+            self.reward_model = RewardModel(args, device, dtype)
 
     def submit(self, sample, problem) -> tuple:
         """Begin to verify a sample, in another process: (sample, problem, future), for ``collect``."""

@@ -763,10 +763,12 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
     """The metrics that follow from a step's samples alone, whatever is then made of them."""
     lengths = [len(s.response_ids) for s in samples]
     staleness = [step - version for s in samples for version in s.token_versions()]
+    solved = {s.prompt_id for s in samples if is_right(s)}
     return {
         "reward/mean": rewards_PG.mean().item(),
         "reward/std": rewards_PG.std().item(),
         "reward/correct": mean([s.reward_parts.get("correct", s.score) for s in samples]),
+        "reward/pass@k": len(solved) / len(rewards_PG),
         "reward/format": mean([s.reward_parts["format"] for s in samples if "format" in s.reward_parts]),
         "reward/timeouts": sum(s.reward_status == "timeout" for s in samples),
         "reward/errors": sum(s.reward_status == "crash" for s in samples),

@@ -69,7 +69,7 @@ MUST_BE_POSITIVE = (
     *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate", "reward_timeout"),
     *("reward_workers", "logprob_chunk", "eval_samples", "vllm_max_num_seqs", "vllm_tensor_parallel_size"),
 )
-MAY_BE_NEGATIVE = ("seed", "reward_scaling", "reward_bias", "non_stop_penalty", "entropy_coeff")
+MAY_BE_NEGATIVE = ("seed", "reward_scaling", "reward_bias", "entropy_coeff")
 AT_MOST_ONE = (
     *("eval_top_p", "lr_min_ratio", "warm_up_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha"),
     *("gamma", "gae_lambda", "value_norm_beta", "dataset_max_filter_share"),
@@ -197,11 +197,15 @@ class RunFlags:
     reward_workers: int = 1
     """Verifier processes per rank."""
     check_verifier_status: bool = False
-    """End the run when all scores of a step are 0: the verifier fails, or the prompt does."""
+    """End the run when no score of a step is above 0: the verifier fails, or the prompt does."""
     allow_unsafe_code_exec: bool = False
     """Let the code verifier run programs with resource limits only where the kernel provides no namespaces."""
     reward_model_name_or_path: str | None = None
     """Sequence classifier with one output; its score, times its weight, is added to the verifiers' score."""
+    reward_model_revision: str | None = None
+    """Branch, tag or commit of the reward model on the hub."""
+    reward_model_max_length: int | None = None
+    """Tokens of a conversation that the reward model reads, its last ones. Default: as many as the model takes."""
     reward_scaling: float = 1.0
     """Multiply the score by this: the reward is (score - reward_bias) * reward_scaling, then clipped."""
     reward_bias: float = 0.0
@@ -315,7 +319,21 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
     if name is not None:
         default = presets.apply(cls() if default is None else default, name)
     options = {} if default is None else {"default": default}
+    words = with_values(words, fields)
     return tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
+
+
+def with_values(words: list[str], fields: dict[str, dataclasses.Field]) -> list[str]:
+    """Write switches of three states (on, off, default) as tyro takes them: --x as --x=True, --no-x as --x=False."""
+    found = []
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
+        name = word.removeprefix("--").replace("-", "_")
+        flag = name if name in fields else name.removeprefix("no_")
+        alone = word.startswith("--") and following not in ("True", "False")
+        if alone and flag in fields and fields[flag].type == "bool | None":
+            word = f"--{flag}={flag == name}"
+        found.append(word)
+    return found
 
 
 def hint_at_our_name(theirs: str) -> None:
@@ -367,6 +385,12 @@ def refuse_first(cases: list[tuple[bool, str]]) -> None:
 
 def check_numbers(args: RunFlags) -> None:
     """Refuse numbers outside their range."""
+    if args.non_stop_penalty < 0:
+        refuse(
+            f"--non_stop_penalty {args.non_stop_penalty:g}: is subtracted, so a truncated response would gain; for a "
+            f"score of {args.non_stop_penalty:g} give --non_stop_penalty {-args.non_stop_penalty:g} with "
+            f"--mask_no_eos_with_zero"
+        )
     for name, value in vars(args).items():
         if isinstance(value, float) and not math.isfinite(value):
             refuse(f"--{name} {value}: must be a finite number")
@@ -521,7 +545,7 @@ def check_model(args: RunFlags, flag: str = "model_name_or_path") -> None:
     ``flag``: the argument that names it. Only the policy, which is the default, needs a template.
     """
     name = getattr(args, flag)
-    config, tokenizer_config, files = read_configs(args, flag)
+    config, tokenizer_config, files = read_configs(args, flag, args.revision)
     if args.override_config is not None:
         config |= check_override(args.override_config)
     context = config.get("max_position_embeddings")
@@ -531,15 +555,14 @@ def check_model(args: RunFlags, flag: str = "model_name_or_path") -> None:
             f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} = "
             f"{wanted} tokens, but the context of {name} is {context}; shorten one of them"
         )
-    if args.reward_model_name_or_path is not None:
-        check_reward_model(args.reward_model_name_or_path)
+    check_reward_model(args)
     own_template = not files or "chat_template.jinja" in files or tokenizer_config.get("chat_template")
     if flag == "model_name_or_path" and chat_template(args) is None and not own_template:
         known = ", ".join(CHAT_TEMPLATES)
         refuse(f"--chat_template: the tokenizer of {name} has no template of its own; give a file or one of {known}")
 
 
-def read_configs(args: RunFlags, flag: str) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+def read_configs(args: RunFlags, flag: str, revision: str | None) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
     """(config.json, tokenizer_config.json, names of the files) of a local model; no names for a model on the hub."""
     name = getattr(args, flag)
     folder = Path(name)
@@ -558,7 +581,7 @@ def read_configs(args: RunFlags, flag: str) -> tuple[dict[str, Any], dict[str, A
     from huggingface_hub import hf_hub_download
 
     try:
-        config = json.loads(Path(hf_hub_download(name, "config.json", revision=args.revision)).read_text())
+        config = json.loads(Path(hf_hub_download(name, "config.json", revision=revision)).read_text())
     except Exception as error:  # offline, gated, misspelled: the hub client has a class for each
         refuse(f"--{flag} {name}: no such folder, and not on the hub ({error}); {hint}")
     return config, {}, set()
@@ -575,14 +598,18 @@ def check_override(text: str) -> dict[str, Any]:
     return override
 
 
-def check_reward_model(name: str) -> None:
-    """Refuse a local folder that holds no sequence classifier: its head would be random numbers."""
-    folder = Path(name)
-    if not folder.exists() and not name.startswith((".", "/", "~")):
-        return  # a hub id
-    if not (folder / "config.json").is_file():
-        refuse(f"--reward_model_name_or_path {name}: no such folder, or no config.json in it")
-    config = json.loads((folder / "config.json").read_text())
+def check_reward_model(args: RunFlags) -> None:
+    """Refuse a reward model that is no sequence classifier, whose head would be random, and flags without a model."""
+    name = args.reward_model_name_or_path
+    length = args.reward_model_max_length
+    if name is None:
+        for flag in ("reward_model_revision", "reward_model_max_length"):
+            if getattr(args, flag) is not None:
+                refuse(f"--{flag}: there is no reward model; give --reward_model_name_or_path, or leave it out")
+        return
+    if args.reward_model_revision is not None and Path(name).exists():
+        refuse(f"--reward_model_revision: {name} is a local folder, which has one version; leave it out")
+    config = read_configs(args, "reward_model_name_or_path", args.reward_model_revision)[0]
     if not any("SequenceClassification" in a for a in config.get("architectures") or ()):
         refuse(
             f"--reward_model_name_or_path {name}: {config.get('architectures')} is no sequence classifier; its scores "
@@ -590,6 +617,9 @@ def check_reward_model(name: str) -> None:
         )
     if len(config.get("id2label", "01")) != 1:
         refuse(f"--reward_model_name_or_path {name}: has {len(config.get('id2label', '01'))} outputs, must have one")
+    context = config.get("max_position_embeddings", length)
+    if length is not None and not 0 < length <= context:
+        refuse(f"--reward_model_max_length {length}: must be above 0, and at most the {context} tokens {name} takes")
 
 
 def check_launch(world_size: int) -> None:

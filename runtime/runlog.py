@@ -112,8 +112,8 @@ def print_header(
 
 
 def explain_zeros(samples: list[Sample], problems: list[Problem], steps: int) -> str:
-    """Help for a run whose scores have been 0 for ``steps`` steps: two responses, what was extracted and expected."""
-    lines = [f"all scores of the last {steps} steps are 0. What was extracted, and what was expected:"]
+    """Help for a run without a score above 0 for ``steps`` steps: two responses, what was extracted and expected."""
+    lines = [f"no score of the last {steps} steps is above 0. What was extracted, and what was expected:"]
     for s in samples[:: max(1, len(samples) - 1)][:2]:
         problem = problems[s.prompt_id]
         lines += [
@@ -338,7 +338,7 @@ class RunLog:
         shown = samples[::every][: self.args.log_samples]
         for s in shown:
             self.write("samples.jsonl", sample_row(step, s, batch[s.prompt_id]))
-        if any(s.score for s in samples):
+        if any(s.score > 0 for s in samples):
             self.zero_steps = 0
         else:
             self.zero_steps += 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import importlib
 import json
 import sys
 import time
@@ -88,6 +89,8 @@ def main(words: list[str]) -> None:
     data.report_bad_rows(bad, len(checked), args.dataset, args)
     if not kept:
         process.refuse(f"--dataset {args.dataset}: none of its {len(checked)} rows can be used")
+    if args.external_lib is not None:
+        importlib.import_module(args.external_lib)
     from transformers import AutoTokenizer  # three seconds, after what can be refused without it
 
     tokenizer = AutoTokenizer.from_pretrained(

@@ -401,6 +401,19 @@ def test_overwrite_leaves_nothing_of_the_old_run(tmp_path):
     assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["config.json", "lock"]
 
 
+def test_wandb_reads_group_tags_and_mode_from_the_environment(tmp_path, monkeypatch):
+    """The real wandb, offline: there is no flag of ours for what it reads itself."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "kl_sweep")
+    monkeypatch.setenv("WANDB_TAGS", "math,k1")
+    log = new_log(tmp_path / "run", track=True)
+    try:
+        assert (log.wandb.group, sorted(log.wandb.tags), log.wandb.offline) == ("kl_sweep", ["k1", "math"], True)
+        assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    finally:
+        log.close()
+
+
 def test_wandb_that_cannot_be_reached(tmp_path, monkeypatch, capsys):
     """Tracking goes offline with one line, and the run goes on."""
     import wandb
@@ -513,6 +526,6 @@ def test_zeros_are_explained(tmp_path, capsys):
             s.score = float(step == 7)
         log.step({"step": step, **metrics}, samples, training)
         said = capsys.readouterr().out
-        assert ("all scores of the last 5 steps are 0" in said) == (step in (5, 12)), step
+        assert ("no score of the last 5 steps is above 0" in said) == (step in (5, 12)), step
         if step in (5, 12):
             assert said.count("'77' by last_number, status ok") == 2 and repr(training[0].truth) in said

@@ -409,6 +409,17 @@ def test_flags_of_other_frameworks_and_values_of_switches_get_a_hint(words, reme
     assert remedy in message and words[0].partition("=")[0].replace("-", "_").strip("_") in message.replace("-", "_")
 
 
+def test_a_switch_of_three_states_is_a_switch():
+    """--vllm_enforce_eager, whose default depends on the device, is given like every other switch."""
+    from runtime import flags
+
+    found = []
+    for words in ([], ["--vllm_enforce_eager", "--track"], ["--track", "--no-vllm-enforce-eager"]):
+        args = flags.parse(Args, words=words)
+        found.append((args.vllm_enforce_eager, args.track))
+    assert found == [(None, False), (True, True), (False, True)]
+
+
 def test_import_starts_nothing():
     code = (
         "import threading, multiprocessing, os, torch, transformers; before = dict(os.environ); import grpo; "

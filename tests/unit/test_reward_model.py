@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 from helpers import ROOT, run_here, tiny_args
@@ -41,15 +45,22 @@ def classifier(tiny, tmp_path_factory):
     return folder
 
 
+def scorer(folder, token_budget: int = 10_000, **changes) -> RewardModel:
+    """The reward model of a run with these arguments."""
+    import torch
+
+    names = {"reward_model_name_or_path": str(folder), "logprob_micro_batch_tokens": token_budget}
+    return RewardModel(Args(**names, **changes), "cpu", torch.float32)
+
+
 CONVERSATIONS = [([{"role": "user", "content": "Add " + "one " * i}], "It is " + "2 " * (9 - i)) for i in range(10)]
 
 
 def test_batches_change_nothing(classifier):
     """Also where a text ends in the padding token: the score is the last token's, whatever the row's neighbours."""
-    import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    reward_model = RewardModel(str(classifier), 10_000, "cpu", torch.float32)
+    reward_model = scorer(classifier)
     scores = reward_model.score(CONVERSATIONS)
     assert len({round(s, 4) for s in scores}) == 10, "they must differ, or nothing is shown"
     tokenizer = AutoTokenizer.from_pretrained(classifier)
@@ -61,15 +72,88 @@ def test_batches_change_nothing(classifier):
         hidden = plain.model(input_ids=ids).last_hidden_state[:, -1]
         assert plain.score(hidden).item() == pytest.approx(found, abs=1e-5)
     for budget in (1, 100, 250):
-        again = RewardModel(str(classifier), budget, "cpu", torch.float32).score(CONVERSATIONS)
+        again = scorer(classifier, budget).score(CONVERSATIONS)
         assert again == pytest.approx(scores, abs=1e-5)
     assert next(reward_model.model.parameters()).device.type == "cpu"
 
 
-def test_weight_and_gate(classifier):
-    import torch
+def test_the_last_tokens_are_read(classifier):
+    """With --reward_model_max_length texts that end alike have one score, and those that fit keep theirs."""
+    plain = scorer(classifier).score(CONVERSATIONS)
+    short = scorer(classifier, reward_model_max_length=40).score(CONVERSATIONS)
+    lengths = [len(scorer(classifier).tokenizer(m[0]["content"] + r)["input_ids"]) for m, r in CONVERSATIONS]
+    assert min(lengths) < 30 and max(lengths) > 60
+    kept = [a == pytest.approx(b, abs=1e-5) for a, b in zip(plain, short, strict=True)]
+    assert True in kept and False in kept
+    (messages, response) = CONVERSATIONS[0]
+    tail = scorer(classifier, reward_model_max_length=5)
+    other = [{"role": "user", "content": "Anything else"}]
+    first, second = tail.score([(messages, response), (other, response)])
+    assert first == pytest.approx(second, abs=1e-5)
 
-    reward_model = RewardModel(str(classifier), 1000, "cpu", torch.float32)
+
+REVISIONS = """
+import sys
+import torch
+from grpo import Args
+from rewards import RewardModel
+from runtime import flags
+
+found = []
+for changes in ({}, {"reward_model_revision": "v2"}, {"reward_model_revision": "own", "trust_remote_code": True},
+                {"reward_model_revision": "own"}):
+    args = Args(reward_model_name_or_path="me/scorer", logprob_micro_batch_tokens=1000, **changes)
+    flags.check_reward_model(args)
+    try:
+        score = RewardModel(args, "cpu", torch.float32).score([([{"role": "user", "content": "1 + 1"}], "2")])[0]
+        print(f"{score:.4f}")
+    except ValueError as error:
+        print("trust_remote_code" in str(error))
+"""
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForSequenceClassification
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnForSequenceClassification(LlamaForSequenceClassification):
+    config_class = OwnConfig
+    def forward(self, *rest, **more):
+        found = super().forward(*rest, **more)
+        found.logits = found.logits * 0 + 7
+        return found
+"""
+
+
+@pytest.mark.slow
+def test_a_revision_of_the_hub_and_code_of_its_own(classifier, tmp_path):
+    """A cache as the hub client leaves it: each revision has other weights, and one comes with its own code."""
+    from safetensors.torch import load_file, save_file
+
+    cache = tmp_path / "hub" / "models--me--scorer"
+    (cache / "refs").mkdir(parents=True)
+    for number, name in enumerate(("main", "v2", "own")):
+        commit = str(number) * 40
+        (cache / "refs" / name).write_text(commit)
+        folder = cache / "snapshots" / commit
+        shutil.copytree(classifier, folder)
+        weights = load_file(folder / "model.safetensors")
+        weights["score.weight"] *= 1 + number
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "own.py").write_text(OWN_CODE)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "own"}
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForSequenceClassification": "own.OwnForSequenceClassification"}
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": names}))
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", REVISIONS], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, own, refused = done.stdout.splitlines()[-4:]
+    assert float(second) == pytest.approx(2 * float(first), abs=2e-4) and float(first) != 0
+    assert (own, refused) == ("7.0000", "True")
+
+
+def test_weight_and_gate(classifier):
+    reward_model = scorer(classifier, 1000)
     first, second = reward_model.score(CONVERSATIONS[:2])
     found = [Reward(1.0, {"correct": 1.0}), Reward(0.0, {"gate": 0.0})]
     added = reward_model.add(found, CONVERSATIONS[:2], {"reward_model": 0.5})
@@ -80,18 +164,28 @@ def test_weight_and_gate(classifier):
 
 
 def test_refused(classifier, tiny, tmp_path, capsys):
-    for name, word in ((str(tiny), "no sequence classifier"), (str(tmp_path / "none"), "no such folder")):
+    two = tmp_path / "two"
+    shutil.copytree(classifier, two)
+    config = json.loads((classifier / "config.json").read_text())
+    (two / "config.json").write_text(json.dumps(config | {"id2label": {"0": "a", "1": "b"}}))
+    known = {"reward_model_name_or_path": str(classifier)}
+    cases = [
+        ({"reward_model_name_or_path": str(tiny)}, "--reward_model_name_or_path", "no sequence classifier"),
+        ({"reward_model_name_or_path": str(tmp_path / "none")}, "--reward_model_name_or_path", "no such folder"),
+        ({"reward_model_name_or_path": str(two)}, "--reward_model_name_or_path", "2 outputs"),
+        ({"reward_model_revision": "v2"}, "--reward_model_revision", "give --reward_model_name_or_path"),
+        ({"reward_model_max_length": 9}, "--reward_model_max_length", "give --reward_model_name_or_path"),
+        (known | {"reward_model_revision": "v2"}, "--reward_model_revision", "local folder, which has one version"),
+        (known | {"reward_model_max_length": 0}, "--reward_model_max_length", "must be above 0"),
+        (known | {"reward_model_max_length": 257}, "--reward_model_max_length", "at most the 256 tokens"),
+    ]
+    for changes, flag, words in cases:
         with pytest.raises(SystemExit) as end:
-            flags.check_reward_model(name)
+            flags.check_reward_model(Args(**changes))
         assert end.value.code == 2
         message = capsys.readouterr().err
-        assert "--reward_model_name_or_path" in message and word in message
-    flags.check_reward_model(str(classifier))
-    config = json.loads((classifier / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": {"0": "a", "1": "b"}}))
-    with pytest.raises(SystemExit):
-        flags.check_reward_model(str(tmp_path))
-    assert "2 outputs" in capsys.readouterr().err
+        assert f"error: {flag}" in message and words in message, message
+    flags.check_reward_model(Args(**known, reward_model_max_length=256))
 
 
 @pytest.mark.slow
