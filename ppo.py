@@ -278,7 +278,6 @@ import torch.nn.functional as F  # noqa: E402
 from accelerate.utils import set_seed  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from torch import nn  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
 
 import utils  # noqa: E402
 from kl_estimators import AdaptiveKLController, kl_reward, kl_setting_message, kl_values  # noqa: E402
@@ -774,7 +773,9 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     return LLM(
         model=args.model_name_or_path,
         revision=args.revision,
-        tokenizer_revision=args.revision,
+        tokenizer=args.tokenizer_name_or_path,
+        tokenizer_revision=args.revision if args.tokenizer_name_or_path is None else None,
+        load_format=args.vllm_load_format,
         trust_remote_code=args.trust_remote_code,
         hf_overrides=json.loads(args.override_config) if args.override_config else {},
         dtype=str(dtype).removeprefix("torch."),
@@ -866,9 +867,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
     device, dtype, attention = utils.resolve_device(args)
-    tokenizer = AutoTokenizer.from_pretrained(
-        args.model_name_or_path, revision=args.revision, trust_remote_code=args.trust_remote_code
-    )
+    tokenizer = data.load_tokenizer(args)
     problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args)
     total_steps = flags.total_steps(args, len(problems))
     meaning, warnings = kl_setting_message(
@@ -888,9 +887,12 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     watch = watchdog.Watch(args.stall_timeout)  # from here on, a failure on one rank ends all of them
     verifiers = Verifiers(args, [*problems, *eval_problems], device, dtype)
     model = utils.load_model(args, dtype, attention)
+    utils.check_tokenizer(model, tokenizer, args)
     stop_ids = utils.stop_token_ids(model, tokenizer)
     # The engine comes first: it measures free memory, and changes global settings of torch while it is built.
     engine = Engine(args, dtype, tokenizer, stop_ids, watch)
+    if args.vllm_enable_sleep_mode:  # until the first push
+        engine.sleep()
     set_seed(args.seed + rank)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -930,6 +932,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     layout = {"layout": args.batch_layout, "rank": rank, "world_size": world_size, "dtype": dtype, "device": device}
 
     for_vllm = args.rollout == "vllm"  # which takes the names of checkpoint files, not those of modules
+    if args.deepspeed_enable_sleep_mode:
+        utils.leave_gpu(checkpoints.engines.values())
     engine.push(utils.current_weights(policy, args.zero_stage, for_vllm))
     if first_step == 1:
         evaluate(0, engine, verifiers, eval_problems, policy, log, clock, args)
@@ -976,6 +980,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             data_metrics["reward/generated_mean"] = utils.mean([s.reward for s in rounds[0]])
         if args.vllm_enable_sleep_mode:
             engine.sleep()
+        if args.deepspeed_enable_sleep_mode:
+            utils.return_to_gpu(checkpoints.engines.values())
         offsets = batching.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
         slots = offsets[-1] + 1  # of a flat array: the N tokens, and the one that idle micro-batches use
         sampler_N = torch.tensor([x for s in samples for x in s.sampler_logprobs] + [0.0], device=device)
@@ -1187,6 +1193,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             for asked in waiting:
                 collect(engine, verifiers, asked, clock)
         with clock("push"):
+            if args.deepspeed_enable_sleep_mode:
+                utils.leave_gpu(checkpoints.engines.values())
             engine.push(utils.current_weights(policy, args.zero_stage, for_vllm))
         if args.ref_policy_update_freq > 0 and step % args.ref_policy_update_freq == 0:
             moving.move(policy, args.zero_stage)

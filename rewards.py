@@ -894,8 +894,8 @@ def shape_reward(sample, found: Reward, args) -> None:
     reward = (sample.score - args.reward_bias) * args.reward_scaling
     reward -= truncated * args.non_stop_penalty
     reward -= overlong_penalty(len(sample.response_ids), args.max_response_length, args.overlong_buffer)
-    if args.repetition_penalty:
-        reward -= args.repetition_penalty * repetition(sample.response_ids)
+    if args.repetition_max_penalty:
+        reward -= args.repetition_max_penalty * repetition(sample.response_ids)
     if args.max_reward_clip is not None:
         reward = max(-args.max_reward_clip, min(args.max_reward_clip, reward))
     sample.reward = reward

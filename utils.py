@@ -8,7 +8,6 @@ step, P prompts, G samples per prompt, V vocabulary, D hidden size.
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import os
 import random
@@ -27,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kl_estimators import full_vocabulary_kl
 from runtime.batching import MicroBatch, micro_batches, token_offsets
+from runtime.flags import check_override, is_dropout
 from runtime.process import refuse, sync
 from runtime.records import Problem, Sample
 from runtime.watchdog import Watch
@@ -61,16 +61,11 @@ def load_model(args, dtype: torch.dtype, attention: str):
 
     unset_hf_deepspeed_config()  # under ZeRO-3 it would load every model in pieces, also those DeepSpeed never sees
     shared = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
-    override = json.loads(args.override_config) if args.override_config else {}
+    override = check_override(args.override_config) if args.override_config else {}
     config = AutoConfig.from_pretrained(args.model_name_or_path, **shared)
     for key, value in override.items():
         if not hasattr(config, key):
             refuse(f"--override_config: the config of {args.model_name_or_path} has no field {key!r}")
-        if is_dropout(key, value):
-            refuse(
-                f"--override_config: {key} {value}: training runs without dropout, because the model that is trained "
-                f"must be the one that generates the samples; leave the field out"
-            )
         setattr(config, key, value)
     model = AutoModelForCausalLM.from_pretrained(
         args.model_name_or_path,
@@ -98,12 +93,6 @@ def attention_for(config, attention: str, wanted: str) -> str | None:
     return "sdpa" if wanted == "sdpa" else None
 
 
-def is_dropout(name: str, value: object) -> bool:
-    """Whether a config field or module attribute is a dropout probability above 0 (attention_dropout, resid_pdrop)."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return "drop" in name and is_number and 0 < value <= 1
-
-
 def switch_off_dropout(model) -> None:
     """Set every dropout probability of a transformers model to 0, so that it is the same function in train mode.
 
@@ -118,6 +107,16 @@ def switch_off_dropout(model) -> None:
         for name, value in list(vars(holder).items()):
             if is_dropout(name, value):
                 setattr(holder, name, 0.0)
+
+
+def check_tokenizer(model, tokenizer, args) -> None:
+    """Refuse a ``--tokenizer_name_or_path`` with more tokens than the model has embeddings."""
+    rows = model.get_input_embeddings().num_embeddings
+    if args.tokenizer_name_or_path is not None and len(tokenizer) > rows:
+        refuse(
+            f"--tokenizer_name_or_path {args.tokenizer_name_or_path}: {len(tokenizer)} tokens, but "
+            f"{args.model_name_or_path} has {rows} embeddings; give the tokenizer that this model was trained with"
+        )
 
 
 def stop_token_ids(model, tokenizer) -> list[int]:
@@ -577,6 +576,22 @@ def clear_dropped_gradients(engine) -> None:
     if not engine.was_step_applied() and isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         for group in engine.optimizer.averaged_gradients:
             engine.optimizer.averaged_gradients[group] = None
+
+
+def leave_gpu(engines: Iterable) -> None:
+    """Move weights, fp32 master weights and optimizer states of DeepSpeed engines (ZeRO 2) to CPU memory.
+
+    In between they can be read, pushed and saved, but not called. Gradients do not outlive the optimizer step.
+    """
+    for engine in engines:
+        engine.offload_states()
+    finish_gpu_work()
+
+
+def return_to_gpu(engines: Iterable) -> None:
+    """The reverse of ``leave_gpu``."""
+    for engine in engines:
+        engine.reload_states()
 
 
 class MovingReference(nn.Module):

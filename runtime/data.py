@@ -557,6 +557,15 @@ def chat_template(args) -> str | None:
     refuse(f"--chat_template {args.chat_template}: neither a file nor one of {', '.join(CHAT_TEMPLATES)}")
 
 
+def load_tokenizer(args):
+    """The tokenizer that ``--tokenizer_name_or_path`` names, or else the model's own."""
+    from transformers import AutoTokenizer
+
+    name = args.tokenizer_name_or_path or args.model_name_or_path
+    revision = args.revision if args.tokenizer_name_or_path is None else None
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+
+
 def prompt_key(tokenizer, args) -> str:
     """A name of tokenizer and template: it changes whenever the same messages could become other ids."""
     given = chat_template(args)

@@ -55,7 +55,9 @@ RESOURCES = (
     "vllm_enforce_eager",
     "vllm_max_num_seqs",
     "vllm_max_num_batched_tokens",
+    "vllm_load_format",
     "vllm_enable_sleep_mode",
+    "deepspeed_enable_sleep_mode",
     "rollout_timeout",
     "stall_timeout",
     "max_sampler_diff",
@@ -77,11 +79,19 @@ AT_MOST_ONE = (
 # The type of the field as_: "as" is a word of Python's own, so that only the command line can have it.
 As = Annotated[str | None, tyro.conf.arg(name="as", metavar="NAME")]
 # What is fixed here and a flag elsewhere: name -> why.
+WHOLE = (
+    "training samples from the whole distribution, or the trainer's log-probs would not be the sampler's; it is off; "
+    "leave the flag out"
+)
 FIXED = {
-    "top_p": "training samples from the whole distribution, or the trainer's log-probs would not be the sampler's; "
-    "evaluation has --eval_top_p",
-    "top_k": "training samples from the whole distribution, or the trainer's log-probs would not be the sampler's; "
-    "evaluation has --eval_top_k",
+    "top_p": f"{WHOLE} (evaluation has --eval_top_p)",
+    "top_k": f"{WHOLE} (evaluation has --eval_top_k)",
+    "min_p": WHOLE,
+    "min_tokens": WHOLE,
+    "min_new_tokens": WHOLE,
+    "frequency_penalty": WHOLE,
+    "presence_penalty": WHOLE,
+    "repetition_penalty": f"{WHOLE} (the penalty on the reward is --repetition_max_penalty)",
     "do_sample": "greedy responses to one prompt are all equal, and there would be nothing to compare; for greedy "
     "evaluation give --eval_temperature 0",
 }
@@ -134,6 +144,8 @@ class RunFlags:
     """Local folder or hub id of the policy."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
+    tokenizer_name_or_path: str | None = None
+    """Local folder or hub id of the tokenizer and its chat template. Default: the model's own."""
     trust_remote_code: bool = False
     """Run model code that comes with the weights."""
     external_lib: str | None = None
@@ -218,8 +230,8 @@ class RunFlags:
     """Subtract this from the reward of a truncated response."""
     overlong_buffer: int = 0
     """Tokens before max_response_length over which up to 1 is subtracted from the reward (DAPO). 0 disables."""
-    repetition_penalty: float = 0.0
-    """Penalty coefficient on the fraction of repeated 8-grams in a response. 0 disables."""
+    repetition_max_penalty: float = 0.0
+    """Subtract this times the fraction of repeated 8-grams in a response from its reward. 0 disables."""
 
     # ---- evaluation
     eval_prompts: int = 64
@@ -262,8 +274,13 @@ class RunFlags:
     """Responses that one engine decodes at the same time."""
     vllm_max_num_batched_tokens: int = 8192
     """Tokens per engine step."""
+    vllm_load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: start the engine with random weights, which the first push replaces, and read the model from disk once."""
     vllm_enable_sleep_mode: bool = False
     """On a GPU: release the engine's memory to the trainer between generation phases."""
+
+    deepspeed_enable_sleep_mode: bool = False
+    """On a GPU: keep weights, master weights and optimizer states in CPU memory while the engine samples (ZeRO 2)."""
 
     # ---- memory and parallelism
     micro_batch_tokens: int = 1024
@@ -494,6 +511,15 @@ def check_engine(args: RunFlags, world_size: int) -> None:
                 args.offload_param and args.zero_stage != 3,
                 f"--offload_param needs --zero_stage 3, not {args.zero_stage}",
             ),
+            (
+                args.deepspeed_enable_sleep_mode and args.zero_stage != 2,
+                f"--deepspeed_enable_sleep_mode needs --zero_stage 2: DeepSpeed does not move the states of stage "
+                f"{args.zero_stage}",
+            ),
+            (
+                args.deepspeed_enable_sleep_mode and args.rollout == "vllm" and not args.vllm_enable_sleep_mode,
+                "--deepspeed_enable_sleep_mode makes room that vLLM takes when it wakes; add --vllm_enable_sleep_mode",
+            ),
             (args.rollout == "hf" and bool(args.stop), "--stop works with --rollout vllm only"),
             (
                 world_size % tp != 0 or (args.rollout == "hf" and tp > 1),
@@ -548,6 +574,8 @@ def check_model(args: RunFlags, flag: str = "model_name_or_path") -> None:
     config, tokenizer_config, files = read_configs(args, flag, args.revision)
     if args.override_config is not None:
         config |= check_override(args.override_config)
+    if flag == "model_name_or_path" and args.tokenizer_name_or_path is not None:
+        tokenizer_config, files = read_tokenizer(args.tokenizer_name_or_path)
     context = config.get("max_position_embeddings")
     wanted = args.max_prompt_length + args.max_response_length
     if context is not None and wanted > context:
@@ -559,7 +587,8 @@ def check_model(args: RunFlags, flag: str = "model_name_or_path") -> None:
     own_template = not files or "chat_template.jinja" in files or tokenizer_config.get("chat_template")
     if flag == "model_name_or_path" and chat_template(args) is None and not own_template:
         known = ", ".join(CHAT_TEMPLATES)
-        refuse(f"--chat_template: the tokenizer of {name} has no template of its own; give a file or one of {known}")
+        owner = args.tokenizer_name_or_path or name
+        refuse(f"--chat_template: the tokenizer of {owner} has no template of its own; give a file or one of {known}")
 
 
 def read_configs(args: RunFlags, flag: str, revision: str | None) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
@@ -587,14 +616,43 @@ def read_configs(args: RunFlags, flag: str, revision: str | None) -> tuple[dict[
     return config, {}, set()
 
 
+def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:
+    """(tokenizer_config.json, names of the files) of a local tokenizer; nothing of one on the hub."""
+    folder = Path(name)
+    if folder.is_dir():
+        files = {f.name for f in folder.iterdir()}
+        if not files & {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"}:
+            refuse(
+                f"--tokenizer_name_or_path {name}: no tokenizer.json there; give a folder that save_pretrained wrote"
+            )
+        file = folder / "tokenizer_config.json"
+        return json.loads(file.read_text()) if file.is_file() else {}, files
+    if name.startswith((".", "/", "~")) or (folder.parent != Path() and folder.parent.is_dir()):
+        refuse(f"--tokenizer_name_or_path {name}: no such folder; give a local folder or a hub id")
+    return {}, set()
+
+
+def is_dropout(name: str, value: object) -> bool:
+    """Whether a config field or module attribute is a dropout probability above 0 (attention_dropout, resid_pdrop)."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return "drop" in name and is_number and 0 < value <= 1
+
+
 def check_override(text: str) -> dict[str, Any]:
-    """The fields of ``--override_config``. Ends with exit code 2 where it is no JSON object."""
+    """The fields of ``--override_config``. Ends with exit code 2 where it is no JSON object, or asks for dropout."""
     try:
         override = json.loads(text)
     except json.JSONDecodeError as error:
         refuse(f"--override_config: not valid JSON ({error}); for example '{{\"rope_theta\": 10000}}'")
     if not isinstance(override, dict):
         refuse("--override_config: must be a JSON object of fields of the model's config")
+    parts = [override, *(part for part in override.values() if isinstance(part, dict))]
+    for key, value in (item for part in parts for item in part.items()):
+        if is_dropout(key, value):
+            refuse(
+                f"--override_config: {key} {value}: training runs without dropout, because the model that is trained "
+                f"must be the one that generates the samples; leave the field out"
+            )
     return override
 
 

@@ -42,6 +42,13 @@ class Memory:
     engine: float
     reference: float
     logits: float
+    one_at_a_time: bool  # the trainer leaves the GPU while the engine samples, and the engine while it trains
+
+    @property
+    def total(self) -> float:
+        """The most of it that is there at the same time."""
+        models = max(self.trainer, self.engine) if self.one_at_a_time else self.trainer + self.engine
+        return models + self.reference + self.logits
 
 
 def estimate_memory(args, parameters: int, vocabulary: int, world_size: int, bf16: bool, critic: bool) -> Memory:
@@ -67,6 +74,7 @@ def estimate_memory(args, parameters: int, vocabulary: int, world_size: int, bf1
         engine=parameters * weight / args.vllm_tensor_parallel_size,
         reference=parameters * weight * reference,
         logits=3 * 4 * min(args.logprob_chunk, args.micro_batch_tokens) * vocabulary,
+        one_at_a_time=args.deepspeed_enable_sleep_mode and args.vllm_enable_sleep_mode,
     )
 
 
@@ -96,9 +104,8 @@ def print_header(
     parameters = count_parameters(Path(args.model_name_or_path))
     if parameters:
         m = estimate_memory(args, parameters, len(tokenizer), world_size, "bfloat16" in hardware, critic)
-        total = m.trainer + m.engine + m.reference + m.logits
         lines.append(
-            f"memory     about {total / GIB:.1f} GiB per rank before activations and KV cache: trainer "
+            f"memory     about {m.total / GIB:.1f} GiB per rank before activations and KV cache: trainer "
             f"{m.trainer / GIB:.1f}, engine and reference weights {(m.engine + m.reference) / GIB:.1f}, "
             f"logits {m.logits / GIB:.1f} ({parameters / 1e6:.0f}M parameters)"
         )

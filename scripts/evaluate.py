@@ -64,8 +64,14 @@ def parse(words: list[str]) -> tuple[Args, Path, Args | None]:
         for name, value in stored.items():
             if name in known:
                 values[name] = tuple(value) if isinstance(value, list) else value
-        defaults = Args(**values | {"model_name_or_path": str(given.run / "model"), "revision": None})
+        values |= {"model_name_or_path": str(given.run / "model"), "revision": None}
+        values |= {"tokenizer_name_or_path": None, "vllm_load_format": "auto"}
+        defaults = Args(**values)
     args = flags.parse(Args, __doc__, words, defaults)
+    if args.vllm_load_format == "dummy":
+        process.refuse(
+            "--vllm_load_format dummy: nothing trains here and would push the real weights; leave it at auto"
+        )
     output = given.output or (given.run or Path(args.output_dir)) / "eval_samples.jsonl"
     same_data = (args.dataset, args.dataset_mixer) == (defaults.dataset, defaults.dataset_mixer)
     return args, output, defaults if given.run is not None and same_data else None
@@ -99,7 +105,7 @@ if __name__ == "__main__":  # --help and every refusal come before the slow impo
     process.prepare_environment()
 
 import torch  # noqa: E402
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # noqa: E402
+from transformers import AutoConfig, GenerationConfig  # noqa: E402
 
 import grpo  # noqa: E402
 import utils  # noqa: E402
@@ -210,9 +216,7 @@ def main(args: Args, output: Path, problems: list[Problem]) -> dict[str, float]:
     """Evaluate, print, write; the metrics by their names in eval.jsonl, at step 0."""
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
-    tokenizer = AutoTokenizer.from_pretrained(
-        args.model_name_or_path, revision=args.revision, trust_remote_code=args.trust_remote_code
-    )
+    tokenizer = data.load_tokenizer(args)
     problems = data.render_prompts(problems, tokenizer, args)
     samples = answer(args, problems, tokenizer)
     result = utils.eval_metrics(samples, problems, step=0)

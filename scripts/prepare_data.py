@@ -91,11 +91,7 @@ def main(words: list[str]) -> None:
         process.refuse(f"--dataset {args.dataset}: none of its {len(checked)} rows can be used")
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
-    from transformers import AutoTokenizer  # three seconds, after what can be refused without it
-
-    tokenizer = AutoTokenizer.from_pretrained(
-        args.model_name_or_path, revision=args.revision, trust_remote_code=args.trust_remote_code
-    )
+    tokenizer = data.load_tokenizer(args)  # three seconds, after what can be refused without it
     key = data.prompt_key(tokenizer, args)
     names = ("messages", "truth", "verifier", "row", "source", "prepared_for")
     columns = dict.fromkeys(names, datasets.Value("string"))

@@ -332,3 +332,32 @@ def test_the_gpu_has_finished_when_weights_change_hands(monkeypatch, tiny_model)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     utils.push_weights(Engine(), weights_for_engine(tiny_model))
     assert calls == ["synchronize", "load", "synchronize"]
+
+
+@pytest.mark.slow
+def test_an_engine_of_random_weights_samples_as_one_that_read_the_model(tiny):
+    """--vllm_load_format dummy: before the first push its log-probs are not the model's; after it the ids are equal."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager")
+    weights = [(name, weight) for name, weight in model.state_dict().items()]
+    answers = {}
+    for form in ("auto", "dummy"):
+        args = grpo.Args(model_name_or_path=str(tiny), dtype="float32", max_response_length=24, vllm_kv_cache_gb=0.1)
+        args.vllm_load_format = form
+        inbox, outbox = queue.Queue(), queue.Queue()
+        arguments = (args, torch.float32, 0, 1, [EOS], inbox, outbox)
+        thread = threading.Thread(target=grpo.vllm_thread, args=arguments, daemon=True)
+        thread.start()
+        assert outbox.get(timeout=180) == ("ready",)
+        own = (inbox, outbox, model)
+        before = mismatch(model, ask(own, requests(), temperature=1.0), 1.0)
+        assert (before < 1e-3) == (form == "auto")
+        push(own, weights)
+        answers[form] = ask(own, requests())
+        assert mismatch(model, answers[form], 1.0) < 1e-3
+        inbox.put(("stop",))
+        thread.join(timeout=60)
+    for key, sample in answers["auto"].items():
+        assert answers["dummy"][key].response_ids == sample.response_ids
+        assert answers["dummy"][key].sampler_logprobs == sample.sampler_logprobs

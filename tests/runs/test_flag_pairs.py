@@ -63,7 +63,7 @@ VALUES = {
     "max_reward_clip": [0.25],
     "non_stop_penalty": [0.5],
     "overlong_buffer": [4],
-    "repetition_penalty": [0.5],
+    "repetition_max_penalty": [0.5],
     "eval_prompts": [0, 3],
     "eval_samples": [1],
     "eval_temperature": [0.0],

@@ -244,7 +244,7 @@ def test_dense_rewards():
 
 
 DENSE_SHAPING = {
-    "penalties": {"overlong_buffer": 28, "max_response_length": 32, "repetition_penalty": 0.5},
+    "penalties": {"overlong_buffer": 28, "max_response_length": 32, "repetition_max_penalty": 0.5},
     "truncation": {"finish": "length", "mask_no_eos_with_zero": False, "non_stop_penalty": 2},
     "another verifier or a reward model": {"score": 1.3},
     "a shut gate": {"score": 0.0},

@@ -153,6 +153,11 @@ CASES = {
     ),
     "context overridden": ({"override_config": '{"max_position_embeddings": 100}'}, ["288", "100", "shorten"]),
     "override is not JSON": ({"override_config": "{rope_theta: 1}"}, ["--override_config", "not valid JSON", "for ex"]),
+    "dropout": ({"override_config": '{"attention_dropout": 0.3}'}, ["attention_dropout 0.3", "without dropout"]),
+    "dropout of a part": (
+        {"override_config": '{"text_config": {"resid_pdrop": 0.1}}'},
+        ["--override_config", "resid_pdrop 0.1", "leave the field out"],
+    ),
     "override is no object": ({"override_config": "[1]"}, ["--override_config", "JSON object"]),
     # sampling and engine
     "nothing to train": ({"ignore_eos": True}, ["--ignore_eos", "--no-mask_truncated_completions"]),
@@ -162,6 +167,14 @@ CASES = {
     "flash attention, fp32": (
         {**FLASH, "batch_layout": "packed", "dtype": "float32"},
         ["--dtype float32", "bfloat16", "--attn_implementation sdpa"],
+    ),
+    "sleep with ZeRO 3": (
+        {"deepspeed_enable_sleep_mode": True, "zero_stage": 3, "rollout": "hf"},
+        ["--deepspeed_enable_sleep_mode", "--zero_stage 2", "stage 3"],
+    ),
+    "sleep beside an engine that does not": (
+        {"deepspeed_enable_sleep_mode": True},
+        ["--deepspeed_enable_sleep_mode", "--vllm_enable_sleep_mode"],
     ),
     "offload without ZeRO 3": ({"offload_param": True}, ["--offload_param", "--zero_stage 3", "not 2"]),
     # verifiers
@@ -385,6 +398,9 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
     [
         (("--top_p", "0.9"), "--top_p is fixed here: training samples from the whole distribution"),
         (("--top-k", "50"), "--eval_top_k"),
+        (("--min_p", "0.1"), "leave the flag out"),
+        (("--min_new_tokens", "8"), "--min_new_tokens is fixed here"),
+        (("--repetition_penalty", "1.1"), "--repetition_max_penalty"),
         (("--no-do_sample",), "--eval_temperature 0"),
         (("--num_generations", "4"), "TRL's num_generations is --num_samples_per_prompt_rollout here"),
         (("--number_samples_per_prompt=4",), "--num_samples_per_prompt_rollout"),

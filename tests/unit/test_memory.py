@@ -75,3 +75,11 @@ def test_the_estimate_is_what_deepspeed_keeps(tmp_path, stage, dtype):
     estimate = runlog.estimate_memory(grpo.Args(**changes), 10**6, 100, 2, dtype == "bfloat16", False).trainer / 10**6
     print(f"ZeRO {stage} {dtype}: measured {measured:.3f} bytes per parameter, estimated {estimate:.3f}")
     assert estimate == pytest.approx(measured, rel=0.03)
+
+
+def test_two_that_sleep_in_turns_are_not_there_at_the_same_time():
+    """10 bytes of trainer and 2 of engine a parameter: at most 10 when both sleep, 12 when one of them does not."""
+    both = {"vllm_enable_sleep_mode": True, "deepspeed_enable_sleep_mode": True}
+    for changes, expected in ((both, 10.0), ({"vllm_enable_sleep_mode": True}, 12.0), ({}, 12.0)):
+        estimate = runlog.estimate_memory(grpo.Args(**changes), 10**9, 100, 2, True, False)
+        assert (estimate.total - estimate.logits) / 10**9 == pytest.approx(expected)

@@ -344,7 +344,7 @@ def test_shape_penalties():
     sample = make_samples(1, 2)[0]
     sample.finish_reason, sample.response_ids = "stop", [1] * 30
     found = Reward(1.0, {"correct": 1.0}, extracted="7")
-    args = Args(max_response_length=32, overlong_buffer=4, repetition_penalty=0.5)
+    args = Args(max_response_length=32, overlong_buffer=4, repetition_max_penalty=0.5)
     rewards.shape_reward(sample, found, args)
     assert sample.reward == pytest.approx(1 - 0.5 - 0.5 * 22 / 23) and (sample.score, sample.extracted) == (1.0, "7")
     rewards.shape_reward(sample, found, Args())

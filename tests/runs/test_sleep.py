@@ -1,0 +1,162 @@
+"""--deepspeed_enable_sleep_mode: what leaves the device while the engine samples, and that nothing else changes.
+
+On a CPU "leaving" is a copy into other buffers, by the same code of DeepSpeed: what it forgot would stay behind.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import ROOT, folder_of, interrupted, record, run_here, tiny_args
+
+import utils
+
+# After an optimizer step: bytes per parameter of the trainer, and of what is still where it was once it has left.
+MEASURE = """
+import gc, json, os, sys
+from runtime import process
+process.prepare_environment()
+import torch
+import grpo, utils
+
+def live():
+    gc.collect()
+    seen = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor):
+            for tensor in (thing, thing.grad if thing.is_leaf else None):
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    seen[storage.data_ptr()] = storage.nbytes()
+    return seen
+
+args = grpo.Args(**json.loads(sys.argv[1]))
+dtype = getattr(torch, args.dtype)
+accelerator = utils.make_accelerator(args, dtype, torch.device("cpu"))
+empty = live()
+model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(32)]).to(dtype)
+policy, _ = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))
+utils.backward(policy, policy(torch.randn(4, 512, dtype=dtype)).float().square().mean(), True)
+count = 32 * 512 * 512
+bucket = 4 * 2 * 20_000_000  # two buckets at most, which do not grow with the model
+before = live()
+moments = sum(t.untyped_storage().nbytes() for s in policy.optimizer.optimizer.state.values() for t in s.values())
+utils.leave_gpu([policy])
+after = live()
+stayed = sum(size for place, size in before.items() if place in after and place not in empty)
+print("BYTES", sum(before.values()) / count, moments / count, stayed / count, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, trainer", [("float32", 16), ("bfloat16", 14)])
+def test_all_but_the_moments_has_left(tmp_path, dtype, trainer):
+    """Weights and master weights have moved and no gradient is alive; moments that are in CPU memory stay there."""
+    (tmp_path / "measure.py").write_text(MEASURE)
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    line = [sys.executable, str(tmp_path / "measure.py"), json.dumps({"dtype": dtype})]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=200)
+    found = [text for text in done.stdout.splitlines() if text.startswith("BYTES")]
+    assert found, done.stderr[-3000:]
+    before, moments, stayed = map(float, found[0].split()[1:])
+    print(f"{dtype}: {before:.2f} bytes per parameter, of which {stayed:.2f} stayed and {moments:.2f} are moments")
+    assert before >= trainer - 0.1 and moments == pytest.approx(8, abs=0.1)
+    assert stayed == pytest.approx(moments, abs=0.1)
+
+
+RUN = {"eval_every": 1, "save_every": 2, "num_mini_batches": 2, "learning_rate": 1e-3, "total_steps": 3}
+
+
+@pytest.mark.parametrize(
+    "script, changes",
+    [
+        ("grpo", {"beta": 0.1, "ref_policy_update_freq": 1, "best_metric": "eval/pass@1"}),
+        ("grpo", {"dtype": "bfloat16"}),
+        ("grpo", {"offload_optimizer": True}),
+        ("ppo", {"value_norm": "running"}),
+    ],
+)
+def test_a_run_that_sleeps_is_the_same_run(tiny, tmp_path, monkeypatch, script, changes):
+    """Every number, sample and weight; each sampling finds the trainer asleep, each update awake."""
+    states = []
+    plain = utils.backward
+
+    def spy(engine, loss, is_last):
+        states.append(bool(engine.optimizer.offloaded_states))
+        plain(engine, loss, is_last)
+
+    args = tiny_args(tiny, tmp_path / "awake", script, **RUN, **changes)
+    run_here(args, script)
+    awake = record(folder_of(args, script))
+    monkeypatch.setattr(utils, "backward", spy)
+    args = tiny_args(tiny, tmp_path / "asleep", script, deepspeed_enable_sleep_mode=True, **RUN, **changes)
+    run_here(args, script)
+    assert record(folder_of(args, script)) == awake
+    assert states and not any(states)
+
+
+def test_the_trainer_sleeps_while_the_engine_samples(tiny, tmp_path, monkeypatch):
+    """From before the first push on: all kinds of states have left in each generation, and never without the flag."""
+    import grpo
+
+    seen = []
+    plain = grpo.Engine.generate
+
+    def spy(self, *arguments):
+        seen.append({state.value for state in policies[-1].optimizer.offloaded_states})
+        yield from plain(self, *arguments)
+
+    policies = []
+    current = utils.current_weights
+    monkeypatch.setattr(
+        utils, "current_weights", lambda policy, *rest: (policies.append(policy), current(policy, *rest))[1]
+    )
+    monkeypatch.setattr(grpo.Engine, "generate", spy)
+    run_here(tiny_args(tiny, tmp_path, deepspeed_enable_sleep_mode=True))
+    assert len(seen) == 4  # an evaluation, two steps, an evaluation
+    assert all(states >= {"hp_params", "lp_params", "optim_states"} for states in seen)
+    seen.clear()
+    run_here(tiny_args(tiny, tmp_path, run_name="awake"))
+    assert seen == [set()] * 4
+
+
+def test_a_checkpoint_of_a_sleeping_trainer_resumes(tiny, tmp_path, monkeypatch):
+    """Saved asleep, loaded awake; the flag may change in between."""
+    whole = tiny_args(tiny, tmp_path / "whole", "ppo", **RUN)
+    run_here(whole, "ppo")
+    args = tiny_args(tiny, tmp_path / "parts", "ppo", deepspeed_enable_sleep_mode=True, **RUN)
+    interrupted(args, monkeypatch, after=1, script="ppo")
+    run_here(args, "ppo")
+    assert record(folder_of(args, "ppo")) == record(folder_of(whole, "ppo"))
+    args = tiny_args(tiny, tmp_path / "other", "ppo", deepspeed_enable_sleep_mode=True, **RUN)
+    interrupted(args, monkeypatch, after=2, script="ppo")
+    run_here(tiny_args(tiny, tmp_path / "other", "ppo", **RUN), "ppo")
+    assert record(folder_of(args, "ppo")) == record(folder_of(whole, "ppo"))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_trainer_leaves_it(tmp_path):
+    """Bytes that torch has allocated on the GPU fall to a twentieth, and the same numbers come back."""
+    import grpo
+
+    args = grpo.Args(dtype="bfloat16", deepspeed_enable_sleep_mode=True)
+    accelerator = utils.make_accelerator(args, torch.bfloat16, torch.device("cuda", 0))
+    model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(32)]).bfloat16().cuda()
+    policy, _ = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))
+    probe = torch.randn(4, 2048, dtype=torch.bfloat16, device="cuda")
+    utils.backward(policy, policy(probe).float().square().mean(), True)
+    expected = policy(probe)
+    before = torch.cuda.memory_allocated()
+    utils.leave_gpu([policy])
+    asleep = torch.cuda.memory_allocated()
+    utils.return_to_gpu([policy])
+    print(f"{before / 2**30:.2f} GiB awake, {asleep / 2**30:.2f} asleep")
+    assert asleep < before / 20
+    assert torch.equal(policy(probe), expected)

@@ -1,0 +1,94 @@
+"""--tokenizer_name_or_path: whose tokens and template a run has, and which ones are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import evaluate
+import pytest
+from helpers import ROOT, folder_of, record, run_here, tiny_args
+
+
+@pytest.fixture
+def apart(tiny, tmp_path) -> tuple[Path, Path]:
+    """(a model without tokenizer, its tokenizer), each in a folder of its own."""
+    model, tokenizer = tmp_path / "weights", tmp_path / "tokenizer"
+    model.mkdir()
+    tokenizer.mkdir()
+    for file in tiny.iterdir():
+        of_tokenizer = "token" in file.name or file.name == "chat_template.jinja"
+        shutil.copy(file, tokenizer if of_tokenizer else model)
+    return model, tokenizer
+
+
+def data_of(folder: Path) -> str:
+    return json.loads((folder / "config.json").read_text())["data"]
+
+
+def test_a_run_takes_tokens_and_template_from_it(tiny, tmp_path, apart):
+    """From another folder the same tokenizer gives the same run, and another template other prompts."""
+    model, tokenizer = apart
+    whole = tiny_args(tiny, tmp_path, run_name="whole", total_steps=1)
+    run_here(whole)
+    args = tiny_args(model, tmp_path, run_name="apart", total_steps=1, tokenizer_name_or_path=str(tokenizer))
+    run_here(args)
+    assert record(folder_of(args)) == record(folder_of(whole))
+    assert (folder_of(args) / "model" / "tokenizer.json").is_file(), "the trained model is complete"
+    (tokenizer / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
+    args = tiny_args(model, tmp_path, run_name="other", total_steps=1, tokenizer_name_or_path=str(tokenizer))
+    run_here(args)
+    assert data_of(folder_of(args)) != data_of(folder_of(whole))
+
+
+def test_the_engine_and_the_evaluation_get_it(tiny, tmp_path, monkeypatch):
+    """vLLM turns ids into text for --stop. A finished run is evaluated with the tokenizer in its model/."""
+    import sys
+    from types import SimpleNamespace
+
+    import torch
+
+    import grpo
+
+    given = {}
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **named: given.update(named)))
+    args = tiny_args(tiny, tmp_path, tokenizer_name_or_path="somewhere", revision="main", vllm_load_format="dummy")
+    grpo.build_vllm(args, torch.float32, 0, 1)
+    assert (given["tokenizer"], given["tokenizer_revision"], given["revision"]) == ("somewhere", None, "main")
+    assert given["load_format"] == "dummy"
+    grpo.build_vllm(tiny_args(tiny, tmp_path, revision="main"), torch.float32, 0, 1)
+    assert (given["tokenizer"], given["tokenizer_revision"], given["load_format"]) == (None, "main", "auto")
+    (tmp_path / "config.json").write_text(json.dumps({"args": dataclasses.asdict(args)}))
+    evaluation, _, _ = evaluate.parse(["--run", str(tmp_path)])
+    assert evaluation.tokenizer_name_or_path is None and evaluation.vllm_load_format == "auto"
+
+
+def test_random_weights_are_not_evaluated(capsys):
+    with pytest.raises(SystemExit) as end:
+        evaluate.parse(["--vllm_load_format", "dummy"])
+    assert end.value.code == 2 and "leave it at auto" in capsys.readouterr().err
+
+
+def refusal(args, capsys) -> str:
+    with pytest.raises(SystemExit) as end:
+        run_here(args)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_tokenizers_that_cannot_serve_are_refused(tiny, tmp_path, apart, capsys):
+    """No folder, no tokenizer in it, no template, more tokens than the model has embeddings."""
+    model, tokenizer = apart
+    missing = tiny_args(tiny, tmp_path, tokenizer_name_or_path=str(tmp_path / "nowhere"))
+    assert "no such folder" in refusal(missing, capsys)
+    assert "no tokenizer.json there" in refusal(tiny_args(tiny, tmp_path, tokenizer_name_or_path=str(model)), capsys)
+    (tokenizer / "chat_template.jinja").unlink()
+    assert f"--chat_template: the tokenizer of {tokenizer} has no template" in refusal(
+        tiny_args(tiny, tmp_path, tokenizer_name_or_path=str(tokenizer)), capsys
+    )
+    large = ROOT / "models" / "SmolLM2-135M-Instruct"
+    if large.is_dir():
+        message = refusal(tiny_args(tiny, tmp_path, tokenizer_name_or_path=str(large)), capsys)
+        assert "--tokenizer_name_or_path" in message and "600 embeddings" in message
