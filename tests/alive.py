@@ -13,6 +13,7 @@ from its command line on.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import math
@@ -386,11 +387,12 @@ def sampled_weights(path: Path) -> list[float]:
 # -------------------------------------------------------------------------------------------------------------- one run
 
 
-def words(arguments: dict[str, Any]) -> list[str]:
-    """Arguments as a command line."""
+def words(cls: type, arguments: dict[str, Any]) -> list[str]:
+    """Arguments of a script whose class is ``cls`` as a command line."""
+    types = {f.name: f.type for f in dataclasses.fields(cls)}
     line = []
     for flag, value in arguments.items():
-        if isinstance(value, bool):
+        if types[flag] == "bool":
             line.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, tuple):
             line += [f"--{flag}", *map(str, value)]
@@ -440,7 +442,7 @@ def run_observed(script: str, arguments: dict[str, Any], stage: str, seen: dict[
     module = importlib.import_module(script)
     observe(module, seen, patch)
     hinder(stage, patch)
-    args = flags.parse(module.Args, words=words(arguments))
+    args = flags.parse(module.Args, words=words(module.Args, arguments))
     if stage == "on a GPU":
         build_on_gpus(module, args, seen, patch, 1)
     elif stage == "on two GPUs":
@@ -640,8 +642,6 @@ def change(name: str, without: Any, tried: Any) -> str:
 
 def flags_of(script: str) -> list[str]:
     """The arguments of a script, in the order of its help."""
-    import dataclasses
-
     return [f.name for f in dataclasses.fields(importlib.import_module(script).Args)]
 
 

@@ -149,7 +149,7 @@ EVIDENCE: dict[str, Row] = {
     "vllm_enforce_eager": row(True, "vllm.LLM(enforce_eager)", stage="on a GPU"),
     "vllm_tensor_parallel_size": row(2, "vllm.LLM(tensor_parallel_size)", stage="on two GPUs"),
     "vllm_max_num_seqs": row(4, "engine steps", **VLLM),
-    "vllm_max_num_batched_tokens": row(64, "engine steps", **VLLM, vllm_max_num_seqs=16),
+    "vllm_max_num_batched_tokens": row(144, "engine steps", **VLLM, vllm_max_num_seqs=16),
     "vllm_enable_sleep_mode": row(True, "vllm.LLM(enable_sleep_mode)", stage="on a GPU"),
     # ---- memory and parallelism
     "micro_batch_tokens": row(140, "training passes"),
@@ -168,7 +168,7 @@ EVIDENCE: dict[str, Row] = {
     "shuffle_mini_batches": row(False, "weights", num_mini_batches=2),
     # ---- algorithm
     "advantage_normalization_type": row("centered", "token advantages"),
-    "filter_zero_std_samples": row(True, "loss weights"),
+    "filter_zero_std_samples": row(True, "loss weights", num_samples_per_prompt_rollout=2),
     "mask_truncated_completions": row(True, "loss weights"),
     "loss_norm": row("sequence", "loss weights", "weights"),
     "clip_lower": row(0.001, "loss/policy", "weights", **UPDATES),
