@@ -13,6 +13,7 @@ from its command line on.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import math
@@ -58,6 +59,7 @@ OBSERVABLES = {
     "token advantages": "what the policy's loss gets, token by token",
     "loss weights": "weights of the tokens in each optimizer step",
     "weights": "of the final model: eight numbers of every tensor",
+    "critic weights": "of the final critic: eight numbers of every tensor",
     "training passes": "rows x positions of every forward pass with gradient",
     "log-prob passes": "rows x positions of every forward pass without gradient",
     "rows of logits": "most rows of logits that existed at one time",
@@ -367,8 +369,9 @@ def left_behind(place: Path, code: int) -> dict[str, Any]:
     lines = [line for line in (place / "console.txt").read_text().splitlines() if line.strip()]
     found["samples on the console"] = sum(" | ground truth " in line for line in lines)
     found["last words"] = lines[-1].strip() if lines and code != 0 else ""
-    for path in out.glob("*/model/model.safetensors"):
-        found["weights"] = sampled_weights(path)
+    for name, folder in (("weights", "model"), ("critic weights", "critic")):
+        for path in out.glob(f"*/{folder}/model.safetensors"):
+            found[name] = sampled_weights(path)
     return found
 
 
@@ -386,17 +389,23 @@ def sampled_weights(path: Path) -> list[float]:
 # -------------------------------------------------------------------------------------------------------------- one run
 
 
-def words(arguments: dict[str, Any]) -> list[str]:
-    """Arguments as a command line."""
+def words(cls: type, arguments: dict[str, Any]) -> list[str]:
+    """Arguments of a script whose class is ``cls`` as a command line."""
+    types = {f.name: f.type for f in dataclasses.fields(cls)}
     line = []
     for flag, value in arguments.items():
-        if isinstance(value, bool):
-            line.append(f"--{flag}" if value else f"--no-{flag}")
+        if types[flag] == "bool":
+            line.append(typed(flag) if value else f"--no-{flag}")
         elif isinstance(value, tuple):
-            line += [f"--{flag}", *map(str, value)]
+            line += [typed(flag), *map(str, value)]
         else:
-            line += [f"--{flag}", str(value)]
+            line += [typed(flag), str(value)]
     return line
+
+
+def typed(flag: str) -> str:
+    """A field of Args as one types it: as_ is --as, a word that Python keeps for itself."""
+    return f"--{flag.removesuffix('_')}"
 
 
 def train(module, args) -> None:
@@ -440,7 +449,7 @@ def run_observed(script: str, arguments: dict[str, Any], stage: str, seen: dict[
     module = importlib.import_module(script)
     observe(module, seen, patch)
     hinder(stage, patch)
-    args = flags.parse(module.Args, words=words(arguments))
+    args = flags.parse(module.Args, words=words(module.Args, arguments))
     if stage == "on a GPU":
         build_on_gpus(module, args, seen, patch, 1)
     elif stage == "on two GPUs":
@@ -590,8 +599,8 @@ def complaints(flag: str, row: Row, without: dict[str, Any], tried: dict[str, An
     for name in row.changes:
         if same(without.get(name), tried.get(name)):
             wrong.append(f"{name} is the same: {shown(tried.get(name))}")
-    if "last words" in row.changes and f"--{flag}" not in tried["last words"]:
-        wrong.append(f"the message does not name --{flag}: {tried['last words']}")
+    if "last words" in row.changes and typed(flag) not in tried["last words"]:
+        wrong.append(f"the message does not name {typed(flag)}: {tried['last words']}")
     if "exit" not in row.changes:
         for found in (without, tried):
             if found["exit"] != 0:
@@ -640,8 +649,6 @@ def change(name: str, without: Any, tried: Any) -> str:
 
 def flags_of(script: str) -> list[str]:
     """The arguments of a script, in the order of its help."""
-    import dataclasses
-
     return [f.name for f in dataclasses.fields(importlib.import_module(script).Args)]
 
 
@@ -705,11 +712,11 @@ def fixed_cells(flag: str) -> list[str]:
     """The cells of a row of the page that follow from the sources: flag, scripts, default, tried, with what."""
     scripts = [script for script in SCRIPTS if flag in flags_of(script)]
     defaults = [literal(evidence.default_of(importlib.import_module(script).Args, flag)) for script in scripts]
-    first = [f"`--{flag}`", ", ".join(scripts), ", ".join(f"`{default}`" for default in dict.fromkeys(defaults))]
+    first = [f"`{typed(flag)}`", ", ".join(scripts), ", ".join(f"`{default}`" for default in dict.fromkeys(defaults))]
     if flag in COSMETIC:
         return [*first, "–", "–"]
     row = EVIDENCE[flag]
-    given = ", ".join(f"`{name} {literal(value)}`" for name, value in row.given.items())
+    given = ", ".join(f"`{typed(name)} {literal(value)}`" for name, value in row.given.items())
     needs = "; ".join(filter(None, [given, row.stage])) or "–"
     tried = f"`{literal(row.tried)}`"
     if flag in BASE:

@@ -52,10 +52,12 @@ ROWS = "FILES/rows.jsonl"
 
 EVIDENCE: dict[str, Row] = {
     # ---- run
+    "as_": row("verl", "optim/steps", "weights"),
     "exp_name": row("mine", "files", run_name=None),
     "seed": row(2, "prompts", "held-out prompts", "seeds of requests", "responses"),
     "total_steps": row(1, "steps"),
     "total_episodes": row(16, "steps"),
+    "total_epochs": row(1, "steps", dataset="FILES/few.jsonl", eval_prompts=0, total_steps=1),
     "eval_every": row(1, "evaluated steps"),
     "best_metric": row("eval/pass@1", "files"),
     "save_every": row(1, "files"),
@@ -149,7 +151,7 @@ EVIDENCE: dict[str, Row] = {
     "vllm_enforce_eager": row(True, "vllm.LLM(enforce_eager)", stage="on a GPU"),
     "vllm_tensor_parallel_size": row(2, "vllm.LLM(tensor_parallel_size)", stage="on two GPUs"),
     "vllm_max_num_seqs": row(4, "engine steps", **VLLM),
-    "vllm_max_num_batched_tokens": row(64, "engine steps", **VLLM, vllm_max_num_seqs=16),
+    "vllm_max_num_batched_tokens": row(144, "engine steps", **VLLM, vllm_max_num_seqs=16),
     "vllm_enable_sleep_mode": row(True, "vllm.LLM(enable_sleep_mode)", stage="on a GPU"),
     # ---- memory and parallelism
     "micro_batch_tokens": row(140, "training passes"),
@@ -168,7 +170,8 @@ EVIDENCE: dict[str, Row] = {
     "shuffle_mini_batches": row(False, "weights", num_mini_batches=2),
     # ---- algorithm
     "advantage_normalization_type": row("centered", "token advantages"),
-    "filter_zero_std_samples": row(True, "loss weights"),
+    "advantage_eps": row(0.5, "token advantages"),
+    "filter_zero_std_samples": row(True, "loss weights", num_samples_per_prompt_rollout=2),
     "mask_truncated_completions": row(True, "loss weights"),
     "loss_norm": row("sequence", "loss weights", "weights"),
     "clip_lower": row(0.001, "loss/policy", "weights", **UPDATES),
@@ -197,7 +200,12 @@ EVIDENCE: dict[str, Row] = {
     "gae_lambda": row(0.9, "value/return_mean", "token advantages"),
     "bootstrap_truncated": row(True, "value/return_mean"),
     "adv_norm": row("none", "token advantages"),
-    "critic_learning_rate": row(1e-2, "value/lr", "loss/value"),
+    "critic_learning_rate": row(1e-2, "value/lr", "critic weights"),
+    "critic_lr_scheduler_type": row("constant", "value/lr", "critic weights"),
+    "critic_warm_up_steps": row(1, "value/lr", "critic weights"),
+    "critic_weight_decay": row(0.5, "critic weights", critic_learning_rate=1e-2),
+    "critic_max_grad_norm": row(0.01, "critic weights", critic_learning_rate=1e-2, optimizer="sgd"),
+    "critic_num_epochs": row(2, "critic weights", critic_learning_rate=1e-2),
     "value_coef": row(0.5, "value/grad_norm"),
     "value_clip": row(1e-5, "value/clip_frac", "loss/value", num_mini_batches=2),
     "critic_warmup": row(1, "optim/steps"),
@@ -214,6 +222,7 @@ EVIDENCE: dict[str, Row] = {
     "weight_decay": row(0.5, "weights"),
     "lr_scheduler_type": row("constant", "optim/lr", "weights"),
     "warm_up_steps": row(1, "optim/lr", "weights"),
+    "warm_up_ratio": row(0.5, "optim/lr", "weights"),
     "lr_min_ratio": row(0.9, "optim/lr", "weights"),
     "max_grad_norm": row(0.01, "weights", optimizer="sgd"),
 }

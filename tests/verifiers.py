@@ -30,6 +30,11 @@ def slow(response, truth, row):
     return Reward(1.0)
 
 
+def late(response, truth, row):
+    time.sleep(0.6)
+    return 1.0
+
+
 def dies(response, truth, row):
     import os
 
@@ -99,3 +104,7 @@ def arithmetic(response, truth, row):
 
 def always(response, truth, row):
     return Reward(1.0)
+
+
+def never(response, truth, row):
+    return Reward(0.0)
