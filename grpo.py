@@ -623,8 +623,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     if args.dry_run:
         return
 
-    accelerator = utils.make_accelerator(args, dtype, device)
     watch = watchdog.Watch(args.stall_timeout)  # from here on, a failure on one rank ends all of them
+    accelerator = utils.make_accelerator(args, dtype, device)
     verifiers = Verifiers(args, [*problems, *eval_problems], device, dtype)
     model = utils.load_model(args, dtype, attention)
     utils.check_tokenizer(model, tokenizer, args)

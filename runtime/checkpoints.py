@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,7 @@ class Checkpoints:
         Later checkpoints of the run, damaged or left behind by going back, are set aside.
         """
         start = self._gather(start)[0]
+        self._check_folder_is_shared()
         process.Stop.training = True
         if start is None:
             return 0
@@ -122,6 +124,21 @@ class Checkpoints:
         if self.rank == 0:
             self._set_aside(state["step"])
         return state["step"]
+
+    def _check_folder_is_shared(self) -> None:
+        """Refuse a folder that not all nodes see: each rank writes its part of a checkpoint there. Exit code 2."""
+        lock = self.log.folder / "lock"  # which rank 0 holds, with its name in it
+        holder = self._gather(lock.read_text() if self.rank == 0 else None)[0]
+        deadline = time.monotonic() + 10.0  # a network file system may show a new folder late
+        while not (seen := lock.is_file() and lock.read_text() == holder) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        places = self._gather(f"rank {self.rank} on {socket.gethostname()}" if not seen else None)
+        blind = [place for place in places if place is not None]
+        if blind:
+            process.refuse(
+                f"--output_dir {self.args.output_dir} is not the same folder on all nodes: {', '.join(blind[:4])} "
+                f"cannot see what rank 0 has written to {self.log.folder}; choose one on a shared file system"
+            )
 
     def _set_aside(self, last: int) -> None:
         """Rename the checkpoints after step ``last``, from which the run continues."""

@@ -96,8 +96,8 @@ def lock_holder(folder: Path) -> str:
 
 
 def refuse(message: str) -> NoReturn:
-    """End the program because of bad input: the message on stderr (rank 0), exit code 2."""
-    if os.environ.get("RANK", "0") == "0":
+    """End the program because of bad input: the message on stderr (once per node), exit code 2."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
@@ -273,6 +273,13 @@ def write_whole(path: Path, text: str) -> None:
 # --------------------------------------------------------------------------------------------------------- environment
 
 
+def several_nodes() -> bool:
+    """Whether the launch has ranks on other nodes than this one."""
+    everywhere = os.environ.get("WORLD_SIZE", "1")
+    here = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return here != everywhere and os.environ.get("MASTER_ADDR") not in ("127.0.0.1", "localhost")
+
+
 def prepare_environment() -> None:
     """Set what must be set before torch, vLLM or DeepSpeed are imported; the user's own variables win.
 
@@ -299,7 +306,7 @@ def prepare_environment() -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ["WORLD_SIZE"]:
+    if not several_nodes():
         # Messages of torch's C++ code, which cannot be caught. With several nodes they tell which one does not answer.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning)

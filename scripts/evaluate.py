@@ -167,8 +167,8 @@ def table(samples: list[Sample], problems: list[Problem], result: dict[str, floa
 def answer(args: Args, problems: list[Problem], tokenizer) -> list[Sample]:
     """All samples of all problems, scored, on all ranks. Requests, seeds, engine and rewards are those of a run."""
     device, dtype, _ = utils.resolve_device(args)
-    torch.distributed.init_process_group("gloo")
     watch = watchdog.Watch(args.stall_timeout)
+    torch.distributed.init_process_group("gloo")
     verifiers = Verifiers(args, problems, device, dtype)
     where = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
     config = AutoConfig.from_pretrained(args.model_name_or_path, **where)

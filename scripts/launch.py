@@ -10,8 +10,10 @@ exit code, and these signals are passed on to the ranks, which exit when they ar
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +35,20 @@ def pass_on(signum: int, frame: object) -> None:
             os.kill(int(pid), signum)
 
 
+def tell_other_nodes(text: str) -> None:
+    """Write why a rank of this node ended on the board of the launch, where the other nodes look twice a second."""
+    from torch.distributed import DistNetworkError, DistStoreError
+
+    from runtime.watchdog import board
+
+    given = dict(itertools.pairwise(sys.argv))
+    if given.get("--machine_rank", "0") == "0":  # the board is in this process and ends with it, which the others see
+        return
+    with suppress(DistNetworkError, DistStoreError):  # it has ended before, or the nodes are cut off from each other
+        store = board(given["--main_process_ip"], int(given["--main_process_port"]), patience=5.0)
+        store.compare_set("failure", "", text)
+
+
 if __name__ == "__main__":
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGHUP,SIGQUIT")  # torchrun's own, without those below
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -47,5 +63,8 @@ if __name__ == "__main__":
         rank, failure = error.get_first_failure()
         code = failure.exitcode  # negative: minus the number of a signal
         how = f"with exit code {code}" if code > 0 else f"by signal {-code} ({signal.strsignal(-code)})"
-        print(f"rank {rank} ended first, {how}", flush=True)
+        text = f"rank {rank} ended first, {how}"
+        print(text, flush=True)
+        if code != 75:
+            tell_other_nodes(f"{text}; see what {socket.gethostname()} printed")
         raise SystemExit(code if code > 0 else 128 - code) from None

@@ -129,12 +129,15 @@ def run_here(args, script: str = "grpo") -> list[dict]:
     import torch
     from accelerate.state import AcceleratorState, PartialState
 
+    from runtime import watchdog
+
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     module = importlib.import_module(script)
     if torch.distributed.is_initialized():  # runs of one process share a board: what an earlier one failed of is over
+        store = watchdog.board(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         for key in ("failure", "reported"):
-            torch.distributed.distributed_c10d._get_default_store().delete_key(key)
+            store.delete_key(key)
     leave = os._exit
 
     def stay(code: int) -> None:  # a failing run leaves at once, and would take pytest along; a time-out may

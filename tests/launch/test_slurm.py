@@ -1,28 +1,22 @@
-"""scripts/submit.py on a real Slurm of one node, started here: run, preempt, requeue, resume, finish."""
+"""scripts/submit.py on a real Slurm of one node and of two, started here: run, preempt, requeue, resume."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
-import socket
-import subprocess
 import sys
 import time
-from pathlib import Path
 
+import nodes
 import pytest
-from helpers import ROOT, clean_environment, command, finish, record
+import slurm_cluster
+from helpers import ROOT, command, finish, record
+from nodes import Nodes
+from slurm_cluster import Slurm, until
 
-TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "squeue")
-PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-missing = [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(missing), reason=f"no {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge)"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="slurmd and munged of a test need root"),
-]
+missing = slurm_cluster.reason_for_none()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=missing)]
 
 # One step a second; saves each; asked to stop it leaves with 75. Ends with the code in argv[2] after argv[1] steps.
 PROGRAM = """
@@ -43,89 +37,6 @@ sys.exit(int(sys.argv[2]))
 """
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return s.getsockname()[1]
-
-
-class Slurm:
-    """munged, slurmctld and slurmd with all their files in one folder."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.processes = folder, []
-        self.env = clean_environment()
-        self.env |= {"OMP_NUM_THREADS": "1", "SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
-        host = socket.gethostname().split(".")[0]
-        for name in ("state", "spool"):
-            (folder / name).mkdir()
-        (folder / "munge.key").write_bytes(os.urandom(128))
-        (folder / "munge.key").chmod(0o600)
-        (folder / "slurm.conf").write_text(
-            f"ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nSlurmdUser=root\n"
-            f"SlurmctldPort={free_port()}\nSlurmdPort={free_port()}\n"
-            f"AuthType=auth/munge\nAuthInfo=socket={folder}/munge.socket\nCryptoType=crypto/munge\n"
-            f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool\n"
-            f"SlurmctldPidFile={folder}/slurmctld.pid\nSlurmdPidFile={folder}/slurmd.pid\n"
-            f"SlurmctldLogFile={folder}/slurmctld.log\nSlurmdLogFile={folder}/slurmd.log\n"
-            "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\nSwitchType=switch/none\n"
-            "JobAcctGatherType=jobacct_gather/none\nAccountingStorageType=accounting_storage/none\n"
-            "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nReturnToService=2\nKillWait=10\n"
-            "SchedulerParameters=batch_sched_delay=0,sched_interval=2\n"
-            f"NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} RealMemory=1000 State=UNKNOWN\n"
-            f"PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP\n"
-        )
-
-    def start(self) -> None:
-        f = self.folder
-        munge = ["--foreground", "--force", f"--socket={f}/munge.socket", f"--key-file={f}/munge.key"]
-        munge += [f"--{name}-file={f}/munge.{name}" for name in ("log", "pid", "seed")]
-        for daemon in (["munged", *munge], ["slurmctld", "-D", "-c"], ["slurmd", "-D"]):
-            log = open(f / f"{daemon[0]}.out", "w")  # noqa: SIM115
-            self.processes.append(subprocess.Popen(daemon, env=self.env, stdout=log, stderr=log))
-            time.sleep(1)
-        deadline = time.monotonic() + 60
-        while "idle" not in self.run("sinfo", "-h", "-o", "%T"):
-            if time.monotonic() > deadline:
-                logs = "\n".join(p.read_text()[-2000:] for p in sorted(f.glob("slurm*.log")))
-                raise AssertionError(f"the node did not become idle\n{logs}")
-            time.sleep(0.5)
-
-    def stop(self) -> None:
-        subprocess.run(["scancel", "--full", "--user=root"], env=self.env, capture_output=True)
-        time.sleep(1)
-        for process in reversed(self.processes):
-            process.terminate()
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-    def run(self, *words: str, cwd: Path | None = None) -> str:
-        done = subprocess.run(words, env=self.env, capture_output=True, text=True, cwd=cwd, timeout=60)
-        return done.stdout
-
-    def submit(self, cwd: Path, *words: str) -> str:
-        """The job's number."""
-        argv = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--backend", "slurm", *words]
-        done = subprocess.run(argv, env=self.env, capture_output=True, text=True, cwd=cwd, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    def state(self, job: str) -> dict[str, str]:
-        return dict(re.findall(r"(\w+)=(\S+)", self.run("scontrol", "show", "job", job)))
-
-    def wait(self, job: str, *states: str, timeout: float = 120) -> dict[str, str]:
-        deadline = time.monotonic() + timeout
-        while (now := self.state(job))["JobState"] not in states:
-            assert time.monotonic() < deadline, f"{now}\n{(self.folder / 'slurmctld.log').read_text()[-3000:]}"
-            if now["JobState"] == "PENDING" and now["Restarts"] != "0":
-                time.sleep(5)  # Slurm lets a requeued job wait for two minutes; a start in the same second is refused
-                self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-            time.sleep(0.5)
-        return now
-
-
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     cluster = Slurm(tmp_path_factory.mktemp("slurm"))
@@ -134,13 +45,6 @@ def slurm(tmp_path_factory):
         yield cluster
     finally:
         cluster.stop()
-
-
-def until(condition, timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def test_preempted_requeued_finished(slurm, tmp_path):
@@ -242,3 +146,30 @@ def test_array_and_dependency(slurm, tmp_path):
         expected = [[f"out{i}", "it's $HOME\n"], str(tmp_path / "run" / f"task_{i}"), "a 'b'"]
         assert json.loads((tmp_path / f"out{i}").read_text()) == expected
     assert (tmp_path / "all").exists()
+
+
+@pytest.mark.skipif(bool(nodes.reason_for_none()), reason=nodes.reason_for_none() or "there are nodes")
+def test_one_job_over_two_nodes(tiny, tmp_path):
+    """A rank on each node of the job, stopped and requeued: the numbers of an undisturbed run on one node."""
+    more = ["--total_steps", "4", "--beta", "0.1", "--reward_fn", f"{tmp_path}/slowly.py:slowly"]
+    (tmp_path / "slowly.py").write_text(SLOWLY)
+    finish(command(tiny, tmp_path / "one", *more, ranks=2), tmp_path / "one.log", 300)
+    with Nodes() as pair:
+        cluster = Slurm(tmp_path, pair)
+        try:
+            cluster.start()
+            line = command(tiny, tmp_path / "two", *more)
+            job = cluster.submit(ROOT, "--run_dir", str(tmp_path / "job"), "--num_nodes", "2", "--", *line)
+            log = tmp_path / "job" / f"slurm-{job}.out"
+            until(lambda: log.exists() and "step 1/4" in log.read_text(), 240)
+            cluster.run("scancel", "--batch", "--signal=USR1", job)
+            now = cluster.wait(job, "COMPLETED", "FAILED", timeout=300)
+        finally:
+            cluster.stop()
+    text = log.read_text()
+    assert (now["JobState"], now["ExitCode"], now["Restarts"]) == ("COMPLETED", "0:0", "1"), text
+    assert (now["NumNodes"], now["NodeList"]) == ("2", "node[0-1]")
+    assert "hardware   2 rank(s)" in text and "resuming after step" in text, text
+    expected, got = record(tmp_path / "one" / "run"), record(tmp_path / "two" / "run")
+    for key in expected:
+        assert got[key] == expected[key], key

@@ -12,7 +12,14 @@ TOP = {"grpo", "ppo", "utils", "rewards", "kl_estimators"}
 # What each room may import; a room stands below all that import it.
 RANKS = [
     {"runtime.libraries"},
-    {"runtime.process", "runtime.records", "runtime.answers", "runtime.constraints", "runtime.gym_tasks"},
+    {
+        "runtime.process",
+        "runtime.network",
+        "runtime.records",
+        "runtime.answers",
+        "runtime.constraints",
+        "runtime.gym_tasks",
+    },
     {"runtime.presets", "runtime.sandbox", "runtime.sources", "runtime.data", "runtime.batching", "runtime.watchdog"},
     {"runtime.flags"},
     {"runtime.identity"},

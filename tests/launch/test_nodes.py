@@ -1,0 +1,126 @@
+"""Two nodes for real: namespaces of the network, joined by a link that is cut, that is slow, that loses packets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from helpers import LONG, command, finish, logged, record
+from nodes import ADDRESSES, Nodes, ends, reason_for_none
+
+missing = reason_for_none()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=missing)]
+STEPS = ("--total_steps", "3", "--num_mini_batches", "2", "--save_every", "2", "--beta", "0.1")
+
+
+@pytest.fixture(scope="module")
+def on_one_node(tiny, tmp_path_factory):
+    """The records of runs of two ranks on one node, by the kind of rollout."""
+    records = {}
+
+    def make(rollout: str) -> dict:
+        if rollout not in records:
+            out = tmp_path_factory.mktemp(rollout)
+            finish(command(tiny, out, *STEPS, ranks=2, rollout=rollout), out / "log", 300)
+            records[rollout] = record(out / "run")
+        return records[rollout]
+
+    return make
+
+
+def check_equal(expected: dict, folder: Path) -> None:
+    got = record(folder)
+    for key in expected:
+        assert got[key] == expected[key], key
+
+
+@pytest.mark.parametrize("rollout, interface", [("hf", None), ("vllm", "cable")])
+def test_two_nodes_equal_one(on_one_node, tiny, tmp_path, rollout, interface):
+    """A rank on each node: every number, every sample, the weights; Gloo's interface found, or given by the user."""
+    expected = on_one_node(rollout)
+    before = (f"GLOO_SOCKET_IFNAME={interface}",) if interface else ()
+    with Nodes() as nodes:
+        runs = nodes.launch(tiny, [tmp_path, tmp_path], tmp_path, *STEPS, rollout=rollout, before=before)
+        ends(runs, 300)
+        assert [run.end(10) for run in runs] == [0, 0], "\n".join(run.text() for run in runs)
+    check_equal(expected, tmp_path / "run")
+
+
+def test_a_link_that_is_slow_and_loses_packets(on_one_node, tiny, tmp_path):
+    """20 ms each way, one packet in fifty lost: the same numbers, later."""
+    expected = on_one_node("hf")
+    with Nodes(delay=0.02, loss=0.02) as nodes:
+        runs = nodes.launch(tiny, [tmp_path, tmp_path], tmp_path, *STEPS)
+        ends(runs, 400)
+        assert [run.end(10) for run in runs] == [0, 0], "\n".join(run.text() for run in runs)
+    check_equal(expected, tmp_path / "run")
+
+
+def started(nodes: Nodes, tiny: Path, out: Path) -> list:
+    """A long run on both nodes that has done two steps."""
+    runs = nodes.launch(tiny, [out, out], out, *LONG)
+    runs[1].until(lambda: runs[0].process.poll() is not None or logged(out) >= 2, 240)
+    runs[0].until(lambda: logged(out) >= 2, 1)
+    return runs
+
+
+def test_the_link_is_cut(tiny, tmp_path):
+    """Each side learns by itself, and says within 30 s, that the other is out of reach; nothing is left."""
+    with Nodes() as nodes:
+        runs = started(nodes, tiny, tmp_path)
+        nodes.cut()
+        after = ends(runs, 30)
+        texts = [run.text() for run in runs]
+        assert all(run.end(10) not in (0, 75) for run in runs)
+    print(f"ended after {after[0]:.1f} and {after[1]:.1f} s")
+    assert f"rank 0 on node0 failed: rank 1 on node1 ({ADDRESSES[1]}) is gone without a word" in texts[0], texts[0]
+    assert f"rank 1 on node1 failed: no answer from {ADDRESSES[0]}" in texts[1], texts[1]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_rank_on_either_node_is_killed(tiny, tmp_path, node):
+    """The rank on the other node ends within 15 s, and says which one it missed."""
+    with Nodes() as nodes:
+        runs = started(nodes, tiny, tmp_path)
+        os.kill(runs[node].ranks()[0], signal.SIGKILL)
+        after = ends(runs, 15)
+        assert all(run.end(10) not in (0, 75) for run in runs)
+    print(f"ended after {after[0]:.1f} and {after[1]:.1f} s")
+    text = runs[1 - node].text()
+    seen = f"rank {node} on node{node} ({ADDRESSES[node]}) is gone without a word"
+    told = f"rank {node} ended first, by signal 9 (Killed); see what node{node} printed"  # by node 1's launcher
+    assert f"rank {1 - node} on node{1 - node} failed" in text and (seen in text or told in text), text
+
+
+def test_a_run_folder_that_the_nodes_do_not_share(tiny, tmp_path):
+    with Nodes() as nodes:
+        runs = nodes.launch(tiny, [tmp_path / "disk0", tmp_path / "disk1"], tmp_path, *STEPS)
+        ends(runs, 240)
+        assert [run.end(10) for run in runs] == [2, 2]
+    for run in runs:
+        assert "is not the same folder on all nodes: rank 1 on node1 cannot see" in run.text(), run.text()
+
+
+def test_a_node_without_the_model(tiny, tmp_path):
+    """What one node lacks it says itself, and the other does not wait for it."""
+    copy = tmp_path / "tiny"
+    shutil.copytree(tiny, copy)
+    hide = f"mount -t tmpfs none {copy}"
+    with Nodes() as nodes:
+        runs = nodes.launch(copy, [tmp_path, tmp_path], tmp_path, *STEPS, on_node_1=hide)
+        ends(runs, 120)
+        assert [run.end(10) for run in runs] == [1, 2]
+    assert f"error: --model_name_or_path {copy}: no config.json there" in runs[1].text()
+    assert "rank 1 ended first, with exit code 2; see what node1 printed" in runs[0].text(), runs[0].text()
+
+
+def test_an_interface_that_is_not_there(tiny, tmp_path):
+    with Nodes() as nodes:
+        runs = nodes.launch(tiny, [tmp_path, tmp_path], tmp_path, *STEPS, before=("GLOO_SOCKET_IFNAME=ib7",))
+        ends(runs, 120)
+        assert [run.end(10) for run in runs] == [2, 2]
+    for run in runs:
+        assert "GLOO_SOCKET_IFNAME ib7: this node has no such interface" in run.text(), run.text()

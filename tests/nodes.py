@@ -1,0 +1,156 @@
+"""Two nodes on this machine: network namespaces joined by a veth pair, or by a wire that delays and drops packets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from helpers import Run, alive, command
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = "29517"  # of the launcher on node 0; a namespace has all ports to itself
+
+# The far ends of two tun devices: passes IP packets from one to the other, late, and some not at all.
+WIRE = """
+import ctypes, fcntl, heapq, os, random, select, struct, sys, time
+
+names, delay, loss = sys.argv[1:3], float(sys.argv[3]), float(sys.argv[4])
+ends = []
+for name in names:
+    with open(f"/run/netns/{name}") as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), 0x40000000) == 0  # CLONE_NEWNET
+    end = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(end, 0x400454CA, struct.pack("16sH", b"cable", 0x0001 | 0x1000))  # TUNSETIFF: IFF_TUN | IFF_NO_PI
+    ends.append(end)
+print("the wire is there", flush=True)
+chance = random.Random(0)
+late, number = [], 0
+while True:
+    wait = max(0.0, late[0][0] - time.monotonic()) if late else 1.0
+    for end in select.select(ends, [], [], wait)[0]:
+        packet = os.read(end, 65536)
+        if chance.random() >= loss:
+            number += 1
+            heapq.heappush(late, (time.monotonic() + delay, number, ends[1 - ends.index(end)], packet))
+    while late and late[0][0] <= time.monotonic():
+        os.write(late[0][2], late[0][3])
+        heapq.heappop(late)
+"""
+
+
+def reason_for_none() -> str:
+    """Why this machine cannot make nodes; "" if it can."""
+    if os.geteuid() != 0:
+        return "only root makes network namespaces"
+    name = f"rlvr{os.getpid()}"
+    try:
+        if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode != 0:
+            return "the kernel makes no network namespaces"
+        subprocess.run(["ip", "netns", "del", name], check=True)
+    except FileNotFoundError:
+        return "no ip (Debian: iproute2)"
+    return ""
+
+
+class Nodes:
+    """A context with two nodes; afterwards no namespace and none of their processes is left.
+
+    delay, loss: seconds and fraction of packets; with either the link is a wire of our own, since few kernels of
+    containers have netem.
+    """
+
+    def __init__(self, delay: float = 0.0, loss: float = 0.0):
+        self.names = [f"rlvr{os.getpid()}{side}" for side in "ab"]
+        self.delay, self.loss = delay, loss
+        self.wire: subprocess.Popen | None = None
+
+    def __enter__(self) -> Nodes:
+        try:
+            for name in self.names:
+                ip("netns", "add", name)
+            if self.delay or self.loss:
+                words = [*self.names, str(self.delay), str(self.loss)]
+                self.wire = subprocess.Popen([sys.executable, "-c", WIRE, *words], stdout=subprocess.PIPE, text=True)
+                assert self.wire.stdout.readline() == "the wire is there\n"
+            else:
+                a, b = self.names
+                ip("link", "add", "cable", "netns", a, "type", "veth", "peer", "name", "cable", "netns", b)
+            for name, mine in zip(self.names, ADDRESSES, strict=True):
+                ip("-n", name, "addr", "add", f"{mine}/24", "dev", "cable")
+                ip("-n", name, "link", "set", "lo", "up")
+                ip("-n", name, "link", "set", "cable", "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        for name in self.names:
+            done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+            for pid in map(int, done.stdout.split()):
+                if alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        if self.wire is not None:
+            self.wire.kill()
+            self.wire.wait()
+
+    def cut(self) -> None:
+        """Pull the cable out."""
+        ip("-n", self.names[1], "link", "set", "cable", "down")
+
+    def on(self, node: int, line: list[str], first: str = ":") -> list[str]:
+        """A command as it runs on a node, with a host name and mounts of its own, after the shell command ``first``.
+
+        ``ip``, ``unshare`` and the shell become the command.
+        """
+        shell = ["sh", "-c", f'hostname node{node} && {first} && exec "$@"', "sh"]
+        return ["ip", "netns", "exec", self.names[node], "unshare", "--uts", "--mount", *shell, *line]
+
+    def launch(
+        self,
+        tiny: Path,
+        outs: list[Path],
+        logs: Path,
+        *more: str,
+        before: tuple[str, ...] = (),
+        on_node_1: str = ":",
+        **shape,
+    ) -> list[Run]:
+        """The same command on both nodes, as a user types it, with the variables ``before`` it: one launcher each."""
+        runs = []
+        for node, out in enumerate(outs):
+            line = command(tiny, out, *more, ranks=2, **shape)
+            line[line.index("--main_process_port") + 1] = PORT
+            place = ["--num_machines", "2", "--machine_rank", str(node), "--main_process_ip", ADDRESSES[0]]
+            at = line.index("--num_processes")
+            line = ["env", *before, *line[:at], *place, *line[at:]]
+            runs.append(Run(self.on(node, line, on_node_1 if node == 1 else ":"), logs / f"node{node}.log"))
+        return runs
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, timeout=30)
+
+
+def ends(runs: list[Run], timeout: float) -> list[float]:
+    """Seconds until each of the runs has ended; whatever still runs then is killed and shown."""
+    begun = time.monotonic()
+    after: dict[int, float] = {}
+    while len(after) < len(runs):
+        for i, run in enumerate(runs):
+            run.process.poll()
+            if i not in after and run.process.returncode is not None:
+                after[i] = time.monotonic() - begun
+        if time.monotonic() - begun > timeout:
+            late = [run for run in runs if run.process.poll() is None]
+            texts = "\n".join(f"== {run.log.name}\n{run.text()}" for run in runs)
+            for run in late:
+                run.kill()
+            raise AssertionError(f"{[run.log.name for run in late]} still run after {timeout:.0f} s\n{texts}")
+        time.sleep(0.05)
+    return [after[i] for i in range(len(runs))]
