@@ -239,8 +239,9 @@ def test_tensor_parallel_divides_the_ranks(place, nothing_is_loaded, capsys, mon
     assert "--vllm_tensor_parallel_size 3" in refusal(arguments(place, {"vllm_tensor_parallel_size": 3}), capsys)
 
 
-def test_only_rank_zero_speaks(place, nothing_is_loaded, capsys, monkeypatch):
+def test_only_the_first_rank_of_a_node_speaks(place, nothing_is_loaded, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit) as end:
         start(arguments(place, {"beta": -1.0}))
     assert end.value.code == 2
