@@ -333,8 +333,6 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
         elif kind == "bool" and following.lower() in ("true", "false", "yes", "no", "0", "1"):
             on = f"--{flag}" if following.lower() in ("true", "yes", "1") else f"--no-{flag}"
             refuse(f"--{flag} {following}: switches take no value; give {on}")
-        elif kind == "bool | None" and "=" not in word and following not in ("True", "False", "None"):
-            refuse(f"--{flag} is no switch, as its default is neither on nor off: give --{flag} True or False")
     name = presets.asked_for(cls, words)
     if name is not None:
         default = presets.apply(cls() if default is None else default, name)

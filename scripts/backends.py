@@ -37,6 +37,7 @@ class Job:
     commands: tuple[tuple[str, ...], ...]
     setup: str | None = None  # lines of shell
     git: dict[str, Any] = field(default_factory=dict)
+    code: str | None = None  # files that differ from those of the image, as base64 of a tar
     workdir: str | None = None
     cluster: tuple[str, ...] = ()
     workspace: str | None = None
@@ -195,6 +196,7 @@ def node_script(
         "run_id": job.run_id,
         "commit": job.git.get("commit", "unknown") + (", with uncommitted changes" if job.git.get("dirty") else ""),
         "workdir": None if job.workdir is None else quote(job.workdir),
+        "code": None if job.code is None else f"base64 -d <<'CODE' | tar -xzof - || exit 1\n{job.code}CODE",
         "run_dir": quote(folder) + ("" if task is None else f'/task_"{task}"'),
         "env": [f"{name}={quote(value)}" for name, value in job.env],
         "functions": functions(ask),

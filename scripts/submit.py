@@ -25,8 +25,11 @@ be read and edited, in scripts/templates.
 from __future__ import annotations
 
 import argparse
+import base64
 import dataclasses
+import gzip
 import hashlib
+import io
 import json
 import os
 import re
@@ -34,6 +37,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -43,6 +47,8 @@ from typing import Any, NoReturn
 from backends import BACKENDS, PYTHON, Job, Plan, file_at, has_launcher, split_at
 
 EVERYWHERE = {"backend", "name", "run_dir", "setup", "env", "max_retries", "dry_run"}
+CODE = (".py", ".sh", ".jinja", ".yaml")  # endings of the files that are taken along into a container
+LONGEST_CODE = 100_000  # bytes; Linux takes 131,072 as one argument, and Beaker makes the whole script one
 SECRET_NAME = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
 SHELL_ONLY = {"source", ".", "cd", "export", "set", "unset", "eval", "alias", "ulimit", "umask", "module", "exit"}
 # What to do instead of a flag that a backend does not take; elsewhere: leave it out.
@@ -286,6 +292,8 @@ def make_job(args: argparse.Namespace, commands: list[list[str]]) -> Job:
     del values["dry_run"]
     gpu_type, gpus = values["gpus"]
     words = [word for command in commands for word in command] + (args.setup or "").split()
+    mounted = any(f"{args.workdir}/".startswith(f"{path.rstrip('/')}/") for _, path in args.mount)
+    code = changed_code(words) if args.backend in ("kubernetes", "beaker") and not mounted else None
     computed = {
         "name": name,
         "run_id": run_id,
@@ -293,6 +301,7 @@ def make_job(args: argparse.Namespace, commands: list[list[str]]) -> Job:
         "submitted": time.strftime("%Y%m%d-%H%M%S"),
         "commands": tuple(tuple(c) for c in commands),
         "git": git_state(words),
+        "code": code,
         "workdir": args.workdir or (os.getcwd() if here else None),
         "gpu_type": gpu_type,
         "gpus": gpus,
@@ -306,24 +315,58 @@ def make_job(args: argparse.Namespace, commands: list[list[str]]) -> Job:
     return job
 
 
+def git(*arguments: str) -> str:
+    """What git says; nothing where it is not installed, or where this is no repository."""
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, errors="replace")
+    except FileNotFoundError:
+        return ""
+    return done.stdout if done.returncode in (0, 1) else ""  # 1: a difference outside the index
+
+
+def new_files(words: list[str]) -> list[str]:
+    """The scripts among ``words`` that git does not track yet."""
+    scripts = dict.fromkeys(w for w in words if w.endswith((".py", ".sh")) and Path(w).is_file())
+    return [script for script in scripts if git("ls-files", "--others", "--", script)]
+
+
 def git_state(words: list[str]) -> dict[str, Any]:
     """Commit, how tracked files differ from it, and new files among ``words``; empty without git."""
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *arguments], capture_output=True, text=True, errors="replace")
-        except FileNotFoundError:
-            return None
-        return done.stdout if done.returncode in (0, 1) else None  # 1: a difference outside the index
-
     commit = git("rev-parse", "--verify", "HEAD")
     if not commit:
         return {}
-    diff = git("diff", "HEAD") or ""
-    for word in dict.fromkeys(w for w in words if w.endswith((".py", ".sh")) and Path(w).is_file()):
-        if git("ls-files", "--others", "--", word):
-            diff += git("diff", "--no-index", "--", "/dev/null", word) or ""
+    diff = git("diff", "HEAD")
+    for script in new_files(words):
+        diff += git("diff", "--no-index", "--", "/dev/null", script)
     return {"commit": commit.strip(), "dirty": bool(diff), "diff": diff}
+
+
+def changed_code(words: list[str]) -> str | None:
+    """The files of code that the commit has otherwise or not at all, as base64 of a tar; None where there are none.
+
+    An image holds the code of a commit: what was edited since goes along with the job, or the job would run without it.
+    """
+    changed = git("diff", "HEAD", "--name-only", "--relative", "--diff-filter=d").splitlines()
+    names = sorted({name for name in changed if name.endswith(CODE)} | set(new_files(words)))
+    if not names:
+        return None
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name in names:
+            if os.path.isabs(name) or ".." in Path(name).parts:
+                refuse(f"{name}: is no path inside this folder, which the image has as well; name it from here")
+            entry = archive.gettarinfo(name)
+            entry.mtime = 0  # the same edits are the same job
+            with open(name, "rb") as content:
+                archive.addfile(entry, content)
+    code = base64.encodebytes(gzip.compress(packed.getvalue(), mtime=0)).decode()
+    if len(code) > LONGEST_CODE:
+        refuse(
+            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}: {len(code)} bytes of code that the image does "
+            f"not have, more than the {LONGEST_CODE} that travel with a job; build the image from them, or put the "
+            f"code on a --mount and name its folder by --workdir"
+        )
+    return code
 
 
 # --------------------------------------------------------------------------------------------------------- submission
@@ -334,6 +377,7 @@ def render(job: Job) -> Plan:
     plan = BACKENDS[job.backend][0](job)
     record = dataclasses.asdict(job) | {"run": [shlex.join(command) for command in plan.commands]}
     diff = record["git"].pop("diff", "")
+    del record["code"]  # the difference says the same, to be read
     files = plan.files | {f"{job.run_dir}/submit.json": json.dumps(record, indent=1) + "\n"}
     if diff:
         files[f"{job.run_dir}/uncommitted.patch"] = diff

@@ -25,7 +25,7 @@ def job_of(backend: str, flags: str, *commands: list[str]):
     job = submit.make_job(*submit.parse(argv))
     git = {"commit": "0123456789abcdef", "dirty": True, "diff": "--- a/grpo.py\n+++ b/grpo.py\n"}
     workdir = "/home/me/rlvr" if job.workdir == os.getcwd() else job.workdir
-    return dataclasses.replace(job, submitted="20260101-120000", git=git, workdir=workdir)
+    return dataclasses.replace(job, submitted="20260101-120000", git=git, code=None, workdir=workdir)
 
 
 def script_of(backend: str, plan) -> tuple[list[str], dict[str, str]]:

@@ -3,6 +3,7 @@
 # The script of one node, from scripts/templates/job.sh.
 set -u
 cd {{workdir}} || exit 1
+{{code}}
 export RUN_ID={{run_id}} RUN_DIR={{run_dir}} WANDB_RESUME=allow
 export {{env}}
 mkdir -p "$RUN_DIR"

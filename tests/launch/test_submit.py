@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,6 +112,70 @@ def test_nodes_that_saved_wait_for_the_others(tmp_path):
     first, second = nodes(3, 75)  # a failure is told at once
     assert first.wait(30) == 3 and second.poll() is None
     assert second.wait(30) == 75
+
+
+def repository(tmp_path) -> Path:
+    """A repository with one commit, and ``image``, a copy of it; the edits are only in the first."""
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "old.py").write_text("print('as in the image')\n")
+    (here / "lib.py").write_text("word = 'old'\n")
+    (here / "notes.txt").write_text("a\n")
+    git = ["git", "-c", "user.name=me", "-c", "user.email=me@here"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True, cwd=here)
+    shutil.copytree(here, tmp_path / "image", ignore=shutil.ignore_patterns(".git"))
+    return here
+
+
+@pytest.mark.parametrize("backend", ["kubernetes", "beaker"])
+def test_an_edited_script_runs_in_an_image_that_has_the_commit(backend, tmp_path, monkeypatch):
+    """A copied script and an edited module reach the container; other files and other people's scripts do not."""
+    here = repository(tmp_path)
+    monkeypatch.chdir(here)
+    words = ["--backend", backend, "--image", "me/rlvr", "--run_dir", "r", "--", sys.executable, "mine.py"]
+    (here / "mine.py").write_text("import lib\nprint('mine', lib.word)\n")
+    (here / "lib.py").write_text("word = 'new'\n")
+    (here / "notes.txt").write_text("b\n")
+    (here / "unnamed.py").write_text("")
+    plan = submitted(words)
+    command, environment = script_of(backend, plan)
+    os.utime(here / "mine.py", (0, 0))
+    first, second = (submit.make_job(*submit.parse(words)) for _ in range(2))
+    assert first.code == second.code and first.code in command[-1], "the same edits are the same job"
+    image = tmp_path / "image"
+    done = subprocess.run(command, cwd=image, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "mine new\n"), done.stderr
+    assert {path.name for path in image.iterdir() if path.is_file()} == {"old.py", "lib.py", "notes.txt", "mine.py"}
+    assert (image / "notes.txt").read_text() == "a\n"
+    record = json.loads(plan.files["r/submit.json"])
+    assert "code" not in record and "+word = 'new'" in plan.files["r/uncommitted.patch"]
+
+
+def test_code_that_need_not_or_cannot_go_along(tmp_path, monkeypatch, capsys):
+    """On a mount the code is there; without edits there is nothing to send; too much is refused with the remedy."""
+    here = repository(tmp_path)
+    monkeypatch.chdir(here)
+    words = ["--backend", "beaker", "--image", "me/rlvr", "--", "python", "old.py"]
+    plain = script_of("beaker", submitted(words))[0]
+    assert "base64" not in plain[-1]
+    (here / "old.py").write_text("print('edited')\n")
+    assert "base64" in script_of("beaker", submitted(words))[0][-1]
+    mounted = ["--mount", "bucket:/weka/code", "--workdir", "/weka/code/me", *words]
+    assert "base64" not in script_of("beaker", submitted(mounted))[0][-1]
+    elsewhere = ["--mount", "bucket:/weka/code", "--workdir", "/weka/codes", *words]
+    assert "base64" in script_of("beaker", submitted(elsewhere))[0][-1]
+    (here / "new.py").write_text("")
+    (here / "old.py").write_text("".join(f"x{i} = {hash(str(i))}\n" for i in range(20000)))
+    for script, words_of_it in (
+        ("old.py", "put the code on a --mount"),
+        (f"{here}/new.py", "no path inside this folder"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            submitted([*words[:-1], script])
+        assert end.value.code == 2
+        assert words_of_it in capsys.readouterr().err
+        (here / "old.py").write_text("")
 
 
 @pytest.mark.parametrize("backend", ["skypilot", "kubernetes", "beaker"])

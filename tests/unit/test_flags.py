@@ -100,6 +100,15 @@ CASES = {
     ),
     "two warm-ups": ({"warm_up_steps": 2, "warm_up_ratio": 0.1}, ["--warm_up_steps", "--warm_up_ratio", "one of"]),
     "warm-up above the run": ({"warm_up_ratio": 1.5}, ["--warm_up_ratio 1.5", "between 0 and 1"]),
+    "a penalty that pays": (
+        {"non_stop_penalty": -1.0},
+        ["--non_stop_penalty -1: is subtracted", "--non_stop_penalty 1 with --mask_no_eos_with_zero"],
+    ),
+    "a revision of no reward model": (
+        {"reward_model_revision": "v2"},
+        ["--reward_model_revision: there is no reward model", "give --reward_model_name_or_path"],
+    ),
+    "a length of no reward model": ({"reward_model_max_length": 9}, ["--reward_model_max_length: there is no"]),
     "group of one": ({"num_samples_per_prompt_rollout": 1}, ["--num_samples_per_prompt_rollout 1", "at least 2"]),
     "micro-batch too small": (
         {"micro_batch_tokens": 287},

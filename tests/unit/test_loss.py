@@ -72,6 +72,15 @@ def test_shape_reward():
     assert reward(0.0, reward_bias=0.5, reward_scaling=10, max_reward_clip=2) == -2.0
 
 
+def test_pass_at_k_of_training_prompts():
+    """The fraction of prompts with a right response; two right ones to one prompt count once."""
+    samples = make_samples(4, 3)
+    for sample in samples:
+        sample.reward_parts = {"correct": float((sample.prompt_id, sample.sample_id) in ((0, 1), (2, 0), (2, 2)))}
+    found = utils.sample_metrics(samples, torch.zeros(4, 3), 1)
+    assert (found["reward/pass@k"], found["reward/correct"]) == (0.5, 0.25)
+
+
 def test_loss_weights(samples):
     offsets = batching.token_offsets(samples)
     some = [0, 1, 5, 7]

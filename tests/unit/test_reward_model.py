@@ -79,12 +79,16 @@ def test_batches_change_nothing(classifier):
 
 def test_the_last_tokens_are_read(classifier):
     """With --reward_model_max_length texts that end alike have one score, and those that fit keep theirs."""
-    plain = scorer(classifier).score(CONVERSATIONS)
-    short = scorer(classifier, reward_model_max_length=40).score(CONVERSATIONS)
-    lengths = [len(scorer(classifier).tokenizer(m[0]["content"] + r)["input_ids"]) for m, r in CONVERSATIONS]
-    assert min(lengths) < 30 and max(lengths) > 60
+    whole = scorer(classifier)
+    lengths = []
+    for messages, response in CONVERSATIONS:
+        text = [*messages, {"role": "assistant", "content": response}]
+        lengths.append(len(whole.tokenizer.apply_chat_template(text, return_dict=False)))
+    limit = sorted(lengths)[4]
+    plain = whole.score(CONVERSATIONS)
+    short = scorer(classifier, reward_model_max_length=limit).score(CONVERSATIONS)
     kept = [a == pytest.approx(b, abs=1e-5) for a, b in zip(plain, short, strict=True)]
-    assert True in kept and False in kept
+    assert kept == [length <= limit for length in lengths] and False in kept
     (messages, response) = CONVERSATIONS[0]
     tail = scorer(classifier, reward_model_max_length=5)
     other = [{"role": "user", "content": "Anything else"}]
@@ -111,9 +115,12 @@ for changes in ({}, {"reward_model_revision": "v2"}, {"reward_model_revision": "
         print("trust_remote_code" in str(error))
 """
 OWN_CODE = """
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoModel, LlamaConfig, LlamaForSequenceClassification, LlamaModel
 class OwnConfig(LlamaConfig):
     model_type = "own"
+class OwnModel(LlamaModel):
+    config_class = OwnConfig
+AutoModel.register(OwnConfig, OwnModel)
 class OwnForSequenceClassification(LlamaForSequenceClassification):
     config_class = OwnConfig
     def forward(self, *rest, **more):
