@@ -558,6 +558,11 @@ def check_asynchrony(args: RunFlags) -> None:
                 "one of them",
             ),
             (
+                ahead and args.deepspeed_enable_sleep_mode,
+                "--deepspeed_enable_sleep_mode takes the trainer off the GPU while the engine samples, and with "
+                "--async_steps it samples while the trainer works; give one of them",
+            ),
+            (
                 ahead and args.dataset_max_filter_share > 0,
                 "--dataset_max_filter_share with --async_steps: prompts that were asked for ahead come from the list "
                 "before the filter; give one of them",

@@ -70,6 +70,7 @@ OBSERVABLES = {
     "verifier processes": "alive at the end of the run",
     "imports of own_library": "1 where --external_lib was imported",
     "DeepSpeed(...)": "an entry of the policy engine's configuration",
+    "states that leave the GPU": "how often DeepSpeed has moved them",
     "vllm.LLM": "calls of the constructor",
     "vllm.LLM(...)": "an argument of the constructor",
     "blocks of the KV cache": "as vLLM has allocated them",
@@ -108,6 +109,9 @@ def prepare(files: Path) -> None:
     config = LlamaConfig.from_pretrained(tiny, num_labels=1, architectures=["LlamaForSequenceClassification"])
     LlamaForSequenceClassification(config).save_pretrained(files / "classifier")
     AutoTokenizer.from_pretrained(tiny).save_pretrained(files / "classifier")
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    tokenizer.save_pretrained(files / "tokenizer")
     prepare_hub(files)
     prepare_custom(files)
     prepare_data(files)
@@ -269,6 +273,10 @@ def observe_training(module, seen: dict[str, Any], patch) -> None:
         seen["attention of the policy"] = policy.module.model.config._attn_implementation
         for key, value in flat(policy.config).items():
             seen[f"DeepSpeed({key})"] = value
+        spy(patch, policy, "offload_states", note_states)
+
+    def note_states(*_) -> None:
+        seen["states that leave the GPU"] = seen.get("states that leave the GPU", 0) + 1
 
     spy(patch, module, "token_loss", note_loss)
     spy(patch, module, "loss_weights", note_weights)

@@ -80,6 +80,7 @@ EVIDENCE: dict[str, Row] = {
     # ---- model
     "model_name_or_path": row("FILES/other", "weights", "responses"),
     "revision": row("later", "weights", "responses", model_name_or_path="hub/tiny"),
+    "tokenizer_name_or_path": row("FILES/tokenizer", "prompts"),
     "trust_remote_code": row(True, "exit", "steps", model_name_or_path="FILES/custom"),
     "external_lib": row("own_library", "imports of own_library"),
     "override_config": row('{"rms_norm_eps": 0.5}', "responses", "policy/entropy"),
@@ -132,7 +133,7 @@ EVIDENCE: dict[str, Row] = {
     "mask_no_eos_with_zero": row(True, "rewards"),
     "non_stop_penalty": row(0.5, "rewards"),
     "overlong_buffer": row(4, "rewards"),
-    "repetition_penalty": row(0.5, "rewards", temperature=0.01, ignore_eos=True, max_response_length=24),
+    "repetition_max_penalty": row(0.5, "rewards", temperature=0.01, ignore_eos=True, max_response_length=24),
     # ---- evaluation
     "eval_prompts": row(3, "held-out prompts"),
     "eval_samples": row(1, "evaluation responses"),
@@ -152,7 +153,9 @@ EVIDENCE: dict[str, Row] = {
     "vllm_tensor_parallel_size": row(2, "vllm.LLM(tensor_parallel_size)", stage="on two GPUs"),
     "vllm_max_num_seqs": row(4, "engine steps", **VLLM),
     "vllm_max_num_batched_tokens": row(144, "engine steps", **VLLM, vllm_max_num_seqs=16),
+    "vllm_load_format": row("dummy", "vllm.LLM(load_format)", **VLLM),
     "vllm_enable_sleep_mode": row(True, "vllm.LLM(enable_sleep_mode)", stage="on a GPU"),
+    "deepspeed_enable_sleep_mode": row(True, "states that leave the GPU"),
     # ---- memory and parallelism
     "micro_batch_tokens": row(140, "training passes"),
     "logprob_micro_batch_tokens": row(140, "log-prob passes", num_mini_batches=2),

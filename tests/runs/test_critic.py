@@ -40,6 +40,12 @@ class Watched:
         monkeypatch.setattr(utils, "backward", spy_backward)
 
 
+@pytest.fixture(scope="module")
+def plain(tiny, tmp_path_factory) -> tuple[Watched, list[dict], dict]:
+    """The run without settings of the critic's own."""
+    return run(tiny, tmp_path_factory.mktemp("plain"), pytest.MonkeyPatch())
+
+
 def run(tiny, out, monkeypatch, **changes) -> tuple[Watched, list[dict], dict]:
     with monkeypatch.context() as patch:
         watched = Watched(patch)
@@ -58,13 +64,13 @@ def run(tiny, out, monkeypatch, **changes) -> tuple[Watched, list[dict], dict]:
         ("critic_max_grad_norm", 1e-3, 2),
     ],
 )
-def test_a_setting_of_the_critic_changes_the_critic_alone(tiny, tmp_path, monkeypatch, flag, value, column):
+def test_a_setting_of_the_critic_changes_the_critic_alone(tiny, tmp_path, monkeypatch, plain, flag, value, column):
     """The column that the flag names, and with it the trained critic; the policy's steps stay, bit for bit."""
-    plain, metrics, weights = run(tiny, tmp_path / "plain", monkeypatch)
-    own, other, changed = run(tiny, tmp_path / "own", monkeypatch, **{flag: value})
-    assert own.steps["policy"] == plain.steps["policy"]
-    assert own.steps["critic"] != plain.steps["critic"]
-    for ours, theirs in zip(own.steps["critic"], plain.steps["critic"], strict=True):
+    shared, metrics, weights = plain
+    own, other, changed = run(tiny, tmp_path, monkeypatch, **{flag: value})
+    assert own.steps["policy"] == shared.steps["policy"]
+    assert own.steps["critic"] != shared.steps["critic"]
+    for ours, theirs in zip(own.steps["critic"], shared.steps["critic"], strict=True):
         assert [a for i, a in enumerate(ours) if i != column] == [a for i, a in enumerate(theirs) if i != column]
     assert any(not torch.equal(changed[name], weights[name]) for name in weights)
     assert other[0]["optim/grad_norm"] == metrics[0]["optim/grad_norm"]

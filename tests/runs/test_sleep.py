@@ -76,8 +76,8 @@ RUN = {"eval_every": 1, "save_every": 2, "num_mini_batches": 2, "learning_rate":
     "script, changes",
     [
         ("grpo", {"beta": 0.1, "ref_policy_update_freq": 1, "best_metric": "eval/pass@1"}),
-        ("grpo", {"dtype": "bfloat16"}),
-        ("grpo", {"offload_optimizer": True}),
+        pytest.param("grpo", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param("grpo", {"offload_optimizer": True}, marks=pytest.mark.slow),
         ("ppo", {"value_norm": "running"}),
     ],
 )
@@ -137,6 +137,17 @@ def test_a_checkpoint_of_a_sleeping_trainer_resumes(tiny, tmp_path, monkeypatch)
     interrupted(args, monkeypatch, after=2, script="ppo")
     run_here(tiny_args(tiny, tmp_path / "other", "ppo", **RUN), "ppo")
     assert record(folder_of(args, "ppo")) == record(folder_of(whole, "ppo"))
+
+
+@pytest.mark.slow
+def test_parameters_in_cpu_memory_change_no_number(tiny, tmp_path):
+    """--offload_param, which ZeRO 3 has in place of it: the run of the same stage, bit for bit."""
+    records = []
+    for offload in (False, True):
+        args = tiny_args(tiny, tmp_path / str(offload), zero_stage=3, offload_param=offload, **RUN)
+        run_here(args)
+        records.append(record(folder_of(args)))
+    assert records[0] == records[1]
 
 
 @pytest.mark.gpu

@@ -181,6 +181,10 @@ CASES = {
         {"deepspeed_enable_sleep_mode": True, "zero_stage": 3, "rollout": "hf"},
         ["--deepspeed_enable_sleep_mode", "--zero_stage 2", "stage 3"],
     ),
+    "sleep ahead of training": (
+        {"deepspeed_enable_sleep_mode": True, "async_steps": 1, "rollout": "hf"},
+        ["--deepspeed_enable_sleep_mode", "--async_steps", "one of them"],
+    ),
     "sleep beside an engine that does not": (
         {"deepspeed_enable_sleep_mode": True},
         ["--deepspeed_enable_sleep_mode", "--vllm_enable_sleep_mode"],
