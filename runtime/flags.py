@@ -333,8 +333,6 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
         elif kind == "bool" and following.lower() in ("true", "false", "yes", "no", "0", "1"):
             on = f"--{flag}" if following.lower() in ("true", "yes", "1") else f"--no-{flag}"
             refuse(f"--{flag} {following}: switches take no value; give {on}")
-        elif kind == "bool | None" and "=" not in word and following not in ("True", "False", "None"):
-            refuse(f"--{flag} is no switch, as its default is neither on nor off: give --{flag} True or False")
     name = presets.asked_for(cls, words)
     if name is not None:
         default = presets.apply(cls() if default is None else default, name)
@@ -585,6 +583,11 @@ def check_model(args: RunFlags, flag: str = "model_name_or_path") -> None:
         refuse(
             f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} = "
             f"{wanted} tokens, but the context of {name} is {context}; shorten one of them"
+        )
+    if flag == "model_name_or_path" and args.revision is not None and Path(name).is_dir():
+        refuse(
+            f"--revision {args.revision} is of a model on the hub, but --model_name_or_path {name} is a folder here, "
+            f"which is loaded as it is; leave it out"
         )
     check_reward_model(args)
     own_template = not files or "chat_template.jinja" in files or tokenizer_config.get("chat_template")
