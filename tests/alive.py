@@ -52,6 +52,7 @@ OBSERVABLES = {
     "seeds of requests": "(prompt, number, seed) of every response that was asked for",
     "responses": "token ids of every training response",
     "rewards": "of every training response",
+    "versions of weights": "that sampled every training response, with the first token of each",
     "held-out prompts": "token ids of the prompts of the first evaluation",
     "evaluation responses": "token ids of the responses of every evaluation",
     "evaluated steps": "the steps after which the run evaluated",
@@ -67,6 +68,7 @@ OBSERVABLES = {
     "dtype of the policy": "of the weights under DeepSpeed",
     "attention of the policy": "the implementation that transformers runs",
     "moves of the reference": "the devices that the reference is sent to",
+    "moves of the trainer": "of DeepSpeed's states to CPU memory and back",
     "verifier processes": "alive at the end of the run",
     "imports of own_library": "1 where --external_lib was imported",
     "DeepSpeed(...)": "an entry of the policy engine's configuration",
@@ -106,8 +108,12 @@ def prepare(files: Path) -> None:
     other = {name: weight + 0.05 * torch.randn_like(weight) for name, weight in weights.items()}
     save_file(other, files / "other" / "model.safetensors", {"format": "pt"})
     config = LlamaConfig.from_pretrained(tiny, num_labels=1, architectures=["LlamaForSequenceClassification"])
-    LlamaForSequenceClassification(config).save_pretrained(files / "classifier")
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(files / "classifier")
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    for name in ("classifier", "other_classifier"):
+        LlamaForSequenceClassification(config).save_pretrained(files / name)
+        tokenizer.save_pretrained(files / name)
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    tokenizer.save_pretrained(files / "tokenizer")
     prepare_hub(files)
     prepare_custom(files)
     prepare_data(files)
@@ -117,12 +123,13 @@ def prepare(files: Path) -> None:
 
 
 def prepare_hub(files: Path) -> None:
-    """The cache of the hub client, HF_HOME, with two revisions of the model hub/tiny."""
-    repository = files / "hub_cache" / "hub" / "models--hub--tiny"
-    (repository / "refs").mkdir(parents=True)
-    for revision, source, commit in (("main", "tiny", "0" * 40), ("later", "other", "1" * 40)):
-        (repository / "refs" / revision).write_text(commit)
-        shutil.copytree(files / source, repository / "snapshots" / commit)
+    """The cache of the hub client, HF_HOME, with two revisions of the models hub/tiny and hub/classifier."""
+    for model, later in (("tiny", "other"), ("classifier", "other_classifier")):
+        repository = files / "hub_cache" / "hub" / f"models--hub--{model}"
+        (repository / "refs").mkdir(parents=True)
+        for revision, source, commit in (("main", model, "0" * 40), ("later", later, "1" * 40)):
+            (repository / "refs" / revision).write_text(commit)
+            shutil.copytree(files / source, repository / "snapshots" / commit)
 
 
 def prepare_custom(files: Path) -> None:
@@ -209,21 +216,27 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
     import rewards
     from runtime import runlog
 
-    evaluating = []
+    evaluating: list[bool] = []
+    collected: set[int] = set()  # numbers of batches: one that was waited for ahead is collected again
 
-    def note_rollout(samples, engine, verifiers, batch, requests, *rest) -> None:
-        samples = sorted(samples, key=lambda s: (s.prompt_id, s.sample_id))
-        ids = [s.response_ids for s in samples]
-        prompts = [problem.prompt_ids for problem in batch]
+    def note_asked(batch, engine, problems, requests, *rest) -> None:
+        prompts = [problem.prompt_ids for problem in problems]
         if evaluating:
             seen.setdefault("held-out prompts", prompts)
-            seen.setdefault("evaluation responses", []).extend(ids)
             return
         seen.setdefault("prompts", []).extend(prompts)
-        seen.setdefault("ground truths", []).extend(problem.truth for problem in batch)
+        seen.setdefault("ground truths", []).extend(problem.truth for problem in problems)
         seen.setdefault("seeds of requests", []).extend(map(list, requests))
-        seen.setdefault("responses", []).extend(ids)
-        seen.setdefault("rewards", []).extend(s.reward for s in samples)
+
+    def note_collected(samples, engine, verifiers, batch, *rest) -> None:
+        ids = [s.response_ids for s in samples]
+        if evaluating:
+            seen.setdefault("evaluation responses", []).extend(ids)
+        elif batch.number not in collected:
+            collected.add(batch.number)
+            seen.setdefault("responses", []).extend(ids)
+            seen.setdefault("rewards", []).extend(s.reward for s in samples)
+            seen.setdefault("versions of weights", []).extend(list(map(list, s.weight_versions)) for s in samples)
 
     evaluate = module.evaluate
 
@@ -244,7 +257,8 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
     def note_step(_, log, metrics, *rest) -> None:
         seen.setdefault("steps", []).append(metrics["step"])
 
-    spy(patch, module, "rollout", note_rollout)
+    spy(patch, module.Engine, "ask", note_asked)
+    spy(patch, module, "collect", note_collected)
     patch.setattr(module, "evaluate", note_evaluation)
     spy(patch, rewards.Verifiers, "collect", lambda _, verifiers, *rest: note_workers(_, verifiers))
     spy(patch, runlog.RunLog, "evaluation", note_result)
@@ -313,6 +327,8 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
     spy(patch, utils.TokenLogprobs, "hidden", note_pass)
     spy(patch, utils.TokenLogprobs, "_logits", note_logits)
     spy(patch, utils.TokenLogprobs, "to", note_move)
+    for name in ("leave_gpu", "return_to_gpu"):
+        spy(patch, utils, name, lambda _, *rest: seen.setdefault("moves of the trainer", []).append(len(rest)))
     patch.setattr(utils.TokenLogprobs, "forward", measured)
 
 

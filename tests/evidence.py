@@ -80,6 +80,7 @@ EVIDENCE: dict[str, Row] = {
     # ---- model
     "model_name_or_path": row("FILES/other", "weights", "responses"),
     "revision": row("later", "weights", "responses", model_name_or_path="hub/tiny"),
+    "tokenizer_name_or_path": row("FILES/tokenizer", "prompts"),
     "trust_remote_code": row(True, "exit", "steps", model_name_or_path="FILES/custom"),
     "external_lib": row("own_library", "imports of own_library"),
     "override_config": row('{"rms_norm_eps": 0.5}', "responses", "policy/entropy"),
@@ -126,13 +127,15 @@ EVIDENCE: dict[str, Row] = {
         True, "exit", "steps", stage="no namespaces", dataset="FILES/code.jsonl", reward_fn=None, verifier="code"
     ),
     "reward_model_name_or_path": row("FILES/classifier", "rewards"),
+    "reward_model_revision": row("later", "rewards", reward_model_name_or_path="hub/classifier"),
+    "reward_model_max_length": row(8, "rewards", reward_model_name_or_path="FILES/classifier"),
     "reward_scaling": row(2.0, "rewards"),
     "reward_bias": row(0.5, "rewards"),
     "max_reward_clip": row(0.25, "rewards"),
     "mask_no_eos_with_zero": row(True, "rewards"),
     "non_stop_penalty": row(0.5, "rewards"),
     "overlong_buffer": row(4, "rewards"),
-    "repetition_penalty": row(0.5, "rewards", temperature=0.01, ignore_eos=True, max_response_length=24),
+    "repetition_max_penalty": row(0.5, "rewards", temperature=0.01, ignore_eos=True, max_response_length=24),
     # ---- evaluation
     "eval_prompts": row(3, "held-out prompts"),
     "eval_samples": row(1, "evaluation responses"),
@@ -143,6 +146,8 @@ EVIDENCE: dict[str, Row] = {
     "max_response_length": row(4, "completions/length_max"),
     "temperature": row(0.5, "responses", "policy/entropy"),
     "rollout": row("vllm", "vllm.LLM", "responses", vllm_kv_cache_gb=0.05),
+    "async_steps": row(1, "sampler/staleness", "versions of weights"),
+    "inflight_updates": row("recompute", "versions of weights", **VLLM, async_steps=1, vllm_max_num_seqs=4),
     "rollout_timeout": row(0.001, "exit", "last words", stage="slow sampler"),
     "stop": row(("e", "a"), "completions/length_mean", **VLLM),
     "ignore_eos": row(True, "completions/truncated_frac", "responses"),
@@ -152,7 +157,9 @@ EVIDENCE: dict[str, Row] = {
     "vllm_tensor_parallel_size": row(2, "vllm.LLM(tensor_parallel_size)", stage="on two GPUs"),
     "vllm_max_num_seqs": row(4, "engine steps", **VLLM),
     "vllm_max_num_batched_tokens": row(144, "engine steps", **VLLM, vllm_max_num_seqs=16),
+    "vllm_load_format": row("dummy", "vllm.LLM(load_format)", **VLLM),
     "vllm_enable_sleep_mode": row(True, "vllm.LLM(enable_sleep_mode)", stage="on a GPU"),
+    "deepspeed_enable_sleep_mode": row(True, "moves of the trainer"),
     # ---- memory and parallelism
     "micro_batch_tokens": row(140, "training passes"),
     "logprob_micro_batch_tokens": row(140, "log-prob passes", num_mini_batches=2),
