@@ -234,9 +234,6 @@ EVIDENCE: dict[str, Row] = {
     "max_grad_norm": row(0.01, "weights", optimizer="sgd"),
 }
 
-# Flags that change nothing but what a run looks like, and are seen to change nothing at all here: name -> the reason.
-COSMETIC: dict[str, str] = {}
-
 
 def default_of(cls: type, flag: str) -> Any:
     """The default of an argument, as a script has it where no variable of the environment says otherwise."""
