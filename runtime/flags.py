@@ -589,6 +589,11 @@ def check_model(args: RunFlags, flag: str = "model_name_or_path") -> None:
             f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} = "
             f"{wanted} tokens, but the context of {name} is {context}; shorten one of them"
         )
+    if flag == "model_name_or_path" and args.revision is not None and Path(name).is_dir():
+        refuse(
+            f"--revision {args.revision} is of a model on the hub, but --model_name_or_path {name} is a folder here, "
+            f"which is loaded as it is; leave it out"
+        )
     check_reward_model(args)
     own_template = not files or "chat_template.jinja" in files or tokenizer_config.get("chat_template")
     if flag == "model_name_or_path" and chat_template(args) is None and not own_template:

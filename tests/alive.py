@@ -18,6 +18,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import evidence  # noqa: E402
 import learning  # noqa: E402
-from evidence import BASE, COSMETIC, EVIDENCE, Row  # noqa: E402
+from evidence import BASE, EVIDENCE, Row  # noqa: E402
 from helpers import read_jsonl  # noqa: E402
 
 SCRIPTS = ("grpo", "ppo")
@@ -52,6 +53,7 @@ OBSERVABLES = {
     "seeds of requests": "(prompt, number, seed) of every response that was asked for",
     "responses": "token ids of every training response",
     "rewards": "of every training response",
+    "versions of weights": "that sampled every training response, with the first token of each",
     "held-out prompts": "token ids of the prompts of the first evaluation",
     "evaluation responses": "token ids of the responses of every evaluation",
     "evaluated steps": "the steps after which the run evaluated",
@@ -67,6 +69,7 @@ OBSERVABLES = {
     "dtype of the policy": "of the weights under DeepSpeed",
     "attention of the policy": "the implementation that transformers runs",
     "moves of the reference": "the devices that the reference is sent to",
+    "moves of the trainer": "of DeepSpeed's states to CPU memory and back",
     "verifier processes": "alive at the end of the run",
     "imports of own_library": "1 where --external_lib was imported",
     "DeepSpeed(...)": "an entry of the policy engine's configuration",
@@ -107,9 +110,10 @@ def prepare(files: Path) -> None:
     other = {name: weight + 0.05 * torch.randn_like(weight) for name, weight in weights.items()}
     save_file(other, files / "other" / "model.safetensors", {"format": "pt"})
     config = LlamaConfig.from_pretrained(tiny, num_labels=1, architectures=["LlamaForSequenceClassification"])
-    LlamaForSequenceClassification(config).save_pretrained(files / "classifier")
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(files / "classifier")
     tokenizer = AutoTokenizer.from_pretrained(tiny)
+    for name in ("classifier", "other_classifier"):
+        LlamaForSequenceClassification(config).save_pretrained(files / name)
+        tokenizer.save_pretrained(files / name)
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     tokenizer.save_pretrained(files / "tokenizer")
     prepare_hub(files)
@@ -121,12 +125,13 @@ def prepare(files: Path) -> None:
 
 
 def prepare_hub(files: Path) -> None:
-    """The cache of the hub client, HF_HOME, with two revisions of the model hub/tiny."""
-    repository = files / "hub_cache" / "hub" / "models--hub--tiny"
-    (repository / "refs").mkdir(parents=True)
-    for revision, source, commit in (("main", "tiny", "0" * 40), ("later", "other", "1" * 40)):
-        (repository / "refs" / revision).write_text(commit)
-        shutil.copytree(files / source, repository / "snapshots" / commit)
+    """The cache of the hub client, HF_HOME, with two revisions of the models hub/tiny and hub/classifier."""
+    for model, later in (("tiny", "other"), ("classifier", "other_classifier")):
+        repository = files / "hub_cache" / "hub" / f"models--hub--{model}"
+        (repository / "refs").mkdir(parents=True)
+        for revision, source, commit in (("main", model, "0" * 40), ("later", later, "1" * 40)):
+            (repository / "refs" / revision).write_text(commit)
+            shutil.copytree(files / source, repository / "snapshots" / commit)
 
 
 def prepare_custom(files: Path) -> None:
@@ -213,21 +218,27 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
     import rewards
     from runtime import runlog
 
-    evaluating = []
+    evaluating: list[bool] = []
+    collected: set[int] = set()  # numbers of batches: one that was waited for ahead is collected again
 
-    def note_rollout(samples, engine, verifiers, batch, requests, *rest) -> None:
-        samples = sorted(samples, key=lambda s: (s.prompt_id, s.sample_id))
-        ids = [s.response_ids for s in samples]
-        prompts = [problem.prompt_ids for problem in batch]
+    def note_asked(batch, engine, problems, requests, *rest) -> None:
+        prompts = [problem.prompt_ids for problem in problems]
         if evaluating:
             seen.setdefault("held-out prompts", prompts)
-            seen.setdefault("evaluation responses", []).extend(ids)
             return
         seen.setdefault("prompts", []).extend(prompts)
-        seen.setdefault("ground truths", []).extend(problem.truth for problem in batch)
+        seen.setdefault("ground truths", []).extend(problem.truth for problem in problems)
         seen.setdefault("seeds of requests", []).extend(map(list, requests))
-        seen.setdefault("responses", []).extend(ids)
-        seen.setdefault("rewards", []).extend(s.reward for s in samples)
+
+    def note_collected(samples, engine, verifiers, batch, *rest) -> None:
+        ids = [s.response_ids for s in samples]
+        if evaluating:
+            seen.setdefault("evaluation responses", []).extend(ids)
+        elif batch.number not in collected:
+            collected.add(batch.number)
+            seen.setdefault("responses", []).extend(ids)
+            seen.setdefault("rewards", []).extend(s.reward for s in samples)
+            seen.setdefault("versions of weights", []).extend(list(map(list, s.weight_versions)) for s in samples)
 
     evaluate = module.evaluate
 
@@ -248,7 +259,8 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
     def note_step(_, log, metrics, *rest) -> None:
         seen.setdefault("steps", []).append(metrics["step"])
 
-    spy(patch, module, "rollout", note_rollout)
+    spy(patch, module.Engine, "ask", note_asked)
+    spy(patch, module, "collect", note_collected)
     patch.setattr(module, "evaluate", note_evaluation)
     spy(patch, rewards.Verifiers, "collect", lambda _, verifiers, *rest: note_workers(_, verifiers))
     spy(patch, runlog.RunLog, "evaluation", note_result)
@@ -321,6 +333,8 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
     spy(patch, utils.TokenLogprobs, "hidden", note_pass)
     spy(patch, utils.TokenLogprobs, "_logits", note_logits)
     spy(patch, utils.TokenLogprobs, "to", note_move)
+    for name in ("leave_gpu", "return_to_gpu"):
+        spy(patch, utils, name, lambda _, *rest: seen.setdefault("moves of the trainer", []).append(len(rest)))
     patch.setattr(utils.TokenLogprobs, "forward", measured)
 
 
@@ -374,7 +388,10 @@ def left_behind(place: Path, code: int) -> dict[str, Any]:
                         found.setdefault(name, []).append(value)
     rows = [line for path in out.rglob("samples.jsonl") for line in read_jsonl(path)]
     found["rows of samples.jsonl"] = len(rows)
-    lines = [line for line in (place / "console.txt").read_text().splitlines() if line.strip()]
+    lines = []
+    for line in (place / "console.txt").read_text().splitlines():
+        if line.strip() and not re.search(r"resource_tracker|warnings\.warn\(", line):  # of libraries, at the very end
+            lines.append(line)
     found["samples on the console"] = sum(" | ground truth " in line for line in lines)
     found["last words"] = lines[-1].strip() if lines and code != 0 else ""
     for name, folder in (("weights", "model"), ("critic weights", "critic")):
@@ -607,12 +624,11 @@ def complaints(flag: str, row: Row, without: dict[str, Any], tried: dict[str, An
     for name in row.changes:
         if same(without.get(name), tried.get(name)):
             wrong.append(f"{name} is the same: {shown(tried.get(name))}")
-    if "last words" in row.changes and typed(flag) not in tried["last words"]:
-        wrong.append(f"the message does not name {typed(flag)}: {tried['last words']}")
-    if "exit" not in row.changes:
-        for found in (without, tried):
-            if found["exit"] != 0:
-                wrong.append(f"exit code {found['exit']}: {found['console'][-600:]}")
+    for found in (without, tried):
+        if found["exit"] != 0 and "exit" not in row.changes:
+            wrong.append(f"exit code {found['exit']}: {found['console'][-600:]}")
+        elif found["exit"] != 0 and flag not in found["last words"]:
+            wrong.append(f"a run ends, and its message does not name {typed(flag)}: {found['last words']}")
     return wrong
 
 
@@ -721,8 +737,6 @@ def fixed_cells(flag: str) -> list[str]:
     scripts = [script for script in SCRIPTS if flag in flags_of(script)]
     defaults = [literal(evidence.default_of(importlib.import_module(script).Args, flag)) for script in scripts]
     first = [f"`{typed(flag)}`", ", ".join(scripts), ", ".join(f"`{default}`" for default in dict.fromkeys(defaults))]
-    if flag in COSMETIC:
-        return [*first, "–", "–"]
     row = EVIDENCE[flag]
     given = ", ".join(f"`{typed(name)} {literal(value)}`" for name, value in row.given.items())
     needs = "; ".join(filter(None, [given, row.stage])) or "–"
@@ -741,9 +755,7 @@ def write_page(results: Results) -> None:
     """Put the tables of flags and of observables into docs/flags.md, between their marks."""
     lines = ["| flag | scripts | default | tried | with | seen to change |", "|---|---|---|---|---|---|"]
     for flag in every_flag():
-        changed = next(
-            (results[script, flag][1] for script in SCRIPTS if (script, flag) in results), COSMETIC.get(flag)
-        )
+        changed = next(results[script, flag][1] for script in SCRIPTS if (script, flag) in results)
         lines.append(f"| {' | '.join([*fixed_cells(flag), changed.replace('|', chr(92) + '|')])} |")
     names = ["| observable | what it is |", "|---|---|"]
     names += [f"| {name} | {meaning} |" for name, meaning in OBSERVABLES.items()]
@@ -831,6 +843,8 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write docs/flags.md")
     parser.add_argument("--unhooked", action="store_true", help="unhook flags in copies: each must be found dead")
     args = parser.parse_args()
+    if args.write and (args.only or args.script):
+        parser.error("--write needs every flag of both scripts")
     if args.unhooked:
         return unhook_all(args.only)
     scripts = (args.script,) if args.script else SCRIPTS
@@ -849,7 +863,7 @@ def main() -> int:
     for (script, flag), (wrong, changed) in results.items():
         dead += bool(wrong)
         print(f"{script} --{flag}: {'DEAD, ' + '; '.join(wrong) if wrong else changed}", flush=True)
-    missing = [flag for script in scripts for flag in flags_of(script) if flag not in {*EVIDENCE, *COSMETIC}]
+    missing = [flag for script in scripts for flag in flags_of(script) if flag not in EVIDENCE]
     print(f"{len(results)} flags, {dead} dead, {len(runs.found)} runs, {time.monotonic() - begun:.0f} s")
     if missing:
         print(f"no evidence in tests/evidence.py: {', '.join(dict.fromkeys(missing))}")

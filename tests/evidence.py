@@ -127,6 +127,8 @@ EVIDENCE: dict[str, Row] = {
         True, "exit", "steps", stage="no namespaces", dataset="FILES/code.jsonl", reward_fn=None, verifier="code"
     ),
     "reward_model_name_or_path": row("FILES/classifier", "rewards"),
+    "reward_model_revision": row("later", "rewards", reward_model_name_or_path="hub/classifier"),
+    "reward_model_max_length": row(8, "rewards", reward_model_name_or_path="FILES/classifier"),
     "reward_scaling": row(2.0, "rewards"),
     "reward_bias": row(0.5, "rewards"),
     "max_reward_clip": row(0.25, "rewards"),
@@ -144,6 +146,8 @@ EVIDENCE: dict[str, Row] = {
     "max_response_length": row(4, "completions/length_max"),
     "temperature": row(0.5, "responses", "policy/entropy"),
     "rollout": row("vllm", "vllm.LLM", "responses", vllm_kv_cache_gb=0.05),
+    "async_steps": row(1, "sampler/staleness", "versions of weights"),
+    "inflight_updates": row("recompute", "versions of weights", **VLLM, async_steps=1, vllm_max_num_seqs=4),
     "rollout_timeout": row(0.001, "exit", "last words", stage="slow sampler"),
     "stop": row(("e", "a"), "completions/length_mean", **VLLM),
     "ignore_eos": row(True, "completions/truncated_frac", "responses"),
@@ -155,7 +159,7 @@ EVIDENCE: dict[str, Row] = {
     "vllm_max_num_batched_tokens": row(144, "engine steps", **VLLM, vllm_max_num_seqs=16),
     "vllm_load_format": row("dummy", "vllm.LLM(load_format)", **VLLM),
     "vllm_enable_sleep_mode": row(True, "vllm.LLM(enable_sleep_mode)", stage="on a GPU"),
-    "deepspeed_enable_sleep_mode": row(True, "states that leave the GPU"),
+    "deepspeed_enable_sleep_mode": row(True, "moves of the trainer"),
     # ---- memory and parallelism
     "micro_batch_tokens": row(140, "training passes"),
     "logprob_micro_batch_tokens": row(140, "log-prob passes", num_mini_batches=2),
@@ -229,9 +233,6 @@ EVIDENCE: dict[str, Row] = {
     "lr_min_ratio": row(0.9, "optim/lr", "weights"),
     "max_grad_norm": row(0.01, "weights", optimizer="sgd"),
 }
-
-# Flags that change nothing but what a run looks like, and are seen to change nothing at all here: name -> the reason.
-COSMETIC: dict[str, str] = {}
 
 
 def default_of(cls: type, flag: str) -> Any:

@@ -160,6 +160,7 @@ CASES = {
         | {"logprob_micro_batch_tokens": 9999},
         ["--max_prompt_length 1200", "--max_response_length 1200", "2400", "2048", "shorten"],
     ),
+    "revision of a folder": ({"revision": "v2"}, ["--revision v2", "--model_name_or_path", "folder", "leave it out"]),
     "context overridden": ({"override_config": '{"max_position_embeddings": 100}'}, ["288", "100", "shorten"]),
     "override is not JSON": ({"override_config": "{rope_theta: 1}"}, ["--override_config", "not valid JSON", "for ex"]),
     "dropout": ({"override_config": '{"attention_dropout": 0.3}'}, ["attention_dropout 0.3", "without dropout"]),
