@@ -799,7 +799,7 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
 
 
 def weight_statistics(old_T: torch.Tensor, sampler_T: torch.Tensor, args) -> dict[str, torch.Tensor]:
-    """What ``staleness_metrics`` needs of each token: w = old / sampler, its square, whether cap and mask hold it. [T]."""
+    """What ``staleness_metrics`` needs of each token: w = old / sampler, its square, whether cap or mask apply. [T]."""
     log_weight_T = (old_T - sampler_T).clamp(-20, 20)
     values = {"weight": log_weight_T.exp(), "weight_squared": (2 * log_weight_T).exp()}
     if args.truncated_importance_sampling_ratio_cap:
