@@ -96,7 +96,9 @@ class Args(RunFlags):
     early_stop_imp_ratio: float | None = None
     """Skip the rest of an update once the mean ratio of an optimizer step exceeds this. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
-    """Weight the loss by min(trainer / sampler probability, cap). 0 disables. Default: 2 with --async_steps, or off."""
+    """Weight a token's loss, KL included, by min(trainer / sampler probability, cap). Default: 2 with --async_steps."""
+    importance_sampling_mask: tuple[float, float] | None = None
+    """Weight a token's loss by that ratio where it is from LOW to HIGH, and by 0 elsewhere, e.g. 0.5 5 (IcePop)."""
     max_sampler_diff: float = 0.1
     """End the run when an engine and the trainer differ by more nats per token (fp32: a 1000th of it). 0 disables."""
 
@@ -156,6 +158,7 @@ def check_args(args: Args) -> None:
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     has_reference = args.beta > 0 and args.kl_placement != "none"
     adaptive = args.kl_controller == "adaptive"
+    mask = args.importance_sampling_mask
     flags.refuse_first(
         [
             (
@@ -170,6 +173,10 @@ def check_args(args: Args) -> None:
             (
                 args.clip_ratio_c is not None and args.clip_ratio_c <= 1.0,
                 f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it caps ratios that are fine; usual is 3",
+            ),
+            (
+                mask is not None and not 0 <= mask[0] < 1 < mask[1] < math.inf,
+                f"--importance_sampling_mask {mask}: give LOW from 0 to below 1 and HIGH above 1, e.g. 0.5 5",
             ),
             (
                 adaptive and not (has_reference and args.kl_target > 0 and args.kl_horizon > 0),
@@ -193,7 +200,8 @@ def preflight(args: Args) -> tuple[list[Problem], list[Problem], Path, Path | No
     Returns (training problems, evaluation problems, the run's folder, the checkpoint to resume from or None).
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if args.async_steps > 0 and args.truncated_importance_sampling_ratio_cap is None:  # samples can be stale
+    bounds = (args.truncated_importance_sampling_ratio_cap, args.importance_sampling_mask)
+    if args.async_steps > 0 and bounds == (None, None):  # samples can be stale
         args.truncated_importance_sampling_ratio_cap = 2.0
     process.listen_for_signals()
     flags.check(args, world_size)
@@ -269,6 +277,22 @@ def clamp_straight_through(x: torch.Tensor, low: float, high: float) -> torch.Te
     return x.clamp(low, high).detach() + x - x.detach()
 
 
+def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, args: Args) -> torch.Tensor:
+    """old / sampler of every token, truncated and masked as the flags say, or 1 without them. [T], no gradient.
+
+    The sampler drew the tokens, and its probabilities are not old's: its weights may be older, its arithmetic another.
+    """
+    cap = args.truncated_importance_sampling_ratio_cap
+    mask = args.importance_sampling_mask
+    if not cap and mask is None:
+        return torch.ones_like(old_T)
+    weight_T = (old_T - sampler_T).exp()
+    if mask is not None:  # IcePop, arXiv 2510.18855
+        low, high = mask
+        weight_T = torch.where((weight_T >= low) & (weight_T <= high), weight_T, 0.0)
+    return weight_T.clamp(max=cap) if cap else weight_T
+
+
 def token_loss(
     logprobs_T: torch.Tensor,
     old_T: torch.Tensor,
@@ -294,8 +318,10 @@ def token_loss(
     if args.clip_ratio_c is not None:  # dual clip, arXiv 1912.09729
         bound_T = -advantages_T * args.clip_ratio_c
         policy_T = torch.where(advantages_T < 0, torch.minimum(policy_T, bound_T), policy_T)
-    if args.truncated_importance_sampling_ratio_cap is not None:  # trainer against sampler, not new against old
-        policy_T = policy_T * (old_T - sampler_T).exp().clamp(max=args.truncated_importance_sampling_ratio_cap)
+    # The weight is for what depends on the token drawn. Entropy and full KL are sums over the vocabulary: after given
+    # tokens their weight would be noise around 1, and less than 1 on average once it is truncated.
+    weight_T = importance_weights(old_T, sampler_T, args)
+    policy_T = weight_T * policy_T
     loss_T = policy_T - args.entropy_coeff * entropy_T
 
     # KL in the loss. naive differentiates the formula as it stands, whatever that then optimizes: see docs/kl.md.
@@ -317,12 +343,14 @@ def token_loss(
                 kl_T = d_T.abs()
             case "full":  # exact, value and gradient
                 kl_T = full_kl_T
-        if args.kl_gradient == "unbiased" and args.kl_estimator != "full":  # this value, gradient of KL(policy || ref)
-            slope_T = (logprobs_T - old_T).clamp(-20, 20).exp().clamp(max=10) * d_T.clamp(-10, 10)
-            kl_T = kl_T.detach() + slope_T.detach() * (logprobs_T - logprobs_T.detach())
+        if args.kl_estimator != "full":
+            if args.kl_gradient == "unbiased":  # this value, and the gradient of KL(policy || reference)
+                slope_T = (logprobs_T - old_T).clamp(-20, 20).exp().clamp(max=10) * d_T.clamp(-10, 10)
+                kl_T = kl_T.detach() + slope_T.detach() * (logprobs_T - logprobs_T.detach())
+            kl_T = weight_T * kl_T
         loss_T = loss_T + beta * kl_T
-    pieces = {"policy": policy_T, "kl": kl_T, "ratio": ratio_T, "clipped": (clipped_T > unclipped_T).float()}
-    return loss_T, pieces
+    clipped_T = (clipped_T > unclipped_T).float()
+    return loss_T, {"policy": policy_T, "kl": kl_T, "ratio": ratio_T, "clipped": clipped_T, "weight": weight_T}
 
 
 # ---------------------------------------------------------------------------------------------------------- the engine
@@ -613,7 +641,15 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args)
     total_steps = flags.total_steps(args, len(problems))
     meaning, warnings = kl_setting_message(
-        args.kl_placement, args.kl_estimator, args.kl_gradient, beta, updates, args.kl_reward_norm
+        args.kl_placement,
+        args.kl_estimator,
+        args.kl_gradient,
+        beta,
+        updates,
+        args.kl_reward_norm,
+        stale=args.async_steps > 0,
+        cap=args.truncated_importance_sampling_ratio_cap,
+        mask=args.importance_sampling_mask,
     )
     if beta > 0 and args.filter_zero_std_samples:
         warnings.append("KL: --filter_zero_std_samples leaves groups of equal reward without a pull to the reference")
@@ -832,7 +868,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                         "entropy": entropy_T,
                         "fresh": fresh_T.float(),
                         "sampler_diff": (old_T - sampler_T).abs() * fresh_T,
-                        **utils.importance_weights(old_T, sampler_T, args.truncated_importance_sampling_ratio_cap),
+                        **utils.weight_statistics(old_T, sampler_T, args),
                     }
                     if beta > 0:
                         values |= kl_values(logprobs_T, old_T, ref_T, weights_T != 0)

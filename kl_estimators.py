@@ -274,6 +274,7 @@ REVERSE = "grad KL(pi||ref)"
 FORWARD = "grad KL(ref||pi)"
 TV = "grad 2TV(pi,ref)"
 AWAY = "-grad KL(old||pi)"
+AWAY_FROM_SAMPLER = "-grad KL(sampler||pi)"
 GAP = "grad [KL(pi||ref) - KL(ref||pi)]"
 LATE = "grad [KL(pi||ref) - KL(pi||old)]"
 NONE = "not a KL gradient"
@@ -319,15 +320,29 @@ WHY = {
         "it does not increase in d, so it also punishes tokens with pi < ref, and can raise the KL (use k1)"
     ),
 }
+WEIGHT_MISSING = "the weight old / sampler is missing (fix: --truncated_importance_sampling_ratio_cap 2)"
 
 
 def expected_gradients(place: str, estimator: str, gradient: str) -> tuple[str, str]:
-    """Names of the expected gradient (on fresh samples, on stale samples) of a term in the loss or in the reward."""
+    """Names of the expected gradient (on fresh samples, on stale samples) of a term in the loss or in the reward.
+
+    On asynchronous samples, too, which a sampler with older weights than old's drew, if each token has the weight
+    old / sampler.
+    """
     if place == "reward":
         return REWARD[estimator]
     if gradient == "unbiased":
         return UNBIASED_LOSS[estimator]
     return NAIVE_LOSS[estimator]
+
+
+def unweighted_gradient(place: str, estimator: str, gradient: str) -> str:
+    """Name of the expected gradient on asynchronous samples without the weight old / sampler."""
+    if place == "loss" and estimator == "full":
+        return REVERSE
+    if place == "loss" and estimator == "k1" and gradient == "naive":
+        return AWAY_FROM_SAMPLER
+    return NONE
 
 
 def kl_setting_message(
@@ -337,10 +352,16 @@ def kl_setting_message(
     beta: float,
     optimizer_steps_per_batch: int,
     kl_reward_norm: str,
+    *,
+    stale: bool = False,
+    cap: float | None = None,
+    mask: tuple[float, float] | None = None,
 ) -> tuple[str, list[str]]:
     """(one line on what the setting means, one warning for each way in which it does not do what its name says).
 
     kl_reward_norm: outside or inside the group statistics. Samples are stale from the second optimizer step of a batch.
+    stale: whether they already are in the first one, because the sampler may have older weights (asynchronous samples).
+    cap, mask: bounds of the weight old / sampler of a token; without both, it is 1.
     Raises ValueError for unknown names and for beta < 0.
     """
     name = canonical_name(estimator)
@@ -351,6 +372,11 @@ def kl_setting_message(
         warnings = ["KL: the placement is none, so beta has no effect"] if beta else []
         return "KL: none, no reference model", warnings
 
+    bounds = ""  # within which the weight is old / sampler
+    if cap and mask is None:
+        bounds = f"old / sampler <= {cap:g}"
+    elif mask is not None:
+        bounds = f"{mask[0]:g} <= old / sampler <= {min(mask[1], cap or mask[1]):g}"
     meanings = []
     warnings = []
     places = ("loss", "reward") if placement == "both" else (placement,)
@@ -358,18 +384,23 @@ def kl_setting_message(
         term = f"{name} in the {place}"
         if place == "loss" and name != "full":
             term += f", {gradient}"
-        fresh, stale = expected_gradients(place, name, gradient)
-        if fresh == stale:
-            cases = [(fresh, "fresh and stale")]
+        first, later = expected_gradients(place, name, gradient)
+        if stale and not bounds:
+            cases = [(unweighted_gradient(place, name, gradient), "asynchronous")]
+        elif first == later:
+            cases = [(first, "fresh and stale")]
         elif optimizer_steps_per_batch == 1:
-            cases = [(fresh, "fresh")]
+            cases = [(first, "fresh")]
         else:
-            cases = [(fresh, "fresh"), (stale, "stale")]
+            cases = [(first, "fresh"), (later, "stale")]
         found = ", ".join(f"{label} on {samples} samples" for label, samples in cases)
+        if stale and bounds and (place, name) != ("loss", "full"):
+            found += f", on asynchronous ones as well where {bounds}"
         meanings.append(f"{beta:g} x {term}: expected gradient {found}")
         for label, samples in cases:
             if label != REVERSE:
-                warnings.append(f"KL: {term}: {label} on {samples} samples: {WHY[place, label]}")
+                why = WEIGHT_MISSING if samples == "asynchronous" else WHY[place, label]
+                warnings.append(f"KL: {term}: {label} on {samples} samples: {why}")
     if "reward" in places and name == "k4":
         warnings.append("KL: k4 in the reward equals k1, because the ratio is 1 where the reward is computed")
     if "reward" in places and kl_reward_norm == "inside":
@@ -386,6 +417,12 @@ def kl_setting_message(
 THETA = [0.5, -0.3, 1.2, 0.0, -1.0]
 REF = [0.0, 0.4, 0.6, -0.9, 0.3]
 OLD = [0.3, 0.1, 0.9, 0.4, -0.8]
+CONDITIONS = {
+    "fresh": "fresh samples: sampler = old = pi",
+    "stale": "stale samples, from the second optimizer step of a batch: sampler = old, a reward as it was before it",
+    "weighted": "asynchronous samples, weighted by old / sampler: old = pi in the first step; the sampler is behind",
+    "unweighted": "the same without the weight",
+}
 
 SETTINGS = [("loss", name, gradient) for gradient in GRADIENTS for name in ESTIMATORS if name != "full"]
 SETTINGS += [("loss", "full", "naive")]
@@ -402,15 +439,16 @@ class TableRow(NamedTuple):
     gradient_sd: float  # of the gradient from one sample: the root of the trace of its covariance
 
 
-def table_row(place: str, estimator: str, gradient: str, fresh: bool) -> TableRow:
-    """The row of one setting, on fresh samples (old = pi) or on stale ones."""
+def table_row(place: str, estimator: str, gradient: str, condition: str) -> TableRow:
+    """The row of one setting under one of CONDITIONS."""
     theta = torch.tensor(THETA, dtype=torch.float64, requires_grad=True)
-    old_logits, ref_logits = torch.tensor([THETA if fresh else OLD, REF], dtype=torch.float64)
-    logp = theta.log_softmax(-1)  # [5 tokens]
-    old = old_logits.log_softmax(-1)
-    ref = ref_logits.log_softmax(-1)
+    sampler_logits = THETA if condition == "fresh" else OLD
+    old_logits = OLD if condition == "stale" else THETA
+    policies = torch.tensor([sampler_logits, old_logits, REF], dtype=torch.float64)
+    sampler, old, ref = policies.log_softmax(-1)  # [5 tokens] each
+    logp = theta.log_softmax(-1)
     pi = logp.exp()
-    weights = old.exp()
+    drawn = sampler.exp()
     mask = torch.ones(5, dtype=torch.bool)
     if place == "loss":
         full_kl = full_vocabulary_kl(logp, ref).expand(5)
@@ -420,6 +458,9 @@ def table_row(place: str, estimator: str, gradient: str, fresh: bool) -> TableRo
         full_kl = full_vocabulary_kl(old, ref).expand(5)
         value = kl_reward(old, ref, mask, estimator=estimator, full_kl=full_kl)
         term = (logp - old).exp() * value
+    if condition == "weighted" and (place, estimator) != ("loss", "full"):
+        value = (old - sampler).exp() * value
+        term = (old - sampler).exp() * term
 
     def grad(x: Tensor) -> Tensor:
         return torch.autograd.grad(x, theta, retain_graph=True)[0]
@@ -431,21 +472,22 @@ def table_row(place: str, estimator: str, gradient: str, fresh: bool) -> TableRo
         REVERSE: reverse,
         FORWARD: forward,
         TV: (pi - ref.exp()).abs().sum(),
-        AWAY: (weights * logp).sum(),
+        AWAY: (old.exp() * logp).sum(),
+        AWAY_FROM_SAMPLER: (drawn * logp).sum(),
         GAP: reverse - forward,
         LATE: (pi * (old - ref)).sum(),
     }
     samples = torch.stack([grad(x) for x in term])  # [5 tokens, 5 logits]
-    mean = weights @ samples
-    mean_value = weights @ value
+    mean = drawn @ samples
+    mean_value = drawn @ value
     label = NONE
     for name, objective in named.items():
         if torch.allclose(mean, grad(objective), rtol=0, atol=1e-10):
             label = name
             break
     cosine = 0.0 if label == ZERO else torch.cosine_similarity(mean, grad(reverse), dim=0).item()
-    value_variance = weights @ (value - mean_value) ** 2
-    gradient_variance = weights @ ((samples - mean) ** 2).sum(-1)
+    value_variance = drawn @ (value - mean_value) ** 2
+    gradient_variance = drawn @ ((samples - mean) ** 2).sum(-1)
     return TableRow(
         value_bias=(mean_value - reverse).item(),
         value_sd=(value_variance**0.5).item(),
@@ -456,13 +498,12 @@ def table_row(place: str, estimator: str, gradient: str, fresh: bool) -> TableRo
 
 
 def print_table() -> None:
-    """Print the row of every setting, on fresh samples and on stale ones."""
-    titles = {"fresh samples": True, "stale samples, a reward as it was when they were drawn": False}
-    for title, fresh in titles.items():
+    """Print the row of every setting under every condition."""
+    for condition, title in CONDITIONS.items():
         print(f"\n{title}")
         print("place   name  gradient  value bias    sd  expected gradient                 cosine    sd")
         for setting in SETTINGS:
-            row = table_row(*setting, fresh)
+            row = table_row(*setting, condition)
             print("{:8}{:6}{:9}{:+11.4f}{:6.3f}  {:33}{:+7.3f}{:6.3f}".format(*setting, *row))
 
 

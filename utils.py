@@ -798,12 +798,15 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
     }
 
 
-def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, cap: float | None) -> dict[str, torch.Tensor]:
-    """What ``staleness_metrics`` needs of each token: pi / sampler, its square, and whether ``cap`` holds it. [T]."""
+def weight_statistics(old_T: torch.Tensor, sampler_T: torch.Tensor, args) -> dict[str, torch.Tensor]:
+    """What ``staleness_metrics`` needs of each token: w = old / sampler, its square, whether cap or mask apply. [T]."""
     log_weight_T = (old_T - sampler_T).clamp(-20, 20)
     values = {"weight": log_weight_T.exp(), "weight_squared": (2 * log_weight_T).exp()}
-    if cap:
-        values["capped"] = (values["weight"] > cap).float()
+    if args.truncated_importance_sampling_ratio_cap:
+        values["capped"] = (values["weight"] > args.truncated_importance_sampling_ratio_cap).float()
+    if args.importance_sampling_mask is not None:
+        low, high = args.importance_sampling_mask
+        values["masked"] = ((values["weight"] < low) | (values["weight"] > high)).float()
     return values
 
 
@@ -819,6 +822,8 @@ def staleness_metrics(totals: dict[str, float], peaks: dict[str, float]) -> dict
     }
     if "capped" in totals:
         metrics["sampler/capped_frac"] = totals["capped"] / totals["tokens"]
+    if "masked" in totals:
+        metrics["sampler/masked_frac"] = totals["masked"] / totals["tokens"]
     if totals["fresh"] > 0:
         metrics["sampler/logprob_diff_mean"] = totals["sampler_diff"] / totals["fresh"]
         metrics["sampler/logprob_diff_max"] = peaks["sampler_diff"]

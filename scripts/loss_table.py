@@ -237,11 +237,6 @@ def from_grpo(b: Batch, **settings) -> Tensor:
     return loss
 
 
-def mismatch(b: Batch) -> Tensor:
-    """old / sampler, per token: what the engine's probabilities are off by."""
-    return (b.old - b.sampler).exp()
-
-
 def sequence_mismatch(b: Batch) -> Tensor:
     """old / sampler of the whole response, at every token."""
     return b.response_sum(b.old - b.sampler).exp()
@@ -295,15 +290,12 @@ def decoupled_ppo(b: Batch) -> Tensor:
 
 def icepop(b: Batch) -> Tensor:
     """Ant Group 2025: the token ratio old / sampler as a weight, and no gradient where it is outside [0.5, 5]."""
-    weight = mismatch(b)
-    kept = (weight >= 0.5) & (weight <= 5.0)
-    return from_grpo(b) * weight * kept
+    return from_grpo(b, importance_sampling_mask=(0.5, 5.0))
 
 
 def mis_token(b: Batch) -> Tensor:
     """Masked importance sampling: like TIS, but what is above the cap is dropped instead of truncated."""
-    weight = mismatch(b)
-    return from_grpo(b) * weight * (weight <= 2.0)
+    return from_grpo(b, importance_sampling_mask=(0.0, 2.0))
 
 
 def mis_sequence(b: Batch) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import subprocess
 import sys
@@ -10,7 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ACCELERATE_LAUNCH, ROOT, VERIFIERS, command, finish, read_jsonl, run_here, run_to_end, tiny_args
+from helpers import (
+    ACCELERATE_LAUNCH,
+    ROOT,
+    VERIFIERS,
+    command,
+    finish,
+    folder_of,
+    read_jsonl,
+    run_here,
+    run_to_end,
+    tiny_args,
+)
 
 import grpo
 import utils
@@ -88,6 +100,56 @@ def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatc
             expected = grpo.group_advantages(r - 0.5 * kl.sum(1).view(4, 4), "standard").view(16, 1)
         ends.append((advantages - expected).abs().max().item())
     assert min(ends) < 1e-4
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_kl_in_the_reward_of_stale_samples_is_that_of_the_trainer(tiny, tmp_path, monkeypatch, script):
+    """The engine keeps its first weights; the penalty comes from recomputed log-probs, not from the sampler's."""
+    module = importlib.import_module(script)
+    seen, token_loss = [], module.token_loss
+
+    def spy(logprobs, old, ref, sampler, advantages, *rest):
+        seen.append([x.detach().view(-1, 8).double() for x in (advantages, old - ref, sampler - ref)])
+        return token_loss(logprobs, old, ref, sampler, advantages, *rest)
+
+    plain_push, pushes = module.Engine.push, itertools.count()
+    monkeypatch.setattr(module, "token_loss", spy)
+    monkeypatch.setattr(module.Engine, "push", lambda *a: plain_push(*a) if next(pushes) == 0 else None)
+    own = {"disable_value": True, "adv_norm": "none"} if script == "ppo" else {}
+    args = tiny_args(
+        *(tiny, tmp_path, script),
+        beta=0.5,
+        kl_placement="reward",
+        kl_estimator="k1",
+        truncated_importance_sampling_ratio_cap=2.0,
+        max_sampler_diff=0.0,
+        learning_rate=1e-2,
+        warm_up_steps=0,
+        batch_layout="padded",
+        micro_batch_tokens=4096,
+        ignore_eos=True,
+        eval_prompts=0,
+        log_samples=16,
+        **own,
+    )
+    run_here(args, script)
+    advantages, d, d_of_sampler = seen[-1]
+    rows = [s for s in read_jsonl(folder_of(args, script) / "samples.jsonl") if s["step"] == 2]
+    task = 8 * sum(s["reward"] for s in rows) if script == "ppo" else 0.0  # the advantages of groups have mean 0
+    penalty, stale_penalty = (0.5 * x.flip(1).cumsum(1).sum().item() for x in (d, d_of_sampler))
+    assert abs(penalty - stale_penalty) > 0.5 and len(rows) == 16
+    assert task - advantages.sum().item() == pytest.approx(penalty, abs=1e-3)
+
+
+def test_masked_tokens_are_counted(tiny, tmp_path, monkeypatch):
+    """The engine keeps its first weights, so ratios leave a narrow mask; a token outside of it moves nothing."""
+    plain_push, pushes = grpo.Engine.push, itertools.count()
+    monkeypatch.setattr(grpo.Engine, "push", lambda *a: plain_push(*a) if next(pushes) == 0 else None)
+    common = {"learning_rate": 1e-2, "warm_up_steps": 0, "max_sampler_diff": 0.0, "eval_prompts": 0}
+    args = tiny_args(tiny, tmp_path, importance_sampling_mask=(0.9, 1.1), **common)
+    first, second = run_here(args)
+    assert first["sampler/masked_frac"] == 0 and 0.1 < second["sampler/masked_frac"] < 1
+    assert "sampler/masked_frac" not in run_here(tiny_args(tiny, tmp_path, total_steps=1, **common))[0]
 
 
 def test_inside_the_group_statistics_truncated_responses_have_their_kl(tiny, tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ def folder(tiny, tmp_path_factory):
     options = {"beta": 0.1, "eval_every": 1, "save_every": 1, "filter_zero_std_samples": False, "reward_fn": None}
     options |= {"dynamic_sampling_rounds": 1, "best_metric": "eval/pass@1"}
     options |= {"generation_size": 5, "dataset_max_filter_share": 0.01, "truncated_importance_sampling_ratio_cap": 2.0}
+    options |= {"importance_sampling_mask": (0.5, 5.0)}
     run_here(tiny_args(tiny, out, run_name="run", **options))
     return out / "run"
 

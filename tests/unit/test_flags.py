@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -206,6 +207,9 @@ CASES = {
     "lower clip negative": ({"clip_lower": -0.1}, ["--clip_lower -0.1"]),
     "upper clip": ({"clip_higher": -0.2}, ["--clip_higher -0.2", "must be 0 or more"]),
     "dual clip": ({"clip_ratio_c": 1.0}, ["--clip_ratio_c 1.0", "above 1"]),
+    "mask without 1": ({"importance_sampling_mask": (1.5, 5.0)}, ["--importance_sampling_mask (1.5, 5.0)", "0.5 5"]),
+    "mask turned round": ({"importance_sampling_mask": (5.0, 0.5)}, ["--importance_sampling_mask", "LOW", "HIGH"]),
+    "mask without an end": ({"importance_sampling_mask": (0.5, math.inf)}, ["--importance_sampling_mask", "HIGH"]),
     # KL
     "negative beta": ({"beta": -0.1}, ["--beta -0.1", "0 or more"]),
     "adaptive without KL": ({"kl_controller": "adaptive"}, ["--kl_controller adaptive", "--beta"]),

@@ -559,28 +559,62 @@ def test_errors_say_what_is_wrong():
         kl.kl_loss(x, x, x, mask.float(), estimator="k1")
 
 
-@pytest.mark.parametrize("fresh", [True, False])
+# condition of the table -> (optimizer steps per batch, arguments, the word for its samples)
+SAID = {
+    "fresh": (1, {}, "fresh"),
+    "stale": (2, {}, "stale"),
+    "weighted": (1, {"stale": True, "cap": 2.0}, "fresh"),
+    "unweighted": (1, {"stale": True}, "asynchronous"),
+}
+
+
+@pytest.mark.parametrize("condition", kl.CONDITIONS)
 @pytest.mark.parametrize("setting", kl.SETTINGS, ids="-".join)
-def test_table_agrees_with_what_the_settings_say(setting, fresh):
+def test_table_agrees_with_what_the_settings_say(setting, condition):
     place, name, gradient = setting
-    label = kl.table_row(*setting, fresh)[2]
-    steps = 1 if fresh else 2
-    line, warnings = kl.kl_setting_message(place, name, gradient.replace("-", "naive"), 0.05, steps, "outside")
-    assert (
-        "\n" not in line + "".join(warnings) and "0.05" in line and f"{name} in the {place}" in line and label in line
+    label = kl.table_row(*setting, condition)[2]
+    steps, more, samples = SAID[condition]
+    line, warnings = kl.kl_setting_message(place, name, gradient.replace("-", "naive"), 0.05, steps, "outside", **more)
+    assert "\n" not in line + "".join(warnings) and "0.05" in line and f"{name} in the {place}" in line
+    assert label in line
+    assert ("on asynchronous ones as well where old / sampler <= 2" in line) == (
+        condition == "weighted" and setting[:2] != ("loss", "full")
     )
-    said = [w for w in warnings if label in w and ("fresh" if fresh else "stale") in w]
+    said = [w for w in warnings if label in w and samples in w]
     assert len(said) == (label != kl.REVERSE)
-    if fresh and name != "k4":
+    remedy = "--truncated_importance_sampling_ratio_cap"
+    assert [remedy in w for w in said] == [condition == "unweighted"] * len(said)
+    if condition != "stale" and name != "k4":
         assert len(warnings) == len(said)
+
+
+def test_weighted_rows_of_the_table_are_the_fresh_ones():
+    """The label, the bias of the value and the direction; only the noise is another."""
+    for setting in kl.SETTINGS:
+        fresh, weighted = (kl.table_row(*setting, condition) for condition in ("fresh", "weighted"))
+        assert weighted.label == fresh.label
+        assert weighted.value_bias == pytest.approx(fresh.value_bias, abs=1e-12)
+        assert weighted.cosine == pytest.approx(fresh.cosine, abs=1e-12)
+
+
+def test_the_message_names_the_bounds_of_the_weight():
+    def line(**more):
+        return kl.kl_setting_message("loss", "k3", "unbiased", 0.1, 4, "outside", **more)[0]
+
+    assert line() == line(cap=2.0) == line(mask=(0.5, 5.0)), "fresh samples: nothing to say"
+    assert "old / sampler <= 3" in line(stale=True, cap=3.0)
+    assert "0.5 <= old / sampler <= 5" in line(stale=True, mask=(0.5, 5.0))
+    assert "0.5 <= old / sampler <= 2" in line(stale=True, mask=(0.5, 5.0), cap=2.0)
+    for off in (None, 0.0):
+        assert "not a KL gradient on asynchronous samples" in line(stale=True, cap=off)
 
 
 def test_table_prints_the_golden_numbers(capsys):
     kl.print_table()
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith(("loss", "reward")) for line in lines) == 2 * len(kl.SETTINGS)
+    assert sum(line.startswith(("loss", "reward")) for line in lines) == len(kl.CONDITIONS) * len(kl.SETTINGS)
     assert all(len(line) <= 120 for line in lines)
-    bias, sd, label, cos, sd_grad = kl.table_row("loss", "k2", "naive", True)
+    bias, sd, label, cos, sd_grad = kl.table_row("loss", "k2", "naive", "fresh")
     assert bias == pytest.approx(GOLDEN["k2"] - GOLDEN["rkl"], abs=1e-12)
     assert label == kl.REVERSE and cos == pytest.approx(1, abs=1e-12)
     case = Case(fresh=True)
@@ -588,7 +622,7 @@ def test_table_prints_the_golden_numbers(capsys):
     grads = case.d.detach()[:, None] * (torch.eye(5, dtype=torch.float64) - p)  # d (e_x - pi)
     assert sd == pytest.approx(((p @ k2**2) - (p @ k2) ** 2).sqrt().item(), abs=1e-12)
     assert sd_grad == pytest.approx((p @ grads.square().sum(1) - (p @ grads).square().sum()).sqrt().item(), abs=1e-12)
-    assert kl.table_row("loss", "abs", "naive", True)[0] == pytest.approx(
+    assert kl.table_row("loss", "abs", "naive", "fresh")[0] == pytest.approx(
         (p @ case.d.detach().abs()).item() - GOLDEN["rkl"], abs=1e-12
     )
 

@@ -11,6 +11,9 @@ import pytest
 import torch
 from helpers import make_samples
 
+import grpo
+import kl_estimators
+import ppo
 import utils
 from grpo import Args, group_advantages, loss_weights, return_to_go, token_loss
 from kl_estimators import ALIASES, ESTIMATORS, canonical_name, full_vocabulary_kl, kl_loss, kl_reward
@@ -206,12 +209,175 @@ def test_fresh_samples_have_ratio_one_and_the_gradient_of_log_pi():
     torch.testing.assert_close(torch.autograd.grad(loss.sum(), x["logprobs_T"])[0], -x["advantages_T"])
 
 
-def test_importance_weights_stay_off_kl_and_entropy():
+# ------------------------------------------------------------------------- samples of another policy than old's
+
+
+def five_tokens(theta, old, sampler, ref) -> dict[str, torch.Tensor]:
+    """Log-probs of each of five tokens from logits, in float64; those of theta have its gradient as ``leaf``."""
+    leaf = torch.as_tensor(theta, dtype=F64).clone().requires_grad_()
+    x = {"leaf": leaf, "logprobs": leaf.log_softmax(-1)}
+    for name, logits in {"old": old, "sampler": sampler, "ref": ref}.items():
+        x[name] = torch.as_tensor(logits, dtype=F64).log_softmax(-1)
+    x["full_kl"] = full_vocabulary_kl(x["logprobs"], x["ref"]).expand(5)
+    return x
+
+
+def expected_gradient(module, setting: tuple[str, str, str], policies: tuple, drawn=None, **flags) -> torch.Tensor:
+    """Expected gradient [5] of the script's own token loss, by enumeration: KL alone, in the loss or in the reward.
+
+    ``policies``: logits of pi, old, sampler and ref. ``drawn``: how often each token comes, if not as the sampler says.
+    """
+    place, estimator, gradient = setting
+    x = five_tokens(*policies)
+    everywhere = torch.ones(5, dtype=torch.bool)
+    advantages = torch.zeros(5, dtype=F64)
+    if place == "reward":  # recomputed with old, never with the sampler's
+        old_full_kl = full_vocabulary_kl(x["old"], x["ref"]).expand(5)
+        advantages = -kl_reward(x["old"], x["ref"], everywhere, estimator=estimator, full_kl=old_full_kl)
+    gradient = gradient.replace("-", "naive")
+    flags |= {"kl_estimator": estimator, "kl_gradient": gradient, "kl_placement": place}
+    args = module.Args(**flags, clip_lower=0.99, clip_higher=99.0)
+    ref = x["ref"] if place == "loss" else None
+    loss, _ = module.token_loss(
+        *(x["logprobs"], x["old"], ref, x["sampler"], advantages, torch.zeros(5), x["full_kl"], 1.0, args)
+    )
+    drawn = x["sampler"].exp() if drawn is None else drawn
+    return torch.autograd.grad(drawn @ loss, x["leaf"])[0]
+
+
+def named_gradients(theta, old, sampler, ref) -> dict[str, torch.Tensor]:
+    """The gradients that the table names, written from their definitions."""
+    x = five_tokens(theta, old, sampler, ref)
+
+    def divergence(p, q):
+        return p.exp() @ (p - q)
+
+    pi = x["logprobs"]
+    objectives = {
+        kl_estimators.ZERO: 0 * pi.sum(),
+        kl_estimators.REVERSE: divergence(pi, x["ref"]),
+        kl_estimators.FORWARD: divergence(x["ref"], pi),
+        kl_estimators.TV: (pi.exp() - x["ref"].exp()).abs().sum(),
+        kl_estimators.AWAY: -divergence(x["old"], pi),
+        kl_estimators.AWAY_FROM_SAMPLER: -divergence(x["sampler"], pi),
+        kl_estimators.GAP: divergence(pi, x["ref"]) - divergence(x["ref"], pi),
+        kl_estimators.LATE: divergence(pi, x["ref"]) - divergence(pi, x["old"]),
+    }
+    return {name: torch.autograd.grad(y, x["leaf"], retain_graph=True)[0] for name, y in objectives.items()}
+
+
+def four_policies() -> list[tuple]:
+    """Logits of pi, old, sampler, ref: those of the printed table, then random ones."""
+    generator = torch.Generator().manual_seed(0)
+    found = [(kl_estimators.THETA, [0.1, 0.2, 0.8, 0.3, -0.6], kl_estimators.OLD, kl_estimators.REF)]
+    return found + [tuple(0.7 * torch.randn(4, 5, generator=generator, dtype=F64)) for _ in range(5)]
+
+
+@pytest.mark.parametrize("module", [grpo, ppo], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("setting", kl_estimators.SETTINGS, ids="-".join)
+def test_with_the_weight_asynchronous_samples_have_the_kl_gradient_of_samples_of_old(module, setting):
+    """Exact in both scripts: in the first optimizer step the gradient on fresh samples, later the one on stale ones."""
+    weighted = {"truncated_importance_sampling_ratio_cap": 100.0}
+    for pi, old, sampler, ref in four_policies():
+        for step, proximal in (("fresh", pi), ("stale", old)):
+            found = expected_gradient(module, setting, (pi, proximal, sampler, ref), **weighted)
+            of_old = expected_gradient(module, setting, (pi, proximal, proximal, ref))
+            torch.testing.assert_close(found, of_old, rtol=0, atol=1e-12)
+            label = kl_estimators.expected_gradients(*setting)[step == "stale"]
+            named = named_gradients(pi, proximal, sampler, ref)
+            if label != kl_estimators.NONE:
+                torch.testing.assert_close(found, named[label], rtol=0, atol=1e-10)
+            else:
+                assert min((found - x).abs().max() for x in named.values()) > 1e-3
+
+
+@pytest.mark.parametrize("module", [grpo, ppo], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("setting", kl_estimators.SETTINGS, ids="-".join)
+def test_without_the_weight_asynchronous_samples_have_no_kl_gradient(module, setting):
+    """Only the full KL in the loss does not need it; k1 as written pushes away from the sampler."""
+    label = kl_estimators.unweighted_gradient(*setting)
+    for pi, old, sampler, ref in four_policies():
+        for proximal in (pi, old):
+            found = expected_gradient(module, setting, (pi, proximal, sampler, ref))
+            named = named_gradients(pi, proximal, sampler, ref)
+            if label != kl_estimators.NONE:
+                torch.testing.assert_close(found, named[label], rtol=0, atol=1e-10)
+            else:
+                assert min((found - x).abs().max() for x in named.values()) > 1e-3
+
+
+@pytest.mark.parametrize("module", [grpo, ppo], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("setting", kl_estimators.SETTINGS, ids="-".join)
+def test_cap_and_mask_bound_the_weight_of_every_sampled_term(module, setting):
+    """A cap of 1.1 counts a token min(1.1, old / sampler) times, a mask not at all outside of its limits."""
+    pi, old, sampler, ref = four_policies()[0]
+    p = torch.tensor(sampler, dtype=F64).softmax(-1)
+    ratio = torch.tensor(old, dtype=F64).softmax(-1) / p
+    assert ratio.min() < 0.9 and ((ratio > 0.9) & (ratio < 1.1)).any() and ratio.max() > 1.1
+    inside = (ratio >= 0.9) & (ratio <= 1.1)
+    cap = {"truncated_importance_sampling_ratio_cap": 1.1}
+    mask = {"importance_sampling_mask": (0.9, 1.1)}
+    cases = [
+        (cap, ratio.clamp(max=1.1)),
+        (mask, ratio * inside),
+        (cap | {"truncated_importance_sampling_ratio_cap": 1.0} | mask, ratio.clamp(max=1.0) * inside),
+        ({"truncated_importance_sampling_ratio_cap": 0.0}, torch.ones(5, dtype=F64)),
+    ]
+    for flags, weight in cases:
+        if setting[:2] == ("loss", "full"):
+            weight = torch.ones(5, dtype=F64)
+        found = expected_gradient(module, setting, (pi, old, sampler, ref), **flags)
+        expected = expected_gradient(module, setting, (pi, old, sampler, ref), drawn=p * weight)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_the_samplers_log_probs_in_the_reward_would_pull_toward_the_sampler():
+    """Why the penalty is recomputed: with d of the sampler the gradient is that of KL(pi||ref) - KL(pi||sampler)."""
+    pi, _, sampler, ref = four_policies()[0]
+    x = five_tokens(pi, pi, sampler, ref)
+    weight = (x["old"] - x["sampler"]).exp()
+    recomputed = named_gradients(pi, pi, sampler, ref)
+    late = named_gradients(pi, sampler, sampler, ref)  # old stands for the sampler
+    for then, target in (("old", recomputed[kl_estimators.REVERSE]), ("sampler", late[kl_estimators.LATE])):
+        term = weight * (x[then] - x["ref"]) * x["logprobs"]
+        (found,) = torch.autograd.grad(x["sampler"].exp() @ term, x["leaf"], retain_graph=True)
+        torch.testing.assert_close(found, target, rtol=0, atol=1e-12)
+    off = late[kl_estimators.LATE] - recomputed[kl_estimators.REVERSE]
+    assert (off.norm() / recomputed[kl_estimators.REVERSE].norm()).item() == pytest.approx(0.72, abs=0.01)
+
+
+@pytest.mark.parametrize("module", [grpo, ppo], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "flags",
+    [{"truncated_importance_sampling_ratio_cap": 1e-30}, {"importance_sampling_mask": (0.9999, 1.0001)}],
+    ids=["cap", "mask"],
+)
+def test_importance_weights_are_on_the_policy_and_the_sampled_kl_and_not_on_sums_over_the_vocabulary(module, flags):
+    """Weights that wipe out what they are on leave the entropy and the full KL, and give no gradient of their own."""
     x = inputs()
-    args = Args(kl_estimator="k1", kl_gradient="naive", entropy_coeff=0.1)
-    args.truncated_importance_sampling_ratio_cap = 1e-30  # wipes out the policy term, and must wipe out nothing else
-    loss, _ = token_loss(**x, beta=0.5, args=args)
-    torch.testing.assert_close(loss, 0.5 * (x["logprobs_T"] - x["ref_T"]) - 0.1 * x["entropy_T"])
+    weighted = module.Args(kl_estimator="k1", kl_gradient="naive", entropy_coeff=0.1, **flags)
+    loss, pieces = module.token_loss(**x, beta=0.5, args=weighted)
+    torch.testing.assert_close(loss, -0.1 * x["entropy_T"])
+    assert torch.autograd.grad(loss.sum(), x["logprobs_T"])[0].abs().max() < 1e-20
+    assert pieces["weight"].max() < 1e-20 and not pieces["weight"].requires_grad
+    full = module.Args(kl_estimator="full", entropy_coeff=0.1, **flags)
+    loss, _ = module.token_loss(**x, beta=0.5, args=full)
+    torch.testing.assert_close(loss, 0.5 * x["full_kl_T"] - 0.1 * x["entropy_T"])
+
+
+@pytest.mark.parametrize("module", [grpo, ppo], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "full"])
+def test_the_weight_has_no_gradient(module, name):
+    """On weighted tokens the gradient is the weight times the gradient without it, also where pi is old itself."""
+    x = inputs(spread=0.2)
+    x["old_T"] = x["logprobs_T"].detach()
+    slopes = []
+    for flags in ({}, {"truncated_importance_sampling_ratio_cap": 100.0}):
+        args = module.Args(kl_estimator=name, kl_gradient="naive", **flags)
+        loss, pieces = module.token_loss(**x, beta=0.5, args=args)
+        slopes.append(torch.autograd.grad(loss.sum(), x["logprobs_T"])[0])
+    torch.testing.assert_close(slopes[1], pieces["weight"] * slopes[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(pieces["weight"], (x["old_T"] - x["sampler_T"]).exp(), rtol=1e-12, atol=0)
 
 
 def test_kl_in_reward_outside_is_linear_in_beta_and_inside_is_not():
