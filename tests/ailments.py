@@ -1,0 +1,172 @@
+"""Runs that are made ill in one way each, and what scripts/doctor.py finds in them and in healthy ones.
+
+    python tests/ailments.py                     every ailment once; a line each, then recall
+    python tests/ailments.py --only truncation   one of them
+    python tests/ailments.py --healthy 5         unbroken runs with the seeds 1 to 5: two of grpo.py, one of ppo.py each
+
+An ailment is a set of flags, and edits where no flag does it. Runs train the model of scripts/pretrain_tiny.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from learning import BREAKAGES, FLAGS, ROOT, SCRIPT_FLAGS, Breakage, edited, project_files
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from doctor import RULES, Finding, examine
+
+# What --reward_fn names in the ailments below.
+REWARDS = """
+import random
+import time
+
+START = time.monotonic()
+
+
+def noise(response, truth, row):
+    return float(random.random() < 0.4)
+
+
+def length(response, truth, row):
+    return len(response) / 40
+
+
+def sometimes_hangs(response, truth, row):
+    if random.random() < 0.03:
+        time.sleep(30)
+    return float(response.endswith(truth))
+
+
+def ever_slower(response, truth, row):
+    if time.monotonic() - START > 10:
+        time.sleep(0.1)
+    return float(response.endswith(truth))
+"""
+
+LOSS = "loss = (loss_T * weights_T).sum() * world_size"
+
+
+@dataclass(frozen=True)
+class Ailment:
+    """A fault, the rule that has to name it, and how it is put into a run."""
+
+    rule: str
+    what: str
+    flags: dict[str, object] = field(default_factory=dict)
+    edits: tuple[tuple[str, str, str], ...] = ()
+    steps: int = 30
+
+
+def breakage(what: str) -> tuple[tuple[str, str, str], ...]:
+    """The edits of a breakage of tests/learning.py."""
+    return next(b.edits for b in BREAKAGES if b.what == what)
+
+
+AILMENTS = (
+    Ailment("reward_flat", "the reward is a coin", {"reward_fn": "rewards_of_ailments.py:noise"}),
+    Ailment("reward_falls", "wrong sign of the advantage", edits=breakage("sign of the advantage")),
+    Ailment("extraction", "a verifier of another format", {"verifier": "math"}, steps=15),
+    Ailment(
+        "verifier_failures",
+        "three responses in a hundred hang their verifier",
+        {"reward_fn": "rewards_of_ailments.py:sometimes_hangs", "reward_timeout": 0.5},
+        steps=6,
+    ),
+    Ailment("equal_groups", "hardly any temperature", {"temperature": 0.02}, steps=15),
+    Ailment("truncation", "no room for an answer", {"max_response_length": 6}, steps=15),
+    Ailment("length_growth", "the reward is the length", {"reward_fn": "rewards_of_ailments.py:length"}),
+    Ailment("entropy_collapse", "a much too high rate", {"learning_rate": 1.5e-3}),
+    Ailment(
+        "mismatch_growth",
+        "only the first push arrives",
+        {"learning_rate": 3e-4},
+        breakage("stale weights: only the first push arrives"),
+    ),
+    Ailment("kl_runaway", "wrong sign of the KL", {"beta": 1.0}, breakage("sign of the KL"), steps=40),
+    Ailment(
+        "gradient_spikes",
+        "every ninth loss is a thousandfold",
+        edits=(("grpo.py", LOSS, f"{LOSS} * (1000 if step % 9 == 0 else 1)"),),
+    ),
+    Ailment("learning_rate", "a rate that changes nothing", {"learning_rate": 1e-9}),
+    Ailment("clipping", "many large steps on a batch", {"learning_rate": 2e-3, "num_epochs": 4, "num_mini_batches": 4}),
+    Ailment(
+        "skipped_steps",
+        "every fifth loss is not a number",
+        edits=(("grpo.py", LOSS, f"{LOSS} * (math.nan if step % 5 == 0 else 1)"),),
+        steps=15,
+    ),
+    Ailment("throughput_loss", "a verifier that gets slow", {"reward_fn": "rewards_of_ailments.py:ever_slower"}),
+)
+# The same task learned without a KL, held by one, and with a critic.
+HEALTHY = (
+    ("grpo.py", {}),
+    ("grpo.py", {"beta": 0.3, "num_mini_batches": 2}),
+    ("ppo.py", SCRIPT_FLAGS["ppo.py"]),
+)
+
+
+def examined(
+    script: str, flags: dict[str, object], seed: int, steps: int, edits: tuple[tuple[str, str, str], ...] = ()
+) -> list[Finding]:
+    """Run a copy of the project, with its edits, and ask the doctor. Raises RuntimeError where the run fails."""
+    files = project_files(ROOT)
+    files |= edited(files, Breakage("an ailment", edits), script)
+    files["rewards_of_ailments.py"] = REWARDS
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for path, text in files.items():
+            (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).write_text(text)
+        given = FLAGS | {"total_steps": steps, "log_samples": 32, "eval_samples": 1} | flags
+        given |= {"seed": seed, "output_dir": str(folder / "runs"), "run_name": "run"}
+        line = [sys.executable, script]
+        for flag, value in given.items():
+            line += [f"--{flag}", str(value)]
+        environment = os.environ | {"WANDB_MODE": "disabled"}
+        done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+        if done.returncode != 0:
+            raise RuntimeError(f"exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+        return examine(folder / "runs" / "run")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--healthy", type=int, default=0, help="run unbroken scripts with these many seeds instead")
+    parser.add_argument("--first_seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="part of a rule's name")
+    args = parser.parse_args()
+    if args.healthy:
+        cases = [
+            ("", f"{script} {flags}", script, flags, seed, 60, ())
+            for seed in range(args.first_seed, args.first_seed + args.healthy)
+            for script, flags in HEALTHY
+        ]
+    else:
+        cases = [(a.rule, a.what, "grpo.py", a.flags, args.first_seed, a.steps, a.edits) for a in AILMENTS]
+    surprises = 0
+    cases = [case for case in cases if args.only in case[0]]
+    for rule, what, script, flags, seed, steps, edits in cases:
+        found = examined(script, flags, seed, steps, edits)
+        rules = [finding.rule for finding in found]
+        as_expected = rule in rules if rule else not rules
+        surprises += not as_expected
+        print(
+            f"{'ok  ' if as_expected else 'MISS'} {rule or 'healthy'} ({what}, seed {seed}): {', '.join(rules) or '-'}"
+        )
+        for finding in found:
+            print(f"       {finding}", flush=True)
+    print(f"{len(cases) - surprises} of {len(cases)} as expected, by {len(RULES)} rules")
+    return int(surprises > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,30 @@
+"""The doctor on real runs: every ailment is named, and healthy runs are left in peace."""
+
+from __future__ import annotations
+
+import ailments
+import learning
+import pytest
+from doctor import RULES
+from helpers import ROOT
+
+
+def test_every_ailment_still_applies():
+    """Each edit finds its text exactly once, and every rule but the one for stale samples has an ailment."""
+    files = learning.project_files(ROOT)
+    for ailment in ailments.AILMENTS:
+        learning.edited(files, learning.Breakage(ailment.what, ailment.edits), "grpo.py")
+    assert {ailment.rule for ailment in ailments.AILMENTS} == {rule.__name__ for rule in RULES}
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize("ailment", ailments.AILMENTS, ids=lambda ailment: ailment.rule)
+def test_the_doctor_names_the_ailment_of_a_real_run(testbed, ailment):
+    found = ailments.examined("grpo.py", ailment.flags, 1, ailment.steps, ailment.edits)
+    assert ailment.rule in [finding.rule for finding in found]
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize(("script", "flags"), ailments.HEALTHY)
+def test_the_doctor_finds_nothing_in_a_healthy_run(testbed, script, flags):
+    assert ailments.examined(script, flags, 1, 60) == []

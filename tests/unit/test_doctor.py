@@ -1,0 +1,204 @@
+"""scripts/doctor.py: each rule names its fault beyond its bound, and is silent short of it and on a healthy run."""
+
+import json
+import math
+import random
+
+import doctor
+import pytest
+
+STEPS = 60
+ARGS = {"num_unique_prompts_rollout": 8, "num_samples_per_prompt_rollout": 16, "max_response_length": 64}
+
+
+def healthy_step(step: int, noise: random.Random) -> dict[str, float]:
+    """The metrics of a run that learns, as a real one has them."""
+    progress = 1 - math.exp(-step / 15)
+    correct = 0.3 + 0.4 * progress + noise.gauss(0, 0.04)
+    return {
+        "step": step,
+        "reward/mean": correct,
+        "reward/correct": correct,
+        "reward/timeouts": 0,
+        "reward/errors": 0,
+        "reward/unscorable": 0,
+        "reward/zero_std_frac": 0.1 + 0.3 * progress,
+        "completions/length_mean": 20 + 2 * progress + noise.gauss(0, 1),
+        "completions/truncated_frac": 0.02,
+        "policy/entropy": 0.4 - 0.25 * progress,
+        "policy/clip_frac": 0.05,
+        "optim/lr": 1e-4,
+        "optim/steps": 1,
+        "optim/skipped": 0,
+        "optim/grad_norm": math.exp(noise.gauss(0, 0.3)),
+        "sampler/logprob_diff_mean": 2e-3,
+        "sampler/ess": 0.9,
+        "sampler/staleness": 1.0,
+        "kl/sequence": 1.5 * progress,
+        "time/step": 1.0 + abs(noise.gauss(0, 0.2)),
+        "time/generate": 0.6,
+        "time/score": 0.05,
+        "perf/tokens_per_second": 2500,
+    }
+
+
+def healthy() -> tuple[list[dict], list[dict]]:
+    """(metrics, samples) of a healthy run."""
+    noise = random.Random(1)
+    metrics = [healthy_step(step, noise) for step in range(1, STEPS + 1)]
+    sample = {"response": "= 4", "extracted": "4", "finish_reason": "stop", "reward": 1.0}
+    samples = [{"step": step} | sample for step in range(1, STEPS + 1) for _ in range(4)]
+    return metrics, samples
+
+
+def findings(metrics: list[dict], samples: list[dict]) -> list[doctor.Finding]:
+    case = doctor.Case(ARGS, metrics, samples)
+    return [found for rule in doctor.RULES if (found := rule(case)) is not None]
+
+
+def late(step: int) -> float:
+    """0 until step 20, then up to 1 at the end."""
+    return max(0.0, (step - 20) / (STEPS - 20))
+
+
+# Rule -> (what its fault does to a step, the same just short of the bound).
+FAULTS = {
+    "reward_flat": (
+        lambda m: {"reward/mean": 0.3 + 0.03 * math.sin(m["step"])},
+        lambda m: {"reward/mean": 0.3 + 0.03 * math.sin(m["step"]) + 0.1 * late(m["step"])},
+    ),
+    "reward_falls": (
+        lambda m: {"reward/mean": m["reward/mean"] - 0.7 * late(m["step"])},
+        lambda m: {"reward/mean": m["reward/mean"] - 0.05 * late(m["step"])},
+    ),
+    "verifier_failures": (
+        lambda m: {"reward/timeouts": 2 if m["step"] > 30 else 0},
+        lambda m: {"reward/timeouts": 1 if m["step"] > 30 else 0},
+    ),
+    "equal_groups": (
+        lambda m: {"reward/zero_std_frac": 0.95 if m["step"] > 30 else 0.2},
+        lambda m: {"reward/zero_std_frac": 0.85 if m["step"] > 30 else 0.2},
+    ),
+    "truncation": (
+        lambda m: {"completions/truncated_frac": 0.4 if m["step"] > 30 else 0.1},
+        lambda m: {"completions/truncated_frac": 0.3 if m["step"] > 30 else 0.1},
+    ),
+    "length_growth": (
+        lambda m: {"completions/length_mean": 20 + 20 * late(m["step"]), "reward/correct": 0.4},
+        lambda m: {"completions/length_mean": 20 + 8 * late(m["step"]), "reward/correct": 0.4},
+    ),
+    "entropy_collapse": (
+        lambda m: {"policy/entropy": 0.4 * math.exp(-4 * late(m["step"]))},
+        lambda m: {"policy/entropy": 0.4 * math.exp(-2 * late(m["step"]))},
+    ),
+    "mismatch_growth": (
+        lambda m: {"sampler/logprob_diff_mean": 0.002 + 0.1 * late(m["step"])},
+        lambda m: {"sampler/logprob_diff_mean": 0.002 + 0.008 * late(m["step"])},
+    ),
+    "kl_runaway": (
+        lambda m: {"kl/sequence": 8 * late(m["step"]), "reward/mean": 0.3 + 0.3 * (m["step"] > 10)},
+        lambda m: {"kl/sequence": 4 + 2 * late(m["step"]), "reward/mean": 0.3 + 0.3 * (m["step"] > 10)},
+    ),
+    "gradient_spikes": (
+        lambda m: {"optim/grad_norm": 50.0 if m["step"] % 10 == 9 else m["optim/grad_norm"]},
+        lambda m: {"optim/grad_norm": 50.0 if m["step"] == 39 else m["optim/grad_norm"]},
+    ),
+    "learning_rate": (
+        lambda m: {"optim/lr": 0.0},
+        lambda m: {"optim/lr": 1e-9},
+    ),
+    "clipping": (
+        lambda m: {"policy/clip_frac": 0.35 if m["step"] > 30 else 0.1},
+        lambda m: {"policy/clip_frac": 0.25 if m["step"] > 30 else 0.1},
+    ),
+    "skipped_steps": (
+        lambda m: {"optim/skipped": 1 if m["step"] in (20, 40) else 0},
+        lambda m: {"optim/skipped": 1 if m["step"] == 20 else 0},
+    ),
+    "stale_samples": (
+        lambda m: {"sampler/ess": 0.4 if m["step"] > 30 else 0.9},
+        lambda m: {"sampler/ess": 0.55 if m["step"] > 30 else 0.9},
+    ),
+    "throughput_loss": (
+        lambda m: {"time/step": 1 + 6 * (m["step"] > 30), "perf/tokens_per_second": 2500 / (1 + 6 * (m["step"] > 30))},
+        lambda m: {"time/step": 1 + 1 * (m["step"] > 30), "perf/tokens_per_second": 2500 / (1 + 1 * (m["step"] > 30))},
+    ),
+}
+
+
+def test_a_healthy_run_has_no_finding():
+    assert findings(*healthy()) == []
+
+
+@pytest.mark.parametrize("rule", FAULTS)
+def test_each_rule_names_its_fault_and_nothing_short_of_it(rule):
+    """The fault is found by its rule and by no other but those that it implies; a little less of it by none."""
+    metrics, samples = healthy()
+    beyond, short = FAULTS[rule]
+    found = findings([m | beyond(m) for m in metrics], samples)
+    implied = {"reward_falls": {"reward_flat"}}.get(rule, set())
+    names = {f.rule for f in found}
+    assert rule in names
+    assert names - {rule} <= implied
+    assert rule not in {f.rule for f in findings([m | short(m) for m in metrics], samples)}
+
+
+def test_responses_without_an_answer_are_found_and_a_reward_function_that_extracts_nothing_is_not():
+    metrics, samples = healthy()
+    empty = [s | {"extracted": "", "reward": 0.0} if s["step"] > 30 else s for s in samples]
+    (found,) = findings(metrics, empty)
+    assert found.rule == "extraction"
+    assert found.since == 31
+    assert findings(metrics, [s | {"extracted": ""} for s in samples]) == []
+    truncated = [s | {"finish_reason": "length"} for s in empty]
+    assert findings(metrics, truncated) == []
+
+
+def test_every_rule_has_a_trial():
+    assert {rule.__name__ for rule in doctor.RULES} == {*FAULTS, "extraction"}
+
+
+def test_a_rate_too_small_to_move_anything_is_found():
+    """With all three of reward, entropy and length standing still, the rate is named; with one of them moving, not."""
+    metrics, samples = healthy()
+    noise = random.Random(2)
+    still = []
+    for m in metrics:
+        values = {"reward/mean": 0.3 + noise.gauss(0, 0.04), "reward/correct": 0.3}
+        values |= {"policy/entropy": 0.4 + noise.gauss(0, 0.01), "completions/length_mean": 20 + noise.gauss(0, 1)}
+        still.append(m | values)
+    assert {"learning_rate", "reward_flat"} == {f.rule for f in findings(still, samples)}
+    moving = [m | {"policy/entropy": 0.4 - 0.2 * late(m["step"])} for m in still]
+    assert {f.rule for f in findings(moving, samples)} == {"reward_flat"}
+
+
+def test_a_finding_is_dated_by_the_first_step_of_its_last_stretch():
+    metrics, samples = healthy()
+    fault = [m | {"completions/truncated_frac": 0.9 if m["step"] > 40 or m["step"] == 5 else 0.1} for m in metrics]
+    (found,) = findings(fault, samples)
+    assert found.rule == "truncation"
+    assert 41 <= found.since <= 45
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_run_of_a_few_steps_is_judged_without_its_trends(steps):
+    metrics, samples = healthy()
+    assert findings(metrics[:steps], [s for s in samples if s["step"] <= steps]) == []
+
+
+def test_the_program_reads_a_run_that_is_still_being_written(tmp_path, capsys, monkeypatch):
+    """Exit code 0 without findings and 1 with one, a half-written line at the end included."""
+    metrics, samples = healthy()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"args": ARGS}))
+    (folder / "samples.jsonl").write_text("\n".join(json.dumps(s) for s in samples) + "\n")
+    text = "\n".join(json.dumps(m) for m in metrics)
+    (folder / "metrics.jsonl").write_text(text + '\n{"step": 61, "rew')
+    monkeypatch.setattr("sys.argv", ["doctor.py", str(folder)])
+    assert doctor.main() == 0
+    assert "60 steps, no finding(s)" in capsys.readouterr().out
+    fault = [m | {"completions/truncated_frac": 0.9} for m in metrics]
+    (folder / "metrics.jsonl").write_text("\n".join(json.dumps(m) for m in fault) + "\n")
+    assert doctor.main() == 1
+    assert "90% of the responses are truncated at 64 tokens" in capsys.readouterr().out
