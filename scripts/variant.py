@@ -1,0 +1,94 @@
+"""Write an algorithm that is a diff against grpo.py or ppo.py: variants/NAME.patch, applied to today's script.
+
+    python scripts/variant.py gspo > mine.py       the whole script, to run, read and edit: python mine.py
+    python scripts/variant.py --diff gspo          what it changes
+    python scripts/variant.py --list               all of them, a line each
+    python scripts/variant.py --remake gspo.py     the patch of an edited gspo.py, under its old header
+
+A variant lies beside the scripts, since it imports what they import. docs/variants.md has what each was seen to learn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "variants"
+DIFF = "--- a/"  # what the header of a patch ends at
+
+
+def fail(message: str) -> NoReturn:
+    """Exit with code 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def names() -> list[str]:
+    """The variants there are."""
+    return sorted(path.stem for path in FOLDER.glob("*.patch"))
+
+
+def read(name: str) -> tuple[str, str, str]:
+    """(header, script that it changes, the diff) of a variant. Exits with code 2 for one that does not exist."""
+    path = FOLDER / f"{name}.patch"
+    if not path.is_file():
+        fail(f"there is no variant {name!r}; there are {', '.join(names())}")
+    header, mark, diff = path.read_text().partition(DIFF)
+    return header.strip(), diff.partition("\n")[0], mark + diff
+
+
+def variant(name: str, root: Path = ROOT) -> str:
+    """The text of the script with the variant's changes. Exits with code 2 where they do not apply."""
+    _, script, diff = read(name)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / script
+        copy.write_text((root / script).read_text())
+        done = subprocess.run(
+            ["git", "apply", "--recount", "-"], cwd=folder, input=diff, text=True, capture_output=True, check=False
+        )
+        if done.returncode != 0:
+            fail(f"variants/{name}.patch does not apply to {script}: {done.stderr.strip()}")
+        return copy.read_text()
+
+
+def remade(name: str, text: str, root: Path = ROOT) -> str:
+    """The patch that turns today's script into ``text``, under the variant's old header."""
+    header, script, _ = read(name)
+    before = (root / script).read_text().splitlines(keepends=True)
+    diff = difflib.unified_diff(before, text.splitlines(keepends=True), f"a/{script}", f"b/{script}", n=2)
+    return f"{header}\n\n{''.join(diff)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="?", help="of a variant, or with --remake the file NAME.py")
+    parser.add_argument("--list", action="store_true", help="name all variants")
+    parser.add_argument("--diff", action="store_true", help="print the patch with its header, not the script")
+    parser.add_argument("--remake", action="store_true", help="print the patch of the edited file that is given")
+    args = parser.parse_args()
+    if args.list:
+        for name in names():
+            header, script, _ = read(name)
+            print(f"{name:16}{script:10}{header.splitlines()[0]}")
+    elif args.name is None:
+        fail("give the name of a variant, or --list")
+    elif args.remake:
+        path = Path(args.name)
+        if not path.is_file():
+            fail(f"{path} is no file; give a variant's script, NAME.py")
+        print(remade(path.stem, path.read_text()), end="")
+    elif args.diff:
+        header, _, diff = read(args.name)
+        print(f"{header}\n\n{diff}", end="")
+    else:
+        print(variant(args.name), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""variants/: every patch applies to today's script, reads like it, runs, and has the gradient that it claims."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import loss_table
+import pytest
+import torch
+import torch.nn.functional as F
+import variant
+from helpers import ROOT, make_samples, run_here, tiny_args
+
+import utils
+from runtime import batching
+
+NAMES = variant.names()
+MOST_CHANGES = 60
+# Variant -> the row of docs/losses.md that its token loss must equal, and the settings of that row.
+ROWS = {
+    "cispo": ("CISPO", {"clip_higher": 0.28}),
+    "dppo": ("DPPO", {}),
+    "icepop": ("IcePop", {}),
+    "gspo": ("GSPO", {"clip_lower": 0.2, "clip_higher": 0.2}),
+    "reinforce_pp": ("PPO clip", {}),
+    "maxrl": ("PPO clip", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory):
+    """Name -> the variant's script, imported."""
+    folder = tmp_path_factory.mktemp("variants")
+    sys.path.insert(0, str(folder))
+    found = {}
+    for name in NAMES:
+        (folder / f"variant_{name}.py").write_text(variant.variant(name))
+        found[name] = importlib.import_module(f"variant_{name}")
+    yield found
+    sys.path.remove(str(folder))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variant_is_a_short_diff_with_a_header(name, tmp_path):
+    """It changes at most 60 lines, says what, from where, when and how measured, and passes ruff as the scripts do."""
+    header, _, diff = variant.read(name)
+    changed = [line for line in diff.splitlines() if line[:1] in "+-" and not line.startswith(("---", "+++"))]
+    assert len(changed) <= MOST_CHANGES
+    assert len(header.splitlines()) <= 10
+    for word in ("Source ", "Use it ", "Measured "):
+        assert any(line.startswith(word) for line in header.splitlines()), word
+    file = tmp_path / f"{name}.py"
+    file.write_text(variant.variant(name))
+    for words in (["check"], ["format", "--check"]):
+        line = [sys.executable, "-m", "ruff", *words, "--config", str(ROOT / "pyproject.toml"), str(file)]
+        done = subprocess.run(line, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_remaking_a_patch_changes_nothing(name):
+    header, _, diff = variant.read(name)
+    assert variant.remade(name, variant.variant(name)) == f"{header}\n\n{diff}"
+
+
+def test_a_patch_that_no_longer_applies_is_refused(tmp_path, capsys):
+    (tmp_path / "grpo.py").write_text("print('another script')\n")
+    with pytest.raises(SystemExit) as ended:
+        variant.variant(NAMES[0], tmp_path)
+    assert ended.value.code == 2
+    assert f"variants/{NAMES[0]}.patch does not apply to grpo.py" in capsys.readouterr().err
+
+
+def test_an_unknown_variant_is_refused_with_the_list(capsys):
+    with pytest.raises(SystemExit) as ended:
+        variant.variant("nonesuch")
+    assert ended.value.code == 2
+    assert all(name in capsys.readouterr().err for name in ["gspo"])
+
+
+def token_loss(module, owners: torch.Tensor, args, *parts) -> torch.Tensor:
+    """The module's token loss, [T]; ``owners``: the response of each token, for those that look at whole responses."""
+    more = {"response_T": owners} if "response_T" in inspect.signature(module.token_loss).parameters else {}
+    return module.token_loss(*parts, args, **more)[0]
+
+
+@pytest.mark.parametrize("condition", loss_table.CONDITIONS)
+@pytest.mark.parametrize("name", ROWS)
+def test_the_token_loss_has_the_gradient_of_its_row(modules, name, condition):
+    """By exact enumeration, fresh and stale: a variant's gradient is that of the loss which docs/losses.md explains."""
+    world = loss_table.World(max_length=3)
+    batch = loss_table.batch_of(world, loss_table.policies_of(world, condition))
+    row, settings = ROWS[name]
+    expected = torch.autograd.grad(loss_table.LOSSES[row](batch).sum(), batch.logprobs)[0]
+    args = modules[name].Args(**settings)
+    nothing = torch.zeros_like(batch.old)
+    parts = (batch.logprobs, batch.old, None, batch.sampler, batch.advantages, nothing, None, 0.0)
+    loss = token_loss(modules[name], batch.owner, args, *parts)
+    if name == "gspo":  # --loss_norm sequence divides a response's loss among its tokens
+        loss = loss / batch.lengths[batch.owner]
+    slopes = torch.autograd.grad(loss.sum(), batch.logprobs)[0]
+    assert torch.allclose(slopes, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_neither_micro_batches_nor_ranks_change_the_gradient(modules, name, tiny_model):
+    samples = make_samples(4, 4)
+    whole = gradient(modules[name], tiny_model, samples, budget=10_000, world_size=1)
+    for budget, world_size in ((150, 1), (75, 1), (150, 2), (60, 3)):
+        other = gradient(modules[name], tiny_model, samples, budget, world_size)
+        assert ((other - whole).norm() / whole.norm()).item() < 1e-5
+
+
+def gradient(module, model, samples, budget: int, world_size: int) -> torch.Tensor:
+    """The gradient of a whole batch, summed over micro-batches and ranks, as the script computes it; [parameters]."""
+    args = module.Args()
+    policy = utils.TokenLogprobs(model, 1.0, 1000)
+    everything = list(range(len(samples)))
+    weights = F.pad(module.loss_weights(samples, everything, args), (0, 1))
+    owners = torch.tensor([i for i, s in enumerate(samples) for _ in s.response_ids] + [0])
+    noise = torch.Generator().manual_seed(1)
+    advantages = torch.randn(len(weights), generator=noise)
+    moved = 0.05 * torch.randn(len(weights), generator=noise)
+    cutting = {"layout": "shared", "budget": budget, "world_size": world_size, "device": torch.device("cpu")}
+    if "dtype" in inspect.signature(batching.micro_batches).parameters:
+        cutting["dtype"] = torch.float32
+    model.zero_grad()
+    for rank in range(world_size):
+        for mb in batching.micro_batches(samples, everything, rank=rank, **cutting):
+            logprobs, _, _ = policy(mb)
+            old = logprobs.detach() + moved[mb.tokens]
+            parts = (logprobs, old, None, old, advantages[mb.tokens], torch.zeros_like(old), None, 0.0)
+            loss = token_loss(module, owners[mb.tokens], args, *parts)
+            (loss * weights[mb.tokens]).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_maxrl_estimates_the_gradient_of_the_truncated_likelihood(modules):
+    """sum over k <= G of p's (1 - p)^(k - 1) is what (r - mean) / mean averages to: d/dp of log p, cut off after G."""
+    group = 5
+    p = 0.3
+    outcomes = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * group)  # [2^G, G]
+    chance = (p**outcomes * (1 - p) ** (1 - outcomes)).prod(1)
+    advantages = modules["maxrl"].group_advantages(outcomes, "maxrl", 0.0)
+    advantages = torch.nan_to_num(advantages)
+    scores = outcomes / p - (1 - outcomes) / (1 - p)  # d log P(outcome) / dp
+    expected = (chance[:, None] * advantages * scores).sum() / group
+    truncated = sum((1 - p) ** (k - 1) for k in range(1, group))
+    assert expected.item() == pytest.approx(truncated, rel=1e-9)
+
+
+def test_reinforce_pp_keeps_the_proportions_of_the_groups(modules):
+    """One std for the batch: rewards that spread twice as far have twice the advantages; GRPO makes them equal."""
+    rewards = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.0, 2.0, 0.0, 2.0]], dtype=torch.float64)
+    advantages = modules["reinforce_pp"].group_advantages(rewards, "batch")
+    assert torch.allclose(advantages[1], 2 * advantages[0])
+    assert advantages.std().item() == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variant_trains_two_steps(modules, name, tiny, tmp_path):
+    """Two real steps with two optimizer steps each on the tiny model: the second is off-policy."""
+    changes = {"teacher_name_or_path": str(tiny)} if name == "distill" else {}
+    args = tiny_args(tiny, tmp_path, f"variant_{name}", total_steps=2, num_mini_batches=2, **changes)
+    metrics = run_here(args, f"variant_{name}")
+    assert [m["optim/steps"] for m in metrics] == [2, 2]
