@@ -2,7 +2,7 @@
 
     python scripts/kl_study.py                           redraws docs/kl_study*.png and prints the tables of docs/kl.md
     python scripts/kl_study.py --add runs/study_kl ...   first adds the finished and measured runs in these folders
-    python scripts/kl_study.py --names                   the names of the runs in the table; scripts/study_kl.sh skips them
+    python scripts/kl_study.py --names                   the names of the runs in the table, which study_kl.sh skips
 
 The table, docs/data/kl_study.csv.gz, has a row per run: the arguments that differ from their defaults, the version of
 the code, and final values as scripts/plot.py takes them: of the last evaluation, or the mean over the last tenth of the
@@ -169,8 +169,8 @@ def cells(runs: pd.DataFrame, placement: str) -> dict[str, pd.DataFrame]:
 # ---------------------------------------------------------------------------------------------------------- the figures
 
 
-def panels(table: pd.DataFrame, height: float):
-    """A figure with a row per part and a column per placement. Yields (part, runs, placement, axis) after the figure."""
+def panels(table: pd.DataFrame, height: float) -> tuple[plt.Figure, list[tuple[pd.DataFrame, str, plt.Axes]]]:
+    """A figure with a row per part and a column per placement, and (runs, placement, axis) of each panel."""
     found = parts(table)
     figure, axes = plt.subplots(len(found), 2, figsize=(10, height * len(found) + 0.6), squeeze=False, sharey="row")
     places = []
@@ -250,7 +250,7 @@ def draw_frontier(table: pd.DataFrame, output: Path) -> None:
     plot.save(figure, output)
 
 
-# -------------------------------------------------------------------------------------------------- tables and the tests
+# ------------------------------------------------------------------------------------------------- tables and the tests
 
 
 def cell(mean: float, half: float) -> str:
@@ -284,7 +284,7 @@ def result_table(runs: pd.DataFrame, value: str, half: str, metric: str) -> str:
 
 
 def ratios(runs: pd.DataFrame, chosen: pd.DataFrame) -> pd.Series:
-    """ln of each chosen run's exact KL over that of the run with the same seed and no KL term; seeds without are out."""
+    """By seed, ln of each chosen run's exact KL over that of its seed's run without a KL term, where there is one."""
     base = runs[runs["setting"] == ""].set_index("seed")["kl/exact"]
     values = chosen.set_index("seed")["kl/exact"]
     return np.log(values / base.reindex(values.index)).dropna()

@@ -156,7 +156,7 @@ class Run:
         return series(records, key, positions(self.metrics, x))
 
     def final(self, key: str) -> float:
-        """A measured value, that of the last evaluation, or the mean over the last tenth of the steps; NaN without any."""
+        """What was measured or evaluated last, or the mean over the last tenth of the steps that have one; else NaN."""
         if key in self.measured:
             return self.measured[key]
         values = self.curve(key).dropna()

@@ -227,7 +227,7 @@ def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
     assert len(commands) == 1 and commands[0][-1] == "--overwrite"
 
 
-# ------------------------------------------------------------------------------------------- side by side, in one process
+# ----------------------------------------------------------------------------------------- side by side, in one process
 
 
 @pytest.fixture

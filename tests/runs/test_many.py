@@ -29,7 +29,7 @@ def many(lines: list[str], *words: object, timeout: float = 280) -> tuple[int, s
 
 @pytest.mark.slow
 def test_a_forked_run_is_the_run_of_the_command(tiny, tmp_path):
-    """Equal to the last bit, with vLLM; a run that fails is reported and does not stop another; the second call skips."""
+    """Equal to the last bit, with vLLM; a failing run is reported and stops no other; a second call skips."""
     more = ["--total_steps", "2", "--run_name"]
     plain = command(tiny, tmp_path, *more, "plain", rollout="vllm")
     done = subprocess.run(plain, cwd=ROOT, env=run_environment(), capture_output=True, text=True, timeout=280)
