@@ -1,4 +1,4 @@
-"""Run many command lines of a training script, without importing the libraries again for each.
+"""Run many command lines of a training script on CPUs, without importing the libraries again for each.
 
     printf '%s\\n' "--beta 0.1 --seed 1" "--beta 0.1 --seed 2" | python scripts/many.py grpo.py --lanes 2 --threads 1
 
@@ -51,11 +51,11 @@ STOPPED = 75  # EX_TEMPFAIL: start me again
 
 
 def load_script(path: Path) -> ModuleType:
-    """The module of a training script, with everything that its runs import. Raises RuntimeError beside a thread."""
-    if path.suffix != ".py" or not path.is_file():
-        process.refuse(f"{path} is not a script; give one: many.py grpo.py")
+    """The module of a training script, with everything that its runs import.
+
+    Raises RuntimeError where an import has started a thread.
+    """
     process.prepare_environment()
-    sys.path.insert(0, str(path.resolve().parent))
     script = importlib.import_module(path.stem)
     for name in LATE:
         importlib.import_module(name)
@@ -66,8 +66,10 @@ def load_script(path: Path) -> ModuleType:
     return script
 
 
-def read_lines(script: ModuleType, lines: list[str]) -> list[tuple[list[str], Path]]:
+def read_lines(path: Path, lines: list[str]) -> list[tuple[list[str], Path]]:
     """(words, folder) of the run of each line. Ends with exit code 2 for what the script does not take."""
+    script = finished.load_arguments(path)
+    del sys.modules[path.stem]  # it ends with the arguments
     runs = []
     for line in lines:
         words = shlex.split(line)
@@ -145,13 +147,15 @@ def main() -> int:
     add = parser.add_argument
     add("script", type=Path, help="grpo.py, ppo.py or a copy of one")
     add("lines", type=argparse.FileType(), nargs="?", default="-", help="arguments of a run per line (default: stdin)")
+    add("--skip", type=Path, help="file with the names of runs to leave out, one per line")
     add("--lanes", type=int, default=1, help="runs side by side (default: %(default)s)")
     add("--threads", type=int, help="threads of arithmetic of each run (default: what OMP_NUM_THREADS says)")
     options = parser.parse_args()
     if options.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read when torch is imported
+    runs = read_lines(options.script, [line for line in options.lines.read().splitlines() if line.strip()])
     script = load_script(options.script)
-    runs = read_lines(script, [line for line in options.lines.read().splitlines() if line.strip()])
+    elsewhere = set(options.skip.read_text().split()) if options.skip else set()
     lanes = Lanes(script)
     skipped = 0
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -163,6 +167,8 @@ def main() -> int:
             break
         args = flags.parse(script.Args, script.__doc__, words)
         state, said = finished.state(args, script.Args())
+        if folder.name in elsewhere:
+            state, said = finished.FINISHED, f"named in {options.skip}: {folder.name}"
         if state == finished.RUN or (state == finished.LEAVE and args.overwrite):
             lanes.start(words, folder)
         else:

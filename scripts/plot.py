@@ -22,7 +22,7 @@ import itertools
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -148,6 +148,7 @@ class Run:
     args: dict[str, Any]
     metrics: list[dict]
     evals: list[dict]
+    measured: dict[str, float] = field(default_factory=dict)  # by scripts/measure_kl.py, after the run
 
     def curve(self, key: str, x: str = "step") -> pd.Series:
         """A metric of either file over the axis ``x``."""
@@ -155,7 +156,9 @@ class Run:
         return series(records, key, positions(self.metrics, x))
 
     def final(self, key: str) -> float:
-        """The last evaluation's value, or the mean over the last tenth of the steps that have one; NaN without any."""
+        """What was measured or evaluated last, or the mean over the last tenth of the steps that have one; else NaN."""
+        if key in self.measured:
+            return self.measured[key]
         values = self.curve(key).dropna()
         if key.startswith("eval/"):
             return values.tail(1).mean()
@@ -173,7 +176,8 @@ def load_run(folder: Path) -> Run:
     args = json.loads(config.read_text())["args"] if config.exists() else {}
     metrics = read(folder / "metrics.jsonl")
     evals = read(folder / "eval.jsonl")
-    return Run(folder, args, metrics, evals)
+    measured = folder / "measured_kl.json"
+    return Run(folder, args, metrics, evals, json.loads(measured.read_text()) if measured.exists() else {})
 
 
 # ----------------------------------------------------------------------------------------------------- one run, or few
@@ -377,7 +381,7 @@ def logged_by(runs: list[Run]) -> set[str]:
     """The names of everything that the runs logged."""
     logged = set()
     for run in runs:
-        for record in (*run.metrics, *run.evals):
+        for record in (*run.metrics, *run.evals, run.measured):
             logged.update(record)
     return logged
 
@@ -590,7 +594,7 @@ def metric_names(args: argparse.Namespace, runs: list[Run]) -> list[str]:
         key = given.removeprefix(FINAL)
         if key not in logged:
             fail(f"--y {given}: not logged by these runs; they have {', '.join(sorted(logged))}")
-        if given != key and not over_argument:
+        if (given != key or any(key in run.measured for run in runs)) and not over_argument:
             fail(f"--y {given}: a final value is drawn over an argument; add one, for example --x learning_rate")
         if given == key and over_argument:
             fail(f"--x {args.x}: draws final values; write --y {FINAL}{key}")

@@ -1,6 +1,8 @@
 # Common to the sweeps: source it with their arguments, then call `run ARGUMENTS...` in loops.
 #   --seeds 1..5    or 1,3,8; other arguments go to every run
 #   RUN=...         words to put before every command: echo, or a submission that ends in --
+#   LANES=2         so many runs side by side, all of one process that imports torch once (scripts/many.py), without RUN;
+#                   SKIP=FILE has the names of runs to leave out
 #   SCRIPT=mine.py  the script to run (grpo.py); PYTHON=.venv/bin/python  OUTPUT_DIR=runs
 # A run that is finished or running is skipped (scripts/finished.py says which are); an interrupted one resumes from its
 # last checkpoint. --overwrite starts what is not finished from scratch.
@@ -13,6 +15,7 @@ suffix= # of --exp_name, so that the runs of another script do not share folders
 [[ $SCRIPT == grpo.py ]] || suffix=_$(basename "$SCRIPT" .py)
 seeds=(1 2 3)
 common=()
+lines=() # what LANES collects
 overwrite=0
 started=0
 skipped=0
@@ -44,6 +47,10 @@ done
 [[ " ${common[*]-} " == *" --output_dir"[=\ ]* ]] || common+=(--output_dir "${OUTPUT_DIR:-runs}")
 
 run() {
+    if [[ -n ${LANES:-} ]]; then
+        lines+=("${*@Q} ${common[*]@Q}")
+        return
+    fi
     local said state=0
     said=$("$PYTHON" scripts/finished.py "$SCRIPT" "$@" "${common[@]}") || state=$?
     if ((state == 2)); then
@@ -62,6 +69,9 @@ run() {
 }
 
 end() { # print the totals; exit code 1 if a run failed, which does not stop the others
+    if [[ -n ${LANES:-} ]]; then
+        exec "$PYTHON" scripts/many.py "$SCRIPT" --lanes "$LANES" ${SKIP:+--skip "$SKIP"} < <(printf '%s\n' "${lines[@]}")
+    fi
     echo "$started started, $skipped skipped, $failed failed" >&2
     ((failed == 0))
 }

@@ -5,35 +5,38 @@
 #   scripts/sweep_kl.sh --seeds 1..5 --total_steps 100                       other arguments go to every run
 #   RUN="python scripts/submit.py --backend slurm --gpus 1 --" scripts/sweep_kl.sh
 #   RUN=echo scripts/sweep_kl.sh                                             print the commands
+#   LANES=2 scripts/sweep_kl.sh                                              two side by side, in one process
 #   ESTIMATORS="k1 k3" BETAS="0 0.1" scripts/sweep_kl.sh                     a part of it
 #   GRADIENTS="naive unbiased" MINI_BATCHES="1 4" scripts/sweep_kl.sh        more of it
+#   SETTINGS="loss/k1/naive loss/k3/unbiased reward/k1/naive"                instead of placements x estimators x gradients
 # Then: python scripts/plot.py runs --x beta --y final:kl/sequence --by kl_estimator kl_placement --output kl.png
 #       python scripts/measure_kl.py runs/*                                  the exact KL of each finished run
 . "$(dirname "${BASH_SOURCE[0]}")/sweep.sh"
 
-sweep_placement() { # sweep_placement SEED MINI_BATCHES BETA PLACEMENT
-    local estimator gradient
+settings=()
+for placement in ${PLACEMENTS:-loss reward}; do
     for estimator in ${ESTIMATORS:-k1 k2 k3 k4}; do
         for gradient in ${GRADIENTS:-naive}; do
             # The exact KL has the same gradient either way, and a reward has none.
-            if [[ $gradient == unbiased && ($estimator == full || $4 == reward) ]]; then
-                continue
+            if [[ $gradient == naive || ($estimator != full && $placement == loss) ]]; then
+                settings+=("$placement/$estimator/$gradient")
             fi
-            run --exp_name "sweep_kl$suffix" --num_mini_batches "$2" --beta "$3" --kl_placement "$4" \
-                --kl_estimator "$estimator" --kl_gradient "$gradient" --seed "$1"
         done
     done
-}
+done
 
 for seed in "${seeds[@]}"; do
     for mini_batches in ${MINI_BATCHES:-4}; do
         for beta in ${BETAS:-0 0.03 0.1 0.3}; do
-            if [[ $beta == 0 ]]; then # one run for all estimators; 1e-9 has no effect, but the KL is measured
-                run --exp_name "sweep_kl$suffix" --num_mini_batches "$mini_batches" --beta 1e-9 --seed "$seed"
+            same=(--exp_name "${EXP_NAME:-sweep_kl}$suffix" --num_mini_batches "$mini_batches" --seed "$seed")
+            if [[ $beta == 0 ]]; then # one run for all settings; 1e-9 has no effect, but the KL is measured
+                run "${same[@]}" --beta 1e-9
                 continue
             fi
-            for placement in ${PLACEMENTS:-loss reward}; do
-                sweep_placement "$seed" "$mini_batches" "$beta" "$placement"
+            for setting in ${SETTINGS:-${settings[@]}}; do
+                IFS=/ read -r placement estimator gradient <<<"$setting"
+                run "${same[@]}" --beta "$beta" --kl_placement "$placement" --kl_estimator "$estimator" \
+                    --kl_gradient "$gradient"
             done
         done
     done

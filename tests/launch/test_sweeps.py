@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -224,6 +225,60 @@ def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
     assert commands == [] and "another run" in said and "--temperature 0.5, not 1.0" in said
     _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, "--overwrite", LEARNING_RATES="1e-5")
     assert len(commands) == 1 and commands[0][-1] == "--overwrite"
+
+
+# ----------------------------------------------------------------------------------------- side by side, in one process
+
+
+@pytest.fixture
+def listener(tmp_path) -> Path:
+    """A PYTHON that prints what many.py would be given: its arguments, and its lines."""
+    python = tmp_path / "python"
+    text = 'echo "$@"\ncase $1 in scripts/many.py) cat ;; esac\n'
+    python.write_text(f"#!/bin/sh\n{text}")
+    python.chmod(0o755)
+    return python
+
+
+def many_lines(name: str, *words: object, **environment: str) -> tuple[list[str], list[grpo.Args]]:
+    """(what was said, the arguments of each line for many.py) of a sweep with LANES."""
+    env = os.environ | environment
+    argv = ["bash", str(ROOT / "scripts" / name), *map(str, words)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    runs = [flags.parse(grpo.Args, None, shlex.split(line)) for line in lines if "--seed" in line]
+    return [line for line in lines if "--seed" not in line], runs
+
+
+def test_with_lanes_a_sweep_hands_its_runs_to_many(listener, tmp_path):
+    """The same runs as one after the other, also with arguments that a shell has to quote; RUN is not used."""
+    words = ["--seeds", "2", "--output_dir", tmp_path]
+    _, commands, _ = sweep("sweep_kl.sh", *words)
+    environment = SMALL | {"PYTHON": str(listener), "LANES": "3", "SKIP": "names.txt", "RUN": "false"}
+    said, runs = many_lines("sweep_kl.sh", *words, "--stop", "it's", "$x y", **environment)
+    assert said == ["scripts/many.py grpo.py --lanes 3 --skip names.txt"]
+    assert {run.stop for run in runs} == {("it's", "$x y")}
+    runs = [dataclasses.replace(run, stop=()) for run in runs]
+    assert runs == [flags.parse(grpo.Args, None, command[2:]) for command in commands] and len(runs) == 5
+
+
+@pytest.mark.parametrize("real, decisive, all_runs", [(False, 50, 142), (True, 13, 19)])
+def test_the_study_begins_with_what_decides(real, decisive, all_runs, listener, tmp_path):
+    """Every placement and gradient of a seed at a beta before another; nothing twice but what many.py then skips."""
+    environment = {"PYTHON": str(listener), "OUTPUT_DIR": str(tmp_path / "runs")}
+    said, runs = many_lines("study_kl.sh", *["--real"] * real, "--seeds", "1", **environment)
+    assert {line for line in said if "many.py" in line} == {
+        f"scripts/many.py grpo.py --lanes 2 --skip {tmp_path}/runs/skip.txt"
+    }
+    names = [rundir.run_name(run, grpo.Args()) for run in runs]
+    assert len(set(names)) == all_runs
+    assert len(set(names[:decisive])) == decisive
+    betas = {run.beta for run in runs[:decisive]}
+    assert betas == ({1e-9, 0.3, 0.03} if real else {1e-9, 0.3, 3.0, 0.03})
+    settings = {(r.kl_placement, r.kl_estimator, r.kl_gradient) for r in runs[:decisive] if r.beta > 1e-6}
+    assert {("loss", "k1", "naive"), ("loss", "k3", "unbiased"), ("reward", "k1", "naive")} < settings
+    assert len(settings) == (6 if real else 8)
 
 
 # --------------------------------------------------------------------------------------- scripts/launch.py, real ranks

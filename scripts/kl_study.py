@@ -1,0 +1,402 @@
+"""The KL study: its raw results as one table, and the figures, tables and tests of docs/kl.md made from it.
+
+    python scripts/kl_study.py                           redraws docs/kl_study*.png and prints the tables of docs/kl.md
+    python scripts/kl_study.py --add runs/study_kl ...   first adds the finished and measured runs in these folders
+    python scripts/kl_study.py --names                   the names of the runs in the table, which study_kl.sh skips
+
+The table, docs/data/kl_study.csv.gz, has a row per run: the arguments that differ from their defaults, the version of
+the code, and final values as scripts/plot.py takes them: of the last evaluation, or the mean over the last tenth of the
+steps. ``kl/exact`` is what scripts/measure_kl.py measured.
+
+Intervals are 95 % intervals over seeds, by Student's t. Effects are compared seed by seed, because runs with the same
+seed have the same prompts: the ratio of the KL to that of the run without a KL term, and the slope of ln KL over ln
+beta. Both are computed on logarithms, so that a ratio of 1 and a slope of 0 stand for no effect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
+
+import measure_kl
+import numpy as np
+import pandas as pd
+import plot
+
+import grpo
+from runtime import process
+from runtime.flags import PRESENTATION
+
+matplotlib.use("Agg")  # no display on a cluster
+import matplotlib.pyplot as plt
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+TABLE = DOCS / "data" / "kl_study.csv.gz"
+PLACES = {"model_name_or_path", "exp_name", "output_dir", "run_name"}  # where things lie, and what they are called
+RESULTS = (
+    "eval/pass@1",
+    "reward/mean",
+    "kl/exact",
+    "kl/exact_stderr",
+    "kl/sequence",
+    "kl/k1",
+    "kl/k2",
+    "kl/k3",
+    "kl/k4",
+    "kl/abs",
+    "policy/entropy",
+    "completions/length_mean",
+    "time/step",
+)
+NONE = 1e-6  # a beta below stands for none: the KL is measured, but has no effect
+STYLES = {  # one color per estimator, dashed where the gradient is unbiased
+    "k1, naive": ("C3", "-"),
+    "k1, unbiased": ("C3", "--"),
+    "k2, naive": ("C0", "-"),
+    "k2, unbiased": ("C0", "--"),
+    "k3, naive": ("C1", "-"),
+    "k3, unbiased": ("C1", "--"),
+    "k4, naive": ("C2", "-"),
+    "k4, unbiased": ("C2", "--"),
+    "full": ("k", "-"),
+    "k1": ("C3", "-"),
+    "k2": ("C0", "-"),
+    "k3": ("C1", "-"),
+    "k4": ("C2", "-"),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+
+def row(folder: Path) -> dict[str, object] | None:
+    """The row of a run; None for one that is not finished or not measured."""
+    if not (folder / measure_kl.RESULT).is_file():
+        return None
+    run = plot.load_run(folder)
+    config = json.loads((folder / "config.json").read_text())
+    found: dict[str, object] = {"run": folder.name, "model": Path(run.args["model_name_or_path"]).name}
+    defaults = vars(grpo.Args())
+    for name, value in run.args.items():
+        default = defaults.get(name)
+        default = list(default) if isinstance(default, tuple) else default
+        if value != default and name not in (*PRESENTATION, *PLACES):
+            found[name] = value
+    # What the study varies is in every row.
+    for name in ("seed", "beta", "num_mini_batches", "kl_placement", "kl_estimator", "kl_gradient"):
+        found[name] = run.args[name]
+    found["commit"] = config.get("git", {}).get("commit", "")[:10]
+    found["steps"] = run.metrics[-1]["step"]
+    found["base pass@1"] = run.curve("eval/pass@1").iloc[0]
+    for name in RESULTS:
+        found[name] = run.final(name)
+    return found
+
+
+def add(table: pd.DataFrame, folders: list[Path]) -> pd.DataFrame:
+    """The table with the runs in these folders of runs; a run that it has already is replaced."""
+    rows = []
+    for folder in folders:
+        for config in sorted(folder.glob("*/config.json")):
+            rows.append(row(config.parent))
+    fresh = pd.DataFrame([found for found in rows if found is not None])
+    print(f"{len(fresh)} runs are finished and measured, {rows.count(None)} are not")
+    both = pd.concat([table, fresh], ignore_index=True)
+    return both.drop_duplicates("run", keep="last").sort_values("run", ignore_index=True)
+
+
+def read(path: Path) -> pd.DataFrame:
+    """The table in a file; an empty one where there is none yet."""
+    return pd.read_csv(path, dtype={"commit": str}) if path.is_file() else pd.DataFrame({"run": []})
+
+
+def write(table: pd.DataFrame, path: Path) -> None:
+    """Write the table so that the same rows make the same bytes."""
+    path.parent.mkdir(exist_ok=True)
+    table.to_csv(path, index=False, float_format="%.6g", compression={"method": "gzip", "mtime": 0})
+
+
+# ------------------------------------------------------------------------------------------------------------ the parts
+
+
+def setting(run: pd.Series) -> str:
+    """The estimator of a run and, where it matters, its gradient; "" for a run without a KL term."""
+    if run["beta"] < NONE:
+        return ""
+    if run["kl_placement"] == "reward" or run["kl_estimator"] == "full":
+        return run["kl_estimator"]
+    return f"{run['kl_estimator']}, {run['kl_gradient']}"
+
+
+def parts(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The runs of each model and number of optimizer steps per batch, with a column ``setting``."""
+    table = table.assign(setting=table.apply(setting, axis=1))
+    found = {}
+    groups = dict(list(table.groupby(["model", "num_mini_batches"])))
+    for model, mini_batches in sorted(groups, key=lambda key: (not key[0].startswith("testbed"), -key[1])):
+        steps = "one optimizer step per batch" if mini_batches == 1 else f"{mini_batches} optimizer steps per batch"
+        found[f"{model}, {steps}"] = groups[model, mini_batches]
+    return found
+
+
+def interval(values: pd.Series) -> tuple[float, float]:
+    """(mean, half the 95 % interval); NaN for the half of a single value."""
+    if len(values) < 2:
+        return values.mean(), np.nan
+    return values.mean(), plot.t_quantile(len(values) - 1) * values.sem()
+
+
+def cells(runs: pd.DataFrame, placement: str) -> dict[str, pd.DataFrame]:
+    """setting -> a row per beta: n, and mean and half of ``kl/exact`` and ``eval/pass@1``."""
+    found = {}
+    with_kl = runs[(runs["setting"] != "") & (runs["kl_placement"] == placement)]
+    for name in [name for name in STYLES if name in set(with_kl["setting"])]:
+        rows = {}
+        for beta, members in with_kl[with_kl["setting"] == name].groupby("beta"):
+            kl, kl_half = interval(members["kl/exact"])
+            solved, solved_half = interval(members["eval/pass@1"])
+            rows[beta] = {"n": len(members), "kl": kl, "kl_half": kl_half, "pass": solved, "pass_half": solved_half}
+        found[name] = pd.DataFrame.from_dict(rows, orient="index")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- the figures
+
+
+def panels(table: pd.DataFrame, height: float) -> tuple[plt.Figure, list[tuple[pd.DataFrame, str, plt.Axes]]]:
+    """A figure with a row per part and a column per placement, and (runs, placement, axis) of each panel."""
+    found = parts(table)
+    figure, axes = plt.subplots(len(found), 2, figsize=(10, height * len(found) + 0.6), squeeze=False, sharey="row")
+    places = []
+    for (part, runs), pair in zip(found.items(), axes, strict=True):
+        for placement, axis in zip(("loss", "reward"), pair, strict=True):
+            axis.set_title(f"{part}: KL in the {placement}", fontsize=9)
+            axis.grid(alpha=0.25)
+            places.append((runs, placement, axis))
+    figure.set_layout_engine("constrained")
+    return figure, places
+
+
+def draw_kl(table: pd.DataFrame, output: Path) -> None:
+    """Final exact KL over beta; the band is the interval without a KL term."""
+    figure, places = panels(table, 3.2)
+    for runs, placement, axis in places:
+        mean, half = interval(runs[runs["setting"] == ""]["kl/exact"])
+        axis.axhline(mean, color="0.5", lw=1, label="no KL")
+        if half < mean:
+            axis.axhspan(mean - half, mean + half, color="0.5", alpha=0.2, lw=0)
+        lines = cells(runs, placement)
+        for number, (name, points) in enumerate(lines.items()):
+            color, style = STYLES[name]
+            shift = 1.03 ** (number - (len(lines) - 1) / 2)  # keeps the intervals apart
+            axis.errorbar(
+                points.index * shift,
+                points["kl"],
+                yerr=points["kl_half"],
+                color=color,
+                ls=style,
+                marker="o",
+                ms=3.5,
+                capsize=2,
+                lw=1.2,
+                label=name,
+            )
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xlabel("beta")
+        axis.legend(fontsize=7)
+        if placement == "loss":
+            axis.set_ylabel("exact KL (nats per sequence)")
+    plot.save(figure, output)
+
+
+def draw_frontier(table: pd.DataFrame, output: Path) -> None:
+    """pass@1 against exact KL: a line per setting, through its betas."""
+    figure, places = panels(table, 3.2)
+    for runs, placement, axis in places:
+        without = runs[runs["setting"] == ""]
+        lines = {"no KL": None, **cells(runs, placement)}
+        for name, points in lines.items():
+            color, style = STYLES.get(name, ("0.5", "none"))
+            if points is None:
+                kl, kl_half = interval(without["kl/exact"])
+                solved, solved_half = interval(without["eval/pass@1"])
+                points = pd.DataFrame([{"kl": kl, "kl_half": kl_half, "pass": solved, "pass_half": solved_half}])
+            axis.errorbar(
+                points["kl"],
+                points["pass"],
+                xerr=points["kl_half"],
+                yerr=points["pass_half"],
+                color=color,
+                ls=style,
+                marker="o",
+                ms=3.5,
+                lw=1.2,
+                elinewidth=0.7,
+                label=name,
+            )
+        axis.axhline(runs["base pass@1"].mean(), color="0.5", lw=0.8, ls=":")
+        axis.set_xscale("log")
+        axis.set_xlabel("exact KL (nats per sequence)")
+        axis.legend(fontsize=7)
+        if placement == "loss":
+            axis.set_ylabel("pass@1")
+    plot.save(figure, output)
+
+
+# ------------------------------------------------------------------------------------------------- tables and the tests
+
+
+def cell(mean: float, half: float) -> str:
+    """A mean and its interval, in as many digits as say something."""
+    spread = "" if np.isnan(half) else f" ± {half:.2f}"
+    return f"{mean:.2f}{spread}"
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A table in Markdown; the first row is its header."""
+    lines = [f"| {' | '.join(found)} |" for found in rows]
+    lines.insert(1, "|" + "---|" * len(rows[0]))
+    return "\n".join(lines)
+
+
+def result_table(runs: pd.DataFrame, value: str, half: str, metric: str) -> str:
+    """A row per setting and a column per beta; in parentheses the number of seeds."""
+    betas = sorted(runs[runs["setting"] != ""]["beta"].unique())
+    without = runs[runs["setting"] == ""][metric]
+    rows = [["", *[f"beta {beta:g}" for beta in betas]]]
+    for placement in ("loss", "reward"):
+        for name, points in cells(runs, placement).items():
+            found = [f"{name}, in the {placement}"]
+            for beta in betas:
+                known = beta in points.index
+                numbers = points.loc[beta] if known else None
+                found.append(f"{cell(numbers[value], numbers[half])} ({numbers['n']:.0f})" if known else "")
+            rows.append(found)
+    mean, spread = interval(without)
+    return f"no KL: {cell(mean, spread)} ({len(without)})\n\n{markdown(rows)}"
+
+
+def ratios(runs: pd.DataFrame, chosen: pd.DataFrame) -> pd.Series:
+    """By seed, ln of each chosen run's exact KL over that of its seed's run without a KL term, where there is one."""
+    base = runs[runs["setting"] == ""].set_index("seed")["kl/exact"]
+    values = chosen.set_index("seed")["kl/exact"]
+    return np.log(values / base.reindex(values.index)).dropna()
+
+
+def slopes(chosen: pd.DataFrame) -> pd.Series:
+    """The slope of ln KL over ln beta for each seed that has at least two betas."""
+    found = {}
+    for seed, members in chosen.groupby("seed"):
+        if len(members) > 1:
+            found[seed] = np.polyfit(np.log(members["beta"]), np.log(members["kl/exact"]), 1)[0]
+    return pd.Series(found, dtype=float)
+
+
+def effect(logs: pd.Series, as_ratio: bool) -> str:
+    """Mean with its 95 % interval, t, and the number of seeds; of logarithms, or turned back into ratios."""
+    mean, half = interval(logs)
+    low, high = mean - half, mean + half
+    if as_ratio:
+        mean, low, high = np.exp([mean, low, high])
+    if np.isnan(half):
+        return f"{mean:.2f} (n {len(logs)})"
+    return f"{mean:.2f} [{low:.2f}, {high:.2f}], t {logs.mean() / logs.sem():.1f} (n {len(logs)})"
+
+
+def test_table(runs: pd.DataFrame) -> str:
+    """For each setting: the ratio of its KL to that without a KL term at each beta, and the slope over beta."""
+    betas = sorted(runs[runs["setting"] != ""]["beta"].unique())
+    rows = [["KL over that of no KL", *[f"beta {beta:g}" for beta in betas], "slope"]]
+    for placement in ("loss", "reward"):
+        here = runs[(runs["kl_placement"] == placement) & (runs["setting"] != "")]
+        for name in [name for name in STYLES if name in set(here["setting"])]:
+            chosen = here[here["setting"] == name]
+            found = [f"{name}, in the {placement}"]
+            for beta in betas:
+                logs = ratios(runs, chosen[chosen["beta"] == beta])
+                found.append(effect(logs, as_ratio=True) if len(logs) else "")
+            found.append(effect(slopes(chosen), as_ratio=False))
+            rows.append(found)
+    return markdown(rows)
+
+
+def compared(runs: pd.DataFrame, metric: str, one: tuple[str, str], other: tuple[str, str]) -> pd.Series:
+    """``metric`` of one (placement, setting) minus that of another, for each seed and beta, averaged over betas.
+
+    The KL is compared by its logarithm.
+    """
+    found = []
+    for placement, name in (one, other):
+        chosen = runs[(runs["kl_placement"] == placement) & (runs["setting"] == name)]
+        values = chosen.set_index(["seed", "beta"])[metric]
+        found.append(np.log(values) if metric == "kl/exact" else values)
+    return (found[0] - found[1]).dropna().groupby("seed").mean()
+
+
+PAIRS = (
+    (("loss", "k3, naive"), ("loss", "k3, unbiased")),
+    (("loss", "k2, naive"), ("loss", "k3, unbiased")),
+    (("loss", "k4, naive"), ("loss", "k3, unbiased")),
+    (("loss", "full"), ("loss", "k3, unbiased")),
+    (("loss", "k3, naive"), ("loss", "k2, naive")),
+    (("reward", "k1"), ("loss", "k3, unbiased")),
+    (("reward", "k3"), ("reward", "k1")),
+)
+
+
+def pair_table(runs: pd.DataFrame) -> str:
+    """Settings against each other at the same seed and beta: ratio of the exact KL, difference in pass@1."""
+    rows = [["", "ratio of the KL", "difference in pass@1"]]
+    for one, other in PAIRS:
+        kl = compared(runs, "kl/exact", one, other)
+        if kl.empty:
+            continue
+        solved = compared(runs, "eval/pass@1", one, other)
+        words = " against ".join(f"{name} in the {placement}" for placement, name in (one, other))
+        rows.append([words, effect(kl, as_ratio=True), effect(solved, as_ratio=False)])
+    return markdown(rows)
+
+
+def report(table: pd.DataFrame) -> str:
+    """All tables, in Markdown."""
+    texts = []
+    for part, runs in parts(table).items():
+        texts.append(f"### {part} ({len(runs)} runs)")
+        texts.append("Exact KL, nats per sequence. " + result_table(runs, "kl", "kl_half", "kl/exact"))
+        texts.append("pass@1. " + result_table(runs, "pass", "pass_half", "eval/pass@1"))
+        texts.append(test_table(runs))
+        texts.append(pair_table(runs))
+    return "\n\n".join(texts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FOLDER", help="folders of runs to add")
+    parser.add_argument("--names", action="store_true", help="print the names of the runs in the table, and end")
+    parser.add_argument("--table", type=Path, default=TABLE, help="default: %(default)s")
+    parser.add_argument("--output", type=Path, default=DOCS, help="folder of the figures (default: %(default)s)")
+    args = parser.parse_args()
+    table = read(args.table)
+    if args.names:
+        print("\n".join(table["run"]))
+        return
+    if args.add:
+        table = add(table, args.add)
+        write(table, args.table)
+        table = read(args.table)
+    if table.empty:
+        process.refuse(f"{args.table} has no runs; add some with --add")
+    draw_kl(table, args.output / "kl_study.png")
+    draw_frontier(table, args.output / "kl_study_frontier.png")
+    print(report(table))
+
+
+if __name__ == "__main__":
+    main()
