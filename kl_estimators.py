@@ -233,12 +233,24 @@ def sequence_kl_loss(
     return torch.cat(losses)
 
 
-class AdaptiveKLController:
-    """beta, steered so that the KL approaches a target: Ziegler et al. 2019, arXiv 1909.08593.
+def rollout_kl(kl_N: Tensor, offsets: list[int], responses: list[int], unit: str) -> float:
+    """The mean over these responses of their KL: the sum over their tokens (unit sequence) or the mean (unit token).
 
-    target: nats per sequence (sum over its tokens, mean over sequences). horizon: number of sequences over which a KL
-    10% above target raises beta by 10%; n_sequences / horizon stands for the paper's K_beta.
-    Raises ValueError unless coef (the first beta), target and horizon are > 0.
+    kl_N: per token, in nats; response i is offsets[i]:offsets[i + 1]. verl feeds its controller with unit token.
+    """
+    total = 0.0
+    for i in responses:
+        own = kl_N[offsets[i] : offsets[i + 1]]
+        total += (own.mean() if unit == "token" else own.sum()).item()
+    return total / len(responses)
+
+
+class AdaptiveKLController:
+    """A coefficient, steered so that the KL approaches a target: Ziegler et al. 2019, arXiv 1909.08593.
+
+    target: in the unit of the KL that `update` is given. horizon: number of sequences over which a KL 10% above target
+    raises coef by 10%; n_sequences / horizon stands for the paper's K_beta.
+    Raises ValueError unless coef (the first one), target and horizon are > 0.
     """
 
     def __init__(self, coef: float, target: float, horizon: float):
@@ -353,24 +365,32 @@ def kl_setting_message(
     optimizer_steps_per_batch: int,
     kl_reward_norm: str,
     *,
+    reward_coef: float | None = None,
+    reward_estimator: str | None = None,
+    adaptive: bool = False,
+    measured: bool = False,
     stale: bool = False,
     cap: float | None = None,
     mask: tuple[float, float] | None = None,
 ) -> tuple[str, list[str]]:
     """(one line on what the setting means, one warning for each way in which it does not do what its name says).
 
+    reward_coef, reward_estimator: in the reward, where they are not beta and estimator. adaptive: a controller moves
+    the coefficient of the reward, or that of the loss without a KL in the reward. measured: a reference in any case.
     kl_reward_norm: outside or inside the group statistics. Samples are stale from the second optimizer step of a batch.
     stale: whether they already are in the first one, because the sampler may have older weights (asynchronous samples).
     cap, mask: bounds of the weight old / sampler of a token; without both, it is 1.
-    Raises ValueError for unknown names and for beta < 0.
+    Raises ValueError for unknown names and for coefficients below 0.
     """
-    name = canonical_name(estimator)
+    names = {"loss": canonical_name(estimator), "reward": canonical_name(reward_estimator or estimator)}
+    coefs = {"loss": beta, "reward": beta if reward_coef is None else reward_coef}
     known = placement in ("none", "loss", "reward", "both") and gradient in GRADIENTS
-    if not (known and kl_reward_norm in ("outside", "inside") and beta >= 0):
-        raise ValueError(f"no such KL setting: {placement=}, {gradient=}, {kl_reward_norm=}, {beta=}")
-    if placement == "none" or beta == 0:
-        warnings = ["KL: the placement is none, so beta has no effect"] if beta else []
-        return "KL: none, no reference model", warnings
+    if not (known and kl_reward_norm in ("outside", "inside") and all(coef >= 0 for coef in coefs.values())):
+        raise ValueError(f"no such KL setting: {placement=}, {gradient=}, {kl_reward_norm=}, {beta=}, {reward_coef=}")
+    places = [place for place in names if placement in (place, "both") and coefs[place] > 0]
+    if not places:
+        warnings = ["KL: the placement is none, so beta has no effect"] if beta and placement == "none" else []
+        return "KL: none, " + ("only measured" if measured else "no reference model"), warnings
 
     bounds = ""  # within which the weight is old / sampler
     if cap and mask is None:
@@ -379,8 +399,8 @@ def kl_setting_message(
         bounds = f"{mask[0]:g} <= old / sampler <= {min(mask[1], cap or mask[1]):g}"
     meanings = []
     warnings = []
-    places = ("loss", "reward") if placement == "both" else (placement,)
     for place in places:
+        name = names[place]
         term = f"{name} in the {place}"
         if place == "loss" and name != "full":
             term += f", {gradient}"
@@ -396,12 +416,13 @@ def kl_setting_message(
         found = ", ".join(f"{label} on {samples} samples" for label, samples in cases)
         if stale and bounds and (place, name) != ("loss", "full"):
             found += f", on asynchronous ones as well where {bounds}"
-        meanings.append(f"{beta:g} x {term}: expected gradient {found}")
+        moves = " (adaptive)" if adaptive and place == places[-1] else ""
+        meanings.append(f"{coefs[place]:g}{moves} x {term}: expected gradient {found}")
         for label, samples in cases:
             if label != REVERSE:
                 why = WEIGHT_MISSING if samples == "asynchronous" else WHY[place, label]
                 warnings.append(f"KL: {term}: {label} on {samples} samples: {why}")
-    if "reward" in places and name == "k4":
+    if "reward" in places and names["reward"] == "k4":
         warnings.append("KL: k4 in the reward equals k1, because the ratio is 1 where the reward is computed")
     if "reward" in places and kl_reward_norm == "inside":
         warnings.append(

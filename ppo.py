@@ -52,6 +52,9 @@ from runtime.records import Batch, Problem, Sample
 CRITIC_SETTINGS = ("lr_scheduler_type", "warm_up_steps", "weight_decay", "max_grad_norm", "num_epochs")
 
 
+KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
+
+
 @flags.own_flags_first
 @dataclass
 class Args(RunFlags):
@@ -104,21 +107,27 @@ class Args(RunFlags):
 
     # ---- KL
     beta: float = 0.0
-    """Coefficient of the KL to the reference. 0: no KL and no reference model."""
+    """Coefficient of the KL to the reference, wherever it enters. 0: no KL and no reference model."""
     kl_placement: Literal["none", "loss", "reward", "both"] = "loss"
     """Where the KL enters."""
-    kl_estimator: Literal[
-        "k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"
-    ] = "k3"
+    kl_estimator: KLEstimator = "k3"
     """d = log pi - log ref: k1 d, k2 d^2/2, k3 exp(-d)-1+d, k4 ratio*d, abs |d|, full vocabulary; others' names too."""
     kl_gradient: Literal["naive", "unbiased"] = "unbiased"
     """In the loss: differentiate the formula as written, or keep its value and use the gradient of the reverse KL."""
+    kl_reward_coef: float | None = None
+    """Coefficient of the KL in the reward, if it is not to be beta."""
+    kl_reward_estimator: KLEstimator | None = None
+    """Estimator of the KL in the reward, if it is not to be kl_estimator."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: adjust beta to keep the per-sequence KL near kl_target."""
+    """adaptive: adjust a coefficient to keep the KL near kl_target: the reward's if the KL is there, or the loss's."""
     kl_target: float = 6.0
-    """Target of the adaptive controller, in nats per sequence."""
+    """Target of the adaptive controller, in nats per kl_target_unit."""
+    kl_target_unit: Literal["sequence", "token"] = "sequence"
+    """Unit of kl_target: the sum over a response, or its mean over the tokens (as verl has it)."""
     kl_horizon: float = 10000.0
     """Horizon of the adaptive controller, in sequences."""
+    load_ref_policy: bool = False
+    """Load the reference and log the KL even if every coefficient is 0."""
     ref_policy_update_freq: int = 0
     """Move the reference every N steps. 0 disables."""
     ref_policy_alpha: float = 1.0
@@ -195,7 +204,8 @@ class Args(RunFlags):
 def check_args(args: Args) -> None:
     """Refuse what PPO cannot do, or what would not mean what it says. ``flags.check`` has what all scripts share."""
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
-    has_reference = args.beta > 0 and args.kl_placement != "none"
+    in_reward = args.kl_placement in ("reward", "both")
+    loss_coef, reward_coef = flags.kl_coefficients(args)
     adaptive = args.kl_controller == "adaptive"
     mask = args.importance_sampling_mask
     flags.refuse_first(
@@ -219,15 +229,27 @@ def check_args(args: Args) -> None:
                 f"--importance_sampling_mask {mask}: give LOW from 0 to below 1 and HIGH above 1, e.g. 0.5 5",
             ),
             (
-                adaptive and not (has_reference and args.kl_target > 0 and args.kl_horizon > 0),
-                "--kl_controller adaptive needs --beta, --kl_target and --kl_horizon above 0, and a --kl_placement",
+                not in_reward and (args.kl_reward_coef is not None or args.kl_reward_estimator is not None),
+                f"--kl_reward_coef and --kl_reward_estimator need the KL in the reward, and --kl_placement is "
+                f"{args.kl_placement}; give --kl_placement reward or both",
+            ),
+            (
+                args.kl_placement == "reward" and args.beta > 0 and args.kl_reward_coef is not None,
+                f"--beta {args.beta:g} and --kl_reward_coef {args.kl_reward_coef}: with --kl_placement reward there is "
+                f"one coefficient; give one of them, or --kl_placement both",
+            ),
+            (
+                adaptive and not ((reward_coef if in_reward else loss_coef) > 0 < args.kl_target),
+                f"--kl_controller adaptive moves the coefficient in the {'reward' if in_reward else 'loss'}: it needs "
+                f"--{'kl_reward_coef or --' if in_reward else ''}beta, --kl_target and --kl_horizon above 0, and a "
+                f"--kl_placement",
             ),
             (
                 adaptive and 0.2 * samples >= args.kl_horizon,
                 f"--kl_horizon {args.kl_horizon:g} is too short for {samples} samples per step; beta could reach 0",
             ),
             (
-                args.ref_policy_update_freq > 0 and not has_reference,
+                args.ref_policy_update_freq > 0 and not flags.loads_reference(args),
                 "--ref_policy_update_freq moves a reference that --beta 0 or --kl_placement none does not load",
             ),
             (
@@ -288,7 +310,7 @@ from safetensors import safe_open  # noqa: E402
 from torch import nn  # noqa: E402
 
 import utils  # noqa: E402
-from kl_estimators import AdaptiveKLController, kl_reward, kl_setting_message, kl_values  # noqa: E402
+from kl_estimators import AdaptiveKLController, kl_reward, kl_setting_message, kl_values, rollout_kl  # noqa: E402
 from runtime import batching, runlog, watchdog  # noqa: E402
 from runtime.checkpoints import Checkpoints  # noqa: E402
 
@@ -401,7 +423,7 @@ def token_loss(
 
     # KL in the loss. naive differentiates the formula as it stands, whatever that then optimizes: see docs/kl.md.
     kl_T = torch.zeros_like(loss_T)
-    if ref_T is not None and args.kl_placement in ("loss", "both"):
+    if ref_T is not None and beta > 0 and args.kl_placement in ("loss", "both"):
         d_T = logprobs_T - ref_T
         match args.kl_estimator:
             case "k1" | "kl" | "kl1":  # expected gradient on fresh samples: 0
@@ -881,8 +903,10 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     prompts = args.num_unique_prompts_rollout
     group = args.num_samples_per_prompt_rollout
     updates = args.num_epochs * args.num_mini_batches  # optimizer steps on each batch
-    beta = args.beta if args.kl_placement != "none" else 0.0
-    kl_in_reward = beta > 0 and args.kl_placement in ("reward", "both")
+    loss_coef, reward_coef = flags.kl_coefficients(args)
+    kl_in_reward = reward_coef > 0
+    reward_estimator = args.kl_reward_estimator or args.kl_estimator
+    adaptive = args.kl_controller == "adaptive"
     critic_args = replace(args, learning_rate=args.critic_learning_rate)
     for name in CRITIC_SETTINGS:
         if getattr(args, f"critic_{name}") is not None:
@@ -902,14 +926,18 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         args.kl_placement,
         args.kl_estimator,
         args.kl_gradient,
-        beta,
+        args.beta,
         updates,
         "outside",
+        reward_coef=args.kl_reward_coef,
+        reward_estimator=args.kl_reward_estimator,
+        adaptive=adaptive,
+        measured=args.load_ref_policy,
         stale=args.async_steps > 0,
         cap=args.truncated_importance_sampling_ratio_cap,
         mask=args.importance_sampling_mask,
     )
-    if beta > 0 and args.filter_zero_std_samples:
+    if (loss_coef > 0 or kl_in_reward) and args.filter_zero_std_samples:
         warnings.append("KL: --filter_zero_std_samples leaves groups of equal reward without a pull to the reference")
     if rank == 0:
         hardware = f"{device.type} {dtype}"
@@ -933,11 +961,12 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     reference = None
-    if beta > 0:
+    if flags.loads_reference(args):
         reference_model = utils.load_model(args, dtype, attention).eval()
         reference = utils.TokenLogprobs(reference_model, args.temperature, args.logprob_chunk)
         reference.requires_grad_(False).to("cpu" if args.offload_ref else device)
-    full_reference = reference if args.kl_estimator == "full" else None
+    full_in_loss = reference if loss_coef > 0 and args.kl_estimator == "full" else None
+    full_in_reward = reference if kl_in_reward and reward_estimator == "full" else None
     policy = utils.TokenLogprobs(model.to(device), args.temperature, args.logprob_chunk)
     longest = args.max_prompt_length + args.max_response_length
     utils.check_forward(policy, args.batch_layout, stop_ids[0], longest)
@@ -947,8 +976,9 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     if not args.disable_value:
         critic = make_critic(critic_args, dtype, device, attention, model.config.get_text_config().vocab_size)
     normalizer = ValueNormalizer(args.value_norm, args.value_norm_beta, args.value_norm_eps)
-    adaptive = args.kl_controller == "adaptive"
-    controller = AdaptiveKLController(beta, args.kl_target, args.kl_horizon) if adaptive else None
+    controller = None
+    if adaptive:
+        controller = AdaptiveKLController(reward_coef or loss_coef, args.kl_target, args.kl_horizon)
     clock = utils.Stopwatch()
     data_digest = rundir.data_digest(problems, eval_problems)
     log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest, len(problems))
@@ -981,7 +1011,10 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
 
     clock.restart()
     for step in range(first_step, total_steps + 1):
-        kl_coef = controller.coef if adaptive else beta
+        if adaptive and kl_in_reward:
+            reward_coef = controller.coef
+        elif adaptive:
+            loss_coef = controller.coef
 
         # 1 prompts: the same list on every rank, --async_steps ahead of the step that trains on them
         for later in range(step + len(waiting), min(step + args.async_steps, total_steps) + 1):
@@ -1035,9 +1068,9 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         if args.mask_truncated_completions:
             in_loss = [i for i in in_loss if samples[i].finish_reason != "length"]
 
-        # 5 log-probs: reference (only if beta > 0); old (only if more than one optimizer step, or for the reward)
+        # 5 log-probs: reference (only if there is one); old (only if more than one optimizer step, or for the reward)
         known = every_sample if kl_in_reward else in_loss
-        if beta == 0 and updates == 1:
+        if reference is None and updates == 1:
             known = []
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
         exact_kl = torch.zeros(2, device=device)  # sum over tokens, and their number, of the samples it is logged for
@@ -1047,7 +1080,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             budget = args.logprob_micro_batch_tokens
             for mb in batching.micro_batches(samples, known, budget=budget, **layout):
                 if updates > 1 or kl_in_reward:
-                    old_N[mb.tokens], _, full_kl_T = policy(mb, full_reference)
+                    old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
                     if full_kl_T is not None:
                         full_kl_N[mb.tokens] = full_kl_T
                 if reference is not None:
@@ -1060,7 +1093,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             if known:
                 for array in (old_N, ref_N, full_kl_N, exact_kl):  # every token was computed on one rank
                     dist.all_reduce(array)
-            if reference is not None and args.offload_ref and full_reference is None:
+            if reference is not None and args.offload_ref and full_in_loss is None:
                 reference.to("cpu")
 
         # 5 values: of the state before each token, and after the last one where a truncated response is bootstrapped
@@ -1076,10 +1109,14 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         # something compared with being truncated. Every rank has all tokens and finds the same numbers, in fp64.
         # KL in the reward enters here.
         task_rewards_N = torch.tensor(data.token_rewards(samples, tokenizer.decode, args), dtype=torch.float64)
+        kl_metrics = {"kl/coef": loss_coef or reward_coef}
         if kl_in_reward:
             all_N = torch.ones(slots, dtype=torch.bool, device=device)
-            kl_N = kl_reward(old_N, ref_N, all_N, estimator=args.kl_estimator, full_kl=full_kl_N)
-            task_rewards_N -= kl_coef * kl_N[:-1].double().cpu()
+            kl_N = kl_reward(old_N, ref_N, all_N, estimator=reward_estimator, full_kl=full_kl_N)
+            kl_metrics["kl/reward_coef"] = reward_coef
+            if known:
+                kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known, args.kl_target_unit)
+            task_rewards_N -= reward_coef * kl_N[:-1].double().cpu()
         values_N = normalizer.denormalize(outputs_N.double().cpu())
         after_B = torch.where(torch.tensor(bootstrap), normalizer.denormalize(after_B.double().cpu()), 0.0)
         token_advantages_N, returns_N = gae(task_rewards_N, values_N, after_B, offsets, args.gamma, args.gae_lambda)
@@ -1166,15 +1203,15 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 micro_batches = batching.micro_batches(samples, mini_in_loss, budget=budget, **layout)
                 stats = utils.TokenStats(device, engine.count)
                 for mb in micro_batches:
-                    logprobs_T, entropy_T, full_kl_T = policy(mb, full_reference, args.entropy_coeff != 0)
+                    logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coeff != 0)
                     old_T = old_N[mb.tokens] if updates > 1 else logprobs_T.detach()
-                    ref_T = ref_N[mb.tokens] if beta > 0 else None
+                    ref_T = ref_N[mb.tokens] if reference is not None else None
                     sampler_T = sampler_N[mb.tokens]
                     weights_T = weights_N[mb.tokens]
                     advantages_T = advantages_N[mb.tokens]
                     fresh_T = fresh_N[mb.tokens]
                     loss_T, pieces = token_loss(
-                        logprobs_T, old_T, ref_T, sampler_T, advantages_T, entropy_T, full_kl_T, kl_coef, args
+                        logprobs_T, old_T, ref_T, sampler_T, advantages_T, entropy_T, full_kl_T, loss_coef, args
                     )
                     loss = (loss_T * weights_T).sum() * world_size  # DeepSpeed takes the mean over ranks
 
@@ -1191,7 +1228,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                         "sampler_diff": (old_T - sampler_T).abs() * fresh_T,
                         **utils.weight_statistics(old_T, sampler_T, args),
                     }
-                    if beta > 0:
+                    if reference is not None:
                         values |= kl_values(logprobs_T, old_T, ref_T, weights_T != 0)
                     stats.add(weights_T > 0, values)
                     # Fresh tokens are those of the weights trained here, but for keys and values that were kept.
@@ -1235,8 +1272,11 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         if args.ref_policy_update_freq > 0 and step % args.ref_policy_update_freq == 0:
             moving.move(policy, args.zero_stage)
         kl_per_sequence = totals["k1"] / max(1, totals["samples"])
-        if adaptive and totals["rounds"] > 0:
-            controller.update(kl_per_sequence, len(samples))
+        if adaptive and kl_in_reward:  # as verl does: with the KL that the reward of these samples lost
+            controller.update(kl_metrics["kl/reward"], len(samples))
+        elif adaptive and totals["rounds"] > 0:
+            per_token = args.kl_target_unit == "token"
+            controller.update(totals["k1"] / totals["tokens"] if per_token else kl_per_sequence, len(samples))
 
         # 9 record
         if args.eval_every > 0 and step % args.eval_every == 0 and step < total_steps:
@@ -1250,7 +1290,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             "optim/steps": applied,
             "optim/skipped": skipped,
             "optim/early_stopped": int(stopped),
-            "kl/coef": kl_coef,
+            **kl_metrics,
         }
         if totals["tokens"] > 0:
             tokens = totals["tokens"]
@@ -1266,7 +1306,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 **utils.staleness_metrics(totals, peaks),
                 "optim/grad_norm": grad_norm,
             }
-            if beta > 0:
+            if reference is not None:
                 metrics |= {f"kl/{name}": totals[name] / tokens for name in ("k1", "k2", "k3", "k4", "abs")}
                 metrics["kl/sequence"] = kl_per_sequence
             if exact_kl[1] > 0:

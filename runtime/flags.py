@@ -401,6 +401,19 @@ def refuse_first(cases: list[tuple[bool, str]]) -> None:
             refuse(message)
 
 
+def kl_coefficients(args: Any) -> tuple[float, float]:
+    """Coefficient of the KL in the loss and of that in the reward at the start; 0 where --kl_placement puts none."""
+    in_loss = args.kl_placement in ("loss", "both")
+    in_reward = args.kl_placement in ("reward", "both")
+    reward_coef = args.beta if args.kl_reward_coef is None else args.kl_reward_coef
+    return args.beta * in_loss, reward_coef * in_reward
+
+
+def loads_reference(args: Any) -> bool:
+    """Whether a run has a reference model."""
+    return args.load_ref_policy or any(kl_coefficients(args))
+
+
 def check_numbers(args: RunFlags) -> None:
     """Refuse numbers outside their range."""
     if args.non_stop_penalty < 0:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import libraries, presets
+from runtime.flags import loads_reference
 from runtime.identity import code_of
 from runtime.process import FolderLock, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
@@ -68,7 +69,7 @@ def estimate_memory(args, parameters: int, vocabulary: int, world_size: int, bf1
     if args.offload_param:
         own = 0
     trained = parameters * (1 + critic)
-    reference = args.beta > 0 and args.kl_placement != "none" and not args.offload_ref
+    reference = loads_reference(args) and not args.offload_ref
     return Memory(
         trainer=trained * (own + gradients + states / world_size),
         engine=parameters * weight / args.vllm_tensor_parallel_size,

@@ -61,8 +61,8 @@ MUTATIONS = [
     (
         "mean of the KL instead of its sum",
         GRPO,
-        "penalty_N[:-1] = kl_coef * return_to_go(kl_N, offsets)",
-        "penalty_N[:-1] = kl_coef * return_to_go(kl_N, offsets) / 8",
+        "penalty_N[:-1] = reward_coef * return_to_go(kl_N, offsets)",
+        "penalty_N[:-1] = reward_coef * return_to_go(kl_N, offsets) / 8",
     ),
     ("sum up to a token instead of from it", GRPO, ".flip(0).cumsum(0).flip(0)", ".cumsum(0)"),
     (
@@ -75,8 +75,8 @@ MUTATIONS = [
     (
         "beta twice in the reward",
         GRPO,
-        "penalty_N[:-1] = kl_coef * ",
-        "penalty_N[:-1] = kl_coef * kl_coef * ",
+        "penalty_N[:-1] = reward_coef * ",
+        "penalty_N[:-1] = reward_coef * reward_coef * ",
     ),
     (
         "reward that ignores its estimator",
@@ -87,14 +87,14 @@ MUTATIONS = [
     (
         "reward that ignores its estimator, in the script",
         GRPO,
-        "all_N, estimator=args.kl_estimator,",
+        "all_N, estimator=reward_estimator,",
         'all_N, estimator="k1",',
     ),
     (
         "KL in the loss whatever the placement",
         GRPO,
-        'if ref_T is not None and args.kl_placement in ("loss", "both"):',
-        "if ref_T is not None:",
+        'if ref_T is not None and beta > 0 and args.kl_placement in ("loss", "both"):',
+        "if ref_T is not None and beta > 0:",
     ),
     ("no weight on the KL", GRPO, "            kl_T = weight_T * kl_T\n", ""),
     (
@@ -116,6 +116,37 @@ MUTATIONS = [
         "weight_T = importance_weights(old_T, sampler_T, args) * (logprobs_T - logprobs_T.detach()).exp()",
     ),
     ("the sampler's log-probs in the reward", GRPO, "kl_reward(old_N, ref_N,", "kl_reward(sampler_N, ref_N,"),
+    (
+        "the loss's estimator in the reward",
+        GRPO,
+        "reward_estimator = args.kl_reward_estimator or args.kl_estimator",
+        "reward_estimator = args.kl_estimator",
+    ),
+    (
+        "the reward's coefficient in the loss",
+        GRPO,
+        "entropy_T, full_kl_T, loss_coef, args",
+        "entropy_T, full_kl_T, loss_coef and reward_coef, args",
+    ),
+    (
+        "the controller moves the loss's coefficient as well",
+        GRPO,
+        "            reward_coef = controller.coef\n",
+        "            reward_coef = loss_coef = controller.coef\n",
+    ),
+    (
+        "the controller is fed with the KL of the update",
+        GRPO,
+        'controller.update(kl_metrics["kl/reward"], len(samples))',
+        "controller.update(kl_per_sequence, len(samples))",
+    ),
+    (
+        "the controller does not see truncated responses",
+        GRPO,
+        'if kl_in_reward and (adaptive or args.kl_reward_norm == "inside"):',
+        'if kl_in_reward and args.kl_reward_norm == "inside":',
+    ),
+    ("KL per token of all tokens", KL, "(own.mean() if unit", "(own.sum() / kl_N.numel() if unit"),
     ("clamp after the exponential", KL, "torch.expm1(-bounded) + bounded", "(torch.expm1(-d) + d).clamp(max=1e9)"),
     (
         "clamp after the exponential, in the script",

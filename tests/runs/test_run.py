@@ -19,6 +19,7 @@ from helpers import (
     finish,
     folder_of,
     read_jsonl,
+    record,
     run_here,
     run_to_end,
     tiny_args,
@@ -139,6 +140,112 @@ def test_kl_in_the_reward_of_stale_samples_is_that_of_the_trainer(tiny, tmp_path
     penalty, stale_penalty = (0.5 * x.flip(1).cumsum(1).sum().item() for x in (d, d_of_sampler))
     assert abs(penalty - stale_penalty) > 0.5 and len(rows) == 16
     assert task - advantages.sum().item() == pytest.approx(penalty, abs=1e-3)
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_kl_in_loss_and_reward_has_two_coefficients_and_two_estimators(tiny, tmp_path, monkeypatch, script):
+    """What the loss is given and returns: 0.3 times k2 in the loss, and advantages that lost 0.5 times k1 to go."""
+    module = importlib.import_module(script)
+    seen, token_loss = [], module.token_loss
+
+    def spy(logprobs, old, ref, sampler, advantages, *rest):
+        loss, pieces = token_loss(logprobs, old, ref, sampler, advantages, *rest)
+        seen.append([x.detach().double() for x in (advantages, old - ref, loss - pieces["policy"])])
+        return loss, pieces
+
+    monkeypatch.setattr(module, "token_loss", spy)
+    own = {"disable_value": True, "adv_norm": "none"} if script == "ppo" else {}
+    args = tiny_args(
+        *(tiny, tmp_path, script),
+        beta=0.3,
+        kl_placement="both",
+        kl_estimator="k2",
+        kl_gradient="naive",
+        kl_reward_coef=0.5,
+        kl_reward_estimator="k1",
+        learning_rate=1e-2,
+        warm_up_steps=0,
+        batch_layout="padded",
+        micro_batch_tokens=4096,
+        ignore_eos=True,
+        eval_prompts=0,
+        log_samples=16,
+        **own,
+    )
+    first, second = run_here(args, script)
+    advantages, d, kl_part = seen[-1]
+    torch.testing.assert_close(kl_part, 0.3 * d**2 / 2, rtol=1e-3, atol=1e-6)
+    rows = [s for s in read_jsonl(folder_of(args, script) / "samples.jsonl") if s["step"] == 2]
+    task = 8 * sum(s["reward"] for s in rows) if script == "ppo" else 0.0  # the advantages of groups have mean 0
+    penalty = 0.5 * d.view(-1, 8).flip(1).cumsum(1).sum().item()
+    assert abs(penalty) > 0.1
+    assert task - advantages.sum().item() == pytest.approx(penalty, abs=1e-3)
+    assert (second["kl/coef"], second["kl/reward_coef"]) == (0.3, 0.5)
+    assert second["kl/reward"] == pytest.approx(d.sum().item() / 16, rel=1e-3), "before the update, k1 per response"
+    assert first["kl/reward"] == 0
+
+
+@pytest.mark.parametrize("unit", ["sequence", "token"])
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_adaptive_kl_moves_the_coefficient_of_the_reward_alone(tiny, tmp_path, script, unit):
+    """By the KL of the rollout before the update, of all responses, also those that the loss leaves out."""
+    args = tiny_args(
+        *(tiny, tmp_path, script),
+        beta=0.3,
+        kl_placement="both",
+        kl_reward_coef=0.5,
+        kl_reward_estimator="k1",
+        kl_controller="adaptive",
+        kl_target=0.05,
+        kl_target_unit=unit,
+        kl_horizon=100.0,
+        num_mini_batches=2,
+        total_steps=3,
+        learning_rate=1e-2,
+        warm_up_steps=0,
+        mask_truncated_completions=True,
+        ignore_eos=False,
+        eval_prompts=0,
+    )
+    metrics = run_here(args, script)
+    assert [m["kl/coef"] for m in metrics] == [0.3] * 3
+    assert metrics[0]["kl/reward"] == 0, "before the update the policy is the reference"
+    coef = 0.5
+    for m in metrics:
+        assert m["kl/reward_coef"] == pytest.approx(coef, rel=1e-12)
+        coef *= 1 + min(max(m["kl/reward"] / 0.05 - 1, -0.2), 0.2) * 16 / 100
+    lengths = [m["completions/length_mean"] for m in metrics]
+    assert metrics[2]["kl/reward"] != 0 and max(lengths) <= 8
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_kl_in_both_places_with_equal_coefficients_is_one_beta(tiny, tmp_path, script):
+    """Command lines with one --beta mean what they meant: bit for bit the run that names both."""
+    common = {"beta": 0.1, "kl_placement": "both", "kl_estimator": "k1", "learning_rate": 1e-2, "eval_prompts": 0}
+    named = {"kl_reward_coef": 0.1, "kl_reward_estimator": "k1"}
+    one = tiny_args(tiny, tmp_path / "one", script, **common)
+    two = tiny_args(tiny, tmp_path / "two", script, **common, **named)
+    run_here(one, script)
+    run_here(two, script)
+    assert record(folder_of(one, script)) == record(folder_of(two, script))
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_kl_is_measured_at_coefficient_zero_when_asked_for(tiny, tmp_path, script):
+    """--load_ref_policy logs what a coefficient of next to nothing would, and moves nothing, whatever the estimator."""
+    common = {"learning_rate": 1e-2, "warm_up_steps": 0, "eval_prompts": 0, "num_mini_batches": 2}
+    measured = tiny_args(tiny, tmp_path / "m", script, load_ref_policy=True, kl_estimator="full", **common)
+    plain = tiny_args(tiny, tmp_path / "p", script, **common)
+    nearly = tiny_args(tiny, tmp_path / "n", script, beta=1e-9, **common)
+    metrics, without, trick = (run_here(args, script)[1] for args in (measured, plain, nearly))
+    names = {name for name in trick if name.startswith("kl/")}
+    assert {name for name in metrics if name.startswith("kl/")} == names
+    assert metrics["kl/k3"] > 1e-3 and metrics["kl/coef"] == metrics["loss/kl"] == 0
+    for name in names - {"kl/coef"}:
+        assert metrics[name] == pytest.approx(trick[name], rel=1e-3), name
+    assert {name for name in without if name.startswith("kl/")} == {"kl/coef"}
+    assert metrics["reward/mean"] == without["reward/mean"]
+    assert metrics["loss/policy"] == pytest.approx(without["loss/policy"], abs=1e-5)
 
 
 def test_masked_tokens_are_counted(tiny, tmp_path, monkeypatch):

@@ -225,6 +225,20 @@ CASES = {
         {"kl_controller": "adaptive", "beta": 0.1, "kl_horizon": 12.0},
         ["--kl_horizon 12", "64 samples"],
     ),
+    "coefficient of no reward": ({"beta": 0.1, "kl_reward_coef": 0.1}, ["--kl_reward_coef", "is loss", "both"]),
+    "estimator of no reward": (
+        {"kl_reward_estimator": "k1", "kl_placement": "none"},
+        ["--kl_reward_estimator", "none"],
+    ),
+    "two coefficients in one place": (
+        {"beta": 0.1, "kl_reward_coef": 0.2, "kl_placement": "reward"},
+        ["--beta 0.1", "--kl_reward_coef 0.2", "--kl_placement both"],
+    ),
+    "adaptive, reward's coefficient zero": (
+        {"kl_controller": "adaptive", "beta": 0.1, "kl_reward_coef": 0.0, "kl_placement": "both"},
+        ["--kl_controller adaptive", "--kl_reward_coef", "in the reward"],
+    ),
+    "reward's coefficient negative": ({"kl_reward_coef": -0.1, "kl_placement": "both"}, ["--kl_reward_coef -0.1"]),
     "reference moves without beta": ({"ref_policy_update_freq": 5}, ["--ref_policy_update_freq", "--beta 0"]),
     "reference moves without place": (
         {"ref_policy_update_freq": 5, "beta": 0.1, "kl_placement": "none"},

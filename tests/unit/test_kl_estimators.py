@@ -597,6 +597,32 @@ def test_weighted_rows_of_the_table_are_the_fresh_ones():
         assert weighted.cosine == pytest.approx(fresh.cosine, abs=1e-12)
 
 
+def test_the_message_explains_both_places():
+    def message(placement="both", estimator="k3", beta=0.1, **more):
+        return kl.kl_setting_message(placement, estimator, "unbiased", beta, 1, "outside", **more)
+
+    line, warnings = message(reward_coef=0.02, reward_estimator="kl", adaptive=True)
+    assert "0.1 x k3 in the loss, unbiased" in line and "0.02 (adaptive) x k1 in the reward" in line and not warnings
+    assert message(reward_estimator="k4")[1] == [
+        "KL: k4 in the reward equals k1, because the ratio is 1 where the reward is computed"
+    ]
+    assert "0.1 (adaptive) x k3 in the loss" in message("loss", adaptive=True)[0]
+    assert "0.1 x k3 in the loss" in message()[0] and "0.1 x k3 in the reward" in message()[0], "one beta for both"
+    assert "loss" not in message(beta=0.0, reward_coef=0.2)[0] and "reward" not in message(reward_coef=0.0)[0]
+    assert message("loss", beta=0.0, measured=True)[0] == "KL: none, only measured"
+    assert message("loss", beta=0.0)[0] == "KL: none, no reference model"
+    with pytest.raises(ValueError, match="reward_coef=-1"):
+        message(reward_coef=-1.0)
+
+
+def test_the_kl_of_a_rollout_by_hand():
+    """Per response the sum, or the mean over its tokens, then the mean over the responses that are asked for."""
+    token_kl = f64([1.0, 2, 3, 10, 7, 7])
+    assert kl.rollout_kl(token_kl, [0, 3, 4, 6], [0, 1, 2], "sequence") == (6 + 10 + 14) / 3
+    assert kl.rollout_kl(token_kl, [0, 3, 4, 6], [0, 1, 2], "token") == (2 + 10 + 7) / 3
+    assert kl.rollout_kl(token_kl, [0, 3, 4, 6], [0, 2], "token") == 4.5
+
+
 def test_the_message_names_the_bounds_of_the_weight():
     def line(**more):
         return kl.kl_setting_message("loss", "k3", "unbiased", 0.1, 4, "outside", **more)[0]
