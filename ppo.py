@@ -482,7 +482,7 @@ class TokenValues(nn.Module):
 def saved_head(folder: Path) -> dict[str, torch.Tensor]:
     """The scalar head in the safetensors of a folder, ``weight`` [1, D] and perhaps ``bias`` [1]; empty without one.
 
-    ``save_critic`` and transformers' classifiers name it ``score``.
+    ``save_critic`` and transformers' classifiers name it ``score``. One with several outputs is no value.
     """
     head = {}
     for file in folder.glob("*.safetensors"):
@@ -490,7 +490,7 @@ def saved_head(folder: Path) -> dict[str, torch.Tensor]:
             for name in ("weight", "bias"):
                 if f"score.{name}" in tensors.keys():  # noqa: SIM118 (it is no dict)
                     head[name] = tensors.get_tensor(f"score.{name}")
-    return head
+    return {name: tensor for name, tensor in head.items() if len(tensor) == 1}
 
 
 def save_critic(critic, normalizer: ValueNormalizer, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:

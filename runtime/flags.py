@@ -379,7 +379,7 @@ def hint_at_our_name(theirs: str) -> None:
                     words = f"--{theirs}: {framework}'s {theirs} {here} (docs/fields.md)"
                     found.append((names[0] != theirs or "/" in alternative, not is_flag, words))
     if found:
-        refuse(min(found)[2])
+        refuse(min(found, key=lambda entry: entry[:2])[2])  # the first on the page: the policy's before the critic's
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import folder_of, make_samples, read_jsonl, run_here, tiny_args
+from safetensors.torch import save_file
 
 import ppo
 import utils
@@ -167,6 +168,12 @@ def test_a_run_continues_from_a_saved_critic(tiny, tmp_path, monkeypatch):
     )
     assert torch.allclose(outputs(again.critic, samples), trained, atol=1e-6)
     assert metrics[0]["value/mean"] != read_jsonl(tmp_path / "first" / "metrics.jsonl")[0]["value/mean"]
+
+
+@pytest.mark.parametrize("outputs, names", [(1, {"weight"}), (2, set())])
+def test_the_head_of_a_classifier_counts_if_it_has_one_output(tmp_path, outputs, names):
+    save_file({"score.weight": torch.ones(outputs, 8), "model.norm.weight": torch.ones(8)}, tmp_path / "a.safetensors")
+    assert set(saved_head(tmp_path)) == names
 
 
 def test_no_critic_is_saved_where_none_is_trained(tiny, tmp_path):

@@ -105,18 +105,18 @@ def test_the_trainer_sleeps_while_the_engine_samples(tiny, tmp_path, monkeypatch
     import grpo
 
     seen = []
-    plain = grpo.Engine.generate
+    plain = grpo.Engine.ask
 
     def spy(self, *arguments):
         seen.append({state.value for state in policies[-1].optimizer.offloaded_states})
-        yield from plain(self, *arguments)
+        return plain(self, *arguments)
 
     policies = []
     current = utils.current_weights
     monkeypatch.setattr(
         utils, "current_weights", lambda policy, *rest: (policies.append(policy), current(policy, *rest))[1]
     )
-    monkeypatch.setattr(grpo.Engine, "generate", spy)
+    monkeypatch.setattr(grpo.Engine, "ask", spy)
     run_here(tiny_args(tiny, tmp_path, deepspeed_enable_sleep_mode=True))
     assert len(seen) == 4  # an evaluation, two steps, an evaluation
     assert all(states >= {"hp_params", "lp_params", "optim_states"} for states in seen)

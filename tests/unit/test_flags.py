@@ -431,6 +431,7 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
     [
         (("--top_p", "0.9"), "--top_p is fixed here: training samples from the whole distribution"),
         (("--top-k", "50"), "--eval_top_k"),
+        (("--grad_clip", "1"), "is --max_grad_norm here"),
         (("--min_p", "0.1"), "leave the flag out"),
         (("--min_new_tokens", "8"), "--min_new_tokens is fixed here"),
         (("--repetition_penalty", "1.1"), "--repetition_max_penalty"),
@@ -442,7 +443,8 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
         (("--reward_model_multiplier", "0.0"), "is --reward_weights reward_model=NUMBER here"),
         (("--num_evals", "1000"), "open-instruct's num_evals is --eval_every"),
         (("--whiten_rewards",), "whiten_rewards is no flag here; not here: whitened rewards"),
-        (("--load_format", "dummy"), "hide a push that does not arrive"),
+        (("--load_format", "dummy"), "verl's load_format is --vllm_load_format"),
+        (("--param_offload",), "verl's param_offload is --deepspeed_enable_sleep_mode"),
         (("--overwrite", "true"), "switches take no value; give --overwrite"),
         (("--shuffle", "False"), "switches take no value; give --no-shuffle"),
     ],
