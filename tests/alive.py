@@ -806,16 +806,18 @@ def unhook_all(only: list[str]) -> int:
 # -------------------------------------------------------------------------------------------------------------- program
 
 
-def warm(flags: list[str]) -> None:
-    """Import what the children need, once; vLLM only for rows that ask for it."""
+def warm(flags: list[str], files: Path) -> None:
+    """Import and compute what all children need, once; vLLM only for rows that ask for it."""
     import accelerate  # noqa: F401
     import datasets  # noqa: F401
-    import deepspeed  # noqa: F401
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 (it imports the whole of torch.compile)
     import wandb  # noqa: F401
 
-    import grpo  # noqa: F401
-    import ppo  # noqa: F401
+    from runtime import identity
 
+    for script in SCRIPTS:
+        args = importlib.import_module(script).Args(reward_fn=located(BASE["reward_fn"], {"FILES": str(files)}))
+        identity.code_of(args)  # is kept: reading the sources would take a quarter of a run
     rows = [EVIDENCE[flag] for flag in flags if flag in EVIDENCE]
     if any("vllm" in (row.tried, row.given.get("rollout")) or "GPU" in row.stage for row in rows):
         from vllm import LLM  # noqa: F401
@@ -853,8 +855,8 @@ def main() -> int:
         environment(folder)
         begun = time.monotonic()
         flags = args.only or list(EVIDENCE)
-        warm(flags)
         prepare(folder / "files")
+        warm(flags, folder / "files")
         runs = Runs(folder, args.jobs)
         results = examine(runs, flags, scripts)
         if not args.only:

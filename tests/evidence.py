@@ -187,7 +187,7 @@ EVIDENCE: dict[str, Row] = {
     "entropy_coeff": row(0.01, "loss/total", "weights"),
     "early_stop_imp_ratio": row(0.5, "optim/early_stopped", "optim/steps", num_epochs=2),
     "truncated_importance_sampling_ratio_cap": row(0.5, "loss/policy"),
-    "importance_sampling_mask": row((0.99999999, 1.00000001), "loss/policy", "sampler/masked_frac"),
+    "importance_sampling_mask": row((0.99, 1.01), "loss/policy", "weights", async_steps=1, learning_rate=1e-2),
     "max_sampler_diff": row(1e-9, "exit", "last words"),
     # ---- KL
     "beta": row(0.1, "kl/k1", "loss/kl", "weights", learning_rate=1e-2),
