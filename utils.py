@@ -478,6 +478,18 @@ def _gathered_weights(model) -> dict[str, torch.Tensor]:
     return weights
 
 
+def copied_to_cpu(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Copies of named weights, in CPU memory; what is tied is copied once."""
+    copies: dict[tuple, torch.Tensor] = {}
+    copied = []
+    for name, weight in weights:
+        place = (weight.data_ptr(), weight.shape)
+        if place not in copies:
+            copies[place] = weight.detach().to("cpu", copy=True)
+        copied.append((name, copies[place]))
+    return copied
+
+
 def finish_gpu_work() -> None:
     """Wait until the GPU has done everything it was given: CUDA streams of different threads do not wait by themselves.
 
@@ -926,6 +938,8 @@ def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbo
             if kind == "generate":
                 number, requests, sampling = body
                 for prompt_ids, keys, seed in _by_prompt(requests):
+                    if outbox.abandoned:  # another engine has taken its place, meanwhile
+                        return
                     started = time.perf_counter()
                     for answer in _generate(model, prompt_ids, keys, seed, sampling, stop_ids, device):
                         outbox.put(("sample", number, *answer, [(version, 0)]))
