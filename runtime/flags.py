@@ -260,7 +260,7 @@ class RunFlags:
     rollout_timeout: float = 1800.0
     """Take an engine for failed after this many seconds without a finished sample."""
     engine_restarts: int = 2
-    """Rebuild an engine that fails up to this many times; then end the run. No effect with tensor parallel or ZeRO 3."""
+    """Rebuild a failed engine up to this many times; then end the run. No effect with tensor parallel or ZeRO 3."""
     stop: tuple[str, ...] = ()
     """Strings that end a response; they stay part of it."""
     ignore_eos: bool = False
