@@ -596,7 +596,10 @@ class Engine:
         self.timeout = args.rollout_timeout
         # The ranks of a tensor-parallel engine would have to fail together, and under ZeRO 3 none has all weights.
         self.restarts = args.engine_restarts if args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 else 0
-        self.runs_beside_training = args.async_steps > 0 and args.inflight_updates == "off"
+        # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
+        self.copies_weights = (
+            args.async_steps > 0 and args.inflight_updates == "off"
+        ) or args.deepspeed_enable_sleep_mode
         self.numbers = itertools.count()
         self.batches: dict[int, Batch] = {}  # asked for and not whole, by their numbers
         self.arrived: deque[tuple[Batch, Sample]] = deque()  # and not handed on
@@ -712,8 +715,8 @@ class Engine:
     def push(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Give the engine new weights. Returns when it has them: they are the trainer's own tensors."""
         self.version += 1
-        if self.restarts > 0:  # the next update changes these tensors, while the engine may still sample with them
-            self.weights = utils.copied_to_cpu(weights) if self.runs_beside_training else weights
+        if self.restarts > 0:
+            self.weights = utils.copied_to_cpu(weights) if self.copies_weights else weights
         self.inbox.put(("weights", self.version, weights))
         while self.acknowledged != self.version:
             self.take("acknowledgement of new weights")

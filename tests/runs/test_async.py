@@ -469,7 +469,8 @@ if __name__ == "__main__":  # the reward workers import this file
     def run(name, fails_at=None, hang=False):
         state.update(steps=0, fails_at=fails_at, hang=hang)
         settings = {"run_name": "run", "rollout": "vllm", "vllm_kv_cache_gb": 0.1, "learning_rate": 1e-3}
-        settings |= {"total_steps": 6, "eval_every": 2, "log_samples": 16, "max_response_length": 12, "rollout_timeout": 8.0}
+        settings |= {"total_steps": 6, "eval_every": 2, "log_samples": 16, "max_response_length": 12}
+        settings["rollout_timeout"] = 20.0 if hang else 600.0
         run_here(tiny_args(tiny, out / name, **settings, **changes))
         return record(out / name / "run"), state["steps"]
 

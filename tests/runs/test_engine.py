@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import multiprocessing
 import re
 import threading
@@ -182,12 +183,16 @@ def test_what_fails_in_the_thread_is_handed_over(tiny, tmp_path):
 # --------------------------------------------------------------------------------------- weights while sequences run
 
 
-def begin(engine, batch: int, length: int, seed: int = 0) -> list:
-    """Ask for one response of ``length`` tokens to each prompt, without waiting."""
+NUMBERS = itertools.count(1)
+
+
+def begin(engine, length: int, seed: int = 0) -> int:
+    """Ask for one response of ``length`` tokens to each prompt, without waiting; the number of the batch."""
+    batch = next(NUMBERS)
     wanted = [((p, 0), prompt, 10 * seed + p) for p, prompt in enumerate(PROMPTS)]
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop": [], "max_tokens": length, "ignore_eos": True}
     engine[0].put(("generate", batch, wanted, sampling))
-    return wanted
+    return batch
 
 
 def run_until(engine, batch: int, found: dict) -> None:
@@ -206,16 +211,16 @@ def in_flight(engine, monkeypatch, mode: str, weights: list, versions: tuple[int
     """Responses of 24 tokens of which 6 are sampled before a push and 18 after it."""
     monkeypatch.setattr(engine[3], "inflight_updates", mode)
     found: dict = {}
-    begin(engine, 1, 24)
-    begin(engine, 2, 6, seed=1)
-    run_until(engine, 2, found)
-    assert found.pop("unfinished") == 3 and {batch for batch, _ in found} == {2}
+    long = begin(engine, 24)
+    short = begin(engine, 6, seed=1)
+    run_until(engine, short, found)
+    assert found.pop("unfinished") == 3 and {batch for batch, _ in found} == {short}
     push(engine, weights, versions[1])
-    run_until(engine, 1, found)
+    run_until(engine, long, found)
     assert found.pop("unfinished") == 0
-    long = {key: sample for (batch, key), sample in found.items() if batch == 1}
-    assert [s.weight_versions for s in long.values()] == [[(versions[0], 0), (versions[1], 6)]] * 3
-    return long
+    samples = {key: sample for (batch, key), sample in found.items() if batch == long}
+    assert [s.weight_versions for s in samples.values()] == [[(versions[0], 0), (versions[1], 6)]] * 3
+    return samples
 
 
 @torch.no_grad()
@@ -251,16 +256,14 @@ def test_a_prompt_that_is_asked_for_after_a_push_reads_no_old_keys(engine, monke
     push(engine, list(engine[2].state_dict().items()), 1)
     monkeypatch.setattr(engine[3], "inflight_updates", mode)
     found: dict = {}
-    begin(engine, 1, 24)
-    begin(engine, 2, 6, seed=1)
-    run_until(engine, 2, found)
+    long = begin(engine, 24)
+    run_until(engine, begin(engine, 6, seed=1), found)
     push(engine, list(new.state_dict().items()), 2)
-    begin(engine, 3, 6, seed=2)
-    run_until(engine, 3, found)
-    late = {key: found[3, key] for key in ((0, 0), (1, 0), (2, 0))}
+    late = begin(engine, 6, seed=2)
+    run_until(engine, late, found)
     assert found["unfinished"] == 3, "the long sequences run beside them"
-    assert mismatch(new, late, 1.0) < 1e-4
-    run_until(engine, 1, found)
+    assert mismatch(new, {key: found[late, key] for key in ((0, 0), (1, 0), (2, 0))}, 1.0) < 1e-4
+    run_until(engine, long, found)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep"])
@@ -268,13 +271,13 @@ def test_a_push_of_the_same_weights_changes_no_token(engine, monkeypatch, mode):
     weights = list(engine[2].state_dict().items())
     push(engine, weights, 1)
     undisturbed: dict = {}
-    begin(engine, 1, 24)
-    begin(engine, 2, 6, seed=1)
-    run_until(engine, 1, undisturbed)
+    long = begin(engine, 24)
+    begin(engine, 6, seed=1)
+    run_until(engine, long, undisturbed)
     pushed = in_flight(engine, monkeypatch, mode, weights, (1, 2))
     for key, sample in pushed.items():
-        assert sample.response_ids == undisturbed[1, key].response_ids
-        assert sample.sampler_logprobs == undisturbed[1, key].sampler_logprobs
+        assert sample.response_ids == undisturbed[long, key].response_ids
+        assert sample.sampler_logprobs == undisturbed[long, key].sampler_logprobs
 
 
 def test_the_engine_stands_still_by_counting(engine, monkeypatch):
@@ -290,24 +293,22 @@ def test_the_engine_stands_still_by_counting(engine, monkeypatch):
     engine[0].put(("call", count))
     assert engine[1].get(timeout=60) == ("called", None)
     found: dict = {}
-    begin(engine, 1, 24)
-    begin(engine, 2, 6, seed=1)
+    long = begin(engine, 24)
+    short = begin(engine, 6, seed=1)
     time.sleep(0.3)
     assert not steps
-    run_until(engine, 2, found)
+    run_until(engine, short, found)
     counted = len(steps)
     assert counted >= 6 and found["unfinished"] == 3
     time.sleep(0.3)
     assert len(steps) == counted
-    run_until(engine, 1, found)
+    run_until(engine, long, found)
     assert len(steps) == counted + 18 and found["unfinished"] == 0
-    monkeypatch.setattr(
-        engine[3], "inflight_updates", "off"
-    )  # whole batches, in the order in which they were asked for
-    begin(engine, 3, 24)
-    begin(engine, 4, 6, seed=1)
-    run_until(engine, 4, found)
-    assert list(found)[-6:] == [*((3, (p, 0)) for p in range(3)), *((4, (p, 0)) for p in range(3))]
+    monkeypatch.setattr(engine[3], "inflight_updates", "off")  # now whole batches, the first one first
+    first = begin(engine, 24)
+    second = begin(engine, 6, seed=1)
+    run_until(engine, second, found)
+    assert [batch for batch, _ in list(found)[-6:]] == [first] * 3 + [second] * 3
 
 
 # ------------------------------------------------------------------------------- engines of other architectures, direct
@@ -478,7 +479,7 @@ def test_an_engine_of_random_weights_samples_as_one_that_read_the_model(tiny):
     for form in ("auto", "dummy"):
         args = grpo.Args(model_name_or_path=str(tiny), dtype="float32", max_response_length=24, vllm_kv_cache_gb=0.1)
         args.vllm_load_format = form
-        inbox, outbox = queue.Queue(), queue.Queue()
+        inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
         arguments = (args, torch.float32, 0, 1, [EOS], inbox, outbox)
         thread = threading.Thread(target=grpo.vllm_thread, args=arguments, daemon=True)
         thread.start()
