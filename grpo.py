@@ -381,6 +381,7 @@ class Engine:
             except (watchdog.EngineFailed, TimeoutError) as error:
                 if self.restarts == 0:
                     raise
+                self.restarts -= 1
                 watchdog.explain_restart(error, self.restarts)
             self.restart(request)
 
@@ -389,7 +390,6 @@ class Engine:
 
         It draws whole batches, so that each is computed as the first time; what had arrived already is dropped.
         """
-        self.restarts -= 1
         self.outbox.abandoned = True
         self.start()
         if self.weights:
