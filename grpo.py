@@ -494,6 +494,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
     The engine stands still by counting, never by the clock, so a run can be repeated: after a whole batch, and with
     --inflight_updates after the step that completes the batch of the last "until", whatever else is unfinished.
     """
+    llm = None
     try:
         llm = build_vllm(args, dtype, rank, world_size)
         engine = llm.llm_engine
@@ -539,8 +540,8 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                         left[batch] += len(requests)
                         if args.inflight_updates == "off":
                             until = batch
-            if outbox.abandoned:  # another engine has taken its place, meanwhile
-                return
+            if outbox.abandoned:
+                raise RuntimeError("another engine has taken the place of this one, which had answered nothing")
             started = time.perf_counter()
             outputs = engine.step()
             busy += time.perf_counter() - started
@@ -553,6 +554,8 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                 left[batch] -= 1
                 outbox.put(("sample", batch, key, ids, logprobs, answer.finish_reason, versions))
     except BaseException as error:
+        if llm is not None:
+            utils.release_vllm(llm)
         outbox.put(("error", error))
 
 

@@ -7,6 +7,7 @@ step, P prompts, G samples per prompt, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import os
@@ -522,6 +523,18 @@ def push_weights(llm, weights: list[tuple[str, torch.Tensor]], inflight_updates:
     if not kept and not llm.reset_prefix_cache(reset_running_requests=inflight_updates == "recompute"):
         raise RuntimeError("vLLM kept its prefix cache after a weight push (a request was still running)")
     finish_gpu_work()
+
+
+def release_vllm(llm) -> None:
+    """Free what a vLLM engine in this process holds, so that another can be built.
+
+    Its own shutdown, which the garbage collector would call, also destroys torch.distributed's process group, which
+    DeepSpeed uses; and the objects of an engine are hidden from the collector until they are unfrozen.
+    """
+    client = llm.llm_engine.engine_core
+    client._finalizer.detach()
+    client.engine_core.model_executor.shutdown()
+    gc.unfreeze()
 
 
 def reload_worker(worker, weights: list[tuple[str, torch.Tensor]]) -> list[str]:

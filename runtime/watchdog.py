@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import math
 import os
 import queue
@@ -51,6 +52,7 @@ def explain_restart(error: Exception, left: int) -> None:
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
         cause = cause.__cause__ or cause.__context__
+    gc.collect()
     Watch.beat()
 
 

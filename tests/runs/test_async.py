@@ -442,7 +442,7 @@ def test_killed_and_resumed(tiny, tmp_path, more):
 
 
 KILLS = """
-import json, os, random, sys, threading, time
+import json, os, random, sys, time, traceback
 sys.path.insert(0, "tests")
 from pathlib import Path
 from helpers import record, run_here, tiny_args
@@ -467,12 +467,25 @@ if __name__ == "__main__":  # the reward workers import this file
     LLMEngine.step = step
 
     def run(name, fails_at=None, hang=False):
+        """In a child that has imported all of it: a vLLM that ends takes the process group along."""
+        child = os.fork()
+        if child == 0:
+            try:
+                train(name, fails_at, hang)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0, name
+        return record(out / name / "run"), int((out / name / "steps").read_text())
+
+    def train(name, fails_at, hang):
         state.update(steps=0, fails_at=fails_at, hang=hang)
         settings = {"run_name": "run", "rollout": "vllm", "vllm_kv_cache_gb": 0.1, "learning_rate": 1e-3}
         settings |= {"total_steps": 6, "eval_every": 2, "log_samples": 16, "max_response_length": 12}
         settings["rollout_timeout"] = 20.0 if hang else 600.0
         run_here(tiny_args(tiny, out / name, **settings, **changes))
-        return record(out / name / "run"), state["steps"]
+        (out / name / "steps").write_text(str(state["steps"]))
 
     straight, steps = run("straight")
     r = random.Random(0)
@@ -483,7 +496,6 @@ if __name__ == "__main__":  # the reward workers import this file
         assert taken >= steps, "it was never killed"
         equal.append(found == straight)
     print("MOMENTS", moments, "of", steps, "EQUAL", sum(equal), "of", len(equal), flush=True)
-    os._exit(0)  # the engine that hangs
 """
 
 
@@ -502,9 +514,8 @@ def test_an_engine_killed_at_ten_random_moments(tiny, tmp_path, changes):
 def test_an_engine_of_one_of_two_ranks_is_built_again(tiny, tmp_path):
     """The other rank waits, and takes no part in it."""
     program = KILLS.split("    straight, steps")[0] + (
-        "    fails_at = 20 if os.environ['RANK'] == '1' and changes.pop('kill') else None\n"
-        "    changes.pop('kill', None)\n"
-        "    run('run', fails_at)\n"
+        "    kill = changes.pop('kill') and os.environ['RANK'] == '1'\n"
+        "    train('run', 20 if kill else None, False)\n"
     )
     (tmp_path / "two.py").write_text(program)
     for kill in (0, 1):
