@@ -467,8 +467,7 @@ if __name__ == "__main__":  # the reward workers import this file
     LLMEngine.step = step
 
     def run(name, fails_at=None, hang=False):
-        """In a child that has imported all of it: a vLLM that ends takes the process group along."""
-        child = os.fork()
+        child = os.fork()  # which has all imports; a vLLM that ends well destroys the process group of its process
         if child == 0:
             try:
                 train(name, fails_at, hang)
@@ -514,8 +513,7 @@ def test_an_engine_killed_at_ten_random_moments(tiny, tmp_path, changes):
 def test_an_engine_of_one_of_two_ranks_is_built_again(tiny, tmp_path):
     """The other rank waits, and takes no part in it."""
     program = KILLS.split("    straight, steps")[0] + (
-        "    kill = changes.pop('kill') and os.environ['RANK'] == '1'\n"
-        "    train('run', 20 if kill else None, False)\n"
+        "    kill = changes.pop('kill') and os.environ['RANK'] == '1'\n    train('run', 20 if kill else None, False)\n"
     )
     (tmp_path / "two.py").write_text(program)
     for kill in (0, 1):
