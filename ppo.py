@@ -32,7 +32,6 @@ import itertools
 import json
 import math
 import os
-import queue
 import random
 import threading
 import time
@@ -640,28 +639,66 @@ class Engine:
         self.index, shard = divmod(rank, args.vllm_tensor_parallel_size)
         self.count = world_size // args.vllm_tensor_parallel_size
         self.reports = shard == 0
+        self.target = vllm_thread if args.rollout == "vllm" else utils.hf_thread
+        self.arguments = (args, dtype, rank, world_size, stop_ids)
         self.tokenizer = tokenizer
         self.watch = watch
         self.timeout = args.rollout_timeout
+        # The ranks of a tensor-parallel engine would have to fail together, and under ZeRO 3 none has all weights.
+        self.restarts = args.engine_restarts if args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 else 0
+        # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
+        self.copies_weights = (
+            args.async_steps > 0 and args.inflight_updates == "off"
+        ) or args.deepspeed_enable_sleep_mode
         self.numbers = itertools.count()
         self.batches: dict[int, Batch] = {}  # asked for and not whole, by their numbers
         self.arrived: deque[tuple[Batch, Sample]] = deque()  # and not handed on
         self.version = 0  # of the weights that were pushed last: step s begins with version s
+        self.weights: list[tuple[str, torch.Tensor]] = []  # these, for an engine that has to be built again
         self.acknowledged = 0
         self.pushed_at = time.perf_counter()
         self.tokens = 0  # that arrived since the last push
         self.metrics: dict[str, float] = {}  # of the time between the last two pushes
-        self.inbox: queue.Queue = queue.Queue()
-        self.outbox: queue.Queue = queue.Queue()
-        target = vllm_thread if args.rollout == "vllm" else utils.hf_thread
-        arguments = (args, dtype, rank, world_size, stop_ids, self.inbox, self.outbox)
-        self.thread = threading.Thread(target=target, args=arguments, daemon=True, name="rollout")
-        self.thread.start()
-        self.receive("engine")
+        self.start()
 
-    def receive(self, what: str) -> tuple:
-        """The thread's next message; raises what the thread raised, and after --rollout_timeout."""
-        return self.watch.receive(self.outbox, self.thread, self.timeout, what)
+    def start(self) -> None:
+        """Build the engine in a thread of its own, and wait until it stands."""
+        self.inbox = watchdog.Mailbox()
+        self.outbox = watchdog.Mailbox()
+        arguments = (*self.arguments, self.inbox, self.outbox)
+        self.thread = threading.Thread(target=self.target, args=arguments, daemon=True, name="rollout")
+        self.thread.start()
+        self.watch.receive(self.outbox, self.thread, self.timeout, "engine")
+
+    def receive(self, what: str, request: tuple | None = None) -> tuple:
+        """The thread's next message. ``request``: what it answers, for an engine that has to be built again.
+
+        Raises what the thread raised, and TimeoutError after --rollout_timeout, once --engine_restarts are used up.
+        """
+        while True:
+            try:
+                return self.watch.receive(self.outbox, self.thread, self.timeout, what)
+            except (watchdog.EngineFailed, TimeoutError) as error:
+                if self.restarts == 0:
+                    raise
+                self.restarts -= 1
+                watchdog.explain_restart(error, self.restarts)
+            self.restart(request)
+
+    def restart(self, request: tuple | None) -> None:
+        """Build the engine again, and have it draw again, by their seeds, the samples of every batch that is not whole.
+
+        It draws whole batches, so that each is computed as the first time; what had arrived already is dropped.
+        """
+        self.outbox.abandoned = True
+        self.start()
+        if self.weights:
+            self.inbox.put(("weights", self.version, self.weights))
+        for batch in self.batches.values():
+            batch.unfinished = {key for key, _, _ in batch.requests}
+            self.inbox.put(("generate", batch.number, batch.requests, batch.sampling))
+        if request is not None:
+            self.inbox.put(request)
 
     def ask(
         self,
@@ -686,19 +723,20 @@ class Engine:
 
     def arrivals(self, batch: Batch) -> Iterator[tuple[Batch, Sample]]:
         """(its batch, sample) of all that arrives until ``batch`` is whole, samples of other batches too."""
-        self.inbox.put(("until", batch.number))
+        until = ("until", batch.number)
+        self.inbox.put(until)
         while batch.unfinished or self.arrived:
             if self.arrived:
                 yield self.arrived.popleft()
             else:
-                self.take("sample")
+                self.take("sample", until)
 
-    def take(self, what: str) -> None:
+    def take(self, what: str, request: tuple | None = None) -> None:
         """Wait for one message, whichever comes: samples may arrive before an acknowledgement that is waited for.
 
         Raises RuntimeError for log-probs that are not finite.
         """
-        match self.receive(what):
+        match self.receive(what, request):
             case ("sample", number, key, ids, logprobs, finish_reason, versions):
                 if not all(math.isfinite(x) for x in logprobs):
                     raise RuntimeError("the sampler's log-probs are not finite: its weights are broken")
@@ -706,6 +744,9 @@ class Engine:
                 batch.unfinished.remove(key)
                 if not batch.unfinished:
                     del self.batches[number]
+                if key in batch.arrived:  # before the engine was built again
+                    return
+                batch.arrived.add(key)
                 prompt_ids = batch.problems[key[0]].prompt_ids
                 sample = Sample(*key, prompt_ids, ids, logprobs, finish_reason, versions)
                 sample.response = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -724,6 +765,8 @@ class Engine:
     def push(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Give the engine new weights. Returns when it has them: they are the trainer's own tensors."""
         self.version += 1
+        if self.restarts > 0:
+            self.weights = utils.copied_to_cpu(weights) if self.copies_weights else weights
         self.inbox.put(("weights", self.version, weights))
         while self.acknowledged != self.version:
             self.take("acknowledgement of new weights")
@@ -731,7 +774,8 @@ class Engine:
     def sleep(self) -> None:
         """Release the engine's GPU memory until the next push."""
         self.inbox.put(("sleep",))
-        self.receive("sleep of the engine")
+        while self.receive("sleep of the engine", ("sleep",)) != ("slept",):
+            pass
 
     def close(self) -> None:
         self.inbox.put(("stop",))
@@ -750,6 +794,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
     The engine stands still by counting, never by the clock, so a run can be repeated: after a whole batch, and with
     --inflight_updates after the step that completes the batch of the last "until", whatever else is unfinished.
     """
+    llm = None
     try:
         llm = build_vllm(args, dtype, rank, world_size)
         engine = llm.llm_engine
@@ -795,6 +840,8 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                         left[batch] += len(requests)
                         if args.inflight_updates == "off":
                             until = batch
+            if outbox.abandoned:
+                raise RuntimeError("another engine has taken the place of this one, which had answered nothing")
             started = time.perf_counter()
             outputs = engine.step()
             busy += time.perf_counter() - started
@@ -807,6 +854,8 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                 left[batch] -= 1
                 outbox.put(("sample", batch, key, ids, logprobs, answer.finish_reason, versions))
     except BaseException as error:
+        if llm is not None:
+            utils.release_vllm(llm)
         outbox.put(("error", error))
 
 
@@ -816,7 +865,10 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # a thread starts on device 0
     from vllm import LLM
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
+    if args.vllm_tensor_parallel_size == 1:  # else each engine waits for all to be built, also one that is built again
+        ExecutorWithExternalLauncher.determine_available_memory = UniProcExecutor.determine_available_memory
     memory = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization} if cuda else {}
     if args.vllm_kv_cache_gb is not None or not cuda:
         memory["kv_cache_memory_bytes"] = int((args.vllm_kv_cache_gb or 0.5) * 2**30)

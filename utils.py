@@ -7,6 +7,7 @@ step, P prompts, G samples per prompt, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import os
@@ -478,6 +479,18 @@ def _gathered_weights(model) -> dict[str, torch.Tensor]:
     return weights
 
 
+def copied_to_cpu(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Copies of named weights, in CPU memory; what is tied is copied once."""
+    copies: dict[tuple, torch.Tensor] = {}
+    copied = []
+    for name, weight in weights:
+        place = (weight.data_ptr(), weight.shape)
+        if place not in copies:
+            copies[place] = weight.detach().to("cpu", copy=True)
+        copied.append((name, copies[place]))
+    return copied
+
+
 def finish_gpu_work() -> None:
     """Wait until the GPU has done everything it was given: CUDA streams of different threads do not wait by themselves.
 
@@ -510,6 +523,18 @@ def push_weights(llm, weights: list[tuple[str, torch.Tensor]], inflight_updates:
     if not kept and not llm.reset_prefix_cache(reset_running_requests=inflight_updates == "recompute"):
         raise RuntimeError("vLLM kept its prefix cache after a weight push (a request was still running)")
     finish_gpu_work()
+
+
+def release_vllm(llm) -> None:
+    """Free what a vLLM engine in this process holds, so that another can be built.
+
+    Its own shutdown, which the garbage collector would call, also destroys torch.distributed's process group, which
+    DeepSpeed uses; and the objects of an engine are hidden from the collector until they are unfrozen.
+    """
+    client = llm.llm_engine.engine_core
+    client._finalizer.detach()
+    client.engine_core.model_executor.shutdown()
+    gc.unfreeze()
 
 
 def reload_worker(worker, weights: list[tuple[str, torch.Tensor]]) -> list[str]:
@@ -931,6 +956,8 @@ def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbo
             if kind == "generate":
                 number, requests, sampling = body
                 for prompt_ids, keys, seed in _by_prompt(requests):
+                    if outbox.abandoned:  # another engine has taken its place, meanwhile
+                        return
                     started = time.perf_counter()
                     for answer in _generate(model, prompt_ids, keys, seed, sampling, stop_ids, device):
                         outbox.put(("sample", number, *answer, [(version, 0)]))

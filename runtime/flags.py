@@ -59,6 +59,7 @@ RESOURCES = (
     "vllm_enable_sleep_mode",
     "deepspeed_enable_sleep_mode",
     "rollout_timeout",
+    "engine_restarts",
     "stall_timeout",
     "max_sampler_diff",
 )
@@ -257,7 +258,9 @@ class RunFlags:
     inflight_updates: Literal["off", "recompute", "keep"] = "off"
     """Push weights while sequences run; recompute their keys and values, or keep the old. off: between batches."""
     rollout_timeout: float = 1800.0
-    """End the run with an error after this many seconds without a finished sample."""
+    """Take an engine for failed after this many seconds without a finished sample."""
+    engine_restarts: int = 2
+    """Rebuild a failed engine up to this many times; then end the run. No effect with tensor parallel or ZeRO 3."""
     stop: tuple[str, ...] = ()
     """Strings that end a response; they stay part of it."""
     ignore_eos: bool = False

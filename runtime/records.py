@@ -62,4 +62,5 @@ class Batch:
     samples: list[Sample] | None = None  # of all ranks, scored, once they are whole
 
     def __post_init__(self) -> None:
-        self.unfinished = {key for key, _, _ in self.requests}  # (place in ``problems``, sample number)
+        self.unfinished = {key for key, _, _ in self.requests}  # key: (place in ``problems``, sample number)
+        self.arrived: set[tuple[int, int]] = set()

@@ -102,6 +102,9 @@ def print_header(
     ]
     if args.total_episodes is not None and args.total_episodes != total_steps * samples:
         lines[-1] += f"; --total_episodes {args.total_episodes} is rounded down to whole steps"
+    if args.async_steps > 0:
+        between = "between whole batches" if args.inflight_updates == "off" else f"in flight ({args.inflight_updates})"
+        lines.append(f"ahead      samples are at most {args.async_steps} step(s) old; new weights {between}")
     parameters = count_parameters(Path(args.model_name_or_path))
     if parameters:
         m = estimate_memory(args, parameters, len(tokenizer), world_size, "bfloat16" in hardware, critic)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import math
 import os
 import queue
@@ -36,6 +37,25 @@ class EngineFailed(RuntimeError):
     """The engine's thread raised, or ended without a message."""
 
 
+class Mailbox(queue.Queue):
+    """Messages to or from the engine's thread."""
+
+    abandoned = False  # nobody reads it any more: another engine has taken this one's place
+
+
+def explain_restart(error: Exception, left: int) -> None:
+    """Print why an engine failed, and let go of what its traceback holds: the engine, with all its memory."""
+    traceback.print_exception(error)
+    name = f"rank {torch.distributed.get_rank()}"
+    print(f"warning: {name}: {error}; its engine is built again (--engine_restarts, {left} left)", flush=True)
+    cause = error.__cause__
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+    gc.collect()
+    Watch.beat()
+
+
 class Watch:
     """Aborts all ranks when one fails, stalls or is out of reach. One per process, made before the process group.
 
@@ -44,8 +64,9 @@ class Watch:
     and reads the reason there, or its watchdog thread ends it. That thread also ends a run whose next rank was killed,
     is on a node that does not answer for ``network.SILENCE`` seconds, or does not come; and a run in which no rank has
     made progress (a message, a forward pass, a phase, a file) for ``stall_timeout`` seconds (0 disables). A rank that
-    waits for a slower one is not stalled: progress is counted on the board, for all ranks together. A second thread
-    ends a rank that the board itself does not answer.
+    waits for a slower one is not stalled: progress is counted on the board, for all ranks together; nor is one that
+    waits for its engine, which --rollout_timeout limits. A second thread ends a rank that the board itself does not
+    answer.
     """
 
     progress: float | None = None  # time of the last progress; None before the first
@@ -99,6 +120,7 @@ class Watch:
                     raise RuntimeError(f"another rank failed: {self.store.get('failure').decode()}") from None
                 if not thread.is_alive() and outbox.empty():
                     raise EngineFailed(f"the rollout thread ended without a message while {what} was due") from None
+                self.beat()  # this wait has a limit of its own
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no {what} within --rollout_timeout {timeout:.0f} s") from None
                 continue

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
 import multiprocessing
-import queue
 import re
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 import grpo
 import utils
+from runtime import watchdog
 from runtime.records import Sample
 
 EOS = 2
@@ -27,7 +30,7 @@ def engine(tiny):
     from transformers import AutoModelForCausalLM
 
     args = grpo.Args(model_name_or_path=str(tiny), dtype="float32", max_response_length=24, vllm_kv_cache_gb=0.1)
-    inbox, outbox = queue.Queue(), queue.Queue()
+    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     thread = threading.Thread(
         target=grpo.vllm_thread, args=(args, torch.float32, 0, 1, [EOS], inbox, outbox), daemon=True
     )
@@ -36,7 +39,7 @@ def engine(tiny):
     if message[0] == "error":
         raise message[1]
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager")
-    yield inbox, outbox, model
+    yield inbox, outbox, model, args
     inbox.put(("stop",))
     thread.join(timeout=60)
     assert not thread.is_alive()
@@ -44,7 +47,7 @@ def engine(tiny):
 
 def ask(engine, requests, temperature=1.0, max_tokens=24, stop=(), ignore_eos=True) -> dict:
     """key -> Sample."""
-    inbox, outbox, _ = engine
+    inbox, outbox, *_ = engine
     sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "stop": list(stop)}
     inbox.put(("generate", 0, requests, {**sampling, "max_tokens": max_tokens, "ignore_eos": ignore_eos}))
     found = {}
@@ -170,11 +173,142 @@ def test_a_kept_prefix_cache_is_an_error():
 
 
 def test_what_fails_in_the_thread_is_handed_over(tiny, tmp_path):
-    inbox, outbox = queue.Queue(), queue.Queue()
+    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     args = grpo.Args(model_name_or_path=str(tmp_path / "nothing"))
     grpo.vllm_thread(args, torch.float32, 0, 1, [EOS], inbox, outbox)
     kind, error = outbox.get(timeout=1)
     assert kind == "error" and isinstance(error, Exception)
+
+
+# --------------------------------------------------------------------------------------- weights while sequences run
+
+
+NUMBERS = itertools.count(1)
+
+
+def begin(engine, length: int, seed: int = 0) -> int:
+    """Ask for one response of ``length`` tokens to each prompt, without waiting; the number of the batch."""
+    batch = next(NUMBERS)
+    wanted = [((p, 0), prompt, 10 * seed + p) for p, prompt in enumerate(PROMPTS)]
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop": [], "max_tokens": length, "ignore_eos": True}
+    engine[0].put(("generate", batch, wanted, sampling))
+    return batch
+
+
+def run_until(engine, batch: int, found: dict) -> None:
+    """Let the engine run until ``batch`` is whole; all that arrives goes to ``found``: (batch, key) -> Sample."""
+    engine[0].put(("until", batch))
+    engine[0].put(("call", lambda llm: llm.llm_engine.get_num_unfinished_requests()))
+    while (message := engine[1].get(timeout=120))[0] != "called":
+        if message[0] == "error":
+            raise message[1]
+        _, number, key, ids, logprobs, finish, versions = message
+        found[number, key] = Sample(*key, PROMPTS[key[0]], ids, logprobs, finish, versions)
+    found["unfinished"] = message[1]
+
+
+def in_flight(engine, monkeypatch, mode: str, weights: list, versions: tuple[int, int]) -> dict:
+    """Responses of 24 tokens of which 6 are sampled before a push and 18 after it."""
+    monkeypatch.setattr(engine[3], "inflight_updates", mode)
+    found: dict = {}
+    long = begin(engine, 24)
+    short = begin(engine, 6, seed=1)
+    run_until(engine, short, found)
+    assert found.pop("unfinished") == 3 and {batch for batch, _ in found} == {short}
+    push(engine, weights, versions[1])
+    run_until(engine, long, found)
+    assert found.pop("unfinished") == 0
+    samples = {key: sample for (batch, key), sample in found.items() if batch == long}
+    assert [s.weight_versions for s in samples.values()] == [[(versions[0], 0), (versions[1], 6)]] * 3
+    return samples
+
+
+@torch.no_grad()
+def mixture(old, new, s: Sample, first: int) -> torch.Tensor:
+    """Log-probs of the tokens from ``first`` on by ``new``, reading the keys and values that ``old`` left before."""
+    ids = torch.tensor([s.prompt_ids + s.response_ids])
+    border = len(s.prompt_ids) + first - 1  # the last sampled token is computed in the next step
+    cache = old(input_ids=ids[:, :border], use_cache=True).past_key_values
+    logits = new(input_ids=ids[:, border:-1], past_key_values=cache, use_cache=True).logits[0]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(s.response_ids[first:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep"])
+def test_tokens_in_flight_are_of_the_version_that_their_span_names(engine, monkeypatch, mode):
+    """recompute: as if the new weights had read everything. keep: the new weights over the old keys and values."""
+    old = engine[2]
+    new = perturbed(old, 3)
+    push(engine, list(old.state_dict().items()), 7)
+    for s in in_flight(engine, monkeypatch, mode, list(new.state_dict().items()), (7, 8)).values():
+        before = dataclasses.replace(s, response_ids=s.response_ids[:6], sampler_logprobs=s.sampler_logprobs[:6])
+        assert mismatch(old, {0: before}, 1.0) < 1e-4
+        after = torch.tensor(s.sampler_logprobs[6:])
+        by = {"keep": mixture(old, new, s, 6), "recompute": mixture(new, new, s, 6), "old": mixture(old, old, s, 6)}
+        differences = {name: (logprobs - after).abs().max().item() for name, logprobs in by.items()}
+        assert differences.pop(mode) < 1e-4
+        assert min(differences.values()) > 0.01
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep"])
+def test_a_prompt_that_is_asked_for_after_a_push_reads_no_old_keys(engine, monkeypatch, mode):
+    """While a sequence with the same prompt runs on, whose blocks are in the prefix cache."""
+    new = perturbed(engine[2], 4)
+    push(engine, list(engine[2].state_dict().items()), 1)
+    monkeypatch.setattr(engine[3], "inflight_updates", mode)
+    found: dict = {}
+    long = begin(engine, 24)
+    run_until(engine, begin(engine, 6, seed=1), found)
+    push(engine, list(new.state_dict().items()), 2)
+    late = begin(engine, 6, seed=2)
+    run_until(engine, late, found)
+    assert found["unfinished"] == 3, "the long sequences run beside them"
+    assert mismatch(new, {key: found[late, key] for key in ((0, 0), (1, 0), (2, 0))}, 1.0) < 1e-4
+    run_until(engine, long, found)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep"])
+def test_a_push_of_the_same_weights_changes_no_token(engine, monkeypatch, mode):
+    weights = list(engine[2].state_dict().items())
+    push(engine, weights, 1)
+    undisturbed: dict = {}
+    long = begin(engine, 24)
+    begin(engine, 6, seed=1)
+    run_until(engine, long, undisturbed)
+    pushed = in_flight(engine, monkeypatch, mode, weights, (1, 2))
+    for key, sample in pushed.items():
+        assert sample.response_ids == undisturbed[long, key].response_ids
+        assert sample.sampler_logprobs == undisturbed[long, key].sampler_logprobs
+
+
+def test_the_engine_stands_still_by_counting(engine, monkeypatch):
+    """In flight it does nothing until it is told for which batch, and stops with the step that completes that one."""
+    push(engine, list(engine[2].state_dict().items()), 1)
+    monkeypatch.setattr(engine[3], "inflight_updates", "recompute")
+    steps = []
+
+    def count(llm) -> None:
+        plain = llm.llm_engine.step
+        monkeypatch.setattr(llm.llm_engine, "step", lambda: (steps.append(1), plain())[1])
+
+    engine[0].put(("call", count))
+    assert engine[1].get(timeout=60) == ("called", None)
+    found: dict = {}
+    long = begin(engine, 24)
+    short = begin(engine, 6, seed=1)
+    time.sleep(0.3)
+    assert not steps
+    run_until(engine, short, found)
+    counted = len(steps)
+    assert counted >= 6 and found["unfinished"] == 3
+    time.sleep(0.3)
+    assert len(steps) == counted
+    run_until(engine, long, found)
+    assert len(steps) == counted + 18 and found["unfinished"] == 0
+    monkeypatch.setattr(engine[3], "inflight_updates", "off")  # now whole batches, the first one first
+    first = begin(engine, 24)
+    second = begin(engine, 6, seed=1)
+    run_until(engine, second, found)
+    assert [batch for batch, _ in list(found)[-6:]] == [first] * 3 + [second] * 3
 
 
 # ------------------------------------------------------------------------------- engines of other architectures, direct
@@ -345,7 +479,7 @@ def test_an_engine_of_random_weights_samples_as_one_that_read_the_model(tiny):
     for form in ("auto", "dummy"):
         args = grpo.Args(model_name_or_path=str(tiny), dtype="float32", max_response_length=24, vllm_kv_cache_gb=0.1)
         args.vllm_load_format = form
-        inbox, outbox = queue.Queue(), queue.Queue()
+        inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
         arguments = (args, torch.float32, 0, 1, [EOS], inbox, outbox)
         thread = threading.Thread(target=grpo.vllm_thread, args=arguments, daemon=True)
         thread.start()

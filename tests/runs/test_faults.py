@@ -265,7 +265,7 @@ def test_an_engine_that_ends_in_a_push(small, capfd, monkeypatch):
         return ("stop",) if sum(pushes) == 2 else message
 
     hf_thread_with(monkeypatch, end_in_the_second)
-    text = fails(small(), capfd)
+    text = fails(small(engine_restarts=0), capfd)
     note("the engine ends in a push", "its thread returns", text, "the rollout thread ended", ENDS)
 
 
@@ -275,6 +275,21 @@ def test_an_engine_that_raises(small, capfd, monkeypatch):
 
     monkeypatch.setattr(utils, "_generate", generate)
     note("the engine raises", "an exception in its thread", fails(small(), capfd), "broke on purpose", ENDS)
+
+
+def test_an_engine_that_raises_once(small, capfd, monkeypatch):
+    plain = utils._generate
+    calls = []
+
+    def generate(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("the engine broke on purpose")
+        return plain(*arguments)
+
+    monkeypatch.setattr(utils, "_generate", generate)
+    _, text = goes_on(small(), capfd)
+    note("the engine raises once", "an exception in its thread", text, "its engine is built again", GOES_ON)
 
 
 def test_stale_weights(small, capfd, monkeypatch):
@@ -589,4 +604,4 @@ def test_the_real_engine(tiny, tmp_path):
     note("the prefix cache outlives a push", "an engine that keeps it", ended(run, 120), "kept its prefix cache", ENDS)
 
 
-FAULTS = 58
+FAULTS = 59

@@ -34,6 +34,7 @@ VALUES = {
     "early_stop_imp_ratio": [0.5, 1.5],
     "truncated_importance_sampling_ratio_cap": [2.0],
     "importance_sampling_mask": [(0.5, 5.0)],
+    "async_steps": [1],
     "beta": [0.1],
     "kl_placement": ["none", "reward", "both"],
     "kl_estimator": ["k1", "k4", "abs", "full"],

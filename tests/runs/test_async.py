@@ -1,0 +1,524 @@
+"""Sampling ahead of training: the order of asking and training, versions, resuming, and engines that fail."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import (
+    SMALL,
+    Run,
+    command,
+    finish,
+    folder_of,
+    interrupted,
+    read_jsonl,
+    record,
+    run_here,
+    saved,
+    tiny_args,
+)
+
+import grpo
+import utils
+from runtime import flags, watchdog
+from runtime.records import Problem, Sample
+
+AHEAD = SMALL | {"async_steps": 1, "num_mini_batches": 1}
+IN_FLIGHT = ["--max_response_length", "24", "--vllm_max_num_seqs", "10"]  # fewer than a step's 16 samples
+IN_FLIGHT += ["--async_steps", "2", "--inflight_updates"]
+
+
+def same(one: Path, other: Path) -> None:
+    expected, got = record(one), record(other)
+    for key in expected:
+        assert got[key] == expected[key], key
+
+
+# ------------------------------------------------------------------------------------------- one engine, without a run
+
+
+class Script:
+    """An engine's thread that answers as it is told: ``answers`` maps a kind of message to what comes back for it."""
+
+    def __init__(self, monkeypatch, **answers):
+        self.received: list = []
+        self.lives = 0
+
+        def thread(args, dtype, rank, world_size, stop_ids, inbox, outbox):
+            self.lives += 1
+            outbox.put(("ready",))
+            while (message := inbox.get())[0] != "stop":
+                self.received.append(message)
+                for answer in answers.get(message[0], lambda *_: [])(*message[1:]):
+                    outbox.put(answer)
+
+        monkeypatch.setattr(utils, "hf_thread", thread)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+        store = SimpleNamespace(check=lambda keys: False)
+        self.watch = SimpleNamespace(store=store, beat=lambda: None)
+        self.watch.receive = lambda *a: watchdog.Watch.receive(self.watch, *a)
+
+    def engine(self, **changes) -> grpo.Engine:
+        tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids))
+        return grpo.Engine(grpo.Args(rollout="hf", **changes), torch.float32, tokenizer, [2], self.watch)
+
+
+PROBLEMS = [Problem([], "", "", {}, prompt_ids=[place]) for place in range(3)]
+REQUESTS = [(place, k, 10 * place + k) for place in range(3) for k in range(2)]
+
+
+def answer(number, key, version=1):
+    return ("sample", number, key, [5, 6], [-1.0, -2.0], "stop", [(version, 0)])
+
+
+def keys(arrived) -> list:
+    return [(sample.prompt_id, sample.sample_id) for _, sample in arrived]
+
+
+def test_samples_that_arrive_before_an_acknowledgement_are_kept(monkeypatch):
+    """Three of them come while new weights are on their way: none is lost, none comes twice, each to its own batch."""
+    asked = {}
+
+    def generate(number, requests, sampling):
+        asked[number] = [key for key, _, _ in requests]
+        return []
+
+    def weights(version, tensors):
+        early = [answer(number, asked[number].pop(0), version) for number in (0, 1, 1)] if asked else []
+        return [*early, ("weights", version, 0.5)]
+
+    def until(number):
+        return [answer(number, key) for key in asked[number]]
+
+    engine = Script(monkeypatch, generate=generate, weights=weights, until=until).engine()
+    first = engine.ask(PROBLEMS, REQUESTS, {})
+    second = engine.ask(PROBLEMS, REQUESTS, {})
+    engine.push([])
+    assert (engine.version, engine.acknowledged, len(engine.arrived)) == (1, 1, 3)
+    arrived = list(engine.arrivals(first))
+    assert sorted(keys(a for a in arrived if a[0] is first)) == [(p, k) for p, k, _ in REQUESTS]
+    assert len(keys(a for a in arrived if a[0] is second)) == 2
+    assert sorted(keys(arrived[:0]) + keys(engine.arrivals(second))) == [(p, k) for p, k, _ in REQUESTS][2:]
+    assert not engine.batches and engine.metrics["perf/generate_tokens_per_second"] == 6 / 0.5
+    engine.close()
+
+
+@pytest.mark.parametrize("number, key", [(7, (0, 0)), (0, (2, 2)), (0, (0, 0))])
+def test_a_sample_that_nobody_asked_for_is_an_error(monkeypatch, number, key):
+    """Of an unknown batch, of an unknown key, or of one that has arrived."""
+    script = Script(monkeypatch, until=lambda _: [answer(0, (0, 0)), answer(number, key)])
+    engine = script.engine()
+    with pytest.raises(KeyError):
+        list(engine.arrivals(engine.ask(PROBLEMS, REQUESTS, {})))
+    engine.close()
+
+
+def test_an_engine_that_is_built_again_gets_weights_and_every_unfinished_batch(monkeypatch, capsys):
+    """In the order of before; samples that had arrived come once; the last failure ends the run."""
+    state = {"fails": True, "asked": {}}
+
+    def generate(number, requests, sampling):
+        state["asked"][number] = [key for key, _, _ in requests]
+        return []
+
+    def until(number):
+        yield from (answer(number, key) for key in state["asked"][number][:4])
+        if state["fails"]:
+            raise_in_thread()
+        yield from (answer(number, key) for key in state["asked"][number][4:])
+
+    def raise_in_thread():
+        raise SystemExit
+
+    script = Script(
+        monkeypatch, generate=generate, until=until, weights=lambda version, tensors: [("weights", version, 0.0)]
+    )
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    engine = script.engine(engine_restarts=1)
+    engine.version = 4
+    engine.push([("a", torch.ones(2))])
+    first, second = engine.ask(PROBLEMS, REQUESTS, {}), engine.ask(PROBLEMS[:1], REQUESTS[:2], {"top_k": 3})
+    arrivals = engine.arrivals(first)
+    assert len([next(arrivals) for _ in range(4)]) == 4
+    state["fails"] = False
+    script.received.clear()
+    rest = keys(arrivals)
+    assert rest == [(2, 0), (2, 1)] and script.lives == 2
+    kinds = [(m[0], m[1]) for m in script.received]
+    assert kinds == [("weights", 5), ("generate", 0), ("generate", 1), ("until", 0)]
+    assert script.received[1][2] == first.requests and script.received[2][3] == {"top_k": 3}
+    assert "built again" in capsys.readouterr().out
+    state["fails"] = True
+    with pytest.raises(watchdog.EngineFailed):
+        list(engine.arrivals(engine.ask(PROBLEMS, REQUESTS, {})))
+    assert second.unfinished
+
+
+@pytest.mark.parametrize(
+    "changes, restarts, copied",
+    [
+        ({}, 2, False),
+        ({"engine_restarts": 0}, 0, None),
+        ({"async_steps": 1}, 2, True),
+        ({"async_steps": 2, "inflight_updates": "recompute"}, 2, False),
+        ({"zero_stage": 3}, 0, None),
+        ({"vllm_tensor_parallel_size": 2}, 0, None),
+    ],
+    ids=str,
+)
+def test_what_an_engine_keeps_to_be_built_again(monkeypatch, changes, restarts, copied):
+    """The trainer's own tensors where it waits while the engine samples; copies where it changes them meanwhile."""
+    weight = torch.ones(3)
+    engine = Script(monkeypatch, weights=lambda version, tensors: [("weights", version, 0.0)]).engine(**changes)
+    engine.push([("a", weight), ("tied", weight)])
+    assert engine.restarts == restarts
+    if copied is None:
+        assert engine.weights == []
+    else:
+        assert [name for name, _ in engine.weights] == ["a", "tied"]
+        assert {w.data_ptr() == weight.data_ptr() for _, w in engine.weights} == {not copied}
+        assert len({w.data_ptr() for _, w in engine.weights}) == 1
+    engine.close()
+
+
+def test_versions_of_tokens():
+    sample = Sample(0, 0, [1], [5] * 6, [0.0] * 6, "stop", [(3, 0), (4, 2), (7, 5)])
+    assert sample.token_versions() == [3, 3, 4, 4, 4, 7]
+    metrics = utils.sample_metrics([sample], torch.zeros(1, 2), step=7)
+    assert metrics["sampler/staleness"] == pytest.approx((2 * 4 + 3 * 3) / 6)
+    assert (metrics["sampler/staleness_max"], metrics["sampler/versions"]) == (4, 3)
+
+
+def test_an_evaluation_of_two_versions_is_an_error():
+    samples = [Sample(0, k, [1], [5], [0.0], "stop", [(version, 0)]) for k, version in enumerate((2, 2, 3))]
+    with pytest.raises(RuntimeError, match=r"\[2, 3\]"):
+        utils.eval_metrics(samples, PROBLEMS[:1], 1)
+
+
+def test_importance_weights_by_hand():
+    """w = pi / sampler: 1/2, 1 and 4; ess is (5.5)^2 / (3 * 17.25); one of three is above the cap; two are fresh."""
+    old_T, sampler_T = torch.tensor([0.25, 0.5, 0.8]).log(), torch.tensor([0.5, 0.5, 0.2]).log()
+    fresh_T = torch.tensor([True, True, False])
+    stats = utils.TokenStats(torch.device("cpu"))
+    values = utils.importance_weights(old_T, sampler_T, 2.0) | {"tokens": torch.ones(3), "fresh": fresh_T.float()}
+    stats.add(torch.ones(3) > 0, values | {"sampler_diff": (old_T - sampler_T).abs() * fresh_T})
+    sums = dict(zip(stats.names, stats.sums.tolist(), strict=True))
+    peaks = dict(zip(stats.names, stats.maxima.tolist(), strict=True))
+    metrics = utils.staleness_metrics(sums, peaks)
+    half = torch.tensor(2.0).log().item()
+    expected = {"fresh_frac": 2 / 3, "ess": 5.5**2 / (3 * 17.25), "capped_frac": 1 / 3}
+    expected |= {"logprob_diff_mean": half / 2, "logprob_diff_max": half}
+    assert metrics == pytest.approx({f"sampler/{name}": value for name, value in expected.items()}, rel=1e-6)
+    none_fresh = utils.staleness_metrics({**sums, "fresh": 0.0}, peaks)
+    assert set(metrics) - set(none_fresh) == {"sampler/logprob_diff_mean", "sampler/logprob_diff_max"}
+
+
+# ------------------------------------------------------------------------------------------------ runs in this process
+
+
+def test_ask_collect_train_push(tiny, tmp_path, monkeypatch):
+    """With one batch ahead: what is asked for, waited for and pushed, in that order; nothing beyond the last step."""
+    events: list[str] = []
+    numbers: dict[int, str] = {}
+    plain = {name: getattr(grpo.Engine, name) for name in ("ask", "arrivals", "push")}
+
+    def ask(self, problems, requests, sampling, chosen=None):
+        batch = plain["ask"](self, problems, requests, sampling, chosen)
+        numbers[batch.number] = str(1 + sum(e.startswith("ask") for e in events)) if chosen else "eval"
+        if chosen:
+            events.append(f"ask {numbers[batch.number]}")
+        return batch
+
+    def arrivals(self, batch):
+        events.append(f"wait {numbers[batch.number]}")
+        yield from plain["arrivals"](self, batch)
+
+    def push(self, weights):
+        events.append("push")
+        plain["push"](self, weights)
+
+    monkeypatch.setattr(grpo.Engine, "ask", ask)
+    monkeypatch.setattr(grpo.Engine, "arrivals", arrivals)
+    monkeypatch.setattr(grpo.Engine, "push", push)
+    run_here(tiny_args(tiny, tmp_path / "0", **SMALL | {"total_steps": 2, "eval_prompts": 0}))
+    assert events == ["push", "ask 1", "wait 1", "push", "ask 2", "wait 2", "push"]
+    events.clear()
+    run_here(tiny_args(tiny, tmp_path / "1", **AHEAD | {"total_steps": 3, "eval_every": 1}))
+    first = ["push", "wait eval", "ask 1", "ask 2", "wait 1", "wait 2", "push", "wait eval"]
+    assert events == [*first, "ask 3", "wait 3", "push", "wait eval", "push", "wait eval"]
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_one_batch_ahead(tiny, tmp_path, script):
+    """Every token of step s is of version max(1, s - 1); the prompts are those of the synchronous run; cap 2 is on."""
+    args = tiny_args(tiny, tmp_path / "ahead", script, **AHEAD, beta=0.1)
+    metrics = run_here(args, script)
+    folder = folder_of(args, script)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["args"]["truncated_importance_sampling_ratio_cap"] == 2.0
+    for sample in read_jsonl(folder / "samples.jsonl"):
+        assert sample["weight_versions"] == [[max(1, sample["step"] - 1), 0]]
+    assert [m["sampler/staleness"] for m in metrics] == [m["sampler/staleness_max"] for m in metrics] == [0, 1, 1, 1]
+    assert [m["sampler/fresh_frac"] for m in metrics] == [1, 0, 0, 0]
+    assert "sampler/logprob_diff_mean" in metrics[0] and "sampler/logprob_diff_mean" not in metrics[1]
+    assert metrics[0]["sampler/ess"] == pytest.approx(1) and metrics[3]["sampler/ess"] < 0.9999
+    assert [e["eval/weights_version"] for e in read_jsonl(folder / "eval.jsonl")] == [1, 3, 5]
+    plain = tiny_args(tiny, tmp_path / "plain", script, **SMALL | {"num_mini_batches": 1}, beta=0.1)
+    run_here(plain, script)
+    prompts = [[s["prompt"] for s in read_jsonl(folder_of(a, script) / "samples.jsonl")] for a in (args, plain)]
+    assert prompts[0] == prompts[1] and len(prompts[0]) == 64
+
+
+RESUMED = [
+    ("grpo", {"dynamic_sampling_rounds": 2, "beta": 0.1, "kl_controller": "adaptive"}, 1),
+    ("grpo", {"generation_size": 6, "num_mini_batches": 2}, 2),
+    ("ppo", {"beta": 0.1, "kl_placement": "reward", "value_norm": "exp"}, 3),
+]
+
+
+@pytest.mark.parametrize("script, changes, after", RESUMED, ids=str)
+def test_a_run_that_samples_ahead_can_be_repeated_and_resumed(tiny, tmp_path, monkeypatch, script, changes, after):
+    """Stopped and started again: the same numbers, samples and weights as in one piece."""
+    straight = tiny_args(tiny, tmp_path / "straight", script, **AHEAD | changes)
+    run_here(straight, script)
+    parts = tiny_args(tiny, tmp_path / "parts", script, **AHEAD | changes)
+    folder = interrupted(parts, monkeypatch, after=after, script=script)
+    asked = []
+    engine = importlib.import_module(script).Engine
+    plain = engine.ask
+
+    def ask(self, problems, requests, *more):
+        asked.append(len(requests))
+        return plain(self, problems, requests, *more)
+
+    monkeypatch.setattr(engine, "ask", ask)
+    run_here(parts, script)
+    assert asked[0] == 0, "the batch that was waited for is in the checkpoint, and not drawn again"
+    same(folder_of(straight, script), folder)
+
+
+def test_what_cannot_be_combined(tiny, tmp_path, capsys):
+    for changes, words in (
+        ({"async_steps": 2}, ["--async_steps 2", "--inflight_updates off", "--async_steps 1"]),
+        ({"inflight_updates": "keep"}, ["--inflight_updates keep", "--async_steps 1"]),
+        ({"async_steps": 1, "inflight_updates": "recompute"}, ["--inflight_updates recompute", "--rollout vllm"]),
+        ({"async_steps": 1, "vllm_enable_sleep_mode": True}, ["--vllm_enable_sleep_mode", "--async_steps"]),
+        ({"async_steps": 1, "dataset_max_filter_share": 0.5}, ["--dataset_max_filter_share", "--async_steps"]),
+        ({"async_steps": -1}, ["--async_steps -1", "0 or more"]),
+    ):
+        with pytest.raises(SystemExit) as end:
+            flags.check(tiny_args(tiny, tmp_path, **changes), 1)
+        assert end.value.code == 2
+        message = capsys.readouterr().err
+        assert all(word in message for word in words), message
+
+
+def test_the_cap_is_set_before_the_run_is_named(tiny, tmp_path):
+    """2 when samples can be stale; what the command line says stays, 0 too; without stale samples it stays off."""
+    folders = {}
+    for ahead, given, cap in ((0, None, None), (1, None, 2.0), (1, 2.0, 2.0), (1, 0.0, 0.0), (1, 5.0, 5.0)):
+        args = tiny_args(tiny, tmp_path, async_steps=ahead, truncated_importance_sampling_ratio_cap=given)
+        *_, folders[ahead, given], _ = grpo.preflight(args)
+        assert args.truncated_importance_sampling_ratio_cap == cap
+    assert folders[1, None] == folders[1, 2.0] != folders[1, 0.0]
+
+
+# ------------------------------------------------------------------------------------------------- engines that fail
+
+
+def fail_at(monkeypatch, *prompts: int, how=None) -> list:
+    """Make the engine of ``--rollout hf`` fail when it is given the n-th prompts of the run."""
+    plain = utils._generate
+    calls: list = []
+
+    def generate(*arguments):
+        calls.append(1)
+        if len(calls) in prompts:
+            if how is not None:
+                how()
+            raise ValueError("the engine broke on purpose")
+        yield from plain(*arguments)
+
+    monkeypatch.setattr(utils, "_generate", generate)
+    return calls
+
+
+@pytest.mark.parametrize("script, changes", [("grpo", SMALL), ("grpo", AHEAD), ("ppo", AHEAD)], ids=str)
+def test_a_run_whose_engine_fails_equals_the_straight_one(tiny, tmp_path, monkeypatch, script, changes):
+    """It fails in the middle of a training batch and of an evaluation; numbers, samples and weights are the same."""
+    straight = tiny_args(tiny, tmp_path / "straight", script, **changes)
+    run_here(straight, script)
+    calls = fail_at(monkeypatch, 2, 14)
+    failing = tiny_args(tiny, tmp_path / "failing", script, **changes)
+    run_here(failing, script)
+    assert len(calls) > 30, "what was asked for was asked for again"
+    same(folder_of(straight, script), folder_of(failing, script))
+
+
+def test_an_engine_that_hangs_is_built_again(tiny, tmp_path, monkeypatch):
+    straight = tiny_args(tiny, tmp_path / "straight", **SMALL)
+    run_here(straight)
+    hangs = threading.Event()
+    fail_at(monkeypatch, 7, how=lambda: hangs.wait(60))
+    failing = tiny_args(tiny, tmp_path / "failing", **SMALL, rollout_timeout=2.0)
+    run_here(failing)
+    hangs.set()
+    same(folder_of(straight), folder_of(failing))
+
+
+def test_after_the_last_restart_the_run_ends(tiny, tmp_path, monkeypatch, capfd):
+    fail_at(monkeypatch, *range(5, 40))
+    with pytest.raises(RuntimeError, match="the rollout thread failed"):
+        run_here(tiny_args(tiny, tmp_path, **SMALL, engine_restarts=2))
+    text = capfd.readouterr()
+    assert text.out.count("its engine is built again") == 2 and "broke on purpose" in text.err
+
+
+# --------------------------------------------------------------------------------------- vLLM, in processes of its own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, ranks, more",
+    [
+        ("grpo", 1, ["--async_steps", "1", "--beta", "0.1"]),
+        ("ppo", 2, ["--async_steps", "1"]),
+        ("grpo", 1, [*IN_FLIGHT, "recompute"]),
+        ("grpo", 2, [*IN_FLIGHT, "recompute", "--num_mini_batches", "2"]),
+        ("ppo", 1, [*IN_FLIGHT, "keep"]),
+    ],
+    ids=str,
+)
+def test_two_runs_are_equal_and_tokens_have_their_age(tiny, tmp_path, script, ranks, more):
+    """Bit for bit, in whole batches and in flight; prompts of a step are those of the synchronous run."""
+    shape = {"script": script, "ranks": ranks, "rollout": "vllm"}
+    for name, flags_of_run in (("one", more), ("two", more), ("plain", [])):
+        line = command(tiny, tmp_path / name, "--total_steps", "6", *flags_of_run, **shape)
+        finish(line, tmp_path / f"{name}.log", 300)
+    same(tmp_path / "one" / "run", tmp_path / "two" / "run")
+    ahead = int(more[more.index("--async_steps") + 1])
+    samples = read_jsonl(tmp_path / "one" / "run" / "samples.jsonl")
+    spans = []
+    for sample in samples:
+        versions = [version for version, _ in sample["weight_versions"]]
+        assert versions == sorted(set(versions)) and sample["step"] - ahead <= versions[0]
+        assert versions[0] >= 1 and versions[-1] <= sample["step"]
+        spans.append(len(versions))
+    assert (max(spans) > 1) == ("--inflight_updates" in more)
+    plain = read_jsonl(tmp_path / "plain" / "run" / "samples.jsonl")
+    assert [(s["step"], s["prompt"]) for s in samples] == [(s["step"], s["prompt"]) for s in plain]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["--async_steps", "1"], [*IN_FLIGHT, "recompute"]], ids=["off", "in flight"])
+def test_killed_and_resumed(tiny, tmp_path, more):
+    """Whole batches: as the straight run. In flight: every prompt once, equal until the save, fresher after it."""
+    more = ["--total_steps", "6", "--save_every", "3", *more]
+    finish(command(tiny, tmp_path / "straight", *more, rollout="vllm"), tmp_path / "straight.log", 300)
+    line, parts = command(tiny, tmp_path / "parts", *more, rollout="vllm"), tmp_path / "parts"
+    run = Run(line, tmp_path / "first.log")
+    run.until(lambda: saved(parts) == 3)
+    os.kill(run.process.pid, signal.SIGKILL)
+    assert run.end(60) != 0
+    assert "resuming after step 3" in finish(line, tmp_path / "second.log", 300)
+    if "--inflight_updates" not in more:
+        same(tmp_path / "straight" / "run", parts / "run")
+        return
+    straight, resumed = record(tmp_path / "straight" / "run"), record(parts / "run")
+    assert resumed["metrics"][:3] == straight["metrics"][:3]
+    assert resumed["metrics"][3]["sampler/staleness"] == 0 < straight["metrics"][3]["sampler/staleness"]
+    prompts = [[(s["step"], s["prompt"]) for s in run["samples"]] for run in (straight, resumed)]
+    assert prompts[0] == prompts[1] and len(prompts[0]) == 6 * 16
+
+
+KILLS = """
+import json, os, random, sys, time, traceback
+sys.path.insert(0, "tests")
+from pathlib import Path
+from helpers import record, run_here, tiny_args
+from runtime import process
+
+process.prepare_environment()
+
+if __name__ == "__main__":  # the reward workers import this file
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    tiny, out, changes = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    plain, state = LLMEngine.step, {"steps": 0, "fails_at": None, "hang": False}
+
+    def step(self):
+        state["steps"] += 1
+        if state["steps"] == state["fails_at"]:
+            if state["hang"]:
+                time.sleep(3600)
+            raise RuntimeError("killed on purpose")
+        return plain(self)
+
+    LLMEngine.step = step
+
+    def run(name, fails_at=None, hang=False):
+        child = os.fork()  # which has all imports; a vLLM that ends well destroys the process group of its process
+        if child == 0:
+            try:
+                train(name, fails_at, hang)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0, name
+        return record(out / name / "run"), int((out / name / "steps").read_text())
+
+    def train(name, fails_at, hang):
+        state.update(steps=0, fails_at=fails_at, hang=hang)
+        settings = {"run_name": "run", "rollout": "vllm", "vllm_kv_cache_gb": 0.1, "learning_rate": 1e-3}
+        settings |= {"total_steps": 6, "eval_every": 2, "log_samples": 16, "max_response_length": 12}
+        settings["rollout_timeout"] = 20.0 if hang else 600.0
+        run_here(tiny_args(tiny, out / name, **settings, **changes))
+        (out / name / "steps").write_text(str(state["steps"]))
+
+    straight, steps = run("straight")
+    r = random.Random(0)
+    moments = sorted(r.sample(range(1, steps + 1), 10))
+    equal = []
+    for k, moment in enumerate(moments):
+        found, taken = run(f"killed_{moment}", moment, hang=k == 5)
+        assert taken >= steps, "it was never killed"
+        equal.append(found == straight)
+    print("MOMENTS", moments, "of", steps, "EQUAL", sum(equal), "of", len(equal), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", ['{"num_mini_batches": 2}', '{"async_steps": 1}'], ids=["synchronous", "ahead"])
+def test_an_engine_killed_at_ten_random_moments(tiny, tmp_path, changes):
+    """vLLM raises at nine random steps of its own, and hangs at a tenth: ten of ten runs equal the straight one."""
+    (tmp_path / "kills.py").write_text(KILLS)
+    line = [sys.executable, str(tmp_path / "kills.py"), str(tiny), str(tmp_path / "runs"), changes]
+    text = finish(line, tmp_path / "log", 1500)
+    assert "EQUAL 10 of 10" in text, text[-3000:]
+    assert text.count("its engine is built again") == 10
+
+
+@pytest.mark.slow
+def test_an_engine_of_one_of_two_ranks_is_built_again(tiny, tmp_path):
+    """The other rank waits, and takes no part in it."""
+    program = KILLS.split("    straight, steps")[0] + (
+        "    kill = changes.pop('kill') and os.environ['RANK'] == '1'\n    train('run', 20 if kill else None, False)\n"
+    )
+    (tmp_path / "two.py").write_text(program)
+    for kill in (0, 1):
+        line = command(tiny, tmp_path, ranks=2)
+        line = [*line[: line.index(str(Path(grpo.__file__)))], str(tmp_path / "two.py")]
+        text = finish([*line, str(tiny), str(tmp_path / str(kill)), f'{{"kill": {kill}}}'], tmp_path / "log", 400)
+        assert text.count("its engine is built again") == kill
+    same(tmp_path / "0" / "run" / "run", tmp_path / "1" / "run" / "run")
