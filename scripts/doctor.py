@@ -250,19 +250,20 @@ def mismatch_growth(case: Case) -> Finding | None:
 
 
 def kl_runaway(case: Case) -> Finding | None:
-    """The KL to the reference doubles from the second third to the last, without more reward for it."""
+    """Two nats per response from the reference, and no gain: in the reward since the start, or for half of the KL."""
     values = case.curve("kl/sequence")
-    middle_steps = (values.index > case.step_at(1 / 3)) & (values.index <= case.step_at(2 / 3))
-    middle = values[middle_steps].mean()
-    last = case.last("kl/sequence").mean()
     rewards = case.curve(case.reward())
+    middle = values[(values.index > case.step_at(1 / 3)) & (values.index <= case.step_at(2 / 3))].mean()
     between = rewards[(rewards.index > case.step_at(1 / 3)) & (rewards.index <= case.step_at(2 / 3))]
-    gain, error = rise(between, case.last(case.reward()))
-    if not case.has_trends or not last > max(1.5 * middle, 2.0) or gain > 2 * error:
+    last = case.last("kl/sequence").mean()
+    late_gain, late_error = rise(between, case.last(case.reward()))
+    gain, error = rise(case.start(case.reward()), case.last(case.reward()))
+    grows = last > 1.5 * middle and not late_gain > 2 * late_error
+    if not case.has_trends or not last > 2.0 or not (grows or not gain > 2 * error):
         return None
-    what = f"the KL to the reference grew from {middle:.1f} to {last:.1f} nats per response, the reward by {gain:+.3f}"
+    what = f"the KL to the reference is {last:.1f} nats per response, the reward changed by {gain:+.3f} since the start"
     remedy = "Raise --beta or lower --learning_rate; docs/kl.md says which settings pull back, and which push away."
-    return Finding("kl_runaway", what, remedy, since(smooth(values) > max(1.5 * middle, 2.0)))
+    return Finding("kl_runaway", what, remedy, since(smooth(values) > 2.0))
 
 
 def gradient_spikes(case: Case) -> Finding | None:

@@ -81,9 +81,13 @@ AILMENTS = (
         steps=6,
     ),
     Ailment("equal_groups", "hardly any temperature", {"temperature": 0.02}, steps=15),
-    Ailment("truncation", "no room for an answer", {"max_response_length": 6}, steps=15),
-    Ailment("length_growth", "the reward is the length", {"reward_fn": "rewards_of_ailments.py:length"}),
-    Ailment("entropy_collapse", "a much too high rate", {"learning_rate": 1.5e-3}),
+    Ailment("truncation", "no room for an answer", {"max_response_length": 3}, steps=15),
+    Ailment(
+        "length_growth",
+        "the reward is the length",
+        {"reward_fn": "rewards_of_ailments.py:length", "learning_rate": 3e-4, "max_response_length": 200},
+    ),
+    Ailment("entropy_collapse", "entropy is punished", {"entropy_coeff": -1.0, "learning_rate": 5e-4}),
     Ailment(
         "mismatch_growth",
         "only the first push arrives",
@@ -97,7 +101,11 @@ AILMENTS = (
         edits=(("grpo.py", LOSS, f"{LOSS} * (1000 if step % 9 == 0 else 1)"),),
     ),
     Ailment("learning_rate", "a rate that changes nothing", {"learning_rate": 1e-9}),
-    Ailment("clipping", "many large steps on a batch", {"learning_rate": 2e-3, "num_epochs": 4, "num_mini_batches": 4}),
+    Ailment(
+        "clipping",
+        "many steps on a batch",
+        {"learning_rate": 3e-4, "num_epochs": 6, "clip_lower": 0.02, "clip_higher": 0.02},
+    ),
     Ailment(
         "skipped_steps",
         "every fifth loss is not a number",
