@@ -88,12 +88,14 @@ def print_header(
     samples = prompts * group
     updates = args.num_epochs * args.num_mini_batches
     longest = max(len(p.prompt_ids) for p in problems)
+    apart = args.eval_dataset or args.eval_dataset_mixer
+    evaluation = "evaluation on other data" if apart else f"{args.eval_prompts} more held out"
     origins = Counter(f"{p.source} ({p.verifier})" for p in problems)
     lines = [
         f"run        {folder}",
         *presets.explain(args),
         f"hardware   {world_size} rank(s), {hardware.replace('torch.', '')}",
-        f"data       {len(problems)} problems, {args.eval_prompts} more held out; longest prompt {longest} tokens",
+        f"data       {len(problems)} problems, {evaluation}; longest prompt {longest} tokens",
         f"from       {', '.join(f'{count} {origin}' for origin, count in origins.most_common(8))}",
         f"a step     {prompts} prompts x {group} samples = {samples} samples, at most "
         f"{samples * args.max_response_length} new tokens, {updates} optimizer step(s)",

@@ -50,6 +50,11 @@ def not_a_reward_of_a_response(response, truth, row):
     return 1.0 if response == truth else "1.0"
 
 
+def minus_one(response, truth, row):
+    """A wrong answer on a scale of plus and minus 1."""
+    return -1.0
+
+
 def number(response, truth, row):
     return 0.5
 

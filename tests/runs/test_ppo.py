@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ACCELERATE_LAUNCH, ROOT, command, finish, make_samples, read_jsonl, run_here, tiny_args
+from helpers import ACCELERATE_LAUNCH, ROOT, VERIFIERS, command, finish, make_samples, read_jsonl, run_here, tiny_args
 
 import grpo
 import ppo
@@ -684,10 +684,12 @@ def test_one_sample_a_prompt(tiny, tmp_path):
 
 
 def test_all_rewards_zero_end_the_run_if_asked(tiny, tmp_path):
-    changes = {"reward_fn": None, "verifier": "exact"}
-    run_here(tiny_ppo(tiny, tmp_path, **changes), "ppo")
-    with pytest.raises(RuntimeError, match="--check_verifier_status"):
-        run_here(tiny_ppo(tiny, tmp_path, check_verifier_status=True, **changes), "ppo")
+    """Wrong answers score 0 with some verifiers and -1 with others: no signal either way."""
+    zero = {"reward_fn": None, "verifier": "exact"}
+    run_here(tiny_ppo(tiny, tmp_path, **zero), "ppo")
+    for changes in (zero, {"reward_fn": f"{VERIFIERS}:minus_one"}):
+        with pytest.raises(RuntimeError, match="--check_verifier_status"):
+            run_here(tiny_ppo(tiny, tmp_path, check_verifier_status=True, **changes), "ppo")
 
 
 @pytest.mark.parametrize(

@@ -86,20 +86,26 @@ def place(tiny, tmp_path_factory) -> Path:
 
 SAID = {  # what the start of each run says about it
     "open-instruct": [
-        "58 problems",
+        "58 problems, evaluation on other data;",
         "58 math_ground_truth_zs (math)",
         "48 prompts x 16 samples = 768 samples",
         "1302 steps, 999936 samples, 2604 optimizer steps",
         "<|user|>\\nWhat is",
     ],
     "verl": [
-        "1080 problems",
+        "1080 problems, evaluation on other data;",
         "1080 train (gsm8k)",
         "1024 prompts x 1 samples = 1024 samples",
         "4 optimizer step(s)",
         "210 steps",
     ],
-    "AReaL": ["76 code (code)", "64 prompts x 1 samples", "4 optimizer step(s)", "Read n, print n + "],
+    "AReaL": [
+        "76 problems, 64 more held out;",
+        "76 code (code)",
+        "64 prompts x 1 samples",
+        "4 optimizer step(s)",
+        "Read n, print n + ",
+    ],
 }
 
 
