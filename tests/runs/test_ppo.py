@@ -68,7 +68,7 @@ def test_arguments_of_both_scripts_are_the_same_text():
     ours = fields(ppo)
     theirs = fields(grpo)
     own = [name for name in ours if name not in theirs]
-    assert set(theirs) - set(ours) == {"advantage_normalization_type", "kl_reward_norm"}
+    assert set(theirs) - set(ours) == {"advantage_normalization_type", "advantage_eps", "kl_reward_norm"}
     assert [name for name in ours if name in theirs] == [name for name in theirs if name in ours]
     assert {name for name in theirs if name in ours and ours[name] != theirs[name]} == {"mask_truncated_completions"}
     first = list(ours).index(own[0])
@@ -96,6 +96,7 @@ def test_the_loop_of_ppo_has_every_line_of_grpo_but_those_about_groups():
         "in_loss = list(range(len(samples)))",
         "if reference is None and args.entropy_coeff == 0:",
         "known = list(range(len(samples)))  # controller and group statistics have the KL of every response",
+        "kind = args.advantage_normalization_type",
         "groups = sorted({samples[i].prompt_id for i in in_loss})",
         "lr = utils.learning_rate(optimizer_step, total_steps * updates, args)",
         "if skips.policy >= 10:",
