@@ -20,7 +20,7 @@ if [[ ${1:-} == --real ]]; then
     shift
     export EXP_NAME=study_real OUTPUT_DIR=${OUTPUT_DIR:-runs/study_kl_real} MINI_BATCHES=2
     decisive="$loss reward/k1/naive"
-    betas=("0 0.3 0.03" "0.1")
+    betas=("0 0.3" "0.03" "0.1")
     samples=2
     # --max_sampler_diff 0: naive k1 leads to where bf16 is not precise enough for this check of the engine.
     flags+=(
@@ -30,8 +30,8 @@ if [[ ${1:-} == --real ]]; then
 else
     export EXP_NAME=study OUTPUT_DIR=${OUTPUT_DIR:-runs/study_kl} MINI_BATCHES="4 1"
     decisive="$loss loss/full/naive reward/k1/naive reward/k3/naive"
-    betas=("0 0.3 3 0.03" "1 0.1")
-    samples=16
+    betas=("0 0.3 3" "0.03" "1 0.1")
+    samples=4
     flags+=(
         --model_name_or_path models/testbed-1
         --dataset "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"

@@ -116,6 +116,22 @@ def test_final_values_over_an_argument(runs, tmp_path):
         assert [float(x) for x in shown.groups()] == pytest.approx([(a + b) / 2, 12.7062 * abs(a - b) / 2], rel=6e-3)
 
 
+def test_measured_values_are_final_values(runs, tmp_path):
+    """What scripts/measure_kl.py wrote beside a run, by argument; it has no curve."""
+    copy = tmp_path / "runs"
+    shutil.copytree(runs, copy)
+    for folder in copy.glob("*/config.json"):
+        rate = json.loads(folder.read_text())["args"]["learning_rate"]
+        (folder.parent / "measured_kl.json").write_text(json.dumps({"kl/exact": 100 * rate}))
+    words = ("--x", "learning_rate", "--y", "final:kl/exact", "--output", tmp_path / "p.svg")
+    out = call("plot.py", copy, *words).splitlines()
+    assert out[1] == "| learning_rate | runs | steps | kl/exact |"
+    assert [line.split("|")[4].strip() for line in out[3:5]] == ["0.1 ± 0", "1 ± 0"]
+    for words in (["kl/exact"], ["final:kl/exact"]):
+        said = call("plot.py", copy, "--y", *words, "--output", tmp_path / "p.svg", ok=False)
+        assert "drawn over an argument; add one" in said
+
+
 def test_lines_are_the_first_argument_and_panels_the_others(runs, tmp_path):
     """In both kinds of figure; the argument on the axis is neither."""
     for words in (["--by", "seed", "learning_rate"], ["--x", "total_steps", "--by", "seed", "learning_rate"]):
