@@ -836,6 +836,7 @@ def warm(flags: list[str], files: Path) -> None:
     rows = [EVIDENCE[flag] for flag in flags if flag in EVIDENCE]
     if any("vllm" in (row.tried, row.given.get("rollout")) or "GPU" in row.stage for row in rows):
         from vllm import LLM  # noqa: F401
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: F401
 
 
 def environment(folder: Path) -> None:
