@@ -77,6 +77,7 @@ OBSERVABLES = {
     "vllm.LLM": "calls of the constructor",
     "vllm.LLM(...)": "an argument of the constructor",
     "blocks of the KV cache": "as vLLM has allocated them",
+    "engines built": "by the run, and again after a failure",
     "engine steps": "of vLLM, in the whole run",
     "wandb.init": "calls of the real one, offline",
     "wandb.init(...)": "an argument of it",
@@ -230,6 +231,9 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
         seen.setdefault("ground truths", []).extend(problem.truth for problem in problems)
         seen.setdefault("seeds of requests", []).extend(map(list, requests))
 
+    def note_start(*_) -> None:
+        seen["engines built"] = seen.get("engines built", 0) + 1
+
     def note_collected(samples, engine, verifiers, batch, *rest) -> None:
         ids = [s.response_ids for s in samples]
         if evaluating:
@@ -260,6 +264,7 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
         seen.setdefault("steps", []).append(metrics["step"])
 
     spy(patch, module.Engine, "ask", note_asked)
+    spy(patch, module.Engine, "start", note_start)
     spy(patch, module, "collect", note_collected)
     patch.setattr(module, "evaluate", note_evaluation)
     spy(patch, rewards.Verifiers, "collect", lambda _, verifiers, *rest: note_workers(_, verifiers))
@@ -465,6 +470,16 @@ def hinder(stage: str, patch) -> None:
             yield from generate(*arguments)
 
         patch.setattr(utils, "_generate", slow)
+    if stage == "failing sampler":
+        failures = [RuntimeError("as this test pretends")]
+        healthy = utils._generate
+
+        def failing(*arguments):
+            if failures:
+                raise failures.pop()
+            yield from healthy(*arguments)
+
+        patch.setattr(utils, "_generate", failing)
 
 
 def run_observed(script: str, arguments: dict[str, Any], stage: str, seen: dict[str, Any], patch) -> None:
@@ -627,7 +642,7 @@ def complaints(flag: str, row: Row, without: dict[str, Any], tried: dict[str, An
     for found in (without, tried):
         if found["exit"] != 0 and "exit" not in row.changes:
             wrong.append(f"exit code {found['exit']}: {found['console'][-600:]}")
-        elif found["exit"] != 0 and flag not in found["last words"]:
+        elif found["exit"] != 0 and flag not in found["last words"] and row.stage != "failing sampler":
             wrong.append(f"a run ends, and its message does not name {typed(flag)}: {found['last words']}")
     return wrong
 
@@ -821,6 +836,7 @@ def warm(flags: list[str], files: Path) -> None:
     rows = [EVIDENCE[flag] for flag in flags if flag in EVIDENCE]
     if any("vllm" in (row.tried, row.given.get("rollout")) or "GPU" in row.stage for row in rows):
         from vllm import LLM  # noqa: F401
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: F401
 
 
 def environment(folder: Path) -> None:
