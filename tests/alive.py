@@ -465,6 +465,17 @@ def hinder(stage: str, patch) -> None:
             yield from generate(*arguments)
 
         patch.setattr(utils, "_generate", slow)
+    if stage == "failing sampler":
+        whole = utils._generate
+        calls: list[int] = []
+
+        def fail_once(*arguments):
+            calls.append(1)
+            if len(calls) == 3:
+                raise RuntimeError("the sampler failed on purpose")
+            yield from whole(*arguments)
+
+        patch.setattr(utils, "_generate", fail_once)
 
 
 def run_observed(script: str, arguments: dict[str, Any], stage: str, seen: dict[str, Any], patch) -> None:

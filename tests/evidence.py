@@ -149,6 +149,7 @@ EVIDENCE: dict[str, Row] = {
     "async_steps": row(1, "sampler/staleness", "versions of weights"),
     "inflight_updates": row("recompute", "versions of weights", **VLLM, async_steps=1, vllm_max_num_seqs=4),
     "rollout_timeout": row(0.001, "exit", "last words", stage="slow sampler"),
+    "engine_restarts": row(0, "exit", "last words", stage="failing sampler"),
     "stop": row(("e", "a"), "completions/length_mean", **VLLM),
     "ignore_eos": row(True, "completions/truncated_frac", "responses"),
     "vllm_gpu_memory_utilization": row(0.6, "vllm.LLM(gpu_memory_utilization)", stage="on a GPU"),
