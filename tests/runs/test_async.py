@@ -210,7 +210,8 @@ def test_importance_weights_by_hand():
     old_T, sampler_T = torch.tensor([0.25, 0.5, 0.8]).log(), torch.tensor([0.5, 0.5, 0.2]).log()
     fresh_T = torch.tensor([True, True, False])
     stats = utils.TokenStats(torch.device("cpu"))
-    values = utils.importance_weights(old_T, sampler_T, 2.0) | {"tokens": torch.ones(3), "fresh": fresh_T.float()}
+    args = grpo.Args(truncated_importance_sampling_ratio_cap=2.0)
+    values = utils.weight_statistics(old_T, sampler_T, args) | {"tokens": torch.ones(3), "fresh": fresh_T.float()}
     stats.add(torch.ones(3) > 0, values | {"sampler_diff": (old_T - sampler_T).abs() * fresh_T})
     sums = dict(zip(stats.names, stats.sums.tolist(), strict=True))
     peaks = dict(zip(stats.names, stats.maxima.tolist(), strict=True))
