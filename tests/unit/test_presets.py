@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import os
 import re
 import subprocess
@@ -24,7 +23,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from helpers import ROOT, TINY_RUN, folder_of, interrupted, run_here, tiny_args
+from helpers import ROOT, TINY_RUN, folder_of, interrupted, run_here
 
 import grpo
 import ppo
@@ -43,7 +42,7 @@ def parse(script: str, *words: str):
     return flags.parse(SCRIPTS[script].Args, words=list(words))
 
 
-# --------------------------------------------------------------------------------------------------- on the command line
+# -------------------------------------------------------------------------------------------------- on the command line
 
 
 @pytest.mark.parametrize("script, name", PAIRS)
@@ -204,8 +203,9 @@ def ours(case: frameworks.Case, args) -> dict[str, torch.Tensor]:
     new_values.requires_grad_()
     rewards_PG = torch.tensor([s.reward for s in samples], dtype=F64).view(4, 4)
     kl_N = torch.zeros_like(old)
-    if args.beta > 0 and args.kl_placement == "reward":
-        kl_N = args.beta * kl_reward(old, ref, torch.ones_like(old, dtype=torch.bool), estimator=args.kl_estimator)
+    loss_coef, reward_coef = flags.kl_coefficients(args)
+    if reward_coef > 0:
+        kl_N = reward_coef * kl_reward(old, ref, torch.ones_like(old, dtype=torch.bool), estimator=args.kl_estimator)
     in_loss = list(range(16))
     if args.filter_zero_std_samples:
         in_loss = [i for i in in_loss if rewards_PG[i // 4].amax() > rewards_PG[i // 4].amin()]
@@ -232,9 +232,9 @@ def ours(case: frameworks.Case, args) -> dict[str, torch.Tensor]:
         found["value_loss"] = (loss_N * weights_N).sum()
         found["value_gradient"] = torch.autograd.grad(found["value_loss"], new_values)[0]
     weights_N = script.loss_weights(samples, in_loss, args).double()
-    reference = ref if args.beta > 0 else None
+    reference = ref if loss_coef > 0 else None
     loss_N, _ = script.token_loss(
-        new, old, reference, sampler, advantages_N, torch.zeros_like(old), None, args.beta, args
+        new, old, reference, sampler, advantages_N, torch.zeros_like(old), None, loss_coef, args
     )
     found["advantages"] = advantages_N
     found["loss"] = (loss_N * weights_N).sum()
@@ -255,7 +255,7 @@ def difference(found: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
     return worst
 
 
-# -------------------------------------------------------------------------------------------- the frameworks' own numbers
+# ------------------------------------------------------------------------------------------ the frameworks' own numbers
 
 
 class Variant(NamedTuple):
@@ -283,7 +283,6 @@ VARIANTS = {
             {"actor": {"loss_agg_mode": "seq-mean-token-sum-norm"}, "horizon": 64},
         ),
         "centered": Variant(("--advantage_normalization_type", "centered"), {"norm_adv_by_std_in_grpo": False}),
-        "float32": Variant((), {"dtype": torch.float32}, apart=("*",)),
         "PPO": Variant((), {"gae": True}, "ppo"),
         "PPO, KL in the reward": Variant(KL_REWARD, {"gae": True, "kl_in_reward": 0.04}, "ppo"),
     },
@@ -299,7 +298,9 @@ VARIANTS = {
             ("--mask_truncated_completions",), {"config": {"mask_truncated_completions": True}}
         ),
         "KL in the loss": Variant(KL_LOSS, {"config": {"beta": 0.04}}, apart=FAR_OUT, only=("advantages", "gradient")),
-        "KL as written": Variant((*KL_LOSS, "--kl_gradient", "naive"), {"config": {"beta": 0.04, "use_bias_correction_kl": False}}),
+        "KL as written": Variant(
+            (*KL_LOSS, "--kl_gradient", "naive"), {"config": {"beta": 0.04, "use_bias_correction_kl": False}}
+        ),
     },
     "openrlhf": {
         "": Variant(),
@@ -317,7 +318,6 @@ VARIANTS = {
             {"kl": {"use_loss": True, "estimator": "k2", "unbiased_gradient": True}},
             apart=FAR_OUT,
         ),
-        "float32": Variant((), {"dtype": torch.float32}, apart=("*",)),
     },
     "areal": {
         "": Variant(),
@@ -373,7 +373,7 @@ WHEELS = ("verl", "trl", "openrlhf", "areal")
 def test_values_and_gradients_are_those_of_the_frameworks_own_functions(name, theirs):
     """Advantages, loss and gradient of every variant on every case agree to 1e-6."""
     _, results = theirs(name)
-    numbers = frameworks.cases()
+    numbers = frameworks.cases() | ({"sampler far": frameworks.far_cases()["sampler far"]} if name == "areal" else {})
     wrong = {}
     compared = 0
     for v, variant in VARIANTS[name].items():
@@ -395,7 +395,6 @@ def test_values_and_gradients_are_those_of_the_frameworks_own_functions(name, th
 # Difference.what begins with -> (variant, case, quantity) whose relative difference is the number in Difference.size.
 MEASURED = {
     "verl": {
-        "equal scores": ("float32", "rounding of equal scores", "advantages"),
         "k3 in the loss": ("KL in the loss", "reference far", "gradient"),
     },
     "trl": {
@@ -403,12 +402,10 @@ MEASURED = {
         "the logged value": ("KL in the loss", "random", "loss"),
     },
     "openrlhf": {
-        "equal scores": ("float32", "rounding of equal scores", "advantages"),
         "k2 and k3 in the loss": ("KL in the loss", "reference far", "gradient"),
     },
     "areal": {
         "advantages are normalized once more": ("batch normalization", "binary scores", "advantages"),
-        "tokens whose probability": ("", "sampler far", "gradient"),
         "the KL in the reward": ("KL of the sampler", "random", "advantages"),
         "the log-ratio": ("", "log-ratio beyond 20", "loss"),
         "whitening": ("PPO", "random", "advantages"),
@@ -437,7 +434,8 @@ def test_a_wrong_setting_is_caught_by_the_comparison(name, theirs):
     numbers = frameworks.cases()
     wrong = WRONG | ({"clip_ratio_c": None} if name == "verl" else {})
     flags_here = {s.flag for s in presets.PRESETS[name].settings}
-    assert set(wrong) - flags_here <= {"max_reward_clip", "reward_scaling"}
+    others = {"max_reward_clip", "reward_scaling", "importance_sampling_mask"}
+    assert set(wrong) - flags_here <= others
     for flag, value in wrong.items():
         args = dataclasses.replace(parse("grpo", "--as", name), **{flag: value})
         errors = [difference(ours(case, args), results["", c]) for c, case in numbers.items()]
@@ -456,6 +454,7 @@ WRONG = {
     "filter_zero_std_samples": True,
     "mask_no_eos_with_zero": True,
     "truncated_importance_sampling_ratio_cap": 1.01,
+    "importance_sampling_mask": (0.99, 1.01),
     "max_reward_clip": 0.3,
     "reward_scaling": 2.0,
 }
@@ -469,14 +468,15 @@ def test_values_and_gradients_are_the_recorded_ones(name):
     """
     script = presets.PRESETS[name].scripts[0]
     assert GOLDEN[name]["commit"].startswith(presets.PRESETS[name].version.split()[1])
-    args = parse(script, "--as", name, *(["--entropy_coeff", "0"] if name == "tinyzero" else []))
     for c, entry in GOLDEN[name]["cases"].items():
         if c not in RECORDED_DIFFERENCES:
+            args = parse(script, "--as", name, *entry["words"])
             assert difference(ours(entry["case"], args), entry["results"]) < 1e-6, c
 
 
 RECORDED_DIFFERENCES = {
     "log-ratio beyond 20": ("the log-ratio", "loss"),
+    "KL beside importance weights": ("the KL in the loss", "gradient"),
     "micro-batches of 4 ragged rows": ("the loss is a mean", "gradient"),
 }
 
@@ -484,13 +484,12 @@ RECORDED_DIFFERENCES = {
 @pytest.mark.parametrize("name", list(GOLDEN))
 def test_recorded_differences_have_the_size_that_the_table_says(name):
     script = presets.PRESETS[name].scripts[0]
-    args = parse(script, "--as", name, *(["--entropy_coeff", "0"] if name == "tinyzero" else []))
     known = {c: entry for c, entry in GOLDEN[name]["cases"].items() if c in RECORDED_DIFFERENCES}
     assert known
     for c, entry in known.items():
         start, quantity = RECORDED_DIFFERENCES[c]
         (listed,) = [d for d in presets.PRESETS[name].differences if d.what.startswith(start)]
-        found = ours(entry["case"], args)
+        found = ours(entry["case"], parse(script, "--as", name, *entry["words"]))
         measured = difference({quantity: found[quantity]}, {quantity: entry["results"][quantity]})
         assert f"{measured:.1e}" in listed.size, (start, f"{measured:.1e}")
 
@@ -498,8 +497,7 @@ def test_recorded_differences_have_the_size_that_the_table_says(name):
 @pytest.mark.parametrize("name", list(GOLDEN))
 def test_a_wrong_setting_is_caught_by_the_recorded_numbers(name):
     script = presets.PRESETS[name].scripts[0]
-    extra = ["--entropy_coeff", "0"] if name == "tinyzero" else []
-    right = parse(script, "--as", name, *extra)
+    right = parse(script, "--as", name)
     cases = {c: entry for c, entry in GOLDEN[name]["cases"].items() if c not in RECORDED_DIFFERENCES}
     changes = {"loss_norm": "sequence", "clip_lower": 0.1, "clip_higher": 0.35, "clip_ratio_c": 2.0}
     changes |= {"mask_truncated_completions": True, "mask_no_eos_with_zero": True, "beta": 0.02, "kl_estimator": "k2"}
@@ -511,8 +509,11 @@ def test_a_wrong_setting_is_caught_by_the_recorded_numbers(name):
         changes |= {"gae_lambda": 0.9, "value_clip": 0.2}
     for flag, value in changes.items():
         assert getattr(right, flag) != value
-        args = dataclasses.replace(right, **{flag: value})
-        assert max(difference(ours(e["case"], args), e["results"]) for e in cases.values()) > 1e-5, flag
+        errors = []
+        for entry in cases.values():
+            args = dataclasses.replace(parse(script, "--as", name, *entry["words"]), **{flag: value})
+            errors.append(difference(ours(entry["case"], args), entry["results"]))
+        assert max(errors) > 1e-5, flag
 
 
 def default_of(config: dict, path: str):
