@@ -93,6 +93,9 @@ PRESETS = {
             Setting("kl_gradient", "naive", "actor_rollout_ref.actor.kl_loss_type=low_var_kl", 110),
             Setting("kl_reward_norm", "inside", "scores = token_level_rewards.sum(dim=-1)", 304, VERL_CORE),
             Setting("kl_controller", "fixed", "algorithm.kl_ctrl.type=fixed", 873),
+            Setting("kl_target", 0.1, "algorithm.kl_ctrl.target_kl=0.1", 876),
+            Setting("kl_target_unit", "token", "algorithm.kl_ctrl.target_kl=0.1", 876),
+            Setting("kl_horizon", 10000.0, "algorithm.kl_ctrl.horizon=10000", 875),
             Setting("mask_no_eos_with_zero", False),
             Setting("temperature", 1.0, "actor_rollout_ref.rollout.temperature=1.0", 297),
             Setting("learning_rate", 1e-6, "actor_rollout_ref.actor.optim.lr=1.0e-06", 12),
@@ -112,8 +115,20 @@ PRESETS = {
             Setting("value_clip", 0.5, "critic.cliprange_value=0.5", 617),
             Setting("critic_warmup", 0, "trainer.critic_warmup=0", 971),
         ),
-        differences=(),
-        compared="",
+        differences=(
+            Difference(
+                "mini-batches are cut after the samples were balanced over ranks; here whole groups", "not measured"
+            ),
+            Difference(
+                "k3 in the loss is clipped at 10 there, with gradient 0 above, and not here",
+                "gradient @verl.kl of its mean size at d = -4",
+            ),
+            Difference("--kl_estimator is for the loss; in the reward give k1 (kl_penalty: kl)", "a flag", "grpo"),
+        ),
+        compared=(
+            "core_algos: compute_grpo_outcome_advantage, compute_gae_advantage_return, compute_policy_loss_vanilla, "
+            "agg_loss, kl_penalty, compute_value_loss"
+        ),
     ),
     "trl": Preset(
         version="trl 1.16.0",
@@ -152,8 +167,21 @@ PRESETS = {
             Setting("warm_up_steps", 0, "warmup_steps=0", 796, HF_ARGUMENTS),
             Setting("max_grad_norm", 1.0, "max_grad_norm=1.0", 864, HF_ARGUMENTS),
         ),
-        differences=(),
-        compared="",
+        differences=(
+            Difference(
+                "the log-ratio has no bound there; here +-20", "loss @trl.beyond, relative, at log-ratios of 25"
+            ),
+            Difference(
+                "the logged value of the KL is ratio * k3 there, k3 here; the gradients are equal",
+                "loss @trl.value at --beta 0.04",
+            ),
+            Difference(
+                "with use_vllm=True it drops responses whose trainer / sampler probability is above 3; here tokens, by "
+                "--importance_sampling_mask",
+                "not measured; off by default there",
+            ),
+        ),
+        compared="GRPOTrainer._generate_and_score_completions (advantages) and ._compute_loss",
     ),
     "openrlhf": Preset(
         version="openrlhf 0.11.2",
@@ -193,10 +221,20 @@ PRESETS = {
             Setting("weight_decay", 0.0, ".adam.weight_decay=0.0", 505),
             Setting("lr_scheduler_type", "cosine", '.lr_scheduler="cosine_with_min_lr"', 507),
             Setting("lr_min_ratio", 0.1, ".min_lr_ratio=0.1", 509),
+            Setting("warm_up_ratio", 0.03, ".lr_warmup_ratio=0.03", 508),
             Setting("max_grad_norm", 1.0, ".max_norm=1.0", 511),
         ),
-        differences=(),
-        compared="",
+        differences=(
+            Difference(
+                "a mini-batch is 128 samples there (--train.batch_size); here an eighth of the step", "not measured"
+            ),
+            Difference("normalized rewards are clipped to +-10 there", "0 up to 101 samples per prompt"),
+            Difference(
+                "k2 and k3 in the loss, and every KL in the reward, are clipped to +-10 there, and not here",
+                "gradient @openrlhf.kl of its mean size at d = -4 with k3",
+            ),
+        ),
+        compared="RemoteExperienceMaker.compute_advantages_and_returns, PolicyLoss, aggregate_loss, compute_approx_kl",
     ),
     "areal": Preset(
         version="areal 1.0.4",
@@ -216,7 +254,8 @@ PRESETS = {
             Setting("clip_ratio_c", None, "c_clip=None", 1469, AREAL_FIELDS),
             Setting("entropy_coeff", 0.0),
             Setting("early_stop_imp_ratio", None),
-            Setting("truncated_importance_sampling_ratio_cap", 5.0, "actor.rejection_sampling.upper=5.0", 74),
+            Setting("truncated_importance_sampling_ratio_cap", None),
+            Setting("importance_sampling_mask", (0.0, 5.0), "actor.rejection_sampling.upper=5.0", 74),
             Setting("beta", 0.0, "actor.kl_ctl=0.0", 68),
             Setting("kl_placement", "reward", "rewards = -self.kl_ctl", 202, AREAL_ACTOR),
             Setting("kl_estimator", "k1", 'kl_estimator="k1"', 1523, AREAL_FIELDS),
@@ -234,6 +273,7 @@ PRESETS = {
             Setting("adam_eps", 1e-8, "actor.optimizer.eps=1e-8", 60),
             Setting("weight_decay", 0.017, "actor.optimizer.weight_decay=0.017", 57),
             Setting("lr_scheduler_type", "constant", "actor.optimizer.lr_scheduler_type=constant", 61),
+            Setting("warm_up_ratio", 0.001, "actor.optimizer.warmup_steps_proportion=0.001", 63),
             Setting("max_grad_norm", 1.0, "actor.optimizer.gradient_clipping=1.0", 62),
             Setting("disable_value", False),
             Setting("gamma", 1.0, "discount=1.0", 1511, AREAL_FIELDS),
@@ -244,8 +284,28 @@ PRESETS = {
             Setting("critic_learning_rate", 1.7e-5, "actor.optimizer.lr=1.70e-5", 55, "examples/math/gsm8k_ppo.yaml"),
             Setting("value_clip", 0.5, "critic.eps_clip=0.5", 95, "examples/math/gsm8k_ppo.yaml"),
         ),
-        differences=(),
-        compared="",
+        differences=(
+            Difference(
+                "advantages are normalized once more there, over all tokens of the step (adv_norm)",
+                "advantages @areal.norm, relative, for scores 0 and 1",
+                "grpo",
+            ),
+            Difference("whitening divides by std + 1e-5 there, by sqrt(variance + 1e-8) here", "@areal.ppo", "ppo"),
+            Difference(
+                "the KL in the reward is between sampler and reference there, between trainer and reference here",
+                "advantages @areal.kl at --beta 0.04",
+            ),
+            Difference(
+                "the log-ratio has no bound there; here +-20", "loss @areal.beyond, relative, at log-ratios of 25"
+            ),
+            Difference(
+                "responses as long as the longest of the batch are bootstrapped there; here truncated ones",
+                "not measured",
+                "ppo",
+            ),
+            Difference("samples are up to 2 versions old there; here that takes --async_steps 2", "a flag"),
+        ),
+        compared="PPOActor._compute_advantages, grpo_loss_fn, ppo_critic_loss_fn",
     ),
     "open-instruct": Preset(
         version="open-instruct e6c3044",
@@ -294,8 +354,19 @@ PRESETS = {
             Setting("warm_up_steps", 0, "warmup_ratio=0.0", 2402, OPEN_INSTRUCT_MAIN),
             Setting("max_grad_norm", 1.0, "max_grad_norm=1.0", 2402, OPEN_INSTRUCT_MAIN),
         ),
-        differences=(),
-        compared="",
+        differences=(
+            Difference(
+                "the KL in the loss has no importance weight there, and has the policy's here",
+                "gradient @oi.kl of its mean size where sampler and trainer differ by 0.05 nats",
+            ),
+            Difference("the log-ratio has no bound there; here +-20", "loss @oi.beyond, relative, at log-ratios of 25"),
+            Difference(
+                "with --advantage_normalization_type standard the deviation is the population's there",
+                "advantages sqrt(G / (G - 1)) larger: 1.155 at G = 4",
+            ),
+            Difference("samples are up to 8 steps old there; here that takes --async_steps 8", "a flag"),
+        ),
+        compared="compute_rho_correction, compute_grpo_loss, masked_mean; not the advantages, a line in a method",
     ),
     "tinyzero": Preset(
         version="TinyZero 95df88f",
@@ -338,8 +409,15 @@ PRESETS = {
             Setting("value_clip", 0.5, "critic.cliprange_value=0.5", 119),
             Setting("critic_warmup", 0, "trainer.critic_warmup=0", 157),
         ),
-        differences=(),
-        compared="",
+        differences=(
+            Difference(
+                "the loss is a mean of micro-batch means there, of all tokens here",
+                "gradient @tz.micro of its mean size for responses of 1 to 60 tokens in micro-batches of 4",
+            ),
+            Difference("the log-ratio has no bound there; here +-20", "loss @tz.beyond, relative, at log-ratios of 25"),
+            Difference("with use_kl_loss=True the KL is subtracted from the loss there", "its sign; off by default"),
+        ),
+        compared="compute_gae_advantage_return, compute_policy_loss, compute_value_loss, kl_penalty",
     ),
 }
 
@@ -405,3 +483,39 @@ def explain(args: Any) -> list[str]:
         if difference.script in ("", script_of(type(args))):
             lines.append(f"  not as there: {difference.what}; {difference.size}")
     return lines
+
+
+def page() -> str:
+    """docs/presets.md, from the table."""
+    lines = [PAGE]
+    for name, preset in PRESETS.items():
+        scripts = " and ".join(f"`{script}.py`" for script in preset.scripts)
+        lines += [f"## `--as {name}`", "", f"{preset.version}: {preset.about}. For {scripts}.", ""]
+        lines += ["| flag | there | where |", "|---|---|---|"]
+        for s in preset.settings:
+            place = f"`{s.file or preset.file}:{s.line}`" if s.theirs else "no such step"
+            lines.append(f"| `--{s.flag} {s.value}` | {f'`{s.theirs}`' if s.theirs else ''} | {place} |")
+        lines += ["", "What no setting expresses:", "", "| difference | size |", "|---|---|"]
+        for d in preset.differences:
+            lines.append(f"| {f'{d.script}.py: ' if d.script else ''}{d.what} | {d.size} |")
+        lines += ["", f"Compared with its own functions: {preset.compared}.", ""]
+    return "\n".join(lines)
+
+
+PAGE = """# Presets: learn as another framework does
+
+`python grpo.py --as verl` (`trl`, `openrlhf`, `areal`, `open-instruct`; ppo.py: `verl`, `areal`, `tinyzero`) sets the
+flags below to what that framework does by default: advantages and their epsilon, the aggregation of the loss, clips,
+where the KL enters and how, truncation, reward shaping, the optimizer and its schedule. Flags given beside it win, in
+any order, and also when they say what is our default. Sizes (prompts, samples per prompt, lengths) are not set. The
+start of the run prints what a preset changed, what was given instead, and what is different there all the same. The
+name of the run and `config.json` (`as_`) record it.
+
+This page is made from the table in `runtime/presets.py` (`python scripts/presets_page.py`). tests/unit/test_presets.py
+installs the wheels of verl, TRL, OpenRLHF and AReaL without their dependencies, reads every default again where the
+table says it stands, calls their own functions on the same tensors (random numbers, equal and almost equal scores,
+responses of one token, ragged lengths, all truncated, ratios far out), and finds advantages, losses and gradients equal
+to 1e-6. For open-instruct and TinyZero, tests/golden/presets.json has what their functions gave at the commits named.
+Each size in a table of differences is measured by a test, unless it says otherwise: the largest relative difference of
+a number, or of a gradient in units of its mean size.
+"""

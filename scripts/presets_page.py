@@ -1,0 +1,16 @@
+"""Write docs/presets.md from the table in runtime/presets.py.
+
+python scripts/presets_page.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
+
+from runtime import presets
+
+if __name__ == "__main__":
+    Path(__file__).resolve().parent.parent.joinpath("docs", "presets.md").write_text(presets.page())
