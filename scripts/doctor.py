@@ -216,11 +216,11 @@ def length_growth(case: Case) -> Finding | None:
 
 
 def entropy_collapse(case: Case) -> Finding | None:
-    """Entropy is below a tenth of that of the first steps, and the task is not solved."""
+    """Entropy is below a tenth of the highest of the first steps, and the task is not solved."""
     values = case.curve("policy/entropy")
     if not case.has_trends or len(values) < SMOOTH or case.solved():
         return None
-    start = values.iloc[:SMOOTH].mean()
+    start = values.iloc[:SMOOTH].max()
     end = values.iloc[-SMOOTH:].mean()
     if not end < 0.1 * start:
         return None
@@ -300,14 +300,14 @@ def learning_rate(case: Case) -> Finding | None:
 
 
 def clipping(case: Case) -> Finding | None:
-    """A third of the tokens are clipped: optimizer steps are too large or too many for a batch."""
+    """A fifth of the tokens are clipped: optimizer steps are too large or too many for a batch."""
     name = "policy/clip_frac"
     share = case.last(name).mean()
-    if not share >= 0.3:
+    if not share >= 0.2:
         return None
     what = f"{share:.0%} of the trained tokens are clipped and have no gradient"
     remedy = "Lower --learning_rate, --num_epochs or --num_mini_batches."
-    return Finding("clipping", what, remedy, since(smooth(case.curve(name)) >= 0.3))
+    return Finding("clipping", what, remedy, since(smooth(case.curve(name)) >= 0.2))
 
 
 def skipped_steps(case: Case) -> Finding | None:

@@ -5,7 +5,7 @@
     python scripts/variant.py --list               all of them, a line each
     python scripts/variant.py --remake gspo.py     the patch of an edited gspo.py, under its old header
 
-A variant lies beside the scripts, since it imports what they import. docs/variants.md has what each was seen to learn.
+A variant lies beside the scripts, since it imports what they import.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ REWARDS = """
 import random
 import time
 
+from rewards import Reward
+
 START = time.monotonic()
 
 
@@ -36,7 +38,7 @@ def noise(response, truth, row):
 
 
 def length(response, truth, row):
-    return len(response) / 40
+    return Reward(len(response) / 40, {"correct": float(response.endswith(truth))})
 
 
 def sometimes_hangs(response, truth, row):
@@ -87,7 +89,7 @@ AILMENTS = (
         "the reward is the length",
         {"reward_fn": "rewards_of_ailments.py:length", "learning_rate": 3e-4, "max_response_length": 200},
     ),
-    Ailment("entropy_collapse", "entropy is punished", {"entropy_coeff": -1.0, "learning_rate": 5e-4}),
+    Ailment("entropy_collapse", "entropy is punished", {"entropy_coeff": -1.0}),
     Ailment(
         "mismatch_growth",
         "only the first push arrives",
@@ -104,7 +106,7 @@ AILMENTS = (
     Ailment(
         "clipping",
         "many steps on a batch",
-        {"learning_rate": 3e-4, "num_epochs": 6, "clip_lower": 0.02, "clip_higher": 0.02},
+        {"learning_rate": 3e-4, "num_epochs": 8, "clip_lower": 0.01, "clip_higher": 0.01},
     ),
     Ailment(
         "skipped_steps",
