@@ -214,10 +214,11 @@ def check_args(args: Args) -> None:
     )
 
 
-def preflight(args: Args) -> tuple[list[Problem], list[Problem], Path, Path | None]:
+def preflight(args: Args) -> tuple[list[Problem], list[Problem], Path, Path | None] | None:
     """Refuse here, before torch is imported, whatever can be refused.
 
-    Returns (training problems, evaluation problems, the run's folder, the checkpoint to resume from or None).
+    Returns (training problems, evaluation problems, the run's folder, the checkpoint to resume from or None); None on a
+    rank that only samples.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     bounds = (args.truncated_importance_sampling_ratio_cap, args.importance_sampling_mask)
@@ -228,6 +229,10 @@ def preflight(args: Args) -> tuple[list[Problem], list[Problem], Path, Path | No
     flags.check_training(args)
     check_reward_args(args)
     check_args(args)
+    world_size = process.split_launch(args.vllm_engines * args.vllm_tensor_parallel_size)
+    if world_size == 0:
+        process.prepare_environment()
+        return None
     problems, eval_problems = data.load_problems(args, truth_error)
     folder, start = rundir.open_run(args, Args(), world_size)
     rundir.check_disk(args, folder)
@@ -246,7 +251,7 @@ from accelerate.utils import set_seed  # noqa: E402
 
 import utils  # noqa: E402
 from kl_estimators import AdaptiveKLController, kl_reward, kl_setting_message, kl_values, rollout_kl  # noqa: E402
-from runtime import batching, runlog, watchdog  # noqa: E402
+from runtime import batching, dedicated, runlog, watchdog  # noqa: E402
 from runtime.checkpoints import Checkpoints  # noqa: E402
 
 # ------------------------------------------------------------------------------------------- the algorithm's arithmetic
@@ -380,15 +385,22 @@ class Engine:
     """vLLM (or transformers' generate) in a thread of this process; the thread alone touches it.
 
     Ranks that share an engine by tensor parallelism all run the same requests; the first of them reports the samples.
+    With --vllm_mode dedicated: this rank's part of the engines, which answer the same messages from ranks of their own.
     """
 
     def __init__(self, args: Args, dtype: torch.dtype, tokenizer, stop_ids: list[int], watch: watchdog.Watch):
         rank = dist.get_rank()
         world_size = dist.get_world_size()
-        self.index, shard = divmod(rank, args.vllm_tensor_parallel_size)
+        index, shard = divmod(rank, args.vllm_tensor_parallel_size)
         self.count = world_size // args.vllm_tensor_parallel_size
+        self.own = range(index, index + 1)  # the engines that this rank asks
         self.reports = shard == 0
         self.target = vllm_thread if args.rollout == "vllm" else utils.hf_thread
+        if args.vllm_mode == "dedicated":
+            self.count = args.vllm_engines
+            self.own = range(rank, self.count, world_size)
+            self.reports = True
+            self.target = dedicated.Engines(args, watch).relay
         self.arguments = (args, dtype, rank, world_size, stop_ids)
         self.tokenizer = tokenizer
         self.watch = watch
@@ -397,7 +409,7 @@ class Engine:
         self.restarts = args.engine_restarts if args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 else 0
         # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
         self.copies_weights = (
-            args.async_steps > 0 and args.inflight_updates == "off"
+            args.async_steps > 0 and (args.inflight_updates == "off" or args.vllm_mode == "dedicated")
         ) or args.deepspeed_enable_sleep_mode
         self.numbers = itertools.count()
         self.batches: dict[int, Batch] = {}  # asked for and not whole, by their numbers
@@ -462,7 +474,7 @@ class Engine:
         """
         mine = []
         for place, number, seed in requests:
-            if place % self.count == self.index:
+            if place % self.count in self.own:
                 mine.append(((place, number), problems[place].prompt_ids, seed))
         batch = Batch(next(self.numbers), problems, chosen or [], mine, sampling)
         if mine:
@@ -499,7 +511,7 @@ class Engine:
                 prompt_ids = batch.problems[key[0]].prompt_ids
                 sample = Sample(*key, prompt_ids, ids, logprobs, finish_reason, versions)
                 sample.response = self.tokenizer.decode(ids, skip_special_tokens=True)
-                sample.engine = self.index
+                sample.engine = key[0] % self.count
                 self.tokens += len(ids)
                 if self.reports:
                     self.arrived.append((batch, sample))
@@ -541,8 +553,10 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
          ("error", exception): whatever goes wrong here is raised again in the main thread
 
     The engine stands still by counting, never by the clock, so a run can be repeated: after a whole batch, and with
-    --inflight_updates after the step that completes the batch of the last "until", whatever else is unfinished.
+    --inflight_updates after the step that completes the batch of the last "until", whatever else is unfinished. Only in
+    flight on a rank of its own (--vllm_mode dedicated) it never stands still, and takes messages as they come.
     """
+    never_still = args.vllm_mode == "dedicated" and args.inflight_updates != "off"
     llm = None
     try:
         llm = build_vllm(args, dtype, rank, world_size)
@@ -557,7 +571,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
         until = None
         outbox.put(("ready",))
         while True:
-            while left[until] == 0:
+            while (not keys or not inbox.empty()) if never_still else left[until] == 0:
                 match inbox.get():
                     case ("stop",):
                         return
@@ -696,8 +710,11 @@ def evaluate(step: int, engine: Engine, verifiers, problems: list[Problem], poli
 
 
 @watchdog.ends_all_ranks
-def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | None]) -> None:
-    """Train. ``ready``: what ``preflight(args)`` found."""
+def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | None] | None) -> None:
+    """Train, or on a rank of --vllm_engines sample. ``ready``: what ``preflight(args)`` found."""
+    if ready is None:
+        dedicated.serve(args, vllm_thread)
+        return
     problems, eval_problems, folder, start = ready
     world_size = int(os.environ["WORLD_SIZE"])
     rank = int(os.environ["RANK"])

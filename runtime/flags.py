@@ -58,6 +58,7 @@ RESOURCES = (
     "vllm_load_format",
     "vllm_enable_sleep_mode",
     "deepspeed_enable_sleep_mode",
+    "vllm_engines",
     "rollout_timeout",
     "engine_restarts",
     "stall_timeout",
@@ -265,6 +266,10 @@ class RunFlags:
     """Strings that end a response; they stay part of it."""
     ignore_eos: bool = False
     """Ignore EOS and always generate max_response_length tokens (for benchmarking)."""
+    vllm_mode: Literal["thread", "dedicated"] = "thread"
+    """thread: an engine beside each trainer. dedicated: the last ranks of the launch only sample."""
+    vllm_engines: int = 0
+    """Engines of --vllm_mode dedicated, each of vllm_tensor_parallel_size ranks."""
     vllm_gpu_memory_utilization: float = 0.4
     """Fraction of a GPU's memory for vLLM's weights and KV cache (on CPUs vllm_kv_cache_gb applies instead)."""
     vllm_kv_cache_gb: float | None = None
@@ -393,6 +398,7 @@ def check(args: RunFlags, world_size: int) -> None:
     check_launch(world_size)
     check_numbers(args)
     check_engine(args, world_size)
+    check_dedicated(args, world_size)
     check_asynchrony(args)
     check_model(args)
 
@@ -539,8 +545,49 @@ def check_engine(args: RunFlags, world_size: int) -> None:
             ),
             (args.rollout == "hf" and bool(args.stop), "--stop works with --rollout vllm only"),
             (
-                world_size % tp != 0 or (args.rollout == "hf" and tp > 1),
+                (world_size % tp != 0 and args.vllm_mode == "thread") or (args.rollout == "hf" and tp > 1),
                 f"--vllm_tensor_parallel_size {tp} must divide the {world_size} rank(s), and needs --rollout vllm",
+            ),
+        ]
+    )
+
+
+def check_dedicated(args: RunFlags, world_size: int) -> None:
+    """Refuse engines on ranks of their own that the launch has no place for, or that cannot do what is asked.
+
+    world_size: of the launch, trainers and engines.
+    """
+    tp = args.vllm_tensor_parallel_size
+    apart = args.vllm_mode == "dedicated"
+    refuse_first(
+        [
+            (
+                apart and args.vllm_engines == 0,
+                "--vllm_mode dedicated needs --vllm_engines 1 or more: the last ranks of the launch, which only sample",
+            ),
+            (
+                not apart and args.vllm_engines > 0,
+                f"--vllm_engines {args.vllm_engines} needs --vllm_mode dedicated: in thread mode every trainer has one",
+            ),
+            (
+                apart and args.rollout != "vllm",
+                f"--vllm_mode dedicated needs --rollout vllm, not {args.rollout}",
+            ),
+            (
+                apart and args.vllm_enable_sleep_mode,
+                "--vllm_enable_sleep_mode with --vllm_mode dedicated: an engine on a GPU of its own has nobody to "
+                "release memory to; leave it out",
+            ),
+            (
+                args.vllm_engines * tp >= world_size and apart,
+                f"--vllm_engines {args.vllm_engines} of {tp} rank(s) leave no trainer in a launch of {world_size} "
+                f"rank(s); give --num_processes {args.vllm_engines * tp + 1} or more to accelerate launch",
+            ),
+            (
+                apart and tp > 1 and args.inflight_updates != "off",
+                f"--vllm_tensor_parallel_size {tp} with --vllm_mode dedicated and --inflight_updates "
+                f"{args.inflight_updates}: the ranks of an engine would take weights after different steps; give "
+                f"--vllm_tensor_parallel_size 1 or --inflight_updates off",
             ),
         ]
     )

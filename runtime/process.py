@@ -97,7 +97,7 @@ def lock_holder(folder: Path) -> str:
 
 def refuse(message: str) -> NoReturn:
     """End the program because of bad input: the message on stderr (once per node), exit code 2."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
@@ -273,11 +273,43 @@ def write_whole(path: Path, text: str) -> None:
 # --------------------------------------------------------------------------------------------------------- environment
 
 
+def launch_size() -> int:
+    """Ranks of the launch, trainers and engines."""
+    return int(os.environ.get("LAUNCH_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
+
+
 def several_nodes() -> bool:
     """Whether the launch has ranks on other nodes than this one."""
-    everywhere = os.environ.get("WORLD_SIZE", "1")
+    here = os.environ.get("LAUNCH_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(here) != launch_size() and os.environ.get("MASTER_ADDR") not in ("127.0.0.1", "localhost")
+
+
+def split_launch(engine_ranks: int) -> int:
+    """Make the trainers a launch of their own, without the last ``engine_ranks`` ranks, which only sample.
+
+    Returns the number of trainers, on an engine's rank 0. Torch, accelerate and DeepSpeed read WORLD_SIZE and
+    LOCAL_WORLD_SIZE; what concerns all ranks uses ``launch_size``.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if engine_ranks == 0:
+        return size
+    rank = int(os.environ["RANK"])
+    trainers = size - engine_ranks
     here = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return here != everywhere and os.environ.get("MASTER_ADDR") not in ("127.0.0.1", "localhost")
+    os.environ |= {"LAUNCH_WORLD_SIZE": str(size), "LAUNCH_LOCAL_WORLD_SIZE": here}
+    if rank >= trainers:
+        wait_for_the_trainers()
+        return 0
+    first_here = rank - int(os.environ["LOCAL_RANK"])
+    os.environ |= {"WORLD_SIZE": str(trainers), "LOCAL_WORLD_SIZE": str(min(int(here), trainers - first_here))}
+    return trainers
+
+
+def wait_for_the_trainers() -> None:
+    """Make an engine's rank leave the answers to signals to the trainers, which need it until they have saved."""
+    signal.set_wakeup_fd(-1)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def prepare_environment() -> None:

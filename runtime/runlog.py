@@ -72,7 +72,7 @@ def estimate_memory(args, parameters: int, vocabulary: int, world_size: int, bf1
     reference = loads_reference(args) and not args.offload_ref
     return Memory(
         trainer=trained * (own + gradients + states / world_size),
-        engine=parameters * weight / args.vllm_tensor_parallel_size,
+        engine=parameters * weight / args.vllm_tensor_parallel_size if args.vllm_mode == "thread" else 0,
         reference=parameters * weight * reference,
         logits=3 * 4 * min(args.logprob_chunk, args.micro_batch_tokens) * vocabulary,
         one_at_a_time=args.deepspeed_enable_sleep_mode and args.vllm_enable_sleep_mode,
@@ -90,11 +90,12 @@ def print_header(
     longest = max(len(p.prompt_ids) for p in problems)
     apart = args.eval_dataset or args.eval_dataset_mixer
     evaluation = "evaluation on other data" if apart else f"{args.eval_prompts} more held out"
+    engines = f"; {args.vllm_engines} engine(s) on ranks of their own" if args.vllm_mode == "dedicated" else ""
     origins = Counter(f"{p.source} ({p.verifier})" for p in problems)
     lines = [
         f"run        {folder}",
         *presets.explain(args),
-        f"hardware   {world_size} rank(s), {hardware.replace('torch.', '')}",
+        f"hardware   {world_size} rank(s), {hardware.replace('torch.', '')}{engines}",
         f"data       {len(problems)} problems, {evaluation}; longest prompt {longest} tokens",
         f"from       {', '.join(f'{count} {origin}' for origin, count in origins.most_common(8))}",
         f"a step     {prompts} prompts x {group} samples = {samples} samples, at most "

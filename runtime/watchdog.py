@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 
 from runtime import network
-from runtime.process import several_nodes
+from runtime.process import launch_size, several_nodes
 
 
 def board(host: str, port: int, serve: bool = False, patience: float = 60.0) -> torch.distributed.Store:
@@ -74,7 +74,7 @@ class Watch:
 
     def __init__(self, stall_timeout: float) -> None:
         self.rank = int(os.environ["RANK"])
-        self.count = int(os.environ["WORLD_SIZE"])
+        self.count = launch_size()
         self.limit = stall_timeout
         self.ended = threading.Event()
         self.name = f"rank {self.rank}"
@@ -82,9 +82,10 @@ class Watch:
             self.name += f" on {socket.gethostname()}"
             network.choose_interface()
         self.host = os.environ["MASTER_ADDR"]
+        self.port = int(os.environ["MASTER_PORT"])
         kept_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serve = self.rank == 0 and not kept_by_launcher
-        self.store = board(self.host, int(os.environ["MASTER_PORT"]), serve)
+        self.store = board(self.host, self.port, serve)
         self.door = network.Door()
         self.store.set(f"door/{self.rank}", self.door.place)
         self.neighbor: network.Neighbor | None = None  # the next rank, once it has come

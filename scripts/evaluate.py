@@ -66,6 +66,7 @@ def parse(words: list[str]) -> tuple[Args, Path, Args | None]:
                 values[name] = tuple(value) if isinstance(value, list) else value
         values |= {"model_name_or_path": str(given.run / "model"), "revision": None}
         values |= {"tokenizer_name_or_path": None, "vllm_load_format": "auto"}
+        values |= {"vllm_mode": "thread", "vllm_engines": 0}
         defaults = Args(**values)
     args = flags.parse(Args, __doc__, words, defaults)
     if args.vllm_load_format == "dummy":

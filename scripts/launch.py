@@ -37,16 +37,14 @@ def pass_on(signum: int, frame: object) -> None:
 
 def tell_other_nodes(text: str) -> None:
     """Write why a rank of this node ended on the board of the launch, where the other nodes look twice a second."""
-    from torch.distributed import DistNetworkError, DistStoreError
-
-    from runtime.watchdog import board
-
     given = dict(itertools.pairwise(sys.argv))
-    if given.get("--machine_rank", "0") == "0":  # the board is in this process and ends with it, which the others see
-        return
-    with suppress(DistNetworkError, DistStoreError):  # it has ended before, or the nodes are cut off from each other
-        store = board(given["--main_process_ip"], int(given["--main_process_port"]), patience=5.0)
-        store.compare_set("failure", "", text)
+    if given.get("--machine_rank", "0") == "0" or "--main_process_ip" not in given:
+        return  # on node 0 the board is in this process and ends with it, which the others see
+    host = given["--main_process_ip"]
+    port = int(given["--main_process_port"])
+    with suppress(OSError, RuntimeError):  # it has ended before, or the nodes are cut off from each other
+        socket.create_connection((host, port), timeout=3).close()
+        watchdog.board(host, port, patience=5.0).compare_set("failure", "", text)
 
 
 if __name__ == "__main__":
@@ -56,6 +54,8 @@ if __name__ == "__main__":
     quiet_libraries()  # of this process, which has no file for them; the ranks speak for themselves
     from accelerate.commands.launch import main
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from runtime import watchdog
 
     try:
         main()

@@ -152,6 +152,9 @@ EVIDENCE: dict[str, Row] = {
     "engine_restarts": row(0, "engines built", "exit", stage="failing sampler"),
     "stop": row(("e", "a"), "completions/length_mean", **VLLM),
     "ignore_eos": row(True, "completions/truncated_frac", "responses"),
+    # One process has no rank to spare: what they do in a launch of several is shown by tests/launch/test_dedicated.py.
+    "vllm_mode": row("dedicated", "exit", "last words", rollout="vllm"),
+    "vllm_engines": row(1, "exit", "last words"),
     "vllm_gpu_memory_utilization": row(0.6, "vllm.LLM(gpu_memory_utilization)", stage="on a GPU"),
     "vllm_kv_cache_gb": row(0.05, "blocks of the KV cache", rollout="vllm"),
     "vllm_enforce_eager": row(True, "vllm.LLM(enforce_eager)", stage="on a GPU"),

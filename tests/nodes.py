@@ -106,10 +106,10 @@ class Nodes:
     def on(self, node: int, line: list[str], first: str = ":") -> list[str]:
         """A command as it runs on a node, with a host name and mounts of its own, after the shell command ``first``.
 
-        ``ip``, ``unshare`` and the shell become the command.
+        nsenter, unshare and the shell become the command. (``ip netns exec`` would hide the control groups of /sys.)
         """
         shell = ["sh", "-c", f'hostname node{node} && {first} && exec "$@"', "sh"]
-        return ["ip", "netns", "exec", self.names[node], "unshare", "--uts", "--mount", *shell, *line]
+        return ["nsenter", f"--net=/run/netns/{self.names[node]}", "unshare", "--uts", "--mount", *shell, *line]
 
     def launch(
         self,

@@ -173,6 +173,20 @@ CASES = {
     # sampling and engine
     "nothing to train": ({"ignore_eos": True}, ["--ignore_eos", "--no-mask_truncated_completions"]),
     "stop strings without vLLM": ({"rollout": "hf", "stop": ("\n",)}, ["--stop", "--rollout vllm"]),
+    "dedicated without engines": ({"vllm_mode": "dedicated"}, ["--vllm_mode dedicated needs --vllm_engines 1"]),
+    "engines without dedicated": ({"vllm_engines": 2}, ["--vllm_engines 2 needs --vllm_mode dedicated"]),
+    "dedicated, hf": (
+        {"vllm_mode": "dedicated", "vllm_engines": 1, "rollout": "hf"},
+        ["--vllm_mode dedicated needs --rollout vllm"],
+    ),
+    "dedicated, asleep": (
+        {"vllm_mode": "dedicated", "vllm_engines": 1, "vllm_enable_sleep_mode": True},
+        ["--vllm_enable_sleep_mode with --vllm_mode dedicated", "leave it out"],
+    ),
+    "no trainer": (
+        {"vllm_mode": "dedicated", "vllm_engines": 1},
+        ["--vllm_engines 1", "no trainer in a launch of 1", "--num_processes 2"],
+    ),
     "tensor parallel": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size 2", "must divide the 1 rank"]),
     "flash attention, shared rows": (FLASH, ["--attn_implementation flash_attention_2", "--batch_layout packed"]),
     "flash attention, fp32": (
@@ -271,13 +285,37 @@ def test_tensor_parallel_divides_the_ranks(place, nothing_is_loaded, capsys, mon
     assert "--vllm_tensor_parallel_size 3" in refusal(arguments(place, {"vllm_tensor_parallel_size": 3}), capsys)
 
 
-def test_only_the_first_rank_of_a_node_speaks(place, nothing_is_loaded, capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+@pytest.mark.parametrize("local_rank, speaks", [("1", False), ("0", True)])
+def test_one_rank_of_a_node_speaks(place, nothing_is_loaded, capsys, monkeypatch, local_rank, speaks):
+    """What is wrong may be wrong on one node only, so rank 0 does not speak for the others."""
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
     with pytest.raises(SystemExit) as end:
         start(arguments(place, {"beta": -1.0}))
     assert end.value.code == 2
-    assert capsys.readouterr().err == ""
+    assert ("--beta -1.0" in capsys.readouterr().err) == speaks
+
+
+def test_dedicated_engines_leave_a_trainer(place, nothing_is_loaded, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    changes = {"vllm_mode": "dedicated", "vllm_engines": 2, "vllm_tensor_parallel_size": 2}
+    message = refusal(arguments(place, changes), capsys)
+    assert "--vllm_engines 2 of 2 rank(s) leave no trainer in a launch of 4" in message
+    assert "--num_processes 5" in message
+
+
+def test_what_a_rank_sees_of_a_launch_with_engines(monkeypatch):
+    """Two nodes of four ranks, three ranks sample: each node's trainers are a launch of five, of four and one."""
+    for rank in range(8):
+        for name in ("LAUNCH_WORLD_SIZE", "LAUNCH_LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, "")
+        for name, value in {"WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4, "RANK": rank, "LOCAL_RANK": rank % 4}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+        assert process.split_launch(3) == (5 if rank < 5 else 0)
+        assert process.launch_size() == 8 and process.several_nodes()
+        if rank < 5:
+            assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("5", "4" if rank < 4 else "1")
 
 
 # ---------------------------------------------------------------------------------------- folders of earlier runs

@@ -24,7 +24,7 @@ RANKS = [
     {"runtime.flags"},
     {"runtime.identity"},
     {"runtime.rundir", "runtime.runlog", "runtime.checkpoints"},
-    {"kl_estimators", "rewards"},
+    {"kl_estimators", "rewards", "runtime.dedicated"},
     {"utils"},
     {"grpo", "ppo"},
 ]
