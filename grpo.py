@@ -880,7 +880,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         if reference is None and updates == 1:
             known = []
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
-        exact_kl = torch.zeros(2, device=device)  # sum over tokens, and their number, of the samples it is logged for
+        exact_kl = torch.zeros(3, device=device)  # of the samples it is logged for: sums of both directions, tokens
+        largest_kl = torch.zeros(1, device=device)  # of a token of these samples
         with clock("logprobs"), torch.no_grad():
             if known and reference is not None:
                 reference.to(device)
@@ -894,10 +895,13 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     ref_N[mb.tokens] = reference(mb)[0]
             few = with_gradient[: args.kl_full_samples] if reference is not None else []
             for mb in batching.micro_batches(samples, few, budget=budget, **layout):
-                full_kl_T = policy(mb, reference)[2]
                 real_T = mb.tokens < offsets[-1]
-                exact_kl += torch.stack([full_kl_T[real_T].sum(), real_T.sum()])
+                full_kl_T = policy(mb, reference)[2] * real_T
+                forward_kl_T = policy(mb, reference, forward_kl=True)[2] * real_T
+                exact_kl += torch.stack([full_kl_T.sum(), forward_kl_T.sum(), real_T.sum()])
+                largest_kl = torch.maximum(largest_kl, full_kl_T.max())
             if known:
+                dist.all_reduce(largest_kl, op=dist.ReduceOp.MAX)
                 for array in (old_N, ref_N, full_kl_N, exact_kl):  # every token was computed on one rank
                     dist.all_reduce(array)
             if reference is not None and args.offload_ref and full_in_loss is None:
@@ -1050,14 +1054,17 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 "policy/ratio_max": peaks["ratio"],
                 "policy/clip_frac": totals["clipped"] / tokens,
                 "policy/approx_kl": totals["approx_kl"] / tokens,
+                "policy/approx_kl_max": peaks["approx_kl"],
                 **utils.staleness_metrics(totals, peaks),
                 "optim/grad_norm": grad_norm,
             }
             if reference is not None:
                 metrics |= {f"kl/{name}": totals[name] / tokens for name in ("k1", "k2", "k3", "k4", "abs")}
                 metrics["kl/sequence"] = kl_per_sequence
-            if exact_kl[1] > 0:
-                metrics["kl/full"] = (exact_kl[0] / exact_kl[1]).item()
+            if exact_kl[2] > 0:
+                metrics["kl/full"] = (exact_kl[0] / exact_kl[2]).item()
+                metrics["kl/forward_full"] = (exact_kl[1] / exact_kl[2]).item()
+                metrics["kl/full_max"] = largest_kl.item()
         metrics |= clock.metrics(offsets[-1], totals["tokens"]) | engine.metrics
         log.step(metrics, samples, batch)
         clock.restart()  # the time of a checkpoint is the next step's

@@ -286,11 +286,13 @@ class TokenLogprobs(nn.Module):
         batch: MicroBatch,
         reference: TokenLogprobs | None = None,
         entropy_gradient: bool = False,
+        forward_kl: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(logprobs, entropy, full_kl), each [T] in fp32 nats at the sampling temperature.
 
-        full_kl is KL(policy || reference) over the whole vocabulary, or None without ``reference``. The entropy has a
-        gradient only if asked for: it costs another [U, V].
+        full_kl is KL(policy || reference) over the whole vocabulary, or None without ``reference``; with ``forward_kl``
+        it is KL(reference || policy), without gradient. The entropy has a gradient only if asked for: it costs another
+        [U, V].
         """
         hidden_UD = self.hidden(batch)
         reference_UD = None
@@ -305,6 +307,7 @@ class TokenLogprobs(nn.Module):
             piece = slice(k * self.chunk, (k + 1) * self.chunk)
             inputs = [hidden_UD[piece], batch.targets[piece], entropy_gradient, reference]
             inputs.append(None if reference is None else reference_UD[piece])
+            inputs.append(forward_kl)
             if torch.is_grad_enabled() and chunks > 1:  # keep the logits of one chunk, not of all
                 parts.append(checkpoint(self._head, *inputs, use_reentrant=False))
             else:
@@ -320,7 +323,7 @@ class TokenLogprobs(nn.Module):
         logits_UV = final_logits(head(hidden_UD).float(), self.model.config)
         return logits_UV if self.temperature == 1.0 else logits_UV / self.temperature
 
-    def _head(self, hidden_UD, targets_U, entropy_gradient, reference, reference_UD):
+    def _head(self, hidden_UD, targets_U, entropy_gradient, reference, reference_UD, forward_kl):
         """Log-probs and entropy, [U] each, and the KL to the reference if there is one."""
         logits_UV = self._logits(hidden_UD)
         lse_U = logits_UV.logsumexp(-1)
@@ -331,6 +334,8 @@ class TokenLogprobs(nn.Module):
             return logprobs_U, entropy_U
         with torch.no_grad():
             reference_UV = reference._logits(reference_UD)
+        if forward_kl:
+            return logprobs_U, entropy_U, full_vocabulary_kl(reference_UV, logits_UV)
         return logprobs_U, entropy_U, full_vocabulary_kl(logits_UV, reference_UV)
 
 

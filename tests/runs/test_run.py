@@ -312,6 +312,9 @@ def test_logged_full_kl_is_the_expectation_of_the_logged_samples(tiny, tmp_path)
     assert second["kl/full"] > 0.01
     assert second["kl/full"] == pytest.approx(second["loss/kl"], rel=1e-4)  # both are means over all tokens
     assert second["kl/k3"] == pytest.approx(second["kl/full"], rel=0.5)
+    assert 0.01 < abs(second["kl/forward_full"] / second["kl/full"] - 1) < 0.5
+    assert second["kl/full_max"] > 1.2 * second["kl/full"]
+    assert second["policy/approx_kl_max"] == 0, "one optimizer step"
 
 
 def test_without_beta_no_reference_is_loaded(tiny, tmp_path, monkeypatch):

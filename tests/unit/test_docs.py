@@ -20,7 +20,14 @@ def documented(section: str) -> list[str]:
 def folder(tiny, tmp_path_factory):
     """A run that logs all there is: a reference, an evaluation and a checkpoint between steps, a format score."""
     out = tmp_path_factory.mktemp("documented")
-    options = {"beta": 0.1, "eval_every": 1, "save_every": 1, "filter_zero_std_samples": False, "reward_fn": None}
+    options = {
+        "beta": 0.1,
+        "kl_placement": "both",
+        "eval_every": 1,
+        "save_every": 1,
+        "filter_zero_std_samples": False,
+        "reward_fn": None,
+    }
     options |= {"dynamic_sampling_rounds": 1, "best_metric": "eval/pass@1"}
     options |= {"generation_size": 5, "dataset_max_filter_share": 0.01, "truncated_importance_sampling_ratio_cap": 2.0}
     options |= {"importance_sampling_mask": (0.5, 5.0)}
