@@ -710,12 +710,16 @@ def prepare(tiny: Path, source: str, output: Path, *words: str) -> subprocess.Co
     return subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=200)
 
 
-def test_prepared_data_is_the_same_data(tiny, tokenizer, tmp_path, capsys):
+def test_prepared_data_is_the_same_data(tiny, tokenizer, tmp_path, capsys, monkeypatch):
+    """Also with a library that is imported before the tokenizer, as a run imports it."""
+    (tmp_path / "own_library.py").write_text("print('own_library is there')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     content = [*rows(50), rows(1)[0], {"question": None, "answer": "1"}, {"question": "one " * 200, "answer": "1"}]
     source, output = write(tmp_path / "sums.jsonl", content), tmp_path / "prepared.parquet"
     flags = ["--overlong_prompts", "filter", "--bad_rows", "drop", "--system_prompt", "Add."]
-    done = prepare(tiny, source, output, *flags)
+    done = prepare(tiny, source, output, *flags, "--external_lib", "own_library")
     assert done.returncode == 0, done.stderr
+    assert "own_library is there" in done.stdout
     for words in ("50 of 53 rows", "1 could not be used", "1 repeat an earlier prompt", "1 are longer"):
         assert words in done.stdout
     plain = Args(dataset=source, overlong_prompts="filter", bad_rows="drop", system_prompt="Add.", eval_prompts=5)
