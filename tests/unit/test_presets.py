@@ -399,7 +399,6 @@ MEASURED = {
     },
     "trl": {
         "the log-ratio": ("", "log-ratio beyond 20", "loss"),
-        "the logged value": ("KL in the loss", "random", "loss"),
     },
     "openrlhf": {
         "k2 and k3 in the loss": ("KL in the loss", "reference far", "gradient"),
