@@ -659,9 +659,8 @@ class Engine:
         # The ranks of a tensor-parallel engine would have to fail together, and under ZeRO 3 none has all weights.
         self.restarts = args.engine_restarts if args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 else 0
         # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
-        self.copies_weights = (
-            args.async_steps > 0 and (args.inflight_updates == "off" or args.vllm_mode == "dedicated")
-        ) or args.deepspeed_enable_sleep_mode
+        beside_training = args.async_steps > 0 and (args.inflight_updates == "off" or args.vllm_mode == "dedicated")
+        self.copies_weights = beside_training or args.deepspeed_enable_sleep_mode
         self.numbers = itertools.count()
         self.batches: dict[int, Batch] = {}  # asked for and not whole, by their numbers
         self.arrived: deque[tuple[Batch, Sample]] = deque()  # and not handed on
@@ -1306,7 +1305,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     stats.add(weights_T > 0, values)
                     # Fresh tokens are those of the weights trained here, but for keys and values that were kept.
                     equal_T = (weights_T > 0) & fresh_T & (args.inflight_updates != "keep")
-                    stats.add_sampler_diff(equal_T, values["sampler_diff"], engine_N[mb.tokens])
+                    stats.add_sampler_diff(equal_T, (old_T - sampler_T).abs(), engine_N[mb.tokens])
                     is_last = mb is micro_batches[-1]
                     if is_last:
                         sums, maxima = stats.reduce()
