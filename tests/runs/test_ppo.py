@@ -362,7 +362,7 @@ def batches(samples, layout="shared", budget=10_000, rank=0, world_size=1):
 @pytest.fixture
 def critic(tiny_model):
     """A critic with a head that is not small, so that the transformer has a gradient."""
-    critic = ppo.TokenValues(copy.deepcopy(tiny_model))
+    critic = ppo.TokenValues(copy.deepcopy(tiny_model), {})
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
     return critic
 
@@ -379,7 +379,7 @@ def plain_values(critic, samples):
 
 
 def test_a_new_critic_says_about_nothing(tiny_model, samples):
-    first, second = (ppo.TokenValues(copy.deepcopy(tiny_model)) for _ in range(2))
+    first, second = (ppo.TokenValues(copy.deepcopy(tiny_model), {}) for _ in range(2))
     assert torch.equal(first.head.weight, second.head.weight) and first.head.bias.item() == 0
     values = plain_values(first, samples)
     assert 0 < values.abs().max() < 0.5
