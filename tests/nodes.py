@@ -16,7 +16,7 @@ PORT = "29517"  # of the launcher on node 0; a namespace has all ports to itself
 
 # The far ends of two tun devices: passes IP packets from one to the other, late, and some not at all.
 WIRE = """
-import ctypes, fcntl, heapq, os, random, select, struct, sys, time
+import contextlib, ctypes, fcntl, heapq, os, random, select, struct, sys, time
 
 names, delay, loss = sys.argv[1:3], float(sys.argv[3]), float(sys.argv[4])
 ends = []
@@ -32,12 +32,17 @@ late, number = [], 0
 while True:
     wait = max(0.0, late[0][0] - time.monotonic()) if late else 1.0
     for end in select.select(ends, [], [], wait)[0]:
-        packet = os.read(end, 65536)
+        try:
+            packet = os.read(end, 65536)
+        except OSError:  # the device is not up
+            time.sleep(0.05)
+            continue
         if chance.random() >= loss:
             number += 1
             heapq.heappush(late, (time.monotonic() + delay, number, ends[1 - ends.index(end)], packet))
     while late and late[0][0] <= time.monotonic():
-        os.write(late[0][2], late[0][3])
+        with contextlib.suppress(OSError):
+            os.write(late[0][2], late[0][3])
         heapq.heappop(late)
 """
 
