@@ -197,17 +197,20 @@ def panels(table: pd.DataFrame, height: float) -> tuple[plt.Figure, list[tuple[p
 
 
 def draw_kl(table: pd.DataFrame, output: Path) -> None:
-    """Final exact KL over beta; the band is the interval without a KL term."""
+    """Final exact KL over beta, a small dot per run; the band is the interval without a KL term."""
     figure, places = panels(table, 3.2)
     for runs, placement, axis in places:
         without = summary(runs[runs["setting"] == ""])
         axis.axhline(without["kl"], color="0.5", lw=1, label="no KL")
         if without["n"] > 1:
             axis.axhspan(without["low"], without["high"], color="0.5", alpha=0.2, lw=0)
+        axis.set_ylim(runs["kl/exact"].min() / 2, runs["kl/exact"].max() * 2)  # an interval may be cut off, no run is
         lines = cells(runs, placement)
         for number, (name, points) in enumerate(lines.items()):
             color, style = STYLES[name]
-            shift = 1.03 ** (number - (len(lines) - 1) / 2)  # keeps the intervals apart
+            shift = 1.06 ** (number - (len(lines) - 1) / 2)  # keeps the intervals apart
+            members = runs[(runs["setting"] == name) & (runs["kl_placement"] == placement)]
+            axis.plot(members["beta"] * shift, members["kl/exact"], ".", color=color, ms=3, alpha=0.5)
             axis.errorbar(
                 points.index * shift,
                 points["kl"],
@@ -230,7 +233,7 @@ def draw_kl(table: pd.DataFrame, output: Path) -> None:
 
 
 def draw_frontier(table: pd.DataFrame, output: Path) -> None:
-    """pass@1 against exact KL: a line per setting, through its betas."""
+    """pass@1 against exact KL: a line per setting, through its betas; dotted is pass@1 of the reference."""
     figure, places = panels(table, 3.2)
     for runs, placement, axis in places:
         without = pd.DataFrame([summary(runs[runs["setting"] == ""])])
@@ -252,6 +255,8 @@ def draw_frontier(table: pd.DataFrame, output: Path) -> None:
             )
         axis.axhline(runs["base pass@1"].mean(), color="0.5", lw=0.8, ls=":")
         axis.set_xscale("log")
+        axis.set_xlim(runs["kl/exact"].min() / 2, runs["kl/exact"].max() * 2)  # as in the other figure
+        axis.set_ylim(-0.03, 1.03)
         axis.set_xlabel("exact KL (nats per sequence)")
         axis.legend(fontsize=7)
         if placement == "loss":
