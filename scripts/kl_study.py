@@ -366,19 +366,26 @@ PAIRS = (
     (("loss", "k3, naive"), ("loss", "k2, naive")),
     (("reward", "k1"), ("loss", "k3, unbiased")),
     (("reward", "k3"), ("reward", "k1")),
+    (("loss", "k1, naive"), ("loss", "k2, naive")),
 )
 
 
 def pair_table(runs: pd.DataFrame) -> str:
     """Settings against each other at the same seed and beta: ratio of the exact KL, difference in pass@1."""
-    rows = [["", "ratio of the KL", "difference in pass@1"]]
+    betas = sorted(runs[runs["setting"] != ""]["beta"].unique())
+    header = [""]
+    for beta in betas:
+        header += [f"KL, beta {beta:g}", f"pass@1, beta {beta:g}"]
+    rows = [header]
     for one, other in PAIRS:
-        kl = compared(runs, "kl/exact", one, other)
-        if kl.empty:
-            continue
-        solved = compared(runs, "eval/pass@1", one, other)
-        words = " against ".join(f"{name} in the {placement}" for placement, name in (one, other))
-        rows.append([words, effect(kl, as_ratio=True), effect(solved, as_ratio=False)])
+        found = [" against ".join(f"{name} in the {placement}" for placement, name in (one, other))]
+        for beta in betas:
+            here = runs[runs["beta"] == beta]
+            kl = compared(here, "kl/exact", one, other)
+            solved = compared(here, "eval/pass@1", one, other)
+            found += [effect(kl, as_ratio=True), effect(solved, as_ratio=False)] if len(kl) else ["", ""]
+        if any(found[1:]):
+            rows.append(found)
     return markdown(rows)
 
 
