@@ -11,7 +11,7 @@ quickstart: setup
 	$(PYTHON_BIN) grpo.py $(ARGS)
 	$(PYTHON_BIN) scripts/plot.py runs
 
-# The model of the learning tests and of scripts/sweep_kl.sh; made once for each seed: make testbed ARGS="--seed 2"
+# The model of the learning tests and of scripts/study_kl.sh; made once for each seed: make testbed ARGS="--seed 2"
 testbed: setup
 	$(PYTHON_BIN) scripts/pretrain_tiny.py $(ARGS)
 

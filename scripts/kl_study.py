@@ -8,9 +8,10 @@ The table, docs/data/kl_study.csv.gz, has a row per run: the arguments that diff
 the code, and final values as scripts/plot.py takes them: of the last evaluation, or the mean over the last tenth of the
 steps. ``kl/exact`` is what scripts/measure_kl.py measured.
 
-Intervals are 95 % intervals over seeds, by Student's t. Effects are compared seed by seed, because runs with the same
-seed have the same prompts: the ratio of the KL to that of the run without a KL term, and the slope of ln KL over ln
-beta. Both are computed on logarithms, so that a ratio of 1 and a slope of 0 stand for no effect.
+Intervals are 95 % intervals over seeds, by Student's t. The KL spans three decades, so its mean is the geometric one,
+with the interval of the logarithm. Effects are compared seed by seed, because runs with the same seed have the same
+prompts: the ratio of the KL to that of the run without a KL term, and the slope of ln KL over ln beta. A ratio of 1 and
+a slope of 0 stand for no effect.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -152,16 +154,27 @@ def interval(values: pd.Series) -> tuple[float, float]:
     return values.mean(), plot.t_quantile(len(values) - 1) * values.sem()
 
 
+def geometric(values: pd.Series) -> tuple[float, float, float]:
+    """(geometric mean, lower and upper end of its 95 % interval); NaN for the ends of a single value."""
+    mean, half = interval(np.log(values))
+    return tuple(np.exp([mean, mean - half, mean + half]))
+
+
+def summary(members: pd.DataFrame) -> dict[str, float]:
+    """What repetitions have in common: their number, the KL with its interval, pass@1 with half its interval."""
+    kl, low, high = geometric(members["kl/exact"])
+    solved, half = interval(members["eval/pass@1"])
+    return {"n": len(members), "kl": kl, "low": low, "high": high, "pass": solved, "half": half}
+
+
 def cells(runs: pd.DataFrame, placement: str) -> dict[str, pd.DataFrame]:
-    """setting -> a row per beta: n, and mean and half of ``kl/exact`` and ``eval/pass@1``."""
+    """setting -> a row per beta: the ``summary`` of its runs."""
     found = {}
     with_kl = runs[(runs["setting"] != "") & (runs["kl_placement"] == placement)]
     for name in [name for name in STYLES if name in set(with_kl["setting"])]:
         rows = {}
         for beta, members in with_kl[with_kl["setting"] == name].groupby("beta"):
-            kl, kl_half = interval(members["kl/exact"])
-            solved, solved_half = interval(members["eval/pass@1"])
-            rows[beta] = {"n": len(members), "kl": kl, "kl_half": kl_half, "pass": solved, "pass_half": solved_half}
+            rows[beta] = summary(members)
         found[name] = pd.DataFrame.from_dict(rows, orient="index")
     return found
 
@@ -184,21 +197,24 @@ def panels(table: pd.DataFrame, height: float) -> tuple[plt.Figure, list[tuple[p
 
 
 def draw_kl(table: pd.DataFrame, output: Path) -> None:
-    """Final exact KL over beta; the band is the interval without a KL term."""
+    """Final exact KL over beta, a small dot per run; the band is the interval without a KL term."""
     figure, places = panels(table, 3.2)
     for runs, placement, axis in places:
-        mean, half = interval(runs[runs["setting"] == ""]["kl/exact"])
-        axis.axhline(mean, color="0.5", lw=1, label="no KL")
-        if half < mean:
-            axis.axhspan(mean - half, mean + half, color="0.5", alpha=0.2, lw=0)
+        without = summary(runs[runs["setting"] == ""])
+        axis.axhline(without["kl"], color="0.5", lw=1, label="no KL")
+        if without["n"] > 1:
+            axis.axhspan(without["low"], without["high"], color="0.5", alpha=0.2, lw=0)
+        axis.set_ylim(runs["kl/exact"].min() / 2, runs["kl/exact"].max() * 2)  # an interval may be cut off, no run is
         lines = cells(runs, placement)
         for number, (name, points) in enumerate(lines.items()):
             color, style = STYLES[name]
-            shift = 1.03 ** (number - (len(lines) - 1) / 2)  # keeps the intervals apart
+            shift = 1.06 ** (number - (len(lines) - 1) / 2)  # keeps the intervals apart
+            members = runs[(runs["setting"] == name) & (runs["kl_placement"] == placement)]
+            axis.plot(members["beta"] * shift, members["kl/exact"], ".", color=color, ms=3, alpha=0.5)
             axis.errorbar(
                 points.index * shift,
                 points["kl"],
-                yerr=points["kl_half"],
+                yerr=[points["kl"] - points["low"], points["high"] - points["kl"]],
                 color=color,
                 ls=style,
                 marker="o",
@@ -217,22 +233,18 @@ def draw_kl(table: pd.DataFrame, output: Path) -> None:
 
 
 def draw_frontier(table: pd.DataFrame, output: Path) -> None:
-    """pass@1 against exact KL: a line per setting, through its betas."""
+    """pass@1 against exact KL: a line per setting, through its betas; dotted is pass@1 of the reference."""
     figure, places = panels(table, 3.2)
     for runs, placement, axis in places:
-        without = runs[runs["setting"] == ""]
-        lines = {"no KL": None, **cells(runs, placement)}
+        without = pd.DataFrame([summary(runs[runs["setting"] == ""])])
+        lines = {"no KL": without, **cells(runs, placement)}
         for name, points in lines.items():
             color, style = STYLES.get(name, ("0.5", "none"))
-            if points is None:
-                kl, kl_half = interval(without["kl/exact"])
-                solved, solved_half = interval(without["eval/pass@1"])
-                points = pd.DataFrame([{"kl": kl, "kl_half": kl_half, "pass": solved, "pass_half": solved_half}])
             axis.errorbar(
                 points["kl"],
                 points["pass"],
-                xerr=points["kl_half"],
-                yerr=points["pass_half"],
+                xerr=[points["kl"] - points["low"], points["high"] - points["kl"]],
+                yerr=points["half"],
                 color=color,
                 ls=style,
                 marker="o",
@@ -243,6 +255,8 @@ def draw_frontier(table: pd.DataFrame, output: Path) -> None:
             )
         axis.axhline(runs["base pass@1"].mean(), color="0.5", lw=0.8, ls=":")
         axis.set_xscale("log")
+        axis.set_xlim(runs["kl/exact"].min() / 2, runs["kl/exact"].max() * 2)  # as in the other figure
+        axis.set_ylim(-0.03, 1.03)
         axis.set_xlabel("exact KL (nats per sequence)")
         axis.legend(fontsize=7)
         if placement == "loss":
@@ -253,10 +267,16 @@ def draw_frontier(table: pd.DataFrame, output: Path) -> None:
 # ------------------------------------------------------------------------------------------------- tables and the tests
 
 
-def cell(mean: float, half: float) -> str:
-    """A mean and its interval, in as many digits as say something."""
-    spread = "" if np.isnan(half) else f" ± {half:.2f}"
-    return f"{mean:.2f}{spread}"
+def kl_cell(found: dict[str, float] | pd.Series) -> str:
+    """The KL of a cell with its interval, and the number of seeds."""
+    spread = "" if np.isnan(found["low"]) else f" [{found['low']:.3g}, {found['high']:.3g}]"
+    return f"{found['kl']:.3g}{spread} ({found['n']:.0f})"
+
+
+def pass_cell(found: dict[str, float] | pd.Series) -> str:
+    """pass@1 of a cell with half its interval, and the number of seeds."""
+    spread = "" if np.isnan(found["half"]) else f" ± {found['half']:.2f}"
+    return f"{found['pass']:.2f}{spread} ({found['n']:.0f})"
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -266,21 +286,17 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def result_table(runs: pd.DataFrame, value: str, half: str, metric: str) -> str:
-    """A row per setting and a column per beta; in parentheses the number of seeds."""
+def result_table(runs: pd.DataFrame, show: Callable) -> str:
+    """A row per setting and a column per beta, as ``show`` writes a cell; without a KL term there is one row."""
     betas = sorted(runs[runs["setting"] != ""]["beta"].unique())
-    without = runs[runs["setting"] == ""][metric]
     rows = [["", *[f"beta {beta:g}" for beta in betas]]]
+    without = summary(runs[runs["setting"] == ""])
+    rows.append(["no KL", show(without), *[""] * (len(betas) - 1)])
     for placement in ("loss", "reward"):
         for name, points in cells(runs, placement).items():
-            found = [f"{name}, in the {placement}"]
-            for beta in betas:
-                known = beta in points.index
-                numbers = points.loc[beta] if known else None
-                found.append(f"{cell(numbers[value], numbers[half])} ({numbers['n']:.0f})" if known else "")
-            rows.append(found)
-    mean, spread = interval(without)
-    return f"no KL: {cell(mean, spread)} ({len(without)})\n\n{markdown(rows)}"
+            found = [show(points.loc[beta]) if beta in points.index else "" for beta in betas]
+            rows.append([f"{name}, in the {placement}", *found])
+    return markdown(rows)
 
 
 def ratios(runs: pd.DataFrame, chosen: pd.DataFrame) -> pd.Series:
@@ -306,8 +322,10 @@ def effect(logs: pd.Series, as_ratio: bool) -> str:
     if as_ratio:
         mean, low, high = np.exp([mean, low, high])
     if np.isnan(half):
-        return f"{mean:.2f} (n {len(logs)})"
-    return f"{mean:.2f} [{low:.2f}, {high:.2f}], t {logs.mean() / logs.sem():.1f} (n {len(logs)})"
+        return f"{mean:.3g} (n {len(logs)})"
+    if half == 0:
+        return f"{mean:.3g} for each seed (n {len(logs)})"
+    return f"{mean:.3g} [{low:.3g}, {high:.3g}], t {logs.mean() / logs.sem():.1f} (n {len(logs)})"
 
 
 def test_table(runs: pd.DataFrame) -> str:
@@ -348,19 +366,26 @@ PAIRS = (
     (("loss", "k3, naive"), ("loss", "k2, naive")),
     (("reward", "k1"), ("loss", "k3, unbiased")),
     (("reward", "k3"), ("reward", "k1")),
+    (("loss", "k1, naive"), ("loss", "k2, naive")),
 )
 
 
 def pair_table(runs: pd.DataFrame) -> str:
     """Settings against each other at the same seed and beta: ratio of the exact KL, difference in pass@1."""
-    rows = [["", "ratio of the KL", "difference in pass@1"]]
+    betas = sorted(runs[runs["setting"] != ""]["beta"].unique())
+    header = [""]
+    for beta in betas:
+        header += [f"KL, beta {beta:g}", f"pass@1, beta {beta:g}"]
+    rows = [header]
     for one, other in PAIRS:
-        kl = compared(runs, "kl/exact", one, other)
-        if kl.empty:
-            continue
-        solved = compared(runs, "eval/pass@1", one, other)
-        words = " against ".join(f"{name} in the {placement}" for placement, name in (one, other))
-        rows.append([words, effect(kl, as_ratio=True), effect(solved, as_ratio=False)])
+        found = [" against ".join(f"{name} in the {placement}" for placement, name in (one, other))]
+        for beta in betas:
+            here = runs[runs["beta"] == beta]
+            kl = compared(here, "kl/exact", one, other)
+            solved = compared(here, "eval/pass@1", one, other)
+            found += [effect(kl, as_ratio=True), effect(solved, as_ratio=False)] if len(kl) else ["", ""]
+        if any(found[1:]):
+            rows.append(found)
     return markdown(rows)
 
 
@@ -369,10 +394,9 @@ def report(table: pd.DataFrame) -> str:
     texts = []
     for part, runs in parts(table).items():
         texts.append(f"### {part} ({len(runs)} runs)")
-        texts.append("Exact KL, nats per sequence. " + result_table(runs, "kl", "kl_half", "kl/exact"))
-        texts.append("pass@1. " + result_table(runs, "pass", "pass_half", "eval/pass@1"))
-        texts.append(test_table(runs))
-        texts.append(pair_table(runs))
+        texts += [f"Exact KL, nats per sequence.\n\n{result_table(runs, kl_cell)}"]
+        texts += [f"pass@1.\n\n{result_table(runs, pass_cell)}"]
+        texts += [test_table(runs), pair_table(runs)]
     return "\n\n".join(texts)
 
 

@@ -69,12 +69,12 @@ def load_script(path: Path) -> ModuleType:
 def read_lines(path: Path, lines: list[str]) -> list[tuple[list[str], Path]]:
     """(words, folder) of the run of each line. Ends with exit code 2 for what the script does not take."""
     script = finished.load_arguments(path)
-    del sys.modules[path.stem]  # it ends with the arguments
     runs = []
     for line in lines:
         words = shlex.split(line)
         args = flags.parse(script.Args, script.__doc__, words)
         runs.append((words, Path(args.output_dir) / rundir.run_name(args, script.Args())))
+    del sys.modules[path.stem]  # which ends with the arguments: the whole script is to be imported
     return runs
 
 

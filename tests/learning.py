@@ -49,7 +49,8 @@ SCRIPT_FLAGS = {
 # pull to the reference that the reward cannot carry the policy far away.
 COURSE_FLAGS = {"earn": {}, "hold": {"beta": 1.0}}
 LEAST_PASS = 0.65  # pass@1 on held-out problems at the end
-MOST_GUESSES = 0.05  # of the responses of the last ten steps: the habit that the first token decides
+# Of the responses of the last ten steps: the habit that the first token decides. ppo.py breaks it more slowly.
+MOST_GUESSES = {"grpo.py": 0.05, "ppo.py": 0.1}
 LEAST_EXPLAINED = 0.5  # of the variance of the returns, by the critic, mean of the last ten steps
 MOST_KL = 0.8  # nats per sequence, mean of the last ten steps
 
@@ -242,8 +243,8 @@ def complaints(found: Run, script: str, course: str) -> list[str]:
     reached = found.evaluations[-1]["eval/pass@1"]
     if not reached >= LEAST_PASS:
         wrong.append(f"pass@1 {reached:.2f} at the end, must be at least {LEAST_PASS}")
-    if not found.guesses() <= MOST_GUESSES:
-        wrong.append(f"{found.guesses():.3f} of the responses are guesses, must be at most {MOST_GUESSES}")
+    if not found.guesses() <= MOST_GUESSES[script]:
+        wrong.append(f"{found.guesses():.3f} of the responses are guesses, must be at most {MOST_GUESSES[script]}")
     if script == "ppo.py":
         explained = found.last("value/explained_variance")
         if not explained >= LEAST_EXPLAINED:

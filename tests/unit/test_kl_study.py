@@ -74,7 +74,9 @@ def test_intervals_are_students(runs):
     assert (mean, half) == pytest.approx((7 / 3, 4.30265 * values.std() / 3**0.5), rel=1e-4)
     assert math.isnan(kl_study.interval(values[:1])[1])
     logs = np.log(values)
-    assert kl_study.effect(logs, as_ratio=True).startswith("2.00 [0.36, 11.")
+    assert kl_study.effect(logs, as_ratio=True).startswith("2 [0.357, 11.2]")
+    assert kl_study.geometric(values) == pytest.approx((2.0, 0.3575, 11.19), rel=1e-3)
+    assert kl_study.effect(pd.Series([0.0, 0.0]), as_ratio=True) == "1 for each seed (n 2)"
     assert kl_study.effect(logs, as_ratio=True).endswith(f"t {logs.mean() / logs.sem():.1f} (n 3)")
 
 
@@ -103,8 +105,8 @@ def test_what_is_averaged_differs_in_the_seed_alone():
     for part in parts.values():
         for placement in ("loss", "reward"):
             for points in kl_study.cells(part, placement).values():
-                assert (points["n"] == 3).all() and (points["kl_half"] == 0).all()
-                seen += points["kl"].tolist()
+                assert (points["n"] == 3).all() and (points["half"] == 0).all()
+                seen += points["kl"].round(9).tolist()
     assert sorted(seen) == [2.0 + number for number in range(len(kinds))]
 
 
