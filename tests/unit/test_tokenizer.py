@@ -45,15 +45,13 @@ def test_a_run_takes_tokens_and_template_from_it(tiny, tmp_path, apart):
 
 def test_the_engine_and_the_evaluation_get_it(tiny, tmp_path, monkeypatch):
     """vLLM turns ids into text for --stop. A finished run is evaluated with the tokenizer in its model/."""
-    import sys
-    from types import SimpleNamespace
 
     import torch
 
     import grpo
 
     given = {}
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **named: given.update(named)))
+    monkeypatch.setattr("vllm.LLM", lambda **named: given.update(named))
     args = tiny_args(tiny, tmp_path, tokenizer_name_or_path="somewhere", revision="main", vllm_load_format="dummy")
     grpo.build_vllm(args, torch.float32, 0, 1)
     assert (given["tokenizer"], given["tokenizer_revision"], given["revision"]) == ("somewhere", None, "main")
