@@ -306,7 +306,7 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
 
     import utils
 
-    def note_pass(_, model, batch) -> None:
+    def note_pass(_, model, batch, *rest) -> None:
         if in_main_thread():
             kind = "training passes" if torch.is_grad_enabled() else "log-prob passes"
             seen.setdefault(kind, []).append("x".join(map(str, batch.input_ids.shape)))
@@ -321,7 +321,7 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
 
     forward = utils.TokenLogprobs.forward
 
-    def measured(*arguments):
+    def measured(*arguments, **named):
         kept: dict[int, int] = {}  # address of a storage -> its size
 
         def pack(tensor):
@@ -330,7 +330,7 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = forward(*arguments)
+            result = forward(*arguments, **named)
         name = "bytes kept for backward"
         seen[name] = max(seen.get(name, 0), sum(kept.values()))
         return result
@@ -389,7 +389,7 @@ def left_behind(place: Path, code: int) -> dict[str, Any]:
         for path in out.rglob(file):
             for record in read_jsonl(path):
                 for name, value in record.items():
-                    if "/" in name and not name.startswith(("time/", "perf/")):
+                    if "/" in name and not name.startswith(("time/", "perf/", "engine/")):
                         found.setdefault(name, []).append(value)
     rows = [line for path in out.rglob("samples.jsonl") for line in read_jsonl(path)]
     found["rows of samples.jsonl"] = len(rows)
