@@ -265,7 +265,12 @@ def test_inside_the_group_statistics_truncated_responses_have_their_kl(tiny, tmp
     monkeypatch.setattr(utils, "stop_token_ids", lambda *a: [*stops(*a), *range(100, 130)])  # else few end
     seen = []
     plain = grpo.group_advantages
-    monkeypatch.setattr(grpo, "group_advantages", lambda rewards, kind: (seen.append(rewards), plain(rewards, kind))[1])
+
+    def watched(rewards, *options):
+        seen.append(rewards)
+        return plain(rewards, *options)
+
+    monkeypatch.setattr(grpo, "group_advantages", watched)
     args = tiny_args(
         *(tiny, tmp_path),
         beta=0.5,
