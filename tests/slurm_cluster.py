@@ -45,7 +45,8 @@ class Slurm:
         self.count = len(hosts)
         first, first_address = next(iter(hosts.items()))
         lines = [f"NodeName={host} NodeAddr={address}" for host, address in hosts.items()]
-        (folder / "hosts").write_text("".join(f"{address} {host}\n" for host, address in hosts.items()))
+        known = {"localhost": "127.0.0.1"} | hosts
+        (folder / "hosts").write_text("".join(f"{address} {host}\n" for host, address in known.items()))
         (folder / "state").mkdir()
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)

@@ -161,7 +161,10 @@ def test_one_job_over_two_nodes(tiny, tmp_path):
             line = command(tiny, tmp_path / "two", *more)
             job = cluster.submit(ROOT, "--run_dir", str(tmp_path / "job"), "--num_nodes", "2", "--", *line)
             log = tmp_path / "job" / f"slurm-{job}.out"
-            until(lambda: log.exists() and "step 1/4" in log.read_text(), 240)
+            until(
+                lambda: (log.exists() and "step 1/4" in log.read_text()) or cluster.state(job)["JobState"] == "FAILED",
+                240,
+            )
             cluster.run("scancel", "--batch", "--signal=USR1", job)
             now = cluster.wait(job, "COMPLETED", "FAILED", timeout=300)
         finally:
