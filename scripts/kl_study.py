@@ -321,6 +321,7 @@ def effect(logs: pd.Series, as_ratio: bool) -> str:
     low, high = mean - half, mean + half
     if as_ratio:
         mean, low, high = np.exp([mean, low, high])
+    mean, low, high = np.round([mean, low, high], 4)
     if np.isnan(half):
         return f"{mean:.3g} (n {len(logs)})"
     if half == 0:
