@@ -631,6 +631,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
 
     if args.vllm_tensor_parallel_size == 1:  # else each engine waits for all to be built, also one that is built again
         ExecutorWithExternalLauncher.determine_available_memory = UniProcExecutor.determine_available_memory
+    longest = args.max_prompt_length + args.max_response_length
     memory = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization} if cuda else {}
     if args.vllm_kv_cache_gb is not None or not cuda:
         memory["kv_cache_memory_bytes"] = int((args.vllm_kv_cache_gb or 0.5) * 2**30)
@@ -644,9 +645,12 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         hf_overrides=json.loads(args.override_config) if args.override_config else {},
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
-        max_model_len=args.max_prompt_length + args.max_response_length,
+        max_model_len=longest,
         max_num_seqs=args.vllm_max_num_seqs,
-        max_num_batched_tokens=max(args.vllm_max_num_batched_tokens, args.vllm_max_num_seqs),
+        max_num_batched_tokens=max(args.vllm_max_num_batched_tokens, args.vllm_max_num_seqs, 0 if cuda else longest),
+        enable_chunked_prefill=None
+        if cuda
+        else False,  # after a part of a prompt vLLM rewinds a generator: CUDA's only
         enforce_eager=not cuda if args.vllm_enforce_eager is None else args.vllm_enforce_eager,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         distributed_executor_backend="external_launcher" if world_size > 1 else None,
