@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import command, finish
 
 import grpo
 import utils
@@ -495,3 +496,11 @@ def test_an_engine_of_random_weights_samples_as_one_that_read_the_model(tiny):
     for key, sample in answers["auto"].items():
         assert answers["dummy"][key].response_ids == sample.response_ids
         assert answers["dummy"][key].sampler_logprobs == sample.sampler_logprobs
+
+
+@pytest.mark.slow
+def test_a_step_may_have_more_prompt_tokens_than_the_engine_takes_at_once(tiny, tmp_path):
+    """On CPUs prompts are not split: after a part of one, vLLM would rewind a generator as only CUDA's can."""
+    sizes = "--vllm_max_num_batched_tokens 100 --vllm_max_num_seqs 16 --max_prompt_length 90 --total_steps 1"
+    line = command(tiny, tmp_path, *sizes.split(), rollout="vllm")
+    assert "step 1/1" in finish(line, tmp_path / "log")
