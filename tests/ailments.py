@@ -114,6 +114,12 @@ AILMENTS = (
         edits=(("grpo.py", LOSS, f"{LOSS} * (math.nan if step % 5 == 0 else 1)"),),
         steps=15,
     ),
+    Ailment(
+        "stale_samples",
+        "four steps old at a high rate",
+        {"async_steps": 4, "inflight_updates": "recompute", "learning_rate": 1e-3},
+        steps=20,
+    ),
     Ailment("throughput_loss", "a verifier that gets slow", {"reward_fn": "rewards_of_ailments.py:ever_slower"}),
 )
 # The same task learned without a KL, held by one, and with a critic.
