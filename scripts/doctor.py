@@ -299,17 +299,6 @@ def learning_rate(case: Case) -> Finding | None:
     return Finding("learning_rate", what, remedy, case.metrics[0]["step"])
 
 
-def clipping(case: Case) -> Finding | None:
-    """A fifth of the tokens are clipped: optimizer steps are too large or too many for a batch."""
-    name = "policy/clip_frac"
-    share = case.last(name).mean()
-    if not share >= 0.2:
-        return None
-    what = f"{share:.0%} of the trained tokens are clipped and have no gradient"
-    remedy = "Lower --learning_rate, --num_epochs or --num_mini_batches."
-    return Finding("clipping", what, remedy, since(smooth(case.curve(name)) >= 0.2))
-
-
 def skipped_steps(case: Case) -> Finding | None:
     """More than one in fifty optimizer steps, and at least two, were skipped as not finite."""
     skipped = case.curve("optim/skipped")
@@ -369,7 +358,6 @@ RULES = (
     kl_runaway,
     gradient_spikes,
     learning_rate,
-    clipping,
     skipped_steps,
     stale_samples,
     throughput_loss,

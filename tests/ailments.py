@@ -89,7 +89,11 @@ AILMENTS = (
         "the reward is the length",
         {"reward_fn": "rewards_of_ailments.py:length", "learning_rate": 3e-4, "max_response_length": 200},
     ),
-    Ailment("entropy_collapse", "entropy is punished", {"entropy_coeff": -1.0}),
+    Ailment(
+        "entropy_collapse",
+        "a coin for a reward, and entropy is punished",
+        {"entropy_coeff": -1.0, "learning_rate": 3e-4, "reward_fn": "rewards_of_ailments.py:noise"},
+    ),
     Ailment(
         "mismatch_growth",
         "only the first push arrives",
@@ -104,11 +108,6 @@ AILMENTS = (
     ),
     Ailment("learning_rate", "a rate that changes nothing", {"learning_rate": 1e-9}),
     Ailment(
-        "clipping",
-        "many steps on a batch",
-        {"learning_rate": 3e-4, "num_epochs": 8, "clip_lower": 0.01, "clip_higher": 0.01},
-    ),
-    Ailment(
         "skipped_steps",
         "every fifth loss is not a number",
         edits=(("grpo.py", LOSS, f"{LOSS} * (math.nan if step % 5 == 0 else 1)"),),
@@ -116,9 +115,9 @@ AILMENTS = (
     ),
     Ailment(
         "stale_samples",
-        "four steps old at a high rate",
-        {"async_steps": 4, "inflight_updates": "recompute", "learning_rate": 1e-3},
-        steps=20,
+        "an engine that keeps its first weights, and the weight of old / sampler",
+        {"async_steps": 1, "learning_rate": 3e-4},
+        breakage("stale weights: only the first push arrives"),
     ),
     Ailment("throughput_loss", "a verifier that gets slow", {"reward_fn": "rewards_of_ailments.py:ever_slower"}),
 )

@@ -107,10 +107,6 @@ FAULTS = {
         lambda m: {"optim/lr": 0.0},
         lambda m: {"optim/lr": 1e-9},
     ),
-    "clipping": (
-        lambda m: {"policy/clip_frac": 0.25 if m["step"] > 30 else 0.1},
-        lambda m: {"policy/clip_frac": 0.15 if m["step"] > 30 else 0.1},
-    ),
     "skipped_steps": (
         lambda m: {"optim/skipped": 1 if m["step"] in (20, 40) else 0},
         lambda m: {"optim/skipped": 1 if m["step"] == 20 else 0},
