@@ -62,6 +62,12 @@ class Case:
         values = self.curve(name)
         return values[values.index <= self.step_at(1 / 3)]
 
+    def middle(self, name: str) -> pd.Series:
+        """Its values in the second third of the steps."""
+        values = self.curve(name)
+        begun = values[values.index > self.step_at(1 / 3)]
+        return begun[begun.index <= self.step_at(2 / 3)]
+
     def last(self, name: str) -> pd.Series:
         """Its values in the last third of the steps."""
         values = self.curve(name)
@@ -171,17 +177,17 @@ def verifier_failures(case: Case) -> Finding | None:
 
 
 def equal_groups(case: Case) -> Finding | None:
-    """Nine of ten groups of the last third have responses of equal reward: no signal."""
+    """Nineteen of twenty groups of the last third have responses of equal reward: no signal."""
     name = "data/zero_std_frac" if len(case.curve("data/zero_std_frac")) else "reward/zero_std_frac"
     share = case.last(name).mean()
-    if not share >= 0.9:
+    if not share >= 0.95:
         return None
     level = case.last("reward/mean").mean()
     easy = case.last("reward/correct").mean() > 0.5
     verdict = "too easy" if easy else "too hard, or the responses too alike"
     what = f"zero-variance groups {share:.0%} with a mean reward of {level:.3f}: the problems are {verdict}"
     remedy = "Use other problems, --dynamic_sampling_rounds, a larger group, or a higher --temperature."
-    return Finding("equal_groups", what, remedy, since(smooth(case.curve(name)) >= 0.9))
+    return Finding("equal_groups", what, remedy, since(smooth(case.curve(name)) >= 0.95))
 
 
 # --------------------------------------------------------------------------------------------------------- responses
@@ -216,9 +222,13 @@ def length_growth(case: Case) -> Finding | None:
 
 
 def entropy_collapse(case: Case) -> Finding | None:
-    """Entropy is below a tenth of the highest of the first steps, and the task is not solved."""
+    """Entropy is below a tenth of the highest of the first steps, and the reward has not risen since.
+
+    A policy that learns a task with one right answer becomes sure of it: that is no collapse.
+    """
     values = case.curve("policy/entropy")
-    if not case.has_trends or len(values) < SMOOTH or case.solved():
+    gain, error = rise(case.start(case.reward()), case.last(case.reward()))
+    if not case.has_trends or len(values) < SMOOTH or case.solved() or gain > 2 * error:
         return None
     start = values.iloc[:SMOOTH].max()
     end = values.iloc[-SMOOTH:].mean()
@@ -242,24 +252,26 @@ def mismatch_growth(case: Case) -> Finding | None:
     values = case.curve(name)
     start = case.first(name).iloc[:SMOOTH].mean()
     end = case.last(name).mean()
-    if not end > max(3 * start, 0.01):
+    bound = max(3 * start, 0.01)
+    if not end > bound:
         return None
     what = f"engine and trainer differ by {end:.3f} nats per token, at first by {start:.4f}"
     remedy = "Weights do not arrive, or responses are scored as another model's: do not switch --max_sampler_diff off."
-    return Finding("mismatch_growth", what, remedy, since(smooth(values) > max(3 * start, 0.01)))
+    return Finding("mismatch_growth", what, remedy, since(smooth(values) > bound))
 
 
 def kl_runaway(case: Case) -> Finding | None:
     """Two nats per response from the reference, and no gain: in the reward since the start, or for half of the KL."""
     values = case.curve("kl/sequence")
-    rewards = case.curve(case.reward())
-    middle = values[(values.index > case.step_at(1 / 3)) & (values.index <= case.step_at(2 / 3))].mean()
-    between = rewards[(rewards.index > case.step_at(1 / 3)) & (rewards.index <= case.step_at(2 / 3))]
+    middle = case.middle("kl/sequence").mean()
     last = case.last("kl/sequence").mean()
-    late_gain, late_error = rise(between, case.last(case.reward()))
-    gain, error = rise(case.start(case.reward()), case.last(case.reward()))
-    grows = last > 1.5 * middle and not late_gain > 2 * late_error
-    if not case.has_trends or not last > 2.0 or not (grows or not gain > 2 * error):
+    reward = case.reward()
+    late_gain, late_error = rise(case.middle(reward), case.last(reward))
+    gain, error = rise(case.start(reward), case.last(reward))
+    grows = last > 1.5 * middle
+    in_vain = grows and not late_gain > 2 * late_error
+    gained = gain > 2 * error
+    if not case.has_trends or not last > 2.0 or (gained and not in_vain):
         return None
     what = f"the KL to the reference is {last:.1f} nats per response, the reward changed by {gain:+.3f} since the start"
     remedy = "Raise --beta or lower --learning_rate; docs/kl.md says which settings pull back, and which push away."
