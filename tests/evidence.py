@@ -190,7 +190,7 @@ EVIDENCE: dict[str, Row] = {
     "clip_ratio_c": row(1.001, "loss/policy", "weights", **UPDATES),
     "entropy_coeff": row(0.01, "loss/total", "weights"),
     "early_stop_imp_ratio": row(0.5, "optim/early_stopped", "optim/steps", num_epochs=2),
-    "truncated_importance_sampling_ratio_cap": row(0.5, "loss/policy"),
+    "truncated_importance_sampling_ratio_cap": row(0.5, "optim/grad_norm"),
     "importance_sampling_mask": row((0.99, 1.01), "loss/policy", "weights", async_steps=1, learning_rate=1e-2),
     "max_sampler_diff": row(1e-9, "exit", "last words"),
     # ---- KL
