@@ -131,6 +131,8 @@ class Lanes:
     def wait(self) -> None:
         """Wait for the end of a run, and report it."""
         pid, status, usage = os.wait3(0)
+        while pid not in self.going:  # a child of the shell that became this process
+            pid, status, usage = os.wait3(0)
         name, start = self.going.pop(pid)
         code = os.waitstatus_to_exitcode(status)
         seconds = f"{time.monotonic() - start:.0f} s, {usage.ru_utime + usage.ru_stime:.0f} s of CPU time"
