@@ -1,0 +1,688 @@
+"""A soak: a run that meets a fault every few steps and must end with the weights of the run that met none.
+
+    python tests/soak.py                                        200 steps of grpo.py, 40 faults
+    python tests/soak.py --script ppo.py --steps 60 --seed 1
+    python tests/soak.py --ranks 2 --only killed second_run     these faults alone
+
+Faults come from outside (signals, damaged files, limits of the kernel, another clock) or by the hooks that
+tests/runs/test_faults.py uses, which a program around the script holds. A run that ended as it should is started again
+by the same command. A fault that costs a sample or an optimizer step says so in metrics.jsonl; the soak then goes back
+to the checkpoint before. Every wait has a limit. What was met is printed, with its step and how it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tests are not a package
+
+from helpers import ROOT, Run, alive, command, descendants, finish, flip, go_back, logged, make_tiny, record, saved
+
+from runtime import process, rundir
+
+LIMIT = 300.0  # seconds that anything may take
+HOURS = 3600.0 * 5
+
+# The script with the hooks of some faults. An order is a file; whoever removes it does what it says.
+HOOKED = """
+from runtime import process
+process.prepare_environment()
+import os, sys, time
+import tyro
+import SCRIPT, utils
+from runtime import runlog
+
+
+def ordered(fault):
+    try:
+        os.unlink(os.path.join(os.environ["ORDERS"], fault))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def generate(*arguments):
+    if ordered("engine_raises"):
+        raise ValueError("the engine broke on purpose")
+    if ordered("engine_dies"):
+        sys.exit(3)
+    if ordered("engine_hangs"):
+        time.sleep(120)
+    broken = ordered("sampler_nan")
+    for key, ids, logprobs, reason in plain_generate(*arguments):
+        yield key, ids, [float("nan")] * len(logprobs) if broken else logprobs, reason
+
+
+def token_loss(*arguments):
+    loss, pieces = plain_loss(*arguments)
+    return (loss * float("nan") if ordered("nan_loss") else loss), pieces
+
+
+def step(self, *arguments):
+    plain_step(self, *arguments)
+    if ordered("stall"):
+        time.sleep(3600)
+
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain_generate, utils._generate = utils._generate, generate
+    plain_loss, SCRIPT.token_loss = SCRIPT.token_loss, token_loss
+    plain_step, runlog.RunLog.step = runlog.RunLog.step, step
+    args = tyro.cli(SCRIPT.Args)
+    SCRIPT.main(args, SCRIPT.preflight(args))
+"""
+
+# The wall clock, moved by as many seconds as a file says. What measures time spans has another clock.
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+
+static long moved(void) {
+    long seconds = 0;
+    FILE *file = fopen(getenv("CLOCK_FILE"), "r");
+    if (file) {
+        if (fscanf(file, "%ld", &seconds) != 1) seconds = 0;
+        fclose(file);
+    }
+    return seconds;
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int (*plain)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+    int failed = plain(clock, now);
+    if (!failed && clock == CLOCK_REALTIME) now->tv_sec += moved();
+    return failed;
+}
+
+time_t time(time_t *place) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (place) *place = now.tv_sec;
+    return now.tv_sec;
+}
+
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec;
+    now->tv_usec = precise.tv_nsec / 1000;
+    return 0;
+}
+"""
+
+
+class Finished(Exception):
+    """The run came to its end before a fault could."""
+
+
+class Soak:
+    """A run that is started again and again, and what happens to it."""
+
+    def __init__(self, place: Path, script: str, steps: int, seed: int, ranks: int):
+        self.place = place
+        self.steps = steps
+        self.random = random.Random(seed)
+        self.ranks = ranks
+        self.out = place / "soak"
+        self.folder = self.out / "run"
+        self.orders = place / "orders"
+        self.orders.mkdir(parents=True)
+        self.clock = place / "clock"
+        self.clock.write_text("0")
+        self.lives = 0
+        self.went_back = 0
+        tiny = make_tiny(place / "tiny")
+        program = place / f"hooked_{script}.py"
+        program.write_text(HOOKED.replace("SCRIPT", script))
+        flags = ["--total_steps", str(steps), "--eval_prompts", "0", "--track", "--exp_name", script]
+        flags += ["--save_every", "2", "--keep_checkpoints", "0", "--num_mini_batches", "2", "--beta", "0.1"]
+        flags += ["--rollout_timeout", "40", "--stall_timeout", "60", "--engine_restarts", "1000"]
+        flags += ["--reward_timeout", "10", "--reward_workers", "2", "--async_steps", "1"]
+
+        def line(out: Path, file: Path) -> list[str]:
+            words = command(tiny, out, *flags, script=script, ranks=ranks)
+            return [str(file) if word == str(ROOT / f"{script}.py") else word for word in words]
+
+        quiet = ["env", "WANDB_MODE=offline", "WANDB_SILENT=true"]
+        self.straight_line = [*quiet, *line(place / "straight", ROOT / f"{script}.py")]
+        environment = [f"ORDERS={self.orders}"]
+        if self.build_clock():
+            environment += [f"LD_PRELOAD={place / 'clock.so'}", f"CLOCK_FILE={self.clock}"]
+        self.line = [*quiet, *environment, *line(self.out, program)]
+
+    def build_clock(self) -> bool:
+        """Compile the clock that can be moved; whether there is a compiler."""
+        source = self.place / "clock.c"
+        source.write_text(CLOCK)
+        compiler = shutil.which("cc")
+        if compiler is None:
+            return False
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", self.place / "clock.so", source, "-ldl"], check=True)
+        return True
+
+    # ------------------------------------------------------------------------------------------- what a fault may do
+
+    def start(self) -> None:
+        """The same command again."""
+        for order in self.orders.iterdir():
+            order.unlink()
+        self.lives += 1
+        self.run = Run(self.line, self.place / f"life_{self.lives:03d}.log")
+
+    def until(self, condition: Callable[[], bool], limit: float = LIMIT) -> None:
+        """Wait. Raises Finished when the run ends with 0 meanwhile; any other end, and the limit, are errors."""
+        deadline = time.monotonic() + limit
+        while not condition():
+            if self.run.process.poll() == 0:
+                raise Finished
+            self.run.until(lambda: True, 1)  # fails where the run has ended, and notes its processes
+            assert time.monotonic() < deadline, f"nothing happens\n{self.run.text()[-3000:]}"
+            time.sleep(0.02)
+
+    def says(self, words: str) -> Callable[[], bool]:
+        """Whether the run has printed ``words`` since now."""
+        before = self.run.text().count(words)
+        return lambda: self.run.text().count(words) > before
+
+    def ends(self, *codes: int, limit: float = LIMIT) -> int:
+        """Wait for the end of the run, with one of these exit codes; any but 0 and 75 without one."""
+        deadline = time.monotonic() + limit
+        while self.run.process.poll() is None and time.monotonic() < deadline:
+            self.run.seen |= set(descendants(self.run.process.pid))
+            time.sleep(0.02)
+        code = self.run.end(0.1)
+        if code == 0:
+            raise Finished
+        assert code in codes if codes else code != 75, f"exit code {code}\n{self.run.text()[-3000:]}"
+        return code
+
+    def step(self) -> int:
+        """The last step in metrics.jsonl."""
+        return logged(self.out)
+
+    def rank_pids(self) -> list[int]:
+        """Process of each rank."""
+        return self.run.ranks() if self.ranks > 1 else [self.run.process.pid]
+
+    def kill(self) -> None:
+        """SIGKILL to the run."""
+        self.run.process.kill()
+        self.ends()
+
+    def processes(self, word: bytes) -> list[int]:
+        """Processes of the run with ``word`` in their command line."""
+        self.run.seen |= set(descendants(self.run.process.pid))
+        found = []
+        for pid in filter(alive, sorted(self.run.seen)):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if word in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    def verifier(self) -> int:
+        """A verifier's process."""
+        self.until(lambda: bool(self.processes(b"spawn_main")))
+        return self.random.choice(self.processes(b"spawn_main"))
+
+    def order(self, fault: str) -> None:
+        """Have the program around the script do this, once."""
+        (self.orders / fault).touch()
+
+    def newest(self) -> Path:
+        """The newest checkpoint."""
+        self.until(lambda: saved(self.out) > 0)
+        return rundir.saved_steps(self.folder)[-1][1]
+
+    def resumes(self, words: str) -> str:
+        """Start again after damage, which must be named."""
+        self.start()
+        self.until(lambda: "resuming after step " in self.run.text())
+        assert words in self.run.text(), self.run.text()
+        return f"resumed, and said: {words}"
+
+    # ----------------------------------------------------------------------------------------------------- the loop
+
+    def go_back_if_it_cost(self) -> bool:
+        """Resume from before the first step that lost a sample or an optimizer step."""
+        file = self.folder / "metrics.jsonl"
+        first = None
+        for line in file.read_text().splitlines() if file.is_file() else []:
+            with contextlib.suppress(json.JSONDecodeError):  # half written
+                metrics = json.loads(line)
+                lost = [metrics[f"reward/{kind}"] for kind in ("errors", "timeouts", "unscorable")]
+                if first is None and sum(lost) + metrics["optim/skipped"] > 0:
+                    first = metrics["step"]
+        if first is None:
+            return False
+        if self.run.process.poll() is None:
+            self.run.process.kill()
+            self.run.end(LIMIT)
+        earlier = [step for step, _ in rundir.saved_steps(self.folder) if step < first]
+        if earlier:
+            go_back(self.folder, earlier[-1])
+        else:
+            shutil.rmtree(self.folder)
+        self.went_back += 1
+        print(f"step {first:4d}  lost a sample or a step: back to {earlier[-1] if earlier else 0}", flush=True)
+        return True
+
+    def meet(self, faults: list[Callable], count: int) -> Counter:
+        """Run to the end, through ``count`` faults or as many as come; how often each kind was met."""
+        met: Counter = Counter()
+        deck: list[Callable] = []
+        self.start()
+        target = 2
+        while True:
+            with contextlib.suppress(Finished):
+                self.until(lambda: self.step() >= target)  # noqa: B023
+                if self.go_back_if_it_cost():
+                    self.start()
+                    continue
+                if not deck:
+                    deck = self.random.sample(faults, len(faults))
+                fault = deck.pop()
+                step = self.step()
+                begun = time.monotonic()
+                how = fault(self)
+                name = fault.__doc__.partition(".")[0]
+                met[name] += 1
+                print(f"step {step:4d}  {name}: {how} ({time.monotonic() - begun:.0f} s)", flush=True)
+                if self.run.process.poll() is not None:
+                    self.start()
+                left = max(1, count - sum(met.values()))
+                target = self.step() + self.random.randint(1, max(1, 2 * (self.steps - self.step()) // left - 3))
+                continue
+            self.run.end(LIMIT)
+            if not self.go_back_if_it_cost():
+                return met
+            self.start()
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+
+def killed(soak: Soak) -> str:
+    """The run is killed. SIGKILL to its first process."""
+    soak.kill()
+    return "ended"
+
+
+def killed_rank(soak: Soak) -> str:
+    """One rank of several is killed. SIGKILL."""
+    os.kill(soak.rank_pids()[-1], signal.SIGKILL)
+    return f"ended with {soak.ends()}"
+
+
+def killed_in_a_save(soak: Soak) -> str:
+    """The run is killed in the middle of a save. SIGKILL."""
+    soak.until(lambda: any((soak.folder / "checkpoints").glob("*.partial")))
+    soak.run.process.kill()
+    soak.ends()
+    return f"ended, {len(list((soak.folder / 'checkpoints').glob('*.partial')))} unfinished save left"
+
+
+def preempted(soak: Soak, number: signal.Signals = signal.SIGTERM) -> str:
+    """SIGTERM. To the run."""
+    os.kill(soak.run.process.pid, number)
+    soak.ends(75)
+    assert saved(soak.out) == soak.step()
+    return "saved, ended with 75"
+
+
+def interrupted(soak: Soak) -> str:
+    """SIGINT. To the run."""
+    return preempted(soak, signal.SIGINT)
+
+
+def warned(soak: Soak) -> str:
+    """SIGUSR1. To the run, as Slurm sends it before a time limit."""
+    return preempted(soak, signal.SIGUSR1)
+
+
+def all_terminated(soak: Soak) -> str:
+    """SIGTERM to every process. To verifiers and wandb as well, as a batch system does."""
+    for pid in soak.processes(b""):
+        os.kill(pid, signal.SIGTERM)
+    return preempted(soak)
+
+
+def twice(soak: Soak) -> str:
+    """SIGTERM twice. The second one ends the run at once, unless it has saved meanwhile."""
+    os.kill(soak.run.process.pid, signal.SIGTERM)
+    time.sleep(1.3)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(soak.run.process.pid, signal.SIGTERM)
+    return f"ended with {soak.ends(75, 128 + signal.SIGTERM)}"
+
+
+def hung_up(soak: Soak) -> str:
+    """The terminal closes. SIGHUP."""
+    os.kill(soak.run.process.pid, signal.SIGHUP)
+    return f"ended with {soak.ends()}"
+
+
+def flipped_bit(soak: Soak) -> str:
+    """A damaged checkpoint. A bit of one of its files is flipped."""
+    newest = soak.newest()
+    soak.kill()
+    newest = rundir.saved_steps(soak.folder)[-1][1]
+    flip(soak.random.choice(sorted(newest.rglob("*.pt"))))
+    return soak.resumes("has changed since it was written")
+
+
+def short_file(soak: Soak) -> str:
+    """A checkpoint whose file is cut off. At a hundred bytes."""
+    soak.newest()
+    soak.kill()
+    newest = rundir.saved_steps(soak.folder)[-1][1]
+    os.truncate(soak.random.choice(sorted(newest.rglob("*.pt"))), 100)
+    return soak.resumes("has 100 bytes, not")
+
+
+def no_manifest(soak: Soak) -> str:
+    """A checkpoint without its manifest. It is removed."""
+    soak.newest()
+    soak.kill()
+    (rundir.saved_steps(soak.folder)[-1][1] / "manifest.json").unlink()
+    return soak.resumes("manifest.json is missing")
+
+
+def empty_latest(soak: Soak) -> str:
+    """An empty file latest. As a file system leaves it after a power cut."""
+    soak.newest()
+    soak.kill()
+    (soak.folder / "checkpoints" / "latest").write_text("")
+    return soak.resumes("does not name step_")
+
+
+def torn_logs(soak: Soak) -> str:
+    """Torn lines in the logs of a run. Half a line at the end of metrics.jsonl and samples.jsonl."""
+    soak.newest()
+    soak.kill()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with open(soak.folder / name, "a") as file:
+            file.write('{"step": 9999, "rew')
+    return soak.resumes("resuming after step")
+
+
+def leftover_save(soak: Soak) -> str:
+    """An unfinished save in the folder. With files in it."""
+    soak.newest()
+    soak.kill()
+    leftover = soak.folder / "checkpoints" / "step_009999.partial"
+    leftover.mkdir()
+    (leftover / "state.json").write_text('{"step": 9999')
+    return soak.resumes("the save was not finished")
+
+
+def second_run(soak: Soak) -> str:
+    """The same command twice. While the run has its folder."""
+    second = Run(soak.line, soak.place / "second.log")
+    assert second.end(LIMIT) == 2, second.text()
+    assert "is in use by a running process" in second.text()
+    return "the second one was refused, the run went on"
+
+
+def full_disk(soak: Soak) -> str:
+    """A full disk for a while. The kernel refuses the ranks files above 100 kB."""
+    words = soak.says("NO CHECKPOINT after step")
+    pids = soak.rank_pids()
+    for pid in pids:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    try:
+        soak.until(words)
+    finally:
+        for pid in filter(alive, pids):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return "no checkpoint, the run went on"
+
+
+def read_only_folder(soak: Soak) -> str:
+    """A folder that cannot be written to for a while. That of the checkpoints."""
+    soak.newest()
+    words = soak.says("NO CHECKPOINT after step")
+    folder = soak.folder / "checkpoints"
+    root = os.geteuid() == 0  # who may write to what is read-only, but not to what is immutable
+    subprocess.run(["chattr", "+i", folder] if root else ["chmod", "a-w", folder], check=True)
+    try:
+        soak.until(words)
+    finally:
+        subprocess.run(["chattr", "-i", folder] if root else ["chmod", "u+w", folder], check=True)
+    return "no checkpoint, the run went on"
+
+
+def little_memory(soak: Soak) -> str:
+    """Memory runs out. The kernel gives the ranks no more than they have."""
+    pids = soak.rank_pids()
+    for pid in pids:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+        size = pages * resource.getpagesize()
+        resource.prlimit(pid, resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
+    step = soak.step()
+    deadline = time.monotonic() + 20
+    while soak.run.process.poll() is None and time.monotonic() < deadline and soak.step() < step + 3:
+        time.sleep(0.05)
+    for pid in filter(alive, pids):
+        resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    if soak.step() >= step + 3:
+        return "went on with what it had"
+    return f"ended with {soak.ends()}"
+
+
+def stacks(soak: Soak) -> str:
+    """SIGUSR2. To the run."""
+    words = soak.says("most recent call first")
+    os.kill(soak.rank_pids()[0], signal.SIGUSR2)
+    soak.until(words)
+    return "printed its stacks, went on"
+
+
+def paused(soak: Soak) -> str:
+    """The run stands still for a while. SIGSTOP, and SIGCONT three seconds later."""
+    for pid in soak.rank_pids():
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3)
+    for pid in soak.rank_pids():
+        os.kill(pid, signal.SIGCONT)
+    step = soak.step()
+    soak.until(lambda: soak.step() > step)
+    return "went on"
+
+
+def killed_verifier(soak: Soak) -> str:
+    """A verifier is killed. SIGKILL."""
+    os.kill(soak.verifier(), signal.SIGKILL)
+    step = soak.step()
+    soak.until(lambda: soak.step() > step)
+    return "went on"
+
+
+def slow_verifier(soak: Soak) -> str:
+    """A slow verifier. It stands still for two seconds."""
+    pid = soak.verifier()
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(2)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    step = soak.step()
+    soak.until(lambda: soak.step() > step)
+    return "went on"
+
+
+def hanging_verifier(soak: Soak) -> str:
+    """A verifier that hangs. It stands still until --reward_timeout has killed it."""
+    pid = soak.verifier()
+    os.kill(pid, signal.SIGSTOP)
+    soak.until(lambda: not alive(pid))
+    step = soak.step()
+    soak.until(lambda: soak.step() > step)
+    return "was killed, went on"
+
+
+def killed_tracking(soak: Soak) -> str:
+    """The process of wandb is killed. SIGKILL to wandb-core."""
+    pids = soak.processes(b"wandb-core")
+    if not pids:
+        return "was gone already"
+    words = soak.says("no more tracking")
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    soak.until(words)
+    return "said so, went on"
+
+
+def nan_loss(soak: Soak) -> str:
+    """One loss is NaN. In a mini-batch."""
+    words = soak.says("SKIPPED 1")
+    soak.order("nan_loss")
+    soak.until(words)
+    return "the optimizer step was skipped"
+
+
+def engine_raises(soak: Soak) -> str:
+    """The engine raises. In its thread."""
+    words = soak.says("its engine is built again")
+    soak.order("engine_raises")
+    soak.until(words)
+    return "was built again, went on"
+
+
+def engine_dies(soak: Soak) -> str:
+    """The engine dies. Its thread exits."""
+    words = soak.says("its engine is built again")
+    soak.order("engine_dies")
+    soak.until(words)
+    return "was built again, went on"
+
+
+def engine_hangs(soak: Soak) -> str:
+    """The engine hangs. For longer than --rollout_timeout."""
+    words = soak.says("its engine is built again")
+    soak.order("engine_hangs")
+    soak.until(words)
+    return "was built again, went on"
+
+
+def sampler_nan(soak: Soak) -> str:
+    """Log-probs of the sampler are NaN. All of one prompt."""
+    soak.order("sampler_nan")
+    code = soak.ends(1)
+    assert "log-probs are not finite" in soak.run.text()
+    return f"ended with {code}"
+
+
+def stalled(soak: Soak) -> str:
+    """The main thread hangs. For longer than --stall_timeout."""
+    soak.order("stall")
+    code = soak.ends(1)
+    assert "no progress on any rank for" in soak.run.text()
+    return f"ended with {code}"
+
+
+def clock_forward(soak: Soak, seconds: float = HOURS) -> str:
+    """The clock jumps forward. By five hours, and stays there."""
+    soak.clock.write_text(str(int(soak.clock.read_text()) + int(seconds)))
+    step = soak.step()
+    soak.until(lambda: soak.step() > step + 1)
+    return "went on"
+
+
+def clock_back(soak: Soak) -> str:
+    """The clock jumps back. By five hours, and stays there."""
+    return clock_forward(soak, -HOURS)
+
+
+ANY = [
+    killed,
+    killed_in_a_save,
+    preempted,
+    interrupted,
+    warned,
+    all_terminated,
+    twice,
+    hung_up,
+    flipped_bit,
+    short_file,
+]
+ANY += [no_manifest, empty_latest, torn_logs, leftover_save, second_run, full_disk, read_only_folder, little_memory]
+ANY += [stacks, paused, killed_verifier, slow_verifier, hanging_verifier, killed_tracking, nan_loss, engine_raises]
+ANY += [engine_dies, engine_hangs, sampler_nan, stalled]
+SEVERAL_RANKS = [killed_rank]
+CLOCKS = [clock_forward, clock_back]
+
+
+def possible(ranks: int) -> list[Callable]:
+    """The faults that can happen to this many ranks on this machine."""
+    faults = list(ANY)
+    if ranks > 1:
+        faults += SEVERAL_RANKS
+    if shutil.which("cc") is not None:
+        faults += CLOCKS
+    if os.geteuid() == 0 and shutil.which("chattr") is None:
+        faults.remove(read_only_folder)
+    return faults
+
+
+def soak(place: Path, script: str, steps: int, seed: int, ranks: int, count: int, faults: list[Callable]) -> Counter:
+    """Make a straight run and one through faults, compare them; how often each kind of fault was met."""
+    begun = time.monotonic()
+    it = Soak(place, script, steps, seed, ranks)
+    finish(it.straight_line, place / "straight.log", HOURS)
+    print(f"straight run: {steps} steps in {time.monotonic() - begun:.0f} s", flush=True)
+    begun = time.monotonic()
+    try:
+        met = it.meet(faults, count)
+    finally:
+        if it.run.process.poll() is None:
+            it.run.process.kill()
+            it.run.process.wait()
+    expected = record(place / "straight" / "run")
+    got = record(it.folder)
+    for key in expected:
+        assert got[key] == expected[key], f"{key} differ from those of the straight run"
+    print(
+        f"{script}: {steps} steps, {sum(met.values())} faults of {len(met)} kinds, started {it.lives} times, went back "
+        f"{it.went_back} times, {time.monotonic() - begun:.0f} s; metrics, samples and weights equal bit for bit",
+        flush=True,
+    )
+    return met
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--script", default="grpo.py", choices=["grpo.py", "ppo.py"])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--faults", type=int, default=40, help="about how many to meet")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=[], help="names of functions in this file")
+    parser.add_argument("--out", type=Path, default=None, help="where to leave runs and logs")
+    args = parser.parse_args()
+    process.prepare_environment()
+    place = args.out or Path(tempfile.mkdtemp(prefix="soak-"))
+    print(f"logs of every start in {place}", flush=True)
+    faults = [fault for fault in possible(args.ranks) if not args.only or fault.__name__ in args.only]
+    soak(place, args.script.removesuffix(".py"), args.steps, args.seed, args.ranks, args.faults, faults)
+
+
+if __name__ == "__main__":
+    main()
