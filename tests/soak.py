@@ -1,12 +1,12 @@
 """A soak: a run that meets a fault every few steps and must end with the weights of the run that met none.
 
-    python tests/soak.py                                        200 steps of grpo.py, 40 faults
+    python tests/soak.py                                     200 steps of grpo.py, 40 faults
     python tests/soak.py --script ppo.py --steps 60 --seed 1
-    python tests/soak.py --ranks 2 --only killed second_run     these faults alone
+    python tests/soak.py --only killed second_run            these faults alone
 
 Faults come from outside (signals, damaged files, limits of the kernel, another clock) or by the hooks that
-tests/runs/test_faults.py uses, which a program around the script holds. A run that ended as it should is started again
-by the same command. A fault that costs a sample or an optimizer step says so in metrics.jsonl; the soak then goes back
+tests/runs/test_faults.py uses. A run that ended as it should is started again, as a fork of this process, which has
+imported everything. A fault that costs a sample or an optimizer step says so in metrics.jsonl; the soak then goes back
 to the checkpoint before. Every wait has a limit. What was met is printed, with its step and how it ended.
 """
 
@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
+import multiprocessing
 import os
 import random
 import resource
@@ -27,64 +29,32 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tests are not a package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # neither the tests
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))  # nor the scripts are a package
 
-from helpers import ROOT, Run, alive, command, descendants, finish, flip, go_back, logged, make_tiny, record, saved
+import many
+import torch
+from helpers import (
+    ROOT,
+    Run,
+    alive,
+    command,
+    descendants,
+    flip,
+    go_back,
+    logged,
+    make_tiny,
+    record,
+    saved,
+)
 
-from runtime import process, rundir
+from runtime import rundir
 
 LIMIT = 300.0  # seconds that anything may take
-HOURS = 3600.0 * 5
-
-# The script with the hooks of some faults. An order is a file; whoever removes it does what it says.
-HOOKED = """
-from runtime import process
-process.prepare_environment()
-import os, sys, time
-import tyro
-import SCRIPT, utils
-from runtime import runlog
-
-
-def ordered(fault):
-    try:
-        os.unlink(os.path.join(os.environ["ORDERS"], fault))
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def generate(*arguments):
-    if ordered("engine_raises"):
-        raise ValueError("the engine broke on purpose")
-    if ordered("engine_dies"):
-        sys.exit(3)
-    if ordered("engine_hangs"):
-        time.sleep(120)
-    broken = ordered("sampler_nan")
-    for key, ids, logprobs, reason in plain_generate(*arguments):
-        yield key, ids, [float("nan")] * len(logprobs) if broken else logprobs, reason
-
-
-def token_loss(*arguments):
-    loss, pieces = plain_loss(*arguments)
-    return (loss * float("nan") if ordered("nan_loss") else loss), pieces
-
-
-def step(self, *arguments):
-    plain_step(self, *arguments)
-    if ordered("stall"):
-        time.sleep(3600)
-
-
-if __name__ == "__main__":  # the reward workers import this file
-    plain_generate, utils._generate = utils._generate, generate
-    plain_loss, SCRIPT.token_loss = SCRIPT.token_loss, token_loss
-    plain_step, runlog.RunLog.step = runlog.RunLog.step, step
-    args = tyro.cli(SCRIPT.Args)
-    SCRIPT.main(args, SCRIPT.preflight(args))
-"""
+HOURS = 5 * 3600.0
+UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 # The wall clock, moved by as many seconds as a file says. What measures time spans has another clock.
 CLOCK = """
@@ -133,50 +103,122 @@ class Finished(Exception):
     """The run came to its end before a fault could."""
 
 
+def hook(script: ModuleType, orders: Path) -> None:
+    """Put the hooks of some faults into a script. An order is a file; whoever removes it does what its name says."""
+    from runtime import runlog
+
+    utils = script.utils
+    plain_generate = utils._generate
+    plain_loss = script.token_loss
+    plain_step = runlog.RunLog.step
+
+    def ordered(fault: str) -> bool:
+        try:
+            (orders / fault).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def generate(*arguments):
+        if ordered("engine_raises"):
+            raise ValueError("the engine broke on purpose")
+        if ordered("engine_dies"):
+            sys.exit(3)
+        if ordered("engine_hangs"):
+            time.sleep(120)
+        broken = ordered("sampler_nan")
+        for key, ids, logprobs, reason in plain_generate(*arguments):
+            yield key, ids, [math.nan] * len(logprobs) if broken else logprobs, reason
+
+    def token_loss(*arguments):
+        loss, pieces = plain_loss(*arguments)
+        return (loss * math.nan if ordered("nan_loss") else loss), pieces
+
+    def step(self, *arguments):
+        plain_step(self, *arguments)
+        if ordered("stall"):
+            time.sleep(3600)
+
+    utils._generate = generate
+    script.token_loss = token_loss
+    runlog.RunLog.step = step
+
+
+class Fork:
+    """A run in a fork of this process, with what ``helpers.Run`` needs of a ``subprocess.Popen``."""
+
+    def __init__(self, script: ModuleType, words: list[str], log: Path, orders: Path | None = None):
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                del sys.modules["__main__"].__file__  # which the verifiers' processes would import
+                if orders is not None:
+                    hook(script, orders)
+                code = many.run(script, words, log)
+                sys.stdout.flush()
+            finally:
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("the run", timeout)
+            time.sleep(0.02)
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
+class Life(Run):
+    """One start of a run."""
+
+    def __init__(self, log: Path, *arguments):
+        self.log = log
+        self.seen = set()
+        log.touch()
+        self.process = Fork(*arguments)
+
+
 class Soak:
     """A run that is started again and again, and what happens to it."""
 
-    def __init__(self, place: Path, script: str, steps: int, seed: int, ranks: int):
+    def __init__(self, place: Path, script: str, steps: int, seed: int):
         self.place = place
+        tiny = place / "tiny"
+        maker = multiprocessing.get_context("fork").Process(target=make_tiny, args=(tiny,))
+        maker.start()  # apart: training a tokenizer leaves threads behind, which no fork would have
+        maker.join()
+        self.script = many.load_script(ROOT / f"{script}.py")
         self.steps = steps
         self.random = random.Random(seed)
-        self.ranks = ranks
         self.out = place / "soak"
         self.folder = self.out / "run"
         self.orders = place / "orders"
-        self.orders.mkdir(parents=True)
-        self.clock = place / "clock"
-        self.clock.write_text("0")
+        self.orders.mkdir()
+        self.clock = Path(os.environ.get("CLOCK_FILE", os.devnull))
         self.lives = 0
         self.went_back = 0
-        tiny = make_tiny(place / "tiny")
-        program = place / f"hooked_{script}.py"
-        program.write_text(HOOKED.replace("SCRIPT", script))
-        flags = ["--total_steps", str(steps), "--eval_prompts", "0", "--track", "--exp_name", script]
+        flags = ["--total_steps", str(steps), "--eval_prompts", "0", "--track"]
         flags += ["--save_every", "2", "--keep_checkpoints", "0", "--num_mini_batches", "2", "--beta", "0.1"]
         flags += ["--rollout_timeout", "40", "--stall_timeout", "60", "--engine_restarts", "1000"]
         flags += ["--reward_timeout", "10", "--reward_workers", "2", "--async_steps", "1"]
-
-        def line(out: Path, file: Path) -> list[str]:
-            words = command(tiny, out, *flags, script=script, ranks=ranks)
-            return [str(file) if word == str(ROOT / f"{script}.py") else word for word in words]
-
-        quiet = ["env", "WANDB_MODE=offline", "WANDB_SILENT=true"]
-        self.straight_line = [*quiet, *line(place / "straight", ROOT / f"{script}.py")]
-        environment = [f"ORDERS={self.orders}"]
-        if self.build_clock():
-            environment += [f"LD_PRELOAD={place / 'clock.so'}", f"CLOCK_FILE={self.clock}"]
-        self.line = [*quiet, *environment, *line(self.out, program)]
-
-    def build_clock(self) -> bool:
-        """Compile the clock that can be moved; whether there is a compiler."""
-        source = self.place / "clock.c"
-        source.write_text(CLOCK)
-        compiler = shutil.which("cc")
-        if compiler is None:
-            return False
-        subprocess.run([compiler, "-shared", "-fPIC", "-o", self.place / "clock.so", source, "-ldl"], check=True)
-        return True
+        self.line = command(tiny, self.out, *flags, script=script)
+        self.straight = command(tiny, place / "straight", *flags, script=script)
 
     # ------------------------------------------------------------------------------------------- what a fault may do
 
@@ -185,15 +227,24 @@ class Soak:
         for order in self.orders.iterdir():
             order.unlink()
         self.lives += 1
-        self.run = Run(self.line, self.place / f"life_{self.lives:03d}.log")
+        log = self.place / f"life_{self.lives:03d}.log"
+        self.run = Life(log, self.script, self.line[2:], log, self.orders)
+
+    def run_straight(self) -> None:
+        """The run without a fault."""
+        log = self.place / "straight.log"
+        run = Life(log, self.script, self.straight[2:], log)
+        assert run.process.wait(HOURS) == 0, run.text()
 
     def until(self, condition: Callable[[], bool], limit: float = LIMIT) -> None:
         """Wait. Raises Finished when the run ends with 0 meanwhile; any other end, and the limit, are errors."""
         deadline = time.monotonic() + limit
         while not condition():
-            if self.run.process.poll() == 0:
+            code = self.run.process.poll()
+            if code == 0:
                 raise Finished
-            self.run.until(lambda: True, 1)  # fails where the run has ended, and notes its processes
+            assert code is None, f"ended with {code}\n{self.run.text()[-3000:]}"
+            self.run.seen |= set(descendants(self.run.process.pid))
             assert time.monotonic() < deadline, f"nothing happens\n{self.run.text()[-3000:]}"
             time.sleep(0.02)
 
@@ -217,10 +268,6 @@ class Soak:
     def step(self) -> int:
         """The last step in metrics.jsonl."""
         return logged(self.out)
-
-    def rank_pids(self) -> list[int]:
-        """Process of each rank."""
-        return self.run.ranks() if self.ranks > 1 else [self.run.process.pid]
 
     def kill(self) -> None:
         """SIGKILL to the run."""
@@ -323,12 +370,6 @@ def killed(soak: Soak) -> str:
     """The run is killed. SIGKILL to its first process."""
     soak.kill()
     return "ended"
-
-
-def killed_rank(soak: Soak) -> str:
-    """One rank of several is killed. SIGKILL."""
-    os.kill(soak.rank_pids()[-1], signal.SIGKILL)
-    return f"ended with {soak.ends()}"
 
 
 def killed_in_a_save(soak: Soak) -> str:
@@ -442,16 +483,15 @@ def second_run(soak: Soak) -> str:
 
 
 def full_disk(soak: Soak) -> str:
-    """A full disk for a while. The kernel refuses the ranks files above 100 kB."""
+    """A full disk for a while. The kernel refuses the run files above 100 kB."""
     words = soak.says("NO CHECKPOINT after step")
-    pids = soak.rank_pids()
-    for pid in pids:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    pid = soak.run.process.pid
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     try:
         soak.until(words)
     finally:
-        for pid in filter(alive, pids):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, UNLIMITED)
     return "no checkpoint, the run went on"
 
 
@@ -470,18 +510,16 @@ def read_only_folder(soak: Soak) -> str:
 
 
 def little_memory(soak: Soak) -> str:
-    """Memory runs out. The kernel gives the ranks no more than they have."""
-    pids = soak.rank_pids()
-    for pid in pids:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-        size = pages * resource.getpagesize()
-        resource.prlimit(pid, resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
+    """Memory runs out. The kernel gives the run no more than it has."""
+    pid = soak.run.process.pid
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
     step = soak.step()
     deadline = time.monotonic() + 20
     while soak.run.process.poll() is None and time.monotonic() < deadline and soak.step() < step + 3:
         time.sleep(0.05)
-    for pid in filter(alive, pids):
-        resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    if soak.run.process.poll() is None:
+        resource.prlimit(pid, resource.RLIMIT_AS, UNLIMITED)
     if soak.step() >= step + 3:
         return "went on with what it had"
     return f"ended with {soak.ends()}"
@@ -490,18 +528,16 @@ def little_memory(soak: Soak) -> str:
 def stacks(soak: Soak) -> str:
     """SIGUSR2. To the run."""
     words = soak.says("most recent call first")
-    os.kill(soak.rank_pids()[0], signal.SIGUSR2)
+    os.kill(soak.run.process.pid, signal.SIGUSR2)
     soak.until(words)
     return "printed its stacks, went on"
 
 
 def paused(soak: Soak) -> str:
     """The run stands still for a while. SIGSTOP, and SIGCONT three seconds later."""
-    for pid in soak.rank_pids():
-        os.kill(pid, signal.SIGSTOP)
+    os.kill(soak.run.process.pid, signal.SIGSTOP)
     time.sleep(3)
-    for pid in soak.rank_pids():
-        os.kill(pid, signal.SIGCONT)
+    os.kill(soak.run.process.pid, signal.SIGCONT)
     step = soak.step()
     soak.until(lambda: soak.step() > step)
     return "went on"
@@ -625,27 +661,24 @@ ANY = [
 ANY += [no_manifest, empty_latest, torn_logs, leftover_save, second_run, full_disk, read_only_folder, little_memory]
 ANY += [stacks, paused, killed_verifier, slow_verifier, hanging_verifier, killed_tracking, nan_loss, engine_raises]
 ANY += [engine_dies, engine_hangs, sampler_nan, stalled]
-SEVERAL_RANKS = [killed_rank]
 CLOCKS = [clock_forward, clock_back]
 
 
-def possible(ranks: int) -> list[Callable]:
-    """The faults that can happen to this many ranks on this machine."""
+def possible() -> list[Callable]:
+    """The faults that can happen on this machine."""
     faults = list(ANY)
-    if ranks > 1:
-        faults += SEVERAL_RANKS
-    if shutil.which("cc") is not None:
+    if "CLOCK_FILE" in os.environ:
         faults += CLOCKS
     if os.geteuid() == 0 and shutil.which("chattr") is None:
         faults.remove(read_only_folder)
     return faults
 
 
-def soak(place: Path, script: str, steps: int, seed: int, ranks: int, count: int, faults: list[Callable]) -> Counter:
-    """Make a straight run and one through faults, compare them; how often each kind of fault was met."""
+def soak(place: Path, script: str, steps: int, seed: int, count: int, faults: list[Callable]) -> None:
+    """Make a straight run and one through faults, and compare them."""
     begun = time.monotonic()
-    it = Soak(place, script, steps, seed, ranks)
-    finish(it.straight_line, place / "straight.log", HOURS)
+    it = Soak(place, script, steps, seed)
+    it.run_straight()
     print(f"straight run: {steps} steps in {time.monotonic() - begun:.0f} s", flush=True)
     begun = time.monotonic()
     try:
@@ -653,7 +686,7 @@ def soak(place: Path, script: str, steps: int, seed: int, ranks: int, count: int
     finally:
         if it.run.process.poll() is None:
             it.run.process.kill()
-            it.run.process.wait()
+            it.run.end(LIMIT)
     expected = record(place / "straight" / "run")
     got = record(it.folder)
     for key in expected:
@@ -663,7 +696,19 @@ def soak(place: Path, script: str, steps: int, seed: int, ranks: int, count: int
         f"{it.went_back} times, {time.monotonic() - begun:.0f} s; metrics, samples and weights equal bit for bit",
         flush=True,
     )
-    return met
+
+
+def with_a_clock(place: Path) -> None:
+    """Start this program again with a clock that can be moved, where there is a compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None or "CLOCK_FILE" in os.environ:
+        return
+    source = place / "clock.c"
+    source.write_text(CLOCK)
+    (place / "clock").write_text("0")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", place / "clock.so", source, "-ldl"], check=True)
+    os.environ |= {"LD_PRELOAD": str(place / "clock.so"), "CLOCK_FILE": str(place / "clock")}
+    os.execv(sys.executable, [sys.executable, *sys.argv, "--out", str(place)])
 
 
 def main() -> None:
@@ -673,15 +718,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--faults", type=int, default=40, help="about how many to meet")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
-    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=[], help="names of functions in this file")
     parser.add_argument("--out", type=Path, default=None, help="where to leave runs and logs")
     args = parser.parse_args()
-    process.prepare_environment()
     place = args.out or Path(tempfile.mkdtemp(prefix="soak-"))
+    place.mkdir(parents=True, exist_ok=True)
+    with_a_clock(place)
     print(f"logs of every start in {place}", flush=True)
-    faults = [fault for fault in possible(args.ranks) if not args.only or fault.__name__ in args.only]
-    soak(place, args.script.removesuffix(".py"), args.steps, args.seed, args.ranks, args.faults, faults)
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": str(ROOT)}
+    torch.set_num_threads(1)  # bit for bit
+    faults = [fault for fault in possible() if not args.only or fault.__name__ in args.only]
+    soak(place, args.script.removesuffix(".py"), args.steps, args.seed, args.faults, faults)
 
 
 if __name__ == "__main__":

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, command, go_back, read_jsonl, run_to_end
+from helpers import ROOT, command, go_back, read_jsonl, run_environment
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
-# A script that writes down, whole, on rank 0: the state of each optimizer wherever a checkpoint is saved or loaded, and
-# the gradient of each optimizer step. STOP_AFTER: the step after which a signal comes.
+# Runs the parts of runs that it is told to, a line of JSON each, and answers with the exit codes of the ranks. They are
+# forks of a process that has imported everything. Rank 0 writes down, whole: the state of each optimizer wherever a
+# checkpoint is saved or loaded, and the gradient of each optimizer step.
 WATCHED = """
-from runtime import process
-process.prepare_environment()
+import json
 import os
+import socket
+import sys
+import traceback
+
 import torch
 import tyro
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
-import SCRIPT, utils
-from runtime import checkpoints, runlog
 
-PLACE, RANK = os.environ["PLACE"], os.environ["RANK"]
+import grpo
+import ppo
+import utils
+from runtime import checkpoints, process, runlog
+
 gradients = []
+order = {}
 
 
 def write(name, content):
-    if RANK == "0":
-        torch.save(content, f"{PLACE}/{name}.pt")
+    if os.environ["RANK"] == "0":
+        torch.save(content, f"{order['place']}/{name}.pt")
 
 
 def states_of(engines):
@@ -41,7 +52,7 @@ def states_of(engines):
             states[f"{key}.fp32"] = safe_get_full_fp32_param(weight).clone()
             for moment in ("exp_avg", "exp_avg_sq"):
                 states[f"{key}.{moment}"] = safe_get_full_optimizer_state(weight, moment).clone()
-        for k, state in enumerate(engine.optimizer.optimizer.state.values()):
+        for state in engine.optimizer.optimizer.state.values():
             states[f"{part}.step"] = state["step"].clone().cpu()
     return states
 
@@ -51,8 +62,8 @@ def backward(engine, loss, is_last):
     engine.backward(loss)
     if is_last:
         part = type(engine.module).__name__
-        gradient = {f"{part}.{n}": safe_get_full_grad(w).float().clone() for n, w in engine.module.named_parameters()}
-        gradients.append(gradient)
+        whole = {f"{part}.{n}": safe_get_full_grad(w).float().clone() for n, w in engine.module.named_parameters()}
+        gradients.append(whole)
         write("gradients", gradients)
         engine.step()
         utils.clear_dropped_gradients(engine)
@@ -70,44 +81,119 @@ class Watched(checkpoints.Checkpoints):
         return super().save(step)
 
 
-if __name__ == "__main__":  # the reward workers import this file
-    plain = runlog.RunLog.step
+def stop(self, metrics, *rest):
+    plain_step(self, metrics, *rest)
+    process.Stop.asked |= metrics["step"] == order["stop_after"]
 
-    def stop(self, metrics, *rest):
-        plain(self, metrics, *rest)
-        process.Stop.asked |= metrics["step"] == int(os.environ["STOP_AFTER"])
 
-    runlog.RunLog.step = stop
+def be_rank(rank, port):
+    out = os.open(f"{order['place']}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    size = str(order["ranks"])
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    script = {"grpo": grpo, "ppo": ppo}[order["script"]]
+    script.Checkpoints = Watched
+    sys.argv = [script.__file__, *order["words"]]
+    try:
+        args = tyro.cli(script.Args)
+        script.main(args, script.preflight(args))
+    except SystemExit as end:
+        return end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def serve():
+    global plain_step
+    plain_step, runlog.RunLog.step = runlog.RunLog.step, stop
     utils.backward = backward
-    SCRIPT.Checkpoints = Watched
-    args = tyro.cli(SCRIPT.Args)
-    SCRIPT.main(args, SCRIPT.preflight(args))
+    for line in sys.stdin:
+        order.update(json.loads(line))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        pids = []
+        for rank in range(order["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    code = be_rank(rank, port)
+                    sys.stdout.flush()
+                finally:
+                    os._exit(code)
+            pids.append(pid)
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+"""
+MAIN = """
+if __name__ == "__main__":  # the reward workers import this file
+    from runtime import process
+
+    process.prepare_environment()
+    import watched
+
+    watched.serve()
 """
 STEPS = ["--total_steps", "6", "--save_every", "2", "--keep_checkpoints", "0"]
 
 
-class Part:
-    """One part of a run, watched: what it printed, and what it wrote down."""
+class Watched:
+    """A process whose forks are the ranks of runs."""
 
-    def __init__(self, tiny, place: Path, out: Path, script: str, ranks: int, stop_after: int, *more: str):
-        place.mkdir(parents=True)
-        program = place / f"watched_{script}.py"
-        program.write_text(WATCHED.replace("SCRIPT", script))
-        line = [
-            str(program) if word == str(ROOT / f"{script}.py") else word
-            for word in command(tiny, out, *STEPS, *more, "--exp_name", script, script=script, ranks=ranks)
-        ]
-        line = ["env", f"PLACE={place}", f"STOP_AFTER={stop_after}", *line]
-        self.code, self.text = run_to_end(line, place / "log")
-        assert self.code == (75 if stop_after else 0), self.text
+    def __init__(self, tiny: Path, place: Path):
+        self.tiny = tiny
         self.place = place
-        self.run = out / "run"
+        (place / "watched.py").write_text(WATCHED)
+        (place / "main.py").write_text(MAIN)
+        environment = run_environment() | {"PYTHONPATH": f"{ROOT}:{place}"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(place / "main.py")],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, out: Path, script: str, ranks: int, stop_after: int, *more: str) -> Part:
+        """A run, or a part of one, from the start or its newest checkpoint to its end or to step ``stop_after``."""
+        place = out.with_name(f"{out.name}-{ranks}-{stop_after}")
+        place.mkdir(parents=True)
+        words = command(self.tiny, out, *STEPS, *more, script=script)[2:]
+        order = {"script": script, "words": words, "place": str(place), "stop_after": stop_after, "ranks": ranks}
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        codes = json.loads(self.process.stdout.readline())
+        part = Part(place, out / "run", (place / "log").read_text())
+        assert codes == [75 if stop_after else 0] * ranks, part.text
+        return part
+
+
+@dataclass
+class Part:
+    """What a part of a run wrote down, its folder, and what it printed."""
+
+    place: Path
+    run: Path
+    text: str
 
     def read(self, name: str):
         return torch.load(self.place / f"{name}.pt", weights_only=True)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return load_file(self.run / "model" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def watched(tiny, tmp_path_factory):
+    process = Watched(tiny, tmp_path_factory.mktemp("watched"))
+    yield process
+    process.process.kill()
+    process.process.wait()
 
 
 def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -124,15 +210,15 @@ def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> boo
 @pytest.mark.parametrize("ranks, other", [(1, 2), (2, 4)], ids=["1-2-1", "2-4-2"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
-def test_other_ranks_in_the_middle(tiny, tmp_path, script, stage, ranks, other):
+def test_other_ranks_in_the_middle(watched, tmp_path, script, stage, ranks, other):
     """Steps 1 and 2 on N ranks, 3 and 4 on M, 5 and 6 on N again, against six steps on N."""
     more = ["--zero_stage", str(stage), "--num_mini_batches", "2"]
-    straight = Part(tiny, tmp_path / "straight", tmp_path / "whole", script, ranks, 0, *more)
+    straight = watched.run(tmp_path / "straight", script, ranks, 0, *more)
     out = tmp_path / "parts"
     shutil.copytree(straight.run, out / "run")
     go_back(out / "run", 2)
-    middle = Part(tiny, tmp_path / "middle", out, script, other, 4, *more)
-    end = Part(tiny, tmp_path / "end", out, script, ranks, 0, *more)
+    middle = watched.run(out, script, other, 4, *more)
+    end = watched.run(out, script, ranks, 0, *more)
 
     assert f"changed: {ranks} rank(s) there, {other} here" in middle.text
     assert same(middle.read("loaded"), straight.read("saved_2")), "the state is not what was saved"
