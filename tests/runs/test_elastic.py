@@ -138,7 +138,7 @@ if __name__ == "__main__":  # the reward workers import this file
 
     watched.serve()
 """
-STEPS = ["--total_steps", "6", "--save_every", "2", "--keep_checkpoints", "0"]
+STEPS = ["--total_steps", "3", "--save_every", "1", "--keep_checkpoints", "0", "--eval_prompts", "0"]
 
 
 class Watched:
@@ -211,28 +211,28 @@ def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> boo
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_other_ranks_in_the_middle(watched, tmp_path, script, stage, ranks, other):
-    """Steps 1 and 2 on N ranks, 3 and 4 on M, 5 and 6 on N again, against six steps on N."""
+    """The first step on N ranks, the second on M, the third on N again, against three steps on N."""
     more = ["--zero_stage", str(stage), "--num_mini_batches", "2"]
     straight = watched.run(tmp_path / "straight", script, ranks, 0, *more)
     out = tmp_path / "parts"
     shutil.copytree(straight.run, out / "run")
-    go_back(out / "run", 2)
-    middle = watched.run(out, script, other, 4, *more)
+    go_back(out / "run", 1)
+    middle = watched.run(out, script, other, 2, *more)
     end = watched.run(out, script, ranks, 0, *more)
 
     assert f"changed: {ranks} rank(s) there, {other} here" in middle.text
-    assert same(middle.read("loaded"), straight.read("saved_2")), "the state is not what was saved"
-    assert same(end.read("loaded"), middle.read("saved_4")), "the state is not what was saved"
+    assert same(middle.read("loaded"), straight.read("saved_1")), "the state is not what was saved"
+    assert same(end.read("loaded"), middle.read("saved_2")), "the state is not what was saved"
     steps = {name: value.item() for name, value in middle.read("loaded").items() if name.endswith(".step")}
-    assert set(steps.values()) == {4.0}, "two steps of two mini-batches"
+    assert set(steps.values()) == {2.0}, "of two mini-batches"
 
-    each = len(straight.read("gradients")) // 6
-    gradient = distance(middle.read("gradients")[0], straight.read("gradients")[2 * each])
+    each = len(straight.read("gradients")) // 3
+    gradient = distance(middle.read("gradients")[0], straight.read("gradients")[each])
     weights = distance(end.weights(), straight.weights())
     print(f"{script} ZeRO {stage} {ranks}-{other}-{ranks}: gradient {gradient:.2g}, weights {weights:.2g}")
     assert gradient < 1e-6
     assert weights < 1e-6
     metrics = [read_jsonl(part / "metrics.jsonl") for part in (straight.run, end.run)]
-    assert [m["step"] for m in metrics[1]] == [1, 2, 3, 4, 5, 6]
+    assert [m["step"] for m in metrics[1]] == [1, 2, 3]
     for key in ("reward/mean", "completions/length_mean", "optim/lr", "episode"):
         assert [m[key] for m in metrics[0]] == [m[key] for m in metrics[1]], key
