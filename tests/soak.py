@@ -56,10 +56,11 @@ LIMIT = 300.0  # seconds that anything may take
 HOURS = 5 * 3600.0
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
-# The wall clock, moved by as many seconds as a file says. What measures time spans has another clock.
+# The wall clock, moved by as many seconds as a file says, and the kernel's when it is told to wait until some time.
 CLOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <semaphore.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/time.h>
@@ -95,6 +96,13 @@ int gettimeofday(struct timeval *now, void *zone) {
     now->tv_sec = precise.tv_sec;
     now->tv_usec = precise.tv_nsec / 1000;
     return 0;
+}
+
+int sem_timedwait(sem_t *semaphore, const struct timespec *until) {
+    int (*plain)(sem_t *, const struct timespec *) = dlsym(RTLD_NEXT, "sem_timedwait");
+    struct timespec real = *until;
+    real.tv_sec -= moved();
+    return plain(semaphore, &real);
 }
 """
 
@@ -209,10 +217,11 @@ class Soak:
         self.out = place / "soak"
         self.folder = self.out / "run"
         self.orders = place / "orders"
-        self.orders.mkdir()
+        self.orders.mkdir(exist_ok=True)
         self.clock = Path(os.environ.get("CLOCK_FILE", os.devnull))
         self.lives = 0
         self.went_back = 0
+        self.lost: Counter = Counter()
         flags = ["--total_steps", str(steps), "--eval_prompts", "0", "--track"]
         flags += ["--save_every", "2", "--keep_checkpoints", "0", "--num_mini_batches", "2", "--beta", "0.1"]
         flags += ["--rollout_timeout", "40", "--stall_timeout", "60", "--engine_restarts", "1000"]
@@ -236,17 +245,24 @@ class Soak:
         run = Life(log, self.script, self.straight[2:], log)
         assert run.process.wait(HOURS) == 0, run.text()
 
-    def until(self, condition: Callable[[], bool], limit: float = LIMIT) -> None:
-        """Wait. Raises Finished when the run ends with 0 meanwhile; any other end, and the limit, are errors."""
-        deadline = time.monotonic() + limit
+    def until_or_end(self, condition: Callable[[], bool]) -> bool:
+        """Wait for one of both; whether it was the end. Raises Finished where the exit code is 0."""
+        deadline = time.monotonic() + LIMIT
         while not condition():
             code = self.run.process.poll()
             if code == 0:
                 raise Finished
-            assert code is None, f"ended with {code}\n{self.run.text()[-3000:]}"
+            if code is not None:
+                return True
             self.run.seen |= set(descendants(self.run.process.pid))
             assert time.monotonic() < deadline, f"nothing happens\n{self.run.text()[-3000:]}"
             time.sleep(0.02)
+        return False
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait; the run must not end meanwhile, but for Finished."""
+        ended = self.until_or_end(condition)
+        assert not ended, f"ended with {self.run.process.poll()}\n{self.run.text()[-3000:]}"
 
     def says(self, words: str) -> Callable[[], bool]:
         """Whether the run has printed ``words`` since now."""
@@ -293,9 +309,14 @@ class Soak:
         """Have the program around the script do this, once."""
         (self.orders / fault).touch()
 
-    def newest(self) -> Path:
-        """The newest checkpoint."""
-        self.until(lambda: saved(self.out) > 0)
+    def has_two_checkpoints(self) -> bool:
+        """Whether there is one to fall back on."""
+        return len(rundir.saved_steps(self.folder)) > 1
+
+    def dead_checkpoint(self) -> Path:
+        """Kill the run; its newest checkpoint, which is not the only one."""
+        self.until(self.has_two_checkpoints)
+        self.kill()
         return rundir.saved_steps(self.folder)[-1][1]
 
     def resumes(self, words: str) -> str:
@@ -322,11 +343,14 @@ class Soak:
         if self.run.process.poll() is None:
             self.run.process.kill()
             self.run.end(LIMIT)
-        earlier = [step for step, _ in rundir.saved_steps(self.folder) if step < first]
+        # With --async_steps 1 a checkpoint holds the samples of the step after it.
+        earlier = [step for step, _ in rundir.saved_steps(self.folder) if step < first - 1]
         if earlier:
             go_back(self.folder, earlier[-1])
         else:
             shutil.rmtree(self.folder)
+        self.lost[first] += 1
+        assert self.lost[first] < 5, f"step {first} loses a sample again and again"
         self.went_back += 1
         print(f"step {first:4d}  lost a sample or a step: back to {earlier[-1] if earlier else 0}", flush=True)
         return True
@@ -422,42 +446,34 @@ def hung_up(soak: Soak) -> str:
 
 def flipped_bit(soak: Soak) -> str:
     """A damaged checkpoint. A bit of one of its files is flipped."""
-    newest = soak.newest()
-    soak.kill()
-    newest = rundir.saved_steps(soak.folder)[-1][1]
+    newest = soak.dead_checkpoint()
     flip(soak.random.choice(sorted(newest.rglob("*.pt"))))
     return soak.resumes("has changed since it was written")
 
 
 def short_file(soak: Soak) -> str:
     """A checkpoint whose file is cut off. At a hundred bytes."""
-    soak.newest()
-    soak.kill()
-    newest = rundir.saved_steps(soak.folder)[-1][1]
+    newest = soak.dead_checkpoint()
     os.truncate(soak.random.choice(sorted(newest.rglob("*.pt"))), 100)
     return soak.resumes("has 100 bytes, not")
 
 
 def no_manifest(soak: Soak) -> str:
     """A checkpoint without its manifest. It is removed."""
-    soak.newest()
-    soak.kill()
-    (rundir.saved_steps(soak.folder)[-1][1] / "manifest.json").unlink()
+    (soak.dead_checkpoint() / "manifest.json").unlink()
     return soak.resumes("manifest.json is missing")
 
 
 def empty_latest(soak: Soak) -> str:
     """An empty file latest. As a file system leaves it after a power cut."""
-    soak.newest()
-    soak.kill()
+    soak.dead_checkpoint()
     (soak.folder / "checkpoints" / "latest").write_text("")
     return soak.resumes("does not name step_")
 
 
 def torn_logs(soak: Soak) -> str:
     """Torn lines in the logs of a run. Half a line at the end of metrics.jsonl and samples.jsonl."""
-    soak.newest()
-    soak.kill()
+    soak.dead_checkpoint()
     for name in ("metrics.jsonl", "samples.jsonl"):
         with open(soak.folder / name, "a") as file:
             file.write('{"step": 9999, "rew')
@@ -466,8 +482,7 @@ def torn_logs(soak: Soak) -> str:
 
 def leftover_save(soak: Soak) -> str:
     """An unfinished save in the folder. With files in it."""
-    soak.newest()
-    soak.kill()
+    soak.dead_checkpoint()
     leftover = soak.folder / "checkpoints" / "step_009999.partial"
     leftover.mkdir()
     (leftover / "state.json").write_text('{"step": 9999')
@@ -491,7 +506,9 @@ def full_disk(soak: Soak) -> str:
     pid = soak.run.process.pid
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     try:
-        soak.until(words)
+        if soak.until_or_end(words):
+            assert soak.ends(1) and "File too large" in soak.run.text()
+            return "ended with 1: its own log could not be written"
     finally:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, UNLIMITED)
@@ -500,7 +517,7 @@ def full_disk(soak: Soak) -> str:
 
 def read_only_folder(soak: Soak) -> str:
     """A folder that cannot be written to for a while. That of the checkpoints."""
-    soak.newest()
+    soak.until(soak.has_two_checkpoints)
     words = soak.says("NO CHECKPOINT after step")
     folder = soak.folder / "checkpoints"
     root = os.geteuid() == 0  # who may write to what is read-only, but not to what is immutable
@@ -523,7 +540,6 @@ def little_memory(soak: Soak) -> str:
         time.sleep(0.05)
     if soak.run.process.poll() is None:
         resource.prlimit(pid, resource.RLIMIT_AS, UNLIMITED)
-    if soak.step() >= step + 3:
         return "went on with what it had"
     return f"ended with {soak.ends()}"
 
@@ -570,7 +586,9 @@ def hanging_verifier(soak: Soak) -> str:
     """A verifier that hangs. It stands still until --reward_timeout has killed it."""
     pid = soak.verifier()
     os.kill(pid, signal.SIGSTOP)
-    soak.until(lambda: not alive(pid))
+    if soak.until_or_end(lambda: not alive(pid)):  # it took a task for itself, or all others wait behind it
+        assert soak.ends(1) and "no progress on any rank for" in soak.run.text()
+        return "ended with 1, by --stall_timeout"
     step = soak.step()
     soak.until(lambda: soak.step() > step)
     return "was killed, went on"

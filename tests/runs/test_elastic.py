@@ -47,6 +47,8 @@ def write(name, content):
 def states_of(engines):
     states = {}
     for part, engine in engines.items():
+        if engine.zero_optimization_stage() < 3:
+            engine.optimizer._lazy_init_hp_params_optimizer_state()  # as before the first step
         for name, weight in engine.module.named_parameters():
             key = f"{part}.{name}"
             states[f"{key}.fp32"] = safe_get_full_fp32_param(weight).clone()
