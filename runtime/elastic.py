@@ -162,23 +162,24 @@ class SavedElsewhere:
         self.ranks = ranks
         self.stage = engine.zero_optimization_stage()
         self.read = engine.checkpoint_engine.load
+        self.shapes: Shapes = []  # of the weights, in the order in which they were saved
         place = (str(folder.parent), folder.name)
         self.common = engine._get_ckpt_name(*place, pp_placeholder="0")  # stage 3 has one for each rank, all the same
         self.parts = engine._get_mp_rank_zero_checkpoint_names(*place, 0, ranks, engine.bfloat16_enabled())
 
     def load(self, path: str, map_location) -> dict[str, Any]:
-        """What DeepSpeed would find in the file ``path`` of this rank."""
-        saved = self.read(self.common, map_location=map_location)
-        if path == self.common:
-            return saved | {"dp_world_size": torch.distributed.get_world_size()}
+        """What DeepSpeed would find in the file ``path`` of this rank; it asks for the common file first."""
+        if path != self.common:
+            return {"optimizer_state_dict": self.own_state()}
+        saved = self.read(path, map_location=map_location)
+        self.shapes = saved["param_shapes"]
         frozen = saved.get("frozen_param_fragments") or {}
         if self.stage == 3 and any(weight.numel() > 0 for weight in frozen.values()):
             refuse(f"{path}: ZeRO 3 has cut frozen weights, too; resume with --num_processes {self.ranks}")
-        own = self.own_state(saved["param_shapes"])
-        return {"optimizer_state_dict": own}
+        return saved | {"dp_world_size": torch.distributed.get_world_size()}
 
-    def own_state(self, shapes: Shapes) -> dict[str, Any]:
-        """This rank's part of the optimizer's state. ``shapes``: of the weights as they were saved."""
+    def own_state(self) -> dict[str, Any]:
+        """This rank's part of the optimizer's state."""
         files = []
         for path in self.parts:
             file = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
@@ -193,7 +194,7 @@ class SavedElsewhere:
                 (weights,) = group["params"]
                 own_lengths.append(len(weights))
         size = torch.distributed.get_world_size()
-        old = find_units(shapes, self.stage, self.ranks, lengths)
+        old = find_units(self.shapes, self.stage, self.ranks, lengths)
         own_shapes = self.engine._get_zero_param_shapes()
         new = find_units(own_shapes, self.stage, size, own_lengths)
         saved = SavedState(files, old, self.stage)
