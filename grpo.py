@@ -814,6 +814,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         requests = data.requests(chosen, sampled, args.seed, later) if found is None else []
         waiting.append(engine.ask([problems[i] for i in chosen], requests, sampling, chosen))
         waiting[-1].samples = found and [Sample(**values) for values in found]
+        for sample in waiting[-1].samples or []:
+            sample.engine = sample.prompt_id % engine.count  # another number of ranks has another number of engines
 
     clock.restart()
     for step in range(first_step, total_steps + 1):

@@ -17,10 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from torch import nn
 
-from runtime import process, rundir
+from runtime import elastic, process, rundir
 from runtime.watchdog import Watch
 
 GIB = 2**30
@@ -108,8 +109,11 @@ class Checkpoints:
         if start is None:
             return 0
         state = json.loads((start / "state.json").read_text())
+        ranks = state["world_size"]
         for name, engine in self.engines.items():
-            loaded, _ = engine.load_checkpoint(str(start), tag=name, load_lr_scheduler_states=False)
+            same = ranks == self.world_size
+            with contextlib.nullcontext() if same else elastic.saved_by(ranks, engine, start / name):
+                loaded, _ = engine.load_checkpoint(str(start), tag=name, load_lr_scheduler_states=False)
             if loaded is None:
                 raise RuntimeError(f"DeepSpeed found nothing to load in {start / name}")
         for name, module in self.modules.items():
@@ -119,8 +123,11 @@ class Checkpoints:
             vars(thing).update(state["parts"].get(name, {}))  # earlier code may not have had this part
         best = rundir.best_so_far(self.log.folder, self.args) if self.rank == 0 else None
         self.log.best = self._gather(best)[0]
-        states = torch.load(start / f"rng_{self.rank}.pt", map_location="cpu", weights_only=True)
-        set_random_states(states)
+        if self.rank < ranks:
+            states = torch.load(start / f"rng_{self.rank}.pt", map_location="cpu", weights_only=True)
+            set_random_states(states)
+        else:  # not the numbers that a rank of this number has drawn before, in another part of the run
+            set_seed(random.Random(f"{self.args.seed}/{self.rank}/{state['step']}").getrandbits(32))
         if self.rank == 0:
             self._set_aside(state["step"])
         return state["step"]

@@ -205,7 +205,7 @@ def choose_checkpoint(folder: Path, args, world_size: int) -> Path | None:
     """The checkpoint that ``--resume`` means; None where there is none and nothing is lost by starting from scratch.
 
     auto takes the newest one whose manifest matches, and reports why newer ones were skipped. Ends with exit code 2
-    where all are damaged, and where the checkpoint belongs to another run, other code or another number of ranks.
+    where all are damaged, and where the checkpoint belongs to another run or other code.
     """
     if args.resume == "auto":
         start = newest_checkpoint(folder)
@@ -218,8 +218,8 @@ def choose_checkpoint(folder: Path, args, world_size: int) -> Path | None:
         if wrong:
             refuse(f"--resume {start}: {wrong}; give auto, never, or the folder of an intact checkpoint")
     state = json.loads((start / "state.json").read_text())
-    check_same_run(start, state, args, world_size)
-    report_changes(start, state, args)
+    check_same_run(start, state, args)
+    report_changes(start, state, args, world_size)
     return start
 
 
@@ -267,8 +267,8 @@ def check_nothing_is_lost(folder: Path, args) -> None:
         say(f"{folder} stopped after step {done} without a checkpoint: starting from scratch")
 
 
-def check_same_run(start: Path, state: dict[str, Any], args, world_size: int) -> None:
-    """Refuse a checkpoint of another configuration, of other code, or of another number of ranks."""
+def check_same_run(start: Path, state: dict[str, Any], args) -> None:
+    """Refuse a checkpoint of another configuration or of other code."""
     other, _ = changed_arguments(state["args"], args)
     if other:
         refuse(f"{start} belongs to a run of another configuration ({', '.join(other[:5])}); choose another --run_name")
@@ -278,17 +278,16 @@ def check_same_run(start: Path, state: dict[str, Any], args, world_size: int) ->
             f"{start} was saved by other code: {', '.join(changed[:5])}. --accept_changed_code resumes it with the new "
             f"code, --exp_name or --run_name start another run, --overwrite starts this one from scratch"
         )
-    if state["world_size"] != world_size:
-        refuse(
-            f"{start} was saved by {state['world_size']} rank(s), this run has {world_size}: ZeRO's partitions of the "
-            f"optimizer belong to that number of ranks. Start it with --num_processes {state['world_size']}, or a new "
-            f"run from its weights: --model_name_or_path {start / 'model'}"
-        )
 
 
-def report_changes(start: Path, state: dict[str, Any], args) -> None:
+def report_changes(start: Path, state: dict[str, Any], args, world_size: int) -> None:
     """Print which checkpoint is resumed, and what has changed since it was saved."""
     say(f"resuming after step {state['step']}, from {start}")
+    if state["world_size"] != world_size:
+        say(
+            f"  changed: {state['world_size']} rank(s) there, {world_size} here: the state of the optimizer is cut "
+            f"anew for them, results are equal up to rounding"
+        )
     _, allowed = changed_arguments(state["args"], args)
     for line in allowed:
         say(f"  changed: {line}")

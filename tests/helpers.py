@@ -204,6 +204,16 @@ def copy_of(args, place: Path, **changes):
     return dataclasses.replace(args, output_dir=str(place / "runs"), **changes)
 
 
+def go_back(folder: Path, step: int) -> None:
+    """Make a finished run one that was killed after it had saved ``step``."""
+    for name in ("model", "critic"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for later, path in rundir.saved_steps(folder):
+        if later > step:
+            shutil.rmtree(path)
+    process.write_whole(folder / "checkpoints" / "latest", f"step_{step:06d}\n")
+
+
 def flip(path: Path) -> None:
     """Flip one bit in the middle of a file."""
     content = bytearray(path.read_bytes())

@@ -206,12 +206,6 @@ def test_changed_arguments(stopped, tmp_path, capsys):
     assert "--beta 0.0 there, 0.5 here" in refusal(args, capsys)
 
 
-def test_another_number_of_ranks(stopped, capsys):
-    message = refusal(stopped, capsys, world_size=2)
-    assert "saved by 1 rank(s), this run has 2" in message and "ZeRO's partitions" in message
-    assert "--num_processes 1" in message and "--model_name_or_path" in message
-
-
 def test_resume_never_and_paths(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path, resume="never")
     assert "this very run" in refusal(args, capsys)

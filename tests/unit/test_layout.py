@@ -21,7 +21,7 @@ RANKS = [
         "runtime.gym_tasks",
     },
     {"runtime.presets", "runtime.sandbox", "runtime.sources", "runtime.data", "runtime.batching", "runtime.watchdog"},
-    {"runtime.flags"},
+    {"runtime.flags", "runtime.elastic"},
     {"runtime.identity"},
     {"runtime.rundir", "runtime.runlog", "runtime.checkpoints"},
     {"kl_estimators", "rewards", "runtime.dedicated"},

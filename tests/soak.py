@@ -1,0 +1,756 @@
+"""A soak: a run that meets a fault every few steps and must end with the weights of the run that met none.
+
+    python tests/soak.py                                     200 steps of grpo.py, 40 faults
+    python tests/soak.py --script ppo.py --steps 60 --seed 1
+    python tests/soak.py --only killed second_run            these faults alone
+
+Faults come from outside (signals, damaged files, limits of the kernel, another clock) or by the hooks that
+tests/runs/test_faults.py uses. A run that ended as it should is started again, as a fork of this process, which has
+imported everything. A fault that costs a sample or an optimizer step says so in metrics.jsonl; the soak then goes back
+to the checkpoint before. Every wait has a limit. What was met is printed, with its step and how it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # neither the tests
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))  # nor the scripts are a package
+
+import many
+import torch
+from helpers import (
+    ROOT,
+    Run,
+    alive,
+    command,
+    descendants,
+    flip,
+    go_back,
+    logged,
+    make_tiny,
+    record,
+    saved,
+)
+
+from runtime import rundir
+
+LIMIT = 300.0  # seconds that anything may take
+HOURS = 5 * 3600.0
+UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+# The wall clock, moved by as many seconds as a file says, and the kernel's when it is told to wait until some time.
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <semaphore.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+
+static long moved(void) {
+    long seconds = 0;
+    FILE *file = fopen(getenv("CLOCK_FILE"), "r");
+    if (file) {
+        if (fscanf(file, "%ld", &seconds) != 1) seconds = 0;
+        fclose(file);
+    }
+    return seconds;
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int (*plain)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+    int failed = plain(clock, now);
+    if (!failed && clock == CLOCK_REALTIME) now->tv_sec += moved();
+    return failed;
+}
+
+time_t time(time_t *place) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (place) *place = now.tv_sec;
+    return now.tv_sec;
+}
+
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec;
+    now->tv_usec = precise.tv_nsec / 1000;
+    return 0;
+}
+
+int sem_timedwait(sem_t *semaphore, const struct timespec *until) {
+    int (*plain)(sem_t *, const struct timespec *) = dlsym(RTLD_NEXT, "sem_timedwait");
+    struct timespec real = *until;
+    real.tv_sec -= moved();
+    return plain(semaphore, &real);
+}
+"""
+
+
+class Finished(Exception):
+    """The run came to its end before a fault could."""
+
+
+def hook(script: ModuleType, orders: Path) -> None:
+    """Put the hooks of some faults into a script. An order is a file; whoever removes it does what its name says."""
+    from runtime import runlog
+
+    utils = script.utils
+    plain_generate = utils._generate
+    plain_loss = script.token_loss
+    plain_step = runlog.RunLog.step
+
+    def ordered(fault: str) -> bool:
+        try:
+            (orders / fault).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def generate(*arguments):
+        if ordered("engine_raises"):
+            raise ValueError("the engine broke on purpose")
+        if ordered("engine_dies"):
+            sys.exit(3)
+        if ordered("engine_hangs"):
+            time.sleep(120)
+        broken = ordered("sampler_nan")
+        for key, ids, logprobs, reason in plain_generate(*arguments):
+            yield key, ids, [math.nan] * len(logprobs) if broken else logprobs, reason
+
+    def token_loss(*arguments):
+        loss, pieces = plain_loss(*arguments)
+        return (loss * math.nan if ordered("nan_loss") else loss), pieces
+
+    def step(self, *arguments):
+        plain_step(self, *arguments)
+        if ordered("stall"):
+            time.sleep(3600)
+
+    utils._generate = generate
+    script.token_loss = token_loss
+    runlog.RunLog.step = step
+
+
+class Fork:
+    """A run in a fork of this process, with what ``helpers.Run`` needs of a ``subprocess.Popen``."""
+
+    def __init__(self, script: ModuleType, words: list[str], log: Path, orders: Path | None = None):
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                del sys.modules["__main__"].__file__  # which the verifiers' processes would import
+                if orders is not None:
+                    hook(script, orders)
+                code = many.run(script, words, log)
+                sys.stdout.flush()
+            finally:
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("the run", timeout)
+            time.sleep(0.02)
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
+class Life(Run):
+    """One start of a run."""
+
+    def __init__(self, log: Path, *arguments):
+        self.log = log
+        self.seen = set()
+        log.touch()
+        self.process = Fork(*arguments)
+
+
+class Soak:
+    """A run that is started again and again, and what happens to it."""
+
+    def __init__(self, place: Path, script: str, steps: int, seed: int):
+        self.place = place
+        tiny = place / "tiny"
+        maker = multiprocessing.get_context("fork").Process(target=make_tiny, args=(tiny,))
+        maker.start()  # apart: training a tokenizer leaves threads behind, which no fork would have
+        maker.join()
+        self.script = many.load_script(ROOT / f"{script}.py")
+        self.steps = steps
+        self.random = random.Random(seed)
+        self.out = place / "soak"
+        self.folder = self.out / "run"
+        self.orders = place / "orders"
+        self.orders.mkdir(exist_ok=True)
+        self.clock = Path(os.environ.get("CLOCK_FILE", os.devnull))
+        self.lives = 0
+        self.went_back = 0
+        self.lost: Counter = Counter()
+        flags = ["--total_steps", str(steps), "--eval_prompts", "0", "--track"]
+        flags += ["--save_every", "2", "--keep_checkpoints", "0", "--num_mini_batches", "2", "--beta", "0.1"]
+        flags += ["--rollout_timeout", "40", "--stall_timeout", "60", "--engine_restarts", "1000"]
+        flags += ["--reward_timeout", "10", "--reward_workers", "2", "--async_steps", "1"]
+        self.line = command(tiny, self.out, *flags, script=script)
+        self.straight = command(tiny, place / "straight", *flags, script=script)
+
+    # ------------------------------------------------------------------------------------------- what a fault may do
+
+    def start(self) -> None:
+        """The same command again."""
+        for order in self.orders.iterdir():
+            order.unlink()
+        self.lives += 1
+        log = self.place / f"life_{self.lives:03d}.log"
+        self.run = Life(log, self.script, self.line[2:], log, self.orders)
+
+    def run_straight(self) -> None:
+        """The run without a fault."""
+        log = self.place / "straight.log"
+        run = Life(log, self.script, self.straight[2:], log)
+        assert run.process.wait(HOURS) == 0, run.text()
+
+    def until_or_end(self, condition: Callable[[], bool]) -> bool:
+        """Wait for one of both; whether it was the end. Raises Finished where the exit code is 0."""
+        deadline = time.monotonic() + LIMIT
+        while not condition():
+            code = self.run.process.poll()
+            if code == 0:
+                raise Finished
+            if code is not None:
+                return True
+            self.run.seen |= set(descendants(self.run.process.pid))
+            assert time.monotonic() < deadline, f"nothing happens\n{self.run.text()[-3000:]}"
+            time.sleep(0.02)
+        return False
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait; the run must not end meanwhile, but for Finished."""
+        ended = self.until_or_end(condition)
+        assert not ended, f"ended with {self.run.process.poll()}\n{self.run.text()[-3000:]}"
+
+    def says(self, words: str) -> Callable[[], bool]:
+        """Whether the run has printed ``words`` since now."""
+        before = self.run.text().count(words)
+        return lambda: self.run.text().count(words) > before
+
+    def ends(self, *codes: int, limit: float = LIMIT) -> int:
+        """Wait for the end of the run, with one of these exit codes; any but 0 and 75 without one."""
+        deadline = time.monotonic() + limit
+        while self.run.process.poll() is None and time.monotonic() < deadline:
+            self.run.seen |= set(descendants(self.run.process.pid))
+            time.sleep(0.02)
+        code = self.run.end(0.1)
+        if code == 0:
+            raise Finished
+        assert code in codes if codes else code != 75, f"exit code {code}\n{self.run.text()[-3000:]}"
+        return code
+
+    def step(self) -> int:
+        """The last step in metrics.jsonl."""
+        return logged(self.out)
+
+    def kill(self) -> None:
+        """SIGKILL to the run."""
+        self.run.process.kill()
+        self.ends()
+
+    def processes(self, word: bytes) -> list[int]:
+        """Processes of the run with ``word`` in their command line."""
+        self.run.seen |= set(descendants(self.run.process.pid))
+        found = []
+        for pid in filter(alive, sorted(self.run.seen)):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if word in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    def verifier(self) -> int:
+        """A verifier's process."""
+        self.until(lambda: bool(self.processes(b"spawn_main")))
+        return self.random.choice(self.processes(b"spawn_main"))
+
+    def order(self, fault: str) -> None:
+        """Have the program around the script do this, once."""
+        (self.orders / fault).touch()
+
+    def has_two_checkpoints(self) -> bool:
+        """Whether there is one to fall back on."""
+        return len(rundir.saved_steps(self.folder)) > 1
+
+    def dead_checkpoint(self) -> Path:
+        """Kill the run; its newest checkpoint, which is not the only one."""
+        self.until(self.has_two_checkpoints)
+        self.kill()
+        return rundir.saved_steps(self.folder)[-1][1]
+
+    def resumes(self, words: str) -> str:
+        """Start again after damage, which must be named."""
+        self.start()
+        self.until(lambda: "resuming after step " in self.run.text())
+        assert words in self.run.text(), self.run.text()
+        return f"resumed, and said: {words}"
+
+    # ----------------------------------------------------------------------------------------------------- the loop
+
+    def go_back_if_it_cost(self) -> bool:
+        """Resume from before the first step that lost a sample or an optimizer step."""
+        file = self.folder / "metrics.jsonl"
+        first = None
+        for line in file.read_text().splitlines() if file.is_file() else []:
+            with contextlib.suppress(json.JSONDecodeError):  # half written
+                metrics = json.loads(line)
+                lost = [metrics[f"reward/{kind}"] for kind in ("errors", "timeouts", "unscorable")]
+                if first is None and sum(lost) + metrics["optim/skipped"] > 0:
+                    first = metrics["step"]
+        if first is None:
+            return False
+        if self.run.process.poll() is None:
+            self.run.process.kill()
+            self.run.end(LIMIT)
+        # With --async_steps 1 a checkpoint holds the samples of the step after it.
+        earlier = [step for step, _ in rundir.saved_steps(self.folder) if step < first - 1]
+        if earlier:
+            go_back(self.folder, earlier[-1])
+        else:
+            shutil.rmtree(self.folder)
+        self.lost[first] += 1
+        assert self.lost[first] < 5, f"step {first} loses a sample again and again"
+        self.went_back += 1
+        print(f"step {first:4d}  lost a sample or a step: back to {earlier[-1] if earlier else 0}", flush=True)
+        return True
+
+    def meet(self, faults: list[Callable], count: int) -> Counter:
+        """Run to the end, through ``count`` faults or as many as come; how often each kind was met."""
+        met: Counter = Counter()
+        deck: list[Callable] = []
+        self.start()
+        target = 2
+        while True:
+            with contextlib.suppress(Finished):
+                self.until(lambda: self.step() >= target)  # noqa: B023
+                if self.go_back_if_it_cost():
+                    self.start()
+                    continue
+                if not deck:
+                    deck = self.random.sample(faults, len(faults))
+                fault = deck.pop()
+                step = self.step()
+                begun = time.monotonic()
+                how = fault(self)
+                name = fault.__doc__.partition(".")[0]
+                met[name] += 1
+                print(f"step {step:4d}  {name}: {how} ({time.monotonic() - begun:.0f} s)", flush=True)
+                if self.run.process.poll() is not None:
+                    self.start()
+                left = max(1, count - sum(met.values()))
+                target = self.step() + self.random.randint(1, max(1, 2 * (self.steps - self.step()) // left - 3))
+                continue
+            self.run.end(LIMIT)
+            if not self.go_back_if_it_cost():
+                return met
+            self.start()
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+
+def killed(soak: Soak) -> str:
+    """The run is killed. SIGKILL to its first process."""
+    soak.kill()
+    return "ended"
+
+
+def killed_in_a_save(soak: Soak) -> str:
+    """The run is killed in the middle of a save. SIGKILL."""
+    soak.until(lambda: any((soak.folder / "checkpoints").glob("*.partial")))
+    soak.run.process.kill()
+    soak.ends()
+    return f"ended, {len(list((soak.folder / 'checkpoints').glob('*.partial')))} unfinished save left"
+
+
+def preempted(soak: Soak, number: signal.Signals = signal.SIGTERM) -> str:
+    """SIGTERM. To the run."""
+    os.kill(soak.run.process.pid, number)
+    soak.ends(75)
+    assert saved(soak.out) == soak.step()
+    return "saved, ended with 75"
+
+
+def interrupted(soak: Soak) -> str:
+    """SIGINT. To the run."""
+    return preempted(soak, signal.SIGINT)
+
+
+def warned(soak: Soak) -> str:
+    """SIGUSR1. To the run, as Slurm sends it before a time limit."""
+    return preempted(soak, signal.SIGUSR1)
+
+
+def all_terminated(soak: Soak) -> str:
+    """SIGTERM to every process. To verifiers and wandb as well, as a batch system does."""
+    for pid in soak.processes(b""):
+        os.kill(pid, signal.SIGTERM)
+    return preempted(soak)
+
+
+def twice(soak: Soak) -> str:
+    """SIGTERM twice. The second one ends the run at once, unless it has saved meanwhile."""
+    os.kill(soak.run.process.pid, signal.SIGTERM)
+    time.sleep(1.3)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(soak.run.process.pid, signal.SIGTERM)
+    return f"ended with {soak.ends(75, 128 + signal.SIGTERM)}"
+
+
+def hung_up(soak: Soak) -> str:
+    """The terminal closes. SIGHUP."""
+    os.kill(soak.run.process.pid, signal.SIGHUP)
+    return f"ended with {soak.ends()}"
+
+
+def flipped_bit(soak: Soak) -> str:
+    """A damaged checkpoint. A bit of one of its files is flipped."""
+    newest = soak.dead_checkpoint()
+    flip(soak.random.choice(sorted(newest.rglob("*.pt"))))
+    return soak.resumes("has changed since it was written")
+
+
+def short_file(soak: Soak) -> str:
+    """A checkpoint whose file is cut off. At a hundred bytes."""
+    newest = soak.dead_checkpoint()
+    os.truncate(soak.random.choice(sorted(newest.rglob("*.pt"))), 100)
+    return soak.resumes("has 100 bytes, not")
+
+
+def no_manifest(soak: Soak) -> str:
+    """A checkpoint without its manifest. It is removed."""
+    (soak.dead_checkpoint() / "manifest.json").unlink()
+    return soak.resumes("manifest.json is missing")
+
+
+def empty_latest(soak: Soak) -> str:
+    """An empty file latest. As a file system leaves it after a power cut."""
+    soak.dead_checkpoint()
+    (soak.folder / "checkpoints" / "latest").write_text("")
+    return soak.resumes("does not name step_")
+
+
+def torn_logs(soak: Soak) -> str:
+    """Torn lines in the logs of a run. Half a line at the end of metrics.jsonl and samples.jsonl."""
+    soak.dead_checkpoint()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with open(soak.folder / name, "a") as file:
+            file.write('{"step": 9999, "rew')
+    return soak.resumes("resuming after step")
+
+
+def leftover_save(soak: Soak) -> str:
+    """An unfinished save in the folder. With files in it."""
+    soak.dead_checkpoint()
+    leftover = soak.folder / "checkpoints" / "step_009999.partial"
+    leftover.mkdir()
+    (leftover / "state.json").write_text('{"step": 9999')
+    return soak.resumes("the save was not finished")
+
+
+def second_run(soak: Soak) -> str:
+    """The same command twice. While the run has its folder."""
+    second = Run(soak.line, soak.place / "second.log")
+    code = second.end(LIMIT)
+    if code == 0:  # the first one was at its end
+        raise Finished
+    assert code == 2, second.text()
+    assert "is in use by a running process" in second.text()
+    return "the second one was refused, the run went on"
+
+
+def full_disk(soak: Soak) -> str:
+    """A full disk for a while. The kernel refuses the run files above 100 kB."""
+    words = soak.says("NO CHECKPOINT after step")
+    pid = soak.run.process.pid
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    try:
+        if soak.until_or_end(words):
+            assert soak.ends(1) and "File too large" in soak.run.text()
+            return "ended with 1: its own log could not be written"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, UNLIMITED)
+    return "no checkpoint, the run went on"
+
+
+def read_only_folder(soak: Soak) -> str:
+    """A folder that cannot be written to for a while. That of the checkpoints."""
+    soak.until(soak.has_two_checkpoints)
+    words = soak.says("NO CHECKPOINT after step")
+    folder = soak.folder / "checkpoints"
+    root = os.geteuid() == 0  # who may write to what is read-only, but not to what is immutable
+    subprocess.run(["chattr", "+i", folder] if root else ["chmod", "a-w", folder], check=True)
+    try:
+        soak.until(words)
+    finally:
+        subprocess.run(["chattr", "-i", folder] if root else ["chmod", "u+w", folder], check=True)
+    return "no checkpoint, the run went on"
+
+
+def little_memory(soak: Soak) -> str:
+    """Memory runs out. The kernel gives the run no more than it has."""
+    pid = soak.run.process.pid
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
+    step = soak.step()
+    deadline = time.monotonic() + 20
+    while soak.run.process.poll() is None and time.monotonic() < deadline and soak.step() < step + 3:
+        time.sleep(0.05)
+    if soak.run.process.poll() is None:
+        resource.prlimit(pid, resource.RLIMIT_AS, UNLIMITED)
+        return "went on with what it had"
+    return f"ended with {soak.ends()}"
+
+
+def stacks(soak: Soak) -> str:
+    """SIGUSR2. To the run."""
+    words = soak.says("most recent call first")
+    os.kill(soak.run.process.pid, signal.SIGUSR2)
+    soak.until(words)
+    return "printed its stacks, went on"
+
+
+def paused(soak: Soak) -> str:
+    """The run stands still for a while. SIGSTOP, and SIGCONT three seconds later."""
+    os.kill(soak.run.process.pid, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(soak.run.process.pid, signal.SIGCONT)
+    step = soak.step()
+    soak.until(lambda: soak.step() > step)
+    return "went on"
+
+
+def killed_verifier(soak: Soak) -> str:
+    """A verifier is killed. SIGKILL."""
+    os.kill(soak.verifier(), signal.SIGKILL)
+    step = soak.step()
+    soak.until(lambda: soak.step() > step)
+    return "went on"
+
+
+def slow_verifier(soak: Soak) -> str:
+    """A slow verifier. It stands still for two seconds."""
+    pid = soak.verifier()
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(2)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    step = soak.step()
+    soak.until(lambda: soak.step() > step)
+    return "went on"
+
+
+def hanging_verifier(soak: Soak) -> str:
+    """A verifier that hangs. It stands still until --reward_timeout has killed it."""
+    pid = soak.verifier()
+    os.kill(pid, signal.SIGSTOP)
+    if soak.until_or_end(lambda: not alive(pid)):  # it took a task for itself, or all others wait behind it
+        assert soak.ends(1) and "no progress on any rank for" in soak.run.text()
+        return "ended with 1, by --stall_timeout"
+    step = soak.step()
+    soak.until(lambda: soak.step() > step)
+    return "was killed, went on"
+
+
+def killed_tracking(soak: Soak) -> str:
+    """The process of wandb is killed. SIGKILL to wandb-core."""
+    pids = soak.processes(b"wandb-core")
+    if not pids:
+        return "was gone already"
+    words = soak.says("no more tracking")
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    soak.until(words)
+    return "said so, went on"
+
+
+def nan_loss(soak: Soak) -> str:
+    """One loss is NaN. In a mini-batch."""
+    words = soak.says("SKIPPED 1")
+    soak.order("nan_loss")
+    soak.until(words)
+    return "the optimizer step was skipped"
+
+
+def engine_raises(soak: Soak) -> str:
+    """The engine raises. In its thread."""
+    words = soak.says("its engine is built again")
+    soak.order("engine_raises")
+    soak.until(words)
+    return "was built again, went on"
+
+
+def engine_dies(soak: Soak) -> str:
+    """The engine dies. Its thread exits."""
+    words = soak.says("its engine is built again")
+    soak.order("engine_dies")
+    soak.until(words)
+    return "was built again, went on"
+
+
+def engine_hangs(soak: Soak) -> str:
+    """The engine hangs. For longer than --rollout_timeout."""
+    words = soak.says("its engine is built again")
+    soak.order("engine_hangs")
+    soak.until(words)
+    return "was built again, went on"
+
+
+def sampler_nan(soak: Soak) -> str:
+    """Log-probs of the sampler are NaN. All of one prompt."""
+    soak.order("sampler_nan")
+    code = soak.ends(1)
+    assert "log-probs are not finite" in soak.run.text()
+    return f"ended with {code}"
+
+
+def stalled(soak: Soak) -> str:
+    """The main thread hangs. For longer than --stall_timeout."""
+    soak.order("stall")
+    code = soak.ends(1)
+    assert "no progress on any rank for" in soak.run.text()
+    return f"ended with {code}"
+
+
+def clock_forward(soak: Soak, seconds: float = HOURS) -> str:
+    """The clock jumps forward. By five hours, and stays there."""
+    soak.clock.write_text(str(int(soak.clock.read_text()) + int(seconds)))
+    step = soak.step()
+    soak.until(lambda: soak.step() > step + 1)
+    return "went on"
+
+
+def clock_back(soak: Soak) -> str:
+    """The clock jumps back. By five hours, and stays there."""
+    return clock_forward(soak, -HOURS)
+
+
+ANY = [
+    killed,
+    killed_in_a_save,
+    preempted,
+    interrupted,
+    warned,
+    all_terminated,
+    twice,
+    hung_up,
+    flipped_bit,
+    short_file,
+]
+ANY += [no_manifest, empty_latest, torn_logs, leftover_save, second_run, full_disk, read_only_folder, little_memory]
+ANY += [stacks, paused, killed_verifier, slow_verifier, hanging_verifier, killed_tracking, nan_loss, engine_raises]
+ANY += [engine_dies, engine_hangs, sampler_nan, stalled]
+CLOCKS = [clock_forward, clock_back]
+
+
+def possible() -> list[Callable]:
+    """The faults that can happen on this machine."""
+    faults = list(ANY)
+    if "CLOCK_FILE" in os.environ:
+        faults += CLOCKS
+    if os.geteuid() == 0 and shutil.which("chattr") is None:
+        faults.remove(read_only_folder)
+    return faults
+
+
+def soak(place: Path, script: str, steps: int, seed: int, count: int, faults: list[Callable]) -> None:
+    """Make a straight run and one through faults, and compare them."""
+    begun = time.monotonic()
+    it = Soak(place, script, steps, seed)
+    it.run_straight()
+    print(f"straight run: {steps} steps in {time.monotonic() - begun:.0f} s", flush=True)
+    begun = time.monotonic()
+    try:
+        met = it.meet(faults, count)
+    finally:
+        if it.run.process.poll() is None:
+            it.run.process.kill()
+            it.run.end(LIMIT)
+    expected = record(place / "straight" / "run")
+    got = record(it.folder)
+    for key in expected:
+        assert got[key] == expected[key], f"{key} differ from those of the straight run"
+    print(
+        f"{script}: {steps} steps, {sum(met.values())} faults of {len(met)} kinds, started {it.lives} times, went back "
+        f"{it.went_back} times, {time.monotonic() - begun:.0f} s; metrics, samples and weights equal bit for bit",
+        flush=True,
+    )
+
+
+def with_a_clock(place: Path) -> None:
+    """Start this program again with a clock that can be moved, where there is a compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None or "CLOCK_FILE" in os.environ:
+        return
+    source = place / "clock.c"
+    source.write_text(CLOCK)
+    (place / "clock").write_text("0")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", place / "clock.so", source, "-ldl"], check=True)
+    os.environ |= {"LD_PRELOAD": str(place / "clock.so"), "CLOCK_FILE": str(place / "clock")}
+    os.execv(sys.executable, [sys.executable, *sys.argv, "--out", str(place)])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--script", default="grpo.py", choices=["grpo.py", "ppo.py"])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--faults", type=int, default=40, help="about how many to meet")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--only", nargs="*", default=[], help="names of functions in this file")
+    parser.add_argument("--out", type=Path, default=None, help="where to leave runs and logs")
+    args = parser.parse_args()
+    place = args.out or Path(tempfile.mkdtemp(prefix="soak-"))
+    place.mkdir(parents=True, exist_ok=True)
+    with_a_clock(place)
+    print(f"logs of every start in {place}", flush=True)
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": str(ROOT)}
+    torch.set_num_threads(1)  # bit for bit
+    faults = [fault for fault in possible() if not args.only or fault.__name__ in args.only]
+    soak(place, args.script.removesuffix(".py"), args.steps, args.seed, args.faults, faults)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Another number of ranks than a checkpoint was saved by: each rank gets its own part of every number, once.
+
+tests/runs/test_elastic.py resumes real runs so.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import TINY_COMMAND, command, finish, go_back, run_here, tiny_args
+from safetensors.torch import load_file
+
+from runtime import elastic
+
+SHAPES = {"a": (3, 5), "b": (7,), "c": (2, 2, 2), "d": (9, 3)}
+PADDING = 777.0  # in what was saved, where DeepSpeed has zeros: it must not come back as a weight
+
+
+def flat_tensors(values: dict[str, torch.Tensor], groups: list[str], stage: int, ranks: int, rank: int, padding: float):
+    """One rank's flat tensor of each group of weights: "ab" is one of a and b."""
+    flats = []
+    for group in groups:
+        units = [values[name].flatten() for name in group]
+        align = 1
+        if stage < 3:
+            units = [torch.cat(units)]
+            align = 2
+        parts = []
+        for unit in units:
+            missing = -len(unit) % (align * ranks)
+            padded = torch.cat([unit, torch.full((missing,), padding)])
+            parts.append(padded.chunk(ranks)[rank])
+        flats.append(torch.cat(parts))
+    return flats
+
+
+def saved_files(values: dict[str, dict], groups: list[str], stage: int, ranks: int, padding: float = 0.0) -> list[dict]:
+    """What each of ``ranks`` ranks saves of master weights and two moments, ``values`` by kind and name of a weight."""
+    total = [sum(values["fp32"][name].numel() for name in group) for group in groups]
+    files = []
+    for rank in range(ranks):
+        flats = {kind: flat_tensors(v, groups, stage, ranks, rank, padding) for kind, v in values.items()}
+        masters = flats.pop("fp32")
+        states = {}
+        for k in range(len(groups)):
+            states[k] = {"step": torch.tensor(5.0), **{kind: flat[k] for kind, flat in flats.items()}}
+        inner = {"state": states, "param_groups": [{"lr": 0.1, "params": list(range(len(groups)))}]}
+        if stage == 3:
+            files.append({"fp32_flat_groups": masters, "optimizer_state_dict": inner})
+        else:  # DeepSpeed saves these without the padding at their end
+            lean = [m[: max(0, n - rank * len(m))] for m, n in zip(masters, total, strict=True)]
+            files.append({"single_partition_of_fp32_groups": lean, "base_optimizer_state": inner})
+    return files
+
+
+def shapes_of(groups: list[str]) -> elastic.Shapes:
+    return [{name: torch.Size(SHAPES[name]) for name in group} for group in groups]
+
+
+def units_of(groups: list[str], stage: int, files: list[dict]) -> list[list[elastic.Unit]]:
+    lengths = []
+    if stage < 3:
+        lengths = [len(state["exp_avg"]) for state in files[0]["base_optimizer_state"]["state"].values()]
+    return elastic.find_units(shapes_of(groups), stage, len(files), lengths)
+
+
+@pytest.fixture(scope="module")
+def values() -> dict[str, dict]:
+    torch.manual_seed(0)
+    kinds = ("fp32", "exp_avg", "exp_avg_sq")
+    return {kind: {name: torch.randn(shape) for name, shape in SHAPES.items()} for kind in kinds}
+
+
+@pytest.mark.parametrize("stage, old, new", [(2, ["ab", "cd"], ["ab", "cd"]), (3, ["ab", "cd"], ["a", "bcd"])])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("then", [1, 2, 3, 4])
+def test_every_rank_gets_what_it_would_have_saved(values, stage, old, new, ranks, then):
+    """Weights, both moments and the count of steps, cut for any number of ranks, in other flat tensors too."""
+    files = saved_files(values, old, stage, ranks, PADDING)
+    expected = saved_files(values, new, stage, then)
+    for rank, own in enumerate(expected):
+        saved = elastic.SavedState(files, units_of(old, stage, files), stage)
+        got = saved.cut_anew(units_of(new, stage, expected), rank)
+        masters, inner = list(own)
+        for wanted, weights in zip(own[masters], got[masters], strict=True):
+            assert torch.equal(weights[: len(wanted)], wanted)
+            assert not weights[len(wanted) :].any(), "padding is 0"
+        states = own[inner]["state"]
+        assert list(got[inner]["state"]) == list(states)
+        for k, state in states.items():
+            assert got[inner]["state"][k].keys() == state.keys()
+            for key, wanted in state.items():
+                assert torch.equal(got[inner]["state"][k][key], wanted), key
+
+
+def test_states_that_belong_to_no_weight_are_refused(values, capsys):
+    """Rows and columns of a factored moment, and a count that differs from rank to rank: nobody knows the new parts."""
+    for key, value in (("exp_avg_sq_row", torch.ones(3)), ("step", torch.tensor(6.0))):
+        files = saved_files(values, ["ab", "cd"], 2, 2)
+        for state in files[1]["base_optimizer_state"]["state"].values():
+            state[key] = value
+        for state in files[0]["base_optimizer_state"]["state"].values():
+            state.setdefault(key, value)
+        units = units_of(["ab", "cd"], 2, files)
+        with pytest.raises(SystemExit) as end:
+            elastic.SavedState(files, units, 2).cut_anew(units, 0)
+        assert end.value.code == 2
+        message = capsys.readouterr().err
+        assert repr(key) in message and "--num_processes 2" in message
+
+
+def test_two_ranks_then_one(tiny, tmp_path, capsys):
+    """Two steps on two ranks, two more on one, against four on one: the same samples, the same weights up to rounding.
+
+    With a batch ahead, whose samples are of two engines where then there is one.
+    """
+    changes = {"total_steps": 4, "async_steps": 1, "num_mini_batches": 2, "eval_prompts": 0, "save_every": 2}
+    flags = [f"--{name}={value}" for name, value in (changes | {"keep_checkpoints": 0}).items()]
+    finish(command(tiny, tmp_path / "parts", *flags, ranks=2), tmp_path / "log")
+    go_back(tmp_path / "parts" / "run", 2)
+    runs = {}
+    for name in ("parts", "straight"):
+        runs[name] = run_here(tiny_args(tiny, tmp_path / name, **TINY_COMMAND | changes))
+    said = capsys.readouterr().out
+    assert "changed: 2 rank(s) there, 1 here: the state of the optimizer is cut anew" in said
+    for got, expected in zip(runs["parts"], runs["straight"], strict=True):
+        assert got["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=1e-5)
+    weights = [load_file(tmp_path / name / "run" / "model" / "model.safetensors") for name in runs]
+    for name, expected in weights[1].items():
+        assert (weights[0][name] - expected).norm() < 1e-6 * expected.norm(), name
