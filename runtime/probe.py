@@ -22,7 +22,7 @@ def call_by_names(token_loss: Callable, **values) -> tuple[torch.Tensor, dict[st
     unknown = [name for name in names if name not in values]
     if unknown:
         raise TypeError(f"token_loss takes {', '.join(unknown)}, and only {', '.join(values)} are known here")
-    return token_loss(**{name: values[name] for name in names})
+    return token_loss(*[values[name] for name in names])
 
 
 def owners(samples: list[Sample]) -> torch.Tensor:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import shlex
 import shutil
 
 import pytest
@@ -291,8 +292,13 @@ def shifted(plain, v):
     return -torch.minimum(a * r, a * r.clamp(0.8, 1.2)).sum() / plain.count
 
 
-def capped(plain):
-    return (plain.old - plain.sampler).exp().clamp(max=0.9999999)
+def within(weight):
+    return weight * ((weight >= 0.8) & (weight <= 1.3))
+
+
+def importance(plain):
+    """old / sampler of each token."""
+    return (plain.old - plain.sampler).exp()
 
 
 # The words of --set -> the loss, written independently.
@@ -312,7 +318,8 @@ LOSSES = {
     "loss_norm=sequence": by_sequence,
     "loss_norm=constant": by_constant,
     "entropy_coeff=0.1": lambda p, v: of_run(p, v) - 0.1 * v["entropy"].sum() / p.count,
-    "truncated_importance_sampling_ratio_cap=0.9999999": lambda p, v: weighted(p, v, capped(p)),
+    "truncated_importance_sampling_ratio_cap=1.1": lambda p, v: weighted(p, v, importance(p).clamp(max=1.1)),
+    "importance_sampling_mask='0.8 1.3'": lambda p, v: weighted(p, v, within(importance(p))),
     "advantage_normalization_type=leave_one_out": lambda p, v: (
         clip(p, v, advantages=p.rewards.flatten() * 4 / 3) + 0.05 * unbiased(p, v)
     ),
@@ -322,18 +329,24 @@ LOSSES = {
 }
 
 
+def setting_of(words: str, base: replay.Setting) -> replay.Setting:
+    """The setting of what stands after one --set, as a shell reads it."""
+    return replay.make_setting(dict(word.split("=", 1) for word in shlex.split(words)), base, {})
+
+
 @pytest.fixture(scope="module")
 def moved(recorded, tiny):
     """(replay after two more optimizer steps, base, the independent computation, directions to look along)."""
     batch, base = opened(recorded, 3)
     batch.take_steps(2, 6)
+    noise = torch.Generator().manual_seed(0)
+    batch.sampler_N = batch.sampler_N + 0.3 * torch.randn(len(batch.sampler_N), generator=noise)  # an unlike sampler
     plain = Plain(batch, tiny)
     everything = set(batch.groups)
     shapes = [weight.shape for weight in plain.model.parameters()]
-    noise = torch.Generator().manual_seed(0)
     found = [torch.randn(sum(s.numel() for s in shapes), generator=noise)]
     for words in ("kl_placement=none", "kl_estimator=full beta=100"):
-        setting = replay.make_setting(dict(w.split("=") for w in words.split()), base, {})
+        setting = setting_of(words, base)
         found.append(batch.gradient(batch.slopes(setting).direction, everything))
     directions = []
     for flat in found:
@@ -345,7 +358,7 @@ def moved(recorded, tiny):
 def errors(moved, words: str, loss) -> list[float]:
     """|derivative by replay - derivative by differences| along each direction, over the norm of replay's gradient."""
     batch, base, plain, directions = moved
-    setting = replay.make_setting(dict(word.split("=", 1) for word in words.split(" ")), base, {})
+    setting = setting_of(words, base)
     gradient = batch.gradient(batch.slopes(setting).direction, set(batch.groups)).double()
     found = []
     for direction in directions:
@@ -381,7 +394,7 @@ MUTATIONS = {
 def test_a_mutated_loss_is_caught(moved, tmp_path, old):
     text = (ROOT / "grpo.py").read_text()
     assert text.count(old) == 1
-    file = tmp_path / f"mutated_{abs(hash(old))}.py"
+    file = tmp_path / f"mutated_{list(MUTATIONS).index(old)}.py"
     file.write_text(text.replace(old, MUTATIONS[old]))
     assert max(errors(moved, f"loss={file}", of_run)) > 1e-3
 
