@@ -932,6 +932,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             sample.advantage = advantage
         advantages_N = torch.tensor([s.advantage for s in samples for _ in s.response_ids] + [0.0], device=device)
         advantages_N = advantages_N - penalty_N
+
+        # 7 update: epochs x mini-batches x micro-batches
         recorder.record(step, samples, known, old_N, ref_N, advantages_N, loss_coef, reward_coef)
         if args.probe_every > 0 and step % args.probe_every == 0 and with_gradient:
             with clock("probe"):
@@ -939,8 +941,6 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 kl_metrics |= probe.kl_gradients(
                     policy, reference, token_loss, samples, with_gradient, ref_N, sampler_N, weights_N, args, layout
                 )
-
-        # 7 update: epochs x mini-batches x micro-batches
         totals = Counter()
         peaks = Counter()
         applied = 0

@@ -1215,6 +1215,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             normalizer.update(returns_N)
             outputs_N = F.pad(outputs_N, (0, 1))
             targets_N = F.pad(normalizer.normalize(returns_N).float(), (0, 1)).to(device)
+
+        # 7 update: epochs x mini-batches x micro-batches
         recorder.record(step, samples, known, old_N, ref_N, advantages_N, loss_coef, reward_coef)
         if args.probe_every > 0 and step % args.probe_every == 0 and in_loss:
             with clock("probe"):
@@ -1222,8 +1224,6 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 kl_metrics |= probe.kl_gradients(
                     policy, reference, token_loss, samples, in_loss, ref_N, sampler_N, weights_N, args, layout
                 )
-
-        # 7 update: epochs x mini-batches x micro-batches
         totals = Counter()
         peaks = Counter()
         applied = 0
