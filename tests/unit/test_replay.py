@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from runtime import flags, recorder
 
-# Moves far in each step, so that ratios leave 1 and the reference is left behind.
-LEARNS = {"learning_rate": 2e-2, "adam_eps": 1e-3, "beta": 0.05, "total_steps": 3, "run_name": "run"}
+# Moves far enough in each step for ratios to leave the clip and for the reference to be left behind.
+LEARNS = {"learning_rate": 3e-3, "adam_eps": 1e-3, "beta": 0.05, "total_steps": 3, "run_name": "run"}
 RECORDS = {"record_batches": 3, "probe_every": 1}
 
 
@@ -151,6 +151,15 @@ def test_what_cannot_be_recorded_or_probed_is_refused(tiny, tmp_path, capsys, ch
 # ------------------------------------------------------------------------------------------- an independent computation
 
 
+def plain_norm(module: torch.nn.Module) -> None:
+    """Have a norm of transformers compute in the type of its input: its own goes to fp32 and back."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return module.weight * x / (x.square().mean(-1, keepdim=True) + module.variance_epsilon).sqrt()
+
+    module.forward = forward
+
+
 class Plain:
     """The batch once more: the model in fp64, one sample at a time, without anything of the project's."""
 
@@ -160,6 +169,9 @@ class Plain:
         self.count = sum(self.lengths)
         self.model = copy.deepcopy(batch.policy.model).double()
         self.reference = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float64)
+        for module in (*self.model.modules(), *self.reference.modules()):
+            if type(module).__name__ == "LlamaRMSNorm":
+                plain_norm(module)
         self.reference_logits = [self.logits(self.reference, s) for s in self.samples]
         self.old = batch.old_N[:-1].double()
         self.sampler = batch.sampler_N.double()
@@ -225,8 +237,12 @@ def kl(plain, v, estimator: str, weight=1.0):
 
 def unbiased(plain, v, weight=1.0):
     """What has the gradient of `unbiased`: ratio and d are numbers, of the weights as they were."""
-    slope = (plain.now["logp"] - plain.old).exp() * (plain.now["logp"] - plain.now["ref"])
-    return (weight * slope * v["logp"]).sum() / plain.count
+    return (weight * plain_slope(plain) * v["logp"]).sum() / plain.count
+
+
+def plain_slope(plain):
+    ratio = (plain.now["logp"] - plain.old).exp().clamp(max=10)
+    return ratio * (plain.now["logp"] - plain.now["ref"]).clamp(-10, 10)
 
 
 def of_run(plain, v):
@@ -246,10 +262,6 @@ def by_constant(plain, v):
     r = (v["logp"] - plain.old).exp()
     loss = -torch.minimum(a * r, a * r.clamp(0.8, 1.2)) + 0.05 * plain_slope(plain) * v["logp"]
     return loss.sum() / (16 * 8)
-
-
-def plain_slope(plain):
-    return (plain.now["logp"] - plain.old).exp() * (plain.now["logp"] - plain.now["ref"])
 
 
 def cispo(plain, v):
