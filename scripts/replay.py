@@ -226,7 +226,7 @@ def make_setting(values: dict[str, str], base: Setting, scripts: dict[str, Modul
 
 
 def phase_6(script: ModuleType) -> str:
-    """The text of a script from its advantages to its update."""
+    """The text of a script from its advantages to its update: grpo.py's is what ``rebuilt_advantages`` computes."""
     text = Path(script.__file__).read_text()
     _, _, rest = text.partition("# 6 advantages")
     return rest.partition("# 7 update")[0]
@@ -290,7 +290,12 @@ class Replay:
         }
 
         def load(**place) -> utils.TokenLogprobs:
-            model = utils.load_model(replace(args, **place), dtype, attention)
+            try:
+                model = utils.load_model(replace(args, **place), dtype, attention)
+            except OSError as error:
+                process.refuse(f"{place['model_name_or_path']} cannot be loaded: {error}")
+            if args.gradient_checkpointing:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             return utils.TokenLogprobs(model.to(self.device), args.temperature, args.logprob_chunk)
 
         # A saved config has the changes of --override_config in it.
@@ -336,7 +341,9 @@ class Replay:
         if self.reference is not None:
             pairs["reference"] = (recorded.ref_N, self.ref_N)
         if phase_6(self.base.script) == phase_6(grpo):
-            pairs["advantages"] = (recorded.advantages_N, self.rebuilt_advantages(self.base))
+            counted_N = self.slopes(self.base).weights_N > 0  # elsewhere the run does not know the KL in the reward
+            theirs_N = torch.where(counted_N.cpu(), recorded.advantages_N, torch.nan)
+            pairs["advantages"] = (theirs_N, self.rebuilt_advantages(self.base))
         found = {}
         for name, (theirs, ours) in pairs.items():
             difference = (theirs - ours.cpu())[:-1].abs()
