@@ -251,8 +251,9 @@ from accelerate.utils import set_seed  # noqa: E402
 
 import utils  # noqa: E402
 from kl_estimators import AdaptiveKLController, kl_reward, kl_setting_message, kl_values, rollout_kl  # noqa: E402
-from runtime import batching, dedicated, runlog, watchdog  # noqa: E402
+from runtime import batching, dedicated, probe, runlog, watchdog  # noqa: E402
 from runtime.checkpoints import Checkpoints  # noqa: E402
+from runtime.recorder import Recorder  # noqa: E402
 
 # ------------------------------------------------------------------------------------------- the algorithm's arithmetic
 
@@ -796,6 +797,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     moving = utils.MovingReference(reference, args.ref_policy_alpha) if args.ref_policy_update_freq > 0 else None
     parts["reference"] = moving
     checkpoints = Checkpoints(log, args, tokenizer, clock, parts, utils.save_model)
+    recorder = Recorder(log, args, tokenizer, policy, reference, utils.save_model)
     first_step = checkpoints.load(start) + 1
     engine.version = first_step - 1
     sampled = args.generation_size or group
@@ -934,6 +936,13 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         advantages_N = advantages_N - penalty_N
 
         # 7 update: epochs x mini-batches x micro-batches
+        recorder.record(step, samples, known, old_N, ref_N, advantages_N, loss_coef, reward_coef)
+        if args.probe_every > 0 and step % args.probe_every == 0 and with_gradient:
+            with clock("probe"):
+                weights_N = F.pad(loss_weights(samples, in_loss, args), (0, 1)).to(device)
+                kl_metrics |= probe.kl_gradients(
+                    policy, reference, token_loss, samples, with_gradient, ref_N, sampler_N, weights_N, args, layout
+                )
         totals = Counter()
         peaks = Counter()
         applied = 0

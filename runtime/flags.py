@@ -34,6 +34,8 @@ PRESENTATION = (
     "wandb_entity",
     "log_samples",
     "log_samples_every",
+    "record_batches",
+    "probe_every",
     "save_every",
     "save_minutes",
     "keep_checkpoints",
@@ -140,6 +142,10 @@ class RunFlags:
     """Samples per step written to samples.jsonl."""
     log_samples_every: int = 10
     """Show some samples on the console every N steps. 0 disables."""
+    record_batches: int = 0
+    """Keep N batches, evenly spread over the steps, and the weights of those steps, for scripts/replay.py. 0: none."""
+    probe_every: int = 0
+    """Every N steps, compare the gradient of the KL in the loss with the unbiased and the exact one. 0 disables."""
 
     # ---- model
     model_name_or_path: str = "models/SmolLM2-135M-Instruct"
@@ -501,6 +507,15 @@ def check_training(args: RunFlags) -> None:
                 f"which are kept",
             ),
             (
+                args.probe_every > 0 and kl_coefficients(args)[0] == 0,
+                f"--probe_every {args.probe_every} looks at the gradient of the KL in the loss, which has none; "
+                f"give --beta above 0 with --kl_placement loss or both",
+            ),
+            (
+                args.probe_every > 0 and args.zero_stage == 3,
+                f"--probe_every {args.probe_every} needs whole weights on each rank; give --zero_stage 1 or 2",
+            ),
+            (
                 args.dataset_max_filter_share == 1 or not 0 < args.dataset_filter_threshold <= 1,
                 "--dataset_max_filter_share must be below 1, --dataset_filter_threshold above 0 and at most 1",
             ),
@@ -515,6 +530,12 @@ def total_steps(args: RunFlags, problems: int) -> int:
     if args.total_episodes is not None:
         return args.total_episodes // (args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout)
     return args.total_steps
+
+
+def recorded_steps(count: int, total: int) -> list[int]:
+    """The steps of --record_batches ``count`` in a run of ``total`` steps: evenly spread, the last one among them."""
+    count = min(count, total)
+    return [-(-total * k // count) for k in range(1, count + 1)]
 
 
 def check_engine(args: RunFlags, world_size: int) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -93,14 +94,17 @@ def check_earlier_run(folder: Path, args) -> None:
 def check_disk(args, folder: Path) -> None:
     """Refuse a disk that cannot take the trained weights: better in the first second than after the last step.
 
-    Counts model/, best/ and critic/ at the size of the given weights (safetensors of a local folder; the size of a
-    model on the hub is unknown). What the folder of the run holds already is not counted again. Checkpoints are left
-    out: with several ranks each node may have a disk of its own. A dry run writes nothing and is only warned.
+    Counts model/, best/, batches/ and critic/ at the size of the given weights (safetensors of a local folder; the size
+    of a model on the hub is unknown). What the folder of the run holds already is not counted again. Checkpoints are
+    left out: with several ranks each node may have a disk of its own. A dry run writes nothing and is only warned.
     """
     weights = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
     copies = 1
     if args.best_metric is not None and (args.overwrite or not (folder / "best").is_dir()):
         copies += 1
+    batches = min(args.record_batches, total_steps(args, sys.maxsize))  # the steps of epochs are unknown here
+    kept = batches * (2 if args.ref_policy_update_freq > 0 else 1)
+    copies += max(0, kept - sum(1 for _ in (folder / "batches").glob("step_*/*/*.safetensors")))
     place = Path(args.output_dir).absolute()
     while not place.exists():
         place = place.parent

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import libraries, presets
-from runtime.flags import loads_reference
+from runtime.flags import loads_reference, recorded_steps
 from runtime.identity import code_of
 from runtime.process import FolderLock, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
@@ -116,6 +116,12 @@ def print_header(
             f"{m.trainer / GIB:.1f}, engine and reference weights {(m.engine + m.reference) / GIB:.1f}, "
             f"logits {m.logits / GIB:.1f} ({parameters / 1e6:.0f}M parameters)"
         )
+    if args.record_batches > 0:
+        models = 2 if args.ref_policy_update_freq > 0 else 1  # a reference that moves is kept, too
+        size = (parameters or 0) * models * (2 if "bfloat16" in hardware else 4)
+        steps = recorded_steps(args.record_batches, total_steps)
+        weights = f", {size * len(steps) / GIB:.1f} GiB of weights" if parameters else ""
+        lines.append(f"record     {len(steps)} batch(es) of steps {', '.join(map(str, steps))}{weights}")
     ids = problems[0].prompt_ids
     lines.append(f"prompt     {tokenizer.decode(ids)!r}")
     lines.append(f"ids        {ids}")

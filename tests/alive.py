@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import json
 import math
@@ -183,6 +184,7 @@ def spy(patch, holder: Any, name: str, note: Callable) -> None:
     """Have ``note(result, *arguments)`` called after every call of a function, which is called as before."""
     plain = getattr(holder, name)
 
+    @functools.wraps(plain)
     def spied(*arguments, **named):
         result = plain(*arguments, **named)
         note(result, *arguments, **named)

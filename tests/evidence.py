@@ -77,6 +77,8 @@ EVIDENCE: dict[str, Row] = {
     "wandb_entity": row("team", "wandb.init(entity)", track=True),
     "log_samples": row(3, "rows of samples.jsonl"),
     "log_samples_every": row(1, "samples on the console"),
+    "record_batches": row(2, "files"),
+    "probe_every": row(1, "kl/gradient_cosine_exact", **KL),
     # ---- model
     "model_name_or_path": row("FILES/other", "weights", "responses"),
     "revision": row("later", "weights", "responses", model_name_or_path="hub/tiny"),

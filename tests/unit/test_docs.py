@@ -23,6 +23,8 @@ def folder(tiny, tmp_path_factory):
     options = {
         "beta": 0.1,
         "kl_placement": "both",
+        "probe_every": 1,
+        "record_batches": 1,
         "eval_every": 1,
         "save_every": 1,
         "filter_zero_std_samples": False,

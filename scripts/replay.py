@@ -1,0 +1,742 @@
+"""Compare the gradients of several settings on the very same samples: a batch that a run kept with --record_batches.
+
+    python scripts/replay.py runs/NAME --set kl_estimator=k1,k2,k3 kl_gradient=naive,unbiased --set loss=clip,cispo,gspo
+    python scripts/replay.py runs/NAME --step 14 --after 4 --set clip_higher=0.2,0.28 --set loss=mine.py
+
+The first row is the run's own setting. Flags after one --set are combined, each value with each; every --set starts
+again from the run's own. The flags are those of the script, as far as the gradient of given samples depends on them
+(SETTABLE), and loss=NAME: clip for grpo.py, the name of a variant (scripts/variant.py --list), or a script, FILE.py.
+That script's own token_loss, loss_weights and group_advantages are called, with the defaults that it has.
+
+    --step S      which of the recorded batches. Default: the last one
+    --after N     first take N optimizer steps of the run's own setting on the batch, so that ratios leave 1
+    --output PNG  the picture. Default: replay.png in the folder of the run
+
+Prints a table and the cosines between the gradients. docs/replay.md says what each number is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import random
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/variant.py
+
+from runtime import flags, process
+
+# What the advantages depend on, and what the loss of given advantages depends on.
+ADVANTAGE_FLAGS = (
+    *("advantage_normalization_type", "advantage_eps", "beta", "kl_placement", "kl_estimator", "kl_reward_coef"),
+    *("kl_reward_estimator", "kl_reward_norm"),
+)
+SETTABLE = (
+    *(
+        "filter_zero_std_samples",
+        "mask_truncated_completions",
+        "loss_norm",
+        "clip_lower",
+        "clip_higher",
+        "clip_ratio_c",
+    ),
+    *("entropy_coeff", "truncated_importance_sampling_ratio_cap", "importance_sampling_mask", "kl_gradient"),
+    *ADVANTAGE_FLAGS,
+)
+
+
+def parse(words: list[str]) -> tuple[argparse.Namespace, Path]:
+    """The arguments, and the folder of the recorded batch. Exits with code 2 where there is none."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of a run, runs/NAME")
+    parser.add_argument("--set", nargs="+", action="append", default=[], metavar="FLAG=A,B", dest="settings")
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--after", type=int, default=0, metavar="N")
+    parser.add_argument("--output", type=Path, metavar="PNG")
+    args = parser.parse_args(words)
+    if not (args.run / "config.json").is_file():
+        process.refuse(f"{args.run}: no config.json there; give the folder of a run, runs/NAME")
+    steps = {}
+    for path in sorted((args.run / "batches").glob("step_*/batch.json")):
+        number = path.parent.name.removeprefix("step_")
+        if number.isdigit():
+            steps[int(number)] = path.parent
+    if not steps:
+        process.refuse(f"{args.run} has kept no batch; start the run with --record_batches N")
+    if args.step is not None and args.step not in steps:
+        process.refuse(f"--step {args.step}: the batches of {args.run} are of steps {', '.join(map(str, steps))}")
+    if args.after < 0:
+        process.refuse(f"--after {args.after}: must be 0 or more")
+    return args, steps[max(steps) if args.step is None else args.step]
+
+
+if __name__ == "__main__":  # --help and a wrong folder come before the slow imports
+    chosen = parse(sys.argv[1:])
+    process.prepare_environment()
+
+import matplotlib  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+import variant  # noqa: E402
+
+import grpo  # noqa: E402
+import utils  # noqa: E402
+from kl_estimators import kl_reward  # noqa: E402
+from runtime import batching, recorder  # noqa: E402
+from runtime.identity import changed_code, code_of  # noqa: E402
+from runtime.probe import call_by_names, owners  # noqa: E402
+from runtime.recorder import Recorded  # noqa: E402
+
+matplotlib.use("Agg")  # no display on a cluster
+import matplotlib.pyplot as plt  # noqa: E402
+
+EXACT = "exact"  # the row of the KL over the whole vocabulary
+VARIANTS = tempfile.TemporaryDirectory(prefix="replay-")  # scripts that are made here, until the end of the process
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row of the table: what was asked for, the script that computes it, and all its arguments."""
+
+    name: str
+    script: ModuleType
+    args: flags.RunFlags
+
+
+def load_script(path: Path) -> ModuleType:
+    """A training script, imported from its file without being run. Exits with code 2 for what is none."""
+    if not path.is_file():
+        process.refuse(f"{path} is no file; give loss= clip, a script, or one of {', '.join(variant.names())}")
+    if path.resolve() == Path(grpo.__file__).resolve():
+        return grpo
+    name = f"replayed_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look up the annotations of Args
+    spec.loader.exec_module(module)
+    missing = [name for name in ("Args", "check_args", "token_loss", "loss_weights") if not hasattr(module, name)]
+    if missing:
+        process.refuse(f"{path} has no {', '.join(missing)}: it is no copy of grpo.py")
+    return module
+
+
+def script_of(loss: str) -> ModuleType:
+    """The script that ``loss=`` names."""
+    if loss == "clip":
+        return grpo
+    if loss.endswith(".py"):
+        return load_script(Path(loss))
+    file = Path(VARIANTS.name) / f"{loss}.py"
+    file.write_text(variant.variant(loss))
+    return load_script(file)
+
+
+def arguments(script: ModuleType, base: Setting) -> flags.RunFlags:
+    """Arguments of another script for the run's command line: its own defaults, and what the run has changed."""
+    if script is base.script:
+        return base.args
+    defaults = base.script.Args()
+    names = {f.name for f in dataclasses.fields(script.Args)}
+    changed = {}
+    for name, value in vars(base.args).items():
+        if name in names and value != getattr(defaults, name):
+            changed[name] = value
+    return script.Args(**changed)
+
+
+def run_setting(folder: Path, recorded: Recorded) -> Setting:
+    """The run's own setting, with the coefficient of the KL that the step had. Prints what has changed in its code."""
+    config = json.loads((folder / "config.json").read_text())
+    path = process.PROJECT / recorded.script
+    if not path.is_file():
+        process.refuse(f"{path}, the script of {folder}, is gone: restore it, or name a copy of it with loss=FILE.py")
+    script = load_script(path)
+    values = {}
+    for name, value in config["args"].items():
+        values[name] = tuple(value) if isinstance(value, list) else value
+    args = script.Args(**values)
+    for line in changed_code(config["code"], code_of(args)):
+        if line.startswith(("kl_estimators", "utils", recorded.script)):
+            print(f"warning: since the run, {line}")
+    if args.kl_controller == "adaptive":
+        in_both = args.kl_placement == "both"
+        own = {"kl_controller": "fixed", "beta": recorded.loss_coef or recorded.reward_coef}
+        own["kl_reward_coef"] = recorded.reward_coef if in_both else None
+        args = replace(args, **own)
+    return Setting("run", script, args)
+
+
+def make_settings(groups: list[list[str]], base: Setting) -> list[Setting]:
+    """The run's own setting, and those of each --set. Exits with code 2 for what cannot be set or does not parse."""
+    settings = [base]
+    scripts: dict[str, ModuleType] = {}
+    for group in groups:
+        choices = []
+        for word in group:
+            flag, equals, values = word.partition("=")
+            if not equals or not values:
+                process.refuse(f"--set {word}: give FLAG=VALUE, or several values with commas")
+            choices.append([(flag.removeprefix("--"), value) for value in values.split(",")])
+        for combination in itertools.product(*choices):
+            settings.append(make_setting(dict(combination), base, scripts))
+    return settings
+
+
+def make_setting(values: dict[str, str], base: Setting, scripts: dict[str, ModuleType]) -> Setting:
+    """The run's setting with these values, as the command line of a script would have them."""
+    name = " ".join(f"{flag}={value}" for flag, value in values.items())
+    loss = values.get("loss")
+    script = base.script
+    if loss is not None:
+        if loss not in scripts:
+            scripts[loss] = script_of(loss)
+        script = scripts[loss]
+    defaults = arguments(script, base)
+    shared = {f.name for f in dataclasses.fields(grpo.Args)}
+    own = {f.name for f in dataclasses.fields(script.Args)} - shared
+    settable = {*SETTABLE, *own}
+    words = []
+    for flag, value in values.items():
+        if flag == "loss":
+            continue
+        if flag not in settable:
+            process.refuse(
+                f"--set {flag}: the gradient of given samples does not depend on it, or they would be others; "
+                f"give loss, {', '.join(sorted(settable))}"
+            )
+        if value in ("on", "off"):
+            words.append(f"--{flag}" if value == "on" else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", *value.split()]
+    args = flags.parse(script.Args, None, words, defaults)
+    script.check_args(args)
+    return Setting(name, script, args)
+
+
+def phase_6(script: ModuleType) -> str:
+    """The text of a script from its advantages to its update: grpo.py's is what ``rebuilt_advantages`` computes."""
+    text = Path(script.__file__).read_text()
+    _, _, rest = text.partition("# 6 advantages")
+    return rest.partition("# 7 update")[0]
+
+
+def statistics(setting: Setting) -> tuple:
+    """What the advantages of a setting follow from; settings of one script with equal ones have equal advantages."""
+    args = setting.args
+    _, reward_coef = flags.kl_coefficients(args)
+    kl = None
+    if reward_coef > 0:
+        kl = (reward_coef, args.kl_reward_estimator or args.kl_estimator, getattr(args, "kl_reward_norm", None))
+    function = getattr(setting.script, "group_advantages", None)
+    text = inspect.getsource(function) if function is not None else ""
+    kind = (getattr(args, "advantage_normalization_type", None), getattr(args, "advantage_eps", None))
+    return text, kind, kl, phase_6(setting.script)
+
+
+def uses_reference(setting: Setting) -> bool:
+    """Whether a setting has a KL to the reference."""
+    return any(flags.kl_coefficients(setting.args))
+
+
+def without_kl(setting: Setting) -> Setting:
+    """The same setting without its KL."""
+    return replace(setting, args=replace(setting.args, kl_placement="none"))
+
+
+# ----------------------------------------------------------------------------------------------------------- the batch
+
+
+@dataclass
+class Slopes:
+    """What a setting's loss does to each token: the derivatives of the loss, and fractions of the tokens that count."""
+
+    direction: torch.Tensor  # [3, N + 1] by the token's log-prob, its entropy, its KL over the vocabulary
+    weights_N: torch.Tensor  # of the tokens in the loss
+    clipped: float  # the script says it clipped them, or capped their ratio
+    dropped: float  # their advantage is not 0, and the policy's loss has no gradient for them
+
+
+class Replay:
+    """A recorded batch, the weights of its step, and the reference, all in fp32 and on one device."""
+
+    def __init__(self, recorded: Recorded, base: Setting, with_reference: bool):
+        args = replace(base.args, dtype="float32", attn_implementation="auto", vllm_tensor_parallel_size=1)
+        self.device, dtype, attention = utils.resolve_device(args)
+        self.recorded = recorded
+        self.base = base
+        self.samples = recorded.samples
+        self.groups = sorted({s.prompt_id for s in self.samples})
+        self.everything = list(range(len(self.samples)))
+        self.offsets = batching.token_offsets(self.samples)
+        self.layout = {
+            "layout": "padded" if args.batch_layout == "packed" else args.batch_layout,  # packed is for flash attention
+            "budget": args.micro_batch_tokens,
+            "rank": 0,
+            "world_size": 1,
+            "dtype": dtype,
+            "device": self.device,
+        }
+
+        def load(**place) -> utils.TokenLogprobs:
+            try:
+                model = utils.load_model(replace(args, **place), dtype, attention)
+            except OSError as error:
+                process.refuse(f"{place['model_name_or_path']} cannot be loaded: {error}")
+            if args.gradient_checkpointing:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            return utils.TokenLogprobs(model.to(self.device), args.temperature, args.logprob_chunk)
+
+        # A saved config has the changes of --override_config in it.
+        self.policy = load(model_name_or_path=str(recorded.folder / "model"), revision=None, override_config=None)
+        self.reference = None
+        if with_reference:
+            name = recorded.reference or args.model_name_or_path
+            if recorded.reference == "reference":
+                place = {"model_name_or_path": str(recorded.folder / name), "revision": None, "override_config": None}
+            else:
+                place = {"model_name_or_path": name}
+            self.reference = load(**place).requires_grad_(False)
+        sampler = [x for s in self.samples for x in s.sampler_logprobs]
+        self.sampler_N = torch.tensor(sampler, device=self.device)
+        self.owners_N = owners(self.samples).to(self.device)
+        self.measure()
+        self.old_N = self.logprobs_N
+        self.old_full_kl_N = self.full_kl_N
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Log-probs, entropy and KL over the vocabulary of each token, by the weights as they are; the reference's."""
+        values = torch.zeros(4, self.offsets[-1] + 1, device=self.device)
+        for mb in batching.micro_batches(self.samples, self.everything, **self.layout):
+            logprobs_T, entropy_T, full_kl_T = self.policy(mb, self.reference)
+            values[0, mb.tokens] = logprobs_T
+            values[1, mb.tokens] = entropy_T
+            if self.reference is not None:
+                values[2, mb.tokens] = full_kl_T
+                values[3, mb.tokens] = self.reference(mb)[0]
+        self.logprobs_N, self.entropy_N, self.full_kl_N, self.ref_N = values
+
+    def agreement(self) -> dict[str, float]:
+        """Largest differences, in nats, between recorded log-probs and those of the weights; -1 where none is known."""
+        recorded = self.recorded
+        versions = [v for s in self.samples for v in s.token_versions()]
+        fresh_N = torch.tensor(versions) == recorded.step
+        sampler_N = torch.where(fresh_N, self.sampler_N.cpu(), torch.nan)
+        pairs = {
+            "sampler": (F.pad(sampler_N, (0, 1)), self.logprobs_N),
+            "old": (recorded.old_N, self.logprobs_N),
+        }
+        if self.reference is not None:
+            pairs["reference"] = (recorded.ref_N, self.ref_N)
+        if phase_6(self.base.script) == phase_6(grpo):
+            counted_N = self.slopes(self.base).weights_N > 0  # elsewhere the run does not know the KL in the reward
+            theirs_N = torch.where(counted_N.cpu(), recorded.advantages_N, torch.nan)
+            pairs["advantages"] = (theirs_N, self.rebuilt_advantages(self.base))
+        found = {}
+        for name, (theirs, ours) in pairs.items():
+            difference = (theirs - ours.cpu())[:-1].abs()
+            found[name] = difference.nan_to_num(nan=-1.0).max().item()
+        return found
+
+    # ---- a setting
+
+    def in_loss(self, args, members: set[int]) -> list[int]:
+        """The samples of these prompts that count in the loss, as a script chooses them."""
+        rewards: dict[int, set[float]] = {}
+        for sample in self.samples:
+            rewards.setdefault(sample.prompt_id, set()).add(sample.reward)
+        found = []
+        for i, sample in enumerate(self.samples):
+            equal = len(rewards[sample.prompt_id]) == 1
+            left_out = args.filter_zero_std_samples and equal
+            if args.mask_truncated_completions:
+                left_out |= sample.finish_reason == "length"
+            if sample.prompt_id in members and not left_out:
+                found.append(i)
+        return found
+
+    def advantages(self, setting: Setting) -> torch.Tensor:
+        """Of every token, [N + 1]: the recorded ones, or new ones where the setting's statistics are not the run's.
+
+        Exits with code 2 for a script whose advantages are not grpo.py's.
+        """
+        if statistics(setting) == statistics(self.base):
+            return self.recorded.advantages_N.to(self.device)
+        if not self.knows_advantages(setting):
+            process.refuse(
+                f"{setting.name}: {Path(setting.script.__file__).name} computes advantages in a way of its own, which "
+                f"is known here only for the setting of the run; leave out flags that change advantages"
+            )
+        return self.rebuilt_advantages(setting)
+
+    def knows_advantages(self, setting: Setting) -> bool:
+        """Whether they are the recorded ones, or follow from the rewards as in grpo.py."""
+        return statistics(setting) == statistics(self.base) or phase_6(setting.script) == phase_6(grpo)
+
+    def rebuilt_advantages(self, setting: Setting) -> torch.Tensor:
+        """Phase 6 of grpo.py: group statistics, and the KL in the reward. [N + 1]"""
+        args = setting.args
+        script = setting.script
+        _, reward_coef = flags.kl_coefficients(args)
+        rewards = torch.tensor([s.reward for s in self.samples], dtype=torch.float64)
+        rewards_PG = rewards.view(len(self.groups), -1)
+        kind = args.advantage_normalization_type
+        advantages_PG = script.group_advantages(rewards_PG, kind, args.advantage_eps)
+        penalty_N = torch.zeros_like(self.old_N)
+        if reward_coef > 0:
+            everywhere = torch.ones_like(self.old_N, dtype=torch.bool)
+            estimator = args.kl_reward_estimator or args.kl_estimator
+            kl_N = kl_reward(
+                self.old_N,
+                self.ref_N,
+                everywhere,
+                estimator=estimator,
+                full_kl=self.old_full_kl_N,
+            )
+            penalty_N[:-1] = reward_coef * script.return_to_go(kl_N, self.offsets)
+            if args.kl_reward_norm == "inside":
+                sequence_kl_PG = penalty_N[self.offsets[:-1]].double().cpu().view_as(rewards_PG)
+                advantages_PG = script.group_advantages(rewards_PG - sequence_kl_PG, kind, args.advantage_eps)
+                penalty_N = torch.zeros_like(penalty_N)
+        advantages = advantages_PG.flatten().float().to(self.device)
+        return F.pad(advantages[self.owners_N[:-1]], (0, 1)) - penalty_N
+
+    def slopes(self, setting: Setting, members: set[int] | None = None) -> Slopes:
+        """The setting's loss over all tokens, by its script's functions, differentiated by what the model gives.
+
+        ``members``: the prompts of a mini-batch. Default: all.
+        """
+        args = setting.args
+        members = set(self.groups) if members is None else members
+        in_loss = self.in_loss(args, members)
+        weights_N = setting.script.loss_weights(self.samples, in_loss, args).to(self.device)
+        advantages_N = self.advantages(setting)[:-1]
+        values = torch.stack([self.logprobs_N, self.entropy_N, self.full_kl_N])
+        leaves = values[:, :-1].clone().requires_grad_()
+        logprobs_N, entropy_N, full_kl_N = leaves
+        loss_coef, _ = flags.kl_coefficients(args)
+        has_kl = self.reference is not None
+        loss_N, pieces = call_by_names(
+            setting.script.token_loss,
+            logprobs_T=logprobs_N,
+            old_T=self.old_N[:-1],
+            ref_T=self.ref_N[:-1] if has_kl else None,
+            sampler_T=self.sampler_N,
+            advantages_T=advantages_N,
+            entropy_T=entropy_N,
+            full_kl_T=full_kl_N if has_kl else None,
+            response_T=self.owners_N[:-1],
+            beta=loss_coef,
+            args=args,
+        )
+        policy = (pieces["policy"] * weights_N).sum()
+        loss = (loss_N * weights_N).sum()
+        (own,) = torch.autograd.grad(policy, leaves, retain_graph=True)
+        (direction,) = torch.autograd.grad(loss, leaves)
+        counted_N = weights_N > 0
+        wanted_N = counted_N & (advantages_N != 0)
+        return Slopes(
+            direction=F.pad(direction, (0, 1)),
+            weights_N=F.pad(weights_N, (0, 1)),
+            clipped=fraction(pieces["clipped"] > 0, counted_N),
+            dropped=fraction(own[0] == 0, wanted_N),
+        )
+
+    def gradient(self, direction: torch.Tensor, members: set[int]) -> torch.Tensor:
+        """The sum over the tokens of these prompts of slope times gradient, by all parameters: [parameters], fp32."""
+        moving = direction.abs().sum(0) > 0
+        indices = []
+        for i in self.owners_N[moving].unique().tolist():
+            if self.samples[i].prompt_id in members:
+                indices.append(i)
+        by_logprob, by_entropy, by_full_kl = direction
+        reference = self.reference if by_full_kl.any() else None
+        self.policy.zero_grad()
+        with_entropy = bool(by_entropy.any())
+        for mb in batching.micro_batches(self.samples, indices, **self.layout) if indices else ():
+            logprobs_T, entropy_T, full_kl_T = self.policy(mb, reference, with_entropy)
+            loss = (logprobs_T * by_logprob[mb.tokens]).sum()
+            if with_entropy:
+                loss = loss + (entropy_T * by_entropy[mb.tokens]).sum()
+            if reference is not None:
+                loss = loss + (full_kl_T * by_full_kl[mb.tokens]).sum()
+            loss.backward()
+        parts = []
+        for weight in self.policy.parameters():
+            gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            parts.append(gradient.flatten())
+        return torch.cat(parts)
+
+    def take_steps(self, count: int, total: int) -> None:
+        """Optimizer steps of the run's own setting on its own mini-batches, with the moments of a fresh optimizer.
+
+        ``total``: optimizer steps of the whole run, which the learning rate follows.
+        """
+        args = self.base.args
+        updates = args.num_epochs * args.num_mini_batches
+        before = (self.recorded.step - 1) * updates
+        prompts = {self.samples[i].prompt_id for i in self.in_loss(args, set(self.groups))}
+        parameters = list(self.policy.parameters())
+        optimizer = utils.make_optimizer(parameters, args.learning_rate, args)
+        for k in range(count):
+            epoch, mini = divmod(k, args.num_mini_batches)
+            order = sorted(prompts)
+            if args.shuffle_mini_batches:
+                random.Random(f"{args.seed}/{self.recorded.step}/{epoch}").shuffle(order)
+            members = utils.even_part(order, mini, args.num_mini_batches)
+            gradient = self.gradient(self.slopes(self.base, members).direction, members)
+            pieces = gradient.split([weight.numel() for weight in parameters])
+            for weight, piece in zip(parameters, pieces, strict=True):
+                weight.grad = piece.view_as(weight).clone()
+            if args.max_grad_norm > 0:
+                torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = utils.learning_rate(before + k, total, args)
+            optimizer.step()
+            self.measure()
+
+
+def fraction(part: torch.Tensor, whole: torch.Tensor) -> float:
+    """How many of the tokens in ``whole`` are in ``part``; NaN of none."""
+    return ((part & whole).sum() / whole.sum()).item()
+
+
+# ------------------------------------------------------------------------------------------------------------ geometry
+
+
+class Directions:
+    """Different directions [3, N + 1], and the inner products of their gradients over the two halves of the prompts.
+
+    A setting's gradient is a sum of directions, its policy's and its KL's, and several settings share one. The
+    gradients of the halves are kept in bfloat16, 4 bytes per parameter and direction: a cosine moves by about 1e-6.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+        self.products = torch.zeros(0)
+
+    def place(self, direction: torch.Tensor) -> int:
+        """The number of a direction, which is added where it is new."""
+        for number, other in enumerate(self.found):
+            if torch.equal(direction, other):
+                return number
+        self.found.append(direction)
+        return len(self.found) - 1
+
+    def compute(self, replay: Replay) -> None:
+        """Fill ``products`` [directions, 2, directions, 2]: of the gradient of half h with that of another's half k."""
+        even = set(replay.groups[0::2])
+        odd = set(replay.groups[1::2])
+        kept = []
+        for direction in self.found:
+            for half in (even, odd):
+                gradient = replay.gradient(direction, half)
+                kept.append(gradient.cpu().bfloat16())
+        size = len(kept)
+        products = torch.zeros(size, size, dtype=torch.float64)
+        for pieces in zip(*(gradient.split(2**20) for gradient in kept), strict=True):
+            piece = torch.stack(pieces).float()
+            products += (piece @ piece.T).double()
+        self.products = products.view(size // 2, 2, size // 2, 2)
+
+
+@dataclass
+class Geometry:
+    """Norms [K], cosines [K, K] and signal-to-noise ratios [K] of K gradients; NaN where a gradient is 0."""
+
+    norms: torch.Tensor
+    cosines: torch.Tensor
+    signal: torch.Tensor
+
+
+def geometry(sums: list[list[int]], products: torch.Tensor) -> Geometry:
+    """Of gradients that are sums of directions, by the numbers of these.
+
+    With H and K the gradients of the halves, the noise of their sum H + K is estimated by |H - K|, and the signal by
+    what is left of |H + K|: signal^2 = |H + K|^2 - |H - K|^2, which has the right expectation; 0 where it is negative.
+    """
+    chosen = torch.zeros(len(sums), len(products), dtype=torch.float64)
+    for k, numbers in enumerate(sums):
+        for number in numbers:
+            chosen[k, number] += 1
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    whole = chosen @ products.sum((1, 3)) @ chosen.T
+    apart = chosen @ torch.einsum("ahbk,h,k->ab", products, signs, signs) @ chosen.T
+    squares = whole.diagonal()
+    noise = apart.diagonal()
+    norms = squares.sqrt()
+    cosines = whole / torch.outer(norms, norms)
+    signal = (squares / noise - 1).clamp(min=0).sqrt()
+    return Geometry(norms, cosines.clamp(-1, 1), signal)
+
+
+@dataclass
+class Comparison:
+    """Everything the table and the picture show."""
+
+    settings: list[Setting]
+    slopes: list[Slopes]
+    gradients: Geometry
+    kl_names: list[str]  # settings with a KL, and at the end the exact gradient of the first of them
+    kl: Geometry | None
+    exact: list[float]  # cosine of each of kl_names with the exact gradient under its own weights
+
+
+def compare(settings: list[Setting], replay: Replay) -> Comparison:
+    """The gradients of all settings, and apart from them those of their KL."""
+    directions = Directions()
+    slopes = []
+    sums = []
+    kl_names = []
+    kl_sums = []
+    exact = []
+    for setting in settings:
+        own = replay.slopes(setting)
+        slopes.append(own)
+        if not uses_reference(setting) or not replay.knows_advantages(without_kl(setting)):
+            sums.append([directions.place(own.direction)])
+            continue
+        policy = replay.slopes(without_kl(setting)).direction
+        numbers = [directions.place(policy), directions.place(own.direction - policy)]
+        full = torch.zeros_like(policy)
+        full[2] = sum(flags.kl_coefficients(setting.args)) * own.weights_N
+        sums.append(numbers)
+        kl_names.append(setting.name)
+        kl_sums.append(numbers[1:])
+        exact.append(directions.place(full))
+    count = len(directions.found)
+    parameters = sum(weight.numel() for weight in replay.policy.parameters())
+    print(f"{count} gradients of {parameters / 1e6:.1f}M parameters, {4e-9 * count * parameters:.1f} GB\n", flush=True)
+    directions.compute(replay)
+    gradients = geometry(sums, directions.products)
+    if not kl_names:
+        return Comparison(settings, slopes, gradients, [], None, [])
+    to_exact = []
+    for own, full in zip(kl_sums, exact, strict=True):
+        pair = geometry([own, [full]], directions.products)
+        to_exact.append(pair.cosines[0, 1].item())
+    kl = geometry([*kl_sums, exact[:1]], directions.products)
+    return Comparison(settings, slopes, gradients, [*kl_names, EXACT], kl, [*to_exact, 1.0])
+
+
+# ---------------------------------------------------------------------------------------------------- table and picture
+
+
+def number(value: float, form: str) -> str:
+    """A value as text; a dash for one that is not defined."""
+    return f"{value:{form}}" if math.isfinite(value) else "–"
+
+
+def table(found: Comparison) -> str:
+    """A row per setting, in Markdown."""
+    head = ["", "setting", "norm", "cosine to run", "signal/noise", "clipped", "without gradient"]
+    if found.kl is not None:
+        head += ["norm of KL", "signal/noise of KL", "cosine of KL to exact"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for k, setting in enumerate(found.settings):
+        slopes = found.slopes[k]
+        cells = [
+            f"{k}",
+            f"`{setting.name}`",
+            number(found.gradients.norms[k].item(), ".3g"),
+            number(found.gradients.cosines[k, 0].item(), "+.3f"),
+            number(found.gradients.signal[k].item(), ".2f"),
+            number(slopes.clipped, ".1%"),
+            number(slopes.dropped, ".1%"),
+        ]
+        if found.kl is not None:
+            cells += kl_cells(found, setting.name)
+        lines.append(f"| {' | '.join(cells)} |")
+    if found.kl is not None:
+        lines.append(f"| | `{EXACT}` | | | | | | {' | '.join(kl_cells(found, EXACT))} |")
+    return "\n".join(lines)
+
+
+def kl_cells(found: Comparison, name: str) -> list[str]:
+    """The cells about a setting's KL."""
+    if name not in found.kl_names:
+        return ["–"] * 3
+    k = found.kl_names.index(name)
+    norm = found.kl.norms[k].item()
+    signal = found.kl.signal[k].item()
+    return [number(norm, ".3g"), number(signal, ".2f"), number(found.exact[k], "+.3f")]
+
+
+def matrix(names: list[str], cosines: torch.Tensor) -> str:
+    """Cosines between all rows, in Markdown."""
+    lines = [f"| cosine | {' | '.join(map(str, range(len(names))))} |", "|---" * (len(names) + 1) + "|"]
+    for k, name in enumerate(names):
+        cells = [number(value, "+.3f") for value in cosines[k].tolist()]
+        lines.append(f"| {k} `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(found: Comparison, title: str, output: Path) -> None:
+    """Heat maps of the cosines: between gradients, and between those of the KL."""
+    names = [setting.name for setting in found.settings]
+    panels = [("gradients", names, found.gradients.cosines)]
+    if found.kl is not None:
+        panels.append(("gradients of the KL", found.kl_names, found.kl.cosines))
+    count = len(panels)
+    side = 0.55 * max(len(names), len(found.kl_names)) + 1.5
+    size = ((side + 3) * count, side + 1)
+    figure, axes = plt.subplots(1, count, figsize=size, squeeze=False)
+    for axis, (words, names, cosines) in zip(axes[0], panels, strict=True):
+        axis.imshow(cosines, cmap="RdBu", vmin=-1, vmax=1)
+        for y, line in enumerate(cosines.tolist()):
+            for x, value in enumerate(line):
+                color = "white" if abs(value) > 0.6 else "black"
+                style = {"ha": "center", "va": "center", "fontsize": 8}
+                axis.text(x, y, number(value, ".2f"), color=color, **style)
+        axis.set_title(f"cosines between {words}", fontsize=10)
+        axis.set_xticks(range(len(names)))
+        labels = [f"{name}  {k}" for k, name in enumerate(names)]
+        axis.set_yticks(range(len(names)), labels, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(output, dpi=110)
+
+
+# ------------------------------------------------------------------------------------------------------------- program
+
+
+def main(chosen: argparse.Namespace, folder: Path) -> Comparison:
+    """Read the batch, compare, print, draw."""
+    recorded = recorder.read(folder)
+    base = run_setting(chosen.run, recorded)
+    settings = make_settings(chosen.settings, base)
+    replay = Replay(recorded, base, any(uses_reference(setting) for setting in settings))
+    tokens = replay.offsets[-1]
+    print(f"{folder}: {len(replay.groups)} prompts, {len(replay.samples)} samples, {tokens} tokens")
+    differences = [f"{name} {value:.1e}" for name, value in replay.agreement().items() if value >= 0]
+    print(f"largest difference from what was recorded: {', '.join(differences)}")
+    if chosen.after > 0:
+        config = json.loads((chosen.run / "config.json").read_text())
+        steps = flags.total_steps(base.args, config["problems"])
+        replay.take_steps(chosen.after, steps * base.args.num_epochs * base.args.num_mini_batches)
+    found = compare(settings, replay)
+    print(table(found))
+    print(f"\n{matrix([s.name for s in settings], found.gradients.cosines)}")
+    if found.kl is not None:
+        print(f"\nKL alone:\n\n{matrix(found.kl_names, found.kl.cosines)}")
+    output = chosen.output or chosen.run / "replay.png"
+    after = f", after {chosen.after} optimizer steps" if chosen.after > 0 else ""
+    draw(found, f"{chosen.run.name}, step {recorded.step}{after}, {tokens} tokens", output)
+    print(f"\n{output}")
+    return found
+
+
+if __name__ == "__main__":
+    main(*chosen)

@@ -1,0 +1,627 @@
+"""scripts/replay.py: recorded batches are the run's, gradients those of independent formulas, no run is changed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+import shlex
+import shutil
+
+import pytest
+import replay
+import torch
+from helpers import ROOT, command, finish, folder_of, interrupted, read_jsonl, record, run_here, tiny_args
+from transformers import AutoModelForCausalLM
+
+from runtime import flags, recorder
+
+# Moves far enough in each step for ratios to leave the clip and for the reference to be left behind.
+LEARNS = {"learning_rate": 3e-3, "adam_eps": 1e-3, "beta": 0.05, "total_steps": 3, "run_name": "run"}
+RECORDS = {"record_batches": 3, "probe_every": 1}
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny, tmp_path_factory):
+    """A run of three steps with two optimizer steps each, all of them recorded and probed; its arguments."""
+    args = tiny_args(tiny, tmp_path_factory.mktemp("recorded"), **LEARNS, **RECORDS, num_mini_batches=2)
+    run_here(args)
+    return args
+
+
+@pytest.fixture(scope="module")
+def single(tiny, tmp_path_factory):
+    """The same with one optimizer step per batch and the KL as k3 is written; its arguments."""
+    args = tiny_args(tiny, tmp_path_factory.mktemp("single"), **LEARNS, **RECORDS, kl_gradient="naive")
+    run_here(args)
+    return args
+
+
+def opened(args, step: int, script: str = "grpo"):
+    """(replay, the run's own setting) of a recorded step."""
+    folder = folder_of(args, script)
+    batch = recorder.read(folder / "batches" / f"step_{step:06d}")
+    base = replay.run_setting(folder, batch)
+    return replay.Replay(batch, base, with_reference=True), base
+
+
+# ----------------------------------------------------------------------------------------------------- what is recorded
+
+
+def test_recording_and_probing_change_no_number_of_a_run(recorded, tiny, tmp_path):
+    """Weights, samples, evaluations and every metric but the probe's own are equal, bit for bit."""
+    plain = tiny_args(tiny, tmp_path, **LEARNS, num_mini_batches=2)
+    run_here(plain)
+    one = record(folder_of(recorded))
+    for metrics in one["metrics"]:
+        found = [name for name in metrics if name.startswith("kl/gradient_")]
+        assert {"kl/gradient_norm", "kl/gradient_norm_unbiased", "kl/gradient_norm_exact"} <= set(found)
+        for name in found:
+            del metrics[name]
+    assert one == record(folder_of(plain))
+
+
+def test_a_recorded_batch_and_the_weights_of_its_step_are_those_of_the_run(recorded):
+    """Log-probs by the recorded weights equal the sampler's, the old and the reference's, and advantages the run's."""
+    metrics = read_jsonl(folder_of(recorded) / "metrics.jsonl")
+    for step in (1, 2, 3):
+        batch, _ = opened(recorded, step)
+        found = batch.agreement()
+        assert set(found) == {"sampler", "old", "reference", "advantages"}
+        assert all(0 <= value < 1e-5 for value in found.values()), found
+        rewards = [s.reward for s in batch.samples]
+        assert sum(rewards) / len(rewards) == pytest.approx(metrics[step - 1]["reward/mean"], abs=1e-6)
+        assert len({(s.prompt_id, s.sample_id) for s in batch.samples}) == len(rewards) == 16
+        assert all(s.weight_versions == [(step, 0)] for s in batch.samples)
+
+
+def test_the_steps_to_record_are_spread_evenly_and_end_with_the_last():
+    assert flags.recorded_steps(4, 28) == [7, 14, 21, 28]
+    assert flags.recorded_steps(3, 28) == [10, 19, 28]
+    assert flags.recorded_steps(1, 28) == [28]
+    assert flags.recorded_steps(9, 3) == [1, 2, 3]
+    assert flags.recorded_steps(0, 3) == []
+
+
+def test_a_resumed_run_records_what_the_uninterrupted_one_does(recorded, tiny, tmp_path, monkeypatch):
+    """Batches of steps that are done again are dropped, so is a half-written one; the others stay."""
+    args = tiny_args(tiny, tmp_path, **LEARNS, **RECORDS, num_mini_batches=2, save_every=1)
+    folder = interrupted(args, monkeypatch, after=2) / "batches"
+    assert sorted(p.name for p in folder.iterdir()) == ["step_000001", "step_000002"]
+    kept = (folder / "step_000001" / "samples.parquet").stat().st_mtime_ns
+    shutil.copytree(folder / "step_000002", folder / "step_000003")
+    shutil.copytree(folder / "step_000002", folder / "step_000002.partial")
+    run_here(args)
+    assert sorted(p.name for p in folder.iterdir()) == ["step_000001", "step_000002", "step_000003"]
+    assert (folder / "step_000001" / "samples.parquet").stat().st_mtime_ns == kept
+    for name in ("samples.parquet", "batch.json", "model/model.safetensors"):
+        other = folder_of(recorded) / "batches" / "step_000003" / name
+        assert (folder / "step_000003" / name).read_bytes() == other.read_bytes()
+
+
+def test_a_full_disk_costs_the_batch_and_not_the_run(tiny, tmp_path, monkeypatch, capsys):
+    def full(self, partial, table):
+        partial.mkdir(parents=True)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recorder.Recorder, "_write_samples", full)
+    args = tiny_args(tiny, tmp_path, total_steps=1, record_batches=1)
+    assert len(run_here(args)) == 1
+    assert "WARNING: BATCH OF STEP 1 NOT RECORDED; the run continues. OSError" in capsys.readouterr().out
+    assert list((folder_of(args) / "batches").iterdir()) == []
+
+
+def test_the_header_names_the_recorded_steps_and_the_size_of_their_weights(tiny, tmp_path, capsys):
+    import grpo
+
+    args = tiny_args(tiny, tmp_path, total_steps=28, record_batches=4, dry_run=True)
+    grpo.main(args, grpo.preflight(args))
+    assert "record     4 batch(es) of steps 7, 14, 21, 28, 0.0 GiB of weights" in capsys.readouterr().out
+
+
+def test_a_reference_that_moves_is_recorded_and_replayed(tiny, tmp_path):
+    moving = {"ref_policy_update_freq": 1, "ref_policy_alpha": 0.5, "record_batches": 3}
+    args = tiny_args(tiny, tmp_path, **{**LEARNS, **moving})
+    run_here(args)
+    batch, _ = opened(args, 3)
+    assert batch.recorded.reference == "reference"
+    assert 0 <= batch.agreement()["reference"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"probe_every": 1}, "--probe_every 1 looks at the gradient of the KL in the loss"),
+        ({"probe_every": 1, "beta": 0.1, "kl_placement": "reward"}, "give --beta above 0 with --kl_placement loss"),
+        ({"probe_every": 1, "beta": 0.1, "zero_stage": 3}, "needs whole weights on each rank"),
+        ({"record_batches": -1}, "--record_batches -1: must be 0 or more"),
+        ({"record_batches": 10**9, "total_steps": 10**9}, "GiB free there, but the trained weights alone take"),
+    ],
+)
+def test_what_cannot_be_recorded_or_probed_is_refused(tiny, tmp_path, capsys, changes, words):
+    import grpo
+
+    with pytest.raises(SystemExit) as ended:
+        grpo.preflight(tiny_args(tiny, tmp_path, **changes))
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------- an independent computation
+
+
+def plain_norm(module: torch.nn.Module) -> None:
+    """Have a norm of transformers compute in the type of its input: its own goes to fp32 and back."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return module.weight * x / (x.square().mean(-1, keepdim=True) + module.variance_epsilon).sqrt()
+
+    module.forward = forward
+
+
+class Plain:
+    """The batch once more: the model in fp64, one sample at a time, without anything of the project's."""
+
+    def __init__(self, batch: replay.Replay, reference_folder):
+        self.samples = batch.samples
+        self.lengths = [len(s.response_ids) for s in self.samples]
+        self.count = sum(self.lengths)
+        self.model = copy.deepcopy(batch.policy.model).double()
+        self.reference = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float64)
+        for module in (*self.model.modules(), *self.reference.modules()):
+            if type(module).__name__ == "LlamaRMSNorm":
+                plain_norm(module)
+        self.reference_logits = [self.logits(self.reference, s) for s in self.samples]
+        self.old = batch.old_N[:-1].double()
+        self.sampler = batch.sampler_N.double()
+        self.now = self.values()
+        rewards = torch.tensor([s.reward for s in self.samples], dtype=torch.float64).view(4, 4)
+        self.rewards = rewards - rewards.mean(1, keepdim=True)
+        self.standard = (self.rewards / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
+
+    @torch.no_grad()
+    def logits(self, model, sample) -> torch.Tensor:
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        return model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Log-prob, the reference's, entropy and KL over the vocabulary of each token, [N] each."""
+        rows = {"logp": [], "ref": [], "entropy": [], "full": []}
+        for sample, theirs in zip(self.samples, self.reference_logits, strict=True):
+            ids = torch.tensor(sample.response_ids)[:, None]
+            ours = self.logits(self.model, sample).log_softmax(-1)
+            theirs = theirs.log_softmax(-1)
+            rows["logp"].append(ours.gather(1, ids)[:, 0])
+            rows["ref"].append(theirs.gather(1, ids)[:, 0])
+            rows["entropy"].append(-(ours.exp() * ours).sum(1))
+            rows["full"].append((ours.exp() * (ours - theirs)).sum(1))
+        return {name: torch.cat(row) for name, row in rows.items()}
+
+    def per_token(self, of_samples: torch.Tensor) -> torch.Tensor:
+        return of_samples.repeat_interleave(torch.tensor(self.lengths))
+
+    def slope(self, loss, direction: list[torch.Tensor], size: float = 1e-5) -> float:
+        """The derivative of a loss along a direction in the space of all parameters, by central differences."""
+        found = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                for weight, part in zip(self.model.parameters(), direction, strict=True):
+                    weight += sign * size * part
+            found.append(loss(self, self.values()).item())
+            with torch.no_grad():
+                for weight, part in zip(self.model.parameters(), direction, strict=True):
+                    weight -= sign * size * part
+        return (found[0] - found[1]) / (2 * size)
+
+
+def clip(plain, v, low=0.2, high=0.2, advantages=None, weight=None, cap=None):
+    """The mean of PPO's clipped loss over all tokens."""
+    a = plain.per_token(plain.standard if advantages is None else advantages)
+    r = (v["logp"] - plain.old).exp()
+    loss = -torch.minimum(a * r, a * r.clamp(1 - low, 1 + high))
+    if cap is not None:  # dual clip
+        loss = torch.where(a < 0, torch.minimum(loss, -a * cap), loss)
+    if weight is not None:
+        loss = weight * loss
+    return loss.sum() / plain.count
+
+
+def kl(plain, v, estimator: str, weight=1.0):
+    """The mean of the KL term as written."""
+    d = v["logp"] - v["ref"]
+    r = (v["logp"] - plain.old).exp()
+    terms = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d, "k4": r * d, "abs": d.abs(), "full": v["full"]}
+    return (weight * terms[estimator]).sum() / plain.count
+
+
+def unbiased(plain, v, weight=1.0):
+    """What has the gradient of `unbiased`: ratio and d are numbers, of the weights as they were."""
+    return (weight * plain_slope(plain) * v["logp"]).sum() / plain.count
+
+
+def plain_slope(plain):
+    ratio = (plain.now["logp"] - plain.old).exp().clamp(max=10)
+    return ratio * (plain.now["logp"] - plain.now["ref"]).clamp(-10, 10)
+
+
+def of_run(plain, v):
+    return clip(plain, v) + 0.05 * unbiased(plain, v)
+
+
+def by_sequence(plain, v):
+    """The mean over responses of the means over their tokens."""
+    a = plain.per_token(plain.standard)
+    r = (v["logp"] - plain.old).exp()
+    loss = -torch.minimum(a * r, a * r.clamp(0.8, 1.2)) + 0.05 * plain_slope(plain) * v["logp"]
+    return (loss / plain.per_token(torch.tensor(plain.lengths))).sum() / 16
+
+
+def by_constant(plain, v):
+    a = plain.per_token(plain.standard)
+    r = (v["logp"] - plain.old).exp()
+    loss = -torch.minimum(a * r, a * r.clamp(0.8, 1.2)) + 0.05 * plain_slope(plain) * v["logp"]
+    return loss.sum() / (16 * 8)
+
+
+def cispo(plain, v):
+    a = plain.per_token(plain.standard)
+    r = (plain.now["logp"] - plain.old).exp().clamp(max=1.28)
+    return -(a * r * v["logp"]).sum() / plain.count + 0.05 * unbiased(plain, v)
+
+
+def gspo(plain, v):
+    """The mean over responses of one clipped loss each."""
+    total = 0.0
+    starts = [0, *torch.tensor(plain.lengths).cumsum(0).tolist()]
+    for k, a in enumerate(plain.standard.tolist()):
+        own = slice(starts[k], starts[k + 1])
+        r = (v["logp"][own] - plain.old[own]).mean().exp()
+        total -= min(a * r, a * r.clamp(0.8, 1.2)) / 16
+    weight = 1 / plain.per_token(torch.tensor(plain.lengths)) / 16 * plain.count
+    return total + 0.05 * unbiased(plain, v, weight)
+
+
+def dppo(plain, v):
+    a = plain.per_token(plain.standard)
+    moved = plain.now["logp"].exp() - plain.sampler.exp()
+    stopped = moved * a.sign() > 0.1
+    r = (v["logp"] - plain.sampler).exp()
+    return -(a * r * ~stopped).sum() / plain.count + 0.05 * unbiased(plain, v)
+
+
+def weighted(plain, v, weight):
+    return clip(plain, v, weight=weight) + 0.05 * unbiased(plain, v, weight)
+
+
+def shifted(plain, v):
+    """The penalty of k1 in the reward, from each token to the end of its response."""
+    d = plain.old - plain.now["ref"]
+    starts = [0, *torch.tensor(plain.lengths).cumsum(0).tolist()]
+    togo = torch.cat([d[a:b].flip(0).cumsum(0).flip(0) for a, b in itertools.pairwise(starts)])
+    a = plain.per_token(plain.standard) - 0.05 * togo
+    r = (v["logp"] - plain.old).exp()
+    return -torch.minimum(a * r, a * r.clamp(0.8, 1.2)).sum() / plain.count
+
+
+def within(weight):
+    return weight * ((weight >= 0.8) & (weight <= 1.3))
+
+
+def importance(plain):
+    """old / sampler of each token."""
+    return (plain.old - plain.sampler).exp()
+
+
+# The words of --set -> the loss, written independently.
+LOSSES = {
+    "beta=0.05": of_run,
+    "clip_lower=0.01 clip_higher=0.02": lambda p, v: clip(p, v, 0.01, 0.02) + 0.05 * unbiased(p, v),
+    "clip_ratio_c=1.01": lambda p, v: clip(p, v, cap=1.01) + 0.05 * unbiased(p, v),
+    "kl_gradient=naive kl_estimator=k1": lambda p, v: clip(p, v) + 0.05 * kl(p, v, "k1"),
+    "kl_gradient=naive kl_estimator=k2": lambda p, v: clip(p, v) + 0.05 * kl(p, v, "k2"),
+    "kl_gradient=naive kl_estimator=k3": lambda p, v: clip(p, v) + 0.05 * kl(p, v, "k3"),
+    "kl_gradient=naive kl_estimator=k4": lambda p, v: clip(p, v) + 0.05 * kl(p, v, "k4"),
+    "kl_gradient=naive kl_estimator=abs": lambda p, v: clip(p, v) + 0.05 * kl(p, v, "abs"),
+    "kl_estimator=full": lambda p, v: clip(p, v) + 0.05 * kl(p, v, "full"),
+    "kl_placement=none": clip,
+    "kl_placement=reward kl_estimator=k1": shifted,
+    "beta=0.5": lambda p, v: clip(p, v) + 0.5 * unbiased(p, v),
+    "loss_norm=sequence": by_sequence,
+    "loss_norm=constant": by_constant,
+    "entropy_coeff=0.1": lambda p, v: of_run(p, v) - 0.1 * v["entropy"].sum() / p.count,
+    "truncated_importance_sampling_ratio_cap=1.1": lambda p, v: weighted(p, v, importance(p).clamp(max=1.1)),
+    "importance_sampling_mask='0.8 1.3'": lambda p, v: weighted(p, v, within(importance(p))),
+    "advantage_normalization_type=leave_one_out": lambda p, v: (
+        clip(p, v, advantages=p.rewards.flatten() * 4 / 3) + 0.05 * unbiased(p, v)
+    ),
+    "loss=cispo": cispo,
+    "loss=gspo clip_lower=0.2 clip_higher=0.2": gspo,
+    "loss=dppo": dppo,
+}
+
+
+def setting_of(words: str, base: replay.Setting) -> replay.Setting:
+    """The setting of what stands after one --set, as a shell reads it."""
+    return replay.make_setting(dict(word.split("=", 1) for word in shlex.split(words)), base, {})
+
+
+@pytest.fixture(scope="module")
+def moved(recorded, tiny):
+    """(replay after two more optimizer steps, base, the independent computation, directions to look along)."""
+    batch, base = opened(recorded, 3)
+    batch.take_steps(2, 6)
+    noise = torch.Generator().manual_seed(0)
+    batch.sampler_N = batch.sampler_N + 0.3 * torch.randn(len(batch.sampler_N), generator=noise)  # an unlike sampler
+    plain = Plain(batch, tiny)
+    everything = set(batch.groups)
+    shapes = [weight.shape for weight in plain.model.parameters()]
+    found = [torch.randn(sum(s.numel() for s in shapes), generator=noise)]
+    for words in ("kl_placement=none", "kl_estimator=full beta=100"):
+        setting = setting_of(words, base)
+        found.append(batch.gradient(batch.slopes(setting).direction, everything))
+    directions = []
+    for flat in found:
+        pieces = (flat / flat.norm()).double().split([shape.numel() for shape in shapes])
+        directions.append([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
+    return batch, base, plain, directions
+
+
+def errors(moved, words: str, loss) -> list[float]:
+    """|derivative by replay - derivative by differences| along each direction, over the norm of replay's gradient."""
+    batch, base, plain, directions = moved
+    setting = setting_of(words, base)
+    gradient = batch.gradient(batch.slopes(setting).direction, set(batch.groups)).double()
+    found = []
+    for direction in directions:
+        ours = gradient @ torch.cat([part.flatten() for part in direction])
+        found.append(abs(ours.item() - plain.slope(loss, direction)) / gradient.norm().item())
+    return found
+
+
+def test_the_ratios_of_the_moved_policy_leave_the_clip(moved):
+    """Or the test below would compare losses that are all the same."""
+    batch = moved[0]
+    ratios = (batch.logprobs_N - batch.old_N).exp()[:-1]
+    assert (ratios > 1.2).sum() > 3
+    assert (ratios < 0.8).sum() > 3
+
+
+@pytest.mark.parametrize("words", LOSSES)
+def test_a_setting_has_the_gradient_of_its_loss_written_independently(moved, words):
+    """Finite differences in fp64, sample by sample, of formulas of this file; nothing of the scripts is in them."""
+    assert max(errors(moved, words, LOSSES[words])) < 2e-5
+
+
+MUTATIONS = {
+    "1 + args.clip_higher)": "1 + 2 * args.clip_higher)",
+    "loss_T = loss_T + beta * kl_T": "loss_T = loss_T + 2 * beta * kl_T",
+    "torch.maximum(unclipped_T, clipped_T)": "unclipped_T",
+    "slope_T.detach() * (logprobs_T": "d_T.detach() * (logprobs_T",
+    "weights[i] = 1.0 / tokens": "weights[i] = 1.0 / len(in_loss)",
+}
+
+
+@pytest.mark.parametrize("old", MUTATIONS)
+def test_a_mutated_loss_is_caught(moved, tmp_path, old):
+    text = (ROOT / "grpo.py").read_text()
+    assert text.count(old) == 1
+    file = tmp_path / f"mutated_{list(MUTATIONS).index(old)}.py"
+    file.write_text(text.replace(old, MUTATIONS[old]))
+    assert max(errors(moved, f"loss={file}", of_run)) > 1e-3
+
+
+# ----------------------------------------------------------------------------------------------- against the run itself
+
+
+def test_steps_on_a_batch_are_those_of_the_run(recorded):
+    """Two optimizer steps on the batch of step 1, whose moments are fresh, give the weights with which step 2 began."""
+    batch, _ = opened(recorded, 1)
+    batch.take_steps(2, 6)
+    later, _ = opened(recorded, 2)
+    for ours, theirs in zip(batch.policy.parameters(), later.policy.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def compared(args, words: list[list[str]], step: int = 3, script: str = "grpo"):
+    batch, base = opened(args, step, script)
+    return replay.compare(replay.make_settings(words, base), batch)
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_the_gradient_of_the_run_has_the_norm_that_the_run_logged(single, tiny, tmp_path, script):
+    args = single
+    if script == "ppo":
+        args = tiny_args(tiny, tmp_path, script, **LEARNS, **RECORDS, kl_gradient="naive")
+        run_here(args, script)
+    found = compared(args, [], script=script)
+    logged = read_jsonl(folder_of(args, script) / "metrics.jsonl")[2]
+    assert found.gradients.norms[0].item() == pytest.approx(logged["optim/grad_norm"], rel=2e-4)
+    assert found.exact[0] == pytest.approx(logged["kl/gradient_cosine_exact"], abs=1e-4)
+    assert found.kl.norms[0].item() == pytest.approx(0.05 * logged["kl/gradient_norm"], rel=1e-3)
+    assert found.kl.norms[1].item() == pytest.approx(0.05 * logged["kl/gradient_norm_exact"], rel=1e-3)
+
+
+def test_the_probe_sees_the_angle_between_the_chosen_gradient_and_the_unbiased_one(single):
+    found = compared(single, [["kl_gradient=unbiased"]])
+    logged = read_jsonl(folder_of(single) / "metrics.jsonl")[2]
+    assert found.kl.cosines[0, 1].item() == pytest.approx(logged["kl/gradient_cosine"], abs=1e-4)
+    assert -1 < logged["kl/gradient_cosine"] < 0.999
+
+
+def test_the_probe_of_an_unbiased_setting_finds_no_angle(recorded):
+    for metrics in read_jsonl(folder_of(recorded) / "metrics.jsonl")[1:]:
+        assert metrics["kl/gradient_cosine"] == pytest.approx(1, abs=1e-5)
+        assert 0 < metrics["kl/gradient_cosine_exact"] < 1
+
+
+@pytest.mark.slow
+def test_two_ranks_record_and_probe_what_one_does(tiny, tmp_path):
+    """The batch has the samples of both ranks, and the probe's numbers are those of the whole batch."""
+    given = [f"--{name}={value}" for name, value in {**LEARNS, **RECORDS}.items()]
+    finish(command(tiny, tmp_path, *given, ranks=2), tmp_path / "log")
+    folder = tmp_path / "run"
+    batch = recorder.read(folder / "batches" / "step_000003")
+    base = replay.run_setting(folder, batch)
+    opened_batch = replay.Replay(batch, base, with_reference=True)
+    assert len(batch.samples) == 16
+    assert {s.engine for s in batch.samples} == {0, 1}
+    assert all(value < 1e-5 for value in opened_batch.agreement().values())
+    found = replay.compare([base], opened_batch)
+    logged = read_jsonl(folder / "metrics.jsonl")[2]
+    assert found.kl.norms[1].item() == pytest.approx(0.05 * logged["kl/gradient_norm_exact"], rel=1e-3)
+    assert found.exact[0] == pytest.approx(logged["kl/gradient_cosine_exact"], abs=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------- the geometry
+
+
+def test_cosines_norms_and_signal_are_those_of_the_vectors():
+    """Of sums of directions, from their inner products alone."""
+    noise = torch.Generator().manual_seed(0)
+    vectors = torch.randn(3, 2, 50, generator=noise, dtype=torch.float64) + 1
+    products = torch.einsum("ahp,bkp->ahbk", vectors, vectors)
+    found = replay.geometry([[0], [1, 2]], products)
+    for k, (first, second) in enumerate((vectors[0], vectors[1] + vectors[2])):
+        whole, apart = first + second, first - second
+        assert found.norms[k].item() == pytest.approx(whole.norm().item())
+        assert found.signal[k].item() == pytest.approx(math.sqrt((whole.norm() / apart.norm()) ** 2 - 1))
+    one, two = vectors[0].sum(0), (vectors[1] + vectors[2]).sum(0)
+    assert found.cosines[0, 1].item() == pytest.approx(torch.cosine_similarity(one, two, dim=0).item())
+
+
+def test_the_signal_is_that_of_independent_halves():
+    """Halves with a common mean m and noise of variance s^2: the ratio of their sum is 2 |m| / (sqrt(2) s)."""
+    noise = torch.Generator().manual_seed(1)
+    halves = 0.3 + torch.randn(1, 2, 200_000, generator=noise, dtype=torch.float64)
+    found = replay.geometry([[0]], torch.einsum("ahp,bkp->ahbk", halves, halves))
+    assert found.signal[0].item() == pytest.approx(2 * 0.3 / math.sqrt(2), rel=0.02)
+
+
+def test_two_halves_make_the_whole(recorded):
+    batch, base = opened(recorded, 2)
+    direction = batch.slopes(base).direction
+    whole = batch.gradient(direction, set(batch.groups))
+    parts = [batch.gradient(direction, set(batch.groups[k::2])) for k in (0, 1)]
+    assert ((parts[0] + parts[1] - whole).norm() / whole.norm()).item() < 1e-5
+    assert parts[0].norm() > 0 < parts[1].norm()
+
+
+def test_dropped_tokens_are_those_without_a_gradient(moved):
+    """By the definition of the clip: ratio beyond it on the side where the advantage points."""
+    batch, base, _, _ = moved
+    ratio = (batch.logprobs_N - batch.old_N).exp()[:-1]
+    a = batch.recorded.advantages_N[:-1]
+    dropped = ((a > 0) & (ratio > 1.2)) | ((a < 0) & (ratio < 0.8))
+    assert batch.slopes(base).dropped == pytest.approx((dropped.sum() / (a != 0).sum()).item())
+    assert batch.slopes(base).clipped == pytest.approx((dropped.sum() / len(a)).item())
+    cispo_setting = replay.make_setting({"loss": "cispo"}, base, {})
+    assert batch.slopes(cispo_setting).dropped == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- the program
+
+
+def test_flags_of_one_set_are_combined_and_each_set_begins_anew(recorded):
+    _, base = opened(recorded, 1)
+    groups = [
+        ["kl_estimator=k1,k2", "kl_gradient=naive,unbiased"],
+        ["loss=clip,gspo"],
+        ["mask_truncated_completions=on"],
+    ]
+    settings = replay.make_settings(groups, base)
+    assert [s.name for s in settings] == [
+        "run",
+        "kl_estimator=k1 kl_gradient=naive",
+        "kl_estimator=k1 kl_gradient=unbiased",
+        "kl_estimator=k2 kl_gradient=naive",
+        "kl_estimator=k2 kl_gradient=unbiased",
+        "loss=clip",
+        "loss=gspo",
+        "mask_truncated_completions=on",
+    ]
+    assert settings[3].args == dataclasses.replace(base.args, kl_estimator="k2", kl_gradient="naive")
+    assert settings[5].args == base.args
+    assert settings[7].args.mask_truncated_completions is True
+
+
+def test_another_script_has_its_own_defaults_and_what_the_run_changed(recorded):
+    """As if the run's command line had started it."""
+    _, base = opened(recorded, 1)
+    gspo_setting = replay.make_setting({"loss": "gspo"}, base, {})
+    assert gspo_setting.args.loss_norm == "sequence"
+    assert gspo_setting.args.clip_higher == 4e-4
+    assert gspo_setting.args.beta == 0.05
+    given = replay.make_setting({"loss": "dppo", "max_probability_change": "0.3"}, base, {})
+    assert given.args.max_probability_change == 0.3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["learning_rate=1"], "--set learning_rate: the gradient of given samples does not depend on it"),
+        (["kl_estimator"], "--set kl_estimator: give FLAG=VALUE"),
+        (["loss=nonesuch"], "there is no variant 'nonesuch'"),
+        (["loss=nonesuch.py"], "nonesuch.py is no file"),
+        (["loss=utils.py"], "has no Args"),
+        (["clip_lower=2"], "--clip_lower 2.0 must be in [0, 1)"),
+        (["loss=distill"], "--teacher_name_or_path is missing"),
+    ],
+)
+def test_what_cannot_be_set_is_refused(recorded, capsys, words, message):
+    _, base = opened(recorded, 1)
+    with pytest.raises(SystemExit) as ended:
+        replay.make_settings([words], base)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_with_advantages_of_its_own_is_refused_for_other_statistics(recorded, capsys, tmp_path):
+    file = tmp_path / "own.py"
+    text = (ROOT / "grpo.py").read_text()
+    mark = "        # 7 update: epochs"
+    file.write_text(text.replace(mark, f"        advantages_N = 2 * advantages_N\n\n{mark}"))
+    batch, base = opened(recorded, 1)
+    setting = replay.make_setting({"loss": str(file)}, base, {})
+    with pytest.raises(SystemExit):
+        batch.slopes(setting)
+    assert "own.py computes advantages in a way of its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--step", "7"], "--step 7: the batches of"),
+        (["--after", "-1"], "--after -1: must be 0 or more"),
+    ],
+)
+def test_a_wrong_step_is_refused(recorded, capsys, words, message):
+    with pytest.raises(SystemExit) as ended:
+        replay.parse([str(folder_of(recorded)), *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_without_batches_is_refused(tmp_path, capsys):
+    for words in ("no config.json there", "has kept no batch; start the run with --record_batches"):
+        with pytest.raises(SystemExit):
+            replay.parse([str(tmp_path)])
+        assert words in capsys.readouterr().err
+        (tmp_path / "config.json").write_text("{}")
+
+
+def test_the_table_and_the_picture_have_every_setting(recorded, capsys, tmp_path):
+    """The whole program: eight settings, three variants among them, after two optimizer steps."""
+    words = [str(folder_of(recorded)), "--after", "2", "--output", str(tmp_path / "picture.png")]
+    words += ["--set", "kl_estimator=k1,k2,k3", "kl_gradient=naive", "--set", "loss=cispo,gspo,maxrl"]
+    words += ["--set", "kl_placement=none,reward"]
+    found = replay.main(*replay.parse(words))
+    said = capsys.readouterr().out
+    assert len(found.settings) == 9
+    assert found.kl_names[-1] == "exact"
+    assert len(found.kl_names) == 9, "all but kl_placement=none, and the exact one"
+    for setting in found.settings:
+        assert f"| `{setting.name}` |" in said
+    assert (tmp_path / "picture.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert torch.allclose(found.gradients.cosines.diagonal(), torch.ones(9, dtype=torch.float64), atol=1e-6)
+    assert not found.gradients.cosines.isnan().any()
