@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from runtime import process, rundir
+from runtime import identity, process, rundir
 from runtime.watchdog import Watch
 
 GIB = 2**30
@@ -199,7 +199,7 @@ class Checkpoints:
             "step": step,
             "score": self.log.scores.get(step),
             "wandb_id": self.log.wandb_id,
-            "args": vars(self.args),
+            "args": identity.recorded(self.args),
             "code": self.log.code,
             "versions": process.versions(),
             "world_size": self.world_size,

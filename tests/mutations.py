@@ -3,8 +3,8 @@
     python tests/mutations.py                          the known bugs of the KL, a line each
     python tests/mutations.py --random 200 --seed 1    bugs drawn at random from five files (random_mutations.py)
 
-The exit code is 1 when a test run stays green. A known bug is (what it is, file, text, text in its place); the text must
-occur in the file, so a mutation that no longer applies is an error and not a success.
+The exit code is 1 when a test run stays green. A known bug is (what it is, file, text, text in its place); the text
+must occur in the file, so a mutation that no longer applies is an error and not a success.
 
 Random mutations take hours of one core. Each result is written when it is known, and the same command continues;
 ``--again`` tries those that survived once more, after a test was added. It runs in a copy of the project and needs no

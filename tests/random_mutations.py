@@ -15,12 +15,15 @@ import ast
 import contextlib
 import copy
 import ctypes
+import difflib
 import gc
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -37,6 +40,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("grpo.py", "ppo.py", "utils.py", "rewards.py", "kl_estimators.py")
 PLACES = ("tests/unit", "tests/runs")
+STAGES = ("parts", "runs")  # tests of parts of the project first, then those that run a whole script
+WHOLE = re.compile(r"\b(run_here|interrupted|stopped|small|Run|command|subprocess|Popen|main)\b")
 EQUIVALENT = ROOT / "tests" / "equivalent_mutations.jsonl"
 # Imported once, by the server: the largest part of the start of a test.
 HEAVY = (
@@ -53,6 +58,7 @@ HEAVY = (
     "vllm.entrypoints.llm",
     "xdist",
 )
+START = 60.0  # seconds that the tests of a mutation may take in addition to three times what they took
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: processes that a test leaves behind become children of the server
 
 # ------------------------------------------------------------------------------------------------------- the mutations
@@ -218,7 +224,13 @@ def draw(sources: dict[str, bytes], number: int, seed: int) -> list[Mutation]:
     return drawn
 
 
-# ------------------------------------------------------------------------------------------- which tests touch which line
+# ----------------------------------------------------------------------------------------- which tests touch which line
+
+
+def stage_of(item: pytest.Item) -> str:
+    """Whether a test runs a whole script, which takes a second or many, by the names that it mentions."""
+    text = " ".join([inspect.getsource(item.function), *item.fixturenames])
+    return "runs" if WHOLE.search(text) else "parts"
 
 
 class Tracer:
@@ -227,7 +239,8 @@ class Tracer:
     Lines that run in another process are not seen: a test that starts one is marked, and tried for every line.
     """
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, stage: str):
+        self.stage = stage
         self.files = {str(root / file): file for file in FILES}
         self.lines: dict[str, set[tuple[str, int]]] = {}
         self.seen: set[tuple[str, int]] = set()
@@ -260,6 +273,9 @@ class Tracer:
             return trace_lines
 
         return trace_lines(frame, event, argument)
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [item for item in items if stage_of(item) == self.stage]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session):
@@ -344,7 +360,7 @@ def descendants(pid: int) -> list[int]:
 class Server:
     """A copy of the project, and forks of this process that run pytest in it."""
 
-    def __init__(self, root: Path, folder: Path, heavy: tuple[str, ...] = HEAVY):
+    def __init__(self, root: Path, folder: Path):
         self.folder = folder
         self.said = folder.with_name("said.json")
         self.log = folder.with_name("pytest.log")
@@ -359,7 +375,7 @@ class Server:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         sys.path.insert(0, str(folder))
         os.environ |= {"OMP_NUM_THREADS": "1"}
-        for name in heavy:
+        for name in HEAVY:
             module = importlib.import_module(name)
             if name == "runtime.process":  # before torch
                 module.prepare_environment()
@@ -418,12 +434,12 @@ class Server:
             tempfile.tempdir = None
             return pytest.main([*common, *words], plugins=[plugin])
 
-    def trace(self, file: str) -> dict[str, dict]:
-        """What the fast tests of a test file touch. Raises RuntimeError where pytest could not run them."""
+    def trace(self, file: str, stage: str) -> dict[str, dict]:
+        """What the tests of one stage in a test file touch. Raises RuntimeError where pytest could not run them."""
         found = self.folder.with_name("traced.json")
 
         def inside() -> int:
-            tracer = Tracer(self.folder)
+            tracer = Tracer(self.folder, stage)
             code = self.pytest([file], tracer)
             found.write_text(json.dumps(tracer.result()))
             return code
@@ -434,7 +450,7 @@ class Server:
         return json.loads(found.read_text())
 
     def attempt(self, mutation: Mutation | None, tests: dict[str, float]) -> dict:
-        """Run tests (name -> seconds) with a mutation in the copy, or without. Returns how it ended, and who said so."""
+        """Run tests (name -> seconds) with a mutation in the copy, or without. Returns how it ended, and by which."""
         files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
         start = time.monotonic()
         if mutation is not None:
@@ -448,7 +464,7 @@ class Server:
             return self.pytest(["-x", *files], Only(list(tests), self.said))
 
         try:
-            code = self.run(inside, limit=60 + 3 * sum(tests.values())) if tests else 0
+            code = self.run(inside, limit=START + 3 * sum(tests.values())) if tests else 0
         finally:
             if mutation is not None:
                 path.write_bytes(original)
@@ -461,11 +477,7 @@ class Server:
         return {"state": state, "by": by if code != 0 else "", "said": said[1], "tests": len(tests), "seconds": seconds}
 
 
-# ------------------------------------------------------------------------------------------------------- a run of all this
-
-
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+# ------------------------------------------------------------------------------------------------ all of it, for a draw
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -473,20 +485,52 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def trace_all(server: Server, results: Path) -> dict[str, dict]:
-    """What every fast test touches; of test files that have not changed it is known from an earlier call."""
+def moved_lines(before: str, after: str) -> dict[int, int]:
+    """Line number before -> after, of the lines that two versions of a file have in common."""
+    moved = {}
+    matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
+    for a, b, size in matcher.get_matching_blocks():
+        for i in range(size):
+            moved[a + i + 1] = b + i + 1
+    return moved
+
+
+def trace_stage(server: Server, stage: str, results: Path) -> dict[str, dict]:
+    """What the fast tests of a stage touch. It is known from an earlier call where a test file has not changed.
+
+    Lines that were traced in an earlier version of a file are looked up in this one.
+    """
     file = results / "touched.json"
-    known = json.loads(file.read_text()) if file.exists() else {}
-    code = [digest(server.folder / name) for name in server.sources()]
-    names = [f"{place}/{path.name}" for place in PLACES for path in sorted((server.folder / place).glob("test_*.py"))]
-    for name in names:
-        stamp = [digest(server.folder / name), *code]
-        if known.get(name, {}).get("stamp") != stamp:
+    known = json.loads(file.read_text()) if file.exists() else {"sources": {}, "files": {}}
+    now = {}
+    for name, source in server.sources().items():
+        now[name] = hashlib.sha256(source).hexdigest()
+        known["sources"][now[name]] = source.decode()
+    modules = re.compile(rf"\b({'|'.join(Path(name).stem for name in now)})\b")
+    touched = {}
+    for path in [path for place in PLACES for path in sorted((server.folder / place).glob("test_*.py"))]:
+        if not modules.search(path.read_text()):
+            continue
+        file_name = str(path.relative_to(server.folder))
+        name = f"{stage} {file_name}"
+        stamp = hashlib.sha256(path.read_bytes()).hexdigest()
+        if known["files"].get(name, {}).get("stamp") != stamp:
             start = time.monotonic()
-            known[name] = {"stamp": stamp, "tests": server.trace(name)}
+            known["files"][name] = {"stamp": stamp, "sources": now, "tests": server.trace(file_name, stage)}
             file.write_text(json.dumps(known))
-            print(f"traced {name}: {len(known[name]['tests'])} tests, {time.monotonic() - start:.0f} s", flush=True)
-    return {test: touched for name in names for test, touched in known[name]["tests"].items()}
+            count = len(known["files"][name]["tests"])
+            print(f"traced {name}: {count} tests, {time.monotonic() - start:.0f} s", flush=True)
+        entry = known["files"][name]
+        moved = {}
+        for source, digest in entry["sources"].items():
+            if digest != now[source]:
+                moved[source] = moved_lines(known["sources"][digest], known["sources"][now[source]])
+        for test, what in entry["tests"].items():
+            lines = {}
+            for source, numbers in what["lines"].items():
+                lines[source] = [moved[source].get(n, 0) for n in numbers] if source in moved else numbers
+            touched[test] = what | {"lines": lines}
+    return touched
 
 
 def choose(mutation: Mutation, last: int, touched: dict[str, dict], budget: float) -> dict[str, float]:
@@ -524,26 +568,32 @@ def run(number: int, seed: int, results: Path, budget: float, again: bool) -> in
         server = Server(ROOT, Path(place) / "project")
         sources = server.sources()
         drawn = draw(sources, number, seed)
-        touched = trace_all(server, results)
         done = {entry["mutation"]: entry for entry in read_lines(file)}
-        for mutation in drawn:
-            before = done.get(mutation.key)
-            if mutation.key in equivalent or (before and not (again and before["state"] == "survived")):
-                continue
-            last = mutation.line + sources[mutation.file][mutation.start : mutation.end].count(b"\n")
-            tests = choose(mutation, last, touched, budget)
-            entry = {"mutation": mutation.key, "file": mutation.file, "line": mutation.line, "kind": mutation.kind}
-            entry |= server.attempt(mutation, tests)
-            done[mutation.key] = entry
-            with open(file, "a") as out:
-                out.write(json.dumps(entry) + "\n")
-            print(f"{entry['state']:8}  {mutation.key}", flush=True)
+        tried = set()  # by the tests of a stage, in this call or in an earlier one
+        for entry in done.values():
+            again_now = again and entry["state"] == "survived"
+            tried |= set() if again_now else {(entry["mutation"], stage) for stage in entry["stages"]}
+        for stage in STAGES:
+            touched = trace_stage(server, stage, results)
+            for mutation in drawn:
+                before = done.get(mutation.key, {"state": "", "stages": []})
+                killed = before["state"] == "killed"
+                if killed or mutation.key in equivalent or (mutation.key, stage) in tried:
+                    continue
+                last = mutation.line + sources[mutation.file][mutation.start : mutation.end].count(b"\n")
+                tests = choose(mutation, last, touched, budget)
+                entry = {"mutation": mutation.key, "file": mutation.file, "line": mutation.line, "kind": mutation.kind}
+                entry |= server.attempt(mutation, tests) | {"stages": [*before["stages"], stage]}
+                done[mutation.key] = entry
+                with open(file, "a") as out:
+                    out.write(json.dumps(entry) + "\n")
+                print(f"{entry['state']:8} by {len(tests):3} of {stage}  {mutation.key}", flush=True)
     print(report([asdict(m) | {"key": m.key} for m in drawn], done, equivalent))
     return sum(m.key not in equivalent and done[m.key]["state"] == "survived" for m in drawn)
 
 
 def report(drawn: list[dict], done: dict[str, dict], equivalent: set[str]) -> str:
-    """A table by file: drawn, killed, equivalent, survived, and what part of those that are not equivalent is killed."""
+    """A table by file: drawn, killed, equivalent, survived, and the part killed of those that are not equivalent."""
     lines = [f"{'file':20}{'drawn':>8}{'killed':>8}{'equivalent':>12}{'survived':>10}{'killed of the rest':>20}"]
     for file in (*FILES, "all"):
         own = [m["key"] for m in drawn if file in ("all", m["file"])]
