@@ -44,7 +44,7 @@ KINDS = {"speed": +1, "memory": +1, "start": +1, "accuracy": -1}  # the sign of 
 TOGETHER = ("speed", "memory", "start")  # are measured in one run
 FLOOR = 0.02  # of the mean: a deviation below it is not told from 0 by a few runs
 DEVIATIONS = 3.0
-LEAST = 4  # degrees of freedom of the deviation
+LEAST = 3  # degrees of freedom of the deviation
 CODE = ("*.py", "runtime/*.py")
 
 

@@ -230,12 +230,14 @@ def main() -> int:
         "--results", type=Path, default=ROOT / "runs" / "mutations", help="folder of the results (default: %(default)s)"
     )
     add("--again", action="store_true", help="try once more those that survived")
+    add("--tests", default="", metavar="REGEX", help="with the tests of these files only, as a beginning")
     options = parser.parse_args()
     if options.random is None:
         return int(bool(survivors()))
     from random_mutations import run
 
-    return int(run(options.random, options.seed, options.results, options.seconds, options.again) > 0)
+    chosen = (options.results, options.seconds, options.again, options.tests)
+    return int(run(options.random, options.seed, *chosen) > 0)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ HEAVY = (
     "transformers.models.llama.modeling_llama",
     "tyro",
     "vllm.entrypoints.llm",
-    "xdist",
+    "pytest_timeout",
 )
 START = 60.0  # seconds that the tests of a mutation may take in addition to three times what they took
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: processes that a test leaves behind become children of the server
@@ -374,7 +374,8 @@ class Server:
         sys.path[:] = [place for place in sys.path if Path(place).resolve() not in (root, root / "tests")]
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         sys.path.insert(0, str(folder))
-        os.environ |= {"OMP_NUM_THREADS": "1"}
+        # Other plugins of the environment would be imported, and their assertions rewritten, for each mutation.
+        os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         for name in HEAVY:
             module = importlib.import_module(name)
             if name == "runtime.process":  # before torch
@@ -429,7 +430,8 @@ class Server:
     def pytest(self, words: list[str], plugin: object) -> int:
         """In a fork: run pytest."""
         with tempfile.TemporaryDirectory(dir=self.folder.parent) as place:
-            common = ["-q", "-p", "no:cacheprovider", "--basetemp", f"{place}/pytest", "--tb", "short"]
+            common = ["-q", "-p", "pytest_timeout", "-p", "no:cacheprovider", "--tb", "short"]
+            common += ["--basetemp", f"{place}/pytest"]
             os.environ["TMPDIR"] = place
             tempfile.tempdir = None
             return pytest.main([*common, *words], plugins=[plugin])
@@ -495,10 +497,10 @@ def moved_lines(before: str, after: str) -> dict[int, int]:
     return moved
 
 
-def trace_stage(server: Server, stage: str, results: Path) -> dict[str, dict]:
-    """What the fast tests of a stage touch. It is known from an earlier call where a test file has not changed.
+def trace_stage(server: Server, stage: str, results: Path, only: str = "") -> dict[str, dict]:
+    """What the fast tests of a stage touch, in test files whose names match ``only``.
 
-    Lines that were traced in an earlier version of a file are looked up in this one.
+    It is known from an earlier call where a test file has not changed. Lines that were traced in an earlier version of a file are looked up in this one.
     """
     file = results / "touched.json"
     known = json.loads(file.read_text()) if file.exists() else {"sources": {}, "files": {}}
@@ -509,7 +511,7 @@ def trace_stage(server: Server, stage: str, results: Path) -> dict[str, dict]:
     modules = re.compile(rf"\b({'|'.join(Path(name).stem for name in now)})\b")
     touched = {}
     for path in [path for place in PLACES for path in sorted((server.folder / place).glob("test_*.py"))]:
-        if not modules.search(path.read_text()):
+        if not modules.search(path.read_text()) or not re.search(only, path.name):
             continue
         file_name = str(path.relative_to(server.folder))
         name = f"{stage} {file_name}"
@@ -558,8 +560,11 @@ def choose(mutation: Mutation, last: int, touched: dict[str, dict], budget: floa
     return chosen
 
 
-def run(number: int, seed: int, results: Path, budget: float, again: bool) -> int:
-    """Try the mutations that are not in the results yet, ``again``: and those that survived. Returns the survivors."""
+def run(number: int, seed: int, results: Path, budget: float, again: bool, only: str = "") -> int:
+    """Try the mutations that are not in the results yet, ``again``: and those that survived. Returns the survivors.
+
+    With ``only`` the tests are those of some files; what survives them has not survived its stage.
+    """
     results.mkdir(parents=True, exist_ok=True)
     results = results.resolve()
     file = results / f"mutations-{seed}.jsonl"
@@ -574,7 +579,7 @@ def run(number: int, seed: int, results: Path, budget: float, again: bool) -> in
             again_now = again and entry["state"] == "survived"
             tried |= set() if again_now else {(entry["mutation"], stage) for stage in entry["stages"]}
         for stage in STAGES:
-            touched = trace_stage(server, stage, results)
+            touched = trace_stage(server, stage, results, only)
             for mutation in drawn:
                 before = done.get(mutation.key, {"state": "", "stages": []})
                 killed = before["state"] == "killed"
@@ -583,7 +588,7 @@ def run(number: int, seed: int, results: Path, budget: float, again: bool) -> in
                 last = mutation.line + sources[mutation.file][mutation.start : mutation.end].count(b"\n")
                 tests = choose(mutation, last, touched, budget)
                 entry = {"mutation": mutation.key, "file": mutation.file, "line": mutation.line, "kind": mutation.kind}
-                entry |= server.attempt(mutation, tests) | {"stages": [*before["stages"], stage]}
+                entry |= server.attempt(mutation, tests) | {"stages": before["stages"] + [stage] * (not only)}
                 done[mutation.key] = entry
                 with open(file, "a") as out:
                     out.write(json.dumps(entry) + "\n")
