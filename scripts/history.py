@@ -46,6 +46,8 @@ FLOOR = 0.02  # of the mean: a deviation below it is not told from 0 by a few ru
 DEVIATIONS = 3.0
 LEAST = 3  # degrees of freedom of the deviation
 CODE = ("*.py", "runtime/*.py")
+# Variables of this process that would make the run another one.
+OURS = ("PYTHONPATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 # ---------------------------------------------------------------------------------------------------------- measuring
@@ -54,8 +56,10 @@ CODE = ("*.py", "runtime/*.py")
 def machine_rate() -> tuple[str, float]:
     """(name of the machine, FLOP/s of a matrix product in its training type), by scripts/benchmark.py."""
     device, dtype, _ = utils.resolve_device(grpo.Args())
-    name = f"{benchmark.machine_name(device)}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    return name, benchmark.machine_rates(device, dtype)[0]
+    machine = benchmark.machine_name(device)
+    threads = torch.get_num_threads()
+    flops, _ = benchmark.machine_rates(device, dtype)
+    return f"{machine}, {os.cpu_count()} cores, {threads} threads", flops
 
 
 def run(project: Path, words: list[str], out: Path) -> dict[str, float]:
@@ -65,9 +69,10 @@ def run(project: Path, words: list[str], out: Path) -> dict[str, float]:
     """
     log = out / "log"
     metrics = out / "run" / "metrics.jsonl"
-    line = [sys.executable, str(project / "grpo.py"), *words, "--output_dir", str(out), "--run_name", "run"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    line = [sys.executable, str(project / "grpo.py"), *words]
+    line += ["--output_dir", str(out), "--run_name", "run"]
+    environment = dict(os.environ)
+    for name in OURS:
         environment.pop(name, None)
     with open(log, "w") as console:
         start = time.monotonic()
@@ -81,22 +86,36 @@ def run(project: Path, words: list[str], out: Path) -> dict[str, float]:
             ended, status, usage = os.wait4(child.pid, os.WNOHANG)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode != 0 or first is None:
-        raise RuntimeError(f"{shlex.join(line)} ended with {child.returncode}:\n{log.read_text()[-2000:]}")
-    steps = [json.loads(text)["time/step"] for text in metrics.read_text().splitlines()]
-    seconds = median(steps[1:] or steps)  # the first compiles and warms up
-    return {"start": first - start - steps[0], "memory": usage.ru_maxrss / 2**20, "seconds": seconds}
+        said = log.read_text()[-2000:]
+        raise RuntimeError(f"{shlex.join(line)} ended with {child.returncode}:\n{said}")
+    steps = []
+    for text in metrics.read_text().splitlines():
+        steps.append(json.loads(text)["time/step"])
+    return {
+        "start": first - start - steps[0],
+        "memory": usage.ru_maxrss / 2**20,
+        "seconds": median(steps[1:]),  # the first compiles and warms up
+    }
 
 
 def identity(project: Path) -> dict[str, str]:
     """Commit of a checkout, with the hash of its code: an edited checkout is a commit of its own."""
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in CODE for path in project.glob(pattern)):
-        digest.update(path.name.encode() + path.read_bytes())
+    for pattern in CODE:
+        for path in sorted(project.glob(pattern)):
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
     commit = process.git(project, "rev-parse", "--short=10", "HEAD") or ""
+    when = process.git(project, "log", "-1", "--format=%cI") or ""
     edited = process.git(project, "status", "--porcelain", "--untracked-files=no", "--", *CODE)
-    name = commit.strip() + ("+edited" if edited or not commit else "")
-    when = (process.git(project, "log", "-1", "--format=%cI") or "").strip()
-    return {"commit": name, "committed": when, "code": digest.hexdigest()[:16]}
+    name = commit.strip()
+    if edited or not commit:
+        name += "+edited"
+    return {
+        "commit": name,
+        "committed": when.strip(),
+        "code": digest.hexdigest()[:16],
+    }
 
 
 class History:
@@ -109,18 +128,24 @@ class History:
         self.steps = options.steps
         self.arguments = shlex.split(options.arguments)
         self.who = identity(self.project)
-        self.machine, self.rate = machine_rate()
-        self.lines = [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
+        self.machine, _ = machine_rate()
+        self.lines = []
+        if self.file.exists():
+            self.lines = [json.loads(line) for line in self.file.read_text().splitlines()]
 
     def setting(self, what: str) -> dict[str, object]:
         """What lines that are compared have in common."""
-        steps = None if what == "accuracy" else self.steps
-        return {"what": what, "machine": self.machine, "arguments": self.arguments, "steps": steps}
+        return {
+            "what": what,
+            "machine": self.machine,
+            "arguments": self.arguments,
+            "steps": None if what == "accuracy" else self.steps,
+        }
 
     def of_kind(self, what: str) -> list[dict]:
         """The lines of this setting, oldest first."""
         wanted = self.setting(what)
-        return [line for line in self.lines if all(line[name] == value for name, value in wanted.items())]
+        return [line for line in self.lines if line | wanted == line]
 
     def own(self, what: str) -> list[dict]:
         """Those of the commit that is measured."""
@@ -137,34 +162,44 @@ class History:
 
     def measure(self, wanted: list[str]) -> None:
         """Run what is missing of the commit."""
-        while any(len(self.own(what)) < self.repeats for what in wanted if what != "accuracy"):
-            self.measure_run([what for what in wanted if what != "accuracy" and len(self.own(what)) < self.repeats])
-        done = {line["seed"] for line in self.own("accuracy")}
-        for seed in range(1, self.repeats + 1):
-            if "accuracy" in wanted and seed not in done:
-                self.measure_accuracy(seed)
+        together = [what for what in wanted if what in TOGETHER]
+        for repeat in range(self.repeats):
+            missing = [what for what in together if len(self.own(what)) <= repeat]
+            if missing:
+                self.measure_run(missing)
+        if "accuracy" in wanted:
+            done = [line["seed"] for line in self.own("accuracy")]
+            for seed in range(1, self.repeats + 1):
+                if seed not in done:
+                    self.measure_accuracy(seed)
 
     def measure_run(self, kinds: list[str]) -> None:
         """One run for speed, memory and start. The rate is the better of before and after: both may be disturbed."""
-        before = machine_rate()[1]
-        load = os.getloadavg()[0]
+        _, before = machine_rate()
+        load, _, _ = os.getloadavg()
         if load > 0.25 * os.cpu_count():
             print(f"warning: other programs compute here (load {load:.1f}); measure on a quiet machine", flush=True)
         words = [*self.arguments, "--total_steps", str(self.steps), "--eval_prompts", "0"]
         with tempfile.TemporaryDirectory(prefix="history-") as place:
             found = run(self.project, words, Path(place))
-        rate = max(before, machine_rate()[1])
-        found["speed"] = found["seconds"] * rate / 1e9
+        _, after = machine_rate()
+        rate = max(before, after) / 1e9
+        seconds = found["seconds"]
+        found["speed"] = seconds * rate
         for what in kinds:
-            more = {"seconds": round(found["seconds"], 4), "rate": round(rate / 1e9, 1)} if what == "speed" else {}
-            self.write(what, found[what], **more, load=round(load, 1))
+            more = {"load": round(load, 1)}
+            if what == "speed":
+                more |= {"seconds": round(seconds, 4), "rate": round(rate, 1)}
+            self.write(what, found[what], **more)
 
     def measure_accuracy(self, seed: int) -> None:
         """The quickstart with one seed."""
         with tempfile.TemporaryDirectory(prefix="history-") as place:
-            run(self.project, [*self.arguments, "--seed", str(seed)], Path(place))
-            results = (Path(place) / "run" / "eval.jsonl").read_text().splitlines()
-        self.write("accuracy", json.loads(results[-1])["eval/pass@1"], seed=seed)
+            out = Path(place)
+            run(self.project, [*self.arguments, "--seed", str(seed)], out)
+            results = (out / "run" / "eval.jsonl").read_text()
+        last = json.loads(results.splitlines()[-1])
+        self.write("accuracy", last["eval/pass@1"], seed=seed)
 
     def compare(self, what: str) -> int:
         """Print one kind of number against its corridor; its exit code."""
@@ -183,9 +218,13 @@ class History:
 
 def deviation(groups: list[list[float]]) -> tuple[float, int]:
     """(standard deviation of repeated runs, pooled over the groups, its degrees of freedom)."""
-    squares = sum((value - fmean(values)) ** 2 for values in groups for value in values)
-    freedom = sum(len(values) - 1 for values in groups)
-    return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
+    squares = 0.0
+    freedom = 0
+    for values in groups:
+        mean = fmean(values)
+        squares += sum((value - mean) ** 2 for value in values)
+        freedom += len(values) - 1
+    return math.sqrt(squares / max(1, freedom)), freedom
 
 
 def verdict(what: str, mine: list[float], before: list[list[float]], groups: list[list[float]]) -> tuple[str, int]:
@@ -200,11 +239,14 @@ def verdict(what: str, mine: list[float], before: list[list[float]], groups: lis
     mean = fmean(last)
     sigma = max(sigma, FLOOR * abs(mean))
     width = DEVIATIONS * sigma * math.sqrt(1 / len(mine) + 1 / len(last))
-    off = (fmean(mine) - mean) * KINDS[what]
-    words = f"{what}: {fmean(mine):.4g}, before {mean:.4g}, corridor {mean - width:.4g} to {mean + width:.4g}"
-    if off > width:
+    now = fmean(mine)
+    worse_by = (now - mean) * KINDS[what]
+    words = f"{what}: {now:.4g}, before {mean:.4g}, corridor {mean - width:.4g} to {mean + width:.4g}"
+    if worse_by > width:
         return f"{words}: WORSE", 1
-    return f"{words}: {'better' if off < -width else 'within'}", 0
+    if worse_by < -width:
+        return f"{words}: better", 0
+    return f"{words}: within", 0
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:

@@ -30,6 +30,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -58,6 +59,7 @@ HEAVY = (
     "vllm.entrypoints.llm",
     "pytest_timeout",
 )
+FORK_FAILED = 70  # EX_SOFTWARE: no exit code of pytest
 START = 60.0  # seconds that the tests of a mutation may take in addition to three times what they took
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: processes that a test leaves behind become children of the server
 
@@ -401,7 +403,7 @@ class Server:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            code = 70
+            code = FORK_FAILED
             try:
                 os.setsid()
                 out = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -409,7 +411,11 @@ class Server:
                 for standard in (1, 2):
                     os.dup2(out, standard)
                 code = int(inside())
+            except BaseException:
+                traceback.print_exc()
             finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
                 os._exit(code)
         deadline = time.monotonic() + limit
         status = None
@@ -429,7 +435,7 @@ class Server:
 
     def pytest(self, words: list[str], plugin: object) -> int:
         """In a fork: run pytest."""
-        with tempfile.TemporaryDirectory(dir=self.folder.parent) as place:
+        with tempfile.TemporaryDirectory(dir=self.folder.parent, ignore_cleanup_errors=True) as place:
             common = ["-q", "-p", "pytest_timeout", "-p", "no:cacheprovider", "--tb", "short"]
             common += ["--basetemp", f"{place}/pytest"]
             os.environ["TMPDIR"] = place
@@ -448,7 +454,7 @@ class Server:
 
         code = self.run(inside, limit=1800)
         if code not in (0, 1, 5):  # a test that fails without a mutation is left out; 5: no fast tests
-            raise RuntimeError(f"{file}: pytest ended with {code}; see {self.log}")
+            raise RuntimeError(f"{file}: pytest ended with {code}:\n{self.log.read_text()[-3000:]}")
         return json.loads(found.read_text())
 
     def attempt(self, mutation: Mutation | None, tests: dict[str, float]) -> dict:
@@ -471,8 +477,8 @@ class Server:
             if mutation is not None:
                 path.write_bytes(original)
         said = json.loads(self.said.read_text()) if self.said.exists() else ["", ""]
-        if code in (3, 4, 5):
-            raise RuntimeError(f"pytest itself failed with {code}; see {self.log}")
+        if code in (3, 4, 5, FORK_FAILED):
+            raise RuntimeError(f"pytest itself failed with {code}:\n{self.log.read_text()[-3000:]}")
         state = "survived" if code == 0 else "killed"
         by = "time limit" if code is None else said[0] or f"exit code {code}"
         seconds = round(time.monotonic() - start, 1)
@@ -500,7 +506,8 @@ def moved_lines(before: str, after: str) -> dict[int, int]:
 def trace_stage(server: Server, stage: str, results: Path, only: str = "") -> dict[str, dict]:
     """What the fast tests of a stage touch, in test files whose names match ``only``.
 
-    It is known from an earlier call where a test file has not changed. Lines that were traced in an earlier version of a file are looked up in this one.
+    It is known from an earlier call where a test file has not changed. Lines that were traced in an earlier version of
+    a file are looked up in this one.
     """
     file = results / "touched.json"
     known = json.loads(file.read_text()) if file.exists() else {"sources": {}, "files": {}}
