@@ -1,7 +1,7 @@
 # Every target sets the project up first; when that is done already it takes no time.
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: setup quickstart testbed test lint bench
+.PHONY: setup quickstart testbed test lint bench bench-gate
 
 setup:
 	@scripts/setup.sh
@@ -26,3 +26,7 @@ lint: setup
 
 bench: setup
 	$(PYTHON_BIN) scripts/benchmark.py $(ARGS)
+
+# Is this commit slower, larger or worse than those before? CONTRIBUTING.md: make bench-gate ARGS="--what speed,memory"
+bench-gate: setup
+	$(PYTHON_BIN) scripts/history.py --gate $(ARGS)

@@ -54,6 +54,7 @@ from runtime.answers import (
 from runtime.constraints import CONSTRAINTS
 from runtime.gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.process import refuse
+from runtime.redaction import redact
 from runtime.sandbox import Sandbox
 
 
@@ -852,7 +853,7 @@ class RewardPool:
         if reward.status not in ("ok", *self.shown):
             self.shown.add(reward.status)
             about = f"{verifier} on {response[:200]!r}"
-            print(f"warning: first {reward.status} of a verification: {about}\n{reward.detail}", flush=True)
+            print(redact(f"warning: first {reward.status} of a verification: {about}\n{reward.detail}"), flush=True)
         return reward
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from torch import nn
 
-from runtime import elastic, process, rundir
+from runtime import elastic, identity, process, rundir
 from runtime.watchdog import Watch
 
 GIB = 2**30
@@ -206,7 +206,7 @@ class Checkpoints:
             "step": step,
             "score": self.log.scores.get(step),
             "wandb_id": self.log.wandb_id,
-            "args": vars(self.args),
+            "args": identity.recorded(self.args),
             "code": self.log.code,
             "versions": process.versions(),
             "world_size": self.world_size,

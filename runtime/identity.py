@@ -14,8 +14,14 @@ from typing import Any
 
 from runtime.flags import MAY_CHANGE, PRESENTATION
 from runtime.process import file_digest
+from runtime.redaction import redact_values
 
 PROJECT = Path(__file__).resolve().parent.parent
+
+
+def recorded(args) -> dict[str, Any]:
+    """The arguments as JSON has them, and as a run writes them down: without secrets."""
+    return redact_values(json.loads(json.dumps(dataclasses.asdict(args))))
 
 
 def changed_arguments(theirs: dict[str, Any], args) -> tuple[list[str], list[str]]:
@@ -23,7 +29,8 @@ def changed_arguments(theirs: dict[str, Any], args) -> tuple[list[str], list[str
 
     Returns two lists: the arguments that make it another run, and those that may change between the parts of one run.
     """
-    ours = json.loads(json.dumps(dataclasses.asdict(args)))
+    theirs = redact_values(theirs)
+    ours = recorded(args)
     other = []
     allowed = []
     for name, value in ours.items():
@@ -35,7 +42,8 @@ def changed_arguments(theirs: dict[str, Any], args) -> tuple[list[str], list[str
 
 def ignored_changes(theirs: dict[str, Any], args) -> list[str]:
     """Names of the arguments that a finished run ignores although they differ and do not only concern its display."""
-    ours = json.loads(json.dumps(dataclasses.asdict(args)))
+    theirs = redact_values(theirs)
+    ours = recorded(args)
     return [name for name in ours if ours[name] != theirs.get(name) and name not in PRESENTATION]
 
 

@@ -9,6 +9,8 @@ import warnings
 from pathlib import Path
 from typing import TextIO
 
+from runtime.redaction import redact
+
 LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 
 # Holds records until the folder of the run exists, then passes them on to a file there.
@@ -27,6 +29,13 @@ class LibraryLogger(logging.Logger):
             if record.levelno < logging.ERROR:
                 return
         super().callHandlers(record)
+
+
+class WithoutSecrets(logging.Formatter):
+    """A line of the log with what must not be written down taken out: clients log the URLs that they open."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
 
 
 def quiet_libraries() -> None:
@@ -64,7 +73,7 @@ def write_to(folder: Path | None) -> None:
     handler: logging.Handler = logging.NullHandler()
     if folder is not None:
         handler = logging.FileHandler(folder / "libraries.log", delay=True)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     before = waiting.target
     waiting.setTarget(handler)
     waiting.flush()

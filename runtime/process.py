@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from filelock import FileLock, Timeout
 
 from runtime.libraries import quiet_libraries
+from runtime.redaction import redact
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -98,7 +99,7 @@ def lock_holder(folder: Path) -> str:
 def refuse(message: str) -> NoReturn:
     """End the program because of bad input: the message on stderr (once per node), exit code 2."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {redact(message)}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 

@@ -18,6 +18,7 @@ from runtime.flags import MAY_CHANGE, total_steps
 from runtime.identity import changed_arguments, changed_code, code_of, ignored_changes
 from runtime.process import file_digest, lock_holder, refuse, versions, write_whole
 from runtime.records import Problem
+from runtime.redaction import redact_values
 
 
 def say(text: str) -> None:
@@ -37,7 +38,7 @@ def run_name(args, defaults) -> str:
     parts = []
     defaults = presets.apply(defaults, args.as_)
     for f in dataclasses.fields(args):
-        value = getattr(args, f.name)
+        value = redact_values({f.name: getattr(args, f.name)})[f.name]
         if f.name not in (*MAY_CHANGE, "exp_name", "seed") and value != getattr(defaults, f.name):
             parts.append(f"{f.name.rstrip('_')}={value}")
     text = "__".join(parts)

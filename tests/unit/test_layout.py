@@ -11,6 +11,7 @@ from helpers import ROOT
 TOP = {"grpo", "ppo", "utils", "rewards", "kl_estimators"}
 # What each room may import; a room stands below all that import it.
 RANKS = [
+    {"runtime.redaction"},
     {"runtime.libraries"},
     {
         "runtime.process",

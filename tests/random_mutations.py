@@ -1,0 +1,617 @@
+"""Mutations drawn at random from five files, each tried by the fast tests that touch its line; see tests/mutations.py.
+
+A server process imports torch, vLLM and DeepSpeed once. Every mutation is written into a copy of the project, and a
+fork of the server runs pytest there, in its own process: the tests that touch the line, cheapest first, up to the first
+failure. What touches a line was traced before, test by test.
+
+killed      a test failed, or the tests took longer than they may (a hang)
+survived    all these tests passed, or those that fit into --seconds
+equivalent  named in tests/equivalent_mutations.jsonl, with the reason why no test can notice it
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import ctypes
+import difflib
+import gc
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = ("grpo.py", "ppo.py", "utils.py", "rewards.py", "kl_estimators.py")
+PLACES = ("tests/unit", "tests/runs")
+STAGES = ("parts", "runs")  # tests of parts of the project first, then those that run a whole script
+WHOLE = re.compile(r"\b(run_here|interrupted|stopped|small|Run|command|subprocess|Popen|main)\b")
+EQUIVALENT = ROOT / "tests" / "equivalent_mutations.jsonl"
+# Imported once, by the server: the largest part of the start of a test.
+HEAVY = (
+    "runtime.process",
+    "torch",
+    "accelerate",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "math_verify",
+    "pebble",
+    "reasoning_gym",
+    "transformers.models.llama.modeling_llama",
+    "tyro",
+    "vllm.entrypoints.llm",
+    "pytest_timeout",
+)
+FORK_FAILED = 70  # EX_SOFTWARE: no exit code of pytest
+START = 60.0  # seconds that the tests of a mutation may take in addition to three times what they took
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: processes that a test leaves behind become children of the server
+
+# ------------------------------------------------------------------------------------------------------- the mutations
+
+COMPARISONS = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+OPERATORS = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
+    ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One change of a file: the bytes from ``start`` to ``end`` are replaced by ``text``."""
+
+    file: str
+    line: int
+    scope: str  # name of the function; "" for what an import runs
+    kind: str
+    before: str  # the lines that it changes, each run of blanks as one
+    after: str
+    start: int
+    end: int
+    text: str
+
+    @property
+    def key(self) -> str:
+        """What it is called in results and in the list of equivalent ones: it does not change when lines move."""
+        return f"{self.file} {self.scope}: {self.before} => {self.after}"
+
+    def apply(self, source: bytes) -> bytes:
+        """The file with the mutation in it."""
+        return source[: self.start] + self.text.encode() + source[self.end :]
+
+
+def alternatives(node: ast.AST) -> Iterator[tuple[str, ast.AST | str]]:
+    """(kind, what could stand in the place of ``node``) of everything that a slip of the author could have made."""
+    match node:
+        case ast.Compare(ops=[operator]) if type(operator) in COMPARISONS:
+            yield "comparison", ast.Compare(node.left, [COMPARISONS[type(operator)]()], node.comparators)
+        case ast.BinOp(op=operator) if type(operator) in OPERATORS:
+            yield "operator", ast.BinOp(node.left, OPERATORS[type(operator)](), node.right)
+        case ast.BoolOp(op=operator):
+            yield "and, or", ast.BoolOp(ast.Or() if isinstance(operator, ast.And) else ast.And(), node.values)
+        case ast.UnaryOp(op=ast.USub() | ast.Not()):
+            yield "sign, not", node.operand
+        case ast.Constant(value=bool()):
+            yield "constant", ast.Constant(not node.value)
+        case ast.Constant(value=int() | float()):
+            yield "constant", ast.Constant(node.value + 1)
+            yield "constant", ast.Constant(node.value - 1)
+        case ast.Slice(lower=lower) if lower is not None:
+            yield "off by one", ast.Slice(ast.BinOp(lower, ast.Add(), ast.Constant(1)), node.upper, node.step)
+        case ast.Call(args=[first, second, *others]) if not any(isinstance(a, ast.Starred) for a in node.args):
+            yield "swapped arguments", ast.Call(node.func, [second, first, *others], node.keywords)
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+            yield "condition", ast.UnaryOp(ast.Not(), test)
+        case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Raise() | ast.Continue() | ast.Break():
+            yield "dropped statement", "pass"
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            yield "dropped statement", "pass"
+        case ast.Return(value=value) if value is not None and not isinstance(value, ast.Constant):
+            yield "dropped value", "return None"
+
+
+def places(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    """(node, function around it) of everything but annotations, decorators, imports, docstrings and messages."""
+
+    def walk(node: ast.AST, scope: str) -> Iterator[tuple[ast.AST, str]]:
+        if isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom):
+            return  # Python 3.11 has no positions inside an f-string
+        inner = scope
+        skipped: list[ast.AST | None] = []
+        match node:
+            case ast.FunctionDef(name=name):
+                inner = f"{scope}.{name}" if scope else name
+                skipped = [*node.decorator_list, node.returns]
+            case ast.ClassDef(name=name):
+                inner = f"{scope}.{name}" if scope else name
+                skipped = [*node.decorator_list]
+            case ast.arg() | ast.AnnAssign():
+                skipped = [node.annotation]
+            case ast.Raise(exc=ast.Call()):
+                skipped = [node.exc]
+        yield node, scope
+        for child in ast.iter_child_nodes(node):
+            if child not in skipped:
+                yield from walk(child, inner)
+
+    yield from walk(tree, "")
+
+
+def shortened(text: str) -> str:
+    """Lines of code as one line, its end left out where it is long."""
+    text = " ".join(text.split())
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
+def mutations_of(file: str, source: bytes) -> list[Mutation]:
+    """All mutations of a file, those that change nothing but the form left out."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    lines = source.decode().splitlines()
+    found = []
+    for node, scope in places(ast.parse(source)):
+        for kind, other in alternatives(node):
+            place = node.test if kind == "condition" else node
+            start = starts[place.lineno - 1] + place.col_offset
+            end = starts[place.end_lineno - 1] + place.end_col_offset
+            text = other if isinstance(other, str) else ast.unparse(ast.fix_missing_locations(copy.deepcopy(other)))
+            if not isinstance(other, str | ast.Constant | ast.Slice | ast.Call):
+                text = f"({text})"
+            first = starts[place.lineno - 1]
+            last = starts[place.end_lineno]
+            mutated = source[first:start] + text.encode() + source[end:last]
+            before = shortened("\n".join(lines[place.lineno - 1 : place.end_lineno]))
+            after = shortened(mutated.decode())
+            found.append(Mutation(file, place.lineno, scope, kind, before, after, start, end, text))
+    return list({m.key: m for m in found}.values())
+
+
+def draw(sources: dict[str, bytes], number: int, seed: int) -> list[Mutation]:
+    """``number`` mutations at random, at most one a line, spread over the files in proportion to their code lines.
+
+    First a line is drawn and then one of its mutations, so a line with many operators is not drawn more often.
+    """
+    chance = random.Random(seed)
+    by_line: dict[str, dict[int, list[Mutation]]] = {}
+    for file, source in sources.items():
+        by_line[file] = {}
+        for mutation in mutations_of(file, source):
+            by_line[file].setdefault(mutation.line, []).append(mutation)
+    total = sum(map(len, by_line.values()))
+    shares = {file: number * len(lines) / total for file, lines in by_line.items()}
+    parts = {file: int(share) for file, share in shares.items()}
+    rest = sorted(shares, key=lambda file: parts[file] - shares[file])
+    for file in rest[: number - sum(parts.values())]:
+        parts[file] += 1
+    drawn = []
+    for file, lines in by_line.items():
+        for line in chance.sample(sorted(lines), min(parts[file], len(lines))):
+            drawn.append(chance.choice(lines[line]))
+    chance.shuffle(drawn)  # so that a part of the list is a sample, too
+    return drawn
+
+
+# ----------------------------------------------------------------------------------------- which tests touch which line
+
+
+def stage_of(item: pytest.Item) -> str:
+    """Whether a test runs a whole script, which takes a second or many, by the names that it mentions."""
+    text = " ".join([inspect.getsource(item.function), *item.fixturenames])
+    return "runs" if WHOLE.search(text) else "parts"
+
+
+class Tracer:
+    """A pytest plugin that notes the lines of FILES that each test and each shared fixture runs, and how long it takes.
+
+    Lines that run in another process are not seen: a test that starts one is marked, and tried for every line.
+    """
+
+    def __init__(self, root: Path, stage: str):
+        self.stage = stage
+        self.files = {str(root / file): file for file in FILES}
+        self.lines: dict[str, set[tuple[str, int]]] = {}
+        self.seen: set[tuple[str, int]] = set()
+        self.fixtures: dict[str, list[str]] = {}
+        self.seconds: Counter[str] = Counter()
+        self.passed: dict[str, bool] = {}
+        self.processes: set[str] = set()
+        self.current = ""
+        sys.addaudithook(self.audit)
+
+    def audit(self, event: str, arguments: tuple) -> None:
+        if event in ("subprocess.Popen", "os.fork", "os.posix_spawn") and self.current:
+            self.processes.add(self.current)
+
+    def enter(self, context: str) -> str:
+        """Note from here on for ``context``; returns whose turn it was."""
+        before = self.current
+        self.current = context
+        self.seen = self.lines.setdefault(context, set())
+        return before
+
+    def trace_calls(self, frame, event, argument):
+        file = self.files.get(frame.f_code.co_filename)
+        if file is None:
+            return None
+        frame.f_trace_lines = True
+
+        def trace_lines(frame, event, argument):
+            self.seen.add((file, frame.f_lineno))
+            return trace_lines
+
+        return trace_lines(frame, event, argument)
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [item for item in items if stage_of(item) == self.stage]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session):
+        threading.settrace(self.trace_calls)
+        sys.settrace(self.trace_calls)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.enter(item.nodeid)
+        shared = [d for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs if d.scope != "function"]
+        self.fixtures[item.nodeid] = [f"fixture {d.baseid} {d.argname}" for d in shared]
+        start = time.monotonic()
+        result = yield
+        self.seconds[item.nodeid] = time.monotonic() - start
+        self.enter("")
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef, request):
+        if fixturedef.scope == "function":
+            return (yield)
+        before = self.enter(f"fixture {fixturedef.baseid} {fixturedef.argname}")
+        try:
+            return (yield)
+        finally:
+            self.enter(before)
+
+    def pytest_runtest_logreport(self, report):
+        self.passed[report.nodeid] = self.passed.get(report.nodeid, True) and report.passed
+
+    def result(self) -> dict[str, dict]:
+        """What each test that passed touches: {test: {seconds, processes, lines: {file: [line, ...]}}}."""
+        touched = {}
+        for test, passed in self.passed.items():
+            contexts = [test, *self.fixtures.get(test, ())]
+            lines: dict[str, list[int]] = {}
+            for file, line in sorted(set().union(*(self.lines.get(c, ()) for c in contexts))):
+                lines.setdefault(file, []).append(line)
+            if passed and lines:
+                processes = any(c in self.processes for c in contexts)
+                touched[test] = {"seconds": self.seconds[test], "processes": processes, "lines": lines}
+        return touched
+
+
+# ----------------------------------------------------------------------------------------------------------- the server
+
+
+class Only:
+    """A pytest plugin that runs the given tests in the given order and notes the first failure."""
+
+    def __init__(self, tests: list[str], said: Path):
+        self.order = {test: i for i, test in enumerate(tests)}
+        self.said = said
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = sorted((i for i in items if i.nodeid in self.order), key=lambda i: self.order[i.nodeid])
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.said.write_text(json.dumps([report.nodeid, str(crash and crash.message)[:300]]))
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.said.write_text(json.dumps([f"import of {report.nodeid}", report.longreprtext[-300:]]))
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes under one."""
+    children = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children += [int(child) for child in file.read_text().split()]
+    return [d for child in children for d in (*descendants(child), child)]
+
+
+class Server:
+    """A copy of the project, and forks of this process that run pytest in it."""
+
+    def __init__(self, root: Path, folder: Path):
+        self.folder = folder
+        self.said = folder.with_name("said.json")
+        self.log = folder.with_name("pytest.log")
+        ignored = shutil.ignore_patterns(".git", ".venv", "runs", "models", "__pycache__", "wandb")
+        shutil.copytree(root, folder, ignore=ignored)
+        for name in (".venv", "models"):
+            if (root / name).exists():
+                (folder / name).symlink_to((root / name).resolve())
+        os.environ.setdefault("RLVR_TEST_DATA", str(root.parent / "shared" / "data"))
+        os.chdir(folder)
+        sys.path[:] = [place for place in sys.path if Path(place).resolve() not in (root, root / "tests")]
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        sys.path.insert(0, str(folder))
+        # Other plugins of the environment would be imported, and their assertions rewritten, for each mutation.
+        os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        for name in HEAVY:
+            module = importlib.import_module(name)
+            if name == "runtime.process":  # before torch
+                module.prepare_environment()
+        os.environ.pop("MASTER_PORT", None)  # every fork needs one of its own
+        gc.freeze()
+        if len(os.listdir("/proc/self/task")) > 1:
+            raise RuntimeError("an import has started a thread; a fork of this process would lack it")
+        # Byte code of the tests, once; what is mutated must never be taken from a cache.
+        self.run(lambda: self.pytest(["--collect-only", *PLACES], self), limit=600)
+        shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+
+    def sources(self) -> dict[str, bytes]:
+        """The files that are mutated."""
+        return {file: (self.folder / file).read_bytes() for file in FILES if (self.folder / file).exists()}
+
+    def run(self, inside: Callable[[], int], limit: float) -> int | None:
+        """Exit code of ``inside``, in a fork of this process; None if it took longer than ``limit`` seconds.
+
+        Afterwards nothing of it is left: neither processes nor their output.
+        """
+        self.said.unlink(missing_ok=True)
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            code = FORK_FAILED
+            try:
+                os.setsid()
+                out = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                for standard in (1, 2):
+                    os.dup2(out, standard)
+                code = int(inside())
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        deadline = time.monotonic() + limit
+        status = None
+        while status is None and time.monotonic() < deadline:
+            done, value = os.waitpid(pid, os.WNOHANG)
+            status = value if done == pid else None
+            time.sleep(0.02)
+        left = descendants(os.getpid())
+        while left:
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, os.WNOHANG)
+            left = descendants(os.getpid())
+        return None if status is None else os.waitstatus_to_exitcode(status)
+
+    def pytest(self, words: list[str], plugin: object) -> int:
+        """In a fork: run pytest."""
+        with tempfile.TemporaryDirectory(dir=self.folder.parent, ignore_cleanup_errors=True) as place:
+            common = ["-q", "-p", "pytest_timeout", "-p", "no:cacheprovider", "--tb", "short"]
+            common += ["--basetemp", f"{place}/pytest"]
+            os.environ["TMPDIR"] = place
+            tempfile.tempdir = None
+            return pytest.main([*common, *words], plugins=[plugin])
+
+    def trace(self, file: str, stage: str) -> dict[str, dict]:
+        """What the tests of one stage in a test file touch. Raises RuntimeError where pytest could not run them."""
+        found = self.folder.with_name("traced.json")
+
+        def inside() -> int:
+            tracer = Tracer(self.folder, stage)
+            code = self.pytest([file], tracer)
+            found.write_text(json.dumps(tracer.result()))
+            return code
+
+        code = self.run(inside, limit=1800)
+        if code not in (0, 1, 5):  # a test that fails without a mutation is left out; 5: no fast tests
+            raise RuntimeError(f"{file}: pytest ended with {code}:\n{self.log.read_text()[-3000:]}")
+        return json.loads(found.read_text())
+
+    def attempt(self, mutation: Mutation | None, tests: dict[str, float]) -> dict:
+        """Run tests (name -> seconds) with a mutation in the copy, or without. Returns how it ended, and by which."""
+        files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+        start = time.monotonic()
+        if mutation is not None:
+            path = self.folder / mutation.file
+            original = path.read_bytes()
+            path.write_bytes(mutation.apply(original))
+
+        def inside() -> int:
+            sys.dont_write_bytecode = True
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+            return self.pytest(["-x", *files], Only(list(tests), self.said))
+
+        try:
+            code = self.run(inside, limit=START + 3 * sum(tests.values())) if tests else 0
+        finally:
+            if mutation is not None:
+                path.write_bytes(original)
+        said = json.loads(self.said.read_text()) if self.said.exists() else ["", ""]
+        if code in (3, 4, 5, FORK_FAILED):
+            raise RuntimeError(f"pytest itself failed with {code}:\n{self.log.read_text()[-3000:]}")
+        state = "survived" if code == 0 else "killed"
+        by = "time limit" if code is None else said[0] or f"exit code {code}"
+        seconds = round(time.monotonic() - start, 1)
+        return {"state": state, "by": by if code != 0 else "", "said": said[1], "tests": len(tests), "seconds": seconds}
+
+
+# ------------------------------------------------------------------------------------------------ all of it, for a draw
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The objects of a .jsonl file; none where there is no such file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def moved_lines(before: str, after: str) -> dict[int, int]:
+    """Line number before -> after, of the lines that two versions of a file have in common."""
+    moved = {}
+    matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
+    for a, b, size in matcher.get_matching_blocks():
+        for i in range(size):
+            moved[a + i + 1] = b + i + 1
+    return moved
+
+
+def trace_stage(server: Server, stage: str, results: Path, only: str = "") -> dict[str, dict]:
+    """What the fast tests of a stage touch, in test files whose names match ``only``.
+
+    It is known from an earlier call where a test file has not changed. Lines that were traced in an earlier version of
+    a file are looked up in this one.
+    """
+    file = results / "touched.json"
+    known = json.loads(file.read_text()) if file.exists() else {"sources": {}, "files": {}}
+    now = {}
+    for name, source in server.sources().items():
+        now[name] = hashlib.sha256(source).hexdigest()
+        known["sources"][now[name]] = source.decode()
+    modules = re.compile(rf"\b({'|'.join(Path(name).stem for name in now)})\b")
+    touched = {}
+    for path in [path for place in PLACES for path in sorted((server.folder / place).glob("test_*.py"))]:
+        if not modules.search(path.read_text()) or not re.search(only, path.name):
+            continue
+        file_name = str(path.relative_to(server.folder))
+        name = f"{stage} {file_name}"
+        stamp = hashlib.sha256(path.read_bytes()).hexdigest()
+        if known["files"].get(name, {}).get("stamp") != stamp:
+            start = time.monotonic()
+            known["files"][name] = {"stamp": stamp, "sources": now, "tests": server.trace(file_name, stage)}
+            file.write_text(json.dumps(known))
+            count = len(known["files"][name]["tests"])
+            print(f"traced {name}: {count} tests, {time.monotonic() - start:.0f} s", flush=True)
+        entry = known["files"][name]
+        moved = {}
+        for source, digest in entry["sources"].items():
+            if digest != now[source]:
+                moved[source] = moved_lines(known["sources"][digest], known["sources"][now[source]])
+        for test, what in entry["tests"].items():
+            lines = {}
+            for source, numbers in what["lines"].items():
+                lines[source] = [moved[source].get(n, 0) for n in numbers] if source in moved else numbers
+            touched[test] = what | {"lines": lines}
+    return touched
+
+
+def choose(mutation: Mutation, last: int, touched: dict[str, dict], budget: float) -> dict[str, float]:
+    """Tests of a mutation of the lines up to ``last``, cheapest first, as many as fit into ``budget`` seconds.
+
+    Those that touch its lines; then those that start processes, where it may run unseen. What an import runs is
+    touched by every test of the file.
+    """
+    lines = set(range(mutation.line, last + 1))
+    near = {}
+    far = {}
+    for test, what in touched.items():
+        here = what["lines"].get(mutation.file)
+        if here is None:
+            continue
+        if lines.intersection(here) or not mutation.scope or mutation.scope == "Args":
+            near[test] = what["seconds"]
+        elif what["processes"]:
+            far[test] = what["seconds"]
+    chosen = {}
+    for group in (near, far):
+        for test in sorted(group, key=lambda test: group[test]):
+            if sum(chosen.values()) + group[test] <= budget:
+                chosen[test] = group[test]
+    return chosen
+
+
+def run(number: int, seed: int, results: Path, budget: float, again: bool, only: str = "") -> int:
+    """Try the mutations that are not in the results yet, ``again``: and those that survived. Returns the survivors.
+
+    With ``only`` the tests are those of some files; what survives them has not survived its stage.
+    """
+    results.mkdir(parents=True, exist_ok=True)
+    results = results.resolve()
+    file = results / f"mutations-{seed}.jsonl"
+    equivalent = {entry["mutation"] for entry in read_lines(EQUIVALENT)}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as place:
+        server = Server(ROOT, Path(place) / "project")
+        sources = server.sources()
+        drawn = draw(sources, number, seed)
+        done = {entry["mutation"]: entry for entry in read_lines(file)}
+        tried = set()  # by the tests of a stage, in this call or in an earlier one
+        for entry in done.values():
+            again_now = again and entry["state"] == "survived"
+            tried |= set() if again_now else {(entry["mutation"], stage) for stage in entry["stages"]}
+        for stage in STAGES:
+            touched = trace_stage(server, stage, results, only)
+            for mutation in drawn:
+                before = done.get(mutation.key, {"state": "", "stages": []})
+                killed = before["state"] == "killed"
+                if killed or mutation.key in equivalent or (mutation.key, stage) in tried:
+                    continue
+                last = mutation.line + sources[mutation.file][mutation.start : mutation.end].count(b"\n")
+                tests = choose(mutation, last, touched, budget)
+                entry = {"mutation": mutation.key, "file": mutation.file, "line": mutation.line, "kind": mutation.kind}
+                entry |= server.attempt(mutation, tests) | {"stages": before["stages"] + [stage] * (not only)}
+                done[mutation.key] = entry
+                with open(file, "a") as out:
+                    out.write(json.dumps(entry) + "\n")
+                print(f"{entry['state']:8} by {len(tests):3} of {stage}  {mutation.key}", flush=True)
+    print(report([asdict(m) | {"key": m.key} for m in drawn], done, equivalent))
+    return sum(m.key not in equivalent and done[m.key]["state"] == "survived" for m in drawn)
+
+
+def report(drawn: list[dict], done: dict[str, dict], equivalent: set[str]) -> str:
+    """A table by file: drawn, killed, equivalent, survived, and the part killed of those that are not equivalent."""
+    lines = [f"{'file':20}{'drawn':>8}{'killed':>8}{'equivalent':>12}{'survived':>10}{'killed of the rest':>20}"]
+    for file in (*FILES, "all"):
+        own = [m["key"] for m in drawn if file in ("all", m["file"])]
+        same = sum(key in equivalent for key in own)
+        killed = sum(key not in equivalent and key in done and done[key]["state"] == "killed" for key in own)
+        survived = sum(key not in equivalent and key in done and done[key]["state"] == "survived" for key in own)
+        share = f"{killed / (killed + survived):.1%}" if killed + survived else ""
+        lines.append(f"{file:20}{len(own):8}{killed:8}{same:12}{survived:10}{share:>20}")
+    return "\n".join(lines)

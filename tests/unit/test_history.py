@@ -1,0 +1,102 @@
+"""scripts/history.py: what is measured of a commit is kept, and a commit that is worse than those before is caught."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+
+import history
+import pytest
+from helpers import ROOT, TINY_RUN, read_jsonl
+
+STEADY = [[10.0, 10.2, 9.9], [10.1, 9.8, 10.0], [10.0, 10.1, 10.1]]
+
+
+def test_the_deviation_is_that_of_repeated_runs():
+    """Pooled within commits: that commits differ is no noise."""
+    sigma, freedom = history.deviation([[1.0, 3.0], [101.0, 103.0], [7.0]])
+    assert freedom == 2 and sigma == pytest.approx(2**0.5)
+
+
+@pytest.mark.parametrize(("what", "mine", "word", "code"), [
+    ("speed", [10.1, 10.0, 9.9], "within", 0),
+    ("speed", [11.0, 11.2, 10.9], "WORSE", 1),
+    ("speed", [9.0, 9.1, 8.9], "better", 0),
+    ("accuracy", [9.0, 9.1, 8.9], "WORSE", 1),
+    ("accuracy", [11.0, 11.1, 10.9], "better", 0),
+])  # fmt: skip
+def test_the_worse_side_of_the_corridor_fails(what, mine, word, code):
+    """More time and memory are worse, and so is less accuracy; the other side is only told."""
+    text, found = history.verdict(what, mine, STEADY, [*STEADY, mine])
+    assert found == code and word in text and "corridor 9." in text
+
+
+def test_noise_widens_the_corridor_and_equal_runs_do_not_close_it():
+    noisy = [[8.0, 12.0, 10.0], [9.0, 12.0, 9.0]]
+    assert history.verdict("speed", [11.0, 11.0, 11.2], noisy, noisy)[1] == 0
+    equal = [[10.0, 10.0, 10.0], [10.0, 10.0, 10.0]]
+    assert history.verdict("memory", [10.3, 10.3, 10.3], equal, equal)[1] == 0
+    assert history.verdict("memory", [10.8, 10.8, 10.8], equal, equal)[1] == 1
+
+
+def test_too_few_runs_are_no_verdict():
+    assert history.verdict("speed", [20.0, 20.0], [], [[20.0, 20.0]])[1] == 2
+    assert history.verdict("speed", [20.0], [[10.0]], [[10.0], [20.0]])[1] == 2
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--what", "speed,beauty"], "--what beauty"),
+    (["--project", "nowhere"], "--project nowhere: no grpo.py there"),
+    (["--repeats", "1"], "one run has no noise"),
+])  # fmt: skip
+def test_bad_arguments_are_refused(words, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        history.parse(words)
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_the_same_command_measures_what_is_missing(tmp_path, monkeypatch):
+    """After an interruption only the runs without a line are made; another machine or other sizes count for nothing."""
+    runs = []
+    monkeypatch.setattr(history, "machine_rate", lambda: ("machine", 2e9))
+    monkeypatch.setattr(history, "run", lambda *a: runs.append(a) or {"seconds": 3.0, "memory": 1.0, "start": 2.0})
+    file = tmp_path / "history.jsonl"
+    words = ["--file", str(file), "--what", "speed,memory", "--steps", "5"]
+    assert history.main([*words, "--repeats", "2"]) == 0
+    assert len(runs) == 2 and [line["what"] for line in read_jsonl(file)] == ["speed", "memory"] * 2
+    assert read_jsonl(file)[0]["value"] == 6.0 and runs[0][1][-4:] == ["--total_steps", "5", "--eval_prompts", "0"]
+    file.write_text("".join(f"{line}\n" for line in file.read_text().splitlines()[:3]))
+    assert history.main([*words, "--repeats", "2"]) == 0
+    assert len(runs) == 3 and [line["what"] for line in read_jsonl(file)][3:] == ["memory"]
+    history.main(["--file", str(file), "--what", "speed", "--steps", "6", "--repeats", "2"])
+    assert len(runs) == 5
+
+
+@pytest.mark.slow
+def test_a_commit_with_a_sleep_in_its_update_is_caught(tiny, tmp_path, capsys):
+    """Real runs of this checkout, of an edit that changes nothing, and of one whose update sleeps."""
+    small = TINY_RUN | {"model_name_or_path": str(tiny)}
+    words = []
+    for name, value in small.items():
+        if name not in ("total_steps", "eval_prompts"):
+            words += (
+                [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+            )
+    line = ["--file", str(tmp_path / "history.jsonl"), "--what", "speed", "--steps", "6"]
+    line += ["--arguments", shlex.join(words)]
+    assert history.main(line) == 0
+    verdicts = []
+    for edit in ("\n# nothing\n", "\nimport time\nplain_backward = backward\ndef backward(*arguments):\n"
+                 "    time.sleep(2)\n    plain_backward(*arguments)\n"):  # fmt: skip
+        project = tmp_path / f"project{len(verdicts)}"
+        project.mkdir()
+        for path in ROOT.glob("*.py"):
+            shutil.copy(path, project)
+        shutil.copytree(ROOT / "runtime", project / "runtime")
+        shutil.copytree(ROOT / "docs", project / "docs", ignore=shutil.ignore_patterns("*.png"))
+        (project / "utils.py").write_text((project / "utils.py").read_text() + edit)
+        verdicts.append(history.main([*line, "--project", str(project), "--gate", "--repeats", "2"]))
+    lines = read_jsonl(tmp_path / "history.jsonl")
+    assert len({line["code"] for line in lines}) == 3 and len(lines) == 7
+    assert verdicts == [0, 1], capsys.readouterr().out + json.dumps(lines)
