@@ -22,6 +22,7 @@ groups on a smaller model; ``ranks``, ours on 1 and 2 ranks; ``size``, the quick
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -261,18 +262,14 @@ class Side:
 
     def kill(self) -> None:
         """End it and all it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
 
     def close(self) -> None:
         """End it, by itself where it can."""
-        try:
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self.process.stdin.close()
             self.process.wait(timeout=5)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            pass
         self.kill()
         self.process.wait()
         self.process.stdout.close()

@@ -11,6 +11,7 @@ seed never reaches the target.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -90,10 +91,8 @@ def evaluations(folder: Path) -> list[dict]:
 
 def end(run: subprocess.Popen) -> None:
     """End a run and all it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(run.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     run.wait()
 
 
@@ -119,15 +118,19 @@ def time_to_target(line: list[str], folder: Path, target: float, limit: float) -
             end(run)
 
 
+def gpus() -> list[str]:
+    """The names of this machine's GPUs."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    asked = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
+    return asked.stdout.splitlines() if asked.returncode == 0 else []
+
+
 def hardware() -> str:
     """The machine, in words."""
-    if shutil.which("nvidia-smi"):
-        asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
-        )
-        names = asked.stdout.split("\n")[:-1]
-        if asked.returncode == 0 and names:
-            return f"{len(names)} x {names[0]}"
+    names = gpus()
+    if names:
+        return f"{len(names)} x {names[0]}"
     model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     name = model[0].partition(": ")[2] if model else platform.machine()
     return f"{len(os.sched_getaffinity(0))} cores, {name}"
@@ -139,7 +142,7 @@ def check(args: Args) -> None:
         process.refuse(f"--script {args.script}: no such file in {ROOT}")
     if not args.seeds:
         process.refuse("--seeds: give at least one")
-    if args.track == "gpu" and " x " not in hardware():
+    if args.track == "gpu" and not gpus():
         process.refuse("--track gpu: nvidia-smi finds no GPU here; --track cpu runs anywhere")
 
 
