@@ -193,7 +193,7 @@ def trl_options(cell: Cell, folder: Path, args: Args, dtype: str, device: str, t
         "bf16": dtype == "bfloat16",
         "generation_kwargs": {"min_new_tokens": cell.length},
     }
-    micro = 8  # the default of TrainingArguments
+    micro = max(n for n in range(1, 9) if samples % n == 0)  # 8 is the default of TrainingArguments
     if device == "cuda":
         options["use_vllm"] = True
         options["generation_kwargs"] = {"ignore_eos": True}
@@ -207,7 +207,7 @@ def trl_options(cell: Cell, folder: Path, args: Args, dtype: str, device: str, t
             options["vllm_importance_sampling_correction"] = False
             options["vllm_gpu_memory_utilization"] = 0.4
         options |= json.loads(args.trl_options)
-    micro = options.setdefault("per_device_train_batch_size", min(micro, samples))
+    micro = options.setdefault("per_device_train_batch_size", micro)
     options["gradient_accumulation_steps"] = samples // micro
     return options
 
