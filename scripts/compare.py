@@ -229,6 +229,7 @@ class Side:
         if ranks > 1:
             config = str(ROOT / "scripts" / "zero2.yaml")
             launcher = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", str(ranks)]
+            launcher += ["--main_process_port", "0"]
         line = [sys.executable, *launcher, str(ROOT / "scripts" / "compare_side.py"), kind, json.dumps(arguments)]
         self.stderr = log.open("w")
         self.process = subprocess.Popen(
@@ -239,7 +240,7 @@ class Side:
             text=True,
             cwd=ROOT,
             start_new_session=True,
-            env=os.environ | {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"},
+            env=os.environ | {"WANDB_MODE": "disabled"},
         )
 
     def step(self) -> dict[str, Any]:
