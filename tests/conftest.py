@@ -26,6 +26,12 @@ from runtime import process, records  # noqa: E402
 process.prepare_environment()
 
 
+def pytest_configure(config):
+    """Only `-m gpu` sees a GPU: the other tests are of CPUs, with two ranks, fp32 and an engine for each worker."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items):
     """A test that hangs is ended with its process; pyproject.toml has its stacks printed before."""
     for item in items:

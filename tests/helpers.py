@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -381,6 +382,17 @@ def finish(line: list[str], log: Path, timeout: float = 150) -> str:
     code, text = run_to_end(line, log, timeout)
     assert code == 0, text
     return text
+
+
+def alone(check, *arguments) -> None:
+    """Run a check in a process of its own: an engine keeps global state, and memory until the process ends."""
+    child = multiprocessing.get_context("spawn").Process(target=check, args=arguments)
+    child.start()
+    child.join(timeout=240)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    assert child.exitcode == 0, "the traceback of the check is in stderr"
 
 
 def saved(out: Path) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import multiprocessing
 import re
 import threading
 import time
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import command, finish
+from helpers import alone, command, finish
 
 import grpo
 import utils
@@ -379,17 +378,6 @@ def engine_mismatch(llm, model) -> float:
         logprobs = [step[token].logprob for step, token in zip(answer.outputs[0].logprobs, ids, strict=True)]
         samples[place] = Sample(place, 0, PROMPTS[place], ids, logprobs, "length", [])
     return mismatch(model, samples, temperature=1.0)
-
-
-def alone(check, *arguments) -> None:
-    """Run a check in a process of its own: vLLM keeps global state of the architecture of its first engine."""
-    child = multiprocessing.get_context("spawn").Process(target=check, args=arguments)
-    child.start()
-    child.join(timeout=240)
-    if child.is_alive():
-        child.kill()
-        child.join()
-    assert child.exitcode == 0, "the traceback of the check is in stderr"
 
 
 @pytest.mark.slow

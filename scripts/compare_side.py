@@ -1,0 +1,206 @@
+"""A process of scripts/compare.py: it makes steps of GRPO when it is told to, and times each.
+
+    python scripts/compare_side.py ours  '{...}'     grpo.py as it is, with flags
+    python scripts/compare_side.py trl   '{...}'     TRL's GRPOTrainer, with options of GRPOConfig
+    python scripts/compare_side.py floor '{...}'     seconds that the work takes at this machine's measured rates
+    python scripts/compare_side.py model '{...}'     write a random model of the quickstart's family, of another size
+
+After each step a line ``STEP {...}`` goes to stdout, and the next step begins when a line arrives on stdin. Whoever
+starts several of these processes can let them take turns, so that a change of the machine's speed meets all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+import zlib
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the scripts are not a package
+
+from runtime import process  # noqa: E402
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def by_text(response: str, truth: str, row: dict) -> float:
+    """A reward in [0, 1] that differs from response to response: no group is left out for having equal rewards."""
+    return zlib.crc32(response.encode()) / 2**32
+
+
+class Gate:
+    """Times a step, reports it, and waits until the next one is wanted. Ends the process when none is."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+
+    def report(self, **found) -> None:
+        """Print what is known of the step that has ended; return when the next one shall begin."""
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()
+        else:
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found |= {"seconds": time.perf_counter() - self.started, "peak_gib": peak / 2**30}
+        print("\nSTEP " + json.dumps(found), flush=True)
+        if not sys.stdin.readline():
+            os._exit(0)
+        self.started = time.perf_counter()
+
+
+def ours(words: list[str]) -> None:
+    """grpo.py with these flags; what is timed is its loop, from the draw of prompts to the record of the step."""
+    process.prepare_environment()
+    import grpo
+    from runtime import flags, runlog
+
+    gate = Gate()
+    write = runlog.RunLog.step
+
+    def write_and_wait(log, metrics, samples, batch):
+        write(log, metrics, samples, batch)
+        if os.environ["RANK"] != "0":  # the others wait for rank 0 in the next collective
+            return
+        phases = {}
+        for phase in ("generate", "score", "logprobs", "update", "push"):
+            phases[phase] = metrics.get(f"time/{phase}", 0.0)
+        responses = sum(len(s.response_ids) for s in samples)
+        prompts = sum(len(s.prompt_ids) for s in samples)
+        gate.report(phases=phases, response_tokens=responses, tokens=prompts + responses)
+
+    runlog.RunLog.step = write_and_wait
+    args = flags.parse(grpo.Args, words=words)
+    grpo.main(args, grpo.preflight(args))
+
+
+def trl(folder: str, model: str, rows: str, options: dict, tuned: bool) -> None:
+    """TRL's GRPOTrainer with these options of GRPOConfig.
+
+    ``folder``: where TRL is installed. ``rows``: a file of prompts as chat messages, one step's. ``tuned``: keep freed
+    memory as grpo.py does (process.prepare_environment).
+    """
+    sys.path.insert(0, folder)
+    if tuned:
+        process.prepare_environment()
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.extras.profiling import ProfilingContext
+
+    seconds: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+
+    def note(context, duration):
+        seconds[context.name.rpartition(".")[2]] += duration
+
+    ProfilingContext._log_metrics = note
+
+    def reward(completions, completion_ids, **columns):
+        tokens["responses"] += sum(map(len, completion_ids))
+        return [by_text(messages[0]["content"], "", {}) for messages in completions]
+
+    class Steps(TrainerCallback):
+        """Waits after every optimizer step, and says what the step took."""
+
+        gate = Gate()
+        seen = 0
+
+        def on_step_end(self, args, state, control, **rest):
+            phases = {
+                "generate": seconds["generate"],
+                "score": seconds["_calculate_rewards"],
+                "push": seconds["sync_weights"],
+            }
+            phases["logprobs"] = seconds["_prepare_inputs"] - sum(phases.values())
+            spent = time.perf_counter() - self.gate.started
+            phases["update"] = spent - seconds["_prepare_inputs"]
+            total = state.num_input_tokens_seen - self.seen
+            self.seen = state.num_input_tokens_seen
+            responses = tokens["responses"]
+            seconds.clear()
+            tokens.clear()
+            self.gate.report(phases=phases, response_tokens=responses, tokens=total)
+
+    prompts = [json.loads(line)["question"] for line in Path(rows).read_text().splitlines()]
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=GRPOConfig(**options),
+        train_dataset=Dataset.from_list([{"prompt": messages} for messages in prompts]),
+        callbacks=[Steps()],
+    )
+    trainer.train()
+
+
+def floor(dtype: str, cells: dict[str, dict]) -> None:
+    """Measure this machine's rates; print them and, for every cell, the seconds each phase needs at these rates."""
+    process.prepare_environment()
+    import benchmark
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    import grpo
+    import utils
+    from runtime import data
+    from runtime.records import Problem, Sample
+
+    args = grpo.Args(dtype=dtype)
+    device, kind, _ = utils.resolve_device(args)
+    flops, bandwidth = benchmark.machine_rates(device, kind)
+    floors = {}
+    for name, cell in cells.items():
+        args.model_name_or_path = cell["model"]
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(cell["model"]), dtype=kind)
+        rows = [json.loads(line) for line in Path(cell["rows"]).read_text().splitlines()]
+        problems = [Problem(row["question"], "", "", {}) for row in rows]
+        problems = data.render_prompts(problems, AutoTokenizer.from_pretrained(cell["model"]), args)
+        samples = []
+        for place, problem in enumerate(problems):
+            for k in range(cell["group"]):
+                samples.append(Sample(place, k, problem.prompt_ids, [0] * cell["length"], [], "length", []))
+        sizes = benchmark.ModelSizes.of(model)
+        bound = benchmark.floors(sizes, samples, cell["length"], flops, bandwidth, slots=len(samples))
+        bound["parameters"] = sizes.parameters
+        floors[name] = bound
+    found = {
+        "machine": benchmark.machine_name(device),
+        "cores": len(os.sched_getaffinity(0)),
+        "device": device.type,
+        "dtype": str(kind).removeprefix("torch."),
+        "flop_per_second": flops,
+        "bytes_per_second": bandwidth,
+        "versions": process.versions(),
+        "floors": floors,
+    }
+    print("\nSTEP " + json.dumps(found), flush=True)
+
+
+def make_model(source: str, folder: str, changes: dict) -> None:
+    """Write a random model: the config of ``source`` with these changes, its weights in bf16, its tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(source)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        if (Path(source) / name).is_file():
+            shutil.copy(Path(source) / name, folder)
+    print("\nSTEP {}", flush=True)
+
+
+if __name__ == "__main__":
+    process.die_with_parent()
+    {"ours": ours, "trl": trl, "floor": floor, "model": make_model}[sys.argv[1]](**json.loads(sys.argv[2]))

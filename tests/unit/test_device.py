@@ -1,0 +1,152 @@
+"""What a run does for the sake of GPUs, as far as it can be seen on a CPU; tests/runs/test_gpu.py has the rest."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import torch
+from helpers import ROOT, clean_environment, folder_of, record, run_here, tiny_args
+
+import grpo
+import utils
+
+
+def python(code: str, **environment: str) -> str:
+    """What a new interpreter prints."""
+    settings = {k: v for k, v in clean_environment().items() if k not in ("TRITON_F32_DEFAULT", "VLLM_NO_USAGE_STATS")}
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=settings | environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+SHOW = """
+from runtime import process
+process.prepare_environment({dtype!r})
+import os
+print(os.environ.get("TRITON_F32_DEFAULT"), os.environ["VLLM_NO_USAGE_STATS"])
+"""
+
+
+def test_the_environment_of_fp32_has_exact_products():
+    """Triton multiplies fp32 in tf32 unless told otherwise before its import; bf16 runs and the user's word stay."""
+    assert python(SHOW.format(dtype="float32")) == "ieee 1"
+    assert python(SHOW.format(dtype="auto")) == "None 1"
+    assert python(SHOW.format(dtype="float32"), TRITON_F32_DEFAULT="tf32", VLLM_NO_USAGE_STATS="0") == "tf32 0"
+
+
+@pytest.mark.slow
+def test_vllm_sends_no_usage_report():
+    """By vLLM's own answer, in a process that has prepared its environment; without it vLLM would report."""
+    ask = "from vllm.usage.usage_lib import is_usage_stats_enabled as ask; print(ask())"
+    prepare = "from runtime import process; process.prepare_environment(); "
+    assert python(prepare + ask).endswith("False")
+    assert python(ask).endswith("True")
+
+
+@pytest.mark.parametrize("world_size, overlaps", [("1", False), ("2", True)])
+def test_one_rank_has_no_reduction_to_overlap(monkeypatch, world_size, overlaps):
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    config = utils.deepspeed_config(grpo.Args(), torch.bfloat16, cuda=True)
+    assert config["zero_optimization"]["overlap_comm"] is overlaps
+
+
+def test_an_offloaded_optimizer_is_fused():
+    """One pass over memory in place of eight; the steps of DeepSpeed's offloading with it are in test_models.py."""
+    parameters = [torch.nn.Parameter(torch.ones(4))]
+    for offload in (False, True):
+        optimizer = utils.make_optimizer(parameters, 0.1, grpo.Args(offload_optimizer=offload))
+        assert optimizer.defaults["fused"] is True
+
+
+def test_a_phase_ends_when_the_gpu_is_done(monkeypatch):
+    """What the device still has to do is waited for at both ends of a phase, and not counted to the next one."""
+    pending = [0.0]
+
+    def wait():
+        time.sleep(pending[0])
+        pending[0] = 0.0
+
+    monkeypatch.setattr(utils, "finish_gpu_work", wait)
+    clock = utils.Stopwatch()
+    with clock("logprobs"):
+        pending[0] = 0.2
+    with clock("update"):
+        pass
+    pending[0] = 0.2  # given to the device between two phases
+    with clock("push"):
+        pass
+    assert clock.seconds["logprobs"] >= 0.2 and clock.seconds["update"] < 0.1 and clock.seconds["push"] < 0.1
+
+
+def test_a_gpu_that_does_not_answer_fails_the_setup():
+    """The check of scripts/setup.sh, told that a GPU is there, on a machine where torch finds none."""
+    text = (ROOT / "scripts" / "setup.sh").read_text()
+    check = re.search(r"<<'EOF'\n(.*?)\nEOF\n", text, re.DOTALL)[1]
+    code = f"import sys, torch\ntorch.version.cuda = '13.0'\nsys.argv = ['-', 'cuda', 'yes']\n{check}"
+    line = [sys.executable, "-c", code]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert "finds no GPU here; does the driver know CUDA 13.0?" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------ pushes, weights
+
+
+def test_the_weights_of_a_push_are_counted(tiny, tmp_path, tiny_model):
+    """GiB and GiB/s of every step; the tied head counts."""
+    expected = sum(w.numel() * 4 for w in tiny_model.state_dict().values()) / 2**30
+    for step in run_here(tiny_args(tiny, tmp_path, eval_prompts=0)):
+        assert step["perf/push_gib"] == pytest.approx(expected)
+        assert step["perf/push_gib_per_second"] > 0
+
+
+def test_zero_3_gathers_in_buckets(tiny, tmp_path, monkeypatch):
+    """Three buckets at least, none of which has all; the run is that of a push that gathers the whole model at once."""
+    gathered = []
+    plain = deepspeed.zero.GatheredParameters
+
+    class Spy(plain):
+        def __init__(self, params, *rest, **named):
+            gathered.append(sum(p.ds_numel for p in params))
+            super().__init__(params, *rest, **named)
+
+    flags = {"zero_stage": 3, "learning_rate": 1e-2}
+    whole = utils.current_weights
+    with monkeypatch.context() as patch:
+        patch.setattr(utils, "current_weights", lambda *rest: whole(*rest[:3]))
+        args = tiny_args(tiny, tmp_path / "whole", **flags)
+        run_here(args)
+        expected = record(folder_of(args))
+    monkeypatch.setattr(utils.ShardedWeights, "bucket_elements", 20_000)
+    monkeypatch.setattr(deepspeed.zero, "GatheredParameters", Spy)
+    seen = []
+    monkeypatch.setattr(utils, "current_weights", lambda *rest: (seen.append(whole(*rest)), seen[-1])[1])
+    args = tiny_args(tiny, tmp_path / "buckets", **flags)
+    run_here(args)
+    assert record(folder_of(args)) == expected
+    pushed = [weights for weights in seen if isinstance(weights, utils.ShardedWeights)]
+    assert len(pushed) == 3  # before the first step, and after both
+    total = sum(w.ds_numel for w in pushed[0].entries.values())
+    assert len(gathered) >= 9 and sorted(gathered)[-4] < total / 2  # the largest: the model that is saved
+
+
+def test_models_with_other_names_in_their_checkpoints_are_gathered_whole(tmp_path):
+    """A mixture of experts: its checkpoint's tensors are made of all experts of a layer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "vocab_size": 64}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    for family, fields, renamed in (("llama", {}, False), ("qwen3_moe", experts, True)):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **fields))
+        policy = SimpleNamespace(module=SimpleNamespace(model=model))
+        assert utils._is_renamed(policy.module.model) is renamed
