@@ -199,6 +199,11 @@ class Args(RunFlags):
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; the logged norm is before clipping. 0 disables."""
 
+    def __post_init__(self) -> None:
+        bounds = (self.truncated_importance_sampling_ratio_cap, self.importance_sampling_mask)
+        if self.async_steps > 0 and bounds == (None, None):  # samples can be stale
+            self.truncated_importance_sampling_ratio_cap = 2.0
+
 
 def check_args(args: Args) -> None:
     """Refuse what PPO cannot do, or what would not mean what it says. ``flags.check`` has what all scripts share."""
@@ -281,9 +286,6 @@ def preflight(args: Args) -> tuple[list[Problem], list[Problem], Path, Path | No
     rank that only samples.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    bounds = (args.truncated_importance_sampling_ratio_cap, args.importance_sampling_mask)
-    if args.async_steps > 0 and bounds == (None, None):  # samples can be stale
-        args.truncated_importance_sampling_ratio_cap = 2.0
     process.listen_for_signals()
     flags.check(args, world_size)
     flags.check_training(args)

@@ -247,6 +247,7 @@ TINY_COMMAND = TINY_RUN | {
     "run_name": "run",
 }
 LONG = ("--total_steps", "500")
+ONE_ENGINE = ("--vllm_mode", "dedicated", "--vllm_engines", "1")  # for the last of two ranks
 LAUNCH = [str(ROOT / "scripts" / "launch.py")]
 ACCELERATE_LAUNCH = ["-m", "accelerate.commands.launch"]
 
@@ -278,6 +279,12 @@ def command(
         else:
             line += [f"--{name}", str(value)]
     return [*line, *more]
+
+
+def with_program(line: list[str], folder: Path, program: str) -> list[str]:
+    """The command line with a program that changes the script, in the script's place."""
+    (folder / "program.py").write_text(program)
+    return [str(folder / "program.py") if word == str(ROOT / "grpo.py") else word for word in line]
 
 
 def clean_environment() -> dict[str, str]:
@@ -362,7 +369,8 @@ class Run:
         for pid in sorted(descendants(self.process.pid)):
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 line = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if b"--num_processes" not in line and (b"grpo.py" in line or b"ppo.py" in line):
+                named = any(name in line for name in (b"grpo.py", b"ppo.py", b"program.py"))
+                if b"--num_processes" not in line and named:
                     found.append(pid)
         return found
 
@@ -435,6 +443,27 @@ if __name__ == "__main__":  # the reward workers import this file
             time.sleep(3600)
 
     runlog.RunLog.step = stuck
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
+"""
+
+# A run whose vLLM raises once, in the middle of a step.
+RAISES = """
+from runtime import process
+process.prepare_environment()
+import tyro
+import grpo
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain, calls = grpo.vllm_params, []
+
+    def raises(*arguments):
+        calls.append(1)
+        if len(calls) == 30:
+            raise ValueError("the engine broke on purpose")
+        return plain(*arguments)
+
+    grpo.vllm_params = raises
     args = tyro.cli(grpo.Args)
     grpo.main(args, grpo.preflight(args))
 """

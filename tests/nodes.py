@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from helpers import Run, alive, command
+from helpers import LONG, Run, alive, command, logged
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = "29517"  # of the launcher on node 0; a namespace has all ports to itself
@@ -136,6 +136,14 @@ class Nodes:
             line = ["env", *before, *line[:at], *place, *line[at:]]
             runs.append(Run(self.on(node, line, on_node_1 if node == 1 else ":"), logs / f"node{node}.log"))
         return runs
+
+
+def training(nodes: Nodes, tiny: Path, out: Path) -> list[Run]:
+    """A long run on both nodes that has done two steps."""
+    runs = nodes.launch(tiny, [out, out], out, *LONG)
+    runs[1].until(lambda: runs[0].process.poll() is not None or logged(out) >= 2, 240)
+    runs[0].until(lambda: logged(out) >= 2, 1)
+    return runs
 
 
 def ip(*words: str) -> None:

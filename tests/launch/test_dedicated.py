@@ -9,12 +9,11 @@ from pathlib import Path
 
 import nodes
 import pytest
-from helpers import LONG, ROOT, Run, command, finish, logged, record, saved
+from helpers import LONG, ONE_ENGINE, RAISES, Run, command, finish, logged, record, saved, with_program
 from nodes import Nodes, ends
 
 pytestmark = pytest.mark.slow
 STEPS = ("--total_steps", "3", "--num_mini_batches", "2", "--beta", "0.1")
-ONE_ENGINE = ("--vllm_mode", "dedicated", "--vllm_engines", "1")
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +21,12 @@ def in_thread(tiny, tmp_path_factory):
     """The record of a run whose engine is a thread beside its trainer, by further arguments."""
     records = {}
 
-    def make(*more: str) -> dict:
-        if more not in records:
+    def make(*more: str, script: str = "grpo") -> dict:
+        if (script, more) not in records:
             out = tmp_path_factory.mktemp("thread")
-            finish(command(tiny, out, *STEPS, *more, rollout="vllm"), out / "log", 300)
-            records[more] = record(out / "run")
-        return records[more]
+            finish(command(tiny, out, *STEPS, *more, script=script, rollout="vllm"), out / "log", 300)
+            records[script, more] = record(out / "run")
+        return records[script, more]
 
     return make
 
@@ -38,11 +37,15 @@ def check_equal(expected: dict, folder: Path) -> None:
         assert got[key] == expected[key], key
 
 
-@pytest.mark.parametrize("more", [(), ("--zero_stage", "3"), ("--async_steps", "1")], ids=" ".join)
-def test_equal_to_an_engine_in_a_thread(in_thread, tiny, tmp_path, more):
+EQUAL = [("grpo", ()), ("grpo", ("--zero_stage", "3")), ("grpo", ("--async_steps", "1"))]
+EQUAL += [("ppo", ("--async_steps", "1", "--kl_placement", "both"))]
+
+
+@pytest.mark.parametrize("script, more", EQUAL, ids=lambda value: value if isinstance(value, str) else " ".join(value))
+def test_equal_to_an_engine_in_a_thread(in_thread, tiny, tmp_path, script, more):
     """Every metric but seconds, every sample and the weights of a run of one trainer, whichever way it samples."""
-    expected = in_thread(*more)
-    line = command(tiny, tmp_path, *STEPS, *more, *ONE_ENGINE, ranks=2, rollout="vllm")
+    expected = in_thread(*more, script=script)
+    line = command(tiny, tmp_path, *STEPS, *more, *ONE_ENGINE, script=script, ranks=2, rollout="vllm")
     text = finish(line, tmp_path / "log", 300)
     assert "1 rank(s)" in text and "1 engine(s) on ranks of their own" in text
     check_equal(expected, tmp_path / "run")
@@ -57,33 +60,6 @@ def test_in_flight(tiny, tmp_path):
     assert len(metrics) == 4
     assert all(m["sampler/staleness_max"] <= 2 for m in metrics)
     assert all(m.get("sampler/logprob_diff_mean", 0.0) < 1e-4 for m in metrics)
-
-
-RAISES = """
-from runtime import process
-process.prepare_environment()
-import tyro
-import grpo
-
-if __name__ == "__main__":  # the reward workers import this file
-    plain, calls = grpo.vllm_params, []
-
-    def raises(*arguments):
-        calls.append(1)
-        if len(calls) == 30:
-            raise ValueError("the engine broke on purpose")
-        return plain(*arguments)
-
-    grpo.vllm_params = raises
-    args = tyro.cli(grpo.Args)
-    grpo.main(args, grpo.preflight(args))
-"""
-
-
-def with_program(line: list[str], folder: Path, program: str) -> list[str]:
-    """The command line with a program that changes the script, in the script's place."""
-    (folder / "program.py").write_text(program)
-    return [str(folder / "program.py") if word == str(ROOT / "grpo.py") else word for word in line]
 
 
 def test_an_engine_that_raises_is_built_again_in_its_rank(in_thread, tiny, tmp_path):

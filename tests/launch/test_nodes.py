@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers import LONG, command, finish, logged, record
-from nodes import ADDRESSES, Nodes, ends, reason_for_none
+from helpers import command, finish, record
+from nodes import ADDRESSES, Nodes, ends, reason_for_none, training
 
 missing = reason_for_none()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=missing)]
@@ -59,18 +59,10 @@ def test_a_link_that_is_slow_and_loses_packets(on_one_node, tiny, tmp_path):
     check_equal(expected, tmp_path / "run")
 
 
-def started(nodes: Nodes, tiny: Path, out: Path) -> list:
-    """A long run on both nodes that has done two steps."""
-    runs = nodes.launch(tiny, [out, out], out, *LONG)
-    runs[1].until(lambda: runs[0].process.poll() is not None or logged(out) >= 2, 240)
-    runs[0].until(lambda: logged(out) >= 2, 1)
-    return runs
-
-
 def test_the_link_is_cut(tiny, tmp_path):
     """Each side learns by itself, and says within 30 s, that the other is out of reach; nothing is left."""
     with Nodes() as nodes:
-        runs = started(nodes, tiny, tmp_path)
+        runs = training(nodes, tiny, tmp_path)
         nodes.cut()
         after = ends(runs, 30)
         texts = [run.text() for run in runs]
@@ -84,7 +76,7 @@ def test_the_link_is_cut(tiny, tmp_path):
 def test_a_rank_on_either_node_is_killed(tiny, tmp_path, node):
     """The rank on the other node ends within 15 s, and says which one it missed."""
     with Nodes() as nodes:
-        runs = started(nodes, tiny, tmp_path)
+        runs = training(nodes, tiny, tmp_path)
         os.kill(runs[node].ranks()[0], signal.SIGKILL)
         after = ends(runs, 15)
         assert all(run.end(10) not in (0, 75) for run in runs)

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import finished
 import pytest
 import torch
 from helpers import (
@@ -37,10 +38,29 @@ IN_FLIGHT = ["--max_response_length", "24", "--vllm_max_num_seqs", "10"]  # fewe
 IN_FLIGHT += ["--async_steps", "2", "--inflight_updates"]
 
 
+SLOW = pytest.mark.slow
+
+
 def same(one: Path, other: Path) -> None:
     expected, got = record(one), record(other)
     for key in expected:
         assert got[key] == expected[key], key
+
+
+@pytest.fixture(scope="module")
+def straight(tiny, tmp_path_factory):
+    """The folder of a run in which nothing happens, by script and arguments."""
+    folders = {}
+
+    def make(script: str, changes: dict) -> Path:
+        key = (script, json.dumps(changes))
+        if key not in folders:
+            args = tiny_args(tiny, tmp_path_factory.mktemp("straight"), script, **changes)
+            run_here(args, script)
+            folders[key] = folder_of(args, script)
+        return folders[key]
+
+    return make
 
 
 # ------------------------------------------------------------------------------------------- one engine, without a run
@@ -259,7 +279,7 @@ def test_ask_collect_train_push(tiny, tmp_path, monkeypatch):
     assert events == [*first, "ask 3", "wait 3", "push", "wait eval", "push", "wait eval"]
 
 
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
+@pytest.mark.parametrize("script", ["grpo", pytest.param("ppo", marks=SLOW)])
 def test_one_batch_ahead(tiny, tmp_path, script):
     """Every token of step s is of version max(1, s - 1); the prompts are those of the synchronous run; cap 2 is on."""
     args = tiny_args(tiny, tmp_path / "ahead", script, **AHEAD, beta=0.1)
@@ -267,6 +287,8 @@ def test_one_batch_ahead(tiny, tmp_path, script):
     folder = folder_of(args, script)
     config = json.loads((folder / "config.json").read_text())
     assert config["args"]["truncated_importance_sampling_ratio_cap"] == 2.0
+    again = tiny_args(tiny, tmp_path / "ahead", script, **AHEAD, beta=0.1)  # the same command, in a sweep
+    assert finished.state(again, importlib.import_module(script).Args())[0] == finished.FINISHED
     for sample in read_jsonl(folder / "samples.jsonl"):
         assert sample["weight_versions"] == [[max(1, sample["step"] - 1), 0]]
     assert [m["sampler/staleness"] for m in metrics] == [m["sampler/staleness_max"] for m in metrics] == [0, 1, 1, 1]
@@ -282,16 +304,17 @@ def test_one_batch_ahead(tiny, tmp_path, script):
 
 RESUMED = [
     ("grpo", {"dynamic_sampling_rounds": 2, "beta": 0.1, "kl_controller": "adaptive"}, 1),
-    ("grpo", {"generation_size": 6, "num_mini_batches": 2}, 2),
+    pytest.param("grpo", {"generation_size": 6, "num_mini_batches": 2}, 2, marks=SLOW),
     ("ppo", {"beta": 0.1, "kl_placement": "reward", "value_norm": "exp"}, 3),
 ]
 
 
 @pytest.mark.parametrize("script, changes, after", RESUMED, ids=str)
-def test_a_run_that_samples_ahead_can_be_repeated_and_resumed(tiny, tmp_path, monkeypatch, script, changes, after):
+def test_a_run_that_samples_ahead_can_be_repeated_and_resumed(
+    straight, tiny, tmp_path, monkeypatch, script, changes, after
+):
     """Stopped and started again: the same numbers, samples and weights as in one piece."""
-    straight = tiny_args(tiny, tmp_path / "straight", script, **AHEAD | changes)
-    run_here(straight, script)
+    expected = straight(script, AHEAD | changes)
     parts = tiny_args(tiny, tmp_path / "parts", script, **AHEAD | changes)
     folder = interrupted(parts, monkeypatch, after=after, script=script)
     asked = []
@@ -305,7 +328,7 @@ def test_a_run_that_samples_ahead_can_be_repeated_and_resumed(tiny, tmp_path, mo
     monkeypatch.setattr(engine, "ask", ask)
     run_here(parts, script)
     assert asked[0] == 0, "the batch that was waited for is in the checkpoint, and not drawn again"
-    same(folder_of(straight, script), folder)
+    same(expected, folder)
 
 
 def test_what_cannot_be_combined(tiny, tmp_path, capsys):
@@ -354,27 +377,28 @@ def fail_at(monkeypatch, *prompts: int, how=None) -> list:
     return calls
 
 
-@pytest.mark.parametrize("script, changes", [("grpo", SMALL), ("grpo", AHEAD), ("ppo", AHEAD)], ids=str)
-def test_a_run_whose_engine_fails_equals_the_straight_one(tiny, tmp_path, monkeypatch, script, changes):
+FAILING = [("grpo", AHEAD), pytest.param("grpo", SMALL, marks=SLOW), pytest.param("ppo", AHEAD, marks=SLOW)]
+
+
+@pytest.mark.parametrize("script, changes", FAILING, ids=["ahead", "synchronous", "ppo"])
+def test_a_run_whose_engine_fails_equals_the_straight_one(straight, tiny, tmp_path, monkeypatch, script, changes):
     """It fails in the middle of a training batch and of an evaluation; numbers, samples and weights are the same."""
-    straight = tiny_args(tiny, tmp_path / "straight", script, **changes)
-    run_here(straight, script)
+    expected = straight(script, changes)
     calls = fail_at(monkeypatch, 2, 14)
     failing = tiny_args(tiny, tmp_path / "failing", script, **changes)
     run_here(failing, script)
     assert len(calls) > 30, "what was asked for was asked for again"
-    same(folder_of(straight, script), folder_of(failing, script))
+    same(expected, folder_of(failing, script))
 
 
-def test_an_engine_that_hangs_is_built_again(tiny, tmp_path, monkeypatch):
-    straight = tiny_args(tiny, tmp_path / "straight", **SMALL)
-    run_here(straight)
+def test_an_engine_that_hangs_is_built_again(straight, tiny, tmp_path, monkeypatch):
+    expected = straight("grpo", AHEAD)
     hangs = threading.Event()
     fail_at(monkeypatch, 7, how=lambda: hangs.wait(60))
-    failing = tiny_args(tiny, tmp_path / "failing", **SMALL, rollout_timeout=2.0)
+    failing = tiny_args(tiny, tmp_path / "failing", **AHEAD, rollout_timeout=2.0)
     run_here(failing)
     hangs.set()
-    same(folder_of(straight), folder_of(failing))
+    same(expected, folder_of(failing))
 
 
 def test_after_the_last_restart_the_run_ends(tiny, tmp_path, monkeypatch, capfd):
@@ -483,7 +507,7 @@ if __name__ == "__main__":  # the reward workers import this file
         state.update(steps=0, fails_at=fails_at, hang=hang)
         settings = {"run_name": "run", "rollout": "vllm", "vllm_kv_cache_gb": 0.1, "learning_rate": 1e-3}
         settings |= {"total_steps": 6, "eval_every": 2, "log_samples": 16, "max_response_length": 12}
-        settings["rollout_timeout"] = 20.0 if hang else 600.0
+        settings["rollout_timeout"] = 60.0 if hang else 600.0
         run_here(tiny_args(tiny, out / name, **settings, **changes))
         (out / name / "steps").write_text(str(state["steps"]))
 

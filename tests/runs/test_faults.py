@@ -1,7 +1,8 @@
 """What can go wrong in a run: how it ends or continues, and that the message names the cause.
 
 Each test injects some faults, and records the message that a user sees. When all tests have passed in one session,
-docs/faults.md is written from the records; `make test ARGS="-m slow tests/runs/test_faults.py"` regenerates it.
+docs/faults.md is written from the records; `make test ARGS="-m slow tests/runs/test_faults.py"` regenerates it. That
+needs root: its two nodes are network namespaces.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import pytest
 import torch
 from helpers import (
     LONG,
+    ONE_ENGINE,
+    RAISES,
     ROOT,
     SMALL,
     STALLS,
@@ -38,7 +41,9 @@ from helpers import (
     run_here,
     saved,
     tiny_args,
+    with_program,
 )
+from nodes import Nodes, ends, reason_for_none, training
 
 import grpo
 import utils
@@ -561,9 +566,8 @@ def test_the_port_is_taken(tiny, tmp_path, monkeypatch):
 
 
 def test_a_run_that_stands_still(tiny, tmp_path):
-    (tmp_path / "stalls.py").write_text(STALLS)
     line = command(tiny, tmp_path, *LONG, "--stall_timeout", "12")
-    run = Run([str(tmp_path / "stalls.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "log")
+    run = Run(with_program(line, tmp_path, STALLS), tmp_path / "log")
     run.until(lambda: logged(tmp_path) == 2)
     note("the main thread hangs", "a call that never returns", ended(run), "no progress on any rank for", ENDS)
 
@@ -598,10 +602,84 @@ def test_the_real_engine(tiny, tmp_path):
     text = ended(Run(line, tmp_path / "memory.log"), 120)
     cause = text.partition("The above exception was the direct cause")[0]
     note("vLLM has too little memory", "`--vllm_kv_cache_gb 0.00001`", cause, "Error: ", ENDS)
-    (tmp_path / "keeps.py").write_text(VLLM)
     line = command(tiny, tmp_path, *LONG, rollout="vllm")
-    run = Run([str(tmp_path / "keeps.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "keeps.log")
+    run = Run(with_program(line, tmp_path, VLLM), tmp_path / "keeps.log")
     note("the prefix cache outlives a push", "an engine that keeps it", ended(run, 120), "kept its prefix cache", ENDS)
 
 
-FAULTS = 59
+# -------------------------------------------------------------------------------- engines of their own, several nodes
+
+
+def test_an_engine_on_a_rank_of_its_own(tiny, tmp_path):
+    """It raises, and is built again; then its rank is killed."""
+    line = command(tiny, tmp_path, *LONG, *ONE_ENGINE, ranks=2, rollout="vllm")
+    run = Run(with_program(line, tmp_path, RAISES), tmp_path / "log")
+    run.until(lambda: "its engine is built again" in run.text() and logged(tmp_path) >= 2, 240)
+    os.kill(run.ranks()[1], signal.SIGKILL)
+    text = ended(run)
+    own = "an engine on a rank of its own"
+    note(f"{own} raises once", "an exception in its thread", text, "its engine is built again", GOES_ON)
+    note(f"{own} is killed", "SIGKILL", text, "(engine 0) is gone without a word", ENDS)
+
+
+def test_the_trainer_of_an_engine_is_killed(tiny, tmp_path):
+    run = Run(command(tiny, tmp_path, *LONG, *ONE_ENGINE, ranks=2, rollout="vllm"), tmp_path / "log")
+    run.until(lambda: logged(tmp_path) >= 1, 240)
+    os.kill(run.ranks()[0], signal.SIGKILL)
+    note("the trainer of such an engine is killed", "SIGKILL", ended(run), "which engine 0 samples for, is gone", ENDS)
+
+
+missing = reason_for_none()
+needs_nodes = pytest.mark.skipif(bool(missing), reason=missing)
+
+
+@needs_nodes
+def test_a_link_between_nodes_is_lost(tiny, tmp_path):
+    with Nodes() as nodes:
+        runs = training(nodes, tiny, tmp_path)
+        nodes.cut()
+        ends(runs, 30)
+        first, other = (ended(run) for run in runs)
+    note("another node is lost", "`ip link set down`", first, "is gone without a word", ENDS)
+    note("the node where the launch began is lost", "the same, on the other node", other, "no answer from", ENDS)
+
+
+@needs_nodes
+@pytest.mark.parametrize(
+    "fault, injection, outs, more, words",
+    [
+        (
+            "nodes that do not share `--output_dir`",
+            "a folder of its own on each",
+            ("disk0", "disk1"),
+            {},
+            "is not the same folder on all nodes",
+        ),
+        (
+            "a node without the model",
+            "an empty folder in its place",
+            ("disk", "disk"),
+            {"on_node_1": "mount -t tmpfs none MODEL"},
+            "no config.json there",
+        ),
+        (
+            "a network interface that is not there",
+            "`GLOO_SOCKET_IFNAME=ib7`",
+            ("disk", "disk"),
+            {"before": ("GLOO_SOCKET_IFNAME=ib7",)},
+            "GLOO_SOCKET_IFNAME ib7",
+        ),
+    ],
+    ids=["folders", "model", "interface"],
+)
+def test_nodes_that_are_not_alike(tiny, tmp_path, fault, injection, outs, more, words):
+    model = shutil.copytree(tiny, tmp_path / "tiny")
+    more = {key: value.replace("MODEL", str(model)) if key == "on_node_1" else value for key, value in more.items()}
+    with Nodes() as nodes:
+        runs = nodes.launch(model, [tmp_path / out for out in outs], tmp_path, **more)
+        ends(runs, 240)
+        texts = [ended(run) for run in runs]
+    note(fault, injection, texts[1], words, REFUSED)
+
+
+FAULTS = 67
