@@ -1077,7 +1077,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     sampled = args.generation_size or group
     sampling = {"temperature": args.temperature, "top_p": 1.0, "top_k": 0, "max_tokens": args.max_response_length}
     sampling |= {"stop": list(args.stop), "ignore_eos": args.ignore_eos}
-    layout = {"layout": args.batch_layout, "rank": rank, "world_size": world_size, "dtype": dtype, "device": device}
+    layout = {"layout": args.batch_layout, "rank": rank, "world_size": world_size, "device": device}
 
     for_vllm = args.rollout == "vllm"  # which takes the names of checkpoint files, not those of modules
     in_buckets = args.vllm_mode == "thread"  # all ranks have an engine, and gather what ZeRO 3 has sharded as it loads

@@ -213,26 +213,38 @@ def learning_rate(optimizer_step: int, total: int, args) -> float:
     return args.learning_rate * (args.lr_min_ratio + (1.0 - args.lr_min_ratio) * factor)
 
 
-def window_masks(batch: MicroBatch, config) -> torch.Tensor | dict[str, torch.Tensor] | None:
-    """The attention mask of a micro-batch for a model of this config, with its sliding window.
+def attention_masks(batch: MicroBatch, config, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor] | None:
+    """The attention mask of a micro-batch for a model of this config: [B, S] or none, or [B, 1, S, S] of shared rows.
 
-    transformers builds the window into the masks that it makes itself (``padded``, ``packed``), but applies the 4-D
-    mask of shared rows as it is, so the window has to be part of it: a token attends to tokens at most
-    ``sliding_window`` - 1 positions before it. Models with ``layer_types`` take one mask per type of layer.
+    The mask of shared rows is made here, one micro-batch at a time, and is additive. transformers builds a sliding
+    window into the masks that it makes itself (``padded``, ``packed``), but applies a 4-D mask as it is, so the window
+    has to be part of it: a token attends to tokens at most ``sliding_window`` - 1 positions before it. Models with
+    ``layer_types`` take one mask per type of layer.
     """
-    mask, config = batch.attention_mask, config.get_text_config()
+    if batch.ends is None:
+        return batch.attention_mask
+    config = config.get_text_config()
+    places_S = torch.arange(batch.ends.shape[1], device=batch.ends.device)
+    earlier_SS = places_S[:, None] >= places_S
+    visible_BSS = earlier_SS & (places_S[:, None] < batch.ends[:, None, :])
+    mask = additive_mask(visible_BSS, dtype)
     window = getattr(config, "sliding_window", None)
-    if mask is None or mask.dim() != 4 or window is None or window >= mask.shape[-1]:
+    if window is None or window >= batch.ends.shape[1]:
         return mask
-    positions = batch.position_ids[:, None]  # [B, 1, S]
-    distance = positions[:, :, :, None] - positions[:, :, None, :]  # [B, 1, S, S]
-    windowed = mask.masked_fill(distance >= window, torch.finfo(mask.dtype).min)
+    distance_BSS = batch.position_ids[:, :, None] - batch.position_ids[:, None, :]
+    windowed = additive_mask(visible_BSS & (distance_BSS < window), dtype)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:  # Mistral, Phi-3, Qwen3-MoE: every layer has the window
         return windowed
     if "sliding_attention" not in layer_types:
         return mask
     return {"full_attention": mask, "sliding_attention": windowed}
+
+
+def additive_mask(visible_BSS: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a token (row of the last two dimensions) sees another (column), else the lowest number: [B, 1, S, S]."""
+    mask = torch.zeros(visible_BSS.shape, dtype=dtype, device=visible_BSS.device)
+    return mask.masked_fill_(~visible_BSS, torch.finfo(dtype).min)[:, None]
 
 
 def final_logits(logits_UV: torch.Tensor, config) -> torch.Tensor:
@@ -277,7 +289,7 @@ class TokenLogprobs(nn.Module):
         output = self.model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            attention_mask=window_masks(batch, self.model.config),
+            attention_mask=attention_masks(batch, self.model.config, self.model.dtype),
             use_cache=False,
         )
         return output.last_hidden_state.flatten(0, 1)[batch.predict]
@@ -421,7 +433,6 @@ def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> 
             budget=4 * (len(prompt) + 10),
             rank=0,
             world_size=1,
-            dtype=parameter.dtype,
             device=parameter.device,
         ):
             got[batch.tokens] = policy(batch)[0]
@@ -1116,7 +1127,6 @@ def _generate(model, prompt_ids, keys, seed, sampling, stop_ids, device):
             budget=1,
             rank=0,
             world_size=1,
-            dtype=model.dtype,
             device=device,
         )
         logprobs = scorer(batch)[0].tolist()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from runtime.records import Sample
@@ -26,7 +27,8 @@ class MicroBatch:
 
     input_ids: torch.Tensor  # [B, S]
     position_ids: torch.Tensor  # [B, S]
-    attention_mask: torch.Tensor | None  # [B, 1, S, S] additive, [B, S], or None for one packed row
+    attention_mask: torch.Tensor | None  # [B, S] of padded rows
+    ends: torch.Tensor | None  # [B, S] of shared rows: token k is seen by the tokens k to ends[k] - 1
     predict: torch.Tensor  # [U] place in B*S whose logits predict the token
     targets: torch.Tensor  # [U] the token
     copies: torch.Tensor  # [T] which of the U
@@ -55,52 +57,87 @@ class PrefixTree:
     The same tokens after the same tokens have the same hidden state, so each node is computed once: the prompt, a
     common prefix of several responses, a response that was sampled twice. A last token predicts nothing and is not
     computed.
+
+    Responses are sorted, so that what begins alike stands together and the nodes, numbered as they come, are in
+    preorder: the subtree of a node is the nodes after it up to one place. That place is all that a mask needs to know
+    about a token. Sorting by bytes serves as well as by ids.
+
+    The constructor only counts, which every rank does for every row; ``arrays`` is for the rows of a rank's own.
     """
 
     def __init__(self, samples: list[Sample], members: list[int]):
-        self.prompt = samples[members[0]].prompt_ids
-        self.members = members
-        self.paths: list[list[int]] = []  # the nodes of each response
-        nodes: dict[tuple[int, int], int] = {}  # (parent, or -1 for the prompt, and token) -> node
-        for i in members:
-            node = -1
-            path = []
-            for token in samples[i].response_ids:
-                node = nodes.setdefault((node, token), len(nodes))
-                path.append(node)
-            self.paths.append(path)
-        self.nodes = list(nodes)
-        parents = {parent for parent, _ in nodes}
-        self.inner = sorted(parents - {-1})  # nodes that predict something
+        self.prompt = np.asarray(samples[members[0]].prompt_ids, dtype=np.int64)
+        responses = {i: np.asarray(samples[i].response_ids, dtype=np.int32) for i in members}
+        self.members = sorted(members, key=lambda i: responses[i].tobytes())
+        self.responses = [responses[i] for i in self.members]
+        self.kept: list[int] = []  # tokens that each response has in common with the one before
+        leaves = 0
+        before = np.empty(0, dtype=np.int32)
+        for response in self.responses:
+            kept = common_prefix(before, response)
+            extends = kept == len(before)  # it continues the response before, whose last token is then no leaf
+            leaves += int(len(response) > kept and (kept == 0 or not extends))
+            self.kept.append(kept)
+            before = response
+        self.nodes = sum(len(r) for r in self.responses) - sum(self.kept)
+        self.inner = self.nodes - leaves  # nodes that predict something
 
     def __len__(self) -> int:
         """Tokens that are computed."""
-        return len(self.prompt) + len(self.inner)
+        return len(self.prompt) + self.inner
 
-    def ids(self) -> list[int]:
-        """The tokens that are computed, in the order of a row."""
-        ids = list(self.prompt)
-        for node in self.inner:
-            _, token = self.nodes[node]
-            ids.append(token)
-        return ids
-
-    def positions(self) -> list[int]:
-        """The place of each of these tokens in its own sequence."""
+    def arrays(self) -> TreeArrays:
+        """Ids, positions and subtrees of what is computed, and where each response's tokens are predicted."""
+        paths: list[np.ndarray] = []
+        parents: list[np.ndarray] = []
+        depths: list[np.ndarray] = []
+        ends: list[np.ndarray] = []
+        starts = np.cumsum([0, *(len(r) - k for r, k in zip(self.responses, self.kept, strict=True))])
+        path = np.empty(0, dtype=np.int64)
+        for j, (response, kept) in enumerate(zip(self.responses, self.kept, strict=True)):
+            path = np.concatenate([path[:kept], np.arange(starts[j], starts[j + 1])])
+            paths.append(path)
+            parents.append(np.concatenate([[-1], path])[kept:-1])
+            depth = np.arange(kept, len(response))
+            depths.append(depth)
+            # The subtree of a node ends where the first later response begins that has not all tokens up to the node.
+            common = np.minimum.accumulate(np.array([*self.kept[j + 1 :], -1]))
+            ends.append(starts[j + 1 :][np.searchsorted(-common, -depth)])
+        tokens = np.concatenate([r[k:] for r, k in zip(self.responses, self.kept, strict=True)])
+        parents_U = np.concatenate(parents)
+        computed_U = np.zeros(self.nodes, dtype=bool)
+        computed_U[parents_U[parents_U >= 0]] = True
+        before_U = np.concatenate([[0], np.cumsum(computed_U)])  # computed nodes before each node
         count = len(self.prompt)
-        depth = {-1: count - 1}
-        for node in self.inner:
-            parent, _ = self.nodes[node]
-            depth[node] = depth[parent] + 1
-        return [*range(count), *(depth[node] for node in self.inner)]
+        subtree_U = count + before_U[np.concatenate(ends)]
+        return TreeArrays(
+            ids=np.concatenate([self.prompt, tokens[computed_U]]),
+            positions=np.concatenate([np.arange(count), count + np.concatenate(depths)[computed_U]]),
+            ends=np.concatenate([np.full(count, len(self)), subtree_U[computed_U]]),
+            predict=np.where(parents_U < 0, count - 1, count + before_U[parents_U]),
+            targets=tokens,
+            paths=paths,
+        )
 
-    def places(self, start: int) -> dict[int, int]:
-        """Where each computed node is in a row in which the tree begins at ``start``; -1 is the prompt's last token."""
-        first = start + len(self.prompt)
-        places = {-1: first - 1}
-        for k, node in enumerate(self.inner):
-            places[node] = first + k
-        return places
+
+@dataclass
+class TreeArrays:
+    """A prefix tree as arrays: L computed tokens in the order of a row, U different response tokens."""
+
+    ids: np.ndarray  # [L]
+    positions: np.ndarray  # [L] place in the token's own sequence
+    ends: np.ndarray  # [L] place after the last token that sees this one
+    predict: np.ndarray  # [U] place whose logits predict the token
+    targets: np.ndarray  # [U] the token
+    paths: list[np.ndarray]  # for each member, which of the U its response is
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """The number of tokens that two responses begin with alike."""
+    length = min(len(a), len(b))
+    different = a[:length] != b[:length]
+    first = int(different.argmax()) if length else 0
+    return first if length and different[first] else length
 
 
 Row = list[PrefixTree]
@@ -185,7 +222,6 @@ def micro_batches(
     budget: int,
     rank: int,
     world_size: int,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> list[MicroBatch]:
     """This rank's share of the samples ``indices``, cut into micro-batches of at most ``budget`` padded tokens.
@@ -199,7 +235,7 @@ def micro_batches(
     for row in make_rows(samples, indices, layout, budget, most):
         groups = [row] if layout == "shared" else [[i] for i in row]
         rows.append([PrefixTree(samples, members) for members in groups])
-    rows.sort(key=lambda row: (-row_length(row), row[0].members))
+    rows.sort(key=lambda row: (-row_length(row), min(row[0].members)))
     plans = [_cut(dealt, layout, budget) for dealt in _deal(rows, world_size)]
     offsets = token_offsets(samples)
     idle = [rows[-1]] if rows else []
@@ -208,7 +244,7 @@ def micro_batches(
         rows_by_rank = []
         for plan in plans:
             rows_by_rank.append(plan[position] if position < len(plan) else idle)
-        batch = _tensors(rows_by_rank[rank], offsets, layout, dtype)
+        batch = _tensors(rows_by_rank[rank], offsets, layout)
         batch.most_predictions = max(count_predictions(rows) for rows in rows_by_rank)
         if position >= len(plans[rank]):
             batch.tokens.fill_(offsets[-1])
@@ -241,7 +277,7 @@ def _cut(rows: list[Row], layout: str, budget: int) -> list[MicroRows]:
 
 def count_predictions(rows: MicroRows) -> int:
     """Different tokens that a micro-batch of these rows predicts: U."""
-    return sum(len(tree.nodes) for row in rows for tree in row)
+    return sum(tree.nodes for row in rows for tree in row)
 
 
 def row_length(row: Row) -> int:
@@ -249,60 +285,48 @@ def row_length(row: Row) -> int:
     return sum(len(tree) for tree in row)
 
 
-def _tensors(
-    rows: MicroRows,
-    offsets: list[int],
-    layout: str,
-    dtype: torch.dtype,
-) -> MicroBatch:
-    """Ids, positions, mask and index lists of some rows, right-padded to the longest."""
+def _tensors(rows: MicroRows, offsets: list[int], layout: str) -> MicroBatch:
+    """Ids, positions, subtrees and index arrays of some rows, right-padded to the longest."""
     width = max(row_length(row) for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    positions = torch.zeros_like(ids)
-    predict: list[int] = []
-    targets: list[int] = []
-    copies: list[int] = []
-    tokens: list[int] = []
+    ids = np.zeros((len(rows), width), dtype=np.int64)
+    positions = np.zeros_like(ids)
+    ends = np.tile(np.arange(1, width + 1), (len(rows), 1))  # padding is seen by itself: no softmax of nothing
+    predict: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    copies: list[np.ndarray] = []
+    tokens: list[np.ndarray] = []
+    different = 0
     for b, row in enumerate(rows):
         start = 0
         for tree in row:
+            arrays = tree.arrays()
             end = start + len(tree)
-            ids[b, start:end] = torch.tensor(tree.ids())
-            positions[b, start:end] = torch.tensor(tree.positions())
-            for path, i in zip(tree.paths, tree.members, strict=True):
-                copies += [len(targets) + node for node in path]
-                tokens += range(offsets[i], offsets[i] + len(path))
-            places = tree.places(start)
-            predict += [b * width + places[parent] for parent, _ in tree.nodes]
-            targets += [token for _, token in tree.nodes]
+            ids[b, start:end] = arrays.ids
+            positions[b, start:end] = arrays.positions
+            ends[b, start:end] = start + arrays.ends
+            for path, i in zip(arrays.paths, tree.members, strict=True):
+                copies.append(different + path)
+                tokens.append(np.arange(offsets[i], offsets[i + 1]))
+            predict.append(b * width + start + arrays.predict)
+            targets.append(arrays.targets)
+            different += tree.nodes
             start = end
     mask = None
     if layout == "padded":
         lengths = torch.tensor([row_length(row) for row in rows])
         mask = (torch.arange(width) < lengths[:, None]).long()
-    if layout == "shared":
-        mask = _tree_mask([tree for (tree,) in rows], width, dtype)
     return MicroBatch(
-        input_ids=ids,
-        position_ids=positions,
+        input_ids=torch.from_numpy(ids),
+        position_ids=torch.from_numpy(positions),
         attention_mask=mask,
-        predict=torch.tensor(predict, dtype=torch.long),
-        targets=torch.tensor(targets, dtype=torch.long),
-        copies=torch.tensor(copies, dtype=torch.long),
-        tokens=torch.tensor(tokens, dtype=torch.long),
-        most_predictions=len(targets),
+        ends=torch.from_numpy(ends) if layout == "shared" else None,
+        predict=_index(predict),
+        targets=_index(targets),
+        copies=_index(copies),
+        tokens=_index(tokens),
+        most_predictions=different,
     )
 
 
-def _tree_mask(trees: list[PrefixTree], width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask [B, 1, S, S] of rows of one tree each: a token sees the tokens before it on its own paths."""
-    visible = torch.eye(width, dtype=torch.bool).repeat(len(trees), 1, 1)  # padding sees itself: no softmax of nothing
-    for b, tree in enumerate(trees):
-        places = tree.places(0)
-        for path in tree.paths:
-            on_path = [places[node] for node in path if node in places]
-            seen = torch.tensor([*range(len(tree.prompt)), *on_path])
-            later, earlier = torch.tril_indices(len(seen), len(seen))
-            visible[b, seen[later], seen[earlier]] = True
-    mask = torch.zeros(len(trees), 1, width, width, dtype=dtype)
-    return mask.masked_fill_(~visible[:, None], torch.finfo(dtype).min)
+def _index(parts: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))

@@ -191,7 +191,6 @@ def update(policy, samples: list[Sample], layout: str, budget: int) -> tuple[tor
         budget=budget,
         rank=0,
         world_size=1,
-        dtype=policy.model.dtype,
         device=device,
     )
     count = batching.token_offsets(samples)[-1]

@@ -355,7 +355,7 @@ def test_drop_solved():
 
 def batches(samples, layout="shared", budget=10_000, rank=0, world_size=1):
     indices = list(range(len(samples)))
-    shape = {"rank": rank, "world_size": world_size, "dtype": torch.float32, "device": CPU}
+    shape = {"rank": rank, "world_size": world_size, "device": CPU}
     return batching.micro_batches(samples, indices, layout=layout, budget=budget, **shape)
 
 
@@ -603,7 +603,7 @@ def test_the_value_after_a_cut_is_that_of_the_longer_text(critic):
     samples = make_samples()
     after = [s.finish_reason == "length" for s in samples]
     after[3] = True  # of one token
-    shape = {"layout": "shared", "budget": 60, "rank": 0, "world_size": 1, "dtype": torch.float32, "device": CPU}
+    shape = {"layout": "shared", "budget": 60, "rank": 0, "world_size": 1, "device": CPU}
     values, ends = ppo.values_of(critic, samples, after, **shape)
     with torch.no_grad():
         torch.testing.assert_close(values, plain_values(critic, samples), rtol=1e-4, atol=1e-5)

@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import finish, make_samples
+from transformers import LlamaConfig
 
 import ppo
 import utils
 from grpo import Args, loss_weights
 from runtime import batching
+from runtime.records import Sample
 
 CPU = torch.device("cpu")
 
@@ -29,7 +31,6 @@ def batches(samples, layout="shared", budget=10_000, indices=None, rank=0, world
         budget=budget,
         rank=rank,
         world_size=world_size,
-        dtype=torch.float32,
         device=CPU,
     )
 
@@ -87,11 +88,48 @@ def test_what_responses_begin_with_is_computed_once(tiny_model, layout):
     close(gradient(tiny_model, samples, mbs), reference_gradient(tiny_model, samples))
     if layout == "shared":
         (mb,) = mbs
-        computed = (mb.attention_mask[:, 0].diagonal(dim1=1, dim2=2) == 0) & (mb.input_ids > 0)
-        assert computed.sum() == sum(prompts.values()) + len(beginnings)
+        assert (mb.input_ids > 0).sum() == sum(prompts.values()) + len(beginnings)
     elif layout == "padded":
         computed = sum(mb.input_ids.numel() for mb in mbs)
         assert computed == sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples)
+
+
+def test_a_token_sees_the_tokens_on_its_own_path_and_no_others():
+    """300 random trees of two letters: the subtree's end of each token says what a walk from leaf to root says."""
+    draw = random.Random(1)
+    for _ in range(300):
+        prompt = [draw.randrange(5) for _ in range(draw.randrange(1, 6))]
+        samples = []
+        for k in range(draw.randrange(1, 8)):
+            response = [draw.randrange(2) for _ in range(draw.randrange(1, 9))]
+            samples.append(Sample(0, k, prompt, response, [0.0] * len(response), "stop", 0))
+        (mb,) = batches(samples)
+        visible = utils.attention_masks(mb, LlamaConfig(), torch.float32)[0, 0] == 0
+        assert torch.equal(visible, visible_on_paths(mb, samples))
+
+
+def visible_on_paths(mb: batching.MicroBatch, samples) -> torch.Tensor:
+    """What each place of a row of one tree sees, [S, S], from the prefix that each place stands for."""
+    prompt = tuple(samples[0].prompt_ids)
+    place: dict[tuple[int, ...], int] = {prompt[:n]: n - 1 for n in range(1, len(prompt) + 1)}
+    copies = iter(mb.copies.tolist())
+    for s in sorted_like(mb, samples):
+        for n in range(len(s.response_ids)):
+            place[prompt + tuple(s.response_ids[:n])] = mb.predict[next(copies)].item()
+    width = mb.input_ids.shape[1]
+    assert len(place) == width, "each prefix is computed once"
+    visible = torch.zeros(width, width, dtype=torch.bool)
+    for prefix, q in place.items():
+        for n in range(1, len(prefix) + 1):
+            visible[q, place[prefix[:n]]] = True
+    return visible
+
+
+def sorted_like(mb: batching.MicroBatch, samples) -> list:
+    """The samples in the order in which their tokens stand in ``mb.tokens``."""
+    offsets = batching.token_offsets(samples)
+    starts = dict(zip(offsets, samples, strict=False))
+    return [starts[t] for t in mb.tokens.tolist() if t in starts]
 
 
 @pytest.mark.parametrize("norm", ["token", "sequence", "constant"])
@@ -146,7 +184,7 @@ def test_an_idle_micro_batch_takes_nothing_back(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: None)
     plan = [batches(samples, budget=95, rank=rank, world_size=2) for rank in range(2)]
     assert sum(idle(mb, samples) for mbs in plan for mb in mbs) == 1
-    cutting = {"layout": "shared", "budget": 95, "world_size": 2, "dtype": torch.float32, "device": CPU}
+    cutting = {"layout": "shared", "budget": 95, "world_size": 2, "device": CPU}
     values = [ppo.values_of(lambda mb: mb.tokens + 1.0, samples, [False] * 6, rank=r, **cutting)[0] for r in range(2)]
     assert sum(values).tolist() == list(range(1, 206))
 
@@ -205,7 +243,7 @@ for chunk in (1000, 4):
     engine = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings)[0]
     assert engine.module.model.lm_head.weight.ds_tensor.numel() < 600 * 256, "the head is not sharded"
     (mb,) = batching.micro_batches(
-        samples, list(range(12)), layout="shared", budget=1000, rank=rank, world_size=2, dtype=torch.float32,
+        samples, list(range(12)), layout="shared", budget=1000, rank=rank, world_size=2,
         device=torch.device("cpu"),
     )
     print(f"RANK {rank} HAS {len(mb.targets)}", flush=True)

@@ -175,7 +175,6 @@ def in_layout(policy, samples: list[Sample], layout: str) -> torch.Tensor:
         budget=1000,
         rank=0,
         world_size=1,
-        dtype=torch.float32,
         device=torch.device("cpu"),
     ):
         logprobs[mb.tokens] = policy(mb)[0]
@@ -262,19 +261,23 @@ def in_layout_with_gradient(model, samples: list[Sample]) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["shared", "padded"])
 def test_the_probe_is_longer_than_the_window(tmp_path, capsys, monkeypatch, layout):
     """A layout that forgets the window is refused, and the message names the layouts that work."""
+    from transformers import LlamaConfig
+
     model = load(save_random(tmp_path, "Mistral, sliding window"))
     policy = utils.TokenLogprobs(model, 1.0, 100)
     utils.check_forward(policy, layout, 2, 256)
 
-    def without_window(batch, config):
+    with_window = utils.attention_masks
+
+    def without_window(batch, config, dtype):
         mask = batch.attention_mask
-        if layout == "shared" or mask is None or mask.dim() == 4:
-            return mask
+        if layout == "shared" or mask is None:
+            return with_window(batch, LlamaConfig(), dtype)
         causal = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril()
         visible = causal[None, None] & mask[:, None, None].bool()
         return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
 
-    monkeypatch.setattr(utils, "window_masks", without_window)
+    monkeypatch.setattr(utils, "attention_masks", without_window)
     with pytest.raises(SystemExit):
         utils.check_forward(policy, layout, 2, 256)
     message = capsys.readouterr().err
