@@ -13,6 +13,8 @@ import torch
 
 from runtime.records import Sample
 
+ROW_MULTIPLE = 128  # positions: what a shared row on a GPU is padded to, and the block of FlexAttention
+
 
 @dataclass
 class MicroBatch:
@@ -23,16 +25,20 @@ class MicroBatch:
     step: per-token arrays (advantages, old log-probs, weights) are kept flat, [N], and indexed with it. An idle
     micro-batch, which only keeps a rank in step with the others, has place N for all of its tokens: the arrays have one
     more slot at their end, whose weight is 0.
+
+    Which token sees which is said by one of three, according to the layout; runtime/attention.py makes masks of it.
     """
 
     input_ids: torch.Tensor  # [B, S]
     position_ids: torch.Tensor  # [B, S]
-    attention_mask: torch.Tensor | None  # [B, S] of padded rows
-    ends: torch.Tensor | None  # [B, S] of shared rows: token k is seen by the tokens k to ends[k] - 1
+    attention_mask: torch.Tensor | None  # padded: [B, S], 1 for a token and 0 for padding
+    ends: torch.Tensor | None  # shared: [B, S], the token in place k is seen from the places k to ends[k] - 1
+    borders: torch.Tensor | None  # packed: [samples + 1] int32, where in the one row each sample begins, and the end
     predict: torch.Tensor  # [U] place in B*S whose logits predict the token
     targets: torch.Tensor  # [U] the token
     copies: torch.Tensor  # [T] which of the U
     tokens: torch.Tensor  # [T] place in the step's flat arrays
+    longest: int  # tokens of the longest sample
     most_predictions: int  # largest U of all ranks at this position of the plan
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -51,6 +57,24 @@ def token_offsets(samples: list[Sample]) -> list[int]:
     return offsets
 
 
+def flat(parts: list[np.ndarray], device: torch.device) -> torch.Tensor:
+    """One value per token, an array of them per sample -> [N + 1]: one after the other, and a 0 for idle tokens."""
+    idle = np.zeros(1, dtype=parts[0].dtype)
+    whole = np.concatenate([*parts, idle])
+    return torch.from_numpy(whole).to(device)
+
+
+def per_token(
+    values: list[float],
+    offsets: list[int],
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """One value per sample -> [N + 1]: that of its sample for each token, and a 0 for idle tokens."""
+    lengths = torch.tensor([*np.diff(offsets), 1])
+    whole = torch.tensor([*values, 0]).repeat_interleave(lengths)
+    return whole.to(device)
+
+
 class PrefixTree:
     """A prompt and the responses of the samples ``members``, as paths in the tree of their prefixes.
 
@@ -59,24 +83,26 @@ class PrefixTree:
     computed.
 
     Responses are sorted, so that what begins alike stands together and the nodes, numbered as they come, are in
-    preorder: the subtree of a node is the nodes after it up to one place. That place is all that a mask needs to know
+    preorder: the subtree of a node is the nodes from it up to one place. That place is all that a mask needs to know
     about a token. Sorting by bytes serves as well as by ids.
 
-    The constructor only counts, which every rank does for every row; ``arrays`` is for the rows of a rank's own.
+    The constructor only counts, which every rank does for every row; ``arrays`` is for a rank's own rows.
     """
 
     def __init__(self, samples: list[Sample], members: list[int]):
-        self.prompt = np.asarray(samples[members[0]].prompt_ids, dtype=np.int64)
-        responses = {i: np.asarray(samples[i].response_ids, dtype=np.int32) for i in members}
-        self.members = sorted(members, key=lambda i: responses[i].tobytes())
-        self.responses = [responses[i] for i in self.members]
+        self.prompt = samples[members[0]].prompt_ids
+        self.members = list(members)
+        if len(members) > 1:
+            self.members.sort(key=lambda i: samples[i].response_ids.tobytes())
+        self.responses = [samples[i].response_ids for i in self.members]
         self.kept: list[int] = []  # tokens that each response has in common with the one before
         leaves = 0
         before = np.empty(0, dtype=np.int32)
         for response in self.responses:
             kept = common_prefix(before, response)
             extends = kept == len(before)  # it continues the response before, whose last token is then no leaf
-            leaves += int(len(response) > kept and (kept == 0 or not extends))
+            if len(response) > kept and (kept == 0 or not extends):
+                leaves += 1
             self.kept.append(kept)
             before = response
         self.nodes = sum(len(r) for r in self.responses) - sum(self.kept)
@@ -92,30 +118,38 @@ class PrefixTree:
         parents: list[np.ndarray] = []
         depths: list[np.ndarray] = []
         ends: list[np.ndarray] = []
-        starts = np.cumsum([0, *(len(r) - k for r, k in zip(self.responses, self.kept, strict=True))])
+        tokens: list[np.ndarray] = []
+        starts = np.zeros(len(self.responses) + 1, dtype=np.int64)  # first node of each response's own
+        for j, response in enumerate(self.responses):
+            starts[j + 1] = starts[j] + len(response) - self.kept[j]
         path = np.empty(0, dtype=np.int64)
-        for j, (response, kept) in enumerate(zip(self.responses, self.kept, strict=True)):
-            path = np.concatenate([path[:kept], np.arange(starts[j], starts[j + 1])])
+        for j, response in enumerate(self.responses):
+            kept = self.kept[j]
+            own = np.arange(starts[j], starts[j + 1])
+            path = np.concatenate([path[:kept], own])
+            depth = np.arange(kept, len(response))
             paths.append(path)
             parents.append(np.concatenate([[-1], path])[kept:-1])
-            depth = np.arange(kept, len(response))
             depths.append(depth)
+            tokens.append(response[kept:])
             # The subtree of a node ends where the first later response begins that has not all tokens up to the node.
-            common = np.minimum.accumulate(np.array([*self.kept[j + 1 :], -1]))
+            common = np.minimum.accumulate([*self.kept[j + 1 :], -1])
             ends.append(starts[j + 1 :][np.searchsorted(-common, -depth)])
-        tokens = np.concatenate([r[k:] for r, k in zip(self.responses, self.kept, strict=True)])
+        tokens_U = np.concatenate(tokens)
         parents_U = np.concatenate(parents)
+        depths_U = np.concatenate(depths)
         computed_U = np.zeros(self.nodes, dtype=bool)
         computed_U[parents_U[parents_U >= 0]] = True
-        before_U = np.concatenate([[0], np.cumsum(computed_U)])  # computed nodes before each node
+        before_U = np.zeros(self.nodes + 1, dtype=np.int64)  # computed nodes before each node
+        np.cumsum(computed_U, out=before_U[1:])
         count = len(self.prompt)
         subtree_U = count + before_U[np.concatenate(ends)]
         return TreeArrays(
-            ids=np.concatenate([self.prompt, tokens[computed_U]]),
-            positions=np.concatenate([np.arange(count), count + np.concatenate(depths)[computed_U]]),
+            ids=np.concatenate([self.prompt, tokens_U[computed_U]]),
+            positions=np.concatenate([np.arange(count), count + depths_U[computed_U]]),
             ends=np.concatenate([np.full(count, len(self)), subtree_U[computed_U]]),
             predict=np.where(parents_U < 0, count - 1, count + before_U[parents_U]),
-            targets=tokens,
+            targets=tokens_U,
             paths=paths,
         )
 
@@ -136,8 +170,9 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     """The number of tokens that two responses begin with alike."""
     length = min(len(a), len(b))
     different = a[:length] != b[:length]
-    first = int(different.argmax()) if length else 0
-    return first if length and different[first] else length
+    if not different.any():
+        return length
+    return int(different.argmax())
 
 
 Row = list[PrefixTree]
@@ -227,16 +262,18 @@ def micro_batches(
     """This rank's share of the samples ``indices``, cut into micro-batches of at most ``budget`` padded tokens.
 
     Every rank computes the whole plan from the same list, so that all of them run the same number of backward passes,
-    and of calls of the output head, without asking each other. A rank with fewer micro-batches repeats one whose
-    tokens count nothing. Which rank and micro-batch a token lands in does not change its gradient.
+    and of calls of the output head, without asking each other; it makes tensors of its own share alone. A rank with
+    fewer micro-batches repeats one whose tokens count nothing. Which rank and micro-batch a token lands in does not
+    change its gradient. On a GPU shared rows are padded to a multiple of 128, the size of the kernels' blocks.
     """
+    multiple = ROW_MULTIPLE if device.type == "cuda" and layout == "shared" else 1
     rows: list[Row] = []
     most = -(-len(indices) // world_size)
     for row in make_rows(samples, indices, layout, budget, most):
         groups = [row] if layout == "shared" else [[i] for i in row]
         rows.append([PrefixTree(samples, members) for members in groups])
     rows.sort(key=lambda row: (-row_length(row), min(row[0].members)))
-    plans = [_cut(dealt, layout, budget) for dealt in _deal(rows, world_size)]
+    plans = [_cut(dealt, layout, budget, multiple) for dealt in _deal(rows, world_size)]
     offsets = token_offsets(samples)
     idle = [rows[-1]] if rows else []
     batches = []
@@ -244,7 +281,8 @@ def micro_batches(
         rows_by_rank = []
         for plan in plans:
             rows_by_rank.append(plan[position] if position < len(plan) else idle)
-        batch = _tensors(rows_by_rank[rank], offsets, layout)
+        own = rows_by_rank[rank]
+        batch = _tensors(own, offsets, layout, padded_width(own, budget, multiple))
         batch.most_predictions = max(count_predictions(rows) for rows in rows_by_rank)
         if position >= len(plans[rank]):
             batch.tokens.fill_(offsets[-1])
@@ -263,16 +301,27 @@ def _deal(rows: list[Row], world_size: int) -> list[list[Row]]:
     return dealt
 
 
-def _cut(rows: list[Row], layout: str, budget: int) -> list[MicroRows]:
+def _cut(
+    rows: list[Row],
+    layout: str,
+    budget: int,
+    multiple: int,
+) -> list[MicroRows]:
     """Micro-batches of one rank's rows, which come longest first: the first row of a micro-batch sets its width."""
     cut: list[MicroRows] = []
     for row in rows:
-        width = row_length(cut[-1][0]) if cut else 0
+        width = padded_width(cut[-1], budget, multiple) if cut else 0
         if layout == "packed" or not cut or (len(cut[-1]) + 1) * width > budget:
             cut.append([row])
         else:
             cut[-1].append(row)
     return cut
+
+
+def padded_width(rows: MicroRows, budget: int, multiple: int) -> int:
+    """Positions of rows of which the first is the longest: a multiple of ``multiple``, unless ``budget`` is less."""
+    length = row_length(rows[0])
+    return max(length, min(budget, -(-length // multiple) * multiple))
 
 
 def count_predictions(rows: MicroRows) -> int:
@@ -285,12 +334,17 @@ def row_length(row: Row) -> int:
     return sum(len(tree) for tree in row)
 
 
-def _tensors(rows: MicroRows, offsets: list[int], layout: str) -> MicroBatch:
-    """Ids, positions, subtrees and index arrays of some rows, right-padded to the longest."""
-    width = max(row_length(row) for row in rows)
+def _tensors(
+    rows: MicroRows,
+    offsets: list[int],
+    layout: str,
+    width: int,
+) -> MicroBatch:
+    """Ids, positions, visibility and index arrays of some rows, padded on the right to ``width``."""
     ids = np.zeros((len(rows), width), dtype=np.int64)
     positions = np.zeros_like(ids)
     ends = np.tile(np.arange(1, width + 1), (len(rows), 1))  # padding is seen by itself: no softmax of nothing
+    borders = [0]
     predict: list[np.ndarray] = []
     targets: list[np.ndarray] = []
     copies: list[np.ndarray] = []
@@ -310,6 +364,7 @@ def _tensors(rows: MicroRows, offsets: list[int], layout: str) -> MicroBatch:
             predict.append(b * width + start + arrays.predict)
             targets.append(arrays.targets)
             different += tree.nodes
+            borders.append(end)
             start = end
     mask = None
     if layout == "padded":
@@ -320,13 +375,15 @@ def _tensors(rows: MicroRows, offsets: list[int], layout: str) -> MicroBatch:
         position_ids=torch.from_numpy(positions),
         attention_mask=mask,
         ends=torch.from_numpy(ends) if layout == "shared" else None,
+        borders=torch.tensor(borders, dtype=torch.int32) if layout == "packed" else None,
         predict=_index(predict),
         targets=_index(targets),
         copies=_index(copies),
         tokens=_index(tokens),
+        longest=int(positions.max()) + 1,
         most_predictions=different,
     )
 
 
 def _index(parts: list[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import ROOT, folder_of, interrupted, make_samples, record, run_here, tiny_args
@@ -19,7 +20,7 @@ from helpers import ROOT, folder_of, interrupted, make_samples, record, run_here
 import grpo
 import utils
 from grpo import Args
-from runtime import batching
+from runtime import attention, batching
 from runtime.records import Sample
 
 PAGE = ROOT / "docs" / "models.md"
@@ -186,7 +187,7 @@ def plain(model, samples: list[Sample]) -> torch.Tensor:
     """The same, [N], from one plain forward pass of the model per sample."""
     parts = []
     for s in samples:
-        ids = torch.tensor([s.prompt_ids + s.response_ids])
+        ids = torch.tensor([[*s.prompt_ids, *s.response_ids]])
         logits = model(input_ids=ids, use_cache=False).logits[0, len(s.prompt_ids) - 1 : -1].float()
         parts.append(logits.log_softmax(-1).gather(-1, torch.tensor(s.response_ids)[:, None])[:, 0])
     return torch.cat(parts)
@@ -261,23 +262,23 @@ def in_layout_with_gradient(model, samples: list[Sample]) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["shared", "padded"])
 def test_the_probe_is_longer_than_the_window(tmp_path, capsys, monkeypatch, layout):
     """A layout that forgets the window is refused, and the message names the layouts that work."""
-    from transformers import LlamaConfig
-
     model = load(save_random(tmp_path, "Mistral, sliding window"))
     policy = utils.TokenLogprobs(model, 1.0, 100)
     utils.check_forward(policy, layout, 2, 256)
 
-    with_window = utils.attention_masks
+    def without_window(batch, model):
+        if batch.ends is not None:
+            mask = attention.dense_mask(batch.ends, batch.position_ids, None, torch.float32)
+        elif batch.attention_mask is not None:
+            mask = batch.attention_mask
+            causal = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril()
+            visible = causal[None, None] & mask[:, None, None].bool()
+            mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+        else:
+            return {}
+        return {"attention_mask": mask}
 
-    def without_window(batch, config, dtype):
-        mask = batch.attention_mask
-        if layout == "shared" or mask is None:
-            return with_window(batch, LlamaConfig(), dtype)
-        causal = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril()
-        visible = causal[None, None] & mask[:, None, None].bool()
-        return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-
-    monkeypatch.setattr(utils, "attention_masks", without_window)
+    monkeypatch.setattr(utils, "attention_inputs", without_window)
     with pytest.raises(SystemExit):
         utils.check_forward(policy, layout, 2, 256)
     message = capsys.readouterr().err
@@ -314,8 +315,7 @@ def test_rotary_embeddings_that_depend_on_the_batch_are_refused(tmp_path, capsys
     message = capsys.readouterr().err
     assert "--max_prompt_length" in message and "longrope" in message and "256" in message
     short, long = long_samples()[3], long_samples()[2]
-    long.response_ids = long.response_ids + [5] * 100  # 330 tokens: beyond
-    long.sampler_logprobs = [0.0] * len(long.response_ids)
+    long.response_ids = np.append(long.response_ids, [5] * 100)  # 330 tokens: beyond
     alone = plain(model, [short])
     with torch.no_grad():
         together = in_layout(policy, [short, long], "padded")[: len(alone)]
