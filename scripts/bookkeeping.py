@@ -13,6 +13,8 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -53,35 +55,46 @@ def random_samples(count: int, prompt_length: int, response_length: int) -> list
     return samples
 
 
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Put the CPU time of a block into ``seconds[phase]``."""
+    started = time.process_time()
+    yield
+    seconds[phase] = time.process_time() - started
+
+
 def measure(samples: list, layout: str) -> dict[str, float]:
-    """Seconds of each phase on one rank, with default flags; one micro-batch holds one sample of full length."""
-    clock = utils.Stopwatch()
+    """Seconds of a core for each phase on one rank, with default flags; a micro-batch holds one sample of full length.
+
+    CPU time: nothing here waits or has a second thread, and other programs on the machine do not count.
+    """
+    seconds: dict[str, float] = {}
     cpu = torch.device("cpu")
     everything = list(range(len(samples)))
     longest = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
-    with clock("gather"):
+    with timed(seconds, "gather"):
         samples = utils.gather_samples(samples)
-    with clock("arrays"):
+    with timed(seconds, "arrays"):
         offsets = batching.token_offsets(samples)
         batching.flat([s.sampler_logprobs for s in samples], cpu)
         batching.flat([s.token_versions() == 1 for s in samples], cpu)
         batching.per_token([s.engine for s in samples], offsets)
         batching.per_token([s.advantage for s in samples], offsets)
         grpo.loss_weights(samples, everything, grpo.Args())
-    with clock("metrics"):
+    with timed(seconds, "metrics"):
         utils.sample_metrics(samples, torch.rand(1, len(samples), dtype=torch.float64), 1)
-    with clock("rows"):
+    with timed(seconds, "rows"):
         cutting = {"layout": layout, "budget": longest, "rank": 0, "world_size": 1, "device": cpu}
         batches = batching.micro_batches(samples, everything, **cutting)
     found = sum(len(mb.tokens) for mb in batches)
     if found != offsets[-1]:
         raise RuntimeError(f"{found} tokens in the micro-batches, {offsets[-1]} in the samples")
-    return clock.seconds
+    return seconds
 
 
 def main(args: Args) -> None:
     if args.samples is None:
-        print(f"| tokens | layout | {' | '.join(PHASES)} | seconds in all | peak GiB |")
+        print(f"| tokens | layout | {' | '.join(PHASES)} | all (elapsed) | peak GiB |")
         print("|---|---|" + "---|" * (len(PHASES) + 2), flush=True)
         for tokens in TOKENS:
             samples = str(max(1, tokens // args.response_length))
@@ -94,13 +107,13 @@ def main(args: Args) -> None:
     torch.distributed.init_process_group("gloo")
     samples = random_samples(args.samples, args.prompt_length, args.response_length)
     (layout,) = args.layouts
-    started = time.process_time()
+    started = time.perf_counter()
     seconds = measure(samples, layout)
-    cpu = time.process_time() - started
+    elapsed = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     columns = " | ".join(f"{seconds[phase]:.2f}" for phase in PHASES)
     tokens = args.samples * args.response_length
-    print(f"| {tokens / 1e6:.1f} M | {layout} | {columns} | {sum(seconds.values()):.2f} (CPU {cpu:.2f}) | {peak:.2f} |")
+    print(f"| {tokens / 1e6:.1f} M | {layout} | {columns} | {sum(seconds.values()):.2f} ({elapsed:.1f}) | {peak:.2f} |")
 
 
 if __name__ == "__main__":
