@@ -162,7 +162,7 @@ def test_a_sample_in_json_is_the_sample_again():
         array = getattr(sample, name)
         assert array.itemsize == 4 and getattr(again, name).dtype == array.dtype
         assert np.array_equal(getattr(again, name), array)
-    arrays = ("response_ids", "sampler_logprobs", "weight_versions")
+    arrays = ("response_ids", "sampler_logprobs", "weight_versions", "reward_steps")  # the last two have tuples
     rest = [{name: v for name, v in vars(s).items() if name not in arrays} for s in (sample, again)]
     assert rest[0] == rest[1] and [tuple(v) for v in again.weight_versions] == sample.weight_versions
 
