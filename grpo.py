@@ -254,6 +254,7 @@ from accelerate.utils import set_seed  # noqa: E402
 import utils  # noqa: E402
 from kl_estimators import AdaptiveKLController, kl_reward, kl_setting_message, kl_values, rollout_kl  # noqa: E402
 from runtime import batching, dedicated, probe, runlog, watchdog  # noqa: E402
+from runtime.attention import check_mask_size, choose_layout  # noqa: E402
 from runtime.checkpoints import Checkpoints  # noqa: E402
 from runtime.recorder import Recorder  # noqa: E402
 
@@ -501,7 +502,7 @@ class Engine:
         """
         match self.receive(what, request):
             case ("sample", number, key, ids, logprobs, finish_reason, versions):
-                if not all(math.isfinite(x) for x in logprobs):
+                if not math.isfinite(sum(logprobs)):
                     raise RuntimeError("the sampler's log-probs are not finite: its weights are broken")
                 batch = self.batches[number]
                 batch.unfinished.remove(key)
@@ -638,6 +639,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
 
     if args.vllm_tensor_parallel_size == 1:  # else each engine waits for all to be built, also one that is built again
         ExecutorWithExternalLauncher.determine_available_memory = UniProcExecutor.determine_available_memory
+    sizes = flags.sizes(args, cuda)
     longest = args.max_prompt_length + args.max_response_length
     memory = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization} if cuda else {}
     if args.vllm_kv_cache_gb is not None or not cuda:
@@ -653,8 +655,8 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
         max_model_len=longest,
-        max_num_seqs=args.vllm_max_num_seqs,
-        max_num_batched_tokens=max(args.vllm_max_num_batched_tokens, args.vllm_max_num_seqs, 0 if cuda else longest),
+        max_num_seqs=sizes.vllm_max_num_seqs,
+        max_num_batched_tokens=max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, 0 if cuda else longest),
         enable_chunked_prefill=None
         if cuda
         else False,  # after a part of a prompt vLLM rewinds a generator: CUDA's only
@@ -739,6 +741,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
     device, dtype, attention = utils.resolve_device(args)
+    sizes = flags.sizes(args, device.type == "cuda")
+    layout, attention, reason = choose_layout(args, sizes, device.type == "cuda", dtype, attention)
     tokenizer = data.load_tokenizer(args)
     problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args)
     total_steps = flags.total_steps(args, len(problems))
@@ -761,6 +765,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         warnings.append("KL: --filter_zero_std_samples leaves groups of equal reward without a pull to the reference")
     if rank == 0:
         runlog.print_header(args, folder, problems, tokenizer, total_steps, world_size, f"{device.type} {dtype}")
+        print(f"rows       {layout} ({reason}), {attention} attention")
+        print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(sizes).items())}")
         print("\n".join([meaning, *(f"warning: {line}" for line in warnings)]), flush=True)
     if args.dry_run:
         return
@@ -781,15 +787,16 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     reference = None
     if flags.loads_reference(args):
         reference_model = utils.load_model(args, dtype, attention).eval()
-        reference = utils.TokenLogprobs(reference_model, args.temperature, args.logprob_chunk)
+        reference = utils.TokenLogprobs(reference_model, args.temperature, sizes.logprob_chunk)
         reference.requires_grad_(False).to("cpu" if args.offload_ref else device)
         if args.offload_ref:
             utils.pin(reference)
     full_in_loss = reference if loss_coef > 0 and args.kl_estimator == "full" else None
     full_in_reward = reference if kl_in_reward and reward_estimator == "full" else None
-    policy = utils.TokenLogprobs(model.to(device), args.temperature, args.logprob_chunk)
+    policy = utils.TokenLogprobs(model.to(device), args.temperature, sizes.logprob_chunk)
     longest = args.max_prompt_length + args.max_response_length
-    utils.check_forward(policy, args.batch_layout, stop_ids[0], longest)
+    check_mask_size(model, layout, sizes, args)
+    utils.check_forward(policy, layout, stop_ids[0], longest)
     optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     controller = None
@@ -797,7 +804,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         controller = AdaptiveKLController(reward_coef or loss_coef, args.kl_target, args.kl_horizon)
     clock = utils.Stopwatch()
     data_digest = rundir.data_digest(problems, eval_problems)
-    log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest, len(problems))
+    resolved = {"batch_layout": layout, "attn_implementation": attention, **vars(sizes)}
+    log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest, len(problems), resolved)
     source = data.Prompts(problems, args)
     skips = SimpleNamespace(policy=0)  # optimizer steps in a row that were not applied
     progress = SimpleNamespace(ahead=[])  # (indices of problems, samples or None) of the batches that were asked for
@@ -811,7 +819,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     sampled = args.generation_size or group
     sampling = {"temperature": args.temperature, "top_p": 1.0, "top_k": 0, "max_tokens": args.max_response_length}
     sampling |= {"stop": list(args.stop), "ignore_eos": args.ignore_eos}
-    layout = {"layout": args.batch_layout, "rank": rank, "world_size": world_size, "dtype": dtype, "device": device}
+    cutting = {"layout": layout, "rank": rank, "world_size": world_size, "device": device}
 
     for_vllm = args.rollout == "vllm"  # which takes the names of checkpoint files, not those of modules
     in_buckets = args.vllm_mode == "thread"  # all ranks have an engine, and gather what ZeRO 3 has sharded as it loads
@@ -872,9 +880,9 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             utils.return_to_gpu(checkpoints.engines.values())
         offsets = batching.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
         slots = offsets[-1] + 1  # of a flat array: the N tokens, and the one that idle micro-batches use
-        sampler_N = torch.tensor([x for s in samples for x in s.sampler_logprobs] + [0.0], device=device)
-        engine_N = torch.tensor([s.engine for s in samples for _ in s.response_ids] + [0], device=device)
-        fresh_N = torch.tensor([v == step for s in samples for v in s.token_versions()] + [False], device=device)
+        sampler_N = batching.flat([s.sampler_logprobs for s in samples], device)
+        fresh_N = batching.flat([s.token_versions() == step for s in samples], device)
+        engine_N = batching.per_token([s.engine for s in samples], offsets, device)
         rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
         zero_std_P = rewards_PG.amax(1) == rewards_PG.amin(1)
 
@@ -901,8 +909,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         with clock("logprobs"), torch.no_grad():
             if known and reference is not None:
                 utils.borrow_device(reference, device)
-            budget = args.logprob_micro_batch_tokens
-            for mb in batching.micro_batches(samples, known, budget=budget, **layout):
+            budget = sizes.logprob_micro_batch_tokens
+            for mb in batching.micro_batches(samples, known, budget=budget, **cutting):
                 if updates > 1 or kl_in_reward:
                     old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
                     if full_kl_T is not None:
@@ -910,7 +918,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 if reference is not None:
                     ref_N[mb.tokens] = reference(mb)[0]
             few = with_gradient[: args.kl_full_samples] if reference is not None else []
-            for mb in batching.micro_batches(samples, few, budget=budget, **layout):
+            for mb in batching.micro_batches(samples, few, budget=budget, **cutting):
                 real_T = mb.tokens < offsets[-1]
                 full_kl_T = policy(mb, reference)[2] * real_T
                 forward_kl_T = policy(mb, reference, forward_kl=True)[2] * real_T
@@ -941,16 +949,16 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 penalty_N = torch.zeros_like(penalty_N)
         for sample, advantage in zip(samples, advantages_PG.flatten().tolist(), strict=True):
             sample.advantage = advantage
-        advantages_N = torch.tensor([s.advantage for s in samples for _ in s.response_ids] + [0.0], device=device)
-        advantages_N = advantages_N - penalty_N
+        advantages_N = batching.per_token([s.advantage for s in samples], offsets, device) - penalty_N
 
         # 7 update: epochs x mini-batches x micro-batches
         recorder.record(step, samples, known, old_N, ref_N, advantages_N, loss_coef, reward_coef)
         if args.probe_every > 0 and step % args.probe_every == 0 and with_gradient:
             with clock("probe"):
                 weights_N = F.pad(loss_weights(samples, in_loss, args), (0, 1)).to(device)
+                where = cutting | {"budget": sizes.micro_batch_tokens}
                 kl_metrics |= probe.kl_gradients(
-                    policy, reference, token_loss, samples, with_gradient, ref_N, sampler_N, weights_N, args, layout
+                    policy, reference, token_loss, samples, with_gradient, ref_N, sampler_N, weights_N, args, where
                 )
         totals = Counter()
         peaks = Counter()
@@ -973,8 +981,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 if not mini_with_gradient or stopped:
                     continue
                 weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
-                budget = args.micro_batch_tokens
-                micro_batches = batching.micro_batches(samples, mini_with_gradient, budget=budget, **layout)
+                budget = sizes.micro_batch_tokens
+                micro_batches = batching.micro_batches(samples, mini_with_gradient, budget=budget, **cutting)
                 stats = utils.TokenStats(device, engine.count)
                 for mb in micro_batches:
                     logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coeff != 0)

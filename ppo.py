@@ -308,6 +308,7 @@ if __name__ == "__main__":  # --help and every refusal come before the slow impo
     args = flags.parse(Args, __doc__)
     ready = preflight(args)
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -318,6 +319,7 @@ from torch import nn  # noqa: E402
 import utils  # noqa: E402
 from kl_estimators import AdaptiveKLController, kl_reward, kl_setting_message, kl_values, rollout_kl  # noqa: E402
 from runtime import batching, dedicated, probe, runlog, watchdog  # noqa: E402
+from runtime.attention import check_mask_size, choose_layout  # noqa: E402
 from runtime.checkpoints import Checkpoints  # noqa: E402
 from runtime.recorder import Recorder  # noqa: E402
 
@@ -525,11 +527,11 @@ def save_critic(critic, normalizer: ValueNormalizer, tokenizer, folder: Path, ze
         tokenizer.save_pretrained(beside)
 
 
-def make_critic(args: Args, dtype: torch.dtype, device: torch.device, attention: str, vocabulary: int):
+def make_critic(args: Args, dtype: torch.dtype, device: torch.device, layout: str, attention: str, vocabulary: int):
     """The critic that starts from ``--model_name_or_path``, under a DeepSpeed engine with the settings in ``args``.
 
     An engine of its own, as accelerate prepares one model. Refuses a model that has another vocabulary than the policy
-    or cannot take the rows of ``--batch_layout``: ``--value_model_name_or_path`` named it.
+    or cannot take the rows of this layout: ``--value_model_name_or_path`` named it.
     """
     import deepspeed
 
@@ -540,7 +542,8 @@ def make_critic(args: Args, dtype: torch.dtype, device: torch.device, attention:
             f"--value_model_name_or_path {args.model_name_or_path}: {size} tokens, the policy has {vocabulary}"
         )
     longest = args.max_prompt_length + args.max_response_length
-    utils.check_forward(utils.TokenLogprobs(model.to(device), 1.0, args.logprob_chunk), args.batch_layout, 0, longest)
+    chunk = flags.sizes(args, device.type == "cuda").logprob_chunk
+    utils.check_forward(utils.TokenLogprobs(model.to(device), 1.0, chunk), layout, 0, longest)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     critic = TokenValues(model, saved_head(Path(args.model_name_or_path))).to(device)
@@ -558,7 +561,7 @@ def values_of(critic, samples: list[Sample], bootstrap: list[bool], **cutting) -
     """
     longer = []
     for sample, one_more in zip(samples, bootstrap, strict=True):
-        longer.append(replace(sample, response_ids=[*sample.response_ids, 0]) if one_more else sample)
+        longer.append(replace(sample, response_ids=np.append(sample.response_ids, 0)) if one_more else sample)
     offsets = batching.token_offsets(longer)
     device = cutting["device"]
     outputs = torch.zeros(offsets[-1] + 1, device=device)
@@ -752,7 +755,7 @@ class Engine:
         """
         match self.receive(what, request):
             case ("sample", number, key, ids, logprobs, finish_reason, versions):
-                if not all(math.isfinite(x) for x in logprobs):
+                if not math.isfinite(sum(logprobs)):
                     raise RuntimeError("the sampler's log-probs are not finite: its weights are broken")
                 batch = self.batches[number]
                 batch.unfinished.remove(key)
@@ -889,6 +892,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
 
     if args.vllm_tensor_parallel_size == 1:  # else each engine waits for all to be built, also one that is built again
         ExecutorWithExternalLauncher.determine_available_memory = UniProcExecutor.determine_available_memory
+    sizes = flags.sizes(args, cuda)
     longest = args.max_prompt_length + args.max_response_length
     memory = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization} if cuda else {}
     if args.vllm_kv_cache_gb is not None or not cuda:
@@ -904,8 +908,8 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
         max_model_len=longest,
-        max_num_seqs=args.vllm_max_num_seqs,
-        max_num_batched_tokens=max(args.vllm_max_num_batched_tokens, args.vllm_max_num_seqs, 0 if cuda else longest),
+        max_num_seqs=sizes.vllm_max_num_seqs,
+        max_num_batched_tokens=max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, 0 if cuda else longest),
         enable_chunked_prefill=None
         if cuda
         else False,  # after a part of a prompt vLLM rewinds a generator: CUDA's only
@@ -998,6 +1002,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
     device, dtype, attention = utils.resolve_device(args)
+    sizes = flags.sizes(args, device.type == "cuda")
+    layout, attention, reason = choose_layout(args, sizes, device.type == "cuda", dtype, attention)
     tokenizer = data.load_tokenizer(args)
     problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args)
     total_steps = flags.total_steps(args, len(problems))
@@ -1022,6 +1028,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         hardware = f"{device.type} {dtype}"
         critic_too = not args.disable_value
         runlog.print_header(args, folder, problems, tokenizer, total_steps, world_size, hardware, critic_too)
+        print(f"rows       {layout} ({reason}), {attention} attention")
+        print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(sizes).items())}")
         print("\n".join([meaning, *(f"warning: {line}" for line in warnings)]), flush=True)
     if args.dry_run:
         return
@@ -1042,27 +1050,29 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     reference = None
     if flags.loads_reference(args):
         reference_model = utils.load_model(args, dtype, attention).eval()
-        reference = utils.TokenLogprobs(reference_model, args.temperature, args.logprob_chunk)
+        reference = utils.TokenLogprobs(reference_model, args.temperature, sizes.logprob_chunk)
         reference.requires_grad_(False).to("cpu" if args.offload_ref else device)
         if args.offload_ref:
             utils.pin(reference)
     full_in_loss = reference if loss_coef > 0 and args.kl_estimator == "full" else None
     full_in_reward = reference if kl_in_reward and reward_estimator == "full" else None
-    policy = utils.TokenLogprobs(model.to(device), args.temperature, args.logprob_chunk)
+    policy = utils.TokenLogprobs(model.to(device), args.temperature, sizes.logprob_chunk)
     longest = args.max_prompt_length + args.max_response_length
-    utils.check_forward(policy, args.batch_layout, stop_ids[0], longest)
+    check_mask_size(model, layout, sizes, args)
+    utils.check_forward(policy, layout, stop_ids[0], longest)
     optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     critic = None
     if not args.disable_value:
-        critic = make_critic(critic_args, dtype, device, attention, model.config.get_text_config().vocab_size)
+        critic = make_critic(critic_args, dtype, device, layout, attention, model.config.get_text_config().vocab_size)
     normalizer = ValueNormalizer(args.value_norm, args.value_norm_beta, args.value_norm_eps)
     controller = None
     if adaptive:
         controller = AdaptiveKLController(reward_coef or loss_coef, args.kl_target, args.kl_horizon)
     clock = utils.Stopwatch()
     data_digest = rundir.data_digest(problems, eval_problems)
-    log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest, len(problems))
+    resolved = {"batch_layout": layout, "attn_implementation": attention, **vars(sizes)}
+    log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest, len(problems), resolved)
     source = data.Prompts(problems, args)
     skips = SimpleNamespace(policy=0, critic=0)  # optimizer steps in a row that were not applied
     progress = SimpleNamespace(ahead=[])  # (indices of problems, samples or None) of the batches that were asked for
@@ -1077,7 +1087,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     sampled = args.generation_size or group
     sampling = {"temperature": args.temperature, "top_p": 1.0, "top_k": 0, "max_tokens": args.max_response_length}
     sampling |= {"stop": list(args.stop), "ignore_eos": args.ignore_eos}
-    layout = {"layout": args.batch_layout, "rank": rank, "world_size": world_size, "dtype": dtype, "device": device}
+    cutting = {"layout": layout, "rank": rank, "world_size": world_size, "device": device}
 
     for_vllm = args.rollout == "vllm"  # which takes the names of checkpoint files, not those of modules
     in_buckets = args.vllm_mode == "thread"  # all ranks have an engine, and gather what ZeRO 3 has sharded as it loads
@@ -1138,9 +1148,9 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             utils.return_to_gpu(checkpoints.engines.values())
         offsets = batching.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
         slots = offsets[-1] + 1  # of a flat array: the N tokens, and the one that idle micro-batches use
-        sampler_N = torch.tensor([x for s in samples for x in s.sampler_logprobs] + [0.0], device=device)
-        engine_N = torch.tensor([s.engine for s in samples for _ in s.response_ids] + [0], device=device)
-        fresh_N = torch.tensor([v == step for s in samples for v in s.token_versions()] + [False], device=device)
+        sampler_N = batching.flat([s.sampler_logprobs for s in samples], device)
+        fresh_N = batching.flat([s.token_versions() == step for s in samples], device)
+        engine_N = batching.per_token([s.engine for s in samples], offsets, device)
         rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
         zero_std_P = rewards_PG.amax(1) == rewards_PG.amin(1)
 
@@ -1163,8 +1173,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         with clock("logprobs"), torch.no_grad():
             if known and reference is not None:
                 utils.borrow_device(reference, device)
-            budget = args.logprob_micro_batch_tokens
-            for mb in batching.micro_batches(samples, known, budget=budget, **layout):
+            budget = sizes.logprob_micro_batch_tokens
+            for mb in batching.micro_batches(samples, known, budget=budget, **cutting):
                 if updates > 1 or kl_in_reward:
                     old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
                     if full_kl_T is not None:
@@ -1172,7 +1182,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 if reference is not None:
                     ref_N[mb.tokens] = reference(mb)[0]
             few = in_loss[: args.kl_full_samples] if reference is not None else []
-            for mb in batching.micro_batches(samples, few, budget=budget, **layout):
+            for mb in batching.micro_batches(samples, few, budget=budget, **cutting):
                 real_T = mb.tokens < offsets[-1]
                 full_kl_T = policy(mb, reference)[2] * real_T
                 forward_kl_T = policy(mb, reference, forward_kl=True)[2] * real_T
@@ -1191,13 +1201,13 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         bootstrap = [args.bootstrap_truncated and s.finish_reason == "length" for s in samples]
         if critic is not None:
             with clock("logprobs"):
-                budget = args.logprob_micro_batch_tokens
-                outputs_N, after_B = values_of(critic, samples, bootstrap, budget=budget, **layout)
+                budget = sizes.logprob_micro_batch_tokens
+                outputs_N, after_B = values_of(critic, samples, bootstrap, budget=budget, **cutting)
 
         # 6 advantages: one per token, whitened over all responses, also those that the loss leaves out: an end is worth
         # something compared with being truncated. Every rank has all tokens and finds the same numbers, in fp64.
         # KL in the reward enters here.
-        task_rewards_N = torch.tensor(data.token_rewards(samples, tokenizer.decode, args), dtype=torch.float64)
+        task_rewards_N = torch.from_numpy(data.token_rewards(samples, tokenizer.decode, args))
         kl_metrics = {"kl/coef": loss_coef or reward_coef}
         if kl_in_reward:
             all_N = torch.ones(slots, dtype=torch.bool, device=device)
@@ -1212,9 +1222,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         if args.adv_norm == "batch":
             token_advantages_N = whiten(token_advantages_N)
         elif args.adv_norm == "group":
-            prompt_N = torch.tensor([s.prompt_id for s in samples for _ in s.response_ids])
-            for prompt in prompt_N.unique():
-                token_advantages_N[prompt_N == prompt] = whiten(token_advantages_N[prompt_N == prompt])
+            for first, end in itertools.pairwise(offsets[::group]):
+                token_advantages_N[first:end] = whiten(token_advantages_N[first:end])
         for sample, (first, end) in zip(samples, itertools.pairwise(offsets), strict=True):
             sample.advantage = token_advantages_N[first:end].mean().item()
         advantages_N = F.pad(token_advantages_N.float(), (0, 1)).to(device)
@@ -1232,8 +1241,9 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         if args.probe_every > 0 and step % args.probe_every == 0 and in_loss:
             with clock("probe"):
                 weights_N = F.pad(loss_weights(samples, in_loss, args), (0, 1)).to(device)
+                where = cutting | {"budget": sizes.micro_batch_tokens}
                 kl_metrics |= probe.kl_gradients(
-                    policy, reference, token_loss, samples, in_loss, ref_N, sampler_N, weights_N, args, layout
+                    policy, reference, token_loss, samples, in_loss, ref_N, sampler_N, weights_N, args, where
                 )
         totals = Counter()
         peaks = Counter()
@@ -1257,8 +1267,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 members = utils.even_part(order, mini, args.num_mini_batches)
                 own = [i for i in every_sample if samples[i].prompt_id in members]
                 weights_N = F.pad(loss_weights(samples, own, args), (0, 1)).to(device)
-                budget = args.micro_batch_tokens
-                micro_batches = batching.micro_batches(samples, own, budget=budget, **layout)
+                budget = sizes.micro_batch_tokens
+                micro_batches = batching.micro_batches(samples, own, budget=budget, **cutting)
                 stats = utils.TokenStats(device)
                 for mb in micro_batches:
                     weights_T = weights_N[mb.tokens]
@@ -1295,8 +1305,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 if not mini_in_loss or stopped or policy_step < 0:
                     continue
                 weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
-                budget = args.micro_batch_tokens
-                micro_batches = batching.micro_batches(samples, mini_in_loss, budget=budget, **layout)
+                budget = sizes.micro_batch_tokens
+                micro_batches = batching.micro_batches(samples, mini_in_loss, budget=budget, **cutting)
                 stats = utils.TokenStats(device, engine.count)
                 for mb in micro_batches:
                     logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coeff != 0)

@@ -29,13 +29,15 @@ import operator
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
+
+import numpy as np
 
 from runtime import process, sandbox
 from runtime.answers import (
@@ -52,6 +54,7 @@ from runtime.answers import (
     tidy,
 )
 from runtime.constraints import CONSTRAINTS
+from runtime.flags import sizes
 from runtime.gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.process import refuse
 from runtime.redaction import redact
@@ -873,12 +876,12 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
     return min(1.0, beyond / buffer)
 
 
-def repetition(ids: list[int], n: int = 8) -> float:
+def repetition(ids: Sequence[int], n: int = 8) -> float:
     """Fraction of the ``n``-grams that occurred earlier in the response; 0 for fewer than two n-grams."""
-    grams = []
-    for start in range(len(ids) - n + 1):
-        grams.append(tuple(ids[start : start + n]))
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+    if len(ids) < n:
+        return 0.0
+    grams = np.lib.stride_tricks.sliding_window_view(np.asarray(ids), n)
+    return 1 - len(np.unique(grams, axis=0)) / len(grams)
 
 
 def shape_reward(sample, found: Reward, args) -> None:
@@ -919,7 +922,7 @@ class RewardModel:
         where = {"revision": args.reward_model_revision or "main", "trust_remote_code": args.trust_remote_code}
         self.tokenizer = AutoTokenizer.from_pretrained(name, **where)
         self.device = device
-        self.budget = args.logprob_micro_batch_tokens
+        self.budget = sizes(args, "cuda" in str(device)).logprob_micro_batch_tokens
         self.max_length = args.reward_model_max_length
         model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype, **where)
         self.model = model.eval().requires_grad_(False)

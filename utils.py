@@ -21,11 +21,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kl_estimators import full_vocabulary_kl
+from runtime.attention import attention_inputs, varlen_attention
 from runtime.batching import MicroBatch, micro_batches, token_offsets
 from runtime.flags import check_override, is_dropout
 from runtime.process import refuse, sync
@@ -38,7 +40,8 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
 
     A CPU without bf16 instructions multiplies bf16 a hundred times slower than fp32 (measured: 1 against 100 GFLOP/s
     on two AVX2 cores), so "auto" takes bf16 only where the hardware has it. On CPUs eager attention trained faster than
-    sdpa in bf16 (750 against 600 tokens/s, SmolLM2-135M); in fp32 neither was ahead at every micro-batch size.
+    sdpa in bf16 (750 against 600 tokens/s, SmolLM2-135M); in fp32 neither was ahead at every micro-batch size. On GPUs
+    ``attention.choose_layout`` may still change the attention.
     """
     cuda = torch.cuda.is_available()
     if not cuda and args.vllm_tensor_parallel_size > 1:  # its shared memory has one name and outlives a killed run
@@ -50,6 +53,8 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     else:
         dtype = getattr(torch, args.dtype)
     attention = args.attn_implementation
+    if attention in ("flex_attention", "varlen") and not cuda:
+        refuse(f"--attn_implementation {attention} needs a GPU: PyTorch has no backward pass of it for CPUs; use sdpa")
     if attention == "auto":
         attention = "eager" if not cuda and dtype == torch.bfloat16 else "sdpa"
     return device, dtype, attention
@@ -57,9 +62,10 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
 
 def load_model(args, dtype: torch.dtype, attention: str):
     """The causal language model that ``--model_name_or_path`` names, on the CPU, dropout off, in train mode."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    AttentionInterface.register("varlen", varlen_attention)
     unset_hf_deepspeed_config()  # under ZeRO-3 it would load every model in pieces, also those DeepSpeed never sees
     shared = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
     override = check_override(args.override_config) if args.override_config else {}
@@ -82,16 +88,27 @@ def load_model(args, dtype: torch.dtype, attention: str):
 def attention_for(config, attention: str, wanted: str) -> str | None:
     """The attention implementation for a model of this config; None leaves the choice to transformers.
 
-    sdpa silently leaves out the soft cap of Gemma 2's attention scores, and gpt-oss has no sdpa, so transformers takes
-    eager there. ``wanted`` is ``--attn_implementation``; asking for sdpa where it is wrong exits with code 2.
+    sdpa and varlen silently leave out the soft cap of Gemma 2's attention scores, and gpt-oss has no sdpa, so
+    transformers takes eager there. ``wanted`` is ``--attn_implementation``; asking for what is wrong exits with code 2.
     """
-    if attention != "sdpa":
-        return attention
-    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
-        if wanted == "sdpa":
-            refuse("--attn_implementation sdpa leaves out the soft cap of this model's attention scores; use eager")
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    if capped and attention in ("sdpa", "varlen"):
+        if wanted == attention:
+            refuse(
+                f"--attn_implementation {attention} leaves out the soft cap of this model's attention scores; use eager"
+            )
         return "eager"
-    return "sdpa" if wanted == "sdpa" else None
+    if wanted == attention:
+        return attention
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
+    if attention == "flex_attention" and not getattr(architecture, "_supports_flex_attn", False):
+        return None
+    if attention == "varlen" and not getattr(architecture, "_supports_sdpa", False):
+        return None
+    return None if attention == "sdpa" else attention
 
 
 def switch_off_dropout(model) -> None:
@@ -213,28 +230,6 @@ def learning_rate(optimizer_step: int, total: int, args) -> float:
     return args.learning_rate * (args.lr_min_ratio + (1.0 - args.lr_min_ratio) * factor)
 
 
-def window_masks(batch: MicroBatch, config) -> torch.Tensor | dict[str, torch.Tensor] | None:
-    """The attention mask of a micro-batch for a model of this config, with its sliding window.
-
-    transformers builds the window into the masks that it makes itself (``padded``, ``packed``), but applies the 4-D
-    mask of shared rows as it is, so the window has to be part of it: a token attends to tokens at most
-    ``sliding_window`` - 1 positions before it. Models with ``layer_types`` take one mask per type of layer.
-    """
-    mask, config = batch.attention_mask, config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    if mask is None or mask.dim() != 4 or window is None or window >= mask.shape[-1]:
-        return mask
-    positions = batch.position_ids[:, None]  # [B, 1, S]
-    distance = positions[:, :, :, None] - positions[:, :, None, :]  # [B, 1, S, S]
-    windowed = mask.masked_fill(distance >= window, torch.finfo(mask.dtype).min)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:  # Mistral, Phi-3, Qwen3-MoE: every layer has the window
-        return windowed
-    if "sliding_attention" not in layer_types:
-        return mask
-    return {"full_attention": mask, "sliding_attention": windowed}
-
-
 def final_logits(logits_UV: torch.Tensor, config) -> torch.Tensor:
     """What some models do to the output of their head, by the fields of their config; most do nothing.
 
@@ -277,8 +272,8 @@ class TokenLogprobs(nn.Module):
         output = self.model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            attention_mask=window_masks(batch, self.model.config),
             use_cache=False,
+            **attention_inputs(batch, self.model),
         )
         return output.last_hidden_state.flatten(0, 1)[batch.predict]
 
@@ -421,7 +416,6 @@ def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> 
             budget=4 * (len(prompt) + 10),
             rank=0,
             world_size=1,
-            dtype=parameter.dtype,
             device=parameter.device,
         ):
             got[batch.tokens] = policy(batch)[0]
@@ -435,7 +429,7 @@ def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> 
 def _plain_logprobs(policy: TokenLogprobs, sample: Sample) -> torch.Tensor:
     """Log-probs of a response, [T], from one forward pass of the model as it is."""
     model, count = policy.model, len(sample.response_ids)
-    ids = torch.tensor([sample.prompt_ids + sample.response_ids], device=next(model.parameters()).device)
+    ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]], device=next(model.parameters()).device)
     options = {"use_cache": False}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:  # [S, V] of a long probe is large
         options["logits_to_keep"] = count + 1
@@ -909,7 +903,7 @@ class Stopwatch:
 def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -> dict[str, float | None]:
     """The metrics that follow from a step's samples alone, whatever is then made of them."""
     lengths = [len(s.response_ids) for s in samples]
-    staleness = [step - version for s in samples for version in s.token_versions()]
+    staleness_N = step - np.concatenate([s.token_versions() for s in samples])
     solved = {s.prompt_id for s in samples if is_right(s)}
     return {
         "reward/mean": rewards_PG.mean().item(),
@@ -924,8 +918,8 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
         "completions/length_mean": mean(lengths),
         "completions/length_max": max(lengths),
         "completions/truncated_frac": mean([s.finish_reason == "length" for s in samples]),
-        "sampler/staleness": mean(staleness),
-        "sampler/staleness_max": max(staleness),
+        "sampler/staleness": staleness_N.mean().item(),
+        "sampler/staleness_max": staleness_N.max().item(),
         "sampler/versions": mean([len(s.weight_versions) for s in samples]),
     }
 
@@ -1116,7 +1110,6 @@ def _generate(model, prompt_ids, keys, seed, sampling, stop_ids, device):
             budget=1,
             rank=0,
             world_size=1,
-            dtype=model.dtype,
             device=device,
         )
         logprobs = scorer(batch)[0].tolist()

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from runtime.records import Sample
+
+ROW_MULTIPLE = 128  # positions: what a shared row on a GPU is padded to, and the block of FlexAttention
 
 
 @dataclass
@@ -22,15 +25,20 @@ class MicroBatch:
     step: per-token arrays (advantages, old log-probs, weights) are kept flat, [N], and indexed with it. An idle
     micro-batch, which only keeps a rank in step with the others, has place N for all of its tokens: the arrays have one
     more slot at their end, whose weight is 0.
+
+    Which token sees which is said by one of three, according to the layout; runtime/attention.py makes masks of it.
     """
 
     input_ids: torch.Tensor  # [B, S]
     position_ids: torch.Tensor  # [B, S]
-    attention_mask: torch.Tensor | None  # [B, 1, S, S] additive, [B, S], or None for one packed row
+    attention_mask: torch.Tensor | None  # padded: [B, S], 1 for a token and 0 for padding
+    ends: torch.Tensor | None  # shared: [B, S], the token in place k is seen from the places k to ends[k] - 1
+    borders: torch.Tensor | None  # packed: [samples + 1] int32, where in the one row each sample begins, and the end
     predict: torch.Tensor  # [U] place in B*S whose logits predict the token
     targets: torch.Tensor  # [U] the token
     copies: torch.Tensor  # [T] which of the U
     tokens: torch.Tensor  # [T] place in the step's flat arrays
+    longest: int  # tokens of the longest sample
     most_predictions: int  # largest U of all ranks at this position of the plan
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -49,58 +57,122 @@ def token_offsets(samples: list[Sample]) -> list[int]:
     return offsets
 
 
+def flat(parts: list[np.ndarray], device: torch.device) -> torch.Tensor:
+    """One value per token, an array of them per sample -> [N + 1]: one after the other, and a 0 for idle tokens."""
+    idle = np.zeros(1, dtype=parts[0].dtype)
+    whole = np.concatenate([*parts, idle])
+    return torch.from_numpy(whole).to(device)
+
+
+def per_token(
+    values: list[float],
+    offsets: list[int],
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """One value per sample -> [N + 1]: that of its sample for each token, and a 0 for idle tokens."""
+    lengths = torch.tensor([*np.diff(offsets), 1])
+    whole = torch.tensor([*values, 0]).repeat_interleave(lengths)
+    return whole.to(device)
+
+
 class PrefixTree:
     """A prompt and the responses of the samples ``members``, as paths in the tree of their prefixes.
 
     The same tokens after the same tokens have the same hidden state, so each node is computed once: the prompt, a
     common prefix of several responses, a response that was sampled twice. A last token predicts nothing and is not
     computed.
+
+    Responses are sorted, so that what begins alike stands together and the nodes, numbered as they come, are in
+    preorder: the subtree of a node is the nodes from it up to one place. That place is all that a mask needs to know
+    about a token. Sorting by bytes serves as well as by ids.
+
+    The constructor only counts, which every rank does for every row; ``arrays`` is for a rank's own rows.
     """
 
     def __init__(self, samples: list[Sample], members: list[int]):
         self.prompt = samples[members[0]].prompt_ids
-        self.members = members
-        self.paths: list[list[int]] = []  # the nodes of each response
-        nodes: dict[tuple[int, int], int] = {}  # (parent, or -1 for the prompt, and token) -> node
-        for i in members:
-            node = -1
-            path = []
-            for token in samples[i].response_ids:
-                node = nodes.setdefault((node, token), len(nodes))
-                path.append(node)
-            self.paths.append(path)
-        self.nodes = list(nodes)
-        parents = {parent for parent, _ in nodes}
-        self.inner = sorted(parents - {-1})  # nodes that predict something
+        self.members = list(members)
+        if len(members) > 1:
+            self.members.sort(key=lambda i: samples[i].response_ids.tobytes())
+        self.responses = [samples[i].response_ids for i in self.members]
+        self.kept: list[int] = []  # tokens that each response has in common with the one before
+        leaves = 0
+        before = np.empty(0, dtype=np.int32)
+        for response in self.responses:
+            kept = common_prefix(before, response)
+            extends = kept == len(before)  # it continues the response before, whose last token is then no leaf
+            if len(response) > kept and (kept == 0 or not extends):
+                leaves += 1
+            self.kept.append(kept)
+            before = response
+        self.nodes = sum(len(r) for r in self.responses) - sum(self.kept)
+        self.inner = self.nodes - leaves  # nodes that predict something
 
     def __len__(self) -> int:
         """Tokens that are computed."""
-        return len(self.prompt) + len(self.inner)
+        return len(self.prompt) + self.inner
 
-    def ids(self) -> list[int]:
-        """The tokens that are computed, in the order of a row."""
-        ids = list(self.prompt)
-        for node in self.inner:
-            _, token = self.nodes[node]
-            ids.append(token)
-        return ids
-
-    def positions(self) -> list[int]:
-        """The place of each of these tokens in its own sequence."""
+    def arrays(self) -> TreeArrays:
+        """Ids, positions and subtrees of what is computed, and where each response's tokens are predicted."""
+        paths: list[np.ndarray] = []
+        parents: list[np.ndarray] = []
+        depths: list[np.ndarray] = []
+        ends: list[np.ndarray] = []
+        tokens: list[np.ndarray] = []
+        starts = np.zeros(len(self.responses) + 1, dtype=np.int64)  # first node of each response's own
+        for j, response in enumerate(self.responses):
+            starts[j + 1] = starts[j] + len(response) - self.kept[j]
+        path = np.empty(0, dtype=np.int64)
+        for j, response in enumerate(self.responses):
+            kept = self.kept[j]
+            own = np.arange(starts[j], starts[j + 1])
+            path = np.concatenate([path[:kept], own])
+            depth = np.arange(kept, len(response))
+            paths.append(path)
+            parents.append(np.concatenate([[-1], path])[kept:-1])
+            depths.append(depth)
+            tokens.append(response[kept:])
+            # The subtree of a node ends where the first later response begins that has not all tokens up to the node.
+            common = np.minimum.accumulate([*self.kept[j + 1 :], -1])
+            ends.append(starts[j + 1 :][np.searchsorted(-common, -depth)])
+        tokens_U = np.concatenate(tokens)
+        parents_U = np.concatenate(parents)
+        depths_U = np.concatenate(depths)
+        computed_U = np.zeros(self.nodes, dtype=bool)
+        computed_U[parents_U[parents_U >= 0]] = True
+        before_U = np.zeros(self.nodes + 1, dtype=np.int64)  # computed nodes before each node
+        np.cumsum(computed_U, out=before_U[1:])
         count = len(self.prompt)
-        depth = {-1: count - 1}
-        for node in self.inner:
-            parent, _ = self.nodes[node]
-            depth[node] = depth[parent] + 1
-        return [*range(count), *(depth[node] for node in self.inner)]
+        subtree_U = count + before_U[np.concatenate(ends)]
+        return TreeArrays(
+            ids=np.concatenate([self.prompt, tokens_U[computed_U]]),
+            positions=np.concatenate([np.arange(count), count + depths_U[computed_U]]),
+            ends=np.concatenate([np.full(count, len(self)), subtree_U[computed_U]]),
+            predict=np.where(parents_U < 0, count - 1, count + before_U[parents_U]),
+            targets=tokens_U,
+            paths=paths,
+        )
 
-    def places(self, start: int) -> dict[int, int]:
-        """Where each computed node is in a row in which the tree begins at ``start``; -1 is the prompt's last token."""
-        first = start + len(self.prompt)
-        places = {-1: first - 1}
-        for k, node in enumerate(self.inner):
-            places[node] = first + k
-        return places
+
+@dataclass
+class TreeArrays:
+    """A prefix tree as arrays: L computed tokens in the order of a row, U different response tokens."""
+
+    ids: np.ndarray  # [L]
+    positions: np.ndarray  # [L] place in the token's own sequence
+    ends: np.ndarray  # [L] place after the last token that sees this one
+    predict: np.ndarray  # [U] place whose logits predict the token
+    targets: np.ndarray  # [U] the token
+    paths: list[np.ndarray]  # for each member, which of the U its response is
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """The number of tokens that two responses begin with alike."""
+    length = min(len(a), len(b))
+    different = a[:length] != b[:length]
+    if not different.any():
+        return length
+    return int(different.argmax())
 
 
 Row = list[PrefixTree]
@@ -185,22 +257,23 @@ def micro_batches(
     budget: int,
     rank: int,
     world_size: int,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> list[MicroBatch]:
     """This rank's share of the samples ``indices``, cut into micro-batches of at most ``budget`` padded tokens.
 
     Every rank computes the whole plan from the same list, so that all of them run the same number of backward passes,
-    and of calls of the output head, without asking each other. A rank with fewer micro-batches repeats one whose
-    tokens count nothing. Which rank and micro-batch a token lands in does not change its gradient.
+    and of calls of the output head, without asking each other; it makes tensors of its own share alone. A rank with
+    fewer micro-batches repeats one whose tokens count nothing. Which rank and micro-batch a token lands in does not
+    change its gradient. On a GPU shared rows are padded to a multiple of 128, the size of the kernels' blocks.
     """
+    multiple = ROW_MULTIPLE if device.type == "cuda" and layout == "shared" else 1
     rows: list[Row] = []
     most = -(-len(indices) // world_size)
     for row in make_rows(samples, indices, layout, budget, most):
         groups = [row] if layout == "shared" else [[i] for i in row]
         rows.append([PrefixTree(samples, members) for members in groups])
-    rows.sort(key=lambda row: (-row_length(row), row[0].members))
-    plans = [_cut(dealt, layout, budget) for dealt in _deal(rows, world_size)]
+    rows.sort(key=lambda row: (-row_length(row), min(row[0].members)))
+    plans = [_cut(dealt, layout, budget, multiple) for dealt in _deal(rows, world_size)]
     offsets = token_offsets(samples)
     idle = [rows[-1]] if rows else []
     batches = []
@@ -208,7 +281,8 @@ def micro_batches(
         rows_by_rank = []
         for plan in plans:
             rows_by_rank.append(plan[position] if position < len(plan) else idle)
-        batch = _tensors(rows_by_rank[rank], offsets, layout, dtype)
+        own = rows_by_rank[rank]
+        batch = _tensors(own, offsets, layout, padded_width(own, budget, multiple))
         batch.most_predictions = max(count_predictions(rows) for rows in rows_by_rank)
         if position >= len(plans[rank]):
             batch.tokens.fill_(offsets[-1])
@@ -227,11 +301,16 @@ def _deal(rows: list[Row], world_size: int) -> list[list[Row]]:
     return dealt
 
 
-def _cut(rows: list[Row], layout: str, budget: int) -> list[MicroRows]:
+def _cut(
+    rows: list[Row],
+    layout: str,
+    budget: int,
+    multiple: int,
+) -> list[MicroRows]:
     """Micro-batches of one rank's rows, which come longest first: the first row of a micro-batch sets its width."""
     cut: list[MicroRows] = []
     for row in rows:
-        width = row_length(cut[-1][0]) if cut else 0
+        width = padded_width(cut[-1], budget, multiple) if cut else 0
         if layout == "packed" or not cut or (len(cut[-1]) + 1) * width > budget:
             cut.append([row])
         else:
@@ -239,9 +318,15 @@ def _cut(rows: list[Row], layout: str, budget: int) -> list[MicroRows]:
     return cut
 
 
+def padded_width(rows: MicroRows, budget: int, multiple: int) -> int:
+    """Positions of rows of which the first is the longest: a multiple of ``multiple``, unless ``budget`` is less."""
+    length = row_length(rows[0])
+    return max(length, min(budget, -(-length // multiple) * multiple))
+
+
 def count_predictions(rows: MicroRows) -> int:
     """Different tokens that a micro-batch of these rows predicts: U."""
-    return sum(len(tree.nodes) for row in rows for tree in row)
+    return sum(tree.nodes for row in rows for tree in row)
 
 
 def row_length(row: Row) -> int:
@@ -253,56 +338,52 @@ def _tensors(
     rows: MicroRows,
     offsets: list[int],
     layout: str,
-    dtype: torch.dtype,
+    width: int,
 ) -> MicroBatch:
-    """Ids, positions, mask and index lists of some rows, right-padded to the longest."""
-    width = max(row_length(row) for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    positions = torch.zeros_like(ids)
-    predict: list[int] = []
-    targets: list[int] = []
-    copies: list[int] = []
-    tokens: list[int] = []
+    """Ids, positions, visibility and index arrays of some rows, padded on the right to ``width``."""
+    ids = np.zeros((len(rows), width), dtype=np.int64)
+    positions = np.zeros_like(ids)
+    ends = np.tile(np.arange(1, width + 1), (len(rows), 1))  # padding is seen by itself: no softmax of nothing
+    borders = [0]
+    predict: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    copies: list[np.ndarray] = []
+    tokens: list[np.ndarray] = []
+    different = 0
     for b, row in enumerate(rows):
         start = 0
         for tree in row:
+            arrays = tree.arrays()
             end = start + len(tree)
-            ids[b, start:end] = torch.tensor(tree.ids())
-            positions[b, start:end] = torch.tensor(tree.positions())
-            for path, i in zip(tree.paths, tree.members, strict=True):
-                copies += [len(targets) + node for node in path]
-                tokens += range(offsets[i], offsets[i] + len(path))
-            places = tree.places(start)
-            predict += [b * width + places[parent] for parent, _ in tree.nodes]
-            targets += [token for _, token in tree.nodes]
+            ids[b, start:end] = arrays.ids
+            positions[b, start:end] = arrays.positions
+            ends[b, start:end] = start + arrays.ends
+            for path, i in zip(arrays.paths, tree.members, strict=True):
+                copies.append(different + path)
+                tokens.append(np.arange(offsets[i], offsets[i + 1]))
+            predict.append(b * width + start + arrays.predict)
+            targets.append(arrays.targets)
+            different += tree.nodes
+            borders.append(end)
             start = end
     mask = None
     if layout == "padded":
         lengths = torch.tensor([row_length(row) for row in rows])
         mask = (torch.arange(width) < lengths[:, None]).long()
-    if layout == "shared":
-        mask = _tree_mask([tree for (tree,) in rows], width, dtype)
     return MicroBatch(
-        input_ids=ids,
-        position_ids=positions,
+        input_ids=torch.from_numpy(ids),
+        position_ids=torch.from_numpy(positions),
         attention_mask=mask,
-        predict=torch.tensor(predict, dtype=torch.long),
-        targets=torch.tensor(targets, dtype=torch.long),
-        copies=torch.tensor(copies, dtype=torch.long),
-        tokens=torch.tensor(tokens, dtype=torch.long),
-        most_predictions=len(targets),
+        ends=torch.from_numpy(ends) if layout == "shared" else None,
+        borders=torch.tensor(borders, dtype=torch.int32) if layout == "packed" else None,
+        predict=_index(predict),
+        targets=_index(targets),
+        copies=_index(copies),
+        tokens=_index(tokens),
+        longest=int(positions.max()) + 1,
+        most_predictions=different,
     )
 
 
-def _tree_mask(trees: list[PrefixTree], width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask [B, 1, S, S] of rows of one tree each: a token sees the tokens before it on its own paths."""
-    visible = torch.eye(width, dtype=torch.bool).repeat(len(trees), 1, 1)  # padding sees itself: no softmax of nothing
-    for b, tree in enumerate(trees):
-        places = tree.places(0)
-        for path in tree.paths:
-            on_path = [places[node] for node in path if node in places]
-            seen = torch.tensor([*range(len(tree.prompt)), *on_path])
-            later, earlier = torch.tril_indices(len(seen), len(seen))
-            visible[b, seen[later], seen[earlier]] = True
-    mask = torch.zeros(len(trees), 1, width, width, dtype=dtype)
-    return mask.masked_fill_(~visible[:, None], torch.finfo(dtype).min)
+def _index(parts: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))

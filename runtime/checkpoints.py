@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
@@ -32,10 +33,8 @@ def random_states() -> dict:
 
     The scripts draw nothing from them: each sample and shuffle has a seed of its own. They are kept for edited copies.
     """
-    import numpy
-
     version, numbers, gauss = random.getstate()
-    name, keys, *rest = numpy.random.get_state()  # noqa: NPY002 (libraries draw from the global state)
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 (libraries draw from the global state)
     return {
         "python": [version, list(numbers), gauss],
         "numpy": [name, keys.tolist(), *rest],
@@ -46,11 +45,9 @@ def random_states() -> dict:
 
 def set_random_states(states: dict) -> None:
     """The reverse of ``random_states``."""
-    import numpy
-
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
-    numpy.random.set_state(tuple(states["numpy"]))  # noqa: NPY002
+    np.random.set_state(tuple(states["numpy"]))  # noqa: NPY002
     torch.set_rng_state(states["torch"])
     if states["cuda"]:
         torch.cuda.set_rng_state_all(states["cuda"])
@@ -212,7 +209,8 @@ class Checkpoints:
             "world_size": self.world_size,
             "parts": {name: vars(thing) for name, thing in self.plain.items()},
         }
-        self._try((partial / "state.json").write_text, json.dumps(state, indent=1) + "\n")
+        text = json.dumps(state, indent=1, default=np.ndarray.tolist)
+        self._try((partial / "state.json").write_text, text + "\n")
 
     def _manifest(self, partial: Path) -> dict[str, tuple[int, str]]:
         """(size, SHA-256) of every file by name, on all ranks; each rank reads its share of the files."""

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from runtime import sandbox
 from runtime.process import refuse
 from runtime.records import Problem, Sample
@@ -734,8 +736,8 @@ def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
     return requests(range(problems), count, args.seed, "eval"), sampling
 
 
-def token_rewards(samples: list[Sample], decode: Callable[..., str], args) -> list[float]:
-    """The task's reward of every response token, one response after the other: all of it on the last one, 0 before.
+def token_rewards(samples: list[Sample], decode: Callable[..., str], args) -> np.ndarray:
+    """The task's reward of every response token, [N], response by response: all of it on the last one, 0 before.
 
     With ``--dense_reward`` an intermediate score goes to the token that completes its characters. ``decode``: token ids
     -> text.
@@ -744,13 +746,15 @@ def token_rewards(samples: list[Sample], decode: Callable[..., str], args) -> li
     for sample in samples:
         masked = sample.finish_reason == "length" and args.mask_no_eos_with_zero
         if args.dense_reward != "none" and sample.reward_steps and not masked:
-            found += _dense_rewards(sample, decode, args)
+            rewards = _dense_rewards(sample, decode, args)
         else:
-            found += [0.0] * (len(sample.response_ids) - 1) + [sample.reward]
-    return found
+            rewards = np.zeros(len(sample.response_ids))
+            rewards[-1] = sample.reward
+        found.append(rewards)
+    return np.concatenate(found)
 
 
-def _dense_rewards(sample: Sample, decode: Callable[..., str], args) -> list[float]:
+def _dense_rewards(sample: Sample, decode: Callable[..., str], args) -> np.ndarray:
     """``token_rewards`` of a response with intermediate scores, shaped as its reward is.
 
     sum: every score counts in full. difference: what a score adds to the one before; the rewards sum to the response's
@@ -765,7 +769,7 @@ def _dense_rewards(sample: Sample, decode: Callable[..., str], args) -> list[flo
     def characters(place: int) -> int:
         return len(decode(ids[: place + 1], skip_special_tokens=True))
 
-    rewards = [0.0] * len(ids)
+    rewards = np.zeros(len(ids))
     start = shaped(0.0) if args.dense_reward == "difference" else 0.0
     before = start
     for end, score in sample.reward_steps:

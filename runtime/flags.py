@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -163,7 +163,8 @@ class RunFlags:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of weights and sampling; master weights are always fp32. auto: bfloat16 where hardware supports it."""
     attn_implementation: str = "auto"
-    """transformers' name: eager, sdpa, flash_attention_2, ... auto: sdpa; eager for bfloat16 on CPUs, faster there."""
+    """transformers' name (eager, sdpa, flex_attention, flash_attention_2, ...), or varlen: PyTorch's own for packed
+    rows. auto: what suits the rows on GPUs; sdpa on CPUs, but eager for bfloat16, faster there."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third more time, much less memory."""
 
@@ -284,10 +285,10 @@ class RunFlags:
     """Disable compilation and CUDA graphs. Default: on for CPUs, where compiling takes longer than a short run."""
     vllm_tensor_parallel_size: int = 1
     """Ranks that share one engine."""
-    vllm_max_num_seqs: int = 128
-    """Responses that one engine decodes at the same time."""
-    vllm_max_num_batched_tokens: int = 8192
-    """Tokens per engine step."""
+    vllm_max_num_seqs: int | None = None
+    """Responses that one engine decodes at the same time. Default: 1024 on GPUs, 128 on CPUs."""
+    vllm_max_num_batched_tokens: int | None = None
+    """Tokens per engine step. Default: 16384 on GPUs, 8192 on CPUs."""
     vllm_load_format: Literal["auto", "dummy"] = "auto"
     """dummy: start the engine with random weights, which the first push replaces, and read the model from disk once."""
     vllm_enable_sleep_mode: bool = False
@@ -297,14 +298,15 @@ class RunFlags:
     """On a GPU: keep weights, master weights and optimizer states in CPU memory while the engine samples (ZeRO 2)."""
 
     # ---- memory and parallelism
-    micro_batch_tokens: int = 1024
-    """Tokens per forward and backward pass on one device, padding included."""
-    logprob_micro_batch_tokens: int = 1024
+    micro_batch_tokens: int | None = None
+    """Tokens per forward and backward pass on one device, padding included. Default: 16384 on GPUs, 1024 on CPUs."""
+    logprob_micro_batch_tokens: int | None = None
     """The same for passes without gradient (old and reference log-probs)."""
-    logprob_chunk: int = 1024
-    """Response tokens whose logits exist at the same time."""
-    batch_layout: Literal["shared", "padded", "packed"] = "shared"
-    """shared: one row per group, common prefixes once. padded: one row per sample. packed: for flash attention."""
+    logprob_chunk: int | None = None
+    """Response tokens whose logits exist at the same time. Default: 4096 on GPUs, 1024 on CPUs."""
+    batch_layout: Literal["auto", "shared", "padded", "packed"] = "auto"
+    """shared: one row per group, common prefixes once. padded: one row per sample. packed: no padding. auto: shared,
+    unless the device or the lengths are against it (docs/layouts.md)."""
     zero_stage: Literal[1, 2, 3] = 2
     """DeepSpeed ZeRO: 1 shards optimizer states, 2 gradients as well, 3 parameters as well. (0 has no NaN check.)"""
     offload_optimizer: bool = False
@@ -416,6 +418,36 @@ def refuse_first(cases: list[tuple[bool, str]]) -> None:
             refuse(message)
 
 
+@dataclass
+class Sizes:
+    """What fits a device, where its flag leaves it open; the flags' names."""
+
+    micro_batch_tokens: int
+    logprob_micro_batch_tokens: int
+    logprob_chunk: int
+    vllm_max_num_seqs: int
+    vllm_max_num_batched_tokens: int
+
+
+def sizes(args: Any, cuda: bool) -> Sizes:
+    """The sizes of these flags on a GPU or a CPU; a micro-batch holds at least the longest sample there can be.
+
+    A GPU needs about 16,000 tokens to be busy for longer than it takes to start its kernels; a CPU core is busy with a
+    thousand. The engine's are vLLM's own for GPUs of 80 GB.
+    """
+    longest = args.max_prompt_length + args.max_response_length
+    micro_batch = max(longest, 16384 if cuda else 1024)
+    default = Sizes(
+        micro_batch_tokens=micro_batch,
+        logprob_micro_batch_tokens=micro_batch,
+        logprob_chunk=4096 if cuda else 1024,
+        vllm_max_num_seqs=1024 if cuda else 128,
+        vllm_max_num_batched_tokens=16384 if cuda else 8192,
+    )
+    given = {name: getattr(args, name) for name in vars(default) if getattr(args, name) is not None}
+    return replace(default, **given)
+
+
 def kl_coefficients(args: Any) -> tuple[float, float]:
     """Coefficient of the KL in the loss and of that in the reward at the start; 0 where --kl_placement puts none."""
     in_loss = args.kl_placement in ("loss", "both")
@@ -440,7 +472,7 @@ def check_numbers(args: RunFlags) -> None:
     for name, value in vars(args).items():
         if isinstance(value, float) and not math.isfinite(value):
             refuse(f"--{name} {value}: must be a finite number")
-        if name in MUST_BE_POSITIVE and value <= 0:
+        if name in MUST_BE_POSITIVE and value is not None and value <= 0:
             refuse(f"--{name} {value}: must be above 0")
         if name in AT_MOST_ONE and not 0 <= value <= 1:
             refuse(f"--{name} {value}: must be between 0 and 1")
@@ -482,7 +514,7 @@ def check_training(args: RunFlags) -> None:
             ),
             *(
                 (
-                    getattr(args, name) < longest,
+                    getattr(args, name) is not None and getattr(args, name) < longest,
                     f"--{name} {getattr(args, name)} is less than one sample: {sample} = {longest}",
                 )
                 for name in ("micro_batch_tokens", "logprob_micro_batch_tokens")
@@ -541,14 +573,15 @@ def recorded_steps(count: int, total: int) -> list[int]:
 def check_engine(args: RunFlags, world_size: int) -> None:
     """Refuse combinations that attention, DeepSpeed or the engine cannot do."""
     tp = args.vllm_tensor_parallel_size
+    without_mask = "flash" in args.attn_implementation or args.attn_implementation == "varlen"
     refuse_first(
         [
             (
-                args.batch_layout == "shared" and "flash" in args.attn_implementation,
+                args.batch_layout == "shared" and without_mask,
                 f"--attn_implementation {args.attn_implementation} takes no 4-D mask; use --batch_layout packed",
             ),
             (
-                args.dtype == "float32" and "flash" in args.attn_implementation,
+                args.dtype == "float32" and without_mask,
                 "--dtype float32: flash attention has no such kernel; use bfloat16 or --attn_implementation sdpa",
             ),
             (

@@ -42,7 +42,7 @@ def kl_gradients(
     sampler_N: torch.Tensor,
     weights_N: torch.Tensor,
     args,
-    layout: dict,
+    cutting: dict,
 ) -> dict[str, float | None]:
     """Norms of three gradients of the KL in the loss before the first update of a step, and the cosines between them.
 
@@ -51,7 +51,8 @@ def kl_gradients(
     tokens drawn. Every rank must call. It writes to no ``.grad`` and draws no random number: a run is the same with it.
 
     policy: the DeepSpeed engine, of stage 1 or 2. indices: the samples with a gradient. weights_N: ``loss_weights`` of
-    the whole batch. Takes three fp32 copies of the gradient on each rank while it lasts.
+    the whole batch. cutting: what ``micro_batches`` takes. Three fp32 copies of the gradient are on each rank while it
+    lasts.
     """
     model = policy.module  # past the engine, which prepares an update in its forward pass
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -59,7 +60,7 @@ def kl_gradients(
     unbiased = replace(args, kl_estimator="k1", kl_gradient="unbiased")
     owners_N = owners(samples).to(ref_N.device)
     reference.to(ref_N.device)
-    for mb in batching.micro_batches(samples, indices, budget=args.micro_batch_tokens, **layout):
+    for mb in batching.micro_batches(samples, indices, **cutting):
         logprobs_T, _, full_kl_T = model(mb, reference)
         known = {
             "logprobs_T": logprobs_T,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import torch
@@ -157,7 +158,7 @@ def rows(samples: list[Sample], known: set[int], arrays: dict[str, list | None])
     for i, sample in enumerate(samples):
         row = {name: getattr(sample, name) for name in ("prompt_id", "sample_id", "engine", "reward", "score")}
         for name in ("prompt_ids", "response_ids", "sampler_logprobs"):
-            row[name] = list(getattr(sample, name))
+            row[name] = np.asarray(getattr(sample, name)).tolist()
         for name, values in arrays.items():
             own = values is not None and (i in known or name == "advantages")
             row[name] = values[offsets[i] : offsets[i + 1]] if own else None

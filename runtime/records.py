@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 
 @dataclass
 class Problem:
@@ -21,13 +23,16 @@ class Problem:
 
 @dataclass
 class Sample:
-    """One response on its way through a step. Token ids are the sampler's own, never recomputed from text."""
+    """One response on its way through a step. Token ids are the sampler's own, never recomputed from text.
+
+    What there is per token is an array: a list of Python numbers takes 30 to 40 bytes for each.
+    """
 
     prompt_id: int  # index of the problem in its list
     sample_id: int  # 0 .. samples per prompt - 1
     prompt_ids: list[int]
-    response_ids: list[int]
-    sampler_logprobs: list[float]  # natural log, at the sampling temperature, one per response token
+    response_ids: np.ndarray  # [T] int32; a list becomes one
+    sampler_logprobs: np.ndarray  # [T] float32; natural log, at the sampling temperature; a list becomes one
     finish_reason: str  # "stop": it ended by itself; "length": truncated at max_response_length
     weight_versions: list[tuple[int, int]]  # (version, first token) of each run of tokens sampled by one version
     response: str = ""
@@ -40,13 +45,15 @@ class Sample:
     engine: int = 0  # which engine answered
     advantage: float = 0.0  # without KL: the same for every token of the response
 
-    def token_versions(self) -> list[int]:
-        """The version of the weights that sampled each token: s for those that step s begins with."""
-        versions = []
-        ends = [start for _, start in self.weight_versions[1:]]
-        for (version, start), end in zip(self.weight_versions, [*ends, len(self.response_ids)], strict=True):
-            versions += [version] * (end - start)
-        return versions
+    def __post_init__(self) -> None:
+        self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
+        self.sampler_logprobs = np.asarray(self.sampler_logprobs, dtype=np.float32)
+
+    def token_versions(self) -> np.ndarray:
+        """The version of the weights that sampled each token, [T]: s for those that step s begins with."""
+        versions = [version for version, _ in self.weight_versions]
+        starts = [start for _, start in self.weight_versions]
+        return np.repeat(versions, np.diff([*starts, len(self.response_ids)]))
 
 
 @dataclass

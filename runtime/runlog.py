@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import libraries, presets
-from runtime.flags import loads_reference, recorded_steps
+from runtime.flags import loads_reference, recorded_steps, sizes
 from runtime.identity import code_of, recorded
 from runtime.process import FolderLock, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
@@ -53,13 +53,16 @@ class Memory:
         return models + self.reference + self.logits
 
 
-def estimate_memory(args, parameters: int, vocabulary: int, world_size: int, bf16: bool, critic: bool) -> Memory:
+def estimate_memory(
+    args, parameters: int, vocabulary: int, world_size: int, bf16: bool, critic: bool, cuda: bool = False
+) -> Memory:
     """Memory of a rank by the arguments, for a model of ``parameters``; docs/launching.md has the formula.
 
     Every ZeRO stage shards fp32 master weights and two moments (DeepSpeed copies the master weights of an fp32 model,
     too). Stages 2 and 3 keep this rank's partition of the gradients, in fp32; stage 1 keeps all of them, under bf16 in
     both types. Stage 3 shards the weights. tests/unit/test_memory.py measures this.
     """
+    size = sizes(args, cuda)
     weight = 2 if bf16 else 4
     states = 0 if args.offload_optimizer else 12
     if args.zero_stage == 1:
@@ -75,7 +78,7 @@ def estimate_memory(args, parameters: int, vocabulary: int, world_size: int, bf1
         trainer=trained * (own + gradients + states / world_size),
         engine=parameters * weight / args.vllm_tensor_parallel_size if args.vllm_mode == "thread" else 0,
         reference=parameters * weight * reference,
-        logits=3 * 4 * min(args.logprob_chunk, args.micro_batch_tokens) * vocabulary,
+        logits=3 * 4 * min(size.logprob_chunk, size.micro_batch_tokens) * vocabulary,
         one_at_a_time=args.deepspeed_enable_sleep_mode and args.vllm_enable_sleep_mode,
     )
 
@@ -111,7 +114,8 @@ def print_header(
         lines.append(f"ahead      samples are at most {args.async_steps} step(s) old; new weights {between}")
     parameters = count_parameters(Path(args.model_name_or_path))
     if parameters:
-        m = estimate_memory(args, parameters, len(tokenizer), world_size, "bfloat16" in hardware, critic)
+        bf16 = "bfloat16" in hardware
+        m = estimate_memory(args, parameters, len(tokenizer), world_size, bf16, critic, "cuda" in hardware)
         lines.append(
             f"memory     about {m.total / GIB:.1f} GiB per rank before activations and KV cache: trainer "
             f"{m.trainer / GIB:.1f}, engine and reference weights {(m.engine + m.reference) / GIB:.1f}, "
@@ -224,10 +228,12 @@ class RunLog:
         start: Path | None = None,
         data: str = "",
         problems: int = 0,
+        resolved: dict[str, Any] | None = None,
     ):
         """``start``: the checkpoint that the run resumes from; ``data``: ``rundir.data_digest`` of its problems.
 
-        ``problems``: the number of those it trains on, by which ``--total_epochs`` is a number of steps.
+        ``problems``: the number of those it trains on, by which ``--total_epochs`` is a number of steps. ``resolved``:
+        what this machine made of flags that leave it open.
         """
         self.folder = folder
         self.args = args
@@ -257,6 +263,7 @@ class RunLog:
         self._drop_later_steps(start is not None)
         config = {
             "args": recorded(args),
+            "resolved": resolved or {},
             "world_size": world_size,
             "command": redact_words(sys.argv),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

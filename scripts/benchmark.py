@@ -69,8 +69,8 @@ class Args:
     """Responses per prompt."""
     max_response_length: int = grpo.Args.max_response_length
     """Response length in tokens: exact for the engine, the maximum for the update."""
-    micro_batch_tokens: int = grpo.Args.micro_batch_tokens
-    """Tokens per forward and backward pass, padding included."""
+    micro_batch_tokens: int | None = grpo.Args.micro_batch_tokens
+    """Tokens per forward and backward pass, padding included. Default: 16384 on GPUs, 1024 on CPUs."""
     repeats: int = 3
     """Measurements of each alternative."""
     skip_engine: bool = False
@@ -191,7 +191,6 @@ def update(policy, samples: list[Sample], layout: str, budget: int) -> tuple[tor
         budget=budget,
         rank=0,
         world_size=1,
-        dtype=policy.model.dtype,
         device=device,
     )
     count = batching.token_offsets(samples)[-1]
@@ -485,6 +484,8 @@ def main(args: Args) -> None:
     problems = [problems[i] for i in chosen]
 
     device, dtype, attention = utils.resolve_device(run)
+    sizes = flags.sizes(run, device.type == "cuda")
+    args.micro_batch_tokens = sizes.micro_batch_tokens
     dtype_name = str(dtype).removeprefix("torch.")
     tokenizer = AutoTokenizer.from_pretrained(run.model_name_or_path)
     data.render_prompts(problems, tokenizer, run)
@@ -494,7 +495,7 @@ def main(args: Args) -> None:
     if not args.skip_engine:
         torch.distributed.init_process_group("gloo")
         bench = Bench(run, dtype, tokenizer, utils.stop_token_ids(model, tokenizer))
-    policy = utils.TokenLogprobs(model.to(device), run.temperature, run.logprob_chunk)
+    policy = utils.TokenLogprobs(model.to(device), run.temperature, sizes.logprob_chunk)
     timings = Timings()
 
     # 1 the machine
@@ -532,7 +533,7 @@ def main(args: Args) -> None:
     flops_after, bandwidth_after = machine_rates(device, dtype)
     flops = max(flops, flops_after)
     bandwidth = max(bandwidth, bandwidth_after)
-    bound = floors(ModelSizes.of(model), samples, cap, flops, bandwidth, run.vllm_max_num_seqs)
+    bound = floors(ModelSizes.of(model), samples, cap, flops, bandwidth, sizes.vllm_max_num_seqs)
     say(f"\nfloor      at {flops / 1e9:.0f} GFLOP/s and {bandwidth / 1e9:.1f} GB/s, the best of before and after")
     print_floors(bound, timings)
 

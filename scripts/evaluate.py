@@ -208,7 +208,7 @@ def write_samples(samples: list[Sample], problems: list[Problem], path: Path) ->
                 "reward_status": sample.reward_status,
                 "finish_reason": sample.finish_reason,
                 "verifier": problem.verifier,
-                "response_ids": sample.response_ids,
+                "response_ids": sample.response_ids.tolist(),
             }
             file.write(json.dumps(row) + "\n")
 

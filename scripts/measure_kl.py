@@ -85,7 +85,6 @@ def sequence_kls(policy, start, samples: list[Sample]):
         budget=16384,
         rank=0,
         world_size=1,
-        dtype=torch.float32,
         device=torch.device("cpu"),
     ):
         kl_N[mb.tokens] += policy(mb, start)[2]

@@ -151,7 +151,7 @@ def measure(run: grpo.Args, problems: list[Problem], model, tokenizer, update: C
         pushed = time.perf_counter()
         engine.push(weights)
         push = time.perf_counter() - pushed
-        ages = [step - version for sample in samples for version in sample.token_versions()]
+        ages = [step - version for sample in samples for version in sample.token_versions().tolist()]
         elapsed = time.perf_counter() - started
         rows.append([elapsed, generate, push, engine.metrics["engine/busy"], decodes[0] - before, mean(ages)])
     engine.close()

@@ -93,6 +93,7 @@ import grpo  # noqa: E402
 import utils  # noqa: E402
 from kl_estimators import kl_reward  # noqa: E402
 from runtime import batching, recorder  # noqa: E402
+from runtime.attention import choose_layout  # noqa: E402
 from runtime.identity import changed_code, code_of  # noqa: E402
 from runtime.probe import call_by_names, owners  # noqa: E402
 from runtime.recorder import Recorded  # noqa: E402
@@ -274,6 +275,9 @@ class Replay:
     def __init__(self, recorded: Recorded, base: Setting, with_reference: bool):
         args = replace(base.args, dtype="float32", attn_implementation="auto", vllm_tensor_parallel_size=1)
         self.device, dtype, attention = utils.resolve_device(args)
+        cuda = self.device.type == "cuda"
+        sizes = flags.sizes(args, cuda)
+        layout, attention, _ = choose_layout(args, sizes, cuda, dtype, attention)
         self.recorded = recorded
         self.base = base
         self.samples = recorded.samples
@@ -281,11 +285,10 @@ class Replay:
         self.everything = list(range(len(self.samples)))
         self.offsets = batching.token_offsets(self.samples)
         self.layout = {
-            "layout": "padded" if args.batch_layout == "packed" else args.batch_layout,  # packed is for flash attention
-            "budget": args.micro_batch_tokens,
+            "layout": "padded" if layout == "packed" else layout,  # packed is for flash attention
+            "budget": sizes.micro_batch_tokens,
             "rank": 0,
             "world_size": 1,
-            "dtype": dtype,
             "device": self.device,
         }
 
@@ -296,7 +299,7 @@ class Replay:
                 process.refuse(f"{place['model_name_or_path']} cannot be loaded: {error}")
             if args.gradient_checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            return utils.TokenLogprobs(model.to(self.device), args.temperature, args.logprob_chunk)
+            return utils.TokenLogprobs(model.to(self.device), args.temperature, sizes.logprob_chunk)
 
         # A saved config has the changes of --override_config in it.
         self.policy = load(model_name_or_path=str(recorded.folder / "model"), revision=None, override_config=None)
@@ -308,8 +311,7 @@ class Replay:
             else:
                 place = {"model_name_or_path": name}
             self.reference = load(**place).requires_grad_(False)
-        sampler = [x for s in self.samples for x in s.sampler_logprobs]
-        self.sampler_N = torch.tensor(sampler, device=self.device)
+        self.sampler_N = batching.flat([s.sampler_logprobs for s in self.samples], self.device)[:-1]
         self.owners_N = owners(self.samples).to(self.device)
         self.measure()
         self.old_N = self.logprobs_N
@@ -331,8 +333,7 @@ class Replay:
     def agreement(self) -> dict[str, float]:
         """Largest differences, in nats, between recorded log-probs and those of the weights; -1 where none is known."""
         recorded = self.recorded
-        versions = [v for s in self.samples for v in s.token_versions()]
-        fresh_N = torch.tensor(versions) == recorded.step
+        fresh_N = batching.flat([s.token_versions() == recorded.step for s in self.samples], "cpu")[:-1]
         sampler_N = torch.where(fresh_N, self.sampler_N.cpu(), torch.nan)
         pairs = {
             "sampler": (F.pad(sampler_N, (0, 1)), self.logprobs_N),

@@ -237,7 +237,7 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
         seen["engines built"] = seen.get("engines built", 0) + 1
 
     def note_collected(samples, engine, verifiers, batch, *rest) -> None:
-        ids = [s.response_ids for s in samples]
+        ids = [s.response_ids.tolist() for s in samples]
         if evaluating:
             seen.setdefault("evaluation responses", []).extend(ids)
         elif batch.number not in collected:

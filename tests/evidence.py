@@ -273,7 +273,7 @@ UNHOOKED = (
     unhook("shuffle", "runtime/data.py", "    if shuffle:\n", "    if True:\n"),  # data
     unhook("dataset_split", "runtime/sources.py", "(source, args.dataset_split)", '(source, "train")'),  # data
     unhook("keep_checkpoints", "runtime/checkpoints.py", "saved[: -self.args.keep_checkpoints]", "saved[:-2]"),
-    unhook("vllm_max_num_seqs", "{script}", "max_num_seqs=args.vllm_max_num_seqs", "max_num_seqs=128"),  # engine
+    unhook("vllm_max_num_seqs", "{script}", "max_num_seqs=sizes.vllm_max_num_seqs", "max_num_seqs=128"),  # engine
     unhook("log_samples_every", "runtime/runlog.py", "if self.args.log_samples_every > 0 and", "if False and"),  # log
     unhook("wandb_entity", "runtime/runlog.py", '"entity": self.args.wandb_entity', '"entity": None'),  # tracking
     unhook("gradient_checkpointing", "{script}", "    if args.gradient_checkpointing:\n", "    if False:\n"),  # memory

@@ -213,7 +213,7 @@ def test_what_an_engine_keeps_to_be_built_again(monkeypatch, changes, restarts, 
 
 def test_versions_of_tokens():
     sample = Sample(0, 0, [1], [5] * 6, [0.0] * 6, "stop", [(3, 0), (4, 2), (7, 5)])
-    assert sample.token_versions() == [3, 3, 4, 4, 4, 7]
+    assert sample.token_versions().tolist() == [3, 3, 4, 4, 4, 7]
     metrics = utils.sample_metrics([sample], torch.zeros(1, 2), step=7)
     assert metrics["sampler/staleness"] == pytest.approx((2 * 4 + 3 * 3) / 6)
     assert (metrics["sampler/staleness_max"], metrics["sampler/versions"]) == (4, 3)

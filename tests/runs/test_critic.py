@@ -106,7 +106,7 @@ def values(model, samples) -> torch.Tensor:
     """What a saved critic says before each response token: its logits at the positions that predict them."""
     parts = []
     for s in samples:
-        ids = torch.tensor([s.prompt_ids + s.response_ids])
+        ids = torch.tensor([[*s.prompt_ids, *s.response_ids]])
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, :, 0]
         parts.append(logits[len(s.prompt_ids) - 1 : -1])
@@ -115,7 +115,7 @@ def values(model, samples) -> torch.Tensor:
 
 def outputs(critic, samples) -> torch.Tensor:
     """What the critic of a run says before each response token, in its own units."""
-    cutting = {"layout": "shared", "rank": 0, "world_size": 1, "dtype": torch.float32, "device": torch.device("cpu")}
+    cutting = {"layout": "shared", "rank": 0, "world_size": 1, "device": torch.device("cpu")}
     found = torch.zeros(batching.token_offsets(samples)[-1] + 1)
     with torch.no_grad():
         for mb in batching.micro_batches(samples, list(range(len(samples))), budget=512, **cutting):

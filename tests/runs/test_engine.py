@@ -10,6 +10,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import alone, command, finish
@@ -78,7 +79,7 @@ def mismatch(model, samples: dict, temperature: float) -> float:
     """Largest difference between the sampler's log-probs and a plain forward pass of the trainer's model."""
     worst = 0.0
     for s in samples.values():
-        ids = torch.tensor([s.prompt_ids + s.response_ids])
+        ids = torch.tensor([[*s.prompt_ids, *s.response_ids]])
         logits = model(input_ids=ids, use_cache=False).logits[0, len(s.prompt_ids) - 1 : -1] / temperature
         logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(s.response_ids)[:, None])[:, 0]
         assert len(s.sampler_logprobs) == len(s.response_ids)
@@ -128,9 +129,9 @@ def test_a_sample_depends_on_its_seed_alone(engine):
     all_at_once = ask(engine, requests(3))
     alone = ask(engine, [requests(3)[5]])
     key = requests(3)[5][0]
-    assert alone[key].response_ids == all_at_once[key].response_ids
+    assert np.array_equal(alone[key].response_ids, all_at_once[key].response_ids)
     other = ask(engine, requests(4))
-    assert all(other[k].response_ids != s.response_ids for k, s in all_at_once.items())
+    assert not any(np.array_equal(other[k].response_ids, s.response_ids) for k, s in all_at_once.items())
     assert len({tuple(s.response_ids) for s in all_at_once.values()}) == len(all_at_once)
 
 
@@ -140,7 +141,7 @@ def test_ends(engine):
     push(engine, list(model.state_dict().items()))
     cut = ask(engine, requests(), ignore_eos=True, max_tokens=6)
     assert {(len(s.response_ids), s.finish_reason) for s in cut.values()} == {(6, "length")}
-    plain = ask(engine, [((0, 0), LONG, 1)])[0, 0].response_ids
+    plain = ask(engine, [((0, 0), LONG, 1)])[0, 0].response_ids.tolist()
     from transformers import AutoTokenizer
 
     decode = AutoTokenizer.from_pretrained(model.config._name_or_path).decode
@@ -148,7 +149,7 @@ def test_ends(engine):
     place, word = next((k, w) for k, w in words if k > 1 and w.isascii() and w.isalnum() and w not in decode(plain[:k]))
     stopped = ask(engine, [((0, 0), LONG, 1)], stop=[word])[0, 0]
     assert stopped.finish_reason == "stop"
-    assert stopped.response_ids == plain[: place + 1]
+    assert stopped.response_ids.tolist() == plain[: place + 1]
     assert len(stopped.response_ids) == len(stopped.sampler_logprobs)
     with torch.no_grad():
         model.model.norm.weight.fill_(0.0)
@@ -226,7 +227,7 @@ def in_flight(engine, monkeypatch, mode: str, weights: list, versions: tuple[int
 @torch.no_grad()
 def mixture(old, new, s: Sample, first: int) -> torch.Tensor:
     """Log-probs of the tokens from ``first`` on by ``new``, reading the keys and values that ``old`` left before."""
-    ids = torch.tensor([s.prompt_ids + s.response_ids])
+    ids = torch.tensor([[*s.prompt_ids, *s.response_ids]])
     border = len(s.prompt_ids) + first - 1  # the last sampled token is computed in the next step
     cache = old(input_ids=ids[:, :border], use_cache=True).past_key_values
     logits = new(input_ids=ids[:, border:-1], past_key_values=cache, use_cache=True).logits[0]
@@ -276,8 +277,8 @@ def test_a_push_of_the_same_weights_changes_no_token(engine, monkeypatch, mode):
     run_until(engine, long, undisturbed)
     pushed = in_flight(engine, monkeypatch, mode, weights, (1, 2))
     for key, sample in pushed.items():
-        assert sample.response_ids == undisturbed[long, key].response_ids
-        assert sample.sampler_logprobs == undisturbed[long, key].sampler_logprobs
+        assert np.array_equal(sample.response_ids, undisturbed[long, key].response_ids)
+        assert np.array_equal(sample.sampler_logprobs, undisturbed[long, key].sampler_logprobs)
 
 
 def test_the_engine_stands_still_by_counting(engine, monkeypatch):
@@ -482,8 +483,8 @@ def test_an_engine_of_random_weights_samples_as_one_that_read_the_model(tiny):
         inbox.put(("stop",))
         thread.join(timeout=60)
     for key, sample in answers["auto"].items():
-        assert answers["dummy"][key].response_ids == sample.response_ids
-        assert answers["dummy"][key].sampler_logprobs == sample.sampler_logprobs
+        assert np.array_equal(answers["dummy"][key].response_ids, sample.response_ids)
+        assert np.array_equal(answers["dummy"][key].sampler_logprobs, sample.sampler_logprobs)
 
 
 @pytest.mark.slow

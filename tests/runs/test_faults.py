@@ -147,8 +147,8 @@ INPUTS = [
     ),
     Input(
         "flash attention that does not fit the layout",
-        "`--attn_implementation flash_attention_2`",
-        {"attn_implementation": "flash_attention_2"},
+        "`--attn_implementation flash_attention_2 --batch_layout shared`",
+        {"attn_implementation": "flash_attention_2", "batch_layout": "shared"},
         "--batch_layout packed",
     ),
     Input("a verifier that does not exist", "`--verifier maths`", {"verifier": "maths", "reward_fn": None}, "'maths'"),

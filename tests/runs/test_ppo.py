@@ -355,7 +355,7 @@ def test_drop_solved():
 
 def batches(samples, layout="shared", budget=10_000, rank=0, world_size=1):
     indices = list(range(len(samples)))
-    shape = {"rank": rank, "world_size": world_size, "dtype": torch.float32, "device": CPU}
+    shape = {"rank": rank, "world_size": world_size, "device": CPU}
     return batching.micro_batches(samples, indices, layout=layout, budget=budget, **shape)
 
 
@@ -372,7 +372,7 @@ def plain_values(critic, samples):
     values = []
     for s in samples:
         hidden = critic.model(
-            input_ids=torch.tensor([s.prompt_ids + s.response_ids]), use_cache=False
+            input_ids=torch.tensor([[*s.prompt_ids, *s.response_ids]]), use_cache=False
         ).last_hidden_state
         values.append(critic.head(hidden[0, len(s.prompt_ids) - 1 : -1])[:, 0])
     return torch.cat(values)
@@ -603,12 +603,12 @@ def test_the_value_after_a_cut_is_that_of_the_longer_text(critic):
     samples = make_samples()
     after = [s.finish_reason == "length" for s in samples]
     after[3] = True  # of one token
-    shape = {"layout": "shared", "budget": 60, "rank": 0, "world_size": 1, "dtype": torch.float32, "device": CPU}
+    shape = {"layout": "shared", "budget": 60, "rank": 0, "world_size": 1, "device": CPU}
     values, ends = ppo.values_of(critic, samples, after, **shape)
     with torch.no_grad():
         torch.testing.assert_close(values, plain_values(critic, samples), rtol=1e-4, atol=1e-5)
         for s, end, wanted in zip(samples, ends, after, strict=True):
-            ids = torch.tensor([s.prompt_ids + s.response_ids])
+            ids = torch.tensor([[*s.prompt_ids, *s.response_ids]])
             last = critic.head(critic.model(input_ids=ids, use_cache=False).last_hidden_state[0, -1])
             assert end.item() == pytest.approx(last.item() if wanted else 0.0, abs=1e-4)
 

@@ -62,14 +62,14 @@ def test_the_update_is_timed_without_an_engine(tiny, tmp_path, quick_rates, caps
 
 
 def test_a_layout_that_computes_something_else_is_noticed(tiny, tmp_path, quick_rates, capsys, monkeypatch):
-    """Shared rows without their mask, so that every token sees every other: exit code 1."""
+    """Shared rows without their subtrees, so that responses see each other: exit code 1."""
     make = benchmark.batching.micro_batches
 
     def unmasked(*args, **options):
         batches = make(*args, **options)
         if options["layout"] == "shared":
             for batch in batches:
-                batch.attention_mask.zero_()
+                batch.ends.fill_(batch.ends.shape[1])
         return batches
 
     monkeypatch.setattr(benchmark.batching, "micro_batches", unmasked)

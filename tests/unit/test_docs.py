@@ -58,7 +58,13 @@ def test_every_name_that_a_script_writes_down_is_documented():
 
 
 def test_config_and_files(folder):
-    assert set(json.loads((folder / "config.json").read_text())) == set(documented("config.json"))
+    config = json.loads((folder / "config.json").read_text())
+    assert set(config) == set(documented("config.json"))
+    assert config["args"]["batch_layout"] == "auto" and config["args"]["logprob_chunk"] is None
+    resolved = {"batch_layout": "shared", "attn_implementation": "sdpa", "micro_batch_tokens": 256}
+    resolved |= {"logprob_micro_batch_tokens": 256, "logprob_chunk": 1024}
+    resolved |= {"vllm_max_num_seqs": 128, "vllm_max_num_batched_tokens": 8192}
+    assert config["resolved"] == resolved
     tree = (ROOT / "docs" / "metrics.md").read_text().split("```")[1]
     for path in folder.iterdir():
         assert path.name in tree, f"{path.name} is left by a run, but not in docs/metrics.md"

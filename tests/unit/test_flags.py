@@ -16,7 +16,7 @@ from helpers import ROOT, VERIFIERS, clean_environment, script, tiny_args
 
 import grpo
 from grpo import Args
-from runtime import process, rundir, runlog
+from runtime import flags, process, rundir, runlog
 
 FLASH = {"attn_implementation": "flash_attention_2"}
 
@@ -188,7 +188,15 @@ CASES = {
         ["--vllm_engines 1", "no trainer in a launch of 1", "--num_processes 2"],
     ),
     "tensor parallel": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size 2", "must divide the 1 rank"]),
-    "flash attention, shared rows": (FLASH, ["--attn_implementation flash_attention_2", "--batch_layout packed"]),
+    "flash attention, shared rows": (
+        {**FLASH, "batch_layout": "shared"},
+        ["--attn_implementation flash_attention_2", "--batch_layout packed"],
+    ),
+    "varlen, shared rows": (
+        {"attn_implementation": "varlen", "batch_layout": "shared"},
+        ["--attn_implementation varlen", "--batch_layout packed"],
+    ),
+    "varlen, fp32": ({"attn_implementation": "varlen", "dtype": "float32"}, ["--dtype float32", "bfloat16", "sdpa"]),
     "flash attention, fp32": (
         {**FLASH, "batch_layout": "packed", "dtype": "float32"},
         ["--dtype float32", "bfloat16", "--attn_implementation sdpa"],
@@ -531,6 +539,8 @@ def test_dry_run(tiny, tmp_path):
         "held out",
         "<|im_start|>user\\nState the final answer",
         "KL: 0.1 x k3 in the loss",
+        "rows       shared (masks of at most ",
+        "sizes      micro_batch_tokens 1024, logprob_micro_batch_tokens 1024, logprob_chunk 1024, vllm_max_num_seqs",
         "memory ",
     ):
         assert line in out
@@ -541,6 +551,19 @@ def test_dry_run(tiny, tmp_path):
     shown = next(line for line in out.splitlines() if line.startswith("prompt ")).removeprefix("prompt").strip()
     assert repr(tokenizer.decode(ids)) == shown
     assert not (tmp_path / "runs").exists()
+
+
+def test_sizes_that_are_left_open_follow_the_device():
+    """None is never a size; what is given holds on any device, and a micro-batch holds the longest sample."""
+    sizes = {name: vars(flags.sizes(Args(), cuda)) for name, cuda in (("cpu", False), ("gpu", True))}
+    assert list(sizes["cpu"].values()) == [1024, 1024, 1024, 128, 8192]
+    assert list(sizes["gpu"].values()) == [16384, 16384, 4096, 1024, 16384]
+    assert all(getattr(Args(), name) is None for name in sizes["cpu"])
+    given = {name: 7 + i for i, name in enumerate(sizes["cpu"])}
+    for cuda in (False, True):
+        assert vars(flags.sizes(Args(**given), cuda)) == given
+    long = flags.sizes(Args(max_prompt_length=2000, max_response_length=20000), True)
+    assert (long.micro_batch_tokens, long.logprob_micro_batch_tokens, long.logprob_chunk) == (22000, 22000, 4096)
 
 
 def test_fewer_processes_than_asked_for():

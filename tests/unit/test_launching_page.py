@@ -24,7 +24,7 @@ def rows(heading: str) -> list[list[str]]:
 def gigabytes(parameters: float, ranks: int, stage: int) -> float:
     """The page's formula with --beta 0, in 10^9 bytes; parameters in 10^9."""
     trainer, engine = (2, 2) if stage == 2 else (2 / ranks, 2 / min(ranks, 8))
-    logits = 3 * 4 * grpo.Args.logprob_chunk * 151936 / 1e9
+    logits = 3 * 4 * flags.sizes(grpo.Args(), cuda=True).logprob_chunk * 151936 / 1e9
     return parameters * (trainer + engine + 4 / ranks + 12 / ranks) + logits
 
 

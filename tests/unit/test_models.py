@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import ROOT, folder_of, interrupted, make_samples, record, run_here, tiny_args
@@ -19,7 +20,7 @@ from helpers import ROOT, folder_of, interrupted, make_samples, record, run_here
 import grpo
 import utils
 from grpo import Args
-from runtime import batching
+from runtime import attention, batching
 from runtime.records import Sample
 
 PAGE = ROOT / "docs" / "models.md"
@@ -175,7 +176,6 @@ def in_layout(policy, samples: list[Sample], layout: str) -> torch.Tensor:
         budget=1000,
         rank=0,
         world_size=1,
-        dtype=torch.float32,
         device=torch.device("cpu"),
     ):
         logprobs[mb.tokens] = policy(mb)[0]
@@ -187,7 +187,7 @@ def plain(model, samples: list[Sample]) -> torch.Tensor:
     """The same, [N], from one plain forward pass of the model per sample."""
     parts = []
     for s in samples:
-        ids = torch.tensor([s.prompt_ids + s.response_ids])
+        ids = torch.tensor([[*s.prompt_ids, *s.response_ids]])
         logits = model(input_ids=ids, use_cache=False).logits[0, len(s.prompt_ids) - 1 : -1].float()
         parts.append(logits.log_softmax(-1).gather(-1, torch.tensor(s.response_ids)[:, None])[:, 0])
     return torch.cat(parts)
@@ -266,15 +266,19 @@ def test_the_probe_is_longer_than_the_window(tmp_path, capsys, monkeypatch, layo
     policy = utils.TokenLogprobs(model, 1.0, 100)
     utils.check_forward(policy, layout, 2, 256)
 
-    def without_window(batch, config):
-        mask = batch.attention_mask
-        if layout == "shared" or mask is None or mask.dim() == 4:
-            return mask
-        causal = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril()
-        visible = causal[None, None] & mask[:, None, None].bool()
-        return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    def without_window(batch, model):
+        if batch.ends is not None:
+            mask = attention.dense_mask(batch.ends, batch.position_ids, None, torch.float32)
+        elif batch.attention_mask is not None:
+            mask = batch.attention_mask
+            causal = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril()
+            visible = causal[None, None] & mask[:, None, None].bool()
+            mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+        else:
+            return {}
+        return {"attention_mask": mask}
 
-    monkeypatch.setattr(utils, "window_masks", without_window)
+    monkeypatch.setattr(utils, "attention_inputs", without_window)
     with pytest.raises(SystemExit):
         utils.check_forward(policy, layout, 2, 256)
     message = capsys.readouterr().err
@@ -311,8 +315,7 @@ def test_rotary_embeddings_that_depend_on_the_batch_are_refused(tmp_path, capsys
     message = capsys.readouterr().err
     assert "--max_prompt_length" in message and "longrope" in message and "256" in message
     short, long = long_samples()[3], long_samples()[2]
-    long.response_ids = long.response_ids + [5] * 100  # 330 tokens: beyond
-    long.sampler_logprobs = [0.0] * len(long.response_ids)
+    long.response_ids = np.append(long.response_ids, [5] * 100)  # 330 tokens: beyond
     alone = plain(model, [short])
     with torch.no_grad():
         together = in_layout(policy, [short, long], "padded")[: len(alone)]
