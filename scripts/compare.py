@@ -196,6 +196,7 @@ def trl_options(cell: Cell, folder: Path, args: Args, machine: dict, choice: tup
         "logging_steps": 1,
         "disable_tqdm": True,
         "bf16": dtype == "bfloat16",
+        "use_cpu": device == "cpu",  # without it TrainingArguments refuse bf16 where there is no GPU
         "generation_kwargs": {"min_new_tokens": cell.length},
     }
     micro = max(n for n in range(1, 9) if samples % n == 0)  # 8 is the default of TrainingArguments

@@ -87,6 +87,7 @@ def test_both_sides_train_on_the_same_samples(tmp_path, device, choice):
         cell = compare.Cell("table", "m", prompts, group, length)
         machine = {"device": device, "dtype": "bfloat16"}
         options = compare.trl_options(cell, tmp_path, args, machine, choice)
+        assert options["use_cpu"] == (device == "cpu") and options["bf16"]
         micro = options["per_device_train_batch_size"]
         assert micro * options["gradient_accumulation_steps"] == prompts * group
         assert options["num_generations"] == group and options["max_completion_length"] == length
