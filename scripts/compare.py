@@ -12,8 +12,8 @@ groups on a smaller model; ``ranks``, ours on 1 and 2 ranks; ``size``, the quick
   That both computed the same number of prompt and response tokens is checked in every step.
 * Rewards are a hash of the text, so that each group has a gradient; one optimizer step per batch, beta 0, AdamW.
 * tuned: no gradient checkpointing, weights in --dtype without fp32 masters (grpo.py has them), the micro-batch and the
-  attention that were fastest, and the memory allocator set as grpo.py sets it. On a GPU also vLLM in the process,
-  without sleep mode and importance correction. TRL takes no vLLM for CPUs, so there it samples by transformers.
+  attention that are fastest here in a trial of each, the memory allocator set as grpo.py sets it; on a GPU also vLLM in
+  the process, without sleep mode and importance correction. It takes no CPU vLLM: there it samples by transformers.
 * default: what GRPOConfig has by itself, with only the work set.
 * On a CPU the processes take turns step by step (A B A B); on a GPU, whose memory vLLM fills, one after the other.
   Median of --rounds steps after one that warms up. A step is timed by the clock on the wall, logging included.
@@ -176,8 +176,13 @@ def our_words(cell: Cell, rows: Path, folder: Path, args: Args, dtype: str) -> l
     return [*named, *switches, *more]
 
 
-def trl_options(cell: Cell, folder: Path, args: Args, dtype: str, device: str, tuned: bool) -> dict[str, Any]:
-    """The options of GRPOConfig: its defaults, what makes the work that of the other side, and with ``tuned`` more."""
+def trl_options(cell: Cell, folder: Path, args: Args, machine: dict, choice: tuple[int, str] | None) -> dict[str, Any]:
+    """The options of GRPOConfig: its defaults, and what makes the work that of the other side.
+
+    ``choice``: (tokens per micro-batch, attention) of the tuned side, which also has what a user would set for speed.
+    """
+    dtype = machine["dtype"]
+    device = machine["device"]
     samples = cell.prompts * cell.group
     options = {
         "output_dir": str(folder / "trl"),
@@ -191,6 +196,7 @@ def trl_options(cell: Cell, folder: Path, args: Args, dtype: str, device: str, t
         "logging_steps": 1,
         "disable_tqdm": True,
         "bf16": dtype == "bfloat16",
+        "use_cpu": device == "cpu",  # without it TrainingArguments refuse bf16 where there is no GPU
         "generation_kwargs": {"min_new_tokens": cell.length},
     }
     micro = max(n for n in range(1, 9) if samples % n == 0)  # 8 is the default of TrainingArguments
@@ -198,10 +204,10 @@ def trl_options(cell: Cell, folder: Path, args: Args, dtype: str, device: str, t
         options["use_vllm"] = True
         options["generation_kwargs"] = {"ignore_eos": True}
         options["vllm_max_model_length"] = 256 + cell.length
-    if tuned:
-        micro = tuned_micro_batch(cell, device)
+    if choice is not None:
+        budget, attention = choice
+        micro = tuned_micro_batch(cell, budget)
         options["gradient_checkpointing"] = False
-        attention = "eager" if device == "cpu" and dtype == "bfloat16" else "sdpa"
         options["model_init_kwargs"] = {"dtype": dtype, "attn_implementation": attention}
         if device == "cuda":
             options["vllm_importance_sampling_correction"] = False
@@ -212,9 +218,27 @@ def trl_options(cell: Cell, folder: Path, args: Args, dtype: str, device: str, t
     return options
 
 
-def tuned_micro_batch(cell: Cell, device: str) -> int:
-    """Samples per micro-batch: as many as have the tokens that were fastest, a divisor of the samples of a step."""
-    budget = 16384 if device == "cuda" else 1024
+CHOICES = {
+    "cpu": [(tokens, attention) for tokens in (1024, 8192) for attention in ("eager", "sdpa")],
+    "cuda": [(tokens, "sdpa") for tokens in (8192, 16384, 32768)],
+}
+
+
+def best_choice(cell: Cell, rows: Path, folder: Path, args: Args, machine: dict) -> dict[str, Any]:
+    """Try the choices of the tuned side in one shape: the fastest, and the seconds of a step of each."""
+    choices = CHOICES[machine["device"]]
+    candidates = [trl_options(cell, folder, args, machine, choice) for choice in choices]
+    arguments = {"folder": str(Path(args.trl).resolve()), "model": cell.model, "rows": str(rows)}
+    seconds = once("tune", arguments | {"candidates": candidates}, folder / "tune.log")["seconds"]
+    fitting = [(s, choice) for s, choice in zip(seconds, choices, strict=True) if s is not None]
+    if not fitting:
+        raise RuntimeError(f"TRL is out of memory with all of {choices}; give --trl_options, or a smaller model")
+    tried = {f"{tokens} tokens, {attention}": s for (tokens, attention), s in zip(choices, seconds, strict=True)}
+    return {"choice": min(fitting)[1], "tried": tried, "options": candidates[choices.index(min(fitting)[1])]}
+
+
+def tuned_micro_batch(cell: Cell, budget: int) -> int:
+    """Samples per micro-batch: as many as have at most ``budget`` tokens, a divisor of the samples of a step."""
     samples = cell.prompts * cell.group
     fitting = [n for n in range(1, samples + 1) if samples % n == 0 and n * (cell.length + 64) <= budget]
     return max(fitting, default=1)
@@ -308,18 +332,19 @@ def take_turns(starts: dict[str, Any], rounds: int) -> dict[str, list[dict]]:
     return records
 
 
-def measure(cell: Cell, rows: Path, folder: Path, args: Args, machine: dict) -> dict[str, list[dict]]:
+def measure(
+    cell: Cell, rows: Path, folder: Path, args: Args, machine: dict, choice: tuple[int, str] | None
+) -> dict[str, list[dict]]:
     """The records of every side's steps in one shape. Raises RuntimeError where the sides did not do the same work."""
-    dtype = machine["dtype"]
     starts = {}
     for name in cell.sides:
         log = folder / f"{name}.log"
         if name == "ours":
-            words = our_words(cell, rows, folder, args, dtype)
+            words = our_words(cell, rows, folder, args, machine["dtype"])
             starts[name] = partial(Side, "ours", {"words": words}, log, cell.ranks)
         else:
             tuned = name == "tuned"
-            options = trl_options(cell, folder, args, dtype, machine["device"], tuned)
+            options = trl_options(cell, folder, args, machine, choice if tuned else None)
             arguments = {"folder": str(Path(args.trl).resolve()), "model": cell.model, "rows": str(rows)}
             starts[name] = partial(Side, "trl", arguments | {"options": options, "tuned": tuned}, log)
     rounds = 1 if args.quick else args.rounds
@@ -500,11 +525,15 @@ def losses(results: dict) -> list[str]:
     return lines or ["* In no shape measured here, in no phase, and not in peak memory."]
 
 
+def trials(results: dict) -> list[tuple[str, float | None]]:
+    """(tokens of a micro-batch and attention, seconds of a step) of what was tried for the tuned side."""
+    return list(results["tuned"]["tried"].items())
+
+
 def page(results: dict) -> str:
     """docs/performance.md for these measurements."""
     machine = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    options = results["trl_options"]
     lines = [
         "# Performance",
         "",
@@ -523,7 +552,10 @@ def page(results: dict) -> str:
     ]
     if entries_of(results, "quickstart"):
         lines += ["## The quickstart's shape", "", *part_lines(results, "quickstart")]
-        lines += ["TRL, tuned:", "", "```", json.dumps(options, indent=1), "```", ""]
+    if "tuned" in results:
+        tried = [f"{name} {s:.1f} s" if s is not None else f"{name} out of memory" for name, s in trials(results)]
+        lines += ["## TRL, tuned", "", f"The fastest of a step with each of: {'; '.join(tried)}. In that shape:", ""]
+        lines += ["```", json.dumps(results["tuned"]["options"], indent=1), "```", ""]
     if entries_of(results, "table"):
         cell = entries_of(results, "table")[0][1]["cell"]
         lines += [
@@ -588,10 +620,12 @@ def measure_all(args: Args, results: dict, folder: Path) -> None:
         note_floors(results, once("floor", floors, folder / "floor.log"))
     for cell in todo:
         started = time.perf_counter()
-        records = measure(cell, rows[cell.prompts], folder, args, results["machine"])
-        if "tuned" in records and "trl_options" not in results:
-            machine = results["machine"]
-            results["trl_options"] = trl_options(cell, Path("."), args, machine["dtype"], machine["device"], True)
+        machine = results["machine"]
+        if "tuned" in cell.sides and "tuned" not in results:
+            results["tuned"] = best_choice(cell, rows[cell.prompts], folder, args, machine)
+            say(f"TRL, tuned by a step of each: {json.dumps(results['tuned']['tried'])}")
+        choice = results.get("tuned", {}).get("choice")
+        records = measure(cell, rows[cell.prompts], folder, args, machine, choice)
         results["cells"][cell.name()] = {"cell": vars(cell), "records": records}
         process.write_whole(Path(args.json), json.dumps(results, indent=1))
         say(f"\n{cell.part}: measured in {time.perf_counter() - started:.0f} s")

@@ -2,6 +2,7 @@
 
     python scripts/compare_side.py ours  '{...}'     grpo.py as it is, with flags
     python scripts/compare_side.py trl   '{...}'     TRL's GRPOTrainer, with options of GRPOConfig
+    python scripts/compare_side.py tune  '{...}'     the same with several options in turn: which of them is fastest
     python scripts/compare_side.py floor '{...}'     seconds that the work takes at this machine's measured rates
     python scripts/compare_side.py model '{...}'     write a random model of the quickstart's family, of another size
 
@@ -81,18 +82,62 @@ def ours(words: list[str]) -> None:
     grpo.main(args, grpo.preflight(args))
 
 
+def make_trainer(model: str, rows: str, options: dict, reward, callback):
+    """A GRPOTrainer of the TRL that was put into sys.path. ``rows``: a file of prompts as chat messages, one step's."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    prompts = [json.loads(line)["question"] for line in Path(rows).read_text().splitlines()]
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=GRPOConfig(**options),
+        train_dataset=Dataset.from_list([{"prompt": messages} for messages in prompts]),
+        callbacks=[callback],
+    )
+
+
+def tune(folder: str, model: str, rows: str, candidates: list[dict]) -> None:
+    """Print the seconds of a second step with each of some options of GRPOConfig; null where memory is too small."""
+    sys.path.insert(0, folder)
+    process.prepare_environment()
+    import torch
+    from transformers import TrainerCallback
+
+    class Last(TrainerCallback):
+        """Times the steps; the last one stays."""
+
+        started = seconds = 0.0
+
+        def on_step_begin(self, *args, **rest):
+            self.started = time.perf_counter()
+
+        def on_step_end(self, *args, **rest):
+            self.seconds = time.perf_counter() - self.started
+
+    def reward(completions, **columns):
+        return [by_text(messages[0]["content"], "", {}) for messages in completions]
+
+    found = []
+    for options in candidates:
+        last = Last()
+        try:
+            make_trainer(model, rows, options | {"max_steps": 2}, reward, last).train()
+            found.append(last.seconds)
+        except torch.OutOfMemoryError:
+            found.append(None)
+    print("\nSTEP " + json.dumps({"seconds": found}), flush=True)
+
+
 def trl(folder: str, model: str, rows: str, options: dict, tuned: bool) -> None:
     """TRL's GRPOTrainer with these options of GRPOConfig.
 
-    ``folder``: where TRL is installed. ``rows``: a file of prompts as chat messages, one step's. ``tuned``: keep freed
-    memory as grpo.py does (process.prepare_environment).
+    ``folder``: where TRL is installed. ``tuned``: keep freed memory as grpo.py does (process.prepare_environment).
     """
     sys.path.insert(0, folder)
     if tuned:
         process.prepare_environment()
-    from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
     from trl.extras.profiling import ProfilingContext
 
     seconds: Counter[str] = Counter()
@@ -129,15 +174,7 @@ def trl(folder: str, model: str, rows: str, options: dict, tuned: bool) -> None:
             tokens.clear()
             self.gate.report(phases=phases, response_tokens=responses, tokens=total)
 
-    prompts = [json.loads(line)["question"] for line in Path(rows).read_text().splitlines()]
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=reward,
-        args=GRPOConfig(**options),
-        train_dataset=Dataset.from_list([{"prompt": messages} for messages in prompts]),
-        callbacks=[Steps()],
-    )
-    trainer.train()
+    make_trainer(model, rows, options, reward, Steps()).train()
 
 
 def floor(dtype: str, cells: dict[str, dict]) -> None:
@@ -203,4 +240,5 @@ def make_model(source: str, folder: str, changes: dict) -> None:
 
 if __name__ == "__main__":
     process.die_with_parent()
-    {"ours": ours, "trl": trl, "floor": floor, "model": make_model}[sys.argv[1]](**json.loads(sys.argv[2]))
+    programs = {"ours": ours, "trl": trl, "tune": tune, "floor": floor, "model": make_model}
+    programs[sys.argv[1]](**json.loads(sys.argv[2]))
