@@ -398,10 +398,15 @@ def killed(soak: Soak) -> str:
 
 def killed_in_a_save(soak: Soak) -> str:
     """The run is killed in the middle of a save. SIGKILL."""
-    soak.until(lambda: any((soak.folder / "checkpoints").glob("*.partial")))
+    saves = soak.folder / "checkpoints"
+    deadline = time.monotonic() + LIMIT
+    while not any(saves.glob("*.partial")):  # without a pause: a save takes milliseconds
+        if soak.run.process.poll() == 0:
+            raise Finished
+        assert time.monotonic() < deadline, soak.run.text()
     soak.run.process.kill()
     soak.ends()
-    return f"ended, {len(list((soak.folder / 'checkpoints').glob('*.partial')))} unfinished save left"
+    return f"ended, {len(list(saves.glob('*.partial')))} unfinished save left"
 
 
 def preempted(soak: Soak, number: signal.Signals = signal.SIGTERM) -> str:
@@ -491,7 +496,8 @@ def leftover_save(soak: Soak) -> str:
 
 def second_run(soak: Soak) -> str:
     """The same command twice. While the run has its folder."""
-    second = Run(soak.line, soak.place / "second.log")
+    log = soak.place / "second.log"
+    second = Life(log, soak.script, soak.line[2:], log)
     code = second.end(LIMIT)
     if code == 0:  # the first one was at its end
         raise Finished
