@@ -54,8 +54,8 @@ PAGE = ROOT / "docs" / "faults.md"
 HEAD = """# Faults, and what a run does about them
 
 Written by `tests/runs/test_faults.py`, which injects each of these faults into a run and records what is printed.
-Numbers, paths and times are from that test. `tests/soak.py` has one run meet thirty kinds of faults, and compares its end
-with that of a run that met none.
+Numbers, paths and times are from that test. `tests/soak.py` has one run meet thirty kinds of faults, and compares its
+end with that of a run that met none.
 
 | fault | injected by | what you see | the run |
 |---|---|---|---|
