@@ -19,6 +19,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -282,8 +283,9 @@ class Soak:
         return code
 
     def step(self) -> int:
-        """The last step in metrics.jsonl."""
-        return logged(self.out)
+        """The last step since this start; metrics.jsonl may have later ones, which the run will do again."""
+        steps = re.findall(r"^step +(\d+)/", self.run.text(), re.MULTILINE)
+        return int(steps[-1]) if steps else 0
 
     def kill(self) -> None:
         """SIGKILL to the run."""
@@ -379,7 +381,8 @@ class Soak:
                 if self.run.process.poll() is not None:
                     self.start()
                 left = max(1, count - sum(met.values()))
-                target = self.step() + self.random.randint(1, max(1, 2 * (self.steps - self.step()) // left - 3))
+                done = logged(self.out)
+                target = done + self.random.randint(1, max(1, 2 * (self.steps - done) // left - 3))
                 continue
             self.run.end(LIMIT)
             if not self.go_back_if_it_cost():
@@ -589,15 +592,18 @@ def slow_verifier(soak: Soak) -> str:
 
 
 def hanging_verifier(soak: Soak) -> str:
-    """A verifier that hangs. It stands still until --reward_timeout has killed it."""
+    """A verifier that hangs. It stands still until --reward_timeout has killed it, if it gets something to verify."""
     pid = soak.verifier()
     os.kill(pid, signal.SIGSTOP)
-    if soak.until_or_end(lambda: not alive(pid)):  # it took a task for itself, or all others wait behind it
+    deadline = time.monotonic() + 40
+    if soak.until_or_end(lambda: not alive(pid) or time.monotonic() > deadline):  # all others wait behind it
         assert soak.ends(1) and "no progress on any rank for" in soak.run.text()
         return "ended with 1, by --stall_timeout"
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
     step = soak.step()
     soak.until(lambda: soak.step() > step)
-    return "was killed, went on"
+    return "went on"
 
 
 def killed_tracking(soak: Soak) -> str:
