@@ -567,6 +567,16 @@ def choose(mutation: Mutation, last: int, touched: dict[str, dict], budget: floa
     return chosen
 
 
+def remembered(file: Path, sources: dict[str, bytes], number: int, seed: int) -> list[Mutation]:
+    """The draw of an earlier call, as far as its lines are still there; a new one where ``file`` does not exist."""
+    if not file.exists():
+        file.write_text(json.dumps([mutation.key for mutation in draw(sources, number, seed)]))
+    here = {}
+    for name, source in sources.items():
+        here |= {mutation.key: mutation for mutation in mutations_of(name, source)}
+    return [here[key] for key in json.loads(file.read_text()) if key in here]
+
+
 def run(number: int, seed: int, results: Path, budget: float, again: bool, only: str = "") -> int:
     """Try the mutations that are not in the results yet, ``again``: and those that survived. Returns the survivors.
 
@@ -579,7 +589,7 @@ def run(number: int, seed: int, results: Path, budget: float, again: bool, only:
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
         server = Server(ROOT, Path(place) / "project")
         sources = server.sources()
-        drawn = draw(sources, number, seed)
+        drawn = remembered(results / f"drawn-{number}-{seed}.json", sources, number, seed)
         done = {entry["mutation"]: entry for entry in read_lines(file)}
         tried = set()  # by the tests of a stage, in this call or in an earlier one
         for entry in done.values():

@@ -52,6 +52,17 @@ def test_a_key_stays_when_lines_move():
     assert moved_lines("a\nb\nc", "x\na\nb\nnew\nc") == {1: 2, 2: 3, 3: 5}
 
 
+def test_a_draw_outlives_an_edit(tmp_path):
+    """The same mutations are tried when lines have moved; one whose line has changed is gone, and none comes in."""
+    source = b"def f(a, b):\n    c = a - b\n    return c * b\n"
+    first = random_mutations.remembered(tmp_path / "drawn.json", {"f.py": source}, 2, 1)
+    edited = b"import os\n\n" + source.replace(b"c * b", b"c / b")
+    second = random_mutations.remembered(tmp_path / "drawn.json", {"f.py": edited}, 2, 1)
+    kept = [m for m in first if "a - b" in m.before]
+    assert len(first) == 2 and len(kept) == 1
+    assert [(m.key, m.line) for m in second] == [(m.key, m.line + 2) for m in kept]
+
+
 def test_messages_annotations_and_docstrings_are_left_alone():
     source = b'def f(a: int = 3) -> "int":\n    """1 + 1"""\n    raise ValueError(f"{a + 1}", 2 + 2)\n'
     assert [m.text for m in mutations_of("f.py", source)] == ["4", "2", "pass"]

@@ -327,6 +327,16 @@ def test_pool_combines():
     pool.close()
 
 
+def test_a_solution_is_a_program():
+    """A comment, prose and an empty column are none, whatever comes before the program; the first column counts."""
+    tests = rewards.CodeTests("f", 1.0, before="x = 1\n")
+    for text in ("# see the video", "Add both numbers.", " ", "", None):
+        assert rewards._own_solution({"solution": text}, rewards.CodeTests("f", 1.0)) == ("", "")
+    assert rewards._own_solution({"solution": " "}, tests) == ("", "")
+    row = {"code": "f = 2", "solution": "```python\nf = 1\n```"}
+    assert rewards._own_solution(row, tests) == ("solution", "f = 1\n")
+
+
 def test_overlong_penalty():
     """DAPO, equation 13, with 100 tokens and a buffer of 20."""
     lengths = {80: 0.0, 81: 0.05, 85: 0.25, 90: 0.5, 100: 1.0, 120: 1.0, 0: 0.0}
