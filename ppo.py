@@ -816,7 +816,8 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
     never_still = args.vllm_mode == "dedicated" and args.inflight_updates != "off"
     llm = None
     try:
-        llm = build_vllm(args, dtype, rank, world_size)
+        with process.without_collections():
+            llm = build_vllm(args, dtype, rank, world_size)
         engine = llm.llm_engine
         engine.set_weight_version("0")
         version = 0
@@ -898,6 +899,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         revision=args.revision,
         tokenizer=args.tokenizer_name_or_path,
         tokenizer_revision=args.revision if args.tokenizer_name_or_path is None else None,
+        skip_tokenizer_init=not args.stop,  # ids go in and come out: only to stop at strings it needs their text
         load_format=args.vllm_load_format,
         trust_remote_code=args.trust_remote_code,
         hf_overrides=json.loads(args.override_config) if args.override_config else {},
