@@ -121,11 +121,12 @@ def attention_of(args, setting: Setting) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """The largest micro-batch of a rank: rows of ``width`` tokens, of which ``predictions`` predict one."""
+    """The largest micro-batch of a rank: rows of ``width`` tokens, ``predictions`` of response tokens in all."""
 
     rows: int
     width: int
     predictions: int
+    alone: bool  # the rank has no other micro-batch before the optimizer step
 
     @property
     def tokens(self) -> int:
@@ -151,7 +152,7 @@ def largest_batch(args, setting: Setting, budget: int) -> Shape:
         together = 1
         width = prompt + answer - 1
     rows = 1 if args.batch_layout == "packed" else max(1, min(budget // width, -(-mine // together)))
-    return Shape(rows, width, rows * together * answer)
+    return Shape(rows, width, rows * together * answer, rows * together >= mine)
 
 
 def layer_activations(args, model: Model, setting: Setting, width: int) -> float:
@@ -229,13 +230,13 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
     beside = 0 if on_gpu and args.vllm_enable_sleep_mode else sampler
     left = 0 if on_gpu and args.deepspeed_enable_sleep_mode else states
     reference = 0 if on_gpu and args.offload_ref else parts["reference"]
-    training = states + beside + reference + parts["gradients"]
-    phases = {
-        "generate": left + reference + sampler,
-        "logprobs": states + beside + parts["reference"] + logits(args, model, no_gradient, gradient=False),
-        "update": training + parts["activations"] + parts["logits"],
-        "step": training + parts["flat gradients"],
-    }
+    phases = {"generate": left + reference + sampler}
+    if parts["reference"] or setting.critic or args.num_epochs * args.num_mini_batches > 1:
+        phases["logprobs"] = states + beside + parts["reference"] + logits(args, model, no_gradient, gradient=False)
+    training = states + beside + reference
+    earlier = 0 if shape.alone else parts["gradients"]  # of the micro-batches before
+    phases["update"] = training + earlier + parts["activations"] + parts["logits"]
+    phases["step"] = training + parts["gradients"] + parts["flat gradients"]
     return Prediction(parts, phases)
 
 

@@ -11,6 +11,7 @@ profiler), and its largest resident memory (VmHWM, reset at the start of the pha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -20,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -37,15 +37,19 @@ CONFIGURATIONS = (
 )
 RUN = (
     *("--rollout", "hf", "--dtype", "bfloat16", "--total_steps", "2", "--eval_prompts", "0", "--ignore_eos"),
-    *("--num_unique_prompts_rollout", "2", "--num_samples_per_prompt_rollout", "8", "--max_response_length", "64"),
+    *("--num_unique_prompts_rollout", "2", "--num_samples_per_prompt_rollout", "16", "--max_response_length", "16"),
     *("--max_prompt_length", "64", "--no-mask_truncated_completions", "--no-mask_no_eos_with_zero"),
     *("--micro_batch_tokens", "640", "--save_minutes", "0", "--overwrite"),
 )
 
 
-def coin(response: str, truth: str, row: dict) -> float:
-    """A score by chance, so that a model without skill has groups with a gradient."""
+# A score by chance, so that a model without skill has groups with a gradient.
+COIN = """
+import zlib
+
+def coin(response, truth, row):
     return float(zlib.crc32(response.encode()) % 2)
+"""
 
 
 # ------------------------------------------------------------------------------------------------------- a measured run
@@ -97,22 +101,14 @@ def run_measured(script: str, words: list[str]) -> None:
         found.setdefault("baseline", resident())
         return load(*arguments)
 
-    class Noted:
-        """A phase of the stopwatch, with its times and its resident memory."""
-
-        def __init__(self, clock, phase: str):
-            self.phase = phase
-            self.inner = call(clock, phase)
-
-        def __enter__(self):
-            forget_peak()
-            self.start = time.time_ns()
-            return self.inner.__enter__()
-
-        def __exit__(self, *error):
-            found["phases"].append((self.phase, self.start, time.time_ns()))
-            found["resident"][self.phase] = resident("VmHWM")
-            return self.inner.__exit__(*error)
+    @contextlib.contextmanager
+    def noted(clock, phase: str):
+        forget_peak()
+        start = time.time_ns()
+        with call(clock, phase):
+            yield
+        found["phases"].append((phase, start, time.time_ns()))
+        found["resident"][phase] = resident("VmHWM")
 
     def note_step(log, metrics, samples, problems):
         record(log, metrics, samples, problems)
@@ -131,7 +127,7 @@ def run_measured(script: str, words: list[str]) -> None:
         os._exit(0)
 
     utils.load_model = note_baseline
-    utils.Stopwatch.__call__ = Noted
+    utils.Stopwatch.__call__ = noted
     runlog.RunLog.step = note_step
     process.prepare_environment()
     profiler = torch.autograd.profiler.profile(profile_memory=True)
@@ -141,8 +137,17 @@ def run_measured(script: str, words: list[str]) -> None:
 
 def measure(name: str, script: str, ranks: int, words: tuple[str, ...], folder: Path) -> list[dict]:
     """What each rank of a measured run found. Raises RuntimeError, with the end of its output, where it fails."""
-    reward = f"{Path(__file__).resolve()}:coin"
-    line = [*RUN, "--reward_fn", reward, "--output_dir", str(folder), "--run_name", "measured", *words]
+    (folder / "coin.py").write_text(COIN)
+    line = [
+        *RUN,
+        "--reward_fn",
+        f"{folder / 'coin.py'}:coin",
+        "--output_dir",
+        str(folder),
+        "--run_name",
+        "measured",
+        *words,
+    ]
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -171,13 +176,13 @@ class Row:
 
 
 def small_model(folder: Path) -> Path:
-    """Write a random Llama of 50M parameters, with the tokenizer of the quickstart's model."""
+    """Write a random Llama of 17M parameters, with the tokenizer of the quickstart's model."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 64}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
     config = LlamaConfig(vocab_size=49152, **sizes, **heads, bos_token_id=1, eos_token_id=2, pad_token_id=2)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(PROJECT / "models" / "SmolLM2-135M-Instruct").save_pretrained(folder)
