@@ -819,7 +819,8 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
     never_still = args.vllm_mode == "dedicated" and args.inflight_updates != "off"
     llm = None
     try:
-        llm = build_vllm(args, dtype, rank, world_size)
+        with process.without_collections():
+            llm = build_vllm(args, dtype, rank, world_size)
         engine = llm.llm_engine
         engine.set_weight_version("0")
         version = 0
@@ -902,6 +903,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         revision=args.revision,
         tokenizer=args.tokenizer_name_or_path,
         tokenizer_revision=args.revision if args.tokenizer_name_or_path is None else None,
+        skip_tokenizer_init=not args.stop,  # ids go in and come out: only to stop at strings it needs their text
         load_format=args.vllm_load_format,
         trust_remote_code=args.trust_remote_code,
         hf_overrides=json.loads(args.override_config) if args.override_config else {},
@@ -1026,8 +1028,9 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         warnings.append("KL: --filter_zero_std_samples leaves groups of equal reward without a pull to the reference")
     if rank == 0:
         hardware = f"{device.type} {dtype}"
+        rows = (layout, attention)
         critic_too = not args.disable_value
-        runlog.print_header(args, folder, problems, tokenizer, total_steps, world_size, hardware, critic_too)
+        runlog.print_header(args, folder, problems, tokenizer, total_steps, world_size, hardware, rows, critic_too)
         print(f"rows       {layout} ({reason}), {attention} attention")
         print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(sizes).items())}")
         print("\n".join([meaning, *(f"warning: {line}" for line in warnings)]), flush=True)

@@ -12,8 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from runtime import libraries, presets
-from runtime.flags import loads_reference, recorded_steps, sizes
+from runtime import libraries, memory, presets
+from runtime.flags import recorded_steps
 from runtime.identity import code_of, recorded
 from runtime.process import FolderLock, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
@@ -21,72 +21,17 @@ from runtime.redaction import redact, redact_words
 from runtime.rundir import cut_back
 
 ZERO_STEPS = 5  # after this many steps without a score above 0 the run shows what was extracted and what was expected
-GIB = 2**30
 
 # ------------------------------------------------------------------------------------------------ before the first step
 
 
-def count_parameters(folder: Path) -> int | None:
-    """Parameters in a folder's safetensors, from their headers alone; None for anything else."""
-    total = 0
-    for file in folder.glob("*.safetensors"):
-        with open(file, "rb") as f:
-            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        total += sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
-    return total or None
-
-
-@dataclasses.dataclass
-class Memory:
-    """Bytes that a rank holds before activations and KV cache."""
-
-    trainer: float
-    engine: float
-    reference: float
-    logits: float
-    one_at_a_time: bool  # the trainer leaves the GPU while the engine samples, and the engine while it trains
-
-    @property
-    def total(self) -> float:
-        """The most of it that is there at the same time."""
-        models = max(self.trainer, self.engine) if self.one_at_a_time else self.trainer + self.engine
-        return models + self.reference + self.logits
-
-
-def estimate_memory(
-    args, parameters: int, vocabulary: int, world_size: int, bf16: bool, critic: bool, cuda: bool = False
-) -> Memory:
-    """Memory of a rank by the arguments, for a model of ``parameters``; docs/launching.md has the formula.
-
-    Every ZeRO stage shards fp32 master weights and two moments (DeepSpeed copies the master weights of an fp32 model,
-    too). Stages 2 and 3 keep this rank's partition of the gradients, in fp32; stage 1 keeps all of them, under bf16 in
-    both types. Stage 3 shards the weights. tests/unit/test_memory.py measures this.
-    """
-    size = sizes(args, cuda)
-    weight = 2 if bf16 else 4
-    states = 0 if args.offload_optimizer else 12
-    if args.zero_stage == 1:
-        gradients = 6 if bf16 else 4
-    else:
-        gradients = 4 / world_size
-    own = weight / world_size if args.zero_stage == 3 else weight
-    if args.offload_param:
-        own = 0
-    trained = parameters * (1 + critic)
-    reference = loads_reference(args) and not args.offload_ref
-    return Memory(
-        trainer=trained * (own + gradients + states / world_size),
-        engine=parameters * weight / args.vllm_tensor_parallel_size if args.vllm_mode == "thread" else 0,
-        reference=parameters * weight * reference,
-        logits=3 * 4 * min(size.logprob_chunk, size.micro_batch_tokens) * vocabulary,
-        one_at_a_time=args.deepspeed_enable_sleep_mode and args.vllm_enable_sleep_mode,
-    )
-
-
 def print_header(
-    args, folder, problems, tokenizer, total_steps: int, world_size: int, hardware: str, critic=False
+    args, folder, problems, tokenizer, total_steps: int, world_size: int, hardware: str, rows: tuple[str, str], critic=False
 ) -> None:
-    """Print the sizes that follow from the arguments, and the first prompt as the model will see it."""
+    """Print the sizes that follow from the arguments, and the first prompt as the model will see it.
+
+    hardware: "cuda torch.bfloat16". rows: (layout, attention) of the micro-batches.
+    """
     prompts = args.num_unique_prompts_rollout
     group = args.num_samples_per_prompt_rollout
     samples = prompts * group
@@ -112,20 +57,16 @@ def print_header(
     if args.async_steps > 0:
         between = "between whole batches" if args.inflight_updates == "off" else f"in flight ({args.inflight_updates})"
         lines.append(f"ahead      samples are at most {args.async_steps} step(s) old; new weights {between}")
-    parameters = count_parameters(Path(args.model_name_or_path))
-    if parameters:
-        bf16 = "bfloat16" in hardware
-        m = estimate_memory(args, parameters, len(tokenizer), world_size, bf16, critic, "cuda" in hardware)
-        lines.append(
-            f"memory     about {m.total / GIB:.1f} GiB per rank before activations and KV cache: trainer "
-            f"{m.trainer / GIB:.1f}, engine and reference weights {(m.engine + m.reference) / GIB:.1f}, "
-            f"logits {m.logits / GIB:.1f} ({parameters / 1e6:.0f}M parameters)"
-        )
+    model = memory.read_model(Path(args.model_name_or_path))
+    if model is not None:
+        device, dtype = hardware.split()
+        setting = memory.Setting(world_size, device, dtype == "torch.bfloat16", critic, longest, *rows)
+        lines += memory.describe(memory.predict(args, model, setting), model)
     if args.record_batches > 0:
         models = 2 if args.ref_policy_update_freq > 0 else 1  # a reference that moves is kept, too
-        size = (parameters or 0) * models * (2 if "bfloat16" in hardware else 4)
+        size = (model.parameters if model else 0) * models * (2 if "bfloat16" in hardware else 4)
         steps = recorded_steps(args.record_batches, total_steps)
-        weights = f", {size * len(steps) / GIB:.1f} GiB of weights" if parameters else ""
+        weights = f", {size * len(steps) / memory.GIB:.1f} GiB of weights" if model else ""
         lines.append(f"record     {len(steps)} batch(es) of steps {', '.join(map(str, steps))}{weights}")
     ids = problems[0].prompt_ids
     lines.append(f"prompt     {tokenizer.decode(ids)!r}")

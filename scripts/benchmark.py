@@ -460,7 +460,8 @@ def checked_run(args: Args) -> grpo.Args:
     """The arguments of the run whose phases are timed. Ends with exit code 2 for arguments that do not fit together."""
     own = ("repeats", "skip_engine", "json")
     shared = {name: value for name, value in vars(args).items() if name not in own}
-    run = grpo.Args(**shared, ignore_eos=True, mask_truncated_completions=False)
+    # A stop string that no request asks for: with one the engine has a tokenizer, which llm.chat needs.
+    run = grpo.Args(**shared, ignore_eos=True, mask_truncated_completions=False, stop=("</s>",))
     flags.check(run, 1)
     flags.check_training(run)
     grpo.check_args(run)

@@ -31,6 +31,7 @@ def engine(tiny):
     from transformers import AutoModelForCausalLM
 
     args = grpo.Args(model_name_or_path=str(tiny), dtype="float32", max_response_length=24, vllm_kv_cache_gb=0.1)
+    args.stop = ("</s>",)  # no request asks for it, but with a stop string the engine has a tokenizer
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     thread = threading.Thread(
         target=grpo.vllm_thread, args=(args, torch.float32, 0, 1, [EOS], inbox, outbox), daemon=True

@@ -1,11 +1,10 @@
-"""docs/launching.md: its memory table is what its formula gives, its flag table is what submit.py takes."""
+"""docs/launching.md: its flag table is what submit.py takes, its commands are taken."""
 
 from __future__ import annotations
 
 import re
 import shlex
 
-import pytest
 from helpers import ROOT
 from jobs import submit
 
@@ -19,23 +18,6 @@ def rows(heading: str) -> list[list[str]]:
     """The table that starts with this heading: its rows without the ruler."""
     lines = PAGE[PAGE.index(f"| {heading} |") :].split("\n\n")[0].splitlines()
     return [[c.strip() for c in line.strip("|").split("|")] for line in lines if not line.startswith("|---")]
-
-
-def gigabytes(parameters: float, ranks: int, stage: int) -> float:
-    """The page's formula with --beta 0, in 10^9 bytes; parameters in 10^9."""
-    trainer, engine = (2, 2) if stage == 2 else (2 / ranks, 2 / min(ranks, 8))
-    logits = 3 * 4 * flags.sizes(grpo.Args(), cuda=True).logprob_chunk * 151936 / 1e9
-    return parameters * (trainer + engine + 4 / ranks + 12 / ranks) + logits
-
-
-@pytest.mark.parametrize("row", rows("parameters")[1:], ids=lambda row: row[0])
-def test_memory_table(row):
-    sizes = [float(cell.split()[0]) for cell in rows("parameters")[0][1:]]
-    parameters = float(re.search(r"\(([\d.]+)\)", row[0])[1])
-    for cell, size in zip(row[1:], sizes, strict=True):
-        for text, stage in zip(cell.split(" / "), (2, 3), strict=True):
-            fits = [n for n in (1, 2, 4, 8, 16, 32, 64) if gigabytes(parameters, n, stage) <= 0.6 * size]
-            assert text == (str(fits[0]) if fits else "--")
 
 
 def test_flag_table():

@@ -23,7 +23,7 @@ RANKS = [
     },
     {"runtime.presets", "runtime.sandbox", "runtime.sources", "runtime.data", "runtime.batching", "runtime.watchdog"},
     {"runtime.flags", "runtime.elastic"},
-    {"runtime.identity", "runtime.attention"},
+    {"runtime.identity", "runtime.attention", "runtime.memory"},
     {"runtime.rundir", "runtime.runlog", "runtime.checkpoints", "runtime.recorder", "runtime.probe"},
     {"kl_estimators", "rewards", "runtime.dedicated"},
     {"utils"},

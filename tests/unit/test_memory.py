@@ -1,16 +1,26 @@
-"""The memory estimate at the start of a run against what DeepSpeed really keeps, on two ranks."""
+"""The memory that a run is predicted to need: its parts against counts, autograd, DeepSpeed on two ranks, and runs."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
 
 import pytest
+import torch
 from helpers import ROOT
 
 import grpo
-from runtime import runlog
+import utils
+from runtime import batching, memory
+from runtime.records import Sample
+
+spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "scripts" / "memory.py")
+script = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = script
+spec.loader.exec_module(script)
 
 # Counts the bytes of every live tensor before the model exists and in the middle of an optimizer step, where the
 # gradient of one micro-batch is accumulated and the next one is still to come.
@@ -72,14 +82,179 @@ def test_the_estimate_is_what_deepspeed_keeps(tmp_path, stage, dtype):
     found = [text for text in done.stdout.splitlines() if text.startswith("BYTES")]
     assert found, done.stderr[-3000:]
     measured = float(found[0].split()[1])
-    estimate = runlog.estimate_memory(grpo.Args(**changes), 10**6, 100, 2, dtype == "bfloat16", False).trainer / 10**6
+    setting = memory.Setting(2, "cpu", dtype == "bfloat16")
+    estimate = sum(memory.trainer_states(grpo.Args(**changes), 10**6, setting).values()) / 10**6
     print(f"ZeRO {stage} {dtype}: measured {measured:.3f} bytes per parameter, estimated {estimate:.3f}")
     assert estimate == pytest.approx(measured, rel=0.03)
 
 
+MODEL = memory.Model(
+    parameters=10**9, layers=10, hidden=1000, intermediate=3000, heads=10, kv_heads=2, head_size=100, vocabulary=50_000
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "expected"),
+    [
+        ({}, memory.Setting(1, "cuda", True), {"weights": 2, "gradients": 4, "master weights": 4, "moments": 8}),
+        ({}, memory.Setting(4, "cuda", True), {"weights": 2, "gradients": 1, "master weights": 1, "moments": 2}),
+        ({}, memory.Setting(4, "cuda", False), {"weights": 4, "gradients": 1, "master weights": 1, "moments": 2}),
+        ({"zero_stage": 3}, memory.Setting(4, "cuda", True), {"weights": 0.5, "gradients": 1, "moments": 2}),
+        ({"zero_stage": 1}, memory.Setting(4, "cuda", True), {"weights": 2, "gradients": 6, "moments": 2}),
+        ({"offload_optimizer": True}, memory.Setting(4, "cuda", True), {"master weights": 0, "moments": 0}),
+        ({"optimizer": "sgd"}, memory.Setting(1, "cuda", True), {"master weights": 4, "moments": 0}),
+        ({}, memory.Setting(1, "cuda", True, critic=True), {"weights": 4, "gradients": 4, "moments": 16}),
+        ({"beta": 0.1}, memory.Setting(4, "cuda", True), {"reference": 2, "engine": 2, "KV cache": 0}),
+        ({"vllm_tensor_parallel_size": 4}, memory.Setting(4, "cuda", True), {"reference": 0, "engine": 0.5}),
+        ({"vllm_mode": "dedicated"}, memory.Setting(4, "cuda", True), {"engine": 0, "KV cache": 0}),
+        ({"vllm_kv_cache_gb": 3}, memory.Setting(1, "cuda", True), {"KV cache": 3 * 2**30 / 10**9}),
+    ],
+)
+def test_parts_are_parameters_times_bytes(changes, setting, expected):
+    parts = memory.predict(grpo.Args(**changes), MODEL, setting).parts
+    assert {name: parts[name] / MODEL.parameters for name in expected} == pytest.approx(expected)
+
+
 def test_two_that_sleep_in_turns_are_not_there_at_the_same_time():
-    """10 bytes of trainer and 2 of engine a parameter: at most 10 when both sleep, 12 when one of them does not."""
+    """Bytes per parameter: 14 of weights, master weights and moments, 4 of gradients in the update, 2 of the engine."""
     both = {"vllm_enable_sleep_mode": True, "deepspeed_enable_sleep_mode": True}
-    for changes, expected in ((both, 10.0), ({"vllm_enable_sleep_mode": True}, 12.0), ({}, 12.0)):
-        estimate = runlog.estimate_memory(grpo.Args(**changes), 10**9, 100, 2, True, False)
-        assert (estimate.total - estimate.logits) / 10**9 == pytest.approx(expected)
+    for changes, sampling, training in ((both, 2, 18), ({"vllm_enable_sleep_mode": True}, 16, 18), ({}, 16, 20)):
+        found = memory.predict(grpo.Args(**changes), MODEL, memory.Setting(1, "cuda", True))
+        update = found.phases["update"] - found.parts["activations"] - found.parts["logits"]
+        assert found.phases["generate"] / 10**9 == pytest.approx(sampling)
+        assert update / 10**9 == pytest.approx(training)
+
+
+def samples_of(lengths: list[int], vocabulary: int) -> list[Sample]:
+    """One group: a prompt of 20 tokens, and responses of these lengths that have no common prefix."""
+    found = []
+    for k, length in enumerate(lengths):
+        response = [k, *torch.randint(0, vocabulary, (length - 1,)).tolist()]
+        found.append(Sample(0, k, list(range(20)), response, [0.0] * length, "stop", []))
+    return found
+
+
+def one_batch(samples: list[Sample], layout: str, dtype: torch.dtype) -> batching.MicroBatch:
+    """All of the samples in one micro-batch."""
+    options = {"layout": layout, "budget": 10**6, "rank": 0, "world_size": 1, "dtype": dtype}
+    (batch,) = batching.micro_batches(samples, list(range(len(samples))), **options, device=torch.device("cpu"))
+    return batch
+
+
+def kept_by_autograd(config, dtype: torch.dtype, attention: str, layout: str) -> tuple[int, int, int]:
+    """(bytes of different tensors kept for the backward pass, tokens, width) of a forward pass of a random Llama."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config._attn_implementation = attention
+    model = LlamaForCausalLM(config).to(dtype).train()
+    batch = one_batch(samples_of([33, 30, 25, 12], config.vocab_size), layout, dtype)
+    seen = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in model.parameters()}
+    parameters = sum(storage.nbytes() for storage in seen.values())
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        seen[storage.data_ptr()] = storage  # held, so that no other tensor gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        utils.TokenLogprobs(model, 1.0, 1024)(batch)
+    kept = sum(storage.nbytes() for storage in seen.values()) - parameters
+    return kept, batch.input_ids.numel(), batch.input_ids.shape[1]
+
+
+@pytest.mark.parametrize("layout", ["shared", "padded", "packed"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_layer_keeps_what_the_formula_says(dtype, attention, layout):
+    """Bytes that autograd keeps of a layer, as the difference of a model with three layers and one with one: exact."""
+    from transformers import LlamaConfig
+
+    shape = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+    found = []
+    for layers in (1, 3):
+        config = LlamaConfig(vocab_size=512, head_dim=32, num_hidden_layers=layers, **shape)
+        kept, tokens, width = kept_by_autograd(config, getattr(torch, dtype), attention, layout)
+        found.append(kept)
+    args = grpo.Args(dtype=dtype, attn_implementation=attention, batch_layout=layout)
+    model = memory.model_of(config.to_dict(), 1)
+    setting = memory.Setting(1, "cpu", dtype == "bfloat16")
+    assert (found[1] - found[0]) / 2 / tokens == memory.layer_activations(args, model, setting, width)
+
+
+@pytest.mark.parametrize("chunk", [64, 1024])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_the_head_holds_what_the_formula_says(gradient, chunk):
+    """The most that is allocated at a time by a model that is all head: within 5 %, with one chunk and with several."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8192, **shape, attn_implementation="eager"))
+    batch = one_batch(samples_of([64, 64, 64], 8192), "padded", torch.float32)
+    policy = utils.TokenLogprobs(model, 1.0, chunk)
+    began = script.time.time_ns()
+    with torch.autograd.profiler.profile(profile_memory=True) as profiler, torch.set_grad_enabled(gradient):
+        logprobs = policy(batch)[0]
+        if gradient:
+            logprobs.sum().backward()
+    peak = script.allocation_peaks(profiler, [("all", began, script.time.time_ns())])["all"]
+    model = dataclasses.replace(MODEL, vocabulary=8192)
+    shape = memory.Shape(3, 84, len(batch.targets), alone=True)
+    assert memory.logits(chunk, model, shape, gradient) == pytest.approx(peak, rel=0.05)
+
+
+def test_the_largest_micro_batch_is_the_one_that_batching_makes():
+    """Rows, width and predictions of full-length responses, in every layout, budget and number of ranks."""
+    samples = []
+    for prompt in range(4):
+        for k in range(4):
+            response = [100 * prompt + k, *range(1, 16)]
+            samples.append(Sample(prompt, k, [prompt] * 20, response, [0.0] * 16, "length", []))
+    for layout in ("shared", "padded", "packed"):
+        for budget in (36, 100, 200, 1000):
+            for ranks in (1, 2):
+                args = grpo.Args(
+                    num_unique_prompts_rollout=4,
+                    num_samples_per_prompt_rollout=4,
+                    max_response_length=16,
+                    batch_layout=layout,
+                )
+                setting = memory.Setting(ranks, "cpu", True, prompt=20)
+                expected = memory.largest_batch(args, setting, budget)
+                made = batching.micro_batches(
+                    samples,
+                    list(range(16)),
+                    layout=layout,
+                    budget=budget,
+                    rank=0,
+                    world_size=ranks,
+                    dtype=torch.float32,
+                    device=torch.device("cpu"),
+                )
+                largest = max(made, key=lambda batch: batch.input_ids.numel())
+                found = (*largest.input_ids.shape, len(largest.targets), len(made) == 1)
+                assert dataclasses.astuple(expected) == found, (layout, budget, ranks)
+
+
+def test_the_model_is_read_from_its_folder(tiny):
+    """Counts of a saved model; a folder without weights has none, and one of an unknown family neither."""
+    from transformers import AutoModelForCausalLM
+
+    found = memory.read_model(tiny)
+    assert found.parameters == AutoModelForCausalLM.from_pretrained(tiny).num_parameters()
+    assert (found.layers, found.hidden, found.keys, found.queries) == (2, 64, 32, 64)
+    assert memory.read_model(ROOT / "docs") is None
+    assert memory.model_of({"d_model": 512}, 10) is None
+
+
+def test_the_table_of_the_page_is_what_the_command_prints():
+    assert script.table() in (ROOT / "docs" / "memory.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [configuration[0] for configuration in script.CONFIGURATIONS])
+def test_a_run_holds_what_was_predicted(tmp_path, name):
+    """A run of two steps of a random model of 17M parameters: within 10 % of what each rank's main thread allocates."""
+    folder = script.small_model(tmp_path / "model")
+    for row in script.compare(name, folder, tmp_path):
+        assert row.predicted == pytest.approx(row.allocated, rel=0.1)

@@ -1,0 +1,283 @@
+"""How much memory a rank of a run needs, part by part and phase by phase, from the flags and the model's config.
+
+Arithmetic alone, without torch. docs/memory.md has the formulas, with what runs were measured to hold.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.flags import loads_reference, sizes
+
+GIB = 2**30
+# Bytes resident with --rollout hf and vllm on CPUs besides what is predicted: the interpreter, libraries, their caches.
+PROCESS = {"hf": 0.47e9, "vllm": 1.05e9}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the memory of a transformer depends on; a mixture of experts counts as if dense."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+
+    @property
+    def queries(self) -> int:
+        """Width of all heads' queries."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """Width of all heads' keys, which is that of the values."""
+        return self.kv_heads * self.head_size
+
+
+def count_parameters(folder: Path) -> int:
+    """Parameters in a folder's safetensors, from their headers alone; 0 for anything else."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with open(file, "rb") as f:
+            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        total += sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
+    return total
+
+
+def read_model(folder: Path) -> Model | None:
+    """The model in a local folder; None where there is no config with the usual names, or no safetensors."""
+    parameters = count_parameters(folder)
+    if not parameters or not (folder / "config.json").is_file():
+        return None
+    config = json.loads((folder / "config.json").read_text())
+    return model_of(config.get("text_config", config), parameters)
+
+
+def model_of(config: dict[str, Any], parameters: int) -> Model | None:
+    """The model of a config.json; None where it lacks one of the usual names."""
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    if any(not isinstance(config.get(name), int) for name in names):
+        return None
+    layers, hidden, intermediate, heads, vocabulary = [config[name] for name in names]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_size = config.get("head_dim") or hidden // heads
+    return Model(parameters, layers, hidden, intermediate, heads, kv_heads, head_size, vocabulary)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the memory of a rank depends on beside the model and the flags."""
+
+    ranks: int  # that train
+    device: str  # cuda or cpu
+    bf16: bool
+    critic: bool = False
+    prompt: int = 0  # tokens of the longest prompt; 0: as many as --max_prompt_length allows
+    layout: str | None = None  # what --batch_layout auto chose, and the attention with it; None: what is usual
+    attention: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of a weight, and of a number that a layer computes."""
+        return 2 if self.bf16 else 4
+
+
+def trainer_states(args, parameters: int, setting: Setting) -> dict[str, float]:
+    """Bytes that DeepSpeed keeps on a rank for a trained model, by part.
+
+    Every ZeRO stage shards fp32 master weights and two moments (DeepSpeed copies the master weights of an fp32 model,
+    too). Stages 2 and 3 keep this rank's partition of the gradients, in fp32; stage 1 keeps all of them, under bf16 in
+    both types. Stage 3 shards the weights. tests/unit/test_memory.py measures this.
+    """
+    if args.zero_stage == 1:
+        gradients = 6 if setting.bf16 else 4
+    else:
+        gradients = 4 / setting.ranks
+    weights = setting.size / setting.ranks if args.zero_stage == 3 else setting.size
+    if args.offload_param:
+        weights = 0
+    kept = 0 if args.offload_optimizer else 4 / setting.ranks
+    moments = 2 if args.optimizer == "adamw" else 0
+    return {
+        "weights": parameters * weights,
+        "gradients": parameters * gradients,
+        "master weights": parameters * kept,
+        "moments": parameters * kept * moments,
+    }
+
+
+def layout_of(args, setting: Setting) -> str:
+    """The layout of the rows; auto is shared unless device or lengths are against it."""
+    if setting.layout is not None:
+        return setting.layout
+    return "shared" if args.batch_layout == "auto" else args.batch_layout
+
+
+def attention_of(args, setting: Setting) -> str:
+    """The attention implementation of the flags; eager keeps the scores of every pair of tokens."""
+    if setting.attention is not None:
+        return setting.attention
+    if args.attn_implementation != "auto":
+        return args.attn_implementation
+    if setting.device == "cpu":
+        return "eager" if setting.bf16 else "sdpa"
+    return "flex_attention" if layout_of(args, setting) == "shared" else "sdpa"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The largest micro-batch of a rank: rows of ``width`` tokens, ``predictions`` of response tokens in all."""
+
+    rows: int
+    width: int
+    predictions: int
+    alone: bool  # the rank has no other micro-batch before the optimizer step
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the micro-batch, padding included."""
+        return self.rows * self.width
+
+
+def largest_batch(args, setting: Setting, budget: int) -> Shape:
+    """The micro-batch of at most ``budget`` tokens when every response has --max_response_length tokens."""
+    prompt = setting.prompt or args.max_prompt_length
+    answer = args.max_response_length
+    samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    most = -(-samples // args.num_mini_batches)
+    mine = -(-most // setting.ranks)  # samples of this rank
+    layout = layout_of(args, setting)
+    if layout == "shared":
+        group = min(args.num_samples_per_prompt_rollout, mine)
+        together = max(1, min(group, (budget - prompt) // answer))
+        width = prompt + together * (answer - 1)  # a last token predicts nothing and is not computed
+    elif layout == "packed":
+        together = max(1, min(mine, budget // (prompt + answer)))
+        width = together * (prompt + answer - 1)
+    else:
+        together = 1
+        width = prompt + answer - 1
+    rows = 1 if layout == "packed" else max(1, min(budget // width, -(-mine // together)))
+    return Shape(rows, width, rows * together * answer, rows * together >= mine)
+
+
+def layer_activations(args, model: Model, setting: Setting, width: int) -> float:
+    """Bytes that autograd keeps of one layer per token of a row of ``width`` tokens.
+
+    D hidden size, A and K widths of queries and keys, I intermediate size; a number has 2 or 4 bytes. Each of two norms
+    keeps its input in fp32, the normalized input in the model's type, and one fp32 per token. The projections keep
+    their inputs (2 D), attention its queries, keys, values and result (2 A + 2 K), the MLP gate, its activation, up and
+    their product (4 I). eager and sdpa repeat keys and values for all heads. eager keeps the scores of all pairs: after
+    the softmax in fp32, and in bf16 once more. sdpa keeps one fp32 per head, and of the masks that transformers makes
+    (not the one of shared rows) a copy per layer.
+    """
+    size = setting.size
+    attention = attention_of(args, setting)
+    keys = model.queries if attention in ("eager", "sdpa") else model.keys
+    kept = 2 * (model.hidden * (4 + size) + 4)
+    kept += size * (2 * model.hidden + 2 * model.queries + 2 * keys + 4 * model.intermediate)
+    if attention == "eager":
+        return kept + model.heads * width * (6 if setting.bf16 else 4)
+    if attention == "sdpa" and layout_of(args, setting) != "shared":
+        kept += size * width
+    return kept + 4 * model.heads
+
+
+def activations(args, model: Model, setting: Setting, shape: Shape) -> float:
+    """Bytes that autograd keeps of the layers for one micro-batch; with checkpointing one layer in full at a time."""
+    layer = layer_activations(args, model, setting, shape.width)
+    if args.gradient_checkpointing:
+        return shape.tokens * (layer + model.layers * setting.size * model.hidden)
+    return shape.tokens * layer * model.layers
+
+
+def logits(chunk: int, model: Model, shape: Shape, gradient: bool) -> float:
+    """Bytes of the head at its peak: fp32 logits of ``chunk`` predictions and two results of that size; in the
+    backward pass four.
+    """
+    return (5 if gradient else 3) * 4 * min(chunk, shape.predictions) * model.vocabulary
+
+
+def kv_bytes(model: Model, setting: Setting) -> int:
+    """Bytes of keys and values of one token in the engine."""
+    return 2 * model.layers * model.keys * setting.size
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes of a rank: the parts, and the peak of each phase. What the process itself takes is not in it."""
+
+    parts: dict[str, float]
+    phases: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        """The most of all phases."""
+        return max(self.phases.values())
+
+
+def predict(args, model: Model, setting: Setting) -> Prediction:
+    """The memory of a rank for these flags, the engine's included. Responses count with their greatest length."""
+    on_gpu = setting.device == "cuda"
+    size = sizes(args, on_gpu)
+    shape = largest_batch(args, setting, size.micro_batch_tokens)
+    no_gradient = largest_batch(args, setting, size.logprob_micro_batch_tokens)
+    trained = trainer_states(args, model.parameters, setting)
+    parts = {name: held * (1 + setting.critic) for name, held in trained.items()}
+    parts["gradients"] = trained["gradients"]  # policy and critic take their steps one after the other
+    parts["reference"] = model.parameters * setting.size * loads_reference(args)
+    parts |= engine(args, model, setting)
+    parts["activations"] = activations(args, model, setting, shape)
+    parts["logits"] = logits(size.logprob_chunk, model, shape, gradient=True)
+    # DeepSpeed makes one flat fp32 gradient of its partition for the optimizer, beside the pieces it has accumulated.
+    parts["flat gradients"] = 0 if args.offload_optimizer else 4 * model.parameters / setting.ranks
+
+    states = sum(parts[name] for name in ("weights", "master weights", "moments"))
+    sampler = parts["engine"] + parts["KV cache"]
+    beside = 0 if on_gpu and args.vllm_enable_sleep_mode else sampler
+    left = 0 if on_gpu and args.deepspeed_enable_sleep_mode else states
+    reference = 0 if on_gpu and args.offload_ref else parts["reference"]
+    phases = {"generate": left + reference + sampler}
+    if parts["reference"] or setting.critic or args.num_epochs * args.num_mini_batches > 1:
+        head = logits(size.logprob_chunk, model, no_gradient, gradient=False)
+        phases["logprobs"] = states + beside + parts["reference"] + head
+    training = states + beside + reference
+    earlier = 0 if shape.alone else parts["gradients"]  # of the micro-batches before
+    phases["update"] = training + earlier + parts["activations"] + parts["logits"]
+    phases["step"] = training + parts["gradients"] + parts["flat gradients"]
+    return Prediction(parts, phases)
+
+
+def engine(args, model: Model, setting: Setting) -> dict[str, float]:
+    """Bytes of the engine beside a trainer: its weights, and its KV cache as far as the flags say its size.
+
+    On a GPU without --vllm_kv_cache_gb vLLM takes what --vllm_gpu_memory_utilization leaves, here 0.
+    """
+    if args.vllm_mode == "dedicated":
+        return {"engine": 0, "KV cache": 0}
+    cache = 0
+    if args.rollout == "vllm" and args.vllm_kv_cache_gb is not None:
+        cache = args.vllm_kv_cache_gb * GIB
+    elif args.rollout == "vllm" and setting.device == "cpu":
+        cache = 0.5 * GIB
+    return {"engine": model.parameters * setting.size / args.vllm_tensor_parallel_size, "KV cache": cache}
+
+
+def describe(prediction: Prediction, model: Model) -> list[str]:
+    """Lines for the start of a run."""
+    parts = [f"{name} {size / GIB:.1f}" for name, size in prediction.parts.items() if size >= 0.05 * GIB]
+    phases = [f"{name} {size / GIB:.1f}" for name, size in prediction.phases.items()]
+    return [
+        f"memory     at most about {prediction.peak / GIB:.1f} GiB per rank, besides the process and its libraries "
+        f"({model.parameters / 1e6:.0f}M parameters; docs/memory.md)",
+        f"  phases   {', '.join(phases)}",
+        f"  parts    {', '.join(parts)}",
+    ]

@@ -1,0 +1,59 @@
+"""What a start does not do: import the script in verifier processes, or look for garbage among what it imports."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+from runtime import process
+
+SCRIPT = """
+import sys
+import rewards
+
+if __name__ == "__main__":
+    pool = rewards.RewardPool(1, 20.0)
+    spec = sys.modules["__main__"].__spec__
+    for response in ("rewards", "torch", "own_script"):
+        print(response, pool.result(pool.submit(sys.argv[1] + ":imported", response, "", {})).score)
+    print("main module as before", spec is None and sys.modules["__main__"].__spec__ is None)
+    pool.close()
+else:
+    sys.modules["own_script"] = sys.modules[__name__]
+    import torch
+"""
+VERIFIER = """
+import sys
+
+def imported(response, truth, row):
+    return float(response in sys.modules)
+"""
+
+
+def test_a_verifier_process_does_not_import_the_script(tmp_path):
+    """It has rewards.py and the verifier's own file, and neither the script, whatever that imports, nor torch."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "own.py").write_text(VERIFIER)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "own.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    expected = ["rewards 1.0", "torch 0.0", "own_script 0.0", "main module as before True"]
+    assert done.stdout.splitlines() == expected, done.stderr[-2000:]
+
+
+def test_no_garbage_is_collected_while_an_engine_is_built():
+    """Off inside, with all that was there frozen; on again after it, also after an error."""
+    try:
+        with process.without_collections():
+            assert not gc.isenabled() and gc.get_freeze_count() > 1000
+        assert gc.isenabled()
+        with pytest.raises(RuntimeError, match="engine"), process.without_collections():
+            raise RuntimeError("no engine")
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
