@@ -26,7 +26,15 @@ ZERO_STEPS = 5  # after this many steps without a score above 0 the run shows wh
 
 
 def print_header(
-    args, folder, problems, tokenizer, total_steps: int, world_size: int, hardware: str, rows: tuple[str, str], critic=False
+    args,
+    folder,
+    problems,
+    tokenizer,
+    total_steps: int,
+    world_size: int,
+    hardware: str,
+    rows: tuple[str, str],
+    critic=False,
 ) -> None:
     """Print the sizes that follow from the arguments, and the first prompt as the model will see it.
 
