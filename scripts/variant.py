@@ -1,4 +1,4 @@
-"""Write an algorithm that is a diff against grpo.py or ppo.py: variants/NAME.patch, applied to today's script.
+"""Write a variant of an algorithm: a diff against grpo.py or ppo.py, applied to today's script, or a script of its own.
 
     python scripts/variant.py gspo > mine.py       the whole script, to run, read and edit: python mine.py
     python scripts/variant.py --diff gspo          what it changes
@@ -11,6 +11,7 @@ A variant lies beside the scripts, since it imports what they import.
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import subprocess
 import sys
@@ -30,21 +31,39 @@ def fail(message: str) -> NoReturn:
 
 
 def names() -> list[str]:
-    """The variants there are."""
+    """The variants that are diffs."""
     return sorted(path.stem for path in FOLDER.glob("*.patch"))
+
+
+def whole_names() -> list[str]:
+    """The variants that are scripts of their own, since they share too little with another for a diff."""
+    return sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+def summary(name: str) -> tuple[str, str]:
+    """(script that it changes, or "" for a whole one, what it is in a line)."""
+    if name in whole_names():
+        text = (FOLDER / f"{name}.py").read_text()
+        return "", ast.get_docstring(ast.parse(text)).splitlines()[0]
+    header, script, _ = read(name)
+    return script, header.splitlines()[0]
 
 
 def read(name: str) -> tuple[str, str, str]:
     """(header, script that it changes, the diff) of a variant. Exits with code 2 for one that does not exist."""
     path = FOLDER / f"{name}.patch"
+    if name in whole_names():
+        fail(f"variants/{name}.py is a whole script, not a diff")
     if not path.is_file():
-        fail(f"there is no variant {name!r}; there are {', '.join(names())}")
+        fail(f"there is no variant {name!r}; there are {', '.join(sorted([*names(), *whole_names()]))}")
     header, mark, diff = path.read_text().partition(DIFF)
     return header.strip(), diff.partition("\n")[0], mark + diff
 
 
 def variant(name: str, root: Path = ROOT) -> str:
     """The text of the script with the variant's changes. Exits with code 2 where they do not apply."""
+    if name in whole_names():
+        return (FOLDER / f"{name}.py").read_text()
     _, script, diff = read(name)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / script
@@ -73,9 +92,9 @@ def main() -> None:
     parser.add_argument("--remake", action="store_true", help="print the patch of the edited file that is given")
     args = parser.parse_args()
     if args.list:
-        for name in names():
-            header, script, _ = read(name)
-            print(f"{name:16}{script:10}{header.splitlines()[0]}")
+        for name in sorted([*names(), *whole_names()]):
+            script, line = summary(name)
+            print(f"{name:16}{script:10}{line}")
     elif args.name is None:
         fail("give the name of a variant, or --list")
     elif args.remake:

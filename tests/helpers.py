@@ -96,6 +96,19 @@ def make_tiny(folder: Path) -> Path:
     return folder
 
 
+def load_variant(name: str, folder: Path):
+    """The module variant_NAME: the variant's script, written to ``folder`` and imported from there."""
+    import variant
+
+    path = folder / f"variant_{name}.py"
+    path.write_text(variant.variant(name))
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(path.stem)
+    finally:
+        sys.path.remove(str(folder))
+
+
 # ------------------------------------------------------------------------------------------------- runs in this process
 
 

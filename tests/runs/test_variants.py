@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import subprocess
 import sys
@@ -12,12 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import variant
-from helpers import ROOT, make_samples, run_here, tiny_args
+from helpers import ROOT, load_variant, make_samples, run_here, tiny_args
 
 import utils
 from runtime import batching
 
 NAMES = variant.names()
+WHOLE = variant.whole_names()
 MOST_CHANGES = 60
 # Variant -> the row of docs/losses.md that its token loss must equal, and the settings of that row.
 ROWS = {
@@ -27,6 +27,13 @@ ROWS = {
     "gspo": ("GSPO", {"clip_lower": 0.2, "clip_higher": 0.2}),
     "reinforce_pp": ("PPO clip", {}),
     "maxrl": ("PPO clip", {}),
+    "lora": ("PPO clip", {}),
+    "multi_turn": ("PPO clip", {}),
+}
+# What a variant needs beyond a tiny run's flags.
+NEEDS = {
+    "lora": {"rollout": "vllm", "vllm_kv_cache_gb": 0.1, "lora_rank": 8},
+    "multi_turn": {"rollout": "vllm", "vllm_kv_cache_gb": 0.1, "stop": ("e", "t", "a", "1")},
 }
 
 
@@ -34,13 +41,7 @@ ROWS = {
 def modules(tmp_path_factory):
     """Name -> the variant's script, imported."""
     folder = tmp_path_factory.mktemp("variants")
-    sys.path.insert(0, str(folder))
-    found = {}
-    for name in NAMES:
-        (folder / f"variant_{name}.py").write_text(variant.variant(name))
-        found[name] = importlib.import_module(f"variant_{name}")
-    yield found
-    sys.path.remove(str(folder))
+    return {name: load_variant(name, folder) for name in NAMES}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,6 +65,25 @@ def test_a_variant_is_a_short_diff_with_a_header(name, tmp_path):
 def test_remaking_a_patch_changes_nothing(name):
     header, _, diff = variant.read(name)
     assert variant.remade(name, variant.variant(name)) == f"{header}\n\n{diff}"
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_variant_is_a_short_file_with_a_header(name, capsys):
+    """At most 250 lines, and its docstring says from where, when and how measured; the list names it with its title."""
+    text = variant.variant(name)
+    assert len(text.splitlines()) <= 250
+    for word in ("Source ", "Use it ", "Measured "):
+        assert any(line.startswith(word) for line in text.splitlines()), word
+    assert variant.summary(name) == ("", text.splitlines()[0].removeprefix('"""'))
+    with pytest.raises(SystemExit) as ended:
+        variant.read(name)
+    assert ended.value.code == 2
+    assert f"variants/{name}.py is a whole script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [*NAMES, *WHOLE])
+def test_the_page_names_every_variant(name):
+    assert f"| `{name}` |" in (ROOT / "docs" / "variants.md").read_text()
 
 
 def test_a_patch_that_no_longer_applies_is_refused(tmp_path, capsys):
@@ -163,7 +183,7 @@ def test_reinforce_pp_keeps_the_proportions_of_the_groups(modules):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_variant_trains_two_steps(modules, name, tiny, tmp_path):
     """Two real steps with two optimizer steps each on the tiny model: the second is off-policy."""
-    changes = {"teacher_name_or_path": str(tiny)} if name == "distill" else {}
+    changes = {"teacher_name_or_path": str(tiny)} if name == "distill" else NEEDS.get(name, {})
     args = tiny_args(tiny, tmp_path, f"variant_{name}", total_steps=2, num_mini_batches=2, **changes)
     metrics = run_here(args, f"variant_{name}")
     assert [m["optim/steps"] for m in metrics] == [2, 2]

@@ -1,0 +1,126 @@
+"""variants/lora.patch: adapters alone are trained and pushed, and the engine computes what the trainer computes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from helpers import folder_of, load_variant, run_here, tiny_args
+from transformers import AutoModelForCausalLM
+
+from runtime import watchdog
+
+RANK = 8
+PROMPTS = [[5 + 7 * i % 300 for i in range(70)], [9, 8, 7, 6, 5]]  # the first: more than two cache blocks of 32
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 24, "stop": [], "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    return load_variant("lora", tmp_path_factory.mktemp("lora"))
+
+
+class Policy:
+    """What ``adapters`` sees of a DeepSpeed engine."""
+
+    def __init__(self, model):
+        self.module = type("TokenLogprobs", (), {"model": model})
+
+
+@pytest.fixture(scope="module")
+def engine(lora, tiny):
+    """The engine's thread and its queues, as main starts them."""
+    args = lora.Args(
+        model_name_or_path=str(tiny), dtype="float32", max_response_length=24, vllm_kv_cache_gb=0.1, lora_rank=RANK
+    )
+    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
+    line = (args, torch.float32, 0, 1, [2], inbox, outbox)
+    thread = threading.Thread(target=lora.vllm_thread, args=line, daemon=True)
+    thread.start()
+    answer(outbox)
+    yield inbox, outbox, args
+    inbox.put(("stop",))
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+def answer(outbox) -> tuple:
+    message = outbox.get(timeout=180)
+    if message[0] == "error":
+        raise message[1]
+    return message
+
+
+def adapted(lora, tiny, args, seed: int):
+    """The tiny model with adapters that change every layer."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager")
+    model.add_adapter(lora.lora_config(args))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.1)
+    return model.eval()
+
+
+@torch.no_grad()
+def mismatch(model, samples: list[tuple]) -> float:
+    """Largest difference of a token's log-prob between the sampler and a plain forward pass of the model."""
+    worst = 0.0
+    for _, _, (p, _), ids, logprobs, _, _ in samples:
+        rows = torch.tensor([PROMPTS[p] + ids])
+        logits = model(input_ids=rows, use_cache=False).logits[0, len(PROMPTS[p]) - 1 : -1]
+        own = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        worst = max(worst, (own - torch.tensor(logprobs)).abs().max().item())
+    return worst
+
+
+def test_the_engine_has_the_adapters_of_the_last_push(lora, engine, tiny):
+    """Sampler and trainer agree after each of two pushes, in which only adapters travel; not with what was before."""
+    inbox, outbox, args = engine
+    base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager")
+    models = [adapted(lora, tiny, args, seed) for seed in (1, 2)]
+    earlier = base
+    for version, model in enumerate(models, 1):
+        weights = lora.adapters(Policy(model))
+        assert all(".lora_A." in name or ".lora_B." in name for name, _ in weights)
+        layers = [module for module in base.model.modules() if isinstance(module, torch.nn.Linear)]
+        expected = sum(RANK * (layer.in_features + layer.out_features) for layer in layers)
+        assert sum(weight.numel() for _, weight in weights) == expected
+        inbox.put(("weights", version, weights))
+        assert answer(outbox)[:2] == ("weights", version)
+        requests = [((p, k), prompt, 10 * p + k) for p, prompt in enumerate(PROMPTS) for k in range(4)]
+        inbox.put(("generate", version, requests, SAMPLING))
+        samples = [answer(outbox) for _ in requests]
+        assert mismatch(model, samples) < 1e-4
+        assert mismatch(earlier, samples) > 0.05
+        earlier = model
+
+
+def test_a_run_trains_adapters_alone(lora, tiny, tmp_path):
+    """Two steps with two optimizer steps each: sampler = trainer after every push, and model/ is the adapters."""
+    changes = {"rollout": "vllm", "vllm_kv_cache_gb": 0.1, "lora_rank": RANK, "learning_rate": 1e-2}
+    args = tiny_args(tiny, tmp_path, "variant_lora", total_steps=3, num_mini_batches=2, **changes)
+    metrics = run_here(args, "variant_lora")
+    assert all(m["optim/steps"] > 0 for m in metrics)
+    assert all(m["sampler/logprob_diff_max"] < 1e-4 for m in metrics)
+    saved = folder_of(args, "variant_lora") / "model"
+    assert (saved / "adapter_model.safetensors").is_file()
+    assert not (saved / "model.safetensors").exists()
+    trained = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).state_dict()
+    for name, weight in trained.state_dict().items():
+        if ".lora_" not in name:
+            assert torch.equal(weight, base[name.replace(".base_layer", "")]), name
+    moved = [weight.abs().max().item() for name, weight in trained.state_dict().items() if ".lora_B." in name]
+    assert min(moved) > 1e-3
+
+
+@pytest.mark.parametrize("change", [{"rollout": "hf"}, {"zero_stage": 3}, {"vllm_enable_sleep_mode": True}])
+def test_what_needs_all_weights_pushed_is_refused(lora, tiny, tmp_path, capsys, change):
+    args = tiny_args(tiny, tmp_path, "variant_lora", **{"rollout": "vllm", **change})
+    with pytest.raises(SystemExit) as ended:
+        lora.check_args(args)
+    assert ended.value.code == 2
+    assert "adapters alone are pushed" in capsys.readouterr().err

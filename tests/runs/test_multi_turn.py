@@ -1,0 +1,172 @@
+"""variants/multi_turn.patch: one list of ids per response, the tool's among them, which nobody learns from."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+from helpers import load_variant, make_samples, run_here, tiny_args
+
+from runtime import watchdog
+from runtime.records import Sample
+
+PROMPTS = [[5 + 7 * i % 300 for i in range(40)], [9, 8, 7, 6, 5]]
+STOP = ["e", "t", "a", "1"]  # what a random model soon says
+LONGEST = 48
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": LONGEST, "stop": STOP, "ignore_eos": True}
+RESULT = " 12 - 3"
+
+
+@pytest.fixture(scope="module")
+def multi_turn(tmp_path_factory):
+    return load_variant("multi_turn", tmp_path_factory.mktemp("multi_turn"))
+
+
+@pytest.fixture(scope="module")
+def turns(multi_turn, tiny):
+    """(samples, prompts that vLLM was given by request, ids of the tool's answer) of a real engine."""
+    args = multi_turn.Args(
+        model_name_or_path=str(tiny), dtype="float32", max_response_length=LONGEST, vllm_kv_cache_gb=0.1
+    )
+    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
+    line = (args, torch.float32, 0, 1, [2], inbox, outbox)
+    thread = threading.Thread(target=multi_turn.vllm_thread, args=line, daemon=True)
+    prompts = []
+
+    def spy(llm) -> list[int]:
+        plain = llm.llm_engine.add_request
+
+        def add_request(name, prompt, params, **more):
+            prompts.append((prompt["prompt_token_ids"], params.max_tokens))
+            return plain(name, prompt, params, **more)
+
+        llm.llm_engine.add_request = add_request
+        return llm.get_tokenizer().encode(RESULT, add_special_tokens=False)
+
+    def answer() -> tuple:
+        message = outbox.get(timeout=180)
+        if message[0] == "error":
+            raise message[1]
+        return message
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multi_turn, "calculator", lambda text: RESULT)
+        thread.start()
+        answer()
+        inbox.put(("call", spy))
+        _, tool = answer()
+        requests = [((p, k), prompt, 10 * p + k) for p, prompt in enumerate(PROMPTS) for k in range(4)]
+        inbox.put(("generate", 0, requests, SAMPLING))
+        samples = []
+        for _ in requests:
+            _, _, key, ids, logprobs, reason, versions = answer()
+            samples.append(Sample(*key, PROMPTS[key[0]], ids, logprobs, reason, versions))
+        inbox.put(("stop",))
+        thread.join(timeout=60)
+    return samples, prompts, tool
+
+
+def ends_of_answers(multi_turn, sample: Sample) -> list[int]:
+    """Where in a response the model continues after an answer of the tool."""
+    tool = [x == multi_turn.TOOL for x in sample.sampler_logprobs]
+    return [i for i in range(1, len(tool)) if tool[i - 1] and not tool[i]]
+
+
+def test_the_prompt_of_a_turn_is_all_ids_so_far(multi_turn, turns):
+    """Nothing is tokenized twice: the engine's own ids and the tool's, and the tokens that are left."""
+    samples, prompts, tool = turns
+    expected = []
+    for sample in samples:
+        for end in [0, *ends_of_answers(multi_turn, sample)]:
+            expected.append((sample.prompt_ids + sample.response_ids[:end], LONGEST - end))
+        for end in ends_of_answers(multi_turn, sample):
+            assert sample.response_ids[end - len(tool) : end] == tool
+    assert sorted(expected) == sorted(prompts)
+    assert len(prompts) > 2 * len(samples), "some responses have three turns"
+
+
+def test_a_response_ends_at_its_longest_length(turns):
+    """All turns and the tool's answers together; what the tool says is cut off there."""
+    samples, _, _ = turns
+    assert all(len(s.response_ids) == len(s.sampler_logprobs) == LONGEST for s in samples)
+    assert all(s.finish_reason == "length" for s in samples)
+    assert all(len(s.token_versions()) == LONGEST for s in samples)
+
+
+@torch.no_grad()
+def test_the_sampler_s_log_probs_of_every_turn_are_the_trainer_s(multi_turn, turns, tiny_model):
+    samples, _, _ = turns
+    for sample in samples:
+        rows = torch.tensor([sample.prompt_ids + sample.response_ids])
+        logits = tiny_model(input_ids=rows, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
+        own = logits.log_softmax(-1).gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+        sampler = torch.tensor(sample.sampler_logprobs)
+        sampled = sampler != multi_turn.TOOL
+        assert 0 < sampled.sum() < LONGEST
+        assert (own - sampler)[sampled].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("norm", ["token", "sequence", "constant"])
+def test_the_tool_s_tokens_have_no_weight_and_do_not_count(multi_turn, norm):
+    """The weights are those of the same responses without the tool's tokens, and 0 at these."""
+    samples = make_samples(3, 4)
+    args = multi_turn.Args(loss_norm=norm)
+    everything = list(range(len(samples)))
+    plain = multi_turn.loss_weights(samples, everything, args)
+    for k, sample in enumerate(samples):
+        sample.response_ids[1:1] = [7] * (k % 3)
+        sample.sampler_logprobs[1:1] = [multi_turn.TOOL] * (k % 3)
+    own = torch.tensor([x != multi_turn.TOOL for s in samples for x in s.sampler_logprobs])
+    weights = multi_turn.loss_weights(samples, everything, args)
+    assert torch.equal(weights[own], plain)
+    assert weights[~own].abs().sum() == 0
+    assert (~own).sum() > 0
+
+
+def test_a_run_takes_the_tool_out_of_the_kl_of_the_reward(multi_turn, tiny, tmp_path, monkeypatch):
+    """Three real steps with the KL in the reward: the sampler check holds, and the tool's tokens have no KL."""
+    masks = []
+    plain = multi_turn.kl_reward
+
+    def spy(logprobs, ref, mask, **more):
+        masks.append(mask)
+        return plain(logprobs, ref, mask, **more)
+
+    monkeypatch.setattr(multi_turn, "kl_reward", spy)
+    monkeypatch.setattr(multi_turn, "calculator", lambda text: RESULT)
+    changes = {"rollout": "vllm", "vllm_kv_cache_gb": 0.1, "stop": tuple(STOP), "max_response_length": 24}
+    kl = {"beta": 0.1, "kl_placement": "reward", "learning_rate": 1e-3}
+    args = tiny_args(tiny, tmp_path, "variant_multi_turn", total_steps=3, **changes, **kl)
+    metrics = run_here(args, "variant_multi_turn")
+    assert all(m["sampler/logprob_diff_max"] < 1e-4 for m in metrics)
+    for mask, m in zip(masks, metrics, strict=True):
+        responses = len(mask) - 1
+        assert responses == round(m["completions/length_mean"] * 16)
+        assert 0.2 < mask.float().mean() < 0.9
+
+
+CALLS = {
+    "so 4 - 7 =": " -3",
+    "4-7=": " -3",
+    "12 + 30 - 2 = ": " 40",
+    "-5 + 2 =": " -3",
+    "2 + 2 = 4 and 10 - 1 =": " 9",
+    "x =": "",
+    "=": "",
+    "": "",
+    f"{'9' * 5000} =": f" {'9' * 15}",
+}
+
+
+@pytest.mark.parametrize(("text", "value"), CALLS.items(), ids=range(len(CALLS)))
+def test_the_calculator_adds_up_what_stands_before_the_sign(multi_turn, text, value):
+    assert multi_turn.calculator(text) == value
+
+
+def test_the_calculator_equals_python(multi_turn):
+    for first, sign, second in itertools.product((-12, 0, 7), "+-", (3, 40)):
+        text = f"{first} {sign} {second}"
+        expected = first + second if sign == "+" else first - second
+        assert multi_turn.calculator(f"thus {text} =") == f" {expected}"
