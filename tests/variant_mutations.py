@@ -1,0 +1,137 @@
+"""Puts known bugs into variants, one at a time, and shows that the tests of the variant notice each.
+
+    python tests/variant_mutations.py              every mutation, a line each; exit code 1 when a test run stays green
+    python tests/variant_mutations.py lora         those of one variant
+
+A mutation is (what it is, variant, text, text in its place, tests to run); the text must occur once in the variant's
+file, so a mutation that no longer applies is an error and not a success.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LORA = ["tests/runs/test_lora.py"]
+TURNS = ["tests/runs/test_multi_turn.py"]
+SMALL = ["tests/runs/test_dr_grpo_min.py"]
+GRADIENT = [*SMALL, "-k", "gradient"]
+MUTATIONS = [
+    ("only the first push arrives", "lora.patch", ", load_inplace=True)", ")", LORA),
+    ("the prefix cache outlives a push", "lora.patch", 'if inflight_updates != "keep" and', "if False and", LORA),
+    ("requests without the adapters", "lora.patch", ", lora_request=lora)", ")", LORA),
+    (
+        "another scale in the engine",
+        "lora.patch",
+        "lora_config(args).save_pretrained",
+        "LoraConfig(r=8).save_pretrained",
+        LORA,
+    ),
+    ("no refusal of --rollout hf", "lora.patch", 'args.rollout == "hf" or ', "", [*LORA, "-k", "refused"]),
+    ("the tool's tokens are learned", "multi_turn.patch", "w * (x != TOOL) for s, w", "w for s, w", TURNS),
+    (
+        "the tool's tokens count",
+        "multi_turn.patch",
+        "sum(x != TOOL for x in s.sampler_logprobs)",
+        "len(s.response_ids)",
+        TURNS,
+    ),
+    (
+        "the tool's tokens in the KL",
+        "multi_turn.patch",
+        "all_N = sampler_N != TOOL",
+        "all_N = sampler_N <= TOOL",
+        TURNS,
+    ),
+    ("a prompt without earlier turns", "multi_turn.patch", "s.prompt_ids + s.response_ids,", "s.prompt_ids,", TURNS),
+    (
+        "a prompt from text",
+        "multi_turn.patch",
+        "s.prompt_ids + s.response_ids,",
+        "s.prompt_ids + llm.get_tokenizer().encode(llm.get_tokenizer().decode(s.response_ids)),",
+        TURNS,
+    ),
+    (
+        "every turn has all tokens",
+        "multi_turn.patch",
+        'sampling["max_tokens"] - len(s.response_ids)}',
+        'sampling["max_tokens"]}',
+        TURNS,
+    ),
+    (
+        "no end at the longest length",
+        "multi_turn.patch",
+        "result[: longest - len(sample.response_ids)]",
+        "result",
+        TURNS,
+    ),
+    ("versions start anew", "multi_turn.patch", "start + span.start", "span.start", TURNS),
+    (
+        "the divided advantage of GRPO",
+        "dr_grpo_min.py",
+        "rewards_G - rewards_G.mean()\n",
+        "(rewards_G - rewards_G.mean()) / (rewards_G.std() + 1e-6)\n",
+        GRADIENT,
+    ),
+    (
+        "a weight by the own length",
+        "dr_grpo_min.py",
+        "args.group * args.max_response_length)\n",
+        "args.group * max(len(r.ids) for r in group))\n",
+        GRADIENT,
+    ),
+    (
+        "targets shifted by a token",
+        "dr_grpo_min.py",
+        "rows[:, len(prompt) :, None]",
+        "rows[:, len(prompt) - 1 : -1, None]",
+        GRADIENT,
+    ),
+    ("padding is learned", "dr_grpo_min.py", "loss_BT[real_BT].sum()", "loss_BT.sum()", GRADIENT),
+    ("another temperature", "dr_grpo_min.py", "(logits_BTV / temperature)", "logits_BTV", GRADIENT),
+    (
+        "the advantages of the first part",
+        "dr_grpo_min.py",
+        "advantages_G[start : start + args.micro_batch]",
+        "advantages_G[: len(part)]",
+        GRADIENT,
+    ),
+    ("no push", "dr_grpo_min.py", "utils.push_weights(llm, list(model.state_dict().items()))", "pass", SMALL),
+]
+
+
+def survivors(names: list[str]) -> list[str]:
+    """The mutations that no test noticed; prints a line for each. ``names``: of the variants; none means all."""
+    alive = []
+    tried = [row for row in MUTATIONS if not names or Path(row[1]).stem in names]
+    with tempfile.TemporaryDirectory() as folder:
+        for source in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
+            shutil.copy(source, folder)
+        for name in ("runtime", "tests", "scripts", "docs", "variants"):
+            shutil.copytree(ROOT / name, Path(folder) / name)
+        for what, file, text, other, tests in tried:
+            path = Path(folder) / "variants" / file
+            original = path.read_text()
+            count = original.count(text)
+            if count != 1 + (text.startswith("result[")):  # the answer of the tool and its log-probs
+                raise RuntimeError(f"{what}: variants/{file} has {count} times {text!r}")
+            path.write_text(original.replace(text, other))
+            run = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+            done = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=900)
+            path.write_text(original)
+            if done.returncode not in (0, 1):
+                raise RuntimeError(f"pytest itself failed:\n{done.stdout}\n{done.stderr}")
+            survived = done.returncode == 0
+            last = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            print(f"{'ALIVE ' if survived else 'killed'}  {what:36} {' '.join(last)[:150]}", flush=True)
+            alive += [what] * survived
+    print(f"{len(tried) - len(alive)} of {len(tried)} killed")
+    return alive
+
+
+if __name__ == "__main__":
+    raise SystemExit(1 if survivors(sys.argv[1:]) else 0)
