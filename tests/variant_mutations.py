@@ -120,7 +120,18 @@ def survivors(names: list[str]) -> list[str]:
             if count != 1 + (text.startswith("result[")):  # the answer of the tool and its log-probs
                 raise RuntimeError(f"{what}: variants/{file} has {count} times {text!r}")
             path.write_text(original.replace(text, other))
-            run = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+            run = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-m",
+                "slow or not slow",
+                "-p",
+                "no:cacheprovider",
+                *tests,
+            ]
             done = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=900)
             path.write_text(original)
             if done.returncode not in (0, 1):

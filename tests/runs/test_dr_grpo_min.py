@@ -70,6 +70,7 @@ small.main(small.Args(**{arguments!r}))
 """
 
 
+@pytest.mark.slow
 def test_it_trains_two_real_steps(tiny, tmp_path):
     """With vLLM: the engine has the new weights in the second step, which moved far, and they are saved."""
     arguments = {"model_name_or_path": str(tiny), "steps": 2, "prompts": 4, "group": 4, "max_response_length": 8}

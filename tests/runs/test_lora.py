@@ -6,7 +6,8 @@ import threading
 
 import pytest
 import torch
-from helpers import folder_of, load_variant, run_here, tiny_args
+import variant
+from helpers import command, finish, load_variant, read_jsonl, tiny_args
 from transformers import AutoModelForCausalLM
 
 from runtime import watchdog
@@ -98,14 +99,17 @@ def test_the_engine_has_the_adapters_of_the_last_push(lora, engine, tiny):
         earlier = model
 
 
-def test_a_run_trains_adapters_alone(lora, tiny, tmp_path):
-    """Two steps with two optimizer steps each: sampler = trainer after every push, and model/ is the adapters."""
-    changes = {"rollout": "vllm", "vllm_kv_cache_gb": 0.1, "lora_rank": RANK, "learning_rate": 1e-2}
-    args = tiny_args(tiny, tmp_path, "variant_lora", total_steps=3, num_mini_batches=2, **changes)
-    metrics = run_here(args, "variant_lora")
-    assert all(m["optim/steps"] > 0 for m in metrics)
+@pytest.mark.slow
+def test_a_run_trains_adapters_alone(tiny, tmp_path):
+    """Three steps with two optimizer steps each: sampler = trainer after every push, and model/ is the adapters."""
+    (tmp_path / "lora.py").write_text(variant.variant("lora"))
+    more = ["--lora_rank", str(RANK), "--learning_rate", "1e-2", "--num_mini_batches", "2", "--total_steps", "3"]
+    line = command(tiny, tmp_path / "out", *more, rollout="vllm")
+    finish([line[0], str(tmp_path / "lora.py"), *line[2:]], tmp_path / "log")
+    metrics = read_jsonl(tmp_path / "out" / "run" / "metrics.jsonl")
+    assert [m["optim/steps"] for m in metrics] == [2, 2, 2]
     assert all(m["sampler/logprob_diff_max"] < 1e-4 for m in metrics)
-    saved = folder_of(args, "variant_lora") / "model"
+    saved = tmp_path / "out" / "run" / "model"
     assert (saved / "adapter_model.safetensors").is_file()
     assert not (saved / "model.safetensors").exists()
     trained = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 
 import pytest
 import torch
-from helpers import load_variant, make_samples, run_here, tiny_args
+import variant
+from helpers import command, finish, load_variant, make_samples, read_jsonl
 
 from runtime import watchdog
 from runtime.records import Sample
@@ -125,26 +127,43 @@ def test_the_tool_s_tokens_have_no_weight_and_do_not_count(multi_turn, norm):
     assert (~own).sum() > 0
 
 
-def test_a_run_takes_the_tool_out_of_the_kl_of_the_reward(multi_turn, tiny, tmp_path, monkeypatch):
-    """Three real steps with the KL in the reward: the sampler check holds, and the tool's tokens have no KL."""
-    masks = []
-    plain = multi_turn.kl_reward
+DRIVER = """
+import json, sys
+import multi_turn
+from runtime import flags
 
-    def spy(logprobs, ref, mask, **more):
-        masks.append(mask)
-        return plain(logprobs, ref, mask, **more)
+masks = []
+plain = multi_turn.kl_reward
+multi_turn.calculator = lambda text: " 12 - 3"  # a random model writes no sums
 
-    monkeypatch.setattr(multi_turn, "kl_reward", spy)
-    monkeypatch.setattr(multi_turn, "calculator", lambda text: RESULT)
-    changes = {"rollout": "vllm", "vllm_kv_cache_gb": 0.1, "stop": tuple(STOP), "max_response_length": 24}
-    kl = {"beta": 0.1, "kl_placement": "reward", "learning_rate": 1e-3}
-    args = tiny_args(tiny, tmp_path, "variant_multi_turn", total_steps=3, **changes, **kl)
-    metrics = run_here(args, "variant_multi_turn")
+def spy(logprobs, ref, mask, **more):
+    masks.append([len(mask) - 1, int(mask[:-1].sum())])
+    return plain(logprobs, ref, mask, **more)
+
+multi_turn.kl_reward = spy
+if __name__ == "__main__":
+    args = flags.parse(multi_turn.Args, "")
+    multi_turn.main(args, multi_turn.preflight(args))
+    print("masks", json.dumps(masks))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_takes_the_tool_out_of_the_kl_of_the_reward(tiny, tmp_path):
+    """Three steps, two optimizer steps each, KL in the reward: the sampler check holds, the tool's tokens have no KL."""
+    (tmp_path / "multi_turn.py").write_text(variant.variant("multi_turn"))
+    (tmp_path / "driver.py").write_text(DRIVER)
+    more = ["--stop", *STOP, "--max_response_length", "24", "--beta", "0.1", "--kl_placement", "reward"]
+    more += ["--num_mini_batches", "2", "--total_steps", "3"]
+    line = command(tiny, tmp_path / "out", *more, rollout="vllm")
+    text = finish([line[0], str(tmp_path / "driver.py"), *line[2:]], tmp_path / "log")
+    metrics = read_jsonl(tmp_path / "out" / "run" / "metrics.jsonl")
+    assert [m["optim/steps"] for m in metrics] == [2, 2, 2]
     assert all(m["sampler/logprob_diff_max"] < 1e-4 for m in metrics)
-    for mask, m in zip(masks, metrics, strict=True):
-        responses = len(mask) - 1
-        assert responses == round(m["completions/length_mean"] * 16)
-        assert 0.2 < mask.float().mean() < 0.9
+    masks = json.loads(text.partition("masks ")[2].splitlines()[0])
+    for (tokens, own), m in zip(masks, metrics, strict=True):
+        assert tokens == round(m["completions/length_mean"] * 16)
+        assert 0.2 * tokens < own < 0.9 * tokens
 
 
 CALLS = {
