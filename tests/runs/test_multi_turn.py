@@ -150,7 +150,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_run_takes_the_tool_out_of_the_kl_of_the_reward(tiny, tmp_path):
-    """Three steps, two optimizer steps each, KL in the reward: the sampler check holds, the tool's tokens have no KL."""
+    """Three steps with the KL in the reward: the sampler check holds, and the tool's tokens have no KL."""
     (tmp_path / "multi_turn.py").write_text(variant.variant("multi_turn"))
     (tmp_path / "driver.py").write_text(DRIVER)
     more = ["--stop", *STOP, "--max_response_length", "24", "--beta", "0.1", "--kl_placement", "reward"]
