@@ -105,7 +105,7 @@ def test_a_run_trains_adapters_alone(tiny, tmp_path):
     (tmp_path / "lora.py").write_text(variant.variant("lora"))
     more = ["--lora_rank", str(RANK), "--learning_rate", "1e-2", "--num_mini_batches", "2", "--total_steps", "3"]
     line = command(tiny, tmp_path / "out", *more, rollout="vllm")
-    finish([line[0], str(tmp_path / "lora.py"), *line[2:]], tmp_path / "log")
+    finish([line[0], str(tmp_path / "lora.py"), *line[2:]], tmp_path / "log", 280)
     metrics = read_jsonl(tmp_path / "out" / "run" / "metrics.jsonl")
     assert [m["optim/steps"] for m in metrics] == [2, 2, 2]
     assert all(m["sampler/logprob_diff_max"] < 1e-4 for m in metrics)

@@ -156,7 +156,7 @@ def test_a_run_takes_the_tool_out_of_the_kl_of_the_reward(tiny, tmp_path):
     more = ["--stop", *STOP, "--max_response_length", "24", "--beta", "0.1", "--kl_placement", "reward"]
     more += ["--num_mini_batches", "2", "--total_steps", "3"]
     line = command(tiny, tmp_path / "out", *more, rollout="vllm")
-    text = finish([line[0], str(tmp_path / "driver.py"), *line[2:]], tmp_path / "log")
+    text = finish([line[0], str(tmp_path / "driver.py"), *line[2:]], tmp_path / "log", 280)
     metrics = read_jsonl(tmp_path / "out" / "run" / "metrics.jsonl")
     assert [m["optim/steps"] for m in metrics] == [2, 2, 2]
     assert all(m["sampler/logprob_diff_max"] < 1e-4 for m in metrics)
