@@ -107,7 +107,7 @@ def test_a_run_trains_adapters_alone(tiny, tmp_path):
     line = command(tiny, tmp_path / "out", *more, rollout="vllm")
     finish([line[0], str(tmp_path / "lora.py"), *line[2:]], tmp_path / "log", 280)
     metrics = read_jsonl(tmp_path / "out" / "run" / "metrics.jsonl")
-    assert [m["optim/steps"] for m in metrics] == [2, 2, 2]
+    assert sum(m["optim/steps"] for m in metrics) > 3
     assert all(m["sampler/logprob_diff_max"] < 1e-4 for m in metrics)
     saved = tmp_path / "out" / "run" / "model"
     assert (saved / "adapter_model.safetensors").is_file()
