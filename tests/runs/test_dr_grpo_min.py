@@ -37,7 +37,7 @@ def grpo_gradient(model, samples, rewards) -> torch.Tensor:
     weights = F.pad(grpo.loss_weights(samples, everything, args), (0, 1))
     own = grpo.group_advantages(torch.tensor(rewards, dtype=torch.float64), args.advantage_normalization_type).flatten()
     advantages = torch.tensor([own[i] for i, s in enumerate(samples) for _ in s.response_ids] + [0.0])
-    cutting = {"layout": "shared", "budget": 1000, "rank": 0, "world_size": 1, "dtype": torch.float32}
+    cutting = {"layout": "shared", "budget": 1000, "rank": 0, "world_size": 1}
     model.zero_grad()
     for mb in batching.micro_batches(samples, everything, device=torch.device("cpu"), **cutting):
         logprobs, entropy, _ = policy(mb)
@@ -56,7 +56,11 @@ def test_its_gradient_is_that_of_grpo(small, tiny_model, micro_batch):
     args = small.Args(prompts=3, group=GROUP, max_response_length=LONGEST, micro_batch=micro_batch, temperature=0.7)
     tiny_model.zero_grad()
     for p, own in enumerate(rewards):
-        group = [small.Response(s.response_ids, s.sampler_logprobs, "") for s in samples if s.prompt_id == p]
+        group = [
+            small.Response(s.response_ids.tolist(), s.sampler_logprobs.tolist(), "")
+            for s in samples
+            if s.prompt_id == p
+        ]
         small.add_gradient(tiny_model, samples[p * GROUP].prompt_ids, group, own, args)
     found = gradient_of(tiny_model)
     assert expected.norm() > 0
