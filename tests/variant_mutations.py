@@ -22,7 +22,6 @@ SMALL = ["tests/runs/test_dr_grpo_min.py"]
 GRADIENT = [*SMALL, "-k", "gradient"]
 MUTATIONS = [
     ("only the first push arrives", "lora.patch", ", load_inplace=True)", ")", LORA),
-    ("the prefix cache outlives a push", "lora.patch", 'if inflight_updates != "keep" and', "if False and", LORA),
     ("requests without the adapters", "lora.patch", ", lora_request=lora)", ")", LORA),
     (
         "another scale in the engine",
