@@ -12,6 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from runtime import libraries, memory, presets
 from runtime.flags import recorded_steps
 from runtime.identity import code_of, recorded
@@ -300,7 +302,7 @@ class RunLog:
         if not self.is_main:
             return
         with open(self.folder / file, "a") as f:
-            f.write(redact(json.dumps(_finite(record))) + "\n")
+            f.write(redact(json.dumps(_finite(record), default=np.ndarray.tolist)) + "\n")
         if self.wandb is not None and file in ("metrics.jsonl", "eval.jsonl"):
             self._track("log", {k: v for k, v in record.items() if k != "step"}, step=record["step"])
 

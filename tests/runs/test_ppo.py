@@ -91,7 +91,7 @@ def test_the_loop_of_ppo_has_every_line_of_grpo_but_those_about_groups():
     )
     others = [line for line in removed if not line.startswith("#") and not any(word in line for word in about_groups)]
     assert others == [
-        'runlog.print_header(args, folder, problems, tokenizer, total_steps, world_size, f"{device.type} {dtype}")',
+        "runlog.print_header(args, folder, problems, tokenizer, total_steps, world_size, hardware, rows)",
         "skips = SimpleNamespace(policy=0)  # optimizer steps in a row that were not applied",
         "in_loss = list(range(len(samples)))",
         "if reference is None and args.entropy_coeff == 0:",
@@ -230,7 +230,7 @@ def dense(finish: str = "stop", score: float = 1.0, steps=((2, 0.5), (4, 0.25), 
     def decode(ids, skip_special_tokens):
         return "".join(words[min(i, 4)] for i in ids)
 
-    return sample.reward, data.token_rewards([sample], decode, args)
+    return sample.reward, data.token_rewards([sample], decode, args).tolist()
 
 
 def test_dense_rewards():

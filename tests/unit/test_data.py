@@ -335,6 +335,7 @@ def test_every_field_is_read(script):
                 read.add(node.attr)
             if isinstance(node, ast.FunctionDef) and node.name == "run_name":
                 named |= {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    named |= {f.name for f in dataclasses.fields(flags.Sizes)}
     if script == "ppo":
         named |= {f"critic_{name}" for name in ppo.CRITIC_SETTINGS}
     assert len(read) > 80
@@ -347,6 +348,7 @@ def test_every_field_is_read(script):
 @pytest.mark.parametrize("script", ["grpo.py", "ppo.py"])
 def test_every_field_has_its_docstring(script):
     body = next(n for n in ast.parse((ROOT / script).read_text()).body if getattr(n, "name", "") == "Args").body
+    body = [node for node in body if not isinstance(node, ast.FunctionDef)]
     for field, text in zip(body[::2], body[1::2], strict=True):
         assert isinstance(field, ast.AnnAssign)
         assert isinstance(text, ast.Expr) and len(text.value.value) > 8, f"{ast.unparse(field.target)} has no docstring"

@@ -119,7 +119,7 @@ def test_two_that_sleep_in_turns_are_not_there_at_the_same_time():
     """Bytes per parameter: 14 of weights, master weights and moments, 4 of gradients in the update, 2 of the engine."""
     both = {"vllm_enable_sleep_mode": True, "deepspeed_enable_sleep_mode": True}
     for changes, sampling, training in ((both, 2, 18), ({"vllm_enable_sleep_mode": True}, 16, 18), ({}, 16, 20)):
-        found = memory.predict(grpo.Args(**changes), MODEL, memory.Setting(1, "cuda", True))
+        found = memory.predict(grpo.Args(micro_batch_tokens=1024, **changes), MODEL, memory.Setting(1, "cuda", True))
         update = found.phases["update"] - found.parts["activations"] - found.parts["logits"]
         assert found.phases["generate"] / 10**9 == pytest.approx(sampling)
         assert update / 10**9 == pytest.approx(training)
@@ -134,9 +134,9 @@ def samples_of(lengths: list[int], vocabulary: int) -> list[Sample]:
     return found
 
 
-def one_batch(samples: list[Sample], layout: str, dtype: torch.dtype) -> batching.MicroBatch:
+def one_batch(samples: list[Sample], layout: str) -> batching.MicroBatch:
     """All of the samples in one micro-batch."""
-    options = {"layout": layout, "budget": 10**6, "rank": 0, "world_size": 1, "dtype": dtype}
+    options = {"layout": layout, "budget": 10**6, "rank": 0, "world_size": 1}
     (batch,) = batching.micro_batches(samples, list(range(len(samples))), **options, device=torch.device("cpu"))
     return batch
 
@@ -148,7 +148,7 @@ def kept_by_autograd(config, dtype: torch.dtype, attention: str, layout: str) ->
     torch.manual_seed(0)
     config._attn_implementation = attention
     model = LlamaForCausalLM(config).to(dtype).train()
-    batch = one_batch(samples_of([33, 30, 25, 12], config.vocab_size), layout, dtype)
+    batch = one_batch(samples_of([33, 30, 25, 12], config.vocab_size), layout)
     seen = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in model.parameters()}
     parameters = sum(storage.nbytes() for storage in seen.values())
 
@@ -190,7 +190,7 @@ def test_the_head_holds_what_the_formula_says(gradient, chunk):
 
     shape = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8192, **shape, attn_implementation="eager"))
-    batch = one_batch(samples_of([64, 64, 64], 8192), "padded", torch.float32)
+    batch = one_batch(samples_of([64, 64, 64], 8192), "padded")
     policy = utils.TokenLogprobs(model, 1.0, chunk)
     began = script.time.time_ns()
     with torch.autograd.profiler.profile(profile_memory=True) as profiler, torch.set_grad_enabled(gradient):
@@ -228,7 +228,6 @@ def test_the_largest_micro_batch_is_the_one_that_batching_makes():
                     budget=budget,
                     rank=0,
                     world_size=ranks,
-                    dtype=torch.float32,
                     device=torch.device("cpu"),
                 )
                 largest = max(made, key=lambda batch: batch.input_ids.numel())
