@@ -160,7 +160,8 @@ def test_a_run_leaves_no_secret(tiny, tmp_path, planted, judged, monkeypatch, ca
         assert (folder / file).is_file()
     (tracked,) = folder.glob("wandb/offline-run-*/*.wandb")
     assert b"judge.example.com" in wandb_records(tracked.read_bytes()), "the search sees what wandb wrote"
-    assert "first unscorable of a verification" in said.out and "401: the key *** is not valid" in said.out
+    assert "first unscorable of a verification" in said.out
+    assert "401: the key *** is not valid" in said.out
     assert found_in(out, said.out, said.err) == []
 
 
