@@ -49,6 +49,9 @@ OWN_FLAGS = '''
     """Its key."""
 '''
 
+# Lines of whole groups of four characters: the word after the last line, EOF, is none.
+BASE64 = re.compile(rb"(?:(?:[A-Za-z0-9+/]{4}){10,}\s+){2,}(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2,3}={1,2})?")
+
 
 def contents(data: bytes, name: str) -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of a file and of all that is packed in it."""
@@ -69,7 +72,7 @@ def contents(data: bytes, name: str) -> Iterator[tuple[str, bytes]]:
         from pyarrow import parquet
 
         yield f"{name}|rows", repr(parquet.read_table(io.BytesIO(data)).to_pylist()).encode()
-    for block in re.findall(rb"(?:[A-Za-z0-9+/]{40,}\s+){2,}[A-Za-z0-9+/=]*", data):  # what a script carries along
+    for block in BASE64.findall(data):  # what a script carries along
         try:
             yield from contents(base64.b64decode(block), f"{name}|base64")
         except ValueError:
