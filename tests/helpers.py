@@ -416,6 +416,21 @@ def alone(check, *arguments) -> None:
     assert child.exitcode == 0, "the traceback of the check is in stderr"
 
 
+def end_engine(inbox, thread: threading.Thread) -> None:
+    """End an engine's thread, and the process group that vLLM made or found: later runs of this process make their own.
+
+    The garbage collector would end it at any later moment, and DeepSpeed would keep the groups of the one that is gone.
+    """
+    from deepspeed.utils import groups
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    inbox.put(("stop",))
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    cleanup_dist_env_and_memory()
+    groups._release_process_group_references()
+
+
 def saved(out: Path) -> int:
     """Step of the newest checkpoint that has its name."""
     return max((step for step, _ in rundir.saved_steps(out / "run")), default=0)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import alone, command, finish
+from helpers import alone, command, end_engine, finish
 
 import grpo
 import utils
@@ -42,9 +42,7 @@ def engine(tiny):
         raise message[1]
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager")
     yield inbox, outbox, model, args
-    inbox.put(("stop",))
-    thread.join(timeout=60)
-    assert not thread.is_alive()
+    end_engine(inbox, thread)
 
 
 def ask(engine, requests, temperature=1.0, max_tokens=24, stop=(), ignore_eos=True) -> dict:
@@ -481,8 +479,7 @@ def test_an_engine_of_random_weights_samples_as_one_that_read_the_model(tiny):
         push(own, weights)
         answers[form] = ask(own, requests())
         assert mismatch(model, answers[form], 1.0) < 1e-3
-        inbox.put(("stop",))
-        thread.join(timeout=60)
+        end_engine(inbox, thread)
     for key, sample in answers["auto"].items():
         assert np.array_equal(answers["dummy"][key].response_ids, sample.response_ids)
         assert np.array_equal(answers["dummy"][key].sampler_logprobs, sample.sampler_logprobs)

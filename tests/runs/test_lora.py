@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import variant
-from helpers import command, finish, load_variant, read_jsonl, tiny_args
+from helpers import command, end_engine, finish, load_variant, read_jsonl, tiny_args
 from transformers import AutoModelForCausalLM
 
 from runtime import watchdog
@@ -41,9 +41,7 @@ def engine(lora, tiny):
     thread.start()
     answer(outbox)
     yield inbox, outbox, args
-    inbox.put(("stop",))
-    thread.join(timeout=60)
-    assert not thread.is_alive()
+    end_engine(inbox, thread)
 
 
 def answer(outbox) -> tuple:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import variant
-from helpers import command, finish, load_variant, make_samples, read_jsonl
+from helpers import command, end_engine, finish, load_variant, make_samples, read_jsonl
 
 from runtime import watchdog
 from runtime.records import Sample
@@ -66,8 +66,7 @@ def turns(multi_turn, tiny):
         for _ in requests:
             _, _, key, ids, logprobs, reason, versions = answer()
             samples.append(Sample(*key, PROMPTS[key[0]], ids, logprobs, reason, versions))
-        inbox.put(("stop",))
-        thread.join(timeout=60)
+        end_engine(inbox, thread)
     return samples, prompts, tool
 
 
