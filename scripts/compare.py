@@ -4,12 +4,17 @@
     python scripts/compare.py --trl trl --json results.json       all parts; a second call measures what is missing
     python scripts/compare.py --trl trl --json results.json --parts quickstart --rounds 5
     python scripts/compare.py --json results.json --markdown docs/performance.md       write the page; measures nothing
+    python scripts/compare.py --json bf16.json --also fp32.json --markdown docs/performance.md     of two measurements
 
-Parts: ``quickstart``, the shape of ``python grpo.py``, also against TRL's defaults; ``table``, response lengths and
-groups on a smaller model; ``ranks``, ours on 1 and 2 ranks; ``size``, the quickstart's model and one of 0.5B.
+Parts: ``quickstart``, the shape of ``python grpo.py``; ``equal``, the same with responses of equal length; both also
+against TRL's defaults. ``table``, response lengths and groups on a smaller model; ``ranks``, ours on 1 and 2 ranks;
+``size``, the quickstart's model and one of 0.5B.
 
-* Every response has exactly --max_response_length tokens: grpo.py ignores EOS, TRL's ``generate`` may not choose it.
-  That both computed the same number of prompt and response tokens is checked in every step.
+* In ``quickstart`` responses end by themselves, as in a run: some after a few tokens, some at the limit. The weights
+  hardly change, so all sides draw from one distribution; the mean numbers of tokens they drew are printed, and must
+  agree within --tolerance.
+* In all other parts every response has exactly the same number of tokens: grpo.py ignores EOS, TRL's ``generate`` may
+  not choose it. That both computed the same number of prompt and response tokens is checked in every step.
 * Rewards are a hash of the text, so that each group has a gradient; one optimizer step per batch, beta 0, AdamW.
 * tuned: no gradient checkpointing, weights in --dtype without fp32 masters (grpo.py has them), the micro-batch and the
   attention that are fastest here in a trial of each, the memory allocator set as grpo.py sets it; on a GPU also vLLM in
@@ -34,8 +39,8 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, Literal
+from statistics import fmean, median
+from typing import Any, Literal, get_args
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the scripts are not a package
@@ -43,6 +48,8 @@ sys.path.insert(0, str(ROOT))  # the scripts are not a package
 from rewards import truth_error  # noqa: E402
 from runtime import data, flags, process  # noqa: E402
 
+Part = Literal["quickstart", "equal", "table", "ranks", "size"]
+PARTS = get_args(Part)
 PHASES = ("generate", "score", "logprobs", "update", "push")
 STEP_TIMEOUT = 1800.0  # seconds until a process that makes no step is given up
 SMALL = {"num_hidden_layers": 6}  # of SmolLM2-135M: 50M parameters, half of them the embedding
@@ -66,10 +73,14 @@ class Args:
     """File of all measurements. What it already has is not measured again."""
     markdown: str | None = None
     """Write the page for the measurements in --json to this file, and measure nothing."""
-    parts: tuple[Literal["quickstart", "table", "ranks", "size"], ...] = ("quickstart", "table", "ranks", "size")
+    also: tuple[str, ...] = ()
+    """Files of other measurements, for instance with another --dtype, that the page shows after those of --json."""
+    parts: tuple[Part, ...] = PARTS
     """What to measure."""
     rounds: int = 3
-    """Steps of each side that count."""
+    """Steps of each side that count; three times as many where responses end by themselves."""
+    tolerance: float = 0.25
+    """Largest relative difference between the mean lengths of responses that end by themselves."""
     quick: bool = False
     """One round, and only the corners of the table: to see that everything works."""
     model_name_or_path: str = "models/SmolLM2-135M-Instruct"
@@ -77,11 +88,11 @@ class Args:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of both sides. auto: bfloat16 where the hardware supports it."""
     num_unique_prompts_rollout: int = 8
-    """Prompts per step in quickstart and ranks."""
+    """Prompts per step in quickstart, equal and ranks."""
     num_samples_per_prompt_rollout: int = 8
     """Responses per prompt there."""
     max_response_length: int = 32
-    """Tokens of every response there, exactly."""
+    """Tokens of every response there; in quickstart the most that one may have."""
     table_model: str | None = None
     """Model of the table. Default: a random one of 6 layers, so that the largest cell stays below a minute."""
     table_prompts: int = 2
@@ -110,6 +121,7 @@ class Cell:
     sides: tuple[str, ...] = ("ours", "tuned")
     ranks: int = 1
     together: bool = True  # the processes of all sides fit into memory at the same time
+    ends: bool = False  # responses end by themselves, and ``length`` is the most they can have
 
     def name(self) -> str:
         """How the file of measurements calls it."""
@@ -122,9 +134,11 @@ def cells(args: Args, small: str, large: str) -> list[Cell]:
     group = args.num_samples_per_prompt_rollout
     model = args.model_name_or_path
     found = []
+    sides = ("ours", "tuned", "default")
     if "quickstart" in args.parts:
-        sides = ("ours", "tuned", "default")
-        found.append(Cell("quickstart", model, prompts, group, args.max_response_length, sides))
+        found.append(Cell("quickstart", model, prompts, group, args.max_response_length, sides, ends=True))
+    if "equal" in args.parts:
+        found.append(Cell("equal", model, prompts, group, args.max_response_length, sides))
     if "table" in args.parts:
         for length, size in table_shapes(args):
             found.append(Cell("table", small, args.table_prompts, size, length))
@@ -169,7 +183,9 @@ def our_words(cell: Cell, rows: Path, folder: Path, args: Args, dtype: str) -> l
         "output_dir": folder,
         "run_name": "ours",
     }
-    switches = ["--ignore_eos", "--no-mask_truncated_completions", "--no-mask_no_eos_with_zero", "--overwrite"]
+    switches = ["--no-mask_truncated_completions", "--no-mask_no_eos_with_zero", "--overwrite"]
+    if not cell.ends:
+        switches.append("--ignore_eos")
     more = args.ours.split()
     given = {word.removeprefix("--") for word in more}
     named = [f"--{name}={value}" for name, value in words.items() if name not in given]
@@ -197,12 +213,13 @@ def trl_options(cell: Cell, folder: Path, args: Args, machine: dict, choice: tup
         "disable_tqdm": True,
         "bf16": dtype == "bfloat16",
         "use_cpu": device == "cpu",  # without it TrainingArguments refuse bf16 where there is no GPU
-        "generation_kwargs": {"min_new_tokens": cell.length},
     }
+    if not cell.ends:
+        options["generation_kwargs"] = {"min_new_tokens": cell.length}
     micro = max(n for n in range(1, 9) if samples % n == 0)  # 8 is the default of TrainingArguments
     if device == "cuda":
         options["use_vllm"] = True
-        options["generation_kwargs"] = {"ignore_eos": True}
+        options["generation_kwargs"] = {"ignore_eos": not cell.ends}
         options["vllm_max_model_length"] = 256 + cell.length
     if choice is not None:
         budget, attention = choice
@@ -347,7 +364,7 @@ def measure(
             options = trl_options(cell, folder, args, machine, choice if tuned else None)
             arguments = {"folder": str(Path(args.trl).resolve()), "model": cell.model, "rows": str(rows)}
             starts[name] = partial(Side, "trl", arguments | {"options": options, "tuned": tuned}, log)
-    rounds = 1 if args.quick else args.rounds
+    rounds = 1 if args.quick else args.rounds * (3 if cell.ends else 1)
     if cell.together and machine["device"] == "cpu":
         records = take_turns(starts, rounds)
     else:
@@ -355,12 +372,22 @@ def measure(
         for _ in range(1 if args.quick else 2):
             for name, start in starts.items():
                 records[name] += take_turns({name: start}, rounds)[name]
+    if cell.ends:
+        means = {name: mean_length(cell, steps) for name, steps in records.items()}
+        if not args.quick and max(means.values()) > (1 + args.tolerance) * min(means.values()):
+            raise RuntimeError(f"{cell.name()}: not the same work, tokens per response {means}")
+        return records
     expected = cell.prompts * cell.group * cell.length
     for name, steps in records.items():
         counted = {(step["response_tokens"], step["tokens"]) for step in steps}
         if counted != {(expected, records["ours"][0]["tokens"])}:
             raise RuntimeError(f"{cell.name()}: {name} computed (response, all) tokens {counted}, not {expected}")
     return records
+
+
+def mean_length(cell: Cell, steps: list[dict]) -> float:
+    """Tokens of a response, mean over ``steps``."""
+    return fmean(step["response_tokens"] for step in steps) / (cell.prompts * cell.group)
 
 
 def write_rows(count: int, folder: Path) -> Path:
@@ -415,7 +442,7 @@ class Summary:
             least=min(seconds),
             most=max(seconds),
             phases=phases,
-            rate=steps[0]["response_tokens"] / median(seconds),
+            rate=median(step["response_tokens"] / step["seconds"] for step in steps),
             peak_gib=max(step["peak_gib"] for step in steps),
         )
 
@@ -430,18 +457,18 @@ LABELS = {"ours": "grpo.py", "tuned": "TRL, tuned", "default": "TRL, default"}
 HEAD = "| | s per step (range) | response tokens/s | generate | log-probs | update | push | peak GiB | floor / step |"
 
 
-def side_rows(entry: dict, floor: dict[str, float]) -> list[str]:
-    """A table's row for every side of a shape."""
+def side_rows(entry: dict, floor: dict[str, float] | None) -> list[str]:
+    """A table's row for every side of a shape; ``floor`` is None where the work differs from step to step."""
     lines = []
     for side, steps in entry["records"].items():
         one = Summary.of(steps)
         ranks = entry["cell"]["ranks"]
         label = LABELS[side] if ranks == 1 else f"{LABELS[side]}, {ranks} ranks"
         phases = " | ".join(f"{one.phases[name]:.2f}" for name in ("generate", "logprobs", "update", "push"))
-        share = 100 * floor_seconds(floor) / one.seconds
+        share = f"{100 * floor_seconds(floor) / one.seconds:.0f} %" if floor else ""
         lines.append(
             f"| {label} | {one.seconds:.2f} ({one.least:.2f} to {one.most:.2f}) | {one.rate:.0f} | {phases} "
-            f"| {one.peak_gib:.1f} | {share:.0f} % |"
+            f"| {one.peak_gib:.1f} | {share} |"
         )
     return lines
 
@@ -453,21 +480,22 @@ def entries_of(results: dict, part: str) -> list[tuple[str, dict]]:
 
 def shape_words(cell: dict) -> str:
     """A shape in words."""
-    return (
-        f"{cell['prompts']} prompts x {cell['group']} responses of {cell['length']} tokens, {Path(cell['model']).name}"
-    )
+    length = f"at most {cell['length']}" if cell["ends"] else cell["length"]
+    return f"{cell['prompts']} prompts x {cell['group']} responses of {length} tokens, {Path(cell['model']).name}"
 
 
 def part_lines(results: dict, part: str) -> list[str]:
     """The tables of one part, in Markdown."""
     lines = []
     for name, entry in entries_of(results, part):
-        floor = results["floors"][name]
-        parameters = floor["parameters"] / 1e6
-        lines += [
-            f"{shape_words(entry['cell'])} ({parameters:.0f}M parameters); floor {floor_seconds(floor):.2f} s",
-            "",
-        ]
+        floor = results["floors"].get(name)
+        words = shape_words(entry["cell"])
+        if floor is None:
+            means = [mean_length(Cell(**entry["cell"]), steps) for steps in entry["records"].values()]
+            lines += [f"{words}; {', '.join(f'{mean:.1f}' for mean in means)} on average", ""]
+        else:
+            parameters = floor["parameters"] / 1e6
+            lines += [f"{words} ({parameters:.0f}M parameters); floor {floor_seconds(floor):.2f} s", ""]
         lines += [HEAD, "|---" * 9 + "|", *side_rows(entry, floor), ""]
         for side in entry["records"]:
             if side != "ours":
@@ -530,10 +558,8 @@ def trials(results: dict) -> list[tuple[str, float | None]]:
     return list(results["tuned"]["tried"].items())
 
 
-def page(results: dict) -> str:
-    """docs/performance.md for these measurements."""
-    machine = results["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+def page(measurements: list[dict]) -> str:
+    """docs/performance.md for these measurements, one after the other."""
     lines = [
         "# Performance",
         "",
@@ -541,25 +567,37 @@ def page(results: dict) -> str:
         "`python scripts/compare.py --json results.json --markdown docs/performance.md`; the head of that script says",
         "what is held equal and how TRL is tuned. Run it on your machine: the ratios are of this one.",
         "",
+        "Times are seconds. `log-probs` is what TRL does before the update besides sampling: batches, advantages, old",
+        "log-probs where it needs them. Peak memory is the process's resident memory, on a GPU what torch allocated.",
+        "",
+    ]
+    for results in measurements:
+        lines += [f"## {results['machine']['dtype']}", "", *measurement_lines(results)]
+    return "\n".join(lines)
+
+
+def measurement_lines(results: dict) -> list[str]:
+    """What was measured in one file, and on what."""
+    machine = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    lines = [
         f"{machine['machine']}, {machine['cores']} cores, {machine['device']}, {machine['dtype']} on both sides, "
         f"measured {results['date']} at a load of {results['load']:.1f} from other programs.",
         f"Rates measured here: {machine['flop_per_second'] / 1e9:.0f} GFLOP/s in matrix products, "
         f"{machine['bytes_per_second'] / 1e9:.1f} GB/s copied. TRL {results['trl']}, {versions}.",
         "",
-        "Times are seconds. `log-probs` is what TRL does before the update besides sampling: batches, advantages, old",
-        "log-probs where it needs them. Peak memory is the process's resident memory, on a GPU what torch allocated.",
-        "",
     ]
-    if entries_of(results, "quickstart"):
-        lines += ["## The quickstart's shape", "", *part_lines(results, "quickstart")]
+    for part, title in {"quickstart": "The quickstart's shape", "equal": "Responses of equal length"}.items():
+        if entries_of(results, part):
+            lines += [f"### {title}", "", *part_lines(results, part)]
     if "tuned" in results:
         tried = [f"{name} {s:.1f} s" if s is not None else f"{name} out of memory" for name, s in trials(results)]
-        lines += ["## TRL, tuned", "", f"The fastest of a step with each of: {'; '.join(tried)}. In that shape:", ""]
+        lines += ["### TRL, tuned", "", f"The fastest of a step with each of: {'; '.join(tried)}. In that shape:", ""]
         lines += ["```", json.dumps(results["tuned"]["options"], indent=1), "```", ""]
     if entries_of(results, "table"):
         cell = entries_of(results, "table")[0][1]["cell"]
         lines += [
-            "## Lengths and groups",
+            "### Lengths and groups",
             "",
             f"{cell['prompts']} prompts, {Path(cell['model']).name}; pairs are grpo.py / TRL, tuned.",
             "",
@@ -568,9 +606,8 @@ def page(results: dict) -> str:
         ]
     for part, title in {"ranks": "Ranks", "size": "Model size"}.items():
         if entries_of(results, part):
-            lines += [f"## {title}", "", *part_lines(results, part)]
-    lines += ["## Where TRL is ahead", "", *losses(results), ""]
-    return "\n".join(lines)
+            lines += [f"### {title}", "", *part_lines(results, part)]
+    return [*lines, "### Where TRL is ahead", "", *losses(results), ""]
 
 
 # --------------------------------------------------------------------------------------------------------------- main
@@ -614,7 +651,8 @@ def measure_all(args: Args, results: dict, folder: Path) -> None:
     rows = {cell.prompts: write_rows(cell.prompts, folder) for cell in todo}
     shapes = {}
     for cell in todo:
-        shapes[cell.name()] = vars(cell) | {"rows": str(rows[cell.prompts])}
+        if not cell.ends:
+            shapes[cell.name()] = vars(cell) | {"rows": str(rows[cell.prompts])}
     floors = {"dtype": args.dtype, "cells": shapes}
     if todo:
         note_floors(results, once("floor", floors, folder / "floor.log"))
@@ -641,8 +679,11 @@ def main(args: Args) -> None:
     if args.markdown is not None:
         if not results["cells"]:
             process.refuse(f"--json {args.json}: has no measurements yet; leave out --markdown to measure")
-        Path(args.markdown).write_text(page(results))
+        others = [json.loads(Path(name).read_text()) for name in args.also]
+        Path(args.markdown).write_text(page([results, *others]))
         return
+    if args.also:
+        process.refuse("--also: files are read for the page only; give --markdown as well")
     check(args)
     load = os.getloadavg()[0]
     results |= {"date": time.strftime("%Y-%m-%d"), "trl": trl_version(args.trl)}

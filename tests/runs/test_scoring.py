@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from statistics import median
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, end_engine
 
 import grpo
 from rewards import RewardPool, truth_error
-from runtime import data
+from runtime import data, watchdog
 
 ROUNDS = 3  # each has both ways once forwards and once backwards: a drift of the machine hits both alike
 
@@ -34,7 +33,7 @@ def test_scoring_adds_less_than_five_percent(monkeypatch, tmp_path):
     _, dtype, attention = utils.resolve_device(args)
     stop_ids = utils.stop_token_ids(utils.load_model(args, dtype, attention), tokenizer)
     pool = RewardPool(1, args.reward_timeout, {p.verifier for p in problems})
-    inbox, outbox = queue.Queue(), queue.Queue()
+    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     thread = threading.Thread(target=grpo.vllm_thread, args=(args, dtype, 0, 1, stop_ids, inbox, outbox), daemon=True)
     thread.start()
 
@@ -52,9 +51,9 @@ def test_scoring_adds_less_than_five_percent(monkeypatch, tmp_path):
     def generate(scored: bool) -> tuple[float, list[str]]:
         """(seconds, responses): phases 2 and 3 as in the script, or phase 2 alone."""
         start, futures, said = time.perf_counter(), [], []
-        inbox.put(("generate", wanted, sampling))
+        inbox.put(("generate", 0, wanted, sampling))
         for _ in wanted:
-            _, (place, _), ids, *_ = receive()
+            _, _, (place, _), ids, *_ = receive()
             said.append(tokenizer.decode(ids, skip_special_tokens=True))
             if scored:
                 problem = problems[place]
@@ -67,8 +66,7 @@ def test_scoring_adds_less_than_five_percent(monkeypatch, tmp_path):
     seconds = {True: [], False: []}
     for scored in (True, False, False, True) * ROUNDS:
         seconds[scored].append(generate(scored)[0])
-    inbox.put(("stop",))
-    thread.join(timeout=60)
+    end_engine(inbox, thread)
     pool.close()
     added = median(seconds[True]) / median(seconds[False]) - 1
     print(f"\n{len(wanted)} samples, seconds, alternating: generated {seconds[False]}, and scored {seconds[True]}")
