@@ -1324,6 +1324,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     )
                     loss = (loss_T * weights_T).sum() * world_size  # DeepSpeed takes the mean over ranks
 
+                    moved_T = (logprobs_T - old_T).detach()
                     values = {
                         "tokens": torch.ones_like(old_T),
                         "loss": loss_T * weights_T,
@@ -1331,7 +1332,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                         "loss_kl": pieces["kl"] * weights_T,
                         "ratio": pieces["ratio"],
                         "clipped": pieces["clipped"],
-                        "approx_kl": pieces["ratio"] - 1 - (logprobs_T - old_T),
+                        "approx_kl": torch.expm1(moved_T) - moved_T,
                         "entropy": entropy_T,
                         "fresh": fresh_T.float(),
                         "sampler_diff": (old_T - sampler_T).abs() * fresh_T,

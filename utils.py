@@ -82,6 +82,10 @@ def load_model(args, dtype: torch.dtype, attention: str):
         **shared,
     )
     switch_off_dropout(model)
+    if attention == "flex_attention":
+        # Its kernels are compiled per kind of mask, batch size and use of gradients. Beyond the default of 8 versions
+        # PyTorch takes the uncompiled one, which holds the scores of all pairs.
+        torch._dynamo.config.recompile_limit = 64
     return model.train()
 
 

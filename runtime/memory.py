@@ -175,13 +175,15 @@ def layer_activations(args, model: Model, setting: Setting, width: int) -> float
     D hidden size, A and K widths of queries and keys, I intermediate size; a number has 2 or 4 bytes. Each of two norms
     keeps its input in fp32, the normalized input in the model's type, and one fp32 per token. The projections keep
     their inputs (2 D), attention its queries, keys, values and result (2 A + 2 K), the MLP gate, its activation, up and
-    their product (4 I). eager and sdpa repeat keys and values for all heads. eager keeps the scores of all pairs: after
-    the softmax in fp32, and in bf16 once more. sdpa keeps one fp32 per head, and of the masks that transformers makes
-    (not the one of shared rows) a copy per layer.
+    their product (4 I). eager and sdpa repeat keys and values for all heads; so does FlexAttention in transformers
+    where the number of heads is no power of two. eager keeps the scores of all pairs: after the softmax in fp32, and in
+    bf16 once more. sdpa keeps one fp32 per head, and of the masks that transformers makes (not the one of shared rows)
+    a copy per layer.
     """
     size = setting.size
     attention = attention_of(args, setting)
-    keys = model.queries if attention in ("eager", "sdpa") else model.keys
+    whole = attention == "flex_attention" and model.heads & (model.heads - 1) == 0
+    keys = model.keys if whole or attention not in ("eager", "sdpa", "flex_attention") else model.queries
     kept = 2 * (model.hidden * (4 + size) + 4)
     kept += size * (2 * model.hidden + 2 * model.queries + 2 * keys + 4 * model.intermediate)
     if attention == "eager":

@@ -303,7 +303,10 @@ PRESETS = {
                 "not measured",
                 "ppo",
             ),
-            Difference("samples are up to 2 versions old there; here that takes --async_steps 2 --inflight_updates recompute", "a flag"),
+            Difference(
+                "samples are up to 2 versions old there; here that takes --async_steps 2 --inflight_updates recompute",
+                "a flag",
+            ),
         ),
         compared="PPOActor._compute_advantages, grpo_loss_fn, ppo_critic_loss_fn",
     ),
@@ -364,7 +367,9 @@ PRESETS = {
                 "with --advantage_normalization_type standard the deviation is the population's there",
                 "advantages sqrt(G / (G - 1)) larger: 1.155 at G = 4",
             ),
-            Difference("samples are up to 8 steps old there; here that takes --async_steps 8 --inflight_updates keep", "a flag"),
+            Difference(
+                "samples are up to 8 steps old there; here that takes --async_steps 8 --inflight_updates keep", "a flag"
+            ),
         ),
         compared="compute_rho_correction, compute_grpo_loss, masked_mean; not the advantages, a line in a method",
     ),

@@ -6,19 +6,20 @@
     python scripts/compare.py --json results.json --markdown docs/performance.md       write the page; measures nothing
     python scripts/compare.py --json bf16.json --also fp32.json --markdown docs/performance.md     of two measurements
 
-Parts: ``quickstart``, the shape of ``python grpo.py``; ``equal``, the same with responses of equal length; both also
-against TRL's defaults. ``table``, response lengths and groups on a smaller model; ``ranks``, ours on 1 and 2 ranks;
-``size``, the quickstart's model and one of 0.5B.
+Parts: ``quickstart``, the shape of ``python grpo.py``, also against TRL's defaults; ``allocator``, the same against a
+TRL whose process has the memory allocator of grpo.py; ``equal``, with responses of equal length; ``table``, response
+lengths and groups on a smaller model; ``ranks``, ours on 1 and 2 ranks; ``size``, the quickstart's model and a 0.5B.
 
-* In ``quickstart`` responses end by themselves, as in a run: some after a few tokens, some at the limit. The weights
+* In the first two responses end by themselves, as in a run: some after a few tokens, some at the limit. The weights
   hardly change, so all sides draw from one distribution; the mean numbers of tokens they drew are printed, and must
   agree within --tolerance.
 * In all other parts every response has exactly the same number of tokens: grpo.py ignores EOS, TRL's ``generate`` may
   not choose it. That both computed the same number of prompt and response tokens is checked in every step.
 * Rewards are a hash of the text, so that each group has a gradient; one optimizer step per batch, beta 0, AdamW.
 * tuned: no gradient checkpointing, weights in --dtype without fp32 masters (grpo.py has them), the micro-batch and the
-  attention that are fastest here in a trial of each, the memory allocator set as grpo.py sets it; on a GPU also vLLM in
-  the process, without sleep mode and importance correction. It takes no CPU vLLM: there it samples by transformers.
+  attention that are fastest here in a trial of each in the first shape; on a GPU also vLLM in the process, without
+  sleep mode and importance correction. It takes no CPU vLLM: there it samples by transformers.
+* allocator: tuned, and glibc's allocator set as grpo.py sets it (process.prepare_environment), which no option does.
 * default: what GRPOConfig has by itself, with only the work set.
 * On a CPU the processes take turns step by step (A B A B); on a GPU, whose memory vLLM fills, one after the other.
   Median of --rounds steps after one that warms up. A step is timed by the clock on the wall, logging included.
@@ -36,7 +37,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -48,7 +49,7 @@ sys.path.insert(0, str(ROOT))  # the scripts are not a package
 from rewards import truth_error  # noqa: E402
 from runtime import data, flags, process  # noqa: E402
 
-Part = Literal["quickstart", "equal", "table", "ranks", "size"]
+Part = Literal["quickstart", "allocator", "equal", "table", "ranks", "size"]
 PARTS = get_args(Part)
 PHASES = ("generate", "score", "logprobs", "update", "push")
 STEP_TIMEOUT = 1800.0  # seconds until a process that makes no step is given up
@@ -79,7 +80,7 @@ class Args:
     """What to measure."""
     rounds: int = 3
     """Steps of each side that count; three times as many where responses end by themselves."""
-    tolerance: float = 0.25
+    tolerance: float = 0.1
     """Largest relative difference between the mean lengths of responses that end by themselves."""
     quick: bool = False
     """One round, and only the corners of the table: to see that everything works."""
@@ -88,11 +89,11 @@ class Args:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of both sides. auto: bfloat16 where the hardware supports it."""
     num_unique_prompts_rollout: int = 8
-    """Prompts per step in quickstart, equal and ranks."""
+    """Prompts per step in all parts but table and size."""
     num_samples_per_prompt_rollout: int = 8
     """Responses per prompt there."""
     max_response_length: int = 32
-    """Tokens of every response there; in quickstart the most that one may have."""
+    """Tokens of every response there; the most that one may have where they end by themselves."""
     table_model: str | None = None
     """Model of the table. Default: a random one of 6 layers, so that the largest cell stays below a minute."""
     table_prompts: int = 2
@@ -125,7 +126,8 @@ class Cell:
 
     def name(self) -> str:
         """How the file of measurements calls it."""
-        return f"{self.part} {Path(self.model).name} {self.prompts}x{self.group}x{self.length} on {self.ranks}"
+        most = "<=" if self.ends else ""
+        return f"{self.part} {Path(self.model).name} {self.prompts}x{self.group}x{most}{self.length} on {self.ranks}"
 
 
 def cells(args: Args, small: str, large: str) -> list[Cell]:
@@ -134,11 +136,14 @@ def cells(args: Args, small: str, large: str) -> list[Cell]:
     group = args.num_samples_per_prompt_rollout
     model = args.model_name_or_path
     found = []
-    sides = ("ours", "tuned", "default")
     if "quickstart" in args.parts:
+        sides = ("ours", "tuned", "default")
         found.append(Cell("quickstart", model, prompts, group, args.max_response_length, sides, ends=True))
+    if "allocator" in args.parts:
+        sides = ("ours", "allocator")
+        found.append(Cell("allocator", model, prompts, group, args.max_response_length, sides, ends=True))
     if "equal" in args.parts:
-        found.append(Cell("equal", model, prompts, group, args.max_response_length, sides))
+        found.append(Cell("equal", model, prompts, group, args.max_response_length))
     if "table" in args.parts:
         for length, size in table_shapes(args):
             found.append(Cell("table", small, args.table_prompts, size, length))
@@ -242,16 +247,28 @@ CHOICES = {
 
 
 def best_choice(cell: Cell, rows: Path, folder: Path, args: Args, machine: dict) -> dict[str, Any]:
-    """Try the choices of the tuned side in one shape: the fastest, and the seconds of a step of each."""
+    """Try the choices of the tuned side, each in a process of its own: the fastest, and the seconds of a step of each.
+
+    Responses have equal lengths here, so that all choices have the same work. One that ends in an error (too little
+    memory, mostly) has None for seconds.
+    """
     choices = CHOICES[machine["device"]]
-    candidates = [trl_options(cell, folder, args, machine, choice) for choice in choices]
+    candidates = [trl_options(replace(cell, ends=False), folder, args, machine, choice) for choice in choices]
     arguments = {"folder": str(Path(args.trl).resolve()), "model": cell.model, "rows": str(rows)}
-    seconds = once("tune", arguments | {"candidates": candidates}, folder / "tune.log")["seconds"]
-    fitting = [(s, choice) for s, choice in zip(seconds, choices, strict=True) if s is not None]
+    tried: dict[str, float | None] = {}
+    errors = []
+    for options, (tokens, attention) in zip(candidates, choices, strict=True):
+        try:
+            found = once("tune", arguments | {"options": options}, folder / "tune.log")["seconds"]
+        except RuntimeError as error:
+            found = None
+            errors.append(str(error))
+        tried[f"{tokens} tokens, {attention}"] = found
+    fitting = [(seconds, k) for k, seconds in enumerate(tried.values()) if seconds is not None]
     if not fitting:
-        raise RuntimeError(f"TRL is out of memory with all of {choices}; give --trl_options, or a smaller model")
-    tried = {f"{tokens} tokens, {attention}": s for (tokens, attention), s in zip(choices, seconds, strict=True)}
-    return {"choice": min(fitting)[1], "tried": tried, "options": candidates[choices.index(min(fitting)[1])]}
+        raise RuntimeError(f"TRL fails with all of {choices}; give --trl_options, or a smaller model\n{errors[-1]}")
+    best = min(fitting)[1]
+    return {"choice": choices[best], "tried": tried, "options": candidates[best]}
 
 
 def tuned_micro_batch(cell: Cell, budget: int) -> int:
@@ -360,10 +377,9 @@ def measure(
             words = our_words(cell, rows, folder, args, machine["dtype"])
             starts[name] = partial(Side, "ours", {"words": words}, log, cell.ranks)
         else:
-            tuned = name == "tuned"
-            options = trl_options(cell, folder, args, machine, choice if tuned else None)
+            options = trl_options(cell, folder, args, machine, None if name == "default" else choice)
             arguments = {"folder": str(Path(args.trl).resolve()), "model": cell.model, "rows": str(rows)}
-            starts[name] = partial(Side, "trl", arguments | {"options": options, "tuned": tuned}, log)
+            starts[name] = partial(Side, "trl", arguments | {"options": options, "allocator": name == "allocator"}, log)
     rounds = 1 if args.quick else args.rounds * (3 if cell.ends else 1)
     if cell.together and machine["device"] == "cpu":
         records = take_turns(starts, rounds)
@@ -453,7 +469,7 @@ def ratio(records: dict[str, list[dict]], side: str) -> list[float]:
     return [theirs["seconds"] / ours["seconds"] for theirs, ours in pairs]
 
 
-LABELS = {"ours": "grpo.py", "tuned": "TRL, tuned", "default": "TRL, default"}
+LABELS = {"ours": "grpo.py", "tuned": "TRL, tuned", "default": "TRL, default", "allocator": "TRL, tuned, allocator"}
 HEAD = "| | s per step (range) | response tokens/s | generate | log-probs | update | push | peak GiB | floor / step |"
 
 
@@ -480,7 +496,7 @@ def entries_of(results: dict, part: str) -> list[tuple[str, dict]]:
 
 def shape_words(cell: dict) -> str:
     """A shape in words."""
-    length = f"at most {cell['length']}" if cell["ends"] else cell["length"]
+    length = f"at most {cell['length']}" if cell.get("ends") else cell["length"]
     return f"{cell['prompts']} prompts x {cell['group']} responses of {length} tokens, {Path(cell['model']).name}"
 
 
@@ -587,7 +603,12 @@ def measurement_lines(results: dict) -> list[str]:
         f"{machine['bytes_per_second'] / 1e9:.1f} GB/s copied. TRL {results['trl']}, {versions}.",
         "",
     ]
-    for part, title in {"quickstart": "The quickstart's shape", "equal": "Responses of equal length"}.items():
+    titles = {
+        "quickstart": "The quickstart's shape",
+        "allocator": "The same, TRL with the allocator of grpo.py",
+        "equal": "Responses of equal length",
+    }
+    for part, title in titles.items():
         if entries_of(results, part):
             lines += [f"### {title}", "", *part_lines(results, part)]
     if "tuned" in results:
@@ -659,7 +680,7 @@ def measure_all(args: Args, results: dict, folder: Path) -> None:
     for cell in todo:
         started = time.perf_counter()
         machine = results["machine"]
-        if "tuned" in cell.sides and "tuned" not in results:
+        if {"tuned", "allocator"} & set(cell.sides) and "tuned" not in results:
             results["tuned"] = best_choice(cell, rows[cell.prompts], folder, args, machine)
             say(f"TRL, tuned by a step of each: {json.dumps(results['tuned']['tried'])}")
         choice = results.get("tuned", {}).get("choice")

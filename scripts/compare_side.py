@@ -2,7 +2,7 @@
 
     python scripts/compare_side.py ours  '{...}'     grpo.py as it is, with flags
     python scripts/compare_side.py trl   '{...}'     TRL's GRPOTrainer, with options of GRPOConfig
-    python scripts/compare_side.py tune  '{...}'     the same with several options in turn: which of them is fastest
+    python scripts/compare_side.py tune  '{...}'     the second step with these options: is it faster than with others?
     python scripts/compare_side.py floor '{...}'     seconds that the work takes at this machine's measured rates
     python scripts/compare_side.py model '{...}'     write a random model of the quickstart's family, of another size
 
@@ -48,6 +48,7 @@ class Gate:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()  # grpo.py does so in every step
         else:
             peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         found |= {"seconds": time.perf_counter() - self.started, "peak_gib": peak / 2**30}
@@ -97,11 +98,9 @@ def make_trainer(model: str, rows: str, options: dict, reward, callback):
     )
 
 
-def tune(folder: str, model: str, rows: str, candidates: list[dict]) -> None:
-    """Print the seconds of a second step with each of some options of GRPOConfig; null where memory is too small."""
+def tune(folder: str, model: str, rows: str, options: dict) -> None:
+    """Print the seconds of a second step with these options of GRPOConfig."""
     sys.path.insert(0, folder)
-    process.prepare_environment()
-    import torch
     from transformers import TrainerCallback
 
     class Last(TrainerCallback):
@@ -118,24 +117,18 @@ def tune(folder: str, model: str, rows: str, candidates: list[dict]) -> None:
     def reward(completions, **columns):
         return [by_text(messages[0]["content"], "", {}) for messages in completions]
 
-    found = []
-    for options in candidates:
-        last = Last()
-        try:
-            make_trainer(model, rows, options | {"max_steps": 2}, reward, last).train()
-            found.append(last.seconds)
-        except torch.OutOfMemoryError:
-            found.append(None)
-    print("\nSTEP " + json.dumps({"seconds": found}), flush=True)
+    last = Last()
+    make_trainer(model, rows, options | {"max_steps": 2}, reward, last).train()
+    print("\nSTEP " + json.dumps({"seconds": last.seconds}), flush=True)
 
 
-def trl(folder: str, model: str, rows: str, options: dict, tuned: bool) -> None:
+def trl(folder: str, model: str, rows: str, options: dict, allocator: bool) -> None:
     """TRL's GRPOTrainer with these options of GRPOConfig.
 
-    ``folder``: where TRL is installed. ``tuned``: keep freed memory as grpo.py does (process.prepare_environment).
+    ``folder``: where TRL is installed. ``allocator``: keep freed memory as grpo.py does (process.prepare_environment).
     """
     sys.path.insert(0, folder)
-    if tuned:
+    if allocator:
         process.prepare_environment()
     from transformers import TrainerCallback
     from trl.extras.profiling import ProfilingContext

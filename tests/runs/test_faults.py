@@ -109,7 +109,9 @@ INPUTS = [
     Input(
         "a micro-batch smaller than one sample", "`--micro_batch_tokens 100`", {"micro_batch_tokens": 100}, "less than"
     ),
-    Input("more mini-batches than prompts", "8 prompts, 9 mini-batches", {"num_mini_batches": 9}, "--num_mini_batches 9"),
+    Input(
+        "more mini-batches than prompts", "8 prompts, 9 mini-batches", {"num_mini_batches": 9}, "--num_mini_batches 9"
+    ),
     Input(
         "a batch larger than the data",
         "`--num_unique_prompts_rollout 64`, 40 rows",

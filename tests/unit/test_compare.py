@@ -182,6 +182,7 @@ def test_a_step_of_both_is_timed(tiny, tmp_path):
     line += [
         "--parts",
         "quickstart",
+        "allocator",
         "equal",
         "table",
         "--max_response_length",
@@ -198,7 +199,8 @@ def test_a_step_of_both_is_timed(tiny, tmp_path):
     results = json.loads(text)
     assert [set(entry["records"]) for entry in results["cells"].values()] == [
         {"ours", "tuned", "default"},
-        {"ours", "tuned", "default"},
+        {"ours", "allocator"},
+        {"ours", "tuned"},
         {"ours", "tuned"},
         {"ours", "tuned"},
     ]
