@@ -231,8 +231,11 @@ def preflight(args: Args) -> tuple[list[Problem], list[Problem], Path, Path | No
     flags.check_training(args)
     check_reward_args(args)
     check_args(args)
-    world_size = process.split_launch(args.vllm_engines * args.vllm_tensor_parallel_size)
+    world_size = process.split_launch(args.vllm_engines, args.vllm_tensor_parallel_size)
     if world_size == 0:
+        rundir.open_run(args, Args())  # ends here, as on the trainers, where the run is finished
+        if args.dry_run:
+            raise SystemExit(0)
         process.prepare_environment(args.dtype)
         return None
     problems, eval_problems = data.load_problems(args, truth_error)
@@ -625,9 +628,11 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                 left[batch] -= 1
                 outbox.put(("sample", batch, key, ids, logprobs, answer.finish_reason, versions))
     except BaseException as error:
-        if llm is not None:
-            utils.release_vllm(llm)
-        outbox.put(("error", error))
+        try:
+            if llm is not None:
+                utils.release_vllm(llm)
+        finally:  # a device in error refuses that as well
+            outbox.put(("error", error))
 
 
 def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
@@ -659,9 +664,8 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         max_model_len=longest,
         max_num_seqs=sizes.vllm_max_num_seqs,
         max_num_batched_tokens=max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, 0 if cuda else longest),
-        enable_chunked_prefill=None
-        if cuda
-        else False,  # after a part of a prompt vLLM rewinds a generator: CUDA's only
+        # False on CPUs: after a part of a prompt vLLM rewinds a generator, and knows only CUDA's.
+        enable_chunked_prefill=None if cuda else False,
         enforce_eager=not cuda if args.vllm_enforce_eager is None else args.vllm_enforce_eager,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         distributed_executor_backend="external_launcher" if world_size > 1 else None,
@@ -961,9 +965,13 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             with clock("probe"):
                 weights_N = F.pad(loss_weights(samples, in_loss, args), (0, 1)).to(device)
                 where = cutting | {"budget": sizes.micro_batch_tokens}
+                if args.offload_ref:
+                    utils.borrow_device(reference, device)
                 kl_metrics |= probe.kl_gradients(
                     policy, reference, token_loss, samples, with_gradient, ref_N, sampler_N, weights_N, args, where
                 )
+                if args.offload_ref and full_in_loss is None:
+                    utils.return_device(reference)
         totals = Counter()
         peaks = Counter()
         applied = 0
@@ -1047,6 +1055,9 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 f"loss or gradient not finite in ten optimizer steps in a row; the last batch is in "
                 f"{folder / 'bad_batch.jsonl'}"
             )
+
+        if full_in_loss is not None and args.offload_ref:
+            utils.return_device(reference)
 
         # 8 push: the engine answers what comes next with the new weights
         if args.inflight_updates == "off":  # and each batch that was asked for with those it began with

@@ -724,7 +724,8 @@ def _start_worker(verifiers: list[str], unsafe: bool) -> None:
 def _as_reward(name: str, found) -> Reward:
     """What a verifier returned as a Reward. Raises TypeError or ValueError for what is neither that nor a number."""
     if isinstance(found, Reward):
-        reward = found
+        parts = {name: float(value) for name, value in found.parts.items()}  # numpy's numbers are not JSON's
+        reward = replace(found, score=float(found.score), parts=parts)
     elif isinstance(found, numbers.Real):  # bool, int, float, and numpy's
         reward = Reward(float(found), {"correct": float(found == 1)})
     else:

@@ -1040,9 +1040,14 @@ def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbo
     that model. All samples of a prompt are one batch. ``rank`` and ``world_size`` are unused: both threads are called
     alike.
     """
+    from transformers import GenerationConfig
+
     try:
         device = resolve_device(args)[0]
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread starts on device 0
         model = load_model(args, dtype, "sdpa").to(device).eval()
+        model.generation_config = GenerationConfig()  # the model's own may change the sampling: a repetition penalty
         version = 0
         busy = 0.0
         outbox.put(("ready",))

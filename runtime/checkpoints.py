@@ -50,7 +50,7 @@ def set_random_states(states: dict) -> None:
     np.random.set_state(tuple(states["numpy"]))  # noqa: NPY002
     torch.set_rng_state(states["torch"])
     if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])  # there may have been more
 
 
 class Checkpoints:

@@ -75,7 +75,7 @@ MUST_BE_POSITIVE = (
     *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate", "reward_timeout"),
     *("reward_workers", "logprob_chunk", "eval_samples", "vllm_max_num_seqs", "vllm_tensor_parallel_size"),
 )
-MAY_BE_NEGATIVE = ("seed", "reward_scaling", "reward_bias", "entropy_coeff")
+MAY_BE_NEGATIVE = ("reward_scaling", "reward_bias", "entropy_coeff")
 AT_MOST_ONE = (
     *("eval_top_p", "lr_min_ratio", "warm_up_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha"),
     *("gamma", "gae_lambda", "value_norm_beta", "dataset_max_filter_share"),
@@ -478,6 +478,8 @@ def check_numbers(args: RunFlags) -> None:
             refuse(f"--{name} {value}: must be between 0 and 1")
         if name not in MAY_BE_NEGATIVE and isinstance(value, int | float) and value < 0:
             refuse(f"--{name} {value}: must be 0 or more")
+    if args.seed >= 2**31:  # ranks and engines add to it, and NumPy's seeds end at 2**32
+        refuse(f"--seed {args.seed}: must be below {2**31}")
 
 
 def check_training(args: RunFlags) -> None:
@@ -694,7 +696,8 @@ def check_model(args: RunFlags, flag: str = "model_name_or_path") -> None:
     ``flag``: the argument that names it. Only the policy, which is the default, needs a template.
     """
     name = getattr(args, flag)
-    config, tokenizer_config, files = read_configs(args, flag, args.revision)
+    revision = args.revision if flag == "model_name_or_path" else None
+    config, tokenizer_config, files = read_configs(args, flag, revision)
     if args.override_config is not None:
         config |= check_override(args.override_config)
     if flag == "model_name_or_path" and args.tokenizer_name_or_path is not None:

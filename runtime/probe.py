@@ -59,7 +59,6 @@ def kl_gradients(
     sums = [[torch.zeros_like(p, dtype=torch.float32) for p in parameters] for _ in range(3)]
     unbiased = replace(args, kl_estimator="k1", kl_gradient="unbiased")
     owners_N = owners(samples).to(ref_N.device)
-    reference.to(ref_N.device)
     for mb in batching.micro_batches(samples, indices, **cutting):
         logprobs_T, _, full_kl_T = model(mb, reference)
         known = {
@@ -81,8 +80,6 @@ def kl_gradients(
             for own, gradient in zip(total, gradients, strict=True):
                 if gradient is not None:
                     own += gradient
-    if args.offload_ref and args.kl_estimator != "full":
-        reference.to("cpu")
     return _angles(sums)
 
 

@@ -286,25 +286,38 @@ def several_nodes() -> bool:
     return int(here) != launch_size() and os.environ.get("MASTER_ADDR") not in ("127.0.0.1", "localhost")
 
 
-def split_launch(engine_ranks: int) -> int:
-    """Make the trainers a launch of their own, without the last ``engine_ranks`` ranks, which only sample.
+def split_launch(engines: int, shards: int) -> int:
+    """Make the trainers a launch of their own, without the last ``engines * shards`` ranks, which only sample.
 
     Returns the number of trainers, on an engine's rank 0. Torch, accelerate and DeepSpeed read WORLD_SIZE and
-    LOCAL_WORLD_SIZE; what concerns all ranks uses ``launch_size``.
+    LOCAL_WORLD_SIZE; what concerns all ranks uses ``launch_size``. An engine of one rank takes the first GPU that it
+    sees, so it is shown its own alone; this must come before CUDA is initialized.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    if engine_ranks == 0:
+    if engines == 0:
         return size
     rank = int(os.environ["RANK"])
-    trainers = size - engine_ranks
+    trainers = size - engines * shards
     here = os.environ.get("LOCAL_WORLD_SIZE", "1")
     os.environ |= {"LAUNCH_WORLD_SIZE": str(size), "LAUNCH_LOCAL_WORLD_SIZE": here}
     if rank >= trainers:
         wait_for_the_trainers()
+        if shards == 1:
+            see_one_gpu()
         return 0
     first_here = rank - int(os.environ["LOCAL_RANK"])
     os.environ |= {"WORLD_SIZE": str(trainers), "LOCAL_WORLD_SIZE": str(min(int(here), trainers - first_here))}
     return trainers
+
+
+def see_one_gpu() -> None:
+    """Hide all GPUs of the node from this process but that of its LOCAL_RANK, which becomes its first."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    own = int(os.environ["LOCAL_RANK"])
+    if visible is None:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": str(own), "LOCAL_RANK": "0"}
+    elif visible:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": visible.split(",")[own], "LOCAL_RANK": "0"}
 
 
 def wait_for_the_trainers() -> None:

@@ -73,12 +73,23 @@ def numpy_number(response, truth, row):
     return numpy.float32(0.25)
 
 
+def numpy_reward(response, truth, row):
+    import numpy
+
+    return Reward(numpy.float32(0.25), {"correct": numpy.float32(0)})
+
+
 def not_finite(response, truth, row):
     return float("nan")
 
 
+class Unpicklable(str):
+    def __reduce__(self):
+        raise TypeError("not to be sent")
+
+
 def unpicklable(response, truth, row):
-    return Reward(1.0, {"correct": lambda: 1.0})
+    return Reward(1.0, extracted=Unpicklable("7"))
 
 
 def picky(response, truth, row):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
 import re
+import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -178,6 +180,47 @@ def test_what_fails_in_the_thread_is_handed_over(tiny, tmp_path):
     grpo.vllm_thread(args, torch.float32, 0, 1, [EOS], inbox, outbox)
     kind, error = outbox.get(timeout=1)
     assert kind == "error" and isinstance(error, Exception)
+
+
+def test_an_engine_that_cannot_be_released_says_why_it_failed(monkeypatch):
+    """After an error of the device its shutdown raises as well, and the first error would be lost."""
+
+    def refuses(llm):
+        raise RuntimeError("the device is in error")
+
+    class Broken:
+        @property
+        def llm_engine(self):
+            raise ValueError("the reason")
+
+    monkeypatch.setattr(grpo, "build_vllm", lambda *rest: Broken())
+    monkeypatch.setattr(utils, "release_vllm", refuses)
+    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
+    with pytest.raises(RuntimeError, match="in error"):
+        grpo.vllm_thread(grpo.Args(), torch.float32, 0, 1, [EOS], inbox, outbox)
+    kind, error = outbox.get(timeout=1)
+    assert kind == "error" and str(error) == "the reason"
+
+
+@pytest.mark.parametrize("penalty", [1.0, 5.0])
+def test_generate_has_no_setting_of_its_own(tiny, tmp_path, penalty):
+    """A model's generation_config.json may have a repetition penalty, which no log-prob would show."""
+    model = shutil.copytree(tiny, tmp_path / "model")
+    settings = {"repetition_penalty": penalty, "no_repeat_ngram_size": 2} if penalty > 1 else {}
+    path = model / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    args = grpo.Args(model_name_or_path=str(model), dtype="float32", rollout="hf")
+    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
+    sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "stop": [], "max_tokens": 24, "ignore_eos": True}
+    inbox.put(("generate", 0, [((0, 0), [5, 6, 7], 1)], sampling))
+    inbox.put(("stop",))
+    utils.hf_thread(args, torch.float32, 0, 1, [EOS], inbox, outbox)
+    ids = [5, 6, 7]
+    plain = utils.load_model(args, torch.float32, "sdpa").eval()
+    for _ in range(24):
+        with torch.no_grad():
+            ids.append(int(plain(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    assert [outbox.get(timeout=1)[0], list(outbox.get(timeout=1)[3])] == ["ready", ids[3:]]
 
 
 # --------------------------------------------------------------------------------------- weights while sequences run

@@ -303,6 +303,19 @@ def test_a_reference_that_is_not_loaded_is_not_offloaded(tiny, tmp_path, script)
     assert [m["optim/steps"] for m in run_here(args, script)] == [2, 2]
 
 
+def test_a_reference_of_the_update_goes_home_after_it(tiny, tmp_path, monkeypatch):
+    """--offload_ref with the full KL in the loss, which needs the reference in every micro-batch."""
+    seen = []
+    for name in ("borrow_device", "return_device"):
+        monkeypatch.setattr(utils, name, lambda *rest, name=name: seen.append(name))
+    plain = grpo.Engine.push
+    monkeypatch.setattr(grpo.Engine, "push", lambda *rest: (seen.append("push"), plain(*rest)))
+    args = tiny_args(tiny, tmp_path, offload_ref=True, beta=0.1, kl_estimator="full", eval_prompts=0)
+    run_here(args)
+    steps = [name for name in seen if name != "borrow_device"]
+    assert "borrow_device" in seen and steps[-4:] == ["return_device", "push"] * 2
+
+
 def test_a_fresh_step(tiny, tmp_path):
     """One optimizer step on fresh samples: ratio exactly 1, nothing clipped, KL to the reference exactly 0."""
     first, second = run_here(tiny_args(tiny, tmp_path, beta=0.1, learning_rate=1e-3))

@@ -31,7 +31,7 @@ from helpers import (
 )
 
 import grpo
-from runtime import process, rundir, runlog
+from runtime import checkpoints, process, rundir, runlog
 
 KL = {"beta": 0.1, "kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 100.0, "ref_policy_update_freq": 1}
 PPO = {"value_norm": "running", "dataset_max_filter_share": 0.5, "dataset_filter_threshold": 0.3}
@@ -74,6 +74,18 @@ def test_bf16_masters_are_restored(tiny, tmp_path, monkeypatch):
     interrupted(parts, monkeypatch, after=2)
     run_here(parts)
     assert record(folder_of(parts)) == record(folder_of(tiny_args(tiny, tmp_path / "straight", **changes)))
+
+
+def test_random_states_of_a_node_with_more_gpus(monkeypatch):
+    """A run that saved on four GPUs and resumes where two are visible."""
+    import torch
+
+    given = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", given.extend)
+    states = checkpoints.random_states() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 4}
+    checkpoints.set_random_states(states)
+    assert len(given) == 2
 
 
 def test_random_states_of_the_process(tiny, tmp_path, monkeypatch):

@@ -260,6 +260,8 @@ CASES = {
         {"kl_controller": "adaptive", "beta": 0.1, "kl_reward_coef": 0.0, "kl_placement": "both"},
         ["--kl_controller adaptive", "--kl_reward_coef", "in the reward"],
     ),
+    "a negative seed": ({"seed": -1}, ["--seed -1", "0 or more"]),
+    "a seed beyond NumPy's": ({"seed": 2**31}, ["--seed 2147483648", "below"]),
     "reward's coefficient negative": ({"kl_reward_coef": -0.1, "kl_placement": "both"}, ["--kl_reward_coef -0.1"]),
     "reference moves without beta": ({"ref_policy_update_freq": 5}, ["--ref_policy_update_freq", "--beta 0"]),
     "reference moves without place": (
@@ -320,10 +322,40 @@ def test_what_a_rank_sees_of_a_launch_with_engines(monkeypatch):
         for name, value in {"WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4, "RANK": rank, "LOCAL_RANK": rank % 4}.items():
             monkeypatch.setenv(name, str(value))
         monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-        assert process.split_launch(3) == (5 if rank < 5 else 0)
+        assert process.split_launch(1, 3) == (5 if rank < 5 else 0)
         assert process.launch_size() == 8 and process.several_nodes()
         if rank < 5:
             assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("5", "4" if rank < 4 else "1")
+
+
+@pytest.mark.parametrize("visible, shown", [(None, "2"), ("4,5,6,7", "6"), ("", "")])
+def test_an_engine_of_one_rank_sees_its_own_gpu(monkeypatch, visible, shown):
+    """vLLM would take the first that it sees. An engine of several ranks places its own, a trainer its LOCAL_RANK's."""
+    for shards, rank in ((1, 2), (1, 1), (2, 2)):
+        for name, value in {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "RANK": rank, "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        process.split_launch(2 // shards, shards)
+        alone = shards == 1 and rank == 2
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == (shown if alone else visible)
+        assert os.environ["LOCAL_RANK"] == ("0" if alone and visible != "" else str(rank))
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_an_engine_has_nothing_to_wait_for(place, nothing_is_loaded, monkeypatch, finished):
+    """Its trainers end at once after --dry_run, or where the run is finished, and nobody else would tell it."""
+    changes = {"seed": 11, "vllm_mode": "dedicated", "vllm_engines": 1}
+    for name, value in {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(rundir, "unfinished", lambda folder, args: not finished)
+    if finished:
+        earlier_run(place, changes)
+    with pytest.raises(SystemExit) as end:
+        start(arguments(place, changes if finished else {**changes, "dry_run": True}))
+    assert end.value.code == 0
 
 
 # ---------------------------------------------------------------------------------------- folders of earlier runs

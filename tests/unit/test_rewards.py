@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from concurrent.futures import wait
@@ -223,6 +224,12 @@ def test_a_verifier_of_this_project_never_ends_the_run(pool):
 @pytest.mark.parametrize(("name", "score"), [("number", 0.5), ("boolean", 1.0), ("whole", 1.0), ("numpy_number", 0.25)])
 def test_a_verifier_may_return_a_number(pool, name, score):
     assert verify(pool, f"{MINE}:{name}") == Reward(score, {"correct": float(score == 1)})
+
+
+def test_a_verifier_may_return_a_reward_of_numpy_numbers(pool):
+    """They are written as JSON, into samples, metrics and checkpoints."""
+    reward = verify(pool, f"{MINE}:numpy_reward")
+    assert json.dumps([reward.score, reward.parts]) == '[0.25, {"correct": 0.0}]'
 
 
 @pytest.mark.parametrize(
