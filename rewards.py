@@ -862,6 +862,8 @@ class RewardPool:
             if future.tries > 1:
                 return self._wait(self.submit(*future.asked, tries=future.tries - 1))
             raise RuntimeError("the verifier processes do not start") from error
+        except Exception as error:  # of pickling: whatever a verifier raises was caught in the worker
+            return Reward(0.0, status="crash", detail=f"what it returned cannot be sent back: {error}"), set()
 
     def result(self, future) -> Reward:
         """Wait for one Reward; the first that is not ok is shown.
