@@ -269,8 +269,8 @@ def mismatch_growth(case: Case) -> Finding | None:
 def kl_runaway(case: Case) -> Finding | None:
     """Two nats per response from the reference, and no gain: in the reward since the start, or for half of the KL.
 
-    A KL below that of the first steps does not run away: distillation begins far from its teacher. Nor has a reward that
-    rose until the task was solved anything left to gain.
+    A KL below that of the first steps does not run away: distillation begins far from its teacher. A reward that rose
+    until the task was solved has nothing left to gain.
     """
     values = case.curve("kl/sequence")
     start = case.start("kl/sequence").mean()
