@@ -142,18 +142,24 @@ def reward_falls(case: Case) -> Finding | None:
 
 
 def extraction(case: Case) -> Finding | None:
-    """Half of the complete responses of the last third have nothing that the verifier takes for an answer."""
+    """Half of the complete responses of the last third have nothing that the verifier takes for an answer.
+
+    A verifier that looks for an answer reports the part ``format``; a plain --reward_fn has none, and extracts nothing.
+    """
     after = case.step_at(2 / 3)
-    complete = [s for s in case.samples if s["finish_reason"] == "stop" and "extracted" in s]
+    complete = [s for s in case.samples if s["finish_reason"] == "stop" and "format" in s.get("reward_parts", {})]
     late = [s for s in complete if s["step"] > after]
-    empty = sum(not s["extracted"] for s in late)
-    reports = not any(s["reward"] > 0 and not s["extracted"] for s in complete)  # a plain --reward_fn extracts nothing
-    if not reports or len(late) < 5 or empty < 0.5 * len(late):
+    empty = sum(_unanswered(s) for s in late)
+    if len(late) < 5 or empty < 0.5 * len(late):
         return None
-    steps = pd.Series([not s["extracted"] for s in complete], index=[s["step"] for s in complete], dtype=float)
+    steps = pd.Series([_unanswered(s) for s in complete], index=[s["step"] for s in complete], dtype=float)
     what = f"no answer was extracted from {empty} of {len(late)} complete responses, such as {_tail(late[-1])}"
     remedy = "Give the verifier that fits the prompt (--verifier), or ask for its format (--system_prompt)."
     return Finding("extraction", what, remedy, since(steps.groupby(level=0).mean() >= 0.5))
+
+
+def _unanswered(sample: dict) -> bool:
+    return not sample["extracted"] and sample["reward_parts"]["format"] == 0
 
 
 def _tail(sample: dict) -> str:
@@ -261,17 +267,22 @@ def mismatch_growth(case: Case) -> Finding | None:
 
 
 def kl_runaway(case: Case) -> Finding | None:
-    """Two nats per response from the reference, and no gain: in the reward since the start, or for half of the KL."""
+    """Two nats per response from the reference, and no gain: in the reward since the start, or for half of the KL.
+
+    A KL below that of the first steps does not run away: distillation begins far from its teacher. A reward that rose
+    until the task was solved has nothing left to gain.
+    """
     values = case.curve("kl/sequence")
+    start = case.start("kl/sequence").mean()
     middle = case.middle("kl/sequence").mean()
     last = case.last("kl/sequence").mean()
     reward = case.reward()
     late_gain, late_error = rise(case.middle(reward), case.last(reward))
     gain, error = rise(case.start(reward), case.last(reward))
     grows = last > 1.5 * middle
-    in_vain = grows and not late_gain > 2 * late_error
+    in_vain = grows and not late_gain > 2 * late_error and not case.solved()
     gained = gain > 2 * error
-    if not case.has_trends or not last > 2.0 or (gained and not in_vain):
+    if not case.has_trends or not last > max(2.0, start) or (gained and not in_vain):
         return None
     what = f"the KL to the reference is {last:.1f} nats per response, the reward changed by {gain:+.3f} since the start"
     remedy = "Raise --beta or lower --learning_rate; docs/kl.md says which settings pull back, and which push away."

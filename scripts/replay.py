@@ -282,6 +282,10 @@ class Replay:
         self.base = base
         self.samples = recorded.samples
         self.groups = sorted({s.prompt_id for s in self.samples})
+        rewards: dict[int, set[float]] = {}
+        for sample in self.samples:
+            rewards.setdefault(sample.prompt_id, set()).add(sample.reward)
+        self.zero_std = {prompt for prompt, found in rewards.items() if len(found) == 1}
         self.everything = list(range(len(self.samples)))
         self.offsets = batching.token_offsets(self.samples)
         self.layout = {
@@ -331,19 +335,23 @@ class Replay:
         self.logprobs_N, self.entropy_N, self.full_kl_N, self.ref_N = values
 
     def agreement(self) -> dict[str, float]:
-        """Largest differences, in nats, between recorded log-probs and those of the weights; -1 where none is known."""
+        """Largest differences, in nats, between recorded log-probs and those of the weights; -1 where none is known.
+
+        The sampler's and the advantages are compared for the tokens in the loss: what a tool wrote was not sampled, and
+        the KL in the reward of samples that are left out is not recorded.
+        """
         recorded = self.recorded
-        fresh_N = batching.flat([s.token_versions() == recorded.step for s in self.samples], "cpu")[:-1]
-        sampler_N = torch.where(fresh_N, self.sampler_N.cpu(), torch.nan)
+        counted_N = self.slopes(self.base).weights_N.cpu() > 0
+        fresh_N = batching.flat([s.token_versions() == recorded.step for s in self.samples], "cpu")
+        sampler_N = F.pad(self.sampler_N.cpu(), (0, 1))
         pairs = {
-            "sampler": (F.pad(sampler_N, (0, 1)), self.logprobs_N),
+            "sampler": (torch.where(fresh_N & counted_N, sampler_N, torch.nan), self.logprobs_N),
             "old": (recorded.old_N, self.logprobs_N),
         }
         if self.reference is not None:
             pairs["reference"] = (recorded.ref_N, self.ref_N)
         if phase_6(self.base.script) == phase_6(grpo):
-            counted_N = self.slopes(self.base).weights_N > 0  # elsewhere the run does not know the KL in the reward
-            theirs_N = torch.where(counted_N.cpu(), recorded.advantages_N, torch.nan)
+            theirs_N = torch.where(counted_N, recorded.advantages_N, torch.nan)
             pairs["advantages"] = (theirs_N, self.rebuilt_advantages(self.base))
         found = {}
         for name, (theirs, ours) in pairs.items():
@@ -355,36 +363,60 @@ class Replay:
 
     def in_loss(self, args, members: set[int]) -> list[int]:
         """The samples of these prompts that count in the loss, as a script chooses them."""
-        rewards: dict[int, set[float]] = {}
-        for sample in self.samples:
-            rewards.setdefault(sample.prompt_id, set()).add(sample.reward)
         found = []
         for i, sample in enumerate(self.samples):
-            equal = len(rewards[sample.prompt_id]) == 1
-            left_out = args.filter_zero_std_samples and equal
+            left_out = args.filter_zero_std_samples and sample.prompt_id in self.zero_std
             if args.mask_truncated_completions:
                 left_out |= sample.finish_reason == "length"
             if sample.prompt_id in members and not left_out:
                 found.append(i)
         return found
 
-    def advantages(self, setting: Setting) -> torch.Tensor:
-        """Of every token, [N + 1]: the recorded ones, or new ones where the setting's statistics are not the run's.
+    def takes_step(self, setting: Setting, members: set[int]) -> bool:
+        """Whether the setting's script takes an optimizer step on the samples of these prompts, or passes them by.
 
-        Exits with code 2 for a script whose advantages are not grpo.py's.
+        Without KL and entropy, groups of equal reward have no gradient by group statistics; by a critic they have one.
         """
-        if statistics(setting) == statistics(self.base):
+        args = setting.args
+        prompts = {self.samples[i].prompt_id for i in self.in_loss(args, members)}
+        if hasattr(setting.script, "group_advantages") and not flags.loads_reference(args) and args.entropy_coeff == 0:
+            prompts -= self.zero_std
+        return bool(prompts)
+
+    def advantages(self, setting: Setting) -> torch.Tensor:
+        """Of every token, [N + 1]: the recorded ones, or new ones where those are not the setting's.
+
+        Exits with code 2 for a script whose advantages are not grpo.py's, and for rewards that a script refuses.
+        """
+        if self.has_recorded_advantages(setting):
             return self.recorded.advantages_N.to(self.device)
         if not self.knows_advantages(setting):
             process.refuse(
                 f"{setting.name}: {Path(setting.script.__file__).name} computes advantages in a way of its own, which "
-                f"is known here only for the setting of the run; leave out flags that change advantages"
+                f"is known here only for the setting of the run; leave out flags that change advantages, or that add "
+                f"samples to the loss of a run with a KL in the reward"
             )
-        return self.rebuilt_advantages(setting)
+        try:
+            return self.rebuilt_advantages(setting)
+        except ValueError as error:
+            process.refuse(f"{setting.name}: {error}")
 
     def knows_advantages(self, setting: Setting) -> bool:
         """Whether they are the recorded ones, or follow from the rewards as in grpo.py."""
-        return statistics(setting) == statistics(self.base) or phase_6(setting.script) == phase_6(grpo)
+        return self.has_recorded_advantages(setting) or phase_6(setting.script) == phase_6(grpo)
+
+    def has_recorded_advantages(self, setting: Setting) -> bool:
+        """Whether the recorded advantages are those of the setting, for every sample in its loss.
+
+        For a KL in the reward a run has the log-probs of the samples in its own loss, or of all of them; what is
+        recorded of the others lacks the KL, and their old log-probs are NaN.
+        """
+        if statistics(setting) != statistics(self.base):
+            return False
+        if flags.kl_coefficients(setting.args)[1] == 0:
+            return True
+        first_tokens = [self.offsets[i] for i in self.in_loss(setting.args, set(self.groups))]
+        return not self.recorded.old_N[first_tokens].isnan().any()
 
     def rebuilt_advantages(self, setting: Setting) -> torch.Tensor:
         """Phase 6 of grpo.py: group statistics, and the KL in the reward. [N + 1]"""
@@ -497,6 +529,8 @@ class Replay:
             if args.shuffle_mini_batches:
                 random.Random(f"{args.seed}/{self.recorded.step}/{epoch}").shuffle(order)
             members = utils.even_part(order, mini, args.num_mini_batches)
+            if not self.takes_step(self.base, members):  # with a gradient of 0, AdamW would move by its moments
+                continue
             gradient = self.gradient(self.slopes(self.base, members).direction, members)
             pieces = gradient.split([weight.numel() for weight in parameters])
             for weight, piece in zip(parameters, pieces, strict=True):

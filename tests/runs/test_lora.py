@@ -119,10 +119,19 @@ def test_a_run_trains_adapters_alone(tiny, tmp_path):
     assert min(moved) > 1e-3
 
 
-@pytest.mark.parametrize("change", [{"rollout": "hf"}, {"zero_stage": 3}, {"vllm_enable_sleep_mode": True}])
-def test_what_needs_all_weights_pushed_is_refused(lora, tiny, tmp_path, capsys, change):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rollout": "hf"}, "adapters alone are pushed"),
+        ({"zero_stage": 3}, "adapters alone are pushed"),
+        ({"vllm_enable_sleep_mode": True}, "adapters alone are pushed"),
+        ({"ref_policy_update_freq": 1, "beta": 0.1}, "--ref_policy_update_freq is for whole weights, not adapters"),
+        ({"record_batches": 1}, "--record_batches is for whole weights, not adapters"),
+    ],
+)
+def test_what_needs_all_weights_is_refused(lora, tiny, tmp_path, capsys, change, words):
     args = tiny_args(tiny, tmp_path, "variant_lora", **{"rollout": "vllm", **change})
     with pytest.raises(SystemExit) as ended:
         lora.check_args(args)
     assert ended.value.code == 2
-    assert "adapters alone are pushed" in capsys.readouterr().err
+    assert words in capsys.readouterr().err

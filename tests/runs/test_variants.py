@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -169,12 +170,66 @@ def test_maxrl_estimates_the_gradient_of_the_truncated_likelihood(modules):
     assert expected.item() == pytest.approx(truncated, rel=1e-9)
 
 
+def test_maxrl_learns_from_no_reward_below_0(modules):
+    """A group with a negative mean would raise its worst responses: the rewards end the run, 0 among them does not."""
+    below = torch.tensor([[1.0, 0.0], [0.0, -1.0]], dtype=torch.float64)
+    with pytest.raises(ValueError, match="a reward is -1, and MaxRL divides by the mean of its group: leave out"):
+        modules["maxrl"].group_advantages(below, "maxrl")
+    advantages = modules["maxrl"].group_advantages(below.clamp(min=0), "maxrl", 0.0)
+    assert advantages.tolist() == [[1.0, -1.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"non_stop_penalty": 0.5}, "give rewards down to -0.5: MaxRL divides by their mean"),
+        ({"overlong_buffer": 4}, "give rewards down to -1: MaxRL divides by their mean"),
+        ({"repetition_max_penalty": 0.25}, "give rewards down to -0.25: MaxRL divides by their mean"),
+        ({"reward_bias": 0.5, "reward_scaling": 2.0}, "give rewards down to -1: MaxRL divides by their mean"),
+        ({"reward_scaling": -1.0}, "give rewards down to -1: MaxRL divides by their mean"),
+        ({"beta": 0.1, "kl_placement": "reward", "kl_reward_norm": "inside"}, "--kl_reward_norm inside gives rewards"),
+    ],
+)
+def test_maxrl_refuses_flags_that_make_rewards_negative(modules, tiny, tmp_path, capsys, change, words):
+    """With scores from 0 to 1, which own functions need not have; a constant that makes up for a penalty is enough."""
+    args = tiny_args(tiny, tmp_path, "variant_maxrl", reward_fn=None)
+    modules["maxrl"].check_args(args)
+    with pytest.raises(SystemExit) as ended:
+        modules["maxrl"].check_args(dataclasses.replace(args, **change))
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+    modules["maxrl"].check_args(dataclasses.replace(args, non_stop_penalty=0.5, reward_bias=-0.5))
+    modules["maxrl"].check_args(dataclasses.replace(args, non_stop_penalty=0.5, reward_fn="mine.py:one_to_two"))
+
+
+@pytest.mark.parametrize("placement", ["reward", "both"])
+def test_distill_refuses_a_kl_in_rewards_that_it_does_not_learn_from(modules, tiny, tmp_path, capsys, placement):
+    changes = {"teacher_name_or_path": str(tiny), "kl_placement": placement}
+    args = tiny_args(tiny, tmp_path, "variant_distill", **changes)
+    modules["distill"].check_args(args)
+    with pytest.raises(SystemExit) as ended:
+        modules["distill"].check_args(dataclasses.replace(args, kl_reward_norm="inside"))
+    assert ended.value.code == 2
+    assert "--kl_reward_norm inside adds the KL to a reward that is not learned from" in capsys.readouterr().err
+
+
 def test_reinforce_pp_keeps_the_proportions_of_the_groups(modules):
     """One std for the batch: rewards that spread twice as far have twice the advantages; GRPO makes them equal."""
     rewards = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.0, 2.0, 0.0, 2.0]], dtype=torch.float64)
     advantages = modules["reinforce_pp"].group_advantages(rewards, "batch")
     assert torch.allclose(advantages[1], 2 * advantages[0])
     assert advantages.std().item() == pytest.approx(1.0, rel=1e-4)
+
+
+def test_reinforce_pp_counts_responses_where_verl_counts_tokens(modules):
+    """The std is that of the responses, whatever their lengths; whitened by tokens, as verl does, the values differ."""
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+    centered = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    advantages = modules["reinforce_pp"].group_advantages(rewards, "batch", 0.0).flatten()
+    assert torch.allclose(advantages, centered / centered.std())
+    tokens = centered.repeat_interleave(torch.tensor([9, 1, 1, 1, 1, 1, 1, 1]))
+    whitened = (centered - tokens.mean()) / tokens.std()
+    assert (whitened - advantages).min() < -0.3
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in WITH_VLLM])

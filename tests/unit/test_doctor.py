@@ -46,7 +46,8 @@ def healthy() -> tuple[list[dict], list[dict]]:
     """(metrics, samples) of a healthy run."""
     noise = random.Random(1)
     metrics = [healthy_step(step, noise) for step in range(1, STEPS + 1)]
-    sample = {"response": "= 4", "extracted": "4", "finish_reason": "stop", "reward": 1.0}
+    parts = {"correct": 1.0, "format": 1.0}
+    sample = {"response": "= 4", "extracted": "4", "finish_reason": "stop", "reward": 1.0, "reward_parts": parts}
     samples = [{"step": step} | sample for step in range(1, STEPS + 1) for _ in range(4)]
     return metrics, samples
 
@@ -139,15 +140,64 @@ def test_each_rule_names_its_fault_and_nothing_short_of_it(rule):
     assert rule not in {f.rule for f in findings([m | short(m) for m in metrics], samples)}
 
 
-def test_responses_without_an_answer_are_found_and_a_reward_function_that_extracts_nothing_is_not():
+NOTHING = {"response": "I see.", "extracted": "", "reward": 0.0, "reward_parts": {"correct": 0.0, "format": 0.0}}
+
+
+def test_responses_without_an_answer_are_found():
     metrics, samples = healthy()
-    empty = [s | {"extracted": "", "reward": 0.0} if s["step"] > 30 else s for s in samples]
+    empty = [s | NOTHING if s["step"] > 30 else s for s in samples]
     (found,) = findings(metrics, empty)
     assert found.rule == "extraction"
     assert found.since == 31
-    assert findings(metrics, [s | {"extracted": ""} for s in samples]) == []
     truncated = [s | {"finish_reason": "length"} for s in empty]
     assert findings(metrics, truncated) == []
+
+
+@pytest.mark.parametrize("reward", [1.0, 0.0, -0.5])
+def test_a_reward_function_extracts_nothing_whatever_it_pays(reward):
+    """A plain --reward_fn reports no format; a Reward of one's own may report a good format and no answer."""
+    metrics, samples = healthy()
+    for parts in ({"correct": float(reward == 1)}, {}, {"correct": float(reward == 1), "format": 1.0}):
+        plain = {"extracted": "", "reward": reward, "reward_parts": parts}
+        assert findings(metrics, [s | plain for s in samples]) == []
+
+
+def test_an_empty_answer_is_an_answer():
+    """Some tasks have results without letters: <answer></answer> is extracted as the empty text."""
+    metrics, samples = healthy()
+    assert findings(metrics, [s | {"response": "<answer></answer>", "extracted": ""} for s in samples]) == []
+
+
+def level(step: int) -> float:
+    """The fraction of right responses of a task that is solved by step 20."""
+    return min(0.95, 0.3 + 0.65 * step / 20)
+
+
+def test_a_kl_that_grows_on_after_the_task_is_solved_is_no_runaway():
+    """Linear from 0, it is 1.67 times as large in the last third as in the middle, where the reward stands still."""
+    metrics, samples = healthy()
+    noise = random.Random(3)
+    solved = []
+    for m in metrics:
+        right = level(m["step"]) + noise.gauss(0, 0.01)
+        solved.append(m | {"kl/sequence": 0.2 * m["step"], "reward/mean": right, "reward/correct": right})
+    assert findings(solved, samples) == []
+    half = [m | {"reward/mean": m["reward/mean"] / 2, "reward/correct": m["reward/correct"] / 2} for m in solved]
+    assert {f.rule for f in findings(half, samples)} == {"kl_runaway"}
+
+
+def test_a_kl_that_falls_is_no_runaway():
+    """Distillation: the policy begins far from its teacher and comes nearer; the reward is only measured."""
+    metrics, samples = healthy()
+    noise = random.Random(4)
+    nearer = []
+    for m in metrics:
+        right = 0.95 + noise.gauss(0, 0.01)
+        distance = 3 + 20 * math.exp(-m["step"] / 15)
+        nearer.append(m | {"kl/sequence": distance, "reward/mean": right, "reward/correct": right})
+    assert findings(nearer, samples) == []
+    farther = [m | {"kl/sequence": 26 - m["kl/sequence"]} for m in nearer]
+    assert {f.rule for f in findings(farther, samples)} == {"kl_runaway"}
 
 
 def test_every_rule_has_a_trial():

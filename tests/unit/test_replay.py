@@ -38,6 +38,27 @@ def single(tiny, tmp_path_factory):
     return args
 
 
+# Groups of two, of which about half have equal rewards, dealt to four mini-batches: some of those have no gradient.
+SPARSE = LEARNS | {"seed": 3, "record_batches": 3, "num_samples_per_prompt_rollout": 2, "num_mini_batches": 4}
+
+
+@pytest.fixture(scope="module")
+def filtered(tiny, tmp_path_factory):
+    """A run that leaves groups of equal reward out of the loss, with the KL in the reward; its arguments."""
+    changes = {"kl_placement": "reward", "kl_estimator": "k1", "filter_zero_std_samples": True}
+    args = tiny_args(tiny, tmp_path_factory.mktemp("filtered"), **SPARSE, **changes)
+    run_here(args)
+    return args
+
+
+@pytest.fixture(scope="module")
+def unfiltered(tiny, tmp_path_factory):
+    """A run without a reference: groups of equal reward are in the loss, and have no gradient; its arguments."""
+    args = tiny_args(tiny, tmp_path_factory.mktemp("unfiltered"), **SPARSE | {"beta": 0.0})
+    run_here(args)
+    return args
+
+
 def opened(args, step: int, script: str = "grpo"):
     """(replay, the run's own setting) of a recorded step."""
     folder = folder_of(args, script)
@@ -461,6 +482,51 @@ def test_steps_on_a_batch_are_those_of_the_run(recorded):
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["filtered", "unfiltered"])
+def test_a_mini_batch_without_a_gradient_is_no_step(name, request):
+    """The run passes it by, at its place in the schedule of the rate; a step would move by AdamW's moments."""
+    args = request.getfixturevalue(name)
+    steps = [m["optim/steps"] for m in read_jsonl(folder_of(args) / "metrics.jsonl")]
+    assert 0 < steps[0] < 4
+    batch, _ = opened(args, 1)
+    batch.take_steps(4, 12)
+    later, _ = opened(args, 2)
+    for ours, theirs in zip(batch.policy.parameters(), later.policy.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_samples_that_the_run_left_out_have_the_kl_in_their_advantages(filtered):
+    """The run never computed their log-probs, and recorded none; a setting that has them in its loss needs it."""
+    batch, base = opened(filtered, 3)
+    left_out = [i for i, sample in enumerate(batch.samples) if sample.prompt_id in batch.zero_std]
+    assert 0 < len(left_out) < len(batch.samples)
+    recorded_N = batch.recorded.advantages_N
+    assert torch.equal(batch.advantages(base), recorded_N)
+    added_N = batch.advantages(setting_of("filter_zero_std_samples=off", base))
+    starts = batching.token_offsets(batch.samples)
+    for i in range(len(batch.samples)):
+        own = slice(starts[i], starts[i + 1])
+        expected = recorded_N[own]
+        if i in left_out:  # the advantage is 0, and the penalty of a token is that of itself and all after it
+            d = batch.logprobs_N[own] - batch.ref_N[own]
+            expected = -0.05 * torch.stack([d[t:].sum() for t in range(len(d))])
+            assert expected.abs().max() > 1e-3
+        assert torch.allclose(added_N[own], expected, atol=1e-5)
+
+
+def test_the_tokens_of_a_tool_are_not_compared_with_the_sampler(recorded):
+    """They have 1.0 for a log-prob, which is a nat or more from any; every other token still is."""
+    folder = folder_of(recorded)
+    batch = recorder.read(folder / "batches" / "step_000002")
+    base = setting_of("loss=multi_turn", replay.run_setting(folder, batch))
+    for sample in batch.samples[::3]:
+        sample.sampler_logprobs[2:5] = base.script.TOOL
+    assert 0 <= replay.Replay(batch, base, with_reference=True).agreement()["sampler"] < 1e-5
+    batch.samples[0].sampler_logprobs[6] -= 0.5
+    differs = replay.Replay(batch, base, with_reference=True).agreement()["sampler"]
+    assert differs == pytest.approx(0.5, abs=1e-4)
+
+
 def compared(args, words: list[list[str]], step: int = 3, script: str = "grpo"):
     batch, base = opened(args, step, script)
     return replay.compare(replay.make_settings(words, base), batch)
@@ -624,6 +690,15 @@ def test_a_script_with_advantages_of_its_own_is_refused_for_other_statistics(rec
     with pytest.raises(SystemExit):
         batch.slopes(setting)
     assert "own.py computes advantages in a way of its own" in capsys.readouterr().err
+
+
+def test_rewards_that_a_variant_refuses_are_refused(recorded, capsys):
+    batch, base = opened(recorded, 1)
+    batch.samples[0].reward = -1.0
+    with pytest.raises(SystemExit) as ended:
+        batch.slopes(setting_of("loss=maxrl", base))
+    assert ended.value.code == 2
+    assert "loss=maxrl: a reward is -1, and MaxRL divides by the mean" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
