@@ -720,8 +720,9 @@ def evaluate(step: int, engine: Engine, verifiers, problems: list[Problem], poli
     with clock("eval"):
         requests, sampling = data.eval_requests(len(problems), args)
         samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), clock)
-    if log.evaluation(utils.eval_metrics(samples, problems, step)):
-        utils.save_model(policy, engine.tokenizer, log.folder / "best", args.zero_stage, dist.get_rank())
+    found = utils.eval_metrics(samples, problems, step)
+    if log.evaluation(found):
+        utils.save_model(policy, engine.tokenizer, log.folder / "best", args.zero_stage, dist.get_rank(), found)
 
 
 # ---------------------------------------------------------------------------------------------------------------- main

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import math
 import os
 import random
@@ -748,14 +749,19 @@ class MovingReference(nn.Module):
                 weight.copy_(targets[name])
 
 
-def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
-    """Weights, config and tokenizer in Hugging Face format, whole or not at all. Every rank must call."""
+def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int, evaluation: dict | None = None) -> None:
+    """Weights, config and tokenizer in Hugging Face format, whole or not at all. Every rank must call.
+
+    ``evaluation``: what was found of these weights, for ``evaluation.json`` beside them.
+    """
     weights = current_weights(policy, zero_stage)  # every rank takes part
     if rank != 0:
         return
     with written_whole(folder) as beside:
         policy.module.model.save_pretrained(beside, state_dict=dict(weights))
         tokenizer.save_pretrained(beside)
+        if evaluation is not None:
+            (beside / "evaluation.json").write_text(json.dumps(evaluation))
 
 
 @contextmanager

@@ -165,12 +165,14 @@ def cut_back(file: Path, last: int) -> None:
 
 
 def best_so_far(folder: Path, args) -> float:
-    """The largest --best_metric in a run's eval.jsonl whose weights are in best/; minus infinity without any."""
-    file = folder / "eval.jsonl"
-    if args.best_metric is None or not file.is_file() or not (folder / "best").is_dir():
+    """The --best_metric of the weights in best/; minus infinity without any.
+
+    Their step may come after the checkpoint that a run resumes from: eval.jsonl no longer has it then.
+    """
+    file = folder / "best" / "evaluation.json"
+    if args.best_metric is None or not file.is_file():
         return -math.inf
-    results = map(json.loads, file.read_text().splitlines())
-    return max((result.get(args.best_metric, -math.inf) for result in results), default=-math.inf)
+    return json.loads(file.read_text()).get(args.best_metric, -math.inf)
 
 
 def data_digest(*parts: Sequence[Problem]) -> str:

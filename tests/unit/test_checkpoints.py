@@ -31,6 +31,7 @@ from helpers import (
 )
 
 import grpo
+import utils
 from runtime import checkpoints, process, rundir, runlog
 
 KL = {"beta": 0.1, "kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 100.0, "ref_policy_update_freq": 1}
@@ -337,6 +338,30 @@ def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, mo
     said = capsys.readouterr().out
     assert "NO CHECKPOINT after step 2" in said and "GiB free" in said and "needed" in said
     assert rundir.saved_steps(folder_of(args)) == []
+
+
+def test_the_best_weights_of_a_step_that_is_done_again(tiny, tmp_path, monkeypatch):
+    """best/ is of step 4, the checkpoint of step 2: if the steps fall out otherwise now, only better ones count."""
+    plain = utils.eval_metrics
+    found = {0: 0.1, 2: 0.2, 4: 0.6}
+    monkeypatch.setattr(utils, "eval_metrics", lambda *rest: plain(*rest) | {"eval/pass@1": found.get(rest[2], 0.5)})
+    args = tiny_args(
+        tiny,
+        tmp_path,
+        **{**SMALL, "total_steps": 6, "save_every": 2, "best_metric": "eval/pass@1", "keep_checkpoints": 9},
+    )
+    interrupted(args, monkeypatch, after=5)
+    folder = folder_of(args)
+    for step, checkpoint in rundir.saved_steps(folder):
+        if step > 2:
+            shutil.rmtree(checkpoint)
+    assert [step for step, _ in rundir.saved_steps(folder)] == [2]
+    assert json.loads((folder / "best" / "evaluation.json").read_text())["step"] == 4
+    before = process.file_digest(folder / "best" / "model.safetensors")
+    found[4] = 0.5
+    run_here(args)
+    assert json.loads((folder / "best" / "evaluation.json").read_text())["eval/pass@1"] == 0.6
+    assert process.file_digest(folder / "best" / "model.safetensors") == before
 
 
 def test_a_full_disk_refuses_new_weights_only(stopped, tmp_path, monkeypatch, capsys):
