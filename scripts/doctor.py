@@ -213,10 +213,10 @@ def truncation(case: Case) -> Finding | None:
 def length_growth(case: Case) -> Finding | None:
     """Responses have grown by half while the fraction of right ones did not rise."""
     name = "completions/length_mean"
-    before = case.first(name)
+    before = case.start(name)
     after = case.last(name)
     change, error = rise(before, after)
-    better, noise = rise(case.first("reward/correct"), case.last("reward/correct"))
+    better, noise = rise(case.start("reward/correct"), case.last("reward/correct"))
     if not case.has_trends or not change > max(0.5 * before.mean(), 3 * error) or better > max(0.05, 2 * noise):
         return None
     what = (
@@ -228,7 +228,7 @@ def length_growth(case: Case) -> Finding | None:
 
 
 def entropy_collapse(case: Case) -> Finding | None:
-    """Entropy is below a tenth of the highest of the first steps, and the reward has not risen since.
+    """Entropy is below a fifth of the highest of the first steps, and the reward has not risen since.
 
     A policy that learns a task with one right answer becomes sure of it: that is no collapse.
     """
@@ -238,11 +238,11 @@ def entropy_collapse(case: Case) -> Finding | None:
         return None
     start = values.iloc[:SMOOTH].max()
     end = values.iloc[-SMOOTH:].mean()
-    if not end < 0.1 * start:
+    if not end < 0.2 * start:
         return None
     what = f"entropy fell from {start:.3f} to {end:.4f} nats per token with {_correct(case):.0%} of the responses right"
     remedy = "Exploration is over: lower --learning_rate, raise --clip_higher, or add a KL (--beta)."
-    return Finding("entropy_collapse", what, remedy, since(smooth(values) < 0.1 * start))
+    return Finding("entropy_collapse", what, remedy, since(smooth(values) < 0.2 * start))
 
 
 def _correct(case: Case) -> float:
