@@ -331,8 +331,8 @@ def test_log_probs_that_are_not_finite(small, capfd, monkeypatch):
     plain = utils._generate
 
     def generate(*a):
-        for kind, key, ids, logprobs, *rest in plain(*a):
-            yield (kind, key, ids, [float("nan")] * len(logprobs), *rest)
+        for key, ids, logprobs, reason in plain(*a):
+            yield key, ids, [float("nan")] * len(logprobs), reason
 
     monkeypatch.setattr(utils, "_generate", generate)
     note("the sampler's log-probs become NaN", "NaN", fails(small(), capfd), "not finite", ENDS)
@@ -593,7 +593,7 @@ import grpo
 if __name__ == "__main__":  # the reward workers import this file
     import vllm
 
-    vllm.LLM.reset_prefix_cache = lambda self: False
+    vllm.LLM.reset_prefix_cache = lambda self, **options: False
     args = tyro.cli(grpo.Args)
     grpo.main(args, grpo.preflight(args))
 """
