@@ -239,3 +239,10 @@ def test_a_variant_trains_two_steps(modules, name, tiny, tmp_path):
     args = tiny_args(tiny, tmp_path, f"variant_{name}", total_steps=2, num_mini_batches=2, **changes)
     metrics = run_here(args, f"variant_{name}")
     assert [m["optim/steps"] for m in metrics] == [2, 2]
+
+
+def test_approx_kl_is_of_the_policy_whatever_the_ratio_is(modules, tiny, tmp_path):
+    """DPPO's ratio has the sampler below: with one optimizer step nothing has moved, and it is not exactly 1."""
+    metrics = run_here(tiny_args(tiny, tmp_path, "variant_dppo", total_steps=2), "variant_dppo")
+    assert any(m["policy/ratio_max"] != 1 for m in metrics)
+    assert [m["policy/approx_kl"] for m in metrics] == [0, 0] == [m["policy/approx_kl_max"] for m in metrics]

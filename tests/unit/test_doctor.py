@@ -90,7 +90,10 @@ FAULTS = {
     ),
     "entropy_collapse": (
         lambda m: {"policy/entropy": 0.4 * math.exp(-4 * late(m["step"])), "reward/mean": 0.3 + 0.03 * (m["step"] % 2)},
-        lambda m: {"policy/entropy": 0.4 * math.exp(-1.4 * late(m["step"])), "reward/mean": 0.3 + 0.03 * (m["step"] % 2)},
+        lambda m: {
+            "policy/entropy": 0.4 * math.exp(-1.4 * late(m["step"])),
+            "reward/mean": 0.3 + 0.03 * (m["step"] % 2),
+        },
     ),
     "mismatch_growth": (
         lambda m: {"sampler/logprob_diff_mean": 0.002 + 0.1 * late(m["step"])},

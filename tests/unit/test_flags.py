@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -326,6 +327,25 @@ def test_what_a_rank_sees_of_a_launch_with_engines(monkeypatch):
         assert process.launch_size() == 8 and process.several_nodes()
         if rank < 5:
             assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("5", "4" if rank < 4 else "1")
+
+
+def test_the_revision_is_that_of_the_policy(place, monkeypatch):
+    """The critic of another repository is loaded, and looked for, without it."""
+    asked = {}
+    plain = flags.read_configs
+
+    def spy(args, flag, revision):
+        asked[flag] = revision
+        return plain(args, flag, None)
+
+    monkeypatch.setattr(flags, "read_configs", spy)
+    args = arguments(place, {})
+    args.revision = "v1"
+    args.value_model_name_or_path = args.model_name_or_path
+    with contextlib.suppress(SystemExit):  # --revision is refused for a local folder
+        flags.check_model(args)
+    flags.check_model(args, "value_model_name_or_path")
+    assert asked == {"model_name_or_path": "v1", "value_model_name_or_path": None}
 
 
 @pytest.mark.parametrize("visible, shown", [(None, "2"), ("4,5,6,7", "6"), ("", "")])
