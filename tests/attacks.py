@@ -81,7 +81,8 @@ TAKE_ALL = {
     "memory of several processes": body(
         *("import os", "r, w = os.pipe()", "pids = []", "for i in range(5):", "    pids.append(os.fork())"),
         *("    if pids[-1] == 0:", "        x = b'x' * (25 * 10 ** 7); os.write(w, b'x'); os.read(os.pipe()[0], 1)"),
-        *("for i in range(5): os.read(r, 1)", "for pid in pids: os.kill(pid, 9); os.waitpid(pid, 0)"),
+        *("for i in range(5): os.read(r, 1)", "import time", "time.sleep(0.3)"),  # memory is looked at, now and then
+        "for pid in pids: os.kill(pid, 9); os.waitpid(pid, 0)",
     ),
     "System V memory": body(
         *(LIBC.strip().splitlines()[0], "libc = ctypes.CDLL(None)", "libc.shmat.restype = ctypes.c_void_p"),
