@@ -42,9 +42,9 @@ FORMS = (
 )
 
 
-def secret_values(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def secret_values() -> dict[str, str]:
     """Name -> value of the environment variables that hold a secret, the longest value first."""
-    found = {name: value for name, value in environ.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST}
+    found = {name: value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST}
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 

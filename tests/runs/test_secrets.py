@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import copy
 import gzip
 import io
+import os
 import re
 import subprocess
 import sys
@@ -179,6 +181,13 @@ def test_a_run_with_secrets_resumes(tiny, tmp_path, planted, judged):
     assert identity.changed_arguments(theirs, args) == ([], []) and rundir.run_name(args, type(args)()) == name
     args.judge_url = "https://another.example.com"
     assert len(identity.changed_arguments(theirs, args)[0]) == 1 and rundir.run_name(args, type(args)()) != name
+
+
+def test_the_environment_of_now(monkeypatch):
+    """datasets' map with num_proc puts a copy of os.environ in its place; a key that is set later is hidden, too."""
+    monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))
+    monkeypatch.setenv("JUDGE_API_KEY", PLANTED["JUDGE_API_KEY"])
+    assert redaction.redact(f"the key {PLANTED['JUDGE_API_KEY']}") == "the key ***"
 
 
 @pytest.mark.parametrize("backend", ["local", "slurm", "kubernetes"])
