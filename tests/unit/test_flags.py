@@ -315,14 +315,25 @@ def test_dedicated_engines_leave_a_trainer(place, nothing_is_loaded, capsys, mon
     assert "--num_processes 5" in message
 
 
-def test_what_a_rank_sees_of_a_launch_with_engines(monkeypatch):
-    """Two nodes of four ranks, three ranks sample: each node's trainers are a launch of five, of four and one."""
-    for rank in range(8):
+@pytest.fixture
+def as_rank(monkeypatch):
+    """A function that has the environment of a rank; the test's end undoes what the rank makes of it, too."""
+
+    def become(rank: int, size: int, on_node: int) -> None:
         for name in ("LAUNCH_WORLD_SIZE", "LAUNCH_LOCAL_WORLD_SIZE"):
             monkeypatch.setenv(name, "")
-        for name, value in {"WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4, "RANK": rank, "LOCAL_RANK": rank % 4}.items():
+        ranks = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": on_node, "RANK": rank, "LOCAL_RANK": rank % on_node}
+        for name, value in ranks.items():
             monkeypatch.setenv(name, str(value))
-        monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+
+    return become
+
+
+def test_what_a_rank_sees_of_a_launch_with_engines(as_rank, monkeypatch):
+    """Two nodes of four ranks, three ranks sample: each node's trainers are a launch of five, of four and one."""
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    for rank in range(8):
+        as_rank(rank, size=8, on_node=4)
         assert process.split_launch(1, 3) == (5 if rank < 5 else 0)
         assert process.launch_size() == 8 and process.several_nodes()
         if rank < 5:
@@ -349,11 +360,10 @@ def test_the_revision_is_that_of_the_policy(place, monkeypatch):
 
 
 @pytest.mark.parametrize("visible, shown", [(None, "2"), ("4,5,6,7", "6"), ("", "")])
-def test_an_engine_of_one_rank_sees_its_own_gpu(monkeypatch, visible, shown):
+def test_an_engine_of_one_rank_sees_its_own_gpu(as_rank, monkeypatch, visible, shown):
     """vLLM would take the first that it sees. An engine of several ranks places its own, a trainer its LOCAL_RANK's."""
     for shards, rank in ((1, 2), (1, 1), (2, 2)):
-        for name, value in {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "RANK": rank, "LOCAL_RANK": rank}.items():
-            monkeypatch.setenv(name, str(value))
+        as_rank(rank, size=4, on_node=4)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -364,11 +374,10 @@ def test_an_engine_of_one_rank_sees_its_own_gpu(monkeypatch, visible, shown):
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_an_engine_has_nothing_to_wait_for(place, nothing_is_loaded, monkeypatch, finished):
+def test_an_engine_has_nothing_to_wait_for(as_rank, place, nothing_is_loaded, monkeypatch, finished):
     """Its trainers end at once after --dry_run, or where the run is finished, and nobody else would tell it."""
     changes = {"seed": 11, "vllm_mode": "dedicated", "vllm_engines": 1}
-    for name, value in {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": 1}.items():
-        monkeypatch.setenv(name, str(value))
+    as_rank(1, size=2, on_node=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(rundir, "unfinished", lambda folder, args: not finished)
     if finished:
