@@ -812,6 +812,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     if adaptive:
         controller = AdaptiveKLController(reward_coef or loss_coef, args.kl_target, args.kl_horizon)
     clock = utils.Stopwatch()
+    heap = process.Heap()
     data_digest = rundir.data_digest(problems, eval_problems)
     resolved = {"batch_layout": layout, "attn_implementation": attention, **vars(sizes)}
     log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest, len(problems), resolved)
@@ -1115,6 +1116,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 metrics["kl/full_max"] = largest_kl.item()
         metrics |= clock.metrics(offsets[-1], totals["tokens"]) | engine.metrics
         log.step(metrics, samples, batch)
+        heap.bound()
         clock.restart()  # the time of a checkpoint is the next step's
         progress.ahead = [(asked.chosen, asked.samples and [vars(s) for s in asked.samples]) for asked in waiting]
         if checkpoints.after_step(step):

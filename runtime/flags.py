@@ -432,11 +432,12 @@ class Sizes:
 def sizes(args: Any, cuda: bool) -> Sizes:
     """The sizes of these flags on a GPU or a CPU; a micro-batch holds at least the longest sample there can be.
 
-    A GPU needs about 16,000 tokens to be busy for longer than it takes to start its kernels; a CPU core is busy with a
-    thousand. The engine's are vLLM's own for GPUs of 80 GB.
+    A GPU needs about 16,000 tokens to be busy for longer than it takes to start its kernels. A CPU core is busy with a
+    thousand, but every micro-batch also adds a gradient as large as the model. The engine's are vLLM's own for GPUs of
+    80 GB.
     """
     longest = args.max_prompt_length + args.max_response_length
-    micro_batch = max(longest, 16384 if cuda else 1024)
+    micro_batch = max(longest, 16384 if cuda else 2048)
     default = Sizes(
         micro_batch_tokens=micro_batch,
         logprob_micro_batch_tokens=micro_batch,
