@@ -580,7 +580,7 @@ def page(measurements: list[dict]) -> str:
         "# Performance",
         "",
         "A step of `grpo.py` beside a step of TRL's GRPOTrainer, on the same work, in one go. This page is written by",
-        "`python scripts/compare.py --json results.json --markdown docs/performance.md`; the head of that script says",
+        "`python scripts/compare.py --json docs/data/compare.json --markdown docs/performance.md`; the head of that script says",
         "what is held equal and how TRL is tuned. Run it on your machine: the ratios are of this one.",
         "",
         "Times are seconds. `log-probs` is what TRL does before the update besides sampling: batches, advantages, old",
@@ -614,7 +614,8 @@ def measurement_lines(results: dict) -> list[str]:
     if "tuned" in results:
         tried = [f"{name} {s:.1f} s" if s is not None else f"{name} out of memory" for name, s in trials(results)]
         lines += ["### TRL, tuned", "", f"The fastest of a step with each of: {'; '.join(tried)}. In that shape:", ""]
-        lines += ["```", json.dumps(results["tuned"]["options"], indent=1), "```", ""]
+        options = {name: value for name, value in results["tuned"]["options"].items() if name != "output_dir"}
+        lines += ["```", json.dumps(options, indent=1), "```", ""]
     if entries_of(results, "table"):
         cell = entries_of(results, "table")[0][1]["cell"]
         lines += [
