@@ -31,7 +31,7 @@ from kl_estimators import full_vocabulary_kl
 from runtime.attention import attention_inputs, varlen_attention
 from runtime.batching import MicroBatch, micro_batches, token_offsets
 from runtime.flags import check_override, is_dropout
-from runtime.process import refuse, sync
+from runtime.process import refuse, resident_bytes, sync
 from runtime.records import Problem, Sample
 from runtime.watchdog import Watch
 
@@ -905,6 +905,7 @@ class Stopwatch:
         metrics["time/step"] = seconds
         metrics["perf/tokens_per_second"] = tokens / seconds
         metrics["perf/update_tokens_per_second"] = trained / self.seconds["update"]
+        metrics["perf/resident_gib"] = resident_bytes() / 2**30
         if torch.cuda.is_available():
             metrics["perf/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics

@@ -5,6 +5,7 @@
     python scripts/history.py --what accuracy              the other: the quickstart with three seeds
     python scripts/history.py --project ../at-a-commit     measure another checkout
     python scripts/history.py --gate --what speed          compare only; measure only what is missing
+    python scripts/history.py --table                      what is known of all commits; measures nothing
 
 speed     seconds of a step, times the machine's rate of matrix products: GFLOP that it could have done in that time
 memory    peak resident memory of the process, in GiB
@@ -30,7 +31,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 import benchmark  # first: it sets the environment
 import torch
@@ -212,8 +213,37 @@ class History:
         print(f"{self.who['commit']} {text}", flush=True)
         return code
 
+    def table(self) -> str:
+        """All commits measured with this machine and these arguments, oldest first, as Markdown.
+
+        Each number is the mean of its runs, with their standard deviation.
+        """
+        rows = {}
+        for what in KINDS:
+            for line in self.of_kind(what):
+                cells = rows.setdefault((line["commit"], line["committed"][:10]), {})
+                cells.setdefault(what, []).append(line["value"])
+                if what == "speed":
+                    cells.setdefault("seconds", []).append(line["seconds"])
+        columns = ("seconds", *KINDS)
+        out = [
+            "| commit | date | step, s | step, GFLOP | memory, GiB | start, s | pass@1 |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for (commit, day), cells in rows.items():
+            numbers = [spread(cells.get(column, [])) for column in columns]
+            out.append(f"| `{commit}` | {day} | {' | '.join(numbers)} |")
+        return "\n".join(out)
+
 
 # ---------------------------------------------------------------------------------------------------------- comparing
+
+
+def spread(values: list[float]) -> str:
+    """Mean and standard deviation of runs, in a cell of a table."""
+    if len(values) < 2:
+        return "".join(f"{value:.4g}" for value in values)
+    return f"{fmean(values):.4g} ± {stdev(values):.2g}"
 
 
 def deviation(groups: list[list[float]]) -> tuple[float, int]:
@@ -255,6 +285,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--what", default=",".join(KINDS), help="kinds of numbers, with commas (default: %(default)s)")
     add("--gate", action="store_true", help="compare with earlier commits; exit code 1 where it is worse")
+    add("--table", action="store_true", help="print what is known of all commits, and measure nothing")
     add("--project", type=Path, default=ROOT, help="checkout to measure (default: this one)")
     add("--repeats", type=int, default=3, help="runs, and seeds of the accuracy (default: %(default)s)")
     add("--steps", type=int, default=8, help="steps of a run for speed, memory and start (default: %(default)s)")
@@ -275,6 +306,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     options = parse(words)
     history = History(options)
+    if options.table:
+        print(history.table())
+        return 0
     history.measure(options.what)
     return max((history.compare(what) for what in options.what), default=0) if options.gate else 0
 

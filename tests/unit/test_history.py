@@ -73,6 +73,25 @@ def test_the_same_command_measures_what_is_missing(tmp_path, monkeypatch):
     assert len(runs) == 5
 
 
+def test_the_table_has_a_row_for_each_commit(tmp_path, monkeypatch, capsys):
+    """Lines of other sizes are left out; a kind that was not measured is an empty cell."""
+    monkeypatch.setattr(history, "machine_rate", lambda: ("machine", 2e9))
+    line = {"committed": "2026-01-02T03:04:05", "machine": "machine", "arguments": [], "steps": 8}
+    lines = []
+    for commit, values in {"a": [10.0, 12.0], "b": [7.0]}.items():
+        for value in values:
+            lines.append(line | {"commit": commit, "code": commit, "what": "speed", "value": value, "seconds": value / 4})
+    lines.append(line | {"commit": "a", "code": "a", "what": "accuracy", "steps": None, "value": 0.75})
+    lines.append(line | {"commit": "c", "code": "c", "what": "start", "steps": 5, "value": 1.0})
+    file = tmp_path / "history.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert history.main(["--file", str(file), "--table"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| `a` | 2026-01-02 | 2.75 ± 0.35 | 11 ± 1.4 |  |  | 0.75 |",
+        "| `b` | 2026-01-02 | 1.75 | 7 |  |  |  |",
+    ]
+
+
 @pytest.mark.slow
 def test_a_commit_with_a_sleep_in_its_update_is_caught(tiny, tmp_path, capsys):
     """Real runs of this checkout, of an edit that changes nothing, and of one whose update sleeps."""
