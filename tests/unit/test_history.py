@@ -80,7 +80,8 @@ def test_the_table_has_a_row_for_each_commit(tmp_path, monkeypatch, capsys):
     lines = []
     for commit, values in {"a": [10.0, 12.0], "b": [7.0]}.items():
         for value in values:
-            lines.append(line | {"commit": commit, "code": commit, "what": "speed", "value": value, "seconds": value / 4})
+            more = {"commit": commit, "code": commit, "value": value, "seconds": value / 4}
+            lines.append(line | {"what": "speed"} | more)
     lines.append(line | {"commit": "a", "code": "a", "what": "accuracy", "steps": None, "value": 0.75})
     lines.append(line | {"commit": "c", "code": "c", "what": "start", "steps": 5, "value": 1.0})
     file = tmp_path / "history.jsonl"
