@@ -31,6 +31,7 @@ from kl_estimators import full_vocabulary_kl
 from runtime.attention import attention_inputs, varlen_attention
 from runtime.batching import MicroBatch, micro_batches, token_offsets
 from runtime.flags import check_override, is_dropout
+from runtime.memory import reduce_bucket
 from runtime.process import refuse, resident_bytes, sync
 from runtime.records import Problem, Sample
 from runtime.watchdog import Watch
@@ -158,7 +159,7 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
     size (5e8) are allocated in every backward pass, which on a CPU costs more than the reduction. Overlapping reduction
     and backward pass has one rank wait for the device after each micro-batch, with nothing to reduce.
     """
-    bucket = int(2e8) if cuda else int(2e7)
+    bucket = reduce_bucket(cuda)
     zero = {
         "stage": args.zero_stage,
         "overlap_comm": cuda and int(os.environ.get("WORLD_SIZE", "1")) > 1,

@@ -14,8 +14,9 @@ from typing import Any
 from runtime.flags import loads_reference, sizes
 
 GIB = 2**30
-# Bytes resident with --rollout hf and vllm on CPUs besides what is predicted: the interpreter, libraries, their caches.
-PROCESS = {"hf": 0.47e9, "vllm": 1.05e9}
+# Bytes resident with --rollout hf and vllm on CPUs besides what is predicted: the interpreter, libraries, their caches,
+# gaps between tensors. Measured (docs/memory.md).
+PROCESS = {"hf": 0.89e9, "vllm": 1.46e9}
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,14 @@ def trainer_states(args, parameters: int, setting: Setting) -> dict[str, float]:
     """Bytes that DeepSpeed keeps on a rank for a trained model, by part.
 
     Every ZeRO stage shards fp32 master weights and two moments (DeepSpeed copies the master weights of an fp32 model,
-    too). Stages 2 and 3 keep this rank's partition of the gradients, in fp32; stage 1 keeps all of them, under bf16 in
-    both types. Stage 3 shards the weights. tests/unit/test_memory.py measures this.
+    too). Stages 2 and 3 keep this rank's partition of the gradients, in fp32, with --offload_optimizer in CPU memory;
+    stage 1 keeps all of them, under bf16 in both types. Stage 3 shards the weights. tests/unit/test_memory.py measures
+    this.
     """
     if args.zero_stage == 1:
         gradients = 6 if setting.bf16 else 4
+    elif args.offload_optimizer:
+        gradients = 0
     else:
         gradients = 4 / setting.ranks
     weights = setting.size / setting.ranks if args.zero_stage == 3 else setting.size
@@ -112,6 +116,11 @@ def trainer_states(args, parameters: int, setting: Setting) -> dict[str, float]:
         "master weights": parameters * kept,
         "moments": parameters * kept * moments,
     }
+
+
+def reduce_bucket(on_gpu: bool) -> int:
+    """Gradients that DeepSpeed collects before it reduces them over the ranks."""
+    return 2 * 10 ** (8 if on_gpu else 7)
 
 
 def layout_of(args, setting: Setting) -> str:
@@ -242,7 +251,9 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
     # DeepSpeed makes one flat fp32 gradient of its partition for the optimizer, beside the pieces it has accumulated.
     parts["flat gradients"] = 0 if args.offload_optimizer else 4 * model.parameters / setting.ranks
 
-    states = sum(parts[name] for name in ("weights", "master weights", "moments"))
+    parts["bucket"] = setting.size * reduce_bucket(on_gpu) * (args.zero_stage == 3)
+
+    states = sum(parts[name] for name in ("weights", "master weights", "moments", "bucket"))
     sampler = parts["engine"] + parts["KV cache"]
     beside = 0 if on_gpu and args.vllm_enable_sleep_mode else sampler
     left = 0 if on_gpu and args.deepspeed_enable_sleep_mode else states
@@ -252,7 +263,9 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
         head = logits(size.logprob_chunk, model, no_gradient, gradient=False)
         phases["logprobs"] = states + beside + parts["reference"] + head
     training = states + beside + reference
-    earlier = 0 if shape.alone else parts["gradients"]  # of the micro-batches before
+    earlier = parts["gradients"]  # of the micro-batches before; stage 3 has room for them at any time
+    if shape.alone and args.zero_stage < 3:
+        earlier = 0
     phases["update"] = training + earlier + parts["activations"] + parts["logits"]
     phases["step"] = training + parts["gradients"] + parts["flat gradients"]
     return Prediction(parts, phases)
@@ -273,12 +286,13 @@ def engine(args, model: Model, setting: Setting) -> dict[str, float]:
     return {"engine": model.parameters * setting.size / args.vllm_tensor_parallel_size, "KV cache": cache}
 
 
-def describe(prediction: Prediction, model: Model) -> list[str]:
-    """Lines for the start of a run."""
+def describe(prediction: Prediction, model: Model, process: float) -> list[str]:
+    """Lines for the start of a run. ``process``: bytes of the process and its libraries; 0 on a GPU."""
     parts = [f"{name} {size / GIB:.1f}" for name, size in prediction.parts.items() if size >= 0.05 * GIB]
     phases = [f"{name} {size / GIB:.1f}" for name, size in prediction.phases.items()]
+    libraries = f"{process / GIB:.1f} of them the process and its libraries" if process else "besides CUDA's own"
     return [
-        f"memory     at most about {prediction.peak / GIB:.1f} GiB per rank, besides the process and its libraries "
+        f"memory     at most about {(prediction.peak + process) / GIB:.1f} GiB per rank, {libraries} "
         f"({model.parameters / 1e6:.0f}M parameters; docs/memory.md)",
         f"  phases   {', '.join(phases)}",
         f"  parts    {', '.join(parts)}",

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import torch
 from safetensors import SafetensorError
 
@@ -23,34 +21,41 @@ from runtime.flags import loads_reference, recorded_steps
 from runtime.records import Sample
 from runtime.watchdog import Watch
 
-NUMBERS = pyarrow.list_(pyarrow.float32())
-IDS = pyarrow.list_(pyarrow.int32())
-# A row is a sample; the samples of a step are ordered by prompt_id and sample_id. Log-probs are in nats, at the
-# sampling temperature. What the step did not compute is null.
-SCHEMA = pyarrow.schema(
-    {
-        "prompt_id": pyarrow.int32(),  # of the step's prompts, from 0: the samples of one are a group
-        "sample_id": pyarrow.int32(),
-        "engine": pyarrow.int32(),
-        "prompt_ids": IDS,
-        "response_ids": IDS,
-        "sampler_logprobs": NUMBERS,
-        "old_logprobs": NUMBERS,
-        "ref_logprobs": NUMBERS,
-        "advantages": NUMBERS,  # of each token, a KL in the reward included
-        "versions": IDS,  # of the weights that sampled the response, one after another,
-        "version_starts": IDS,  # and the first token of each
-        "reward": pyarrow.float64(),
-        "score": pyarrow.float64(),
-        "finish_reason": pyarrow.string(),
-    }
-)
+
+def schema():
+    """The columns of samples.parquet, a pyarrow.Schema: a row is a sample.
+
+    The samples of a step are ordered by prompt_id and sample_id. Log-probs are in nats, at the sampling temperature.
+    What the step did not compute is null.
+    """
+    import pyarrow  # here: it starts a thread, and scripts/many.py forks what has imported the scripts
+
+    numbers = pyarrow.list_(pyarrow.float32())
+    ids = pyarrow.list_(pyarrow.int32())
+    return pyarrow.schema(
+        {
+            "prompt_id": pyarrow.int32(),  # of the step's prompts, from 0: the samples of one are a group
+            "sample_id": pyarrow.int32(),
+            "engine": pyarrow.int32(),
+            "prompt_ids": ids,
+            "response_ids": ids,
+            "sampler_logprobs": numbers,
+            "old_logprobs": numbers,
+            "ref_logprobs": numbers,
+            "advantages": numbers,  # of each token, a KL in the reward included
+            "versions": ids,  # of the weights that sampled the response, one after another,
+            "version_starts": ids,  # and the first token of each
+            "reward": pyarrow.float64(),
+            "score": pyarrow.float64(),
+            "finish_reason": pyarrow.string(),
+        }
+    )
 
 
 class Recorder:
     """Keeps the batches of --record_batches steps: ``batches/step_000014/``, whole or not there at all.
 
-        samples.parquet   a row per sample: SCHEMA
+        samples.parquet   a row per sample: schema()
         model/            the policy that the step began with, in Hugging Face format
         reference/        only a reference that moves
         batch.json        step, coefficients of the KL, script, where the reference comes from; written last
@@ -111,6 +116,8 @@ class Recorder:
 
     def _try(self, write: Callable, *arguments) -> None:
         """Keep errors of writing: under ZeRO 3 a rank that left here would leave the others in a collective."""
+        import pyarrow
+
         Watch.beat()
         try:
             write(*arguments)
@@ -118,9 +125,12 @@ class Recorder:
             self.errors.append(f"{type(error).__name__}: {error}")
 
     def _write_samples(self, partial: Path, table: list[dict]) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        columns = pyarrow.Table.from_pylist(table, schema=SCHEMA)
+        columns = pyarrow.Table.from_pylist(table, schema=schema())
         pyarrow.parquet.write_table(columns, partial / "samples.parquet", compression="zstd")
         process.sync(partial / "samples.parquet")
 
@@ -152,7 +162,7 @@ class Recorder:
 
 
 def rows(samples: list[Sample], known: set[int], arrays: dict[str, list | None]) -> list[dict]:
-    """The samples as rows of SCHEMA. ``arrays``: flat, [N], by column; None where the run computes no such thing."""
+    """The samples as rows of schema(). ``arrays``: flat, [N], by column; None where the run computes no such thing."""
     offsets = batching.token_offsets(samples)
     found = []
     for i, sample in enumerate(samples):
@@ -187,6 +197,8 @@ class Recorded:
 
 def read(folder: Path) -> Recorded:
     """What ``Recorder`` wrote. Raises OSError or ValueError for what is no such folder."""
+    import pyarrow.parquet
+
     about = json.loads((folder / "batch.json").read_text())
     table = pyarrow.parquet.read_table(folder / "samples.parquet").to_pylist()
     samples = []

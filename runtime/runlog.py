@@ -71,7 +71,8 @@ def print_header(
     if model is not None:
         device, dtype = hardware.split()
         setting = memory.Setting(world_size, device, dtype == "torch.bfloat16", critic, longest, *rows)
-        lines += memory.describe(memory.predict(args, model, setting), model)
+        process = memory.PROCESS[args.rollout] if device == "cpu" else 0
+        lines += memory.describe(memory.predict(args, model, setting), model, process)
     if args.record_batches > 0:
         models = 2 if args.ref_policy_update_freq > 0 else 1  # a reference that moves is kept, too
         size = (model.parameters if model else 0) * models * (2 if "bfloat16" in hardware else 4)

@@ -30,6 +30,8 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's own arithmetic: it would start threads when imported
+
 import finished
 
 from runtime import flags, identity, process, rundir

@@ -5,7 +5,8 @@
 
 A measured run is a run of the script itself, of two steps with responses of full length. In its second step every rank
 notes for each phase the most bytes of tensors that its main thread had allocated at a time (by the events of torch's
-profiler), and its largest resident memory (VmHWM, reset at the start of the phase).
+profiler), and in a run of its own, since the profiler's records take memory, too, its largest resident memory (VmHWM,
+reset at the start of the phase).
 """
 
 from __future__ import annotations
@@ -83,8 +84,11 @@ def allocation_peaks(profiler, phases: list[tuple[str, int, int]]) -> dict[str, 
     return peaks
 
 
-def run_measured(script: str, words: list[str]) -> None:
-    """One rank of a run of ``script`` with the flags ``words``. Writes measured-RANK.json to the folder of the run."""
+def run_measured(kind: str, script: str, words: list[str]) -> None:
+    """One rank of a run of ``script`` with the flags ``words``. Writes measured-RANK.json to the folder of the run.
+
+    ``kind``: allocated, what tensors hold by the profiler; or resident.
+    """
     from runtime import flags, process, runlog
 
     module = importlib.import_module(script)
@@ -115,13 +119,14 @@ def run_measured(script: str, words: list[str]) -> None:
         if metrics["step"] < args.total_steps:
             found["phases"].clear()
             return
-        profiler.__exit__(None, None, None)
         result = {
             "baseline": found["baseline"],
             "prompt": max(len(problem.prompt_ids) for problem in problems),
             "resident": found["resident"],
-            "allocated": allocation_peaks(profiler, found["phases"]),
         }
+        if kind == "allocated":
+            profiler.__exit__(None, None, None)
+            result["allocated"] = allocation_peaks(profiler, found["phases"])
         (log.folder / f"measured-{os.environ['RANK']}.json").write_text(json.dumps(result))
         torch.distributed.barrier()
         os._exit(0)
@@ -130,13 +135,17 @@ def run_measured(script: str, words: list[str]) -> None:
     utils.Stopwatch.__call__ = noted
     runlog.RunLog.step = note_step
     process.prepare_environment()
-    profiler = torch.autograd.profiler.profile(profile_memory=True)
-    profiler.__enter__()
+    if kind == "allocated":
+        profiler = torch.autograd.profiler.profile(profile_memory=True)
+        profiler.__enter__()
     module.main(args, ready)
 
 
-def measure(name: str, script: str, ranks: int, words: tuple[str, ...], folder: Path) -> list[dict]:
-    """What each rank of a measured run found. Raises RuntimeError, with the end of its output, where it fails."""
+def measure(kind: str, name: str, script: str, ranks: int, words: tuple[str, ...], folder: Path) -> list[dict]:
+    """What each rank of a measured run found; ``kind`` as in ``run_measured``.
+
+    Raises RuntimeError, with the end of its output, where it fails.
+    """
     (folder / "coin.py").write_text(COIN)
     line = [
         *RUN,
@@ -151,7 +160,7 @@ def measure(name: str, script: str, ranks: int, words: tuple[str, ...], folder: 
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command += [str(Path(__file__).resolve()), "run", script, *line]
+    command += [str(Path(__file__).resolve()), "run", kind, script, *line]
     shutil.rmtree(folder / "measured", ignore_errors=True)
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
     files = sorted((folder / "measured").glob("measured-*.json"))
@@ -196,14 +205,15 @@ def compare(name: str, model: Path, folder: Path) -> list[Row]:
     _, script, ranks, words = next(c for c in CONFIGURATIONS if c[0] == name)
     words = (*words, "--model_name_or_path", str(model))
     args = flags.parse(importlib.import_module(script).Args, words=[*RUN, *words])
-    found = measure(name, script, ranks, words, folder)
+    found = measure("allocated", name, script, ranks, words, folder)
+    plain = measure("resident", name, script, ranks, words, folder)
     setting = memory.Setting(ranks, "cpu", args.dtype == "bfloat16", script == "ppo", found[0]["prompt"])
     prediction = memory.predict(args, memory.read_model(model), setting)
     trainer = prediction.peak - prediction.parts["engine"] - prediction.parts["KV cache"]
     rows = []
-    for rank, seen in enumerate(found):
-        allocated = max(seen["allocated"].values())
-        resident = max(seen["resident"].values())
+    for rank in range(ranks):
+        allocated = max(found[rank]["allocated"].values())
+        resident = max(plain[rank]["resident"].values())
         whole = memory.PROCESS[args.rollout] + prediction.peak
         rows.append(Row(name, rank, trainer, allocated, whole, resident))
     return rows
@@ -279,7 +289,7 @@ def table() -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["run"]:  # a rank of a measured run
-        run_measured(sys.argv[2], sys.argv[3:])
+        run_measured(sys.argv[2], sys.argv[3], sys.argv[4:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("table", "measure"))

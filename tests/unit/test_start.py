@@ -57,3 +57,14 @@ def test_no_garbage_is_collected_while_an_engine_is_built():
         assert gc.isenabled()
     finally:
         gc.unfreeze()
+
+
+def test_nothing_that_a_script_imports_starts_a_thread():
+    """scripts/many.py and tests/soak.py fork what has imported a script; a fork has none of its other threads."""
+    program = "import many\nfor name in ('grpo', 'ppo'):\n    print(many.load_script(many.Path(name + '.py')).__name__)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        environment.pop(name, None)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240)
+    assert done.stdout.split() == ["grpo", "ppo"], done.stderr[-2000:]
