@@ -251,9 +251,11 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
     # DeepSpeed makes one flat fp32 gradient of its partition for the optimizer, beside the pieces it has accumulated.
     parts["flat gradients"] = 0 if args.offload_optimizer else 4 * model.parameters / setting.ranks
 
+    # Stage 3 keeps a bucket, and the weight of the head, which is called as a function of its own, is never released.
     parts["bucket"] = setting.size * reduce_bucket(on_gpu) * (args.zero_stage == 3)
+    parts["gathered head"] = setting.size * model.vocabulary * model.hidden * (args.zero_stage == 3)
 
-    states = sum(parts[name] for name in ("weights", "master weights", "moments", "bucket"))
+    states = sum(parts[name] for name in ("weights", "master weights", "moments", "bucket", "gathered head"))
     sampler = parts["engine"] + parts["KV cache"]
     beside = 0 if on_gpu and args.vllm_enable_sleep_mode else sampler
     left = 0 if on_gpu and args.deepspeed_enable_sleep_mode else states

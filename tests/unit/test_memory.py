@@ -104,7 +104,7 @@ MODEL = memory.Model(
         ({"offload_optimizer": True}, memory.Setting(4, "cuda", True), {"master weights": 0, "gradients": 0}),
         ({"offload_optimizer": True}, memory.Setting(4, "cuda", True), {"moments": 0, "flat gradients": 0}),
         ({}, memory.Setting(4, "cuda", True), {"bucket": 0}),
-        ({"zero_stage": 3}, memory.Setting(4, "cpu", False), {"bucket": 4 * 2e7 / 10**9}),
+        ({"zero_stage": 3}, memory.Setting(4, "cpu", False), {"bucket": 0.08, "gathered head": 0.2}),
         ({"optimizer": "sgd"}, memory.Setting(1, "cuda", True), {"master weights": 4, "moments": 0}),
         ({}, memory.Setting(1, "cuda", True, critic=True), {"weights": 4, "gradients": 4, "moments": 16}),
         ({"beta": 0.1}, memory.Setting(4, "cuda", True), {"reference": 2, "engine": 2, "KV cache": 0}),
