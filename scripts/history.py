@@ -63,6 +63,20 @@ def machine_rate() -> tuple[str, float]:
     return f"{machine}, {os.cpu_count()} cores, {threads} threads", flops
 
 
+def busy_cores(seconds: float = 0.5) -> float:
+    """Cores that all programs together keep busy while this one sleeps; a load average has the run before in it."""
+
+    def ticks() -> int:
+        numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        idle, waiting = numbers[3:5]
+        return sum(numbers[:8]) - idle - waiting
+
+    start = time.monotonic()
+    before = ticks()
+    time.sleep(seconds)
+    return (ticks() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - start)
+
+
 def run(project: Path, words: list[str], out: Path) -> dict[str, float]:
     """Run grpo.py of a checkout. Returns seconds to its first step, its peak memory in GiB, and its exit code.
 
@@ -176,8 +190,8 @@ class History:
 
     def measure_run(self, kinds: list[str]) -> None:
         """One run for speed, memory and start. The rate is the better of before and after: both may be disturbed."""
+        load = busy_cores()
         _, before = machine_rate()
-        load, _, _ = os.getloadavg()
         if load > 0.25 * os.cpu_count():
             print(f"warning: other programs compute here (load {load:.1f}); measure on a quiet machine", flush=True)
         words = [*self.arguments, "--total_steps", str(self.steps), "--eval_prompts", "0"]

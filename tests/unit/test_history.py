@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import subprocess
+import sys
 
 import history
 import pytest
@@ -71,6 +73,16 @@ def test_the_same_command_measures_what_is_missing(tmp_path, monkeypatch):
     assert len(runs) == 3 and [line["what"] for line in read_jsonl(file)][3:] == ["memory"]
     history.main(["--file", str(file), "--what", "speed", "--steps", "6", "--repeats", "2"])
     assert len(runs) == 5
+
+
+def test_busy_cores_are_those_of_now():
+    """A program that computes is counted while it runs."""
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        assert max(history.busy_cores() for _ in range(5)) > 0.7
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_the_table_has_a_row_for_each_commit(tmp_path, monkeypatch, capsys):
