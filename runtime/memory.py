@@ -15,7 +15,7 @@ from runtime.flags import loads_reference, sizes
 
 GIB = 2**30
 # Bytes resident with --rollout hf and vllm on CPUs besides what is predicted: the interpreter, libraries, their caches,
-# gaps between tensors. Measured (docs/memory.md).
+# gaps between tensors. docs/memory.md says what was measured.
 PROCESS = {"hf": 0.89e9, "vllm": 1.46e9}
 
 
@@ -251,11 +251,11 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
     # DeepSpeed makes one flat fp32 gradient of its partition for the optimizer, beside the pieces it has accumulated.
     parts["flat gradients"] = 0 if args.offload_optimizer else 4 * model.parameters / setting.ranks
 
-    # Stage 3 keeps a bucket, and the weight of the head, which is called as a function of its own, is never released.
+    # Stage 3 keeps a bucket, and gathers weights where a pass needs them: the head's while there are logits.
     parts["bucket"] = setting.size * reduce_bucket(on_gpu) * (args.zero_stage == 3)
     parts["gathered head"] = setting.size * model.vocabulary * model.hidden * (args.zero_stage == 3)
 
-    states = sum(parts[name] for name in ("weights", "master weights", "moments", "bucket", "gathered head"))
+    states = sum(parts[name] for name in ("weights", "master weights", "moments", "bucket"))
     sampler = parts["engine"] + parts["KV cache"]
     beside = 0 if on_gpu and args.vllm_enable_sleep_mode else sampler
     left = 0 if on_gpu and args.deepspeed_enable_sleep_mode else states
@@ -263,12 +263,12 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
     phases = {"generate": left + reference + sampler}
     if parts["reference"] or setting.critic or args.num_epochs * args.num_mini_batches > 1:
         head = logits(size.logprob_chunk, model, no_gradient, gradient=False)
-        phases["logprobs"] = states + beside + parts["reference"] + head
+        phases["logprobs"] = states + beside + parts["reference"] + parts["gathered head"] + head
     training = states + beside + reference
     earlier = parts["gradients"]  # of the micro-batches before; stage 3 has room for them at any time
     if shape.alone and args.zero_stage < 3:
         earlier = 0
-    phases["update"] = training + earlier + parts["activations"] + parts["logits"]
+    phases["update"] = training + earlier + parts["activations"] + parts["gathered head"] + parts["logits"]
     phases["step"] = training + parts["gradients"] + parts["flat gradients"]
     return Prediction(parts, phases)
 

@@ -63,18 +63,20 @@ def machine_rate() -> tuple[str, float]:
     return f"{machine}, {os.cpu_count()} cores, {threads} threads", flops
 
 
+def busy_ticks(stat: str) -> int:
+    """Clock ticks in which the cores computed, from the text of /proc/stat: all but idle and waiting for a disk."""
+    user, nice, system, _idle, _waiting, *others = [int(word) for word in stat.splitlines()[0].split()[1:9]]
+    return user + nice + system + sum(others)
+
+
 def busy_cores(seconds: float = 0.5) -> float:
     """Cores that all programs together keep busy while this one sleeps; a load average has the run before in it."""
-
-    def ticks() -> int:
-        numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-        idle, waiting = numbers[3:5]
-        return sum(numbers[:8]) - idle - waiting
-
+    stat = Path("/proc/stat")
     start = time.monotonic()
-    before = ticks()
+    before = busy_ticks(stat.read_text())
     time.sleep(seconds)
-    return (ticks() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - start)
+    ticks = busy_ticks(stat.read_text()) - before
+    return ticks / os.sysconf("SC_CLK_TCK") / (time.monotonic() - start)
 
 
 def run(project: Path, words: list[str], out: Path) -> dict[str, float]:
