@@ -112,6 +112,10 @@ class Finished(Exception):
     """The run came to its end before a fault could."""
 
 
+class Missed(Exception):
+    """A fault met nobody: what it is aimed at is gone, or has no work."""
+
+
 def hook(script: ModuleType, orders: Path) -> None:
     """Put the hooks of some faults into a script. An order is a file; whoever removes it does what its name says."""
     from runtime import runlog
@@ -163,6 +167,8 @@ class Fork:
             code = 1
             try:
                 os.setsid()
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & and nohup
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)  # have children ignore them
                 del sys.modules["__main__"].__file__  # which the verifiers' processes would import
                 if orders is not None:
                     hook(script, orders)
@@ -374,9 +380,12 @@ class Soak:
                 fault = deck.pop()
                 step = self.step()
                 begun = time.monotonic()
-                how = fault(self)
                 name = fault.__doc__.partition(".")[0]
-                met[name] += 1
+                try:
+                    how = fault(self)
+                    met[name] += 1
+                except Missed:
+                    how = "met nobody"
                 print(f"step {step:4d}  {name}: {how} ({time.monotonic() - begun:.0f} s)", flush=True)
                 if self.run.process.poll() is not None:
                     self.start()
@@ -594,13 +603,18 @@ def slow_verifier(soak: Soak) -> str:
 def hanging_verifier(soak: Soak) -> str:
     """A verifier that hangs. It stands still until --reward_timeout has killed it, if it gets something to verify."""
     pid = soak.verifier()
+    last = soak.step() + 10
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 40
-    if soak.until_or_end(lambda: not alive(pid) or time.monotonic() > deadline):  # all others wait behind it
+    try:
+        ended = soak.until_or_end(lambda: not alive(pid) or soak.step() > last)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    if ended:  # all others waited behind it
         assert soak.ends(1) and "no progress on any rank for" in soak.run.text()
         return "ended with 1, by --stall_timeout"
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)
+    if soak.step() > last:
+        raise Missed
     step = soak.step()
     soak.until(lambda: soak.step() > step)
     return "went on"
@@ -610,7 +624,7 @@ def killed_tracking(soak: Soak) -> str:
     """The process of wandb is killed. SIGKILL to wandb-core."""
     pids = soak.processes(b"wandb-core")
     if not pids:
-        return "was gone already"
+        raise Missed
     words = soak.says("no more tracking")
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -720,6 +734,7 @@ def soak(place: Path, script: str, steps: int, seed: int, count: int, faults: li
         if it.run.process.poll() is None:
             it.run.process.kill()
             it.run.end(LIMIT)
+    assert sum(met.values()) > count // 2, f"the run ended after {sum(met.values())} of {count} faults"
     expected = record(place / "straight" / "run")
     got = record(it.folder)
     for key in expected:
