@@ -587,11 +587,13 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
 @functools.lru_cache  # once in each process, unless the file has changed
 def _load_file(path: str, changed: int) -> ModuleType:
     """The module of a user's file; ``changed``: when it was modified. Raises ValueError where it does not load."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(path, path)  # no name that an import could mean
     module = importlib.util.module_from_spec(spec)
+    sys.modules[path] = module  # where dataclasses look up the annotations of their fields
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file does wrong
+        del sys.modules[path]
         raise ValueError(f"the file {path!r} does not load: {type(error).__name__}: {error}") from error
     return module
 

@@ -35,6 +35,7 @@ from runtime.sources import (
     refuse_broken_line,
     rows_of,
     source_name,
+    takes_split,
 )
 
 # For data sets, or verifiers chosen by the columns, that say nothing about the form of an answer. The example of the
@@ -493,6 +494,20 @@ def evaluation_problems(args, check: Check) -> dict[str, Problem] | None:
     return None
 
 
+def check_split(args) -> None:
+    """Refuse a split where no source has one to choose."""
+    sources = [args.dataset] if args.dataset_mixer is None else list(mixture(args.dataset_mixer, "--dataset_mixer"))
+    if args.eval_dataset is not None:
+        sources.append(args.eval_dataset)
+    if args.eval_dataset_mixer is not None:
+        sources += mixture(args.eval_dataset_mixer, "--eval_dataset_mixer")
+    if args.dataset_split != "train" and not any(map(takes_split, sources)):
+        refuse(
+            f"--dataset_split {args.dataset_split}: nothing to choose it from: a file or a task has no splits, and "
+            f"@SPLIT has chosen one; leave it out"
+        )
+
+
 def load_problems(args, check: Check) -> tuple[list[Problem], list[Problem]]:
     """(training problems, evaluation problems), disjoint: no prompt of the second is ever trained on.
 
@@ -500,6 +515,7 @@ def load_problems(args, check: Check) -> tuple[list[Problem], list[Problem]]:
     distinct prompts are for evaluation, the rest for training, unless evaluation data are given. Ends with exit code 2
     for an unknown data set or column and when too few problems are left.
     """
+    check_split(args)
     problems = mixed_problems(args, check)
     apart = evaluation_problems(args, check)
     for same in apart or ():

@@ -48,6 +48,13 @@ def local_files(source: str) -> list[Path]:
     return found
 
 
+def takes_split(source: str) -> bool:
+    """Whether ``--dataset_split`` chooses a part of a source: a hub id, or a saved folder, without @SPLIT."""
+    if source.startswith(GYM) or local_files(source):
+        return False
+    return Path(source).is_dir() or "@" not in source
+
+
 def source_name(source: str) -> str:
     """A short name for the metrics: data/gsm8k_train.jsonl -> gsm8k_train, openai/gsm8k:main@test -> gsm8k."""
     if source.startswith(GYM):

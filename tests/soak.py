@@ -54,6 +54,7 @@ from helpers import (
 from runtime import rundir
 
 LIMIT = 300.0  # seconds that anything may take
+PAUSE = 0.5  # seconds after a step of the tiny model, of which a second would have a dozen: faults need time, too
 HOURS = 5 * 3600.0
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
@@ -149,6 +150,7 @@ def hook(script: ModuleType, orders: Path) -> None:
 
     def step(self, *arguments):
         plain_step(self, *arguments)
+        time.sleep(PAUSE)
         if ordered("stall"):
             time.sleep(3600)
 

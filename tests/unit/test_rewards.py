@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from concurrent.futures import wait
@@ -129,6 +130,32 @@ def test_find_verifier(tmp_path):
             find_verifier(name)
         for word in words:
             assert word in str(error.value)
+
+
+OWN_FILE = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Answer:
+    text: str
+
+def same(response, ground_truth, row):
+    return float(Answer(response) == Answer(ground_truth))
+"""
+
+
+@pytest.mark.parametrize("name", ["mine", "json"])
+def test_a_verifier_of_a_file_of_ones_own(tmp_path, name):
+    """The file may be called like a module of Python, and hold what looks itself up: dataclasses do."""
+    file = tmp_path / f"{name}.py"
+    file.write_text(OWN_FILE)
+    assert find_verifier(f"{file}:same")("4", "4", {}) == 1.0
+    assert sys.modules["json"] is json
+    file.write_text(OWN_FILE + "\n1 / 0\n")
+    with pytest.raises(ValueError, match="does not load: ZeroDivisionError: division by zero"):
+        find_verifier(f"{file}:same")
+    assert str(file) not in sys.modules
 
 
 # --------------------------------------------------------------------------------------------------------------- pool

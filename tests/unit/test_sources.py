@@ -192,6 +192,26 @@ def test_a_split_of_its_own_for_evaluation(tmp_path):
     assert len(everything(Args(dataset=folder, dataset_split="test"))) == 10
 
 
+def test_a_split_of_nothing(tmp_path, capsys):
+    """Files and tasks have no splits, and @SPLIT has chosen: then --dataset_split would say nothing."""
+    import datasets
+
+    file = write(tmp_path / "train.jsonl", rows(30))
+    folder = str(tmp_path / "sums")
+    parts = {"train": rows(30), "test": rows(10, first=30)}
+    datasets.DatasetDict({k: datasets.Dataset.from_list(v) for k, v in parts.items()}).save_to_disk(folder)
+    capsys.readouterr()  # datasets has shown a bar
+    mixer = json.dumps({file: 1.0, f"{folder}@train": 5})
+    for given in ({"dataset": file}, {"dataset": f"{folder}@train"}, {"dataset_mixer": mixer}, {}):
+        message = refusal(capsys, Args(**given, dataset_split="test"))
+        assert "--dataset_split test: nothing to choose it from" in message
+    mixer = json.dumps({folder: 5})
+    _, evaluation = load(Args(dataset=file, eval_dataset=folder, dataset_split="test", eval_prompts=3))
+    assert questions(evaluation) == [row["question"] for row in rows(3, first=30)]
+    assert len(load(Args(dataset=file, eval_dataset_mixer=mixer, dataset_split="test", eval_prompts=3))[1]) == 5
+    assert len(everything(Args(dataset_mixer=json.dumps({folder: 1.0, file: 4}), dataset_split="test"))) == 14
+
+
 def test_evaluation_on_other_data(tmp_path):
     """The first ones, in their order; what is evaluated on is not trained on."""
     train, test = write(tmp_path / "train.jsonl", rows(30)), write(tmp_path / "test.jsonl", rows(10, first=25))
