@@ -3,6 +3,7 @@
 The formulas here are written a second time, from their definitions, and differentiated by autograd.
 """
 
+import itertools
 import math
 
 import pytest
@@ -640,6 +641,7 @@ def test_table_prints_the_golden_numbers(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith(("loss", "reward")) for line in lines) == len(kl.CONDITIONS) * len(kl.SETTINGS)
     assert all(len(line) <= 120 for line in lines)
+    assert [line for before, line in itertools.pairwise(lines) if not before] == list(kl.CONDITIONS.values())
     bias, sd, label, cos, sd_grad = kl.table_row("loss", "k2", "naive", "fresh")
     assert bias == pytest.approx(GOLDEN["k2"] - GOLDEN["rkl"], abs=1e-12)
     assert label == kl.REVERSE and cos == pytest.approx(1, abs=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -121,6 +122,15 @@ def test_one_stale_engine_of_many_is_noticed():
     with pytest.raises(RuntimeError, match="engine 17"):
         utils.check_sampler(stats, 0.1, torch.bfloat16)
     utils.check_sampler(stats, 0.0, torch.bfloat16)
+
+
+@pytest.mark.parametrize("difference, dtype, fails", [(0.05, "bfloat16", False), (2e-4, "float32", True)])
+def test_in_fp32_a_thousandth_of_the_difference_is_too_much(difference, dtype, fails):
+    stats = utils.TokenStats(torch.device("cpu"), engines=1)
+    stats.add_sampler_diff(torch.ones(4, dtype=torch.bool), torch.full((4,), difference), torch.zeros(4).long())
+    says = pytest.raises(RuntimeError, match=r"--max_sampler_diff: 0\.0001") if fails else contextlib.nullcontext()
+    with says:
+        utils.check_sampler(stats, 0.1, getattr(torch, dtype))
 
 
 def inputs(n: int = 64, seed: int = 0, spread: float = 0.5, dtype=F64) -> dict[str, torch.Tensor]:

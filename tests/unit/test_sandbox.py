@@ -94,6 +94,11 @@ def test_what_is_wrong_with_such_tests_is_said_at_the_start(given, wrong):
     assert wrong in rewards.code_error(json.dumps(given), {})
 
 
+@pytest.mark.parametrize("tests", ["[]", "[1]", '[{"stdin": "", "stdout": ""}, "assert f(1)"]'])
+def test_a_list_of_something_else_than_tests(tests):
+    assert rewards.code_error(tests, {"entry_point": "f"}).endswith("JSON must be a list of tests")
+
+
 def test_functions():
     assert passes("def add(a, b):\n    return a + b")
     assert passes("Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nIt adds.")
