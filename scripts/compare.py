@@ -63,6 +63,9 @@ HALF_BILLION = {  # the sizes of Qwen2.5-0.5B
     "vocab_size": 151936,
 }
 
+# No instructions beyond AVX2 in torch, MKL and oneDNN. compare_side.py keeps vLLM from its other kernels.
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+
 say = partial(print, flush=True)
 
 
@@ -88,6 +91,8 @@ class Args:
     """Model of all parts but the table."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of both sides. auto: bfloat16 where the hardware supports it."""
+    avx2: bool = False
+    """Have all sides do without AVX-512 and AMX, as on CPUs that have neither. With --dtype float32."""
     num_unique_prompts_rollout: int = 8
     """Prompts per step in all parts but table and size."""
     num_samples_per_prompt_rollout: int = 8
@@ -589,7 +594,8 @@ def page(measurements: list[dict]) -> str:
         "",
     ]
     for results in measurements:
-        lines += [f"## {results['machine']['dtype']}", "", *measurement_lines(results)]
+        limit = results["machine"].get("limit", "")
+        lines += [f"## {results['machine']['dtype']}{limit and f', {limit}'}", "", *measurement_lines(results)]
     return "\n".join(lines)
 
 
@@ -649,6 +655,8 @@ def check(args: Args) -> None:
         process.refuse(f"--rounds {args.rounds}: must be above 0")
     if min(args.groups) < 2:
         process.refuse(f"--groups {min(args.groups)}: a group of one has nothing to compare; use at least 2")
+    if args.avx2 and args.dtype != "float32":
+        process.refuse(f"--avx2 with --dtype {args.dtype}: without AVX-512 bfloat16 is emulated; give --dtype float32")
     try:
         json.loads(args.trl_options)
     except json.JSONDecodeError as error:
@@ -708,6 +716,8 @@ def main(args: Args) -> None:
     if args.also:
         process.refuse("--also: files are read for the page only; give --markdown as well")
     check(args)
+    if args.avx2:
+        os.environ |= AVX2  # of the processes that it starts
     load = os.getloadavg()[0]
     results |= {"date": time.strftime("%Y-%m-%d"), "trl": trl_version(args.trl)}
     results["load"] = max(load, results.get("load", 0.0))

@@ -58,9 +58,18 @@ class Gate:
         self.started = time.perf_counter()
 
 
+def limit() -> str:
+    """What --avx2 of compare.py has left of the CPU's instructions; nothing without it."""
+    return "AVX2 instructions" if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2" else ""
+
+
 def ours(words: list[str]) -> None:
     """grpo.py with these flags; what is timed is its loop, from the draw of prompts to the record of the step."""
     process.prepare_environment()
+    if limit():
+        import torch
+
+        torch.cpu._is_avx512_supported = lambda: False  # vLLM asks which of its kernels to load
     import grpo
     from runtime import flags, runlog
 
@@ -206,6 +215,7 @@ def floor(dtype: str, cells: dict[str, dict]) -> None:
         "cores": len(os.sched_getaffinity(0)),
         "device": device.type,
         "dtype": str(kind).removeprefix("torch."),
+        "limit": limit(),
         "flop_per_second": flops,
         "bytes_per_second": bandwidth,
         "versions": process.versions(),

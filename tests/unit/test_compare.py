@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import subprocess
 import sys
 import time
 from functools import partial
@@ -14,7 +15,7 @@ import compare
 import compare_side
 import pytest
 import speedrun
-from helpers import ROOT, TINY_RUN, finish
+from helpers import ROOT, TINY_RUN, finish, run_environment
 
 TRL = os.environ.get("TRL_FOLDER")
 CELL = compare.Cell("table", "models/m", 4, 8, 32)
@@ -157,6 +158,7 @@ def test_a_side_that_ends_is_an_error_with_its_last_words(tmp_path, monkeypatch)
         ({"rounds": 0}, "--rounds 0"),
         ({"groups": (1, 4)}, "--groups 1"),
         ({"trl_options": "{"}, "--trl_options: not JSON"),
+        ({"avx2": True}, "--avx2 with --dtype auto"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(tmp_path, capsys, changes, says):
@@ -165,6 +167,34 @@ def test_what_cannot_be_measured_is_refused(tmp_path, capsys, changes, says):
     with pytest.raises(SystemExit) as end:
         compare.main(compare.Args(**values))
     assert end.value.code == 2 and says in capsys.readouterr().err
+
+
+AVX2_SIDE = """
+import json, sys
+import compare_side
+
+def answers():
+    import torch
+    from vllm.platforms import current_platform
+    current_platform.import_kernels()
+    loaded = [line.split("/")[-1].strip() for line in open("/proc/self/maps") if "/vllm/_C" in line]
+    return [torch.backends.cpu.get_cpu_capability(), sorted(set(loaded))]
+
+compare_side.Gate = lambda: sys.exit(print(json.dumps(answers())))  # before the run
+compare_side.ours([])
+"""
+
+
+def test_avx2_limits_torch_and_the_kernels_of_vllm(results):
+    """What vLLM has loaded in the process of grpo.py; on a CPU that has no more, the limit changes nothing."""
+    environment = run_environment() | compare.AVX2 | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", AVX2_SIDE], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == ["AVX2", ["_C_AVX2.abi3.so"]], done.stderr[-3000:]
+    assert "## bfloat16\n" in compare.page([results])
+    results["machine"]["limit"] = "AVX2 instructions"
+    assert "## bfloat16, AVX2 instructions\n" in compare.page([results])
 
 
 def test_a_page_needs_measurements(tmp_path, capsys):
