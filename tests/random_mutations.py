@@ -321,7 +321,7 @@ class Tracer:
             lines: dict[str, list[int]] = {}
             for file, line in sorted(set().union(*(self.lines.get(c, ()) for c in contexts))):
                 lines.setdefault(file, []).append(line)
-            if passed and lines:
+            if passed:
                 processes = any(c in self.processes for c in contexts)
                 touched[test] = {"seconds": self.seconds[test], "processes": processes, "lines": lines}
         return touched
@@ -366,7 +366,11 @@ class Server:
         self.folder = folder
         self.said = folder.with_name("said.json")
         self.log = folder.with_name("pytest.log")
-        ignored = shutil.ignore_patterns(".git", ".venv", "runs", "models", "__pycache__", "wandb")
+
+        def ignored(where: str, names: list[str]) -> set[str]:
+            top = {".git", ".venv", "runs", "models", "wandb"} if Path(where) == root else set()
+            return {"__pycache__", *top}  # tests/runs are tests
+
         shutil.copytree(root, folder, ignore=ignored)
         for name in (".venv", "models"):
             if (root / name).exists():
@@ -387,7 +391,10 @@ class Server:
         if len(os.listdir("/proc/self/task")) > 1:
             raise RuntimeError("an import has started a thread; a fork of this process would lack it")
         # Byte code of the tests, once; what is mutated must never be taken from a cache.
-        self.run(lambda: self.pytest(["--collect-only", *PLACES], self), limit=600)
+        there = [place for place in PLACES if (root / place).is_dir()]
+        code = self.run(lambda: self.pytest(["--collect-only", *there], self), limit=600)
+        if code != 0:
+            raise RuntimeError(f"pytest finds no tests:\n{self.log.read_text()[-3000:]}")
         shutil.rmtree(folder / "__pycache__", ignore_errors=True)
 
     def sources(self) -> dict[str, bytes]:
@@ -546,15 +553,13 @@ def choose(mutation: Mutation, last: int, touched: dict[str, dict], budget: floa
     """Tests of a mutation of the lines up to ``last``, cheapest first, as many as fit into ``budget`` seconds.
 
     Those that touch its lines; then those that start processes, where it may run unseen. What an import runs is
-    touched by every test of the file.
+    touched by every test.
     """
     lines = set(range(mutation.line, last + 1))
     near = {}
     far = {}
     for test, what in touched.items():
-        here = what["lines"].get(mutation.file)
-        if here is None:
-            continue
+        here = what["lines"].get(mutation.file, ())
         if lines.intersection(here) or not mutation.scope or mutation.scope == "Args":
             near[test] = what["seconds"]
         elif what["processes"]:

@@ -73,8 +73,12 @@ def test_the_tests_of_a_line_come_cheapest_first_and_within_the_budget():
     near = {"lines": {"f.py": [2]}, "processes": False}
     far = {"lines": {"f.py": [9]}, "processes": True}
     touched = {"slow": near | {"seconds": 3}, "quick": near | {"seconds": 1}, "long": near | {"seconds": 30}}
-    touched |= {"process": far | {"seconds": 2}, "other": {"lines": {"g.py": [2]}, "processes": True, "seconds": 0}}
+    touched |= {"process": far | {"seconds": 2}, "other": {"lines": {"g.py": [2]}, "processes": False, "seconds": 0}}
+    touched |= {"program": {"lines": {}, "processes": True, "seconds": 5}}
     assert list(choose(mutation, 2, touched, 10)) == ["quick", "slow", "process"]
+    assert list(choose(mutation, 2, touched, 11)) == ["quick", "slow", "process", "program"]
+    imported = mutations_of("f.py", b"def f():\n    pass\n\nX = 1\n")[0]
+    assert list(choose(imported, 4, touched, 10)) == ["other", "quick", "process", "slow"]
 
 
 PROGRAM = """
@@ -108,7 +112,12 @@ def test_killed_survived_and_hanging_are_told_apart(tmp_path):
     project = tmp_path / "project"
     (project / "tests" / "unit").mkdir(parents=True)
     (project / "utils.py").write_text(PROGRAM)
-    (project / "tests" / "unit" / "test_utils.py").write_text(TESTS)
+    bounded, count = TESTS.split("\n\n", 2)[1:]
+    (project / "tests" / "unit" / "test_utils.py").write_text(f"import utils\n\n{bounded}")
+    (project / "tests" / "runs").mkdir()
+    (project / "tests" / "runs" / "test_count.py").write_text(f"import utils\n\n{count}")
+    (project / "runs").mkdir()
+    (project / "runs" / "test_left.py").write_text("raise RuntimeError('a folder of results was copied')")
     (project / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\n')
     program = tmp_path / "draw.py"
     program.write_text(
