@@ -58,6 +58,66 @@ def test_one_rank_has_no_reduction_to_overlap(monkeypatch, world_size, overlaps)
     assert config["zero_optimization"]["overlap_comm"] is overlaps
 
 
+def test_what_deepspeed_is_told():
+    """By the flags and the type; the rest of the settings is the same in every run."""
+
+    def config(dtype=torch.float32, cuda=False, **changes):
+        return utils.deepspeed_config(grpo.Args(**changes), dtype, cuda)
+
+    plain, half = config(), config(torch.bfloat16)
+    assert "bf16" not in plain and "data_types" not in plain
+    assert half["bf16"] == {"enabled": True} and half["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert config(max_grad_norm=0.3)["gradient_clipping"] == 0.3
+    assert config(zero_stage=3)["zero_optimization"]["stage"] == 3
+    assert not {"offload_optimizer", "offload_param"} & plain["zero_optimization"].keys()
+    for cuda in (False, True):
+        zero = config(cuda=cuda, zero_stage=3, offload_optimizer=True, offload_param=True)["zero_optimization"]
+        assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": cuda}
+
+
+def test_deepspeed_compiles_nothing_at_the_start(monkeypatch):
+    """What it would compile holds a lock, which a killed process leaves behind."""
+    import accelerate
+
+    given = {}
+    monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", {"ShareMemCommBuilder": True})
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **rest: given.update(rest))
+    utils.make_accelerator(grpo.Args(zero_stage=1), torch.float32, torch.device("cpu"))
+    assert deepspeed.ops.__compatible_ops__ == {}
+    assert given["deepspeed_plugin"].hf_ds_config.config["zero_optimization"]["stage"] == 1
+    (group,) = given["kwargs_handlers"]
+    assert group.backend == "gloo" and group.timeout.days == 1
+
+
+def test_a_phase_inside_another_is_part_of_the_outer_one():
+    """And a step's seconds begin with the step."""
+    clock = utils.Stopwatch()
+    time.sleep(0.5)
+    clock.restart()
+    with clock("eval"), clock("generate"):
+        time.sleep(0.01)
+    with clock("update"):
+        time.sleep(0.01)
+    assert set(clock.seconds) == {"eval", "update"}
+    metrics = clock.metrics(tokens=50, trained=10.0)
+    assert 0.02 <= metrics["time/step"] < 0.5
+    assert metrics["perf/tokens_per_second"] == 50 / metrics["time/step"]
+    assert metrics["perf/update_tokens_per_second"] == 10.0 / metrics["time/update"]
+
+
+def test_the_peak_of_a_gpu_is_that_of_the_step(monkeypatch):
+    """With torch made to report a GPU whose memory had its peak before the step."""
+    peak = [8 * 2**30]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.__setitem__(0, 2**30))
+    clock = utils.Stopwatch()
+    with clock("update"):
+        pass
+    assert clock.metrics(1, 1.0)["perf/gpu_peak_gib"] == 1.0
+
+
 def test_an_offloaded_optimizer_is_fused():
     """One pass over memory in place of eight; the steps of DeepSpeed's offloading with it are in test_models.py."""
     parameters = [torch.nn.Parameter(torch.ones(4))]

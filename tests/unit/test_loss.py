@@ -166,6 +166,31 @@ def test_inline_kl_is_kl_estimators(name, gradient):
 
 @pytest.mark.parametrize("gradient", ["naive", "unbiased"])
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "k4", "abs"])
+@pytest.mark.parametrize("place", ["logprobs_T", "old_T", "ref_T"])
+def test_inline_kl_is_bounded_where_kl_estimators_bounds_it(place, name, gradient):
+    """Differences of 19.5 to 25 nats, of the policy to where it was and to the reference, on both sides of 20."""
+    away = torch.tensor([-25.0, -20.5, -19.5, 19.5, 20.5, 25.0], dtype=F64)
+    x = inputs(6) | {place: away}
+    x["logprobs_T"].requires_grad_()
+    kl = token_loss(**x, beta=0.1, args=Args(kl_estimator=name, kl_gradient=gradient))[1]["kl"]
+    mask = torch.ones_like(kl, dtype=torch.bool)
+    given = (x["logprobs_T"], x["old_T"], x["ref_T"], mask)
+    expected = kl_loss(*given, estimator=name, gradient=gradient, full_kl=x["full_kl_T"])
+    torch.testing.assert_close(kl, expected, rtol=1e-10, atol=1e-12)
+    got, want = (torch.autograd.grad(v.sum(), x["logprobs_T"], retain_graph=True)[0] for v in (kl, expected))
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_importance_weights_are_bounded():
+    """By exp(20) on both sides: one token of a sampler that went astray must not make the sum infinite."""
+    away_T = torch.tensor([-30.0, -20.5, -19.5, 19.5, 20.5, 30.0], dtype=F64)
+    weight_T = utils.weight_statistics(away_T, torch.zeros(6, dtype=F64), Args())["weight"]
+    bounded_T = torch.tensor([-20.0, -20.0, -19.5, 19.5, 20.0, 20.0], dtype=F64)
+    torch.testing.assert_close(weight_T.log(), bounded_T)
+
+
+@pytest.mark.parametrize("gradient", ["naive", "unbiased"])
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "k4", "abs"])
 def test_inline_kl_is_finite_and_of_the_right_sign(name, gradient):
     logprobs = torch.tensor([-200.0, -90, -45, -21, 0, 21, 200], requires_grad=True)
     zero = torch.zeros(7)

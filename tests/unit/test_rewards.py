@@ -284,7 +284,16 @@ def test_own_verifiers_are_tried_at_the_start(pool):
     for word in ("verifiers.py:raises", "raises on the truth '7'", "the verifier's own mistake"):
         assert word in wrong
     assert pool.check([problem("exact"), problem(f"{MINE}:parity"), problem(f"{MINE}:hangs")]) == ""
+    assert f"{MINE}:parity" in pool.returned, "where it raises later, that costs a sample and not the run"
+    assert f"{MINE}:hangs" not in pool.returned
     assert works(pool)
+
+
+def test_a_run_does_not_start_with_a_verifier_that_raises(capsys):
+    args = Args(reward_workers=1, reward_timeout=20.0)
+    with pytest.raises(SystemExit) as end:
+        rewards.Verifiers(args, [problem(f"{MINE}:raises")], "cpu", None)
+    assert end.value.code == 2 and f"--reward_fn: the verifier {MINE}:raises raises" in capsys.readouterr().err
 
 
 def test_pool_serves_threads(pool):
@@ -348,6 +357,7 @@ def test_combine():
     gated = combine({"math": right, "format": good}, {"format": None})
     assert gated.score == 1.0 and gated.parts == {"math": 1, "format": 1.0, "correct": 1.0, "gate": 1.0}
     assert gated.extracted == "7"
+    assert combine({"math": right}, {}).parts == right.parts, "one verifier alone gives no part of its own name"
     lost = combine({"math": right, "ifeval": Reward(0.0, status="unscorable", detail="why")}, {})
     assert (lost.status, lost.detail, lost.score) == ("unscorable", "why", 1.0)
 
