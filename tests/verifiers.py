@@ -1,5 +1,6 @@
 """Verifiers for tests; nothing of the project is imported but the result type."""
 
+import os
 import time
 
 from rewards import Reward
@@ -25,6 +26,15 @@ def hangs_on_a_response(response, truth, row):
     return 1.0
 
 
+def parity_or_hangs(response, truth, row):
+    """Parity; it hangs once where tests/soak.py has ordered that."""
+    try:
+        os.unlink(f"{os.environ['SOAK_ORDERS']}/verifier_hangs")
+    except FileNotFoundError:
+        return parity(response, truth, row)
+    time.sleep(3600)
+
+
 def slow(response, truth, row):
     time.sleep(5)
     return Reward(1.0)
@@ -36,8 +46,6 @@ def late(response, truth, row):
 
 
 def dies(response, truth, row):
-    import os
-
     os._exit(3)
 
 
