@@ -552,8 +552,8 @@ def trace_stage(server: Server, stage: str, results: Path, only: str = "") -> di
 def choose(mutation: Mutation, last: int, touched: dict[str, dict], budget: float) -> dict[str, float]:
     """Tests of a mutation of the lines up to ``last``, cheapest first, as many as fit into ``budget`` seconds.
 
-    Those that touch its lines; then those that start processes, where it may run unseen. What an import runs is
-    touched by every test.
+    Those that touch its lines; then, for a quarter of the budget at most, those that start processes, where it may run
+    unseen. What an import runs is touched by every test.
     """
     lines = set(range(mutation.line, last + 1))
     near = {}
@@ -564,11 +564,13 @@ def choose(mutation: Mutation, last: int, touched: dict[str, dict], budget: floa
             near[test] = what["seconds"]
         elif what["processes"]:
             far[test] = what["seconds"]
-    chosen = {}
-    for group in (near, far):
+    chosen: dict[str, float] = {}
+    for group, part in ((near, budget), (far, budget / 4)):
+        left = min(part, budget - sum(chosen.values()))
         for test in sorted(group, key=lambda test: group[test]):
-            if sum(chosen.values()) + group[test] <= budget:
+            if group[test] <= left:
                 chosen[test] = group[test]
+                left -= group[test]
     return chosen
 
 
