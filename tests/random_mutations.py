@@ -250,12 +250,15 @@ class Tracer:
         self.seconds: Counter[str] = Counter()
         self.passed: dict[str, bool] = {}
         self.processes: set[str] = set()
+        self.reads: dict[str, set[str]] = {}
         self.current = ""
         sys.addaudithook(self.audit)
 
     def audit(self, event: str, arguments: tuple) -> None:
         if event in ("subprocess.Popen", "os.fork", "os.posix_spawn") and self.current:
             self.processes.add(self.current)
+        if event == "open" and self.current and str(arguments[0]) in self.files:
+            self.reads.setdefault(self.current, set()).add(self.files[str(arguments[0])])
 
     def enter(self, context: str) -> str:
         """Note from here on for ``context``; returns whose turn it was."""
@@ -314,7 +317,7 @@ class Tracer:
         self.passed[report.nodeid] = self.passed.get(report.nodeid, True) and report.passed
 
     def result(self) -> dict[str, dict]:
-        """What each test that passed touches: {test: {seconds, processes, lines: {file: [line, ...]}}}."""
+        """Of each test that passed: {test: {seconds, processes, reads: [file], lines: {file: [line, ...]}}}."""
         touched = {}
         for test, passed in self.passed.items():
             contexts = [test, *self.fixtures.get(test, ())]
@@ -323,7 +326,8 @@ class Tracer:
                 lines.setdefault(file, []).append(line)
             if passed:
                 processes = any(c in self.processes for c in contexts)
-                touched[test] = {"seconds": self.seconds[test], "processes": processes, "lines": lines}
+                reads = sorted(self.reads.get(test, ()))
+                touched[test] = {"seconds": self.seconds[test], "processes": processes, "reads": reads, "lines": lines}
         return touched
 
 
@@ -552,20 +556,23 @@ def trace_stage(server: Server, stage: str, results: Path, only: str = "") -> di
 def choose(mutation: Mutation, last: int, touched: dict[str, dict], budget: float) -> dict[str, float]:
     """Tests of a mutation of the lines up to ``last``, cheapest first, as many as fit into ``budget`` seconds.
 
-    Those that touch its lines; then, for a quarter of the budget at most, those that start processes, where it may run
-    unseen. What an import runs is touched by every test.
+    Those that touch its lines; then, for a quarter of the budget each, those that read the file, and those that start
+    processes, where it may run unseen. What an import runs is touched by every test.
     """
     lines = set(range(mutation.line, last + 1))
     near = {}
+    readers = {}
     far = {}
     for test, what in touched.items():
         here = what["lines"].get(mutation.file, ())
         if lines.intersection(here) or not mutation.scope or mutation.scope == "Args":
             near[test] = what["seconds"]
+        elif mutation.file in what.get("reads", ()):
+            readers[test] = what["seconds"]
         elif what["processes"]:
             far[test] = what["seconds"]
     chosen: dict[str, float] = {}
-    for group, part in ((near, budget), (far, budget / 4)):
+    for group, part in ((near, budget), (readers, budget / 4), (far, budget / 4)):
         left = min(part, budget - sum(chosen.values()))
         for test in sorted(group, key=lambda test: group[test]):
             if group[test] <= left:

@@ -75,10 +75,11 @@ def test_the_tests_of_a_line_come_cheapest_first_and_within_the_budget():
     touched = {"slow": near | {"seconds": 3}, "quick": near | {"seconds": 1}, "long": near | {"seconds": 30}}
     touched |= {"process": far | {"seconds": 2}, "other": {"lines": {"g.py": [2]}, "processes": False, "seconds": 0}}
     touched |= {"program": {"lines": {}, "processes": True, "seconds": 5}}
-    assert list(choose(mutation, 2, touched, 10)) == ["quick", "slow", "process"]
-    assert list(choose(mutation, 2, touched, 48)) == ["quick", "slow", "long", "process", "program"]
+    touched |= {"reader": {"lines": {}, "processes": True, "reads": ["f.py"], "seconds": 2.5}}
+    assert list(choose(mutation, 2, touched, 10)) == ["quick", "slow", "reader", "process"]
+    assert list(choose(mutation, 2, touched, 48)) == ["quick", "slow", "long", "reader", "process", "program"]
     imported = mutations_of("f.py", b"def f():\n    pass\n\nX = 1\n")[0]
-    assert list(choose(imported, 4, touched, 10)) == ["other", "quick", "process", "slow"]
+    assert list(choose(imported, 4, touched, 10)) == ["other", "quick", "process", "reader", "slow"]
 
 
 PROGRAM = """
