@@ -1,0 +1,222 @@
+"""The engine's thread message by message, with a stand-in for vLLM's LLM that computes nothing.
+
+tests/runs/test_engine.py has the real one; what a GPU alone would do (memory that sleeps) is seen here by its calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import grpo
+import ppo
+import utils
+from runtime import dedicated, watchdog
+
+SCRIPTS = pytest.mark.parametrize("script", [grpo, ppo])
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 4, "ignore_eos": False, "stop": []}
+
+
+class Noting:
+    """vLLM's LLM and its engine, as far as the thread uses them; each call is noted."""
+
+    def __init__(self):
+        self.llm_engine = self
+        self.calls: list[tuple] = []
+        self.waiting: list[str] = []
+
+    def set_weight_version(self, version):
+        self.calls.append(("version", version))
+
+    def sleep(self, level):
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags):
+        self.calls.append(("wake_up", *tags))
+
+    def add_request(self, name, prompt, params):
+        self.waiting.append(name)
+        self.calls.append(("request", prompt["cache_salt"], params.seed))
+
+    def step(self):
+        """One response of one token, after a hundredth of a second."""
+        time.sleep(0.01)
+        span = SimpleNamespace(version="1", start=0)
+        logprobs = SimpleNamespace(logprobs=[-0.5])
+        answer = SimpleNamespace(token_ids=[7], logprobs=logprobs, finish_reason="stop", weight_versions=[span])
+        return [SimpleNamespace(request_id=self.waiting.pop(0), outputs=[answer])]
+
+
+def converse(script, monkeypatch, llm, *messages, args=None) -> list[tuple]:
+    """What the thread answers to these messages, and to ("stop",) after them."""
+    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
+    arguments = (args or script.Args(), torch.float32, 0, 1, [0])
+
+    def build(*given):
+        assert given == arguments[:4]
+        return llm
+
+    monkeypatch.setattr(script, "build_vllm", build)
+    monkeypatch.setattr(utils, "push_weights", lambda engine, weights, mode: engine.calls.append(("push", weights)))
+    for message in (*messages, ("stop",)):
+        inbox.put(message)
+    thread = threading.Thread(target=script.vllm_thread, args=(*arguments, inbox, outbox), daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    return list(outbox.queue)
+
+
+@SCRIPTS
+def test_an_engine_that_sleeps_wakes_up_for_the_push_alone(script, monkeypatch):
+    """Memory for the weights comes first, for the KV cache last; the second push finds it awake."""
+    llm = Noting()
+    found = converse(script, monkeypatch, llm, ("sleep",), ("weights", 1, ["a"]), ("weights", 2, ["b"]))
+    assert llm.calls == [
+        ("version", "0"),
+        ("sleep", 2),
+        ("wake_up", "weights"),
+        ("push", ["a"]),
+        ("wake_up", "kv_cache"),
+        ("version", "1"),
+        ("push", ["b"]),
+        ("version", "2"),
+    ]
+    assert found == [("ready",), ("slept",), ("weights", 1, 0.0), ("weights", 2, 0.0)]
+
+
+@SCRIPTS
+def test_the_seconds_of_an_engine_are_those_since_the_last_push(script, monkeypatch):
+    requests = [((0, k), [1, 2], 100 + k) for k in range(3)]
+    llm = Noting()
+    messages = [("weights", 1, []), ("generate", 5, requests, SAMPLING), ("weights", 2, []), ("weights", 3, [])]
+    found = converse(script, monkeypatch, llm, *messages)
+    assert [message[:3] for message in found if message[0] == "sample"] == [("sample", 5, (0, k)) for k in range(3)]
+    assert found[2] == ("sample", 5, (0, 0), [7], [-0.5], "stop", [(1, 0)])
+    busy = [message[2] for message in found if message[0] == "weights"]
+    assert busy[0] == busy[2] == 0.0 and 0.03 <= busy[1] < 10
+    assert [call for call in llm.calls if call[0] == "request"] == [("request", "1", 100 + k) for k in range(3)]
+
+
+@SCRIPTS
+def test_a_program_gets_an_answer_from_the_engine(script, monkeypatch):
+    found = converse(script, monkeypatch, Noting(), ("call", lambda llm: len(llm.calls)))
+    assert found == [("ready",), ("called", 1)]
+
+
+@SCRIPTS
+def test_an_engine_that_failed_is_released_before_its_error_is_told(script, monkeypatch):
+    released = []
+    monkeypatch.setattr(utils, "release_vllm", released.append)
+    llm = Noting()
+    llm.step = lambda: 1 / 0
+    requests = [((0, 0), [1, 2], 3)]
+    found = converse(script, monkeypatch, llm, ("generate", 0, requests, SAMPLING))
+    assert released == [llm] and found[-1][0] == "error" and isinstance(found[-1][1], ZeroDivisionError)
+
+
+def test_a_released_engine_keeps_the_process_group():
+    """Its own finalizer would destroy it; the shutdown of the executor frees the memory."""
+    order = []
+    core = SimpleNamespace(model_executor=SimpleNamespace(shutdown=lambda: order.append("shutdown")))
+    finalizer = SimpleNamespace(detach=lambda: order.append("detach"))
+    client = SimpleNamespace(_finalizer=finalizer, engine_core=core)
+    utils.release_vllm(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client)))
+    assert order == ["detach", "shutdown"]
+
+
+# ----------------------------------------------------------------------------------------------- the main thread's side
+
+
+@SCRIPTS
+def test_what_arrives_before_the_engine_sleeps_is_passed_over(script):
+    engine = object.__new__(script.Engine)
+    engine.inbox = watchdog.Mailbox()
+    messages = iter([("weights", 1, 0.0), ("slept",), ("later",)])
+    engine.receive = lambda what, request: next(messages)
+    engine.sleep()
+    assert engine.inbox.get_nowait() == ("sleep",)
+    assert next(messages) == ("later",)
+
+
+@SCRIPTS
+@pytest.mark.parametrize(
+    "rank, world, changes, expected",
+    [
+        (1, 4, {}, {"count": 4, "own": [1], "reports": True, "restarts": 1, "copies_weights": False}),
+        (3, 4, {"vllm_tensor_parallel_size": 2}, {"count": 2, "own": [1], "reports": False, "restarts": 0}),
+        (2, 4, {"vllm_tensor_parallel_size": 2}, {"count": 2, "own": [1], "reports": True, "restarts": 0}),
+        (1, 2, {"vllm_mode": "dedicated", "vllm_engines": 3}, {"count": 3, "own": [1], "reports": True}),
+        (
+            *(1, 2),
+            {"vllm_mode": "dedicated", "vllm_engines": 2, "vllm_tensor_parallel_size": 2},
+            {"count": 2, "own": [1], "reports": True},
+        ),
+        (0, 1, {"zero_stage": 3}, {"restarts": 0}),
+        (0, 1, {"async_steps": 1}, {"copies_weights": True}),
+        (0, 1, {"async_steps": 1, "inflight_updates": "keep"}, {"copies_weights": False}),
+        (0, 1, {"async_steps": 1, "inflight_updates": "keep", "vllm_mode": "dedicated"}, {"copies_weights": True}),
+        (0, 1, {"deepspeed_enable_sleep_mode": True}, {"copies_weights": True}),
+        (0, 1, {"rollout_timeout": 7.0}, {"timeout": 7.0}),
+    ],
+)
+def test_which_engines_a_rank_asks_and_what_it_keeps_for_them(script, monkeypatch, rank, world, changes, expected):
+    monkeypatch.setattr(script.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(script.dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(script.Engine, "start", lambda self: None)
+    monkeypatch.setattr(dedicated, "Engines", lambda args, watch: SimpleNamespace(relay=None))
+    engine = script.Engine(script.Args(engine_restarts=1, **changes), torch.float32, None, [0], None)
+    values = {name: getattr(engine, name) for name in expected}
+    if "own" in values:
+        values["own"] = list(values["own"])
+    assert values == expected
+
+
+# ------------------------------------------------------------------------------------------------ what vLLM is built by
+
+
+def built(script, monkeypatch, cuda: bool, **changes) -> dict:
+    """The arguments of vLLM's LLM, with torch made to report a GPU or none."""
+    import vllm
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(vllm, "LLM", lambda **given: given, raising=False)
+    return script.build_vllm(script.Args(**changes), torch.bfloat16, 0, 1)
+
+
+@SCRIPTS
+def test_the_memory_of_an_engine(script, monkeypatch):
+    """A fraction of a GPU, or a size; half a GiB on CPUs, where a fraction of all memory would be too much."""
+    cpu = built(script, monkeypatch, False)
+    assert cpu["kv_cache_memory_bytes"] == 2**29 and "gpu_memory_utilization" not in cpu
+    assert built(script, monkeypatch, False, vllm_kv_cache_gb=2.0)["kv_cache_memory_bytes"] == 2**31
+    gpu = built(script, monkeypatch, True)
+    assert gpu["gpu_memory_utilization"] == 0.4 and "kv_cache_memory_bytes" not in gpu
+    assert built(script, monkeypatch, True, vllm_kv_cache_gb=2.0)["kv_cache_memory_bytes"] == 2**31
+
+
+@SCRIPTS
+def test_what_an_engine_does_only_on_a_gpu(script, monkeypatch):
+    for cuda, asked in itertools.product((False, True), repeat=2):
+        given = built(script, monkeypatch, cuda, vllm_enable_sleep_mode=asked)
+        assert given["enable_sleep_mode"] == (cuda and asked)
+        assert given["enforce_eager"] == (not cuda)
+        assert given["max_num_seqs"] == (1024 if cuda else 128)
+        assert given["max_num_batched_tokens"] == (16384 if cuda else 8192)
+        assert given["block_size"] == (None if cuda else 32)
+
+
+@SCRIPTS
+def test_the_revision_of_a_tokenizer_is_that_of_the_model_it_comes_with(script, monkeypatch):
+    given = built(script, monkeypatch, False, revision="abc")
+    assert (given["revision"], given["tokenizer"], given["tokenizer_revision"]) == ("abc", None, "abc")
+    given = built(script, monkeypatch, False, revision="abc", tokenizer_name_or_path="other")
+    assert (given["revision"], given["tokenizer"], given["tokenizer_revision"]) == ("abc", "other", None)
+    assert given["dtype"] == "bfloat16"
