@@ -613,6 +613,18 @@ def test_the_value_after_a_cut_is_that_of_the_longer_text(critic):
             assert end.item() == pytest.approx(last.item() if wanted else 0.0, abs=1e-4)
 
 
+@pytest.mark.parametrize("gradient", ["naive", "unbiased"])
+def test_the_probe_of_the_kl_in_ppo(tiny, tmp_path, gradient):
+    """k1 as written has the gradient of the log-probs themselves; unbiased, the one it is compared with."""
+    kl = {"beta": 0.1, "kl_estimator": "k1", "kl_gradient": gradient, "probe_every": 2}
+    first, second = run_here(tiny_ppo(tiny, tmp_path, eval_prompts=0, learning_rate=1e-2, **kl), "ppo")
+    assert "kl/gradient_cosine" not in first
+    if gradient == "unbiased":
+        assert second["kl/gradient_cosine"] == pytest.approx(1.0, abs=1e-4)
+    else:
+        assert abs(second["kl/gradient_cosine"]) < 0.9
+
+
 def test_many_switches_at_once(tiny, tmp_path):
     args = tiny_ppo(
         *(tiny, tmp_path),

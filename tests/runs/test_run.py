@@ -31,7 +31,7 @@ from helpers import (
 import grpo
 import utils
 from kl_estimators import ESTIMATORS
-from runtime import rundir
+from runtime import rundir, runlog
 
 SETTINGS = [("loss", name, g) for name in ESTIMATORS for g in ("naive", "unbiased") if (name, g) != ("full", "naive")]
 SETTINGS += [(place, name, "unbiased") for place in ("reward", "both") for name in ESTIMATORS]
@@ -479,6 +479,41 @@ def test_a_gradient_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypa
     monkeypatch.setattr(grpo, "token_loss", poisoned)
     args = tiny_args(tiny, tmp_path, learning_rate=1e-3, eval_prompts=0, zero_stage=stage)
     assert [m["optim/skipped"] for m in run_here(args)] == [1, 1]
+    from safetensors.torch import load_file
+
+    start = load_file(tiny / "model.safetensors")
+    assert all(torch.equal(w, start[name]) for name, w in final_weights(args).items())
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_the_seconds_of_steps_do_not_overlap(script, tiny, tmp_path, monkeypatch):
+    """What comes after a step's record, a checkpoint above all, is the next step's; nothing is counted twice."""
+    ends = []
+    plain = runlog.RunLog.step
+
+    def noting(log, *rest):
+        ends.append(time.perf_counter())
+        plain(log, *rest)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(runlog.RunLog, "step", noting)
+    found = run_here(tiny_args(tiny, tmp_path, script, eval_prompts=0, total_steps=3), script)
+    assert sum(m["time/step"] for m in found[1:]) <= ends[-1] - ends[0]
+    for m in found:
+        assert sum(m[f"time/{phase}"] for phase in ("generate", "score", "logprobs", "update")) <= m["time/step"]
+
+
+def test_a_step_in_which_nothing_is_trained(tiny, tmp_path):
+    """All groups have equal rewards and are filtered: the step is counted, and has no metrics of a policy's update."""
+    args = tiny_args(
+        *(tiny, tmp_path),
+        reward_fn=f"{VERIFIERS}:number",
+        filter_zero_std_samples=True,
+        eval_prompts=0,
+    )
+    for m in run_here(args):
+        assert (m["reward/mean"], m["reward/zero_std_frac"], m["optim/steps"], m["optim/skipped"]) == (0.5, 1.0, 0, 0)
+        assert not any(name.startswith(("policy/", "loss/", "sampler/ess")) for name in m)
     from safetensors.torch import load_file
 
     start = load_file(tiny / "model.safetensors")
