@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import run_here, tiny_args
 
 import grpo
 import ppo
@@ -175,6 +176,34 @@ def test_which_engines_a_rank_asks_and_what_it_keeps_for_them(script, monkeypatc
     if "own" in values:
         values["own"] = list(values["own"])
     assert values == expected
+
+
+@SCRIPTS
+def test_the_engines_thread_does_not_keep_a_process_alive(script):
+    """It may be inside of vLLM for minutes; Python waits at its end for every thread that is no daemon."""
+    engine = object.__new__(script.Engine)
+    leave = threading.Event()
+    engine.target = lambda inbox, outbox: leave.wait(20)
+    engine.arguments = ()
+    engine.timeout = 5.0
+    told = []
+    engine.watch = SimpleNamespace(receive=lambda *given: told.append(given))
+    engine.start()
+    assert engine.thread.is_alive() and engine.thread.daemon
+    assert told == [(engine.outbox, engine.thread, 5.0, "engine")]
+    leave.set()
+
+
+@SCRIPTS
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_engine_sleeps_before_the_first_push_and_in_every_update(tiny, tmp_path, monkeypatch, script, asked):
+    seen = []
+    plain = script.Engine.push
+    monkeypatch.setattr(script.Engine, "sleep", lambda engine: seen.append("sleep"))
+    monkeypatch.setattr(script.Engine, "push", lambda engine, *rest: (seen.append("push"), plain(engine, *rest))[1])
+    args = tiny_args(tiny, tmp_path, script.__name__, total_steps=2, eval_prompts=0, vllm_enable_sleep_mode=asked)
+    run_here(args, script.__name__)
+    assert seen == (["sleep", "push"] * 3 if asked else ["push"] * 3)
 
 
 # ------------------------------------------------------------------------------------------------ what vLLM is built by
