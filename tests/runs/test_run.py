@@ -31,7 +31,7 @@ from helpers import (
 import grpo
 import utils
 from kl_estimators import ESTIMATORS
-from runtime import rundir, runlog
+from runtime import process, rundir, runlog
 
 SETTINGS = [("loss", name, g) for name in ESTIMATORS for g in ("naive", "unbiased") if (name, g) != ("full", "naive")]
 SETTINGS += [(place, name, "unbiased") for place in ("reward", "both") for name in ESTIMATORS]
@@ -501,6 +501,15 @@ def test_the_seconds_of_steps_do_not_overlap(script, tiny, tmp_path, monkeypatch
     assert sum(m["time/step"] for m in found[1:]) <= ends[-1] - ends[0]
     for m in found:
         assert sum(m[f"time/{phase}"] for phase in ("generate", "score", "logprobs", "update")) <= m["time/step"]
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_every_step_gives_freed_memory_back(script, tiny, tmp_path, monkeypatch):
+    """Gaps between tensors would pile up: 5 GiB in 24 steps of a model of 135M parameters."""
+    calls = []
+    monkeypatch.setattr(process.Heap, "bound", lambda heap: calls.append(heap))
+    run_here(tiny_args(tiny, tmp_path, script, eval_prompts=0, total_steps=3), script)
+    assert len(calls) == 3
 
 
 def test_a_step_in_which_nothing_is_trained(tiny, tmp_path):
