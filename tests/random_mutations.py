@@ -549,15 +549,27 @@ def trace_stage(server: Server, stage: str, results: Path, only: str = "") -> di
             lines = {}
             for source, numbers in what["lines"].items():
                 lines[source] = [moved[source].get(n, 0) for n in numbers] if source in moved else numbers
-            touched[test] = what | {"lines": lines}
+            touched[test] = what | {"lines": lines, "stamp": stamp}
     return touched
 
 
-def choose(mutation: Mutation, last: int, touched: dict[str, dict], budget: float) -> dict[str, float]:
+def signature(test: str, what: dict) -> str:
+    """A test, as it was when it was traced: another one after an edit of its file."""
+    return f"{what.get('stamp', '')[:12]} {test}"
+
+
+def choose(
+    mutation: Mutation,
+    last: int,
+    touched: dict[str, dict],
+    budget: float,
+    passed: frozenset[str] = frozenset(),
+) -> dict[str, float]:
     """Tests of a mutation of the lines up to ``last``, cheapest first, as many as fit into ``budget`` seconds.
 
     Those that touch its lines; then, for a quarter of the budget each, those that read the file, and those that start
-    processes, where it may run unseen. What an import runs is touched by every test.
+    processes, where it may run unseen. What an import runs is touched by every test. ``passed``: what it has survived,
+    by ``signature``.
     """
     lines = set(range(mutation.line, last + 1))
     near = {}
@@ -565,6 +577,8 @@ def choose(mutation: Mutation, last: int, touched: dict[str, dict], budget: floa
     far = {}
     for test, what in touched.items():
         here = what["lines"].get(mutation.file, ())
+        if signature(test, what) in passed:
+            continue
         if lines.intersection(here) or not mutation.scope or mutation.scope == "Args":
             near[test] = what["seconds"]
         elif mutation.file in what.get("reads", ()):
@@ -594,6 +608,8 @@ def remembered(file: Path, sources: dict[str, bytes], number: int, seed: int) ->
 def run(number: int, seed: int, results: Path, budget: float, again: bool, only: str = "") -> int:
     """Try the mutations that are not in the results yet, ``again``: and those that survived. Returns the survivors.
 
+    A survivor is tried by tests that it has not met: those that did not fit into ``budget``, and those of edited files.
+
     With ``only`` the tests are those of some files; what survives them has not survived its stage.
     """
     results.mkdir(parents=True, exist_ok=True)
@@ -617,9 +633,14 @@ def run(number: int, seed: int, results: Path, budget: float, again: bool, only:
                 if killed or mutation.key in equivalent or (mutation.key, stage) in tried:
                     continue
                 last = mutation.line + sources[mutation.file][mutation.start : mutation.end].count(b"\n")
-                tests = choose(mutation, last, touched, budget)
+                source = hashlib.sha256(sources[mutation.file]).hexdigest()
+                passed = before.get("passed", []) if before.get("source") == source else []
+                tests = choose(mutation, last, touched, budget, frozenset(passed))
                 entry = {"mutation": mutation.key, "file": mutation.file, "line": mutation.line, "kind": mutation.kind}
                 entry |= server.attempt(mutation, tests) | {"stages": before["stages"] + [stage] * (not only)}
+                if entry["state"] == "survived":
+                    passed = [*passed, *(signature(test, touched[test]) for test in tests)]
+                    entry |= {"source": source, "passed": passed}
                 done[mutation.key] = entry
                 with open(file, "a") as out:
                     out.write(json.dumps(entry) + "\n")

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import random_mutations
 from helpers import ROOT, script
-from random_mutations import FILES, choose, draw, moved_lines, mutations_of, report
+from random_mutations import FILES, choose, draw, moved_lines, mutations_of, report, signature
 
 SOURCES = {file: (ROOT / file).read_bytes() for file in FILES}
 
@@ -78,6 +78,8 @@ def test_the_tests_of_a_line_come_cheapest_first_and_within_the_budget():
     touched |= {"reader": {"lines": {}, "processes": True, "reads": ["f.py"], "seconds": 2.5}}
     assert list(choose(mutation, 2, touched, 10)) == ["quick", "slow", "reader", "process"]
     assert list(choose(mutation, 2, touched, 48)) == ["quick", "slow", "long", "reader", "process", "program"]
+    passed = frozenset({signature("quick", near), signature("process", far | {"stamp": "as it was"})})
+    assert list(choose(mutation, 2, touched, 10, passed)) == ["slow", "reader", "process"]
     imported = mutations_of("f.py", b"def f():\n    pass\n\nX = 1\n")[0]
     assert list(choose(imported, 4, touched, 10)) == ["other", "quick", "process", "reader", "slow"]
 
