@@ -79,6 +79,20 @@ def test_a_setting_of_the_critic_changes_the_critic_alone(tiny, tmp_path, monkey
         assert all(step[column] == value for step in own.steps["critic"])
 
 
+def test_deepspeed_is_told_of_the_same_device_for_policy_and_critic(tiny, tmp_path, monkeypatch):
+    told = []
+    plain_config = utils.deepspeed_config
+
+    def config(args, dtype, cuda):
+        told.append((args.learning_rate, dtype, cuda))
+        return plain_config(args, dtype, cuda)
+
+    monkeypatch.setattr(utils, "deepspeed_config", config)
+    rates = {"learning_rate": 1e-3, "critic_learning_rate": 2e-3}
+    run_here(tiny_args(tiny, tmp_path, "ppo", total_steps=1, eval_prompts=0, **rates), "ppo")
+    assert sorted(told) == [(1e-3, torch.float32, False), (2e-3, torch.float32, False)]
+
+
 def test_the_warm_up_of_the_critic_is_the_policys_unless_it_has_one(tiny, tmp_path, monkeypatch):
     """4 optimizer steps, half of them warm-up: 1/3, 2/3; with 1 of its own, which the ratio does not lengthen, 1/2."""
     changes = {"warm_up_steps": 0, "warm_up_ratio": 0.5, "lr_scheduler_type": "constant"}

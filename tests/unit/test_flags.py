@@ -16,6 +16,7 @@ import pytest
 from helpers import ROOT, VERIFIERS, clean_environment, script, tiny_args
 
 import grpo
+import ppo
 from grpo import Args
 from runtime import flags, process, rundir, runlog
 
@@ -371,6 +372,16 @@ def test_an_engine_of_one_rank_sees_its_own_gpu(as_rank, monkeypatch, visible, s
         alone = shards == 1 and rank == 2
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == (shown if alone else visible)
         assert os.environ["LOCAL_RANK"] == ("0" if alone and visible != "" else str(rank))
+
+
+def test_an_engine_of_ppo_has_nothing_to_wait_for(as_rank, place, monkeypatch):
+    as_rank(1, size=2, on_node=2)
+    changes = {"vllm_mode": "dedicated", "vllm_engines": 1, "dry_run": True}
+    usual = arguments(place, changes)
+    names = ("model_name_or_path", "dataset", "eval_prompts", "output_dir", *changes)
+    with pytest.raises(SystemExit) as end:
+        ppo.preflight(ppo.Args(**{name: getattr(usual, name) for name in names}))
+    assert end.value.code == 0
 
 
 @pytest.mark.parametrize("finished", [False, True])

@@ -636,6 +636,14 @@ def test_the_message_names_the_bounds_of_the_weight():
         assert "not a KL gradient on asynchronous samples" in line(stale=True, cap=off)
 
 
+def test_the_table_has_every_setting():
+    """In the loss each estimator by both gradients, full by its own alone; in the reward a gradient has no meaning."""
+    names = {"k1", "k2", "k3", "k4", "abs", "full"}
+    expected = {("loss", name, gradient) for name in names - {"full"} for gradient in ("naive", "unbiased")}
+    expected |= {("loss", "full", "naive")} | {("reward", name, "-") for name in names}
+    assert set(kl.SETTINGS) == expected and len(kl.SETTINGS) == len(expected)
+
+
 def test_table_prints_the_golden_numbers(capsys):
     kl.print_table()
     lines = capsys.readouterr().out.splitlines()
