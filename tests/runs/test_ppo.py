@@ -613,6 +613,17 @@ def test_the_value_after_a_cut_is_that_of_the_longer_text(critic):
             assert end.item() == pytest.approx(last.item() if wanted else 0.0, abs=1e-4)
 
 
+def test_values_of_all_ranks_are_summed(critic, monkeypatch):
+    """A token has its value on one rank and 0 on the others: here as if another rank had found the same once more."""
+    torch.distributed.is_initialized() or torch.distributed.init_process_group("gloo")
+    samples = make_samples()
+    cut = [False] * len(samples)
+    shape = {"layout": "shared", "budget": 60, "rank": 0, "world_size": 1, "device": CPU}
+    values, _ = ppo.values_of(critic, samples, cut, **shape)
+    monkeypatch.setattr(ppo.dist, "all_reduce", lambda tensor: tensor.mul_(2))
+    torch.testing.assert_close(ppo.values_of(critic, samples, cut, **shape)[0], 2 * values)
+
+
 @pytest.mark.parametrize("gradient", ["naive", "unbiased"])
 def test_the_probe_of_the_kl_in_ppo(tiny, tmp_path, gradient):
     """k1 as written has the gradient of the log-probs themselves; unbiased, the one it is compared with."""

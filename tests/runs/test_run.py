@@ -554,6 +554,7 @@ def test_a_plain_step_in_numbers(script, tiny, tmp_path):
     assert not [line for line in left if "spawn_main" in line]
     for m in metrics:
         assert (m["optim/early_stopped"], m["policy/ratio_mean"], m["episode"]) == (0, 1.0, 16 * m["step"])
+        assert m["sampler/fresh_frac"] == 1.0
         assert 3 < m["policy/entropy"] < math.log(600)
         assert not [name for name in m if name.startswith("data/")]
 

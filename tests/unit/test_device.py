@@ -75,6 +75,22 @@ def test_what_deepspeed_is_told():
         assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": cuda}
 
 
+def test_what_deepspeed_is_asked_in_a_backward_pass(monkeypatch):
+    """A step after the last micro-batch; then gradients of a dropped step are cleared, which it would keep."""
+    order = []
+    engine = SimpleNamespace(
+        set_gradient_accumulation_boundary=lambda is_boundary: order.append(is_boundary),
+        backward=lambda loss: order.append("backward"),
+        step=lambda: order.append("step"),
+    )
+    monkeypatch.setattr(utils, "clear_dropped_gradients", lambda engine: order.append("clear"))
+    utils.backward(engine, torch.zeros(()), False)
+    assert order == [False, "backward"]
+    order.clear()
+    utils.backward(engine, torch.zeros(()), True)
+    assert order == [True, "backward", "step", "clear"]
+
+
 def test_deepspeed_compiles_nothing_at_the_start(monkeypatch):
     """What it would compile holds a lock, which a killed process leaves behind."""
     import accelerate
