@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import make_samples
+from helpers import make_samples, tiny_args
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import (
@@ -122,6 +122,14 @@ def test_flex_attention_takes_the_blocks(window):
         found = logprobs_of(model_with("flex_attention", window), samples, "shared")
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
     assert (logprobs_of(model_with("sdpa", window), samples, "shared") - expected).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("name, limit", [("flex_attention", 64), ("sdpa", 8)])
+def test_flex_attention_may_have_more_compiled_versions(tiny, tmp_path, name, limit):
+    """Of one kernel per kind of mask and batch size; a user's own limit stays where no flex_attention is used."""
+    with torch._dynamo.config.patch(recompile_limit=8):
+        utils.load_model(tiny_args(tiny, tmp_path), torch.float32, name)
+        assert torch._dynamo.config.recompile_limit == limit
 
 
 @pytest.mark.slow

@@ -375,13 +375,17 @@ def test_an_engine_of_one_rank_sees_its_own_gpu(as_rank, monkeypatch, visible, s
 
 
 def test_an_engine_of_ppo_has_nothing_to_wait_for(as_rank, place, monkeypatch):
+    """And signals are listened to before anything is read: an early SIGTERM must not be lost."""
     as_rank(1, size=2, on_node=2)
+    calls = []
+    monkeypatch.setattr(process, "listen_for_signals", lambda: calls.append("signals"))
+    monkeypatch.setattr(flags, "check", lambda *rest: calls.append("flags"))
     changes = {"vllm_mode": "dedicated", "vllm_engines": 1, "dry_run": True}
     usual = arguments(place, changes)
     names = ("model_name_or_path", "dataset", "eval_prompts", "output_dir", *changes)
     with pytest.raises(SystemExit) as end:
         ppo.preflight(ppo.Args(**{name: getattr(usual, name) for name in names}))
-    assert end.value.code == 0
+    assert end.value.code == 0 and calls == ["signals", "flags"]
 
 
 @pytest.mark.parametrize("finished", [False, True])
