@@ -324,6 +324,10 @@ def main(words: list[str] | None = None) -> int:
     history = History(options)
     if options.table:
         print(history.table())
+        if not any(map(history.of_kind, KINDS)):
+            measured = "; ".join(sorted({line["machine"] for line in history.lines})) or "no machine"
+            print(f"--table: nothing was measured here with these arguments ({history.machine}); there is: {measured}")
+            return 1
         return 0
     history.measure(options.what)
     return max((history.compare(what) for what in options.what), default=0) if options.gate else 0

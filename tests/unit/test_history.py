@@ -98,6 +98,9 @@ def test_the_table_has_a_row_for_each_commit(tmp_path, monkeypatch, capsys):
         "| `a` | 2026-01-02 | 2.75 ± 0.35 | 11 ± 1.4 |  |  | 0.75 |",
         "| `b` | 2026-01-02 | 1.75 | 7 |  |  |  |",
     ]
+    monkeypatch.setattr(history, "machine_rate", lambda: ("another machine", 2e9))
+    assert history.main(["--file", str(file), "--table"]) == 1
+    assert "nothing was measured here" in (said := capsys.readouterr().out) and said.endswith("there is: machine\n")
 
 
 @pytest.mark.slow
