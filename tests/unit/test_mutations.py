@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -97,6 +98,9 @@ def count(n):
 
 def untested(x):
     return x + 1
+
+def elsewhere(x):
+    return x * 8
 """
 TESTS = """
 import utils
@@ -119,6 +123,11 @@ def test_killed_survived_and_hanging_are_told_apart(tmp_path):
     (project / "tests" / "unit" / "test_utils.py").write_text(f"import utils\n\n{bounded}")
     (project / "tests" / "runs").mkdir()
     (project / "tests" / "runs" / "test_count.py").write_text(f"import utils\n\n{count}")
+    program_of_its_own = [sys.executable, "-c", "import utils; assert utils.elsewhere(3) == 24"]
+    (project / "tests" / "runs" / "test_program.py").write_text(
+        f"import subprocess\n\ndef test_elsewhere():  # in utils.py\n"
+        f"    subprocess.run({program_of_its_own}, check=True)\n"
+    )
     (project / "runs").mkdir()
     (project / "runs" / "test_left.py").write_text("raise RuntimeError('a folder of results was copied')")
     (project / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\n')
@@ -132,12 +141,12 @@ def test_killed_survived_and_hanging_are_told_apart(tmp_path):
         "r.EQUIVALENT = r.ROOT / 'equivalent.jsonl'\n"
         "r.HEAVY = ()\n"
         "r.START = 1.0\n"
-        "print(r.run(8, 30, r.ROOT / 'results', 10.0, False))\n"
+        "print(r.run(8, 31, r.ROOT / 'results', 10.0, False))\n"
     )
     first = subprocess.run(script(str(program)), capture_output=True, text=True, timeout=120)
     assert first.returncode == 0, first.stdout + first.stderr
     results = {}
-    for line in (project / "results" / "mutations-30.jsonl").read_text().splitlines():
+    for line in (project / "results" / "mutations-31.jsonl").read_text().splitlines():
         entry = json.loads(line)
         results[entry["mutation"].partition(": ")[2]] = (entry["state"], entry["by"])
     states = {key: state for key, (state, _) in results.items()}
@@ -145,6 +154,7 @@ def test_killed_survived_and_hanging_are_told_apart(tmp_path):
     survivors = {key for key, state in states.items() if state == "survived"}
     assert survivors and all("x + 1" in key or "x > 10" in key for key in survivors), results
     assert sum(state == "killed" for state in states.values()) >= 4
+    assert {state for key, state in states.items() if "x * 8" in key} == {"killed"}, "by a test that runs none of it"
     assert first.stdout.splitlines()[-1] == str(len(survivors))
     key = next(key for key in survivors if "x + 1" in key)
     (project / "equivalent.jsonl").write_text(json.dumps({"mutation": f"utils.py untested: {key}", "why": "x"}) + "\n")
