@@ -256,7 +256,7 @@ from accelerate.utils import set_seed  # noqa: E402
 
 import utils  # noqa: E402
 from kl_estimators import AdaptiveKLController, kl_reward, kl_setting_message, kl_values, rollout_kl  # noqa: E402
-from runtime import batching, dedicated, probe, runlog, watchdog  # noqa: E402
+from runtime import batching, cpu_norms, dedicated, probe, runlog, watchdog  # noqa: E402
 from runtime.attention import check_mask_size, choose_layout  # noqa: E402
 from runtime.checkpoints import Checkpoints  # noqa: E402
 from runtime.recorder import Recorder  # noqa: E402
@@ -650,6 +650,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     memory = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization} if cuda else {}
     if args.vllm_kv_cache_gb is not None or not cuda:
         memory["kv_cache_memory_bytes"] = int((args.vllm_kv_cache_gb or 0.5) * 2**30)
+    kernels = {} if cuda else {"kernel_config": cpu_norms.kernel_config()}
     return LLM(
         model=args.model_name_or_path,
         revision=args.revision,
@@ -678,6 +679,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **memory,
+        **kernels,
     )
 
 

@@ -25,13 +25,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from kl_estimators import full_vocabulary_kl
 from runtime.attention import attention_inputs, varlen_attention
 from runtime.batching import MicroBatch, micro_batches, token_offsets
 from runtime.flags import check_override, is_dropout
-from runtime.memory import reduce_bucket
+from runtime.memory import logit_block, reduce_bucket
 from runtime.process import refuse, resident_bytes, sync
 from runtime.records import Problem, Sample
 from runtime.watchdog import Watch
@@ -237,7 +238,7 @@ def learning_rate(optimizer_step: int, total: int, args) -> float:
 
 
 def final_logits(logits_UV: torch.Tensor, config) -> torch.Tensor:
-    """What some models do to the output of their head, by the fields of their config; most do nothing.
+    """What some models do to the output of their head, by the fields of their config, in fp32; most do nothing.
 
     Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``, and Gemma 2 limits the logits to
     plus or minus ``final_logit_softcapping`` by tanh.
@@ -247,12 +248,82 @@ def final_logits(logits_UV: torch.Tensor, config) -> torch.Tensor:
     divisor = getattr(config, "logits_scaling", None)
     cap = getattr(config, "final_logit_softcapping", None)
     if scale is not None:
-        logits_UV = logits_UV * scale
+        logits_UV = logits_UV.float() * scale
     if divisor is not None:
-        logits_UV = logits_UV / divisor
+        logits_UV = logits_UV.float() / divisor
     if cap is not None:
-        logits_UV = torch.tanh(logits_UV / cap) * cap
+        logits_UV = torch.tanh(logits_UV.float() / cap) * cap
     return logits_UV
+
+
+class ChosenLogprobs(torch.autograd.Function):
+    """Log-probs of given tokens, and the entropies, from logits of any dtype: in fp32, a few rows at a time.
+
+    Written with PyTorch's operations, the two passes write and read a dozen fp32 arrays as large as the logits. Here
+    those are as large as a block of rows, which on a CPU stays in its cache; only the logits and their gradient exist
+    as a whole, in their own dtype.
+
+        d logprob / d logit_v = [v is the token] - p_v
+        d entropy / d logit_v = -p_v (log p_v + entropy)
+    """
+
+    @staticmethod
+    def forward(ctx, logits_UV, targets_U, temperature, entropy_gradient):
+        """-> log-probs [U] and entropies [U] at ``temperature``; the latter have a gradient only if asked for."""
+        parts = []
+        for block in row_blocks(logits_UV):
+            parts.append(_chosen_logprobs(logits_UV[block], targets_U[block], temperature))
+        logprobs_U, entropy_U, lse_U = torch.cat(parts, 1) if parts else logits_UV.new_zeros(3, 0).float()
+        ctx.save_for_backward(logits_UV, targets_U, lse_U, entropy_U)
+        ctx.temperature = temperature
+        ctx.entropy_gradient = entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_U)
+        return logprobs_U, entropy_U
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, logprob_slope_U, entropy_slope_U):
+        logits_UV, targets_U, lse_U, entropy_U = ctx.saved_tensors
+        gradient_UV = torch.empty_like(logits_UV)
+        for block in row_blocks(logits_UV):
+            log_p_BV = _scaled(logits_UV[block], ctx.temperature).sub_(lse_U[block, None])
+            slope_B1 = logprob_slope_U[block, None] / ctx.temperature
+            factor = -slope_B1
+            if ctx.entropy_gradient:
+                entropy_slope_B1 = entropy_slope_U[block, None] / ctx.temperature
+                factor = factor - entropy_slope_B1 * (log_p_BV + entropy_U[block, None])
+            block_gradient_BV = log_p_BV.exp_().mul_(factor)
+            gradient_UV[block] = block_gradient_BV.scatter_add_(-1, targets_U[block, None], slope_B1)
+            del log_p_BV, block_gradient_BV  # before the next block
+        return gradient_UV, None, None, None
+
+
+def row_blocks(logits_UV: torch.Tensor) -> Iterator[slice]:
+    """The rows that ``ChosenLogprobs`` computes at a time."""
+    count, vocabulary = logits_UV.shape
+    rows = max(1, logit_block(logits_UV.is_cuda) // vocabulary)
+    for start in range(0, count, rows):
+        yield slice(start, start + rows)
+
+
+def _scaled(logits_BV: torch.Tensor, temperature: float) -> torch.Tensor:
+    """A copy in fp32, divided by the temperature."""
+    copy_BV = logits_BV.to(torch.float32, copy=True)
+    return copy_BV if temperature == 1.0 else copy_BV.div_(temperature)
+
+
+def _chosen_logprobs(logits_BV: torch.Tensor, targets_B: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[3, B]: log-probs of the targets, entropies, and the logarithms of the sums of all exponentials."""
+    x_BV = _scaled(logits_BV, temperature)
+    largest_B1 = x_BV.amax(-1, keepdim=True)
+    x_BV -= largest_B1
+    chosen_B1 = x_BV.gather(-1, targets_B[:, None])
+    exp_BV = x_BV.exp()
+    sum_B1 = exp_BV.sum(-1, keepdim=True)
+    expected_B1 = x_BV.mul_(exp_BV).sum(-1, keepdim=True) / sum_B1
+    lse_B1 = sum_B1.log()
+    return torch.cat([chosen_B1 - lse_B1, lse_B1 - expected_B1, lse_B1 + largest_B1], 1).T
 
 
 class TokenLogprobs(nn.Module):
@@ -322,20 +393,17 @@ class TokenLogprobs(nn.Module):
 
     def _logits(self, hidden_UD: torch.Tensor) -> torch.Tensor:
         head = self.model.get_output_embeddings()
-        logits_UV = final_logits(head(hidden_UD).float(), self.model.config)
-        return logits_UV if self.temperature == 1.0 else logits_UV / self.temperature
+        return final_logits(head(hidden_UD), self.model.config)
 
     def _head(self, hidden_UD, targets_U, entropy_gradient, reference, reference_UD, forward_kl):
         """Log-probs and entropy, [U] each, and the KL to the reference if there is one."""
-        logits_UV = self._logits(hidden_UD)
-        lse_U = logits_UV.logsumexp(-1)
-        logprobs_U = logits_UV.gather(-1, targets_U[:, None])[:, 0] - lse_U
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy_U = lse_U - ((logits_UV - lse_U[:, None]).exp() * logits_UV).sum(-1)
+        raw_UV = self._logits(hidden_UD)
+        logprobs_U, entropy_U = ChosenLogprobs.apply(raw_UV, targets_U, self.temperature, entropy_gradient)
         if reference is None:
             return logprobs_U, entropy_U
+        logits_UV = raw_UV.float() / self.temperature
         with torch.no_grad():
-            reference_UV = reference._logits(reference_UD)
+            reference_UV = reference._logits(reference_UD).float() / self.temperature
         if forward_kl:
             return logprobs_U, entropy_U, full_vocabulary_kl(reference_UV, logits_UV)
         return logprobs_U, entropy_U, full_vocabulary_kl(logits_UV, reference_UV)

@@ -299,11 +299,11 @@ class RunFlags:
 
     # ---- memory and parallelism
     micro_batch_tokens: int | None = None
-    """Tokens per forward and backward pass on one device, padding included. Default: 16384 on GPUs, 1024 on CPUs."""
+    """Tokens per forward and backward pass on one device, padding included. Default: 16384 on GPUs, 3072 on CPUs."""
     logprob_micro_batch_tokens: int | None = None
     """The same for passes without gradient (old and reference log-probs)."""
     logprob_chunk: int | None = None
-    """Response tokens whose logits exist at the same time. Default: 4096 on GPUs, 1024 on CPUs."""
+    """Response tokens whose logits exist at the same time. Default: 4096 on GPUs, 2048 on CPUs."""
     batch_layout: Literal["auto", "shared", "padded", "packed"] = "auto"
     """shared: one row per group, common prefixes once. padded: one row per sample. packed: no padding. auto: shared,
     unless the device or the lengths are against it (docs/layouts.md)."""
@@ -437,11 +437,11 @@ def sizes(args: Any, cuda: bool) -> Sizes:
     80 GB.
     """
     longest = args.max_prompt_length + args.max_response_length
-    micro_batch = max(longest, 16384 if cuda else 2048)
+    micro_batch = max(longest, 16384 if cuda else 3072)
     default = Sizes(
         micro_batch_tokens=micro_batch,
         logprob_micro_batch_tokens=micro_batch,
-        logprob_chunk=4096 if cuda else 1024,
+        logprob_chunk=4096 if cuda else 2048,
         vllm_max_num_seqs=1024 if cuda else 128,
         vllm_max_num_batched_tokens=16384 if cuda else 8192,
     )

@@ -210,11 +210,24 @@ def activations(args, model: Model, setting: Setting, shape: Shape) -> float:
     return shape.tokens * layer * model.layers
 
 
-def logits(chunk: int, model: Model, shape: Shape, gradient: bool) -> float:
-    """Bytes of the head at its peak: fp32 logits of ``chunk`` predictions and two results of that size; in the
-    backward pass four.
+def logit_block(on_gpu: bool) -> int:
+    """Logits that are in fp32 at a time: 2 MiB, for a CPU's cache, and 64 MiB, to keep a GPU busy."""
+    return 2 ** (24 if on_gpu else 19)
+
+
+def logits(chunk: int, model: Model, setting: Setting, shape: Shape, gradient: bool) -> float:
+    """Bytes of the head at its peak: the logits of ``chunk`` predictions, in the backward pass their gradient, too, and
+    two blocks of them in fp32, or one.
     """
-    return (5 if gradient else 3) * 4 * min(chunk, shape.predictions) * model.vocabulary
+    count = min(chunk, shape.predictions) * model.vocabulary
+    block = 4 * min(logit_block(setting.device == "cuda"), count)
+    return 2 * setting.size * count + block if gradient else setting.size * count + 2 * block
+
+
+def reference_logits(args, chunk: int, model: Model, setting: Setting) -> float:
+    """Bytes of the head for the exact KL of a step's first samples: logits of both models, and seven fp32 arrays."""
+    count = min(chunk, args.kl_full_samples * args.max_response_length) * model.vocabulary
+    return (setting.size + 28) * count
 
 
 def kv_bytes(model: Model, setting: Setting) -> int:
@@ -247,7 +260,7 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
     parts["reference"] = model.parameters * setting.size * loads_reference(args)
     parts |= engine(args, model, setting)
     parts["activations"] = activations(args, model, setting, shape)
-    parts["logits"] = logits(size.logprob_chunk, model, shape, gradient=True)
+    parts["logits"] = logits(size.logprob_chunk, model, setting, shape, gradient=True)
     # DeepSpeed makes one flat fp32 gradient of its partition for the optimizer, beside the pieces it has accumulated.
     parts["flat gradients"] = 0 if args.offload_optimizer else 4 * model.parameters / setting.ranks
 
@@ -262,7 +275,9 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
     reference = 0 if on_gpu and args.offload_ref else parts["reference"]
     phases = {"generate": left + reference + sampler}
     if parts["reference"] or setting.critic or args.num_epochs * args.num_mini_batches > 1:
-        head = logits(size.logprob_chunk, model, no_gradient, gradient=False)
+        head = logits(size.logprob_chunk, model, setting, no_gradient, gradient=False)
+        if parts["reference"]:
+            head = max(head, reference_logits(args, size.logprob_chunk, model, setting))
         phases["logprobs"] = states + beside + parts["reference"] + parts["gathered head"] + head
     training = states + beside + reference
     earlier = parts["gradients"]  # of the micro-batches before; stage 3 has room for them at any time

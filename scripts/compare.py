@@ -6,11 +6,12 @@
     python scripts/compare.py --json results.json --markdown docs/performance.md       write the page; measures nothing
     python scripts/compare.py --json bf16.json --also fp32.json --markdown docs/performance.md     of two measurements
 
-Parts: ``quickstart``, the shape of ``python grpo.py``, also against TRL's defaults; ``allocator``, the same against a
-TRL whose process has the memory allocator of grpo.py; ``equal``, with responses of equal length; ``table``, response
-lengths and groups on a smaller model; ``ranks``, ours on 1 and 2 ranks; ``size``, the quickstart's model and a 0.5B.
+Parts: ``quickstart``, the shape of ``python grpo.py``, also against TRL's defaults; ``async``, the same with
+``--async_steps 1`` as well; ``allocator``, the first against a TRL whose process has the memory allocator of grpo.py;
+``equal``, with responses of equal length; ``table``, response lengths and groups on a smaller model; ``ranks``, ours on
+1 and 2 ranks; ``size``, the quickstart's model and a 0.5B.
 
-* In the first two responses end by themselves, as in a run: some after a few tokens, some at the limit. The weights
+* In the first three responses end by themselves, as in a run: some after a few tokens, some at the limit. The weights
   hardly change, so all sides draw from one distribution; the mean numbers of tokens they drew are printed, and must
   agree within --tolerance.
 * In all other parts every response has exactly the same number of tokens: grpo.py ignores EOS, TRL's ``generate`` may
@@ -21,6 +22,8 @@ lengths and groups on a smaller model; ``ranks``, ours on 1 and 2 ranks; ``size`
   sleep mode and importance correction. It takes no CPU vLLM: there it samples by transformers.
 * allocator: tuned, and glibc's allocator set as grpo.py sets it (process.prepare_environment), which no option does.
 * default: what GRPOConfig has by itself, with only the work set.
+* async: the engine samples the next batch while this one trains, so a batch is of the weights before the last update.
+  TRL's GRPOTrainer samples before it trains. These steps follow one another at once, since the engine never waits.
 * On a CPU the processes take turns step by step (A B A B); on a GPU, whose memory vLLM fills, one after the other.
   Median of --rounds steps after one that warms up. A step is timed by the clock on the wall, logging included.
 * The floor is the time that the same work needs at the rates measured here (scripts/benchmark.py has the formulas).
@@ -29,6 +32,7 @@ lengths and groups on a smaller model; ``ranks``, ours on 1 and 2 ranks; ``size`
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -49,7 +53,7 @@ sys.path.insert(0, str(ROOT))  # the scripts are not a package
 from rewards import truth_error  # noqa: E402
 from runtime import data, flags, process  # noqa: E402
 
-Part = Literal["quickstart", "allocator", "equal", "table", "ranks", "size"]
+Part = Literal["quickstart", "async", "allocator", "equal", "table", "ranks", "size"]
 PARTS = get_args(Part)
 PHASES = ("generate", "score", "logprobs", "update", "push")
 STEP_TIMEOUT = 1800.0  # seconds until a process that makes no step is given up
@@ -126,7 +130,7 @@ class Cell:
     length: int
     sides: tuple[str, ...] = ("ours", "tuned")
     ranks: int = 1
-    together: bool = True  # the processes of all sides fit into memory at the same time
+    together: bool = True  # the sides take turns step by step; their processes fit into memory at the same time
     ends: bool = False  # responses end by themselves, and ``length`` is the most they can have
 
     def name(self) -> str:
@@ -144,6 +148,9 @@ def cells(args: Args, small: str, large: str) -> list[Cell]:
     if "quickstart" in args.parts:
         sides = ("ours", "tuned", "default")
         found.append(Cell("quickstart", model, prompts, group, args.max_response_length, sides, ends=True))
+    if "async" in args.parts:
+        sides = ("ours", "async", "tuned")
+        found.append(Cell("async", model, prompts, group, args.max_response_length, sides, together=False, ends=True))
     if "allocator" in args.parts:
         sides = ("ours", "allocator")
         found.append(Cell("allocator", model, prompts, group, args.max_response_length, sides, ends=True))
@@ -174,8 +181,8 @@ def table_shapes(args: Args) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------------------------------------------------- the sides
 
 
-def our_words(cell: Cell, rows: Path, folder: Path, args: Args, dtype: str) -> list[str]:
-    """The flags of grpo.py: its defaults, and what makes the work that of the other side."""
+def our_words(cell: Cell, side: str, rows: Path, folder: Path, args: Args, dtype: str) -> list[str]:
+    """The flags of grpo.py on ``side``: its defaults, and what makes the work that of the other side."""
     words = {
         "model_name_or_path": cell.model,
         "dataset": rows,
@@ -197,6 +204,8 @@ def our_words(cell: Cell, rows: Path, folder: Path, args: Args, dtype: str) -> l
     if not cell.ends:
         switches.append("--ignore_eos")
     more = args.ours.split()
+    if side == "async":
+        switches.append("--async_steps=1")
     given = {word.removeprefix("--") for word in more}
     named = [f"--{name}={value}" for name, value in words.items() if name not in given]
     return [*named, *switches, *more]
@@ -378,8 +387,8 @@ def measure(
     starts = {}
     for name in cell.sides:
         log = folder / f"{name}.log"
-        if name == "ours":
-            words = our_words(cell, rows, folder, args, machine["dtype"])
+        if name in OURS:
+            words = our_words(cell, name, rows, folder, args, machine["dtype"])
             starts[name] = partial(Side, "ours", {"words": words}, log, cell.ranks)
         else:
             options = trl_options(cell, folder, args, machine, None if name == "default" else choice)
@@ -389,6 +398,8 @@ def measure(
     if cell.together and machine["device"] == "cpu":
         records = take_turns(starts, rounds)
     else:
+        if cell.ends:  # each half of them in one of the two processes of a side
+            rounds = -(-rounds // 2)
         records = {name: [] for name in starts}
         for _ in range(1 if args.quick else 2):
             for name, start in starts.items():
@@ -468,13 +479,14 @@ class Summary:
         )
 
 
-def ratio(records: dict[str, list[dict]], side: str) -> list[float]:
+def ratio(records: dict[str, list[dict]], side: str, base: str = "ours") -> list[float]:
     """How many times as long a step of ``side`` took as one of ours beside it, round by round."""
-    pairs = zip(records[side], records["ours"], strict=True)
+    pairs = zip(records[side], records[base], strict=True)
     return [theirs["seconds"] / ours["seconds"] for theirs, ours in pairs]
 
 
-LABELS = {"ours": "grpo.py", "tuned": "TRL, tuned", "default": "TRL, default", "allocator": "TRL, tuned, allocator"}
+OURS = {"ours": "grpo.py", "async": "grpo.py --async_steps 1"}
+LABELS = OURS | {"tuned": "TRL, tuned", "default": "TRL, default", "allocator": "TRL, tuned, allocator"}
 HEAD = "| | s per step (range) | response tokens/s | generate | log-probs | update | push | peak GiB | floor / step |"
 
 
@@ -518,12 +530,12 @@ def part_lines(results: dict, part: str) -> list[str]:
             parameters = floor["parameters"] / 1e6
             lines += [f"{words} ({parameters:.0f}M parameters); floor {floor_seconds(floor):.2f} s", ""]
         lines += [HEAD, "|---" * 9 + "|", *side_rows(entry, floor), ""]
-        for side in entry["records"]:
-            if side != "ours":
-                found = ratio(entry["records"], side)
-                lines.append(
-                    f"{LABELS[side]} / grpo.py: **{median(found):.2f}x** ({min(found):.2f} to {max(found):.2f})"
-                )
+        records = entry["records"]
+        for base, side in itertools.product(OURS, records):
+            if base in records and side not in OURS:
+                found = ratio(records, side, base)
+                spread = f"{min(found):.2f} to {max(found):.2f}"
+                lines.append(f"{LABELS[side]} / {LABELS[base]}: **{median(found):.2f}x** ({spread})")
         lines.append("")
     return lines
 
@@ -559,7 +571,7 @@ def losses(results: dict) -> list[str]:
     for name, entry in results["cells"].items():
         records = entry["records"]
         ours = Summary.of(records["ours"])
-        for side in set(records) - {"ours"}:
+        for side in set(records) - set(OURS):
             theirs = Summary.of(records[side])
             behind = []
             if theirs.seconds < ours.seconds:
@@ -612,6 +624,7 @@ def measurement_lines(results: dict) -> list[str]:
     ]
     titles = {
         "quickstart": "The quickstart's shape",
+        "async": "The same, asynchronous",
         "allocator": "The same, TRL with the allocator of grpo.py",
         "equal": "Responses of equal length",
     }

@@ -93,15 +93,49 @@ def test_both_sides_train_on_the_same_samples(tmp_path, device, choice):
         assert micro * options["gradient_accumulation_steps"] == prompts * group
         assert options["num_generations"] == group and options["max_completion_length"] == length
         assert ("gradient_checkpointing" in options, "top_k" in options) == (choice is not None, choice is not None)
-        words = compare.our_words(cell, tmp_path / "rows", tmp_path, args, "bfloat16")
+        words = compare.our_words(cell, "ours", tmp_path / "rows", tmp_path, args, "bfloat16")
         assert {f"--num_samples_per_prompt_rollout={group}", f"--max_response_length={length}"} <= set(words)
 
 
 def test_flags_for_ours_replace_those_of_the_comparison(tmp_path):
     args = compare.Args(ours="--learning_rate 1e-5 --micro_batch_tokens 4096")
-    words = compare.our_words(CELL, tmp_path, tmp_path, args, "float32")
+    words = compare.our_words(CELL, "ours", tmp_path, tmp_path, args, "float32")
     assert words[-4:] == ["--learning_rate", "1e-5", "--micro_batch_tokens", "4096"]
     assert not any(word.startswith("--learning_rate=") for word in words)
+
+
+def test_the_asynchronous_side_has_one_flag_more(tmp_path):
+    words = {}
+    for side in compare.OURS:
+        words[side] = compare.our_words(CELL, side, tmp_path, tmp_path, compare.Args(), "float32")
+    assert set(words["async"]) - set(words["ours"]) == {"--async_steps=1"}
+    assert set(words["ours"]) <= set(words["async"])
+
+
+def test_the_page_compares_both_of_ours_with_trl_and_neither_with_the_other(results):
+    cell = compare.Cell("async", "models/m", 4, 8, 32, ("ours", "async", "tuned"), together=False, ends=True)
+    found = {}
+    for side, seconds in (("ours", 4.0), ("async", 3.0), ("tuned", 12.0)):
+        found[side] = steps([seconds, seconds, seconds], {"update": seconds}, 1.0)
+    results["cells"][cell.name()] = {"cell": vars(cell), "records": found}
+    text = compare.page([results]).partition("### The same, asynchronous")[2].partition("###")[0]
+    assert "\nTRL, tuned / grpo.py: **3.00x** (3.00 to 3.00)\n" in text
+    assert "\nTRL, tuned / grpo.py --async_steps 1: **4.00x** (4.00 to 4.00)\n" in text
+    assert text.count("x** (") == 2 and "| grpo.py --async_steps 1 | 3.00 (3.00 to 3.00) |" in text
+    assert "async" not in compare.page([results]).partition("### Where TRL is ahead")[2]
+
+
+def test_an_asynchronous_side_never_waits_for_another(monkeypatch, tmp_path):
+    """Its engine would sample on while the others take their turn, and the step be timed without that."""
+    groups = []
+    monkeypatch.setattr(compare, "take_turns", lambda starts, rounds: groups.append((set(starts), rounds)) or fake)
+    fake = {name: steps([1.0], {}, 1.0) for name in ("ours", "async", "tuned")}
+    (cell,) = compare.cells(compare.Args(parts=("async",)), "small", "large")
+    machine = {"device": "cpu", "dtype": "bfloat16"}
+    args = compare.Args(parts=("async",), trl=str(tmp_path), rounds=3)
+    found = compare.measure(cell, tmp_path, tmp_path, args, machine, (1024, "eager"))
+    assert groups == [({"ours"}, 5), ({"async"}, 5), ({"tuned"}, 5)] * 2
+    assert {name: len(records) for name, records in found.items()} == {"ours": 2, "async": 2, "tuned": 2}
 
 
 def test_rewards_differ_from_response_to_response():
@@ -212,6 +246,7 @@ def test_a_step_of_both_is_timed(tiny, tmp_path):
     line += [
         "--parts",
         "quickstart",
+        "async",
         "allocator",
         "equal",
         "table",
@@ -229,16 +264,18 @@ def test_a_step_of_both_is_timed(tiny, tmp_path):
     results = json.loads(text)
     assert [set(entry["records"]) for entry in results["cells"].values()] == [
         {"ours", "tuned", "default"},
+        {"ours", "async", "tuned"},
         {"ours", "allocator"},
         {"ours", "tuned"},
         {"ours", "tuned"},
         {"ours", "tuned"},
     ]
     for entry in results["cells"].values():
-        for found in entry["records"].values():
+        for side, found in entry["records"].items():
             for step in found:
                 assert step["seconds"] >= sum(step["phases"].values()) - 0.1 and min(step["phases"].values()) > -0.01
-                assert step["phases"]["generate"] > 0 and step["phases"]["update"] > 0
+                assert step["phases"]["update"] > 0
+                assert step["phases"]["generate"] > 0 or side == "async"
     finish(line, tmp_path / "log", 300)
     assert json.loads((tmp_path / "r.json").read_text())["cells"] == results["cells"]
 

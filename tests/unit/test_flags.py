@@ -616,7 +616,7 @@ def test_dry_run(tiny, tmp_path):
         "<|im_start|>user\\nState the final answer",
         "KL: 0.1 x k3 in the loss",
         "rows       shared (masks of at most ",
-        "sizes      micro_batch_tokens 2048, logprob_micro_batch_tokens 2048, logprob_chunk 1024, vllm_max_num_seqs",
+        "sizes      micro_batch_tokens 3072, logprob_micro_batch_tokens 3072, logprob_chunk 2048, vllm_max_num_seqs",
         "memory ",
     ):
         assert line in out
@@ -632,7 +632,7 @@ def test_dry_run(tiny, tmp_path):
 def test_sizes_that_are_left_open_follow_the_device():
     """None is never a size; what is given holds on any device, and a micro-batch holds the longest sample."""
     sizes = {name: vars(flags.sizes(Args(), cuda)) for name, cuda in (("cpu", False), ("gpu", True))}
-    assert list(sizes["cpu"].values()) == [2048, 2048, 1024, 128, 8192]
+    assert list(sizes["cpu"].values()) == [3072, 3072, 2048, 128, 8192]
     assert list(sizes["gpu"].values()) == [16384, 16384, 4096, 1024, 16384]
     assert all(getattr(Args(), name) is None for name in sizes["cpu"])
     given = {name: 7 + i for i, name in enumerate(sizes["cpu"])}

@@ -20,6 +20,7 @@ RANKS = [
         "runtime.answers",
         "runtime.constraints",
         "runtime.gym_tasks",
+        "runtime.cpu_norms",
     },
     {"runtime.presets", "runtime.sandbox", "runtime.sources", "runtime.data", "runtime.batching", "runtime.watchdog"},
     {"runtime.flags", "runtime.elastic"},
