@@ -25,7 +25,7 @@ Parts: ``quickstart``, the shape of ``python grpo.py``, also against TRL's defau
 * async: the engine samples the next batch while this one trains, so a batch is of the weights before the last update.
   TRL's GRPOTrainer samples before it trains. These steps follow one another at once, since the engine never waits.
 * On a CPU the processes take turns step by step (A B A B); on a GPU, whose memory vLLM fills, one after the other.
-  Median of --rounds steps after one that warms up. A step is timed by the clock on the wall, logging included.
+  Median of --rounds (--table_rounds) steps after one that warms up, timed by the clock on the wall, logging included.
 * The floor is the time that the same work needs at the rates measured here (scripts/benchmark.py has the formulas).
 """
 
@@ -87,6 +87,8 @@ class Args:
     """What to measure."""
     rounds: int = 3
     """Steps of each side that count; three times as many where responses end by themselves."""
+    table_rounds: int = 1
+    """The same in the table, whose largest shapes take minutes."""
     tolerance: float = 0.1
     """Largest relative difference between the mean lengths of responses that end by themselves."""
     quick: bool = False
@@ -394,7 +396,9 @@ def measure(
             options = trl_options(cell, folder, args, machine, None if name == "default" else choice)
             arguments = {"folder": str(Path(args.trl).resolve()), "model": cell.model, "rows": str(rows)}
             starts[name] = partial(Side, "trl", arguments | {"options": options, "allocator": name == "allocator"}, log)
-    rounds = 1 if args.quick else args.rounds * (3 if cell.ends else 1)
+    rounds = args.table_rounds if cell.part == "table" else args.rounds * (3 if cell.ends else 1)
+    if args.quick:
+        rounds = 1
     if cell.together and machine["device"] == "cpu":
         records = take_turns(starts, rounds)
     else:
@@ -664,8 +668,9 @@ def check(args: Args) -> None:
             f"--trl {args.trl}: no TRL there; python -m pip install --target FOLDER --no-deps trl==1.16.0, then --trl "
             f"FOLDER (or set TRL_FOLDER)"
         )
-    if args.rounds < 1:
-        process.refuse(f"--rounds {args.rounds}: must be above 0")
+    for name in ("rounds", "table_rounds"):
+        if getattr(args, name) < 1:
+            process.refuse(f"--{name} {getattr(args, name)}: must be above 0")
     if min(args.groups) < 2:
         process.refuse(f"--groups {min(args.groups)}: a group of one has nothing to compare; use at least 2")
     if args.avx2 and args.dtype != "float32":

@@ -138,6 +138,26 @@ def test_an_asynchronous_side_never_waits_for_another(monkeypatch, tmp_path):
     assert {name: len(records) for name, records in found.items()} == {"ours": 2, "async": 2, "tuned": 2}
 
 
+def test_every_part_has_its_number_of_steps(monkeypatch, tmp_path):
+    """Nine where responses end by themselves, three otherwise, one in the table; one of each with --quick."""
+    asked = []
+    record = steps([1.0], {}, 1.0)[0] | {"response_tokens": 8 * 8 * 32, "tokens": 1}
+
+    def take(starts, rounds):
+        asked.append(rounds)
+        return {name: [record] for name in starts}
+
+    monkeypatch.setattr(compare, "take_turns", take)
+    machine = {"device": "cpu", "dtype": "bfloat16"}
+    for quick, expected in ((False, [9, 3, 1]), (True, [1, 1, 1])):
+        args = compare.Args(trl=str(tmp_path), parts=("quickstart", "equal", "table"), quick=quick)
+        for part in args.parts:
+            cell = compare.Cell(part, "m", 8, 8, 32, ends=part == "quickstart")
+            compare.measure(cell, tmp_path, tmp_path, args, machine, (1024, "eager"))
+        assert asked == expected
+        asked.clear()
+
+
 def test_rewards_differ_from_response_to_response():
     """Groups of equal reward would be left out of our update, and of no other's."""
     rewards = [compare_side.by_text(text, "", {}) for text in ("", "a", "b", "ab", "ba")]
