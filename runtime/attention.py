@@ -138,6 +138,36 @@ def _ordered(chosen_BKK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return chosen.sum(-1).int(), order.int()
 
 
+def grouped_attention(
+    module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls eager attention, in fewer passes over the scores of all pairs: its interface for CPUs.
+
+    [B, H, S, D], and [B, K, S, D] of keys and values -> [B, S, H, D]. The G = H / K heads that share a key are one
+    product, so keys and values are not repeated; the scale is applied to the keys; the softmax of 16-bit scores, which
+    computes in fp32 inside, is not asked for its result in fp32.
+    """
+    heads, length, dimension = query.shape[1:]
+    group = heads // key.shape[1]
+    if scaling is None:
+        scaling = dimension**-0.5
+    queries_BKXD = query.unflatten(1, (-1, group)).flatten(2, 3)  # X: places of all heads of a group
+    scores_BKXS = queries_BKXD @ (key * scaling).transpose(2, 3)
+    scores_BKGSS = scores_BKXS.unflatten(2, (group, length))
+    if attention_mask is not None:
+        scores_BKGSS += attention_mask[:, :, None]
+    weights_BKXS = scores_BKGSS.softmax(-1).flatten(2, 3)
+    output_BKXD = weights_BKXS @ value
+    output_BHSD = output_BKXD.unflatten(2, (group, length)).flatten(1, 2)
+    return output_BHSD.transpose(1, 2).contiguous(), None
+
+
 def varlen_attention(
     module,
     query: torch.Tensor,

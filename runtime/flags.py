@@ -163,8 +163,8 @@ class RunFlags:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of weights and sampling; master weights are always fp32. auto: bfloat16 where hardware supports it."""
     attn_implementation: str = "auto"
-    """transformers' name (eager, sdpa, flex_attention, flash_attention_2, ...), or varlen: PyTorch's own for packed
-    rows. auto: what suits the rows on GPUs; sdpa on CPUs, but eager for bfloat16, faster there."""
+    """transformers' name (eager, sdpa, flex_attention, flash_attention_2, ...); varlen: PyTorch's own for packed rows;
+    grouped: eager in fewer passes. auto: what suits the rows on GPUs; sdpa on CPUs, but grouped for bfloat16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third more time, much less memory."""
 

@@ -131,13 +131,13 @@ def layout_of(args, setting: Setting) -> str:
 
 
 def attention_of(args, setting: Setting) -> str:
-    """The attention implementation of the flags; eager keeps the scores of every pair of tokens."""
+    """The attention implementation of the flags; eager and grouped keep the scores of every pair of tokens."""
     if setting.attention is not None:
         return setting.attention
     if args.attn_implementation != "auto":
         return args.attn_implementation
     if setting.device == "cpu":
-        return "eager" if setting.bf16 else "sdpa"
+        return "grouped" if setting.bf16 else "sdpa"
     return "flex_attention" if layout_of(args, setting) == "shared" else "sdpa"
 
 
@@ -186,7 +186,7 @@ def layer_activations(args, model: Model, setting: Setting, width: int) -> float
     their inputs (2 D), attention its queries, keys, values and result (2 A + 2 K), the MLP gate, its activation, up and
     their product (4 I). eager and sdpa repeat keys and values for all heads; so does FlexAttention in transformers
     where the number of heads is no power of two. eager keeps the scores of all pairs: after the softmax in fp32, and in
-    bf16 once more. sdpa keeps one fp32 per head, and of the masks that transformers makes (not the one of shared rows)
+    bf16 once more; grouped keeps them once. sdpa keeps one fp32 per head, and of the masks that transformers makes (not the one of shared rows)
     a copy per layer.
     """
     size = setting.size
@@ -197,6 +197,8 @@ def layer_activations(args, model: Model, setting: Setting, width: int) -> float
     kept += size * (2 * model.hidden + 2 * model.queries + 2 * keys + 4 * model.intermediate)
     if attention == "eager":
         return kept + model.heads * width * (6 if setting.bf16 else 4)
+    if attention == "grouped":
+        return kept + model.heads * width * size
     if attention == "sdpa" and layout_of(args, setting) != "shared":
         kept += size * width
     return kept + 4 * model.heads

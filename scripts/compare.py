@@ -615,13 +615,23 @@ def page(measurements: list[dict]) -> str:
     return "\n".join(lines)
 
 
+NOTES = {
+    "async": [
+        "With `--async_steps 1` the engine samples the next batch while this one trains, so that a batch is of the weights",
+        "before the last update: another algorithm, which [async.md](async.md) compares by what it learns and how to repeat",
+        "it. TRL's GRPOTrainer samples, then trains.",
+        "",
+    ]
+}
+
+
 def measurement_lines(results: dict) -> list[str]:
     """What was measured in one file, and on what."""
     machine = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [
         f"{machine['machine']}, {machine['cores']} cores, {machine['device']}, {machine['dtype']} on both sides, "
-        f"measured {results['date']} at a load of {results['load']:.1f} from other programs.",
+        f"measured {results['date']} at commit {results['commit']}, load {results['load']:.1f} from other programs.",
         f"Rates measured here: {machine['flop_per_second'] / 1e9:.0f} GFLOP/s in matrix products, "
         f"{machine['bytes_per_second'] / 1e9:.1f} GB/s copied. TRL {results['trl']}, {versions}.",
         "",
@@ -634,7 +644,7 @@ def measurement_lines(results: dict) -> list[str]:
     }
     for part, title in titles.items():
         if entries_of(results, part):
-            lines += [f"### {title}", "", *part_lines(results, part)]
+            lines += [f"### {title}", "", *NOTES.get(part, []), *part_lines(results, part)]
     if "tuned" in results:
         tried = [f"{name} {s:.1f} s" if s is not None else f"{name} out of memory" for name, s in trials(results)]
         lines += ["### TRL, tuned", "", f"The fastest of a step with each of: {'; '.join(tried)}. In that shape:", ""]
@@ -737,7 +747,8 @@ def main(args: Args) -> None:
     if args.avx2:
         os.environ |= AVX2  # of the processes that it starts
     load = os.getloadavg()[0]
-    results |= {"date": time.strftime("%Y-%m-%d"), "trl": trl_version(args.trl)}
+    commit = process.git(ROOT, "rev-parse", "--short=10", "HEAD") or "unknown"
+    results |= {"date": time.strftime("%Y-%m-%d"), "commit": commit, "trl": trl_version(args.trl)}
     results["load"] = max(load, results.get("load", 0.0))
     if load > 0.25 * len(os.sched_getaffinity(0)):
         say(f"warning: other programs compute here (load {load:.1f}); trust the ratios, not the seconds")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
 )
+from transformers.models.llama import modeling_llama as llama
 
 import utils
 from grpo import Args
@@ -124,6 +126,40 @@ def test_flex_attention_takes_the_blocks(window):
     assert (logprobs_of(model_with("sdpa", window), samples, "shared") - expected).abs().max() < 2e-5
 
 
+@pytest.mark.parametrize("heads, keys", [(9, 3), (4, 4), (4, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_attention_is_eager_attention(dtype, heads, keys):
+    """Two rows of 50 places with a tree's mask, heads of 64: in bf16 the same bits, although its softmax is in bf16."""
+    samples = long_samples()
+    visible = attention.dense_mask(rows_of(samples, "shared")[0].ends, None, None, dtype)[:, :, :50, :50]
+    shapes = [(2, 50, heads, 64), (2, 50, keys, 64), (2, 50, keys, 64)]
+    torch.manual_seed(0)
+    given = [torch.randn(shape).to(dtype) for shape in shapes]
+    slope = torch.randn(2, 50, heads, 64).to(dtype)
+    results = {}
+    for name, function in (("eager", llama.eager_attention_forward), ("grouped", attention.grouped_attention)):
+        inputs = [x.clone().transpose(1, 2).requires_grad_() for x in given]  # as a model hands them over
+        module = SimpleNamespace(num_key_value_groups=heads // keys, training=True)
+        output = function(module, *inputs, visible, 0.125)[0]
+        assert output.shape == slope.shape and output.is_contiguous()
+        output.backward(slope)
+        results[name] = [output.detach(), *(x.grad for x in inputs)]
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
+    if dtype == torch.bfloat16:
+        assert torch.equal(results["grouped"][0], results["eager"][0])
+    for eager, grouped in zip(results["eager"], results["grouped"], strict=True):
+        assert (grouped - eager).norm() < tolerance * eager.norm()
+
+
+def test_grouped_attention_without_a_scale_or_a_mask():
+    """PyTorch's own, which scales by the root of the dimension and lets every place see all."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 6, 7, 16), torch.randn(2, 3, 7, 16), torch.randn(2, 3, 7, 16)
+    found, _ = attention.grouped_attention(None, query, key, value, None)
+    expected = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
 @pytest.mark.parametrize("name, limit", [("flex_attention", 64), ("sdpa", 8)])
 def test_flex_attention_may_have_more_compiled_versions(tiny, tmp_path, name, limit):
     """Of one kernel per kind of mask and batch size; a user's own limit stays where no flex_attention is used."""
@@ -194,7 +230,7 @@ LONG = {"max_prompt_length": 512, "max_response_length": 8192}
     "chosen, expected",
     [
         (choice(False), ("shared", "sdpa")),
-        (choice(False, HALF, "eager"), ("shared", "eager")),
+        (choice(False, HALF, "grouped"), ("shared", "grouped")),
         (choice(False, **LONG), ("shared", "sdpa")),
         (choice(False, micro_batch_tokens=32768), ("shared", "sdpa")),  # a group has no more than 512 tokens
         (choice(False, micro_batch_tokens=32768, **LONG), ("padded", "sdpa")),
@@ -256,6 +292,14 @@ def test_an_architecture_without_the_kernel_has_what_transformers_gives_it(capsy
     assert utils.attention_for(llama, "sdpa", "auto") is None
     assert utils.attention_for(llama, "sdpa", "flash_attention_2") is None
     assert utils.attention_for(llama, "eager", "auto") == "eager"
+    assert (
+        utils.attention_for(llama, "grouped", "auto") == utils.attention_for(llama, "grouped", "grouped") == "grouped"
+    )
+    for own in (sinks, Gemma2Config()):
+        assert utils.attention_for(own, "grouped", "auto") == "eager"
+        with pytest.raises(SystemExit):
+            utils.attention_for(own, "grouped", "grouped")
+        assert "--attn_implementation grouped" in capsys.readouterr().err
     capped = Gemma2Config()
     assert utils.attention_for(capped, "varlen", "auto") == utils.attention_for(capped, "sdpa", "auto") == "eager"
     assert utils.attention_for(capped, "flex_attention", "auto") == "flex_attention"

@@ -50,6 +50,7 @@ def results() -> dict:
         "trl": "1.16.0",
         "tuned": {"choice": [1024, "sdpa"], "tried": {"1024 tokens, sdpa": 8.0}, "options": {"beta": 0}},
         "date": "2026-01-01",
+        "commit": "0123456789",
         "load": 0.1,
     }
 
@@ -61,6 +62,7 @@ def test_the_page_has_the_ratio_of_neighbors_and_says_where_trl_is_ahead(results
     assert (
         row == "| 32 | 8 | 2.00 | 8.00 | 3.00x (3.00 to 4.00) | 1.00 / 7.00 | 0.90 / 0.50 | 3.0 / 1.0 | 50 % / 12 % |"
     )
+    assert "measured 2026-01-01 at commit 0123456789, load 0.1 from other programs" in text
     behind = text.partition("### Where TRL is ahead")[2]
     assert "update 0.50 s, ours 0.90; peak memory 1.0 GiB, ours 3.0" in behind
     assert "generate" not in behind and "its step took" not in behind
@@ -121,6 +123,7 @@ def test_the_page_compares_both_of_ours_with_trl_and_neither_with_the_other(resu
     text = compare.page([results]).partition("### The same, asynchronous")[2].partition("###")[0]
     assert "\nTRL, tuned / grpo.py: **3.00x** (3.00 to 3.00)\n" in text
     assert "\nTRL, tuned / grpo.py --async_steps 1: **4.00x** (4.00 to 4.00)\n" in text
+    assert "before the last update: another algorithm" in text
     assert text.count("x** (") == 2 and "| grpo.py --async_steps 1 | 3.00 (3.00 to 3.00) |" in text
     assert "async" not in compare.page([results]).partition("### Where TRL is ahead")[2]
 

@@ -167,7 +167,7 @@ def kept_by_autograd(config, dtype: torch.dtype, attention: str, layout: str) ->
 
 
 @pytest.mark.parametrize("layout", ["shared", "padded", "packed"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["eager", "grouped", "sdpa"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_layer_keeps_what_the_formula_says(dtype, attention, layout):
     """Bytes that autograd keeps of a layer, as the difference of a model with three layers and one with one: exact."""

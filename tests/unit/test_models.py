@@ -239,6 +239,32 @@ def test_every_layout_is_exact_or_refused(tmp_path, capsys, name):
     MEASURED[name] = measured
 
 
+OWN_ATTENTION = {"Gemma 2, sliding window, soft caps", "gpt-oss, sliding window, sinks"}
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+def test_grouped_attention_computes_what_eager_does(tmp_path, name):
+    """Log-probs and gradient of every layout; models whose scores are not the usual ones keep eager."""
+    folder = save_random(tmp_path, name)
+    samples = long_samples()
+    found = {}
+    for attention in ("eager", "grouped"):
+        model = utils.load_model(Args(model_name_or_path=str(folder)), torch.float32, attention)
+        used = model.config._attn_implementation
+        assert used == ("eager" if name in OWN_ATTENTION else attention)
+        policy = utils.TokenLogprobs(model, 1.0, 1000)
+        for layout in utils.LAYOUTS:
+            model.zero_grad()
+            logprobs = in_layout(policy, samples, layout)
+            logprobs.square().sum().backward()
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+            found[attention, layout] = logprobs.detach(), gradient
+    for layout in utils.LAYOUTS:
+        (eager, eager_gradient), (grouped, gradient) = found["eager", layout], found["grouped", layout]
+        torch.testing.assert_close(grouped, eager, rtol=0, atol=1e-4)
+        assert (gradient - eager_gradient).norm() < 1e-4 * eager_gradient.norm(), layout
+
+
 @pytest.mark.parametrize("name", ["Mistral, sliding window", "OLMo 3, sliding window"])
 def test_gradients_beyond_the_window(tmp_path, name):
     """The gradient of a sum of log-probs in shared rows is that of plain forward passes."""
