@@ -186,8 +186,8 @@ def layer_activations(args, model: Model, setting: Setting, width: int) -> float
     their inputs (2 D), attention its queries, keys, values and result (2 A + 2 K), the MLP gate, its activation, up and
     their product (4 I). eager and sdpa repeat keys and values for all heads; so does FlexAttention in transformers
     where the number of heads is no power of two. eager keeps the scores of all pairs: after the softmax in fp32, and in
-    bf16 once more; grouped keeps them once. sdpa keeps one fp32 per head, and of the masks that transformers makes (not the one of shared rows)
-    a copy per layer.
+    bf16 once more; grouped keeps them once. sdpa keeps one fp32 per head, and of the masks that transformers makes (not
+    the one of shared rows) a copy per layer.
     """
     size = setting.size
     attention = attention_of(args, setting)

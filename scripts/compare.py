@@ -617,9 +617,9 @@ def page(measurements: list[dict]) -> str:
 
 NOTES = {
     "async": [
-        "With `--async_steps 1` the engine samples the next batch while this one trains, so that a batch is of the weights",
-        "before the last update: another algorithm, which [async.md](async.md) compares by what it learns and how to repeat",
-        "it. TRL's GRPOTrainer samples, then trains.",
+        "With `--async_steps 1` the engine samples the next batch while this one trains, so a batch is of the weights",
+        "before the last update: another algorithm. [async.md](async.md) compares what it learns. TRL's GRPOTrainer",
+        "samples, then trains.",
         "",
     ]
 }

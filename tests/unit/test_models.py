@@ -248,17 +248,17 @@ def test_grouped_attention_computes_what_eager_does(tmp_path, name):
     folder = save_random(tmp_path, name)
     samples = long_samples()
     found = {}
-    for attention in ("eager", "grouped"):
-        model = utils.load_model(Args(model_name_or_path=str(folder)), torch.float32, attention)
+    for kind in ("eager", "grouped"):
+        model = utils.load_model(Args(model_name_or_path=str(folder)), torch.float32, kind)
         used = model.config._attn_implementation
-        assert used == ("eager" if name in OWN_ATTENTION else attention)
+        assert used == ("eager" if name in OWN_ATTENTION else kind)
         policy = utils.TokenLogprobs(model, 1.0, 1000)
         for layout in utils.LAYOUTS:
             model.zero_grad()
             logprobs = in_layout(policy, samples, layout)
             logprobs.square().sum().backward()
             gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-            found[attention, layout] = logprobs.detach(), gradient
+            found[kind, layout] = logprobs.detach(), gradient
     for layout in utils.LAYOUTS:
         (eager, eager_gradient), (grouped, gradient) = found["eager", layout], found["grouped", layout]
         torch.testing.assert_close(grouped, eager, rtol=0, atol=1e-4)
