@@ -601,9 +601,9 @@ def page(measurements: list[dict]) -> str:
         "# Performance",
         "",
         "A step of `grpo.py` beside a step of TRL's GRPOTrainer, on the same work, in one go. This page is written by",
-        "`python scripts/compare.py --json docs/data/compare.json --also docs/data/compare_fp32.json",
-        "docs/data/compare_avx2.json --markdown docs/performance.md`; the head of that script says what is held equal",
-        "and how TRL is tuned. Run it on your machine: the ratios are of this one.",
+        "`python scripts/compare.py --json docs/data/compare.json --also docs/data/compare_earlier.json",
+        "docs/data/compare_fp32.json docs/data/compare_avx2.json --markdown docs/performance.md`; the head of that script",
+        "says what is held equal and how TRL is tuned. Run it on your machine: the ratios are of this one.",
         "",
         "Times are seconds. `log-probs` is what TRL does before the update besides sampling: batches, advantages, old",
         "log-probs where it needs them. Peak memory is the process's resident memory, on a GPU what torch allocated.",
@@ -611,7 +611,8 @@ def page(measurements: list[dict]) -> str:
     ]
     for results in measurements:
         limit = results["machine"].get("limit", "")
-        lines += [f"## {results['machine']['dtype']}{limit and f', {limit}'}", "", *measurement_lines(results)]
+        title = f"{results['machine']['dtype']}{limit and f', {limit}'}, commit {results['commit']}"
+        lines += [f"## {title}", "", *measurement_lines(results)]
     return "\n".join(lines)
 
 
@@ -631,7 +632,7 @@ def measurement_lines(results: dict) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [
         f"{machine['machine']}, {machine['cores']} cores, {machine['device']}, {machine['dtype']} on both sides, "
-        f"measured {results['date']} at commit {results['commit']}, load {results['load']:.1f} from other programs.",
+        f"measured {results['date']} at a load of {results['load']:.1f} from other programs.",
         f"Rates measured here: {machine['flop_per_second'] / 1e9:.0f} GFLOP/s in matrix products, "
         f"{machine['bytes_per_second'] / 1e9:.1f} GB/s copied. TRL {results['trl']}, {versions}.",
         "",
@@ -747,7 +748,7 @@ def main(args: Args) -> None:
     if args.avx2:
         os.environ |= AVX2  # of the processes that it starts
     load = os.getloadavg()[0]
-    commit = process.git(ROOT, "rev-parse", "--short=10", "HEAD") or "unknown"
+    commit = (process.git(ROOT, "rev-parse", "--short=10", "HEAD") or "unknown").strip()
     results |= {"date": time.strftime("%Y-%m-%d"), "commit": commit, "trl": trl_version(args.trl)}
     results["load"] = max(load, results.get("load", 0.0))
     if load > 0.25 * len(os.sched_getaffinity(0)):

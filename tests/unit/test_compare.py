@@ -62,7 +62,7 @@ def test_the_page_has_the_ratio_of_neighbors_and_says_where_trl_is_ahead(results
     assert (
         row == "| 32 | 8 | 2.00 | 8.00 | 3.00x (3.00 to 4.00) | 1.00 / 7.00 | 0.90 / 0.50 | 3.0 / 1.0 | 50 % / 12 % |"
     )
-    assert "measured 2026-01-01 at commit 0123456789, load 0.1 from other programs" in text
+    assert "\n## bfloat16, commit 0123456789\n" in text and "measured 2026-01-01 at a load of 0.1" in text
     behind = text.partition("### Where TRL is ahead")[2]
     assert "update 0.50 s, ours 0.90; peak memory 1.0 GiB, ours 3.0" in behind
     assert "generate" not in behind and "its step took" not in behind
@@ -249,9 +249,9 @@ def test_avx2_limits_torch_and_the_kernels_of_vllm(results):
         [sys.executable, "-c", AVX2_SIDE], env=environment, capture_output=True, text=True, timeout=120
     )
     assert json.loads(done.stdout.splitlines()[-1]) == ["AVX2", ["_C_AVX2.abi3.so"]], done.stderr[-3000:]
-    assert "## bfloat16\n" in compare.page([results])
+    assert "## bfloat16, commit" in compare.page([results])
     results["machine"]["limit"] = "AVX2 instructions"
-    assert "## bfloat16, AVX2 instructions\n" in compare.page([results])
+    assert "## bfloat16, AVX2 instructions, commit" in compare.page([results])
 
 
 def test_a_page_needs_measurements(tmp_path, capsys):
