@@ -127,4 +127,5 @@ def test_two_ranks_then_one(tiny, tmp_path, capsys):
         assert got["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=1e-5)
     weights = [load_file(tmp_path / name / "run" / "model" / "model.safetensors") for name in runs]
     for name, expected in weights[1].items():
-        assert (weights[0][name] - expected).norm() < 1e-6 * expected.norm(), name
+        # Adam makes a whole step of a gradient that is rounding alone: one such weight is 1e-6 of its matrix.
+        assert (weights[0][name] - expected).norm() < 3e-6 * expected.norm(), name
