@@ -66,13 +66,10 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
 
 def load_model(args, dtype: torch.dtype, attention: str):
     """The causal language model that ``--model_name_or_path`` names, on the CPU, dropout off, in train mode."""
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-    AttentionInterface.register("varlen", varlen_attention)
-    AttentionInterface.register("grouped", grouped_attention)
-    AttentionMaskInterface.register("grouped", eager_mask)
+    register_attention()
     unset_hf_deepspeed_config()  # under ZeRO-3 it would load every model in pieces, also those DeepSpeed never sees
     shared = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
     override = check_override(args.override_config) if args.override_config else {}
@@ -94,6 +91,16 @@ def load_model(args, dtype: torch.dtype, attention: str):
         # PyTorch takes the uncompiled one, which holds the scores of all pairs.
         torch._dynamo.config.recompile_limit = 64
     return model.train()
+
+
+def register_attention() -> None:
+    """Make the implementations of runtime/attention.py known to transformers by their names."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    AttentionInterface.register("varlen", varlen_attention)
+    AttentionInterface.register("grouped", grouped_attention)
+    AttentionMaskInterface.register("grouped", eager_mask)
 
 
 def attention_for(config, attention: str, wanted: str) -> str | None:

@@ -14,9 +14,10 @@ from typing import Any
 from runtime.flags import loads_reference, sizes
 
 GIB = 2**30
+MAX_LIVE = 10**9  # weights that DeepSpeed's stage 3 keeps gathered by default: stage3_max_live_parameters
 # Bytes resident with --rollout hf and vllm on CPUs besides what is predicted: the interpreter, libraries, their caches,
 # gaps between tensors. docs/memory.md says what was measured.
-PROCESS = {"hf": 0.89e9, "vllm": 1.46e9}
+PROCESS = {"hf": 0.81e9, "vllm": 1.46e9}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Model:
     kv_heads: int
     head_size: int
     vocabulary: int
+    tied: bool = True  # the output head is the embedding
 
     @property
     def queries(self) -> int:
@@ -42,27 +44,35 @@ class Model:
         """Width of all heads' keys, which is that of the values."""
         return self.kv_heads * self.head_size
 
+    @property
+    def head(self) -> int:
+        """Parameters of the output head, as a rule a model's largest tensor; the embedding has as many."""
+        return self.vocabulary * self.hidden
 
-def count_parameters(folder: Path) -> int:
-    """Parameters in a folder's safetensors, from their headers alone; 0 for anything else."""
-    total = 0
+
+def tensor_sizes(folder: Path) -> dict[str, int]:
+    """Numbers in each tensor of a folder's safetensors, by name, from the files' headers alone."""
+    sizes = {}
     for file in folder.glob("*.safetensors"):
         with open(file, "rb") as f:
             header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        total += sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
-    return total
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                sizes[name] = math.prod(tensor["shape"])
+    return sizes
 
 
 def read_model(folder: Path) -> Model | None:
     """The model in a local folder; None where there is no config with the usual names, or no safetensors."""
-    parameters = count_parameters(folder)
-    if not parameters or not (folder / "config.json").is_file():
+    weights = tensor_sizes(folder)
+    if not weights or not (folder / "config.json").is_file():
         return None
     config = json.loads((folder / "config.json").read_text())
-    return model_of(config.get("text_config", config), parameters)
+    tied = not any(name.endswith("lm_head.weight") for name in weights)
+    return model_of(config.get("text_config", config), sum(weights.values()), tied)
 
 
-def model_of(config: dict[str, Any], parameters: int) -> Model | None:
+def model_of(config: dict[str, Any], parameters: int, tied: bool = True) -> Model | None:
     """The model of a config.json; None where it lacks one of the usual names."""
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     if any(not isinstance(config.get(name), int) for name in names):
@@ -70,7 +80,7 @@ def model_of(config: dict[str, Any], parameters: int) -> Model | None:
     layers, hidden, intermediate, heads, vocabulary = [config[name] for name in names]
     kv_heads = config.get("num_key_value_heads") or heads
     head_size = config.get("head_dim") or hidden // heads
-    return Model(parameters, layers, hidden, intermediate, heads, kv_heads, head_size, vocabulary)
+    return Model(parameters, layers, hidden, intermediate, heads, kv_heads, head_size, vocabulary, tied)
 
 
 @dataclass(frozen=True)
@@ -228,8 +238,35 @@ def logits(chunk: int, model: Model, setting: Setting, shape: Shape, gradient: b
 
 def reference_logits(args, chunk: int, model: Model, setting: Setting) -> float:
     """Bytes of the head for the exact KL of a step's first samples: logits of both models, and seven fp32 arrays."""
-    count = min(chunk, args.kl_full_samples * args.max_response_length) * model.vocabulary
+    samples = -(-args.kl_full_samples // setting.ranks)
+    count = min(chunk, samples * args.max_response_length) * model.vocabulary
     return (setting.size + 28) * count
+
+
+def reduction(args, model: Model, setting: Setting) -> float:
+    """Bytes beside states and gradients at the end of the backward pass, when gradients go through DeepSpeed's buckets.
+
+    A tied head's gradient waits for the embedding's, and both and their sum are there at a time. Stage 2 flattens a
+    bucket, or the gradient of a weight larger than one, into a copy, and under bf16 adds it to its sums in fp32, one
+    weight at a time. In fp32 it has room for the whole gradient of a weight that lies across two ranks' parts. Stage 3
+    makes the same copies, which gloo copies again, beside the gradient itself; its bucket is always there. Stage 1
+    reduces after the backward pass.
+    """
+    on_gpu = setting.device == "cuda"
+    several = setting.ranks > 1
+    bucket = reduce_bucket(on_gpu)
+    mine = model.parameters / setting.ranks
+    flat = setting.size * min(model.parameters, max(bucket, model.head))
+    summed = 4 * min(model.head, mine) * setting.bf16
+    meeting = setting.size * model.head * (3 if model.tied else 1)
+    if args.zero_stage == 3:
+        copies = 2 if several and not on_gpu else 1
+        return max(setting.size * model.head + copies * flat + summed, meeting)
+    if args.zero_stage == 1:
+        return 4 * bucket * (not setting.bf16) + meeting - setting.size * model.head  # of which gradients have one
+    across = 0 if setting.bf16 else setting.size * min(model.head, model.parameters - mine)
+    buffers = 2 if on_gpu and several else 1  # with two, one fills while the other is reduced
+    return setting.size * bucket * buffers + across + max(flat + summed, meeting)
 
 
 def kv_bytes(model: Model, setting: Setting) -> int:
@@ -258,19 +295,27 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
     no_gradient = largest_batch(args, setting, size.logprob_micro_batch_tokens)
     trained = trainer_states(args, model.parameters, setting)
     parts = {name: held * (1 + setting.critic) for name, held in trained.items()}
-    parts["gradients"] = trained["gradients"]  # policy and critic take their steps one after the other
+    sharded = args.zero_stage == 3
+    standing = 0  # gradients for which there is room at any time: those of stage 3, stage 1's fp32 sums under bf16
+    if sharded:
+        standing = trained["gradients"]
+    elif args.zero_stage == 1 and setting.bf16:
+        standing = 4 * model.parameters
+    gradients = trained["gradients"] - standing
+    parts["gradients"] = gradients + standing * (1 + setting.critic)  # policy and critic take their steps in turn
     parts["reference"] = model.parameters * setting.size * loads_reference(args)
     parts |= engine(args, model, setting)
     parts["activations"] = activations(args, model, setting, shape)
     parts["logits"] = logits(size.logprob_chunk, model, setting, shape, gradient=True)
-    # DeepSpeed makes one flat fp32 gradient of its partition for the optimizer, beside the pieces it has accumulated.
     parts["flat gradients"] = 0 if args.offload_optimizer else 4 * model.parameters / setting.ranks
 
-    # Stage 3 keeps a bucket, and gathers weights where a pass needs them: the head's while there are logits.
-    parts["bucket"] = setting.size * reduce_bucket(on_gpu) * (args.zero_stage == 3)
-    parts["gathered head"] = setting.size * model.vocabulary * model.hidden * (args.zero_stage == 3)
+    # Stage 3 keeps a bucket, and gathers weights where a pass needs them, which stay until the step if they are few.
+    gathered = min(model.parameters, max(MAX_LIVE, model.head)) * (setting.ranks > 1)
+    parts["bucket"] = setting.size * reduce_bucket(on_gpu) * sharded
+    parts["gathered weights"] = setting.size * gathered * sharded
 
     states = sum(parts[name] for name in ("weights", "master weights", "moments", "bucket"))
+    states += standing * (1 + setting.critic)
     sampler = parts["engine"] + parts["KV cache"]
     beside = 0 if on_gpu and args.vllm_enable_sleep_mode else sampler
     left = 0 if on_gpu and args.deepspeed_enable_sleep_mode else states
@@ -280,13 +325,14 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
         head = logits(size.logprob_chunk, model, setting, no_gradient, gradient=False)
         if parts["reference"]:
             head = max(head, reference_logits(args, size.logprob_chunk, model, setting))
-        phases["logprobs"] = states + beside + parts["reference"] + parts["gathered head"] + head
+        phases["logprobs"] = states + beside + parts["reference"] + parts["gathered weights"] + head
     training = states + beside + reference
-    earlier = parts["gradients"]  # of the micro-batches before; stage 3 has room for them at any time
-    if shape.alone and args.zero_stage < 3:
-        earlier = 0
-    phases["update"] = training + earlier + parts["activations"] + parts["gathered head"] + parts["logits"]
-    phases["step"] = training + parts["gradients"] + parts["flat gradients"]
+    earlier = 0 if shape.alone else gradients  # of the micro-batches before
+    backward = training + earlier + parts["activations"] + parts["gathered weights"] + parts["logits"]
+    phases["update"] = max(backward, training + gradients + reduction(args, model, setting))
+    # DeepSpeed's norm has one gradient in fp64, and its step one flat copy of its partition in fp32.
+    norm = 0 if args.offload_optimizer else 8 * min(model.head, model.parameters / setting.ranks)
+    phases["step"] = training + gradients + max(parts["flat gradients"], norm)
     return Prediction(parts, phases)
 
 
