@@ -161,7 +161,7 @@ class RunFlags:
     override_config: str | None = None
     """JSON object of fields to change in the model's config."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of weights and sampling; master weights are always fp32. auto: bfloat16 where hardware supports it."""
+    """Data type of weights and sampling; master weights are always fp32. auto: bfloat16 on GPUs and CPUs with AMX."""
     attn_implementation: str = "auto"
     """transformers' name (eager, sdpa, flex_attention, flash_attention_2, ...); varlen: PyTorch's own for packed rows;
     grouped: eager in fewer passes. auto: what suits the rows on GPUs; sdpa on CPUs, but grouped for bfloat16."""

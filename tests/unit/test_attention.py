@@ -315,6 +315,16 @@ def test_flags_that_a_cpu_cannot_serve_are_refused(capsys):
         assert f"--attn_implementation {name} needs a GPU" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has bf16 in any case")
+@pytest.mark.parametrize(("amx", "chosen"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_cpu_computes_in_bf16_where_that_is_faster(monkeypatch, amx, chosen):
+    """AVX-512's bf16 instructions alone are slower than fp32."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    _, dtype, attention = utils.resolve_device(Args())
+    assert (dtype, attention) == (chosen, "grouped" if amx else "sdpa")
+    assert utils.resolve_device(Args(dtype="bfloat16"))[1] == torch.bfloat16
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
