@@ -159,9 +159,9 @@ class History:
             "steps": None if what == "accuracy" else self.steps,
         }
 
-    def of_kind(self, what: str) -> list[dict]:
-        """The lines of this setting, oldest first."""
-        wanted = self.setting(what)
+    def of_kind(self, what: str, machine: str | None = None) -> list[dict]:
+        """The lines of this setting, oldest first; of another ``machine`` where one is given."""
+        wanted = self.setting(what) | {"machine": machine or self.machine}
         return [line for line in self.lines if line | wanted == line]
 
     def own(self, what: str) -> list[dict]:
@@ -229,14 +229,14 @@ class History:
         print(f"{self.who['commit']} {text}", flush=True)
         return code
 
-    def table(self) -> str:
-        """All commits measured with this machine and these arguments, oldest first, as Markdown.
+    def table(self, machine: str) -> str:
+        """All commits measured with ``machine`` and these arguments, oldest first, as Markdown.
 
         Each number is the mean of its runs, with their standard deviation.
         """
         rows = {}
         for what in KINDS:
-            for line in self.of_kind(what):
+            for line in self.of_kind(what, machine):
                 cells = rows.setdefault((line["commit"], line["committed"][:10]), {})
                 cells.setdefault(what, []).append(line["value"])
                 if what == "speed":
@@ -250,6 +250,19 @@ class History:
             numbers = [spread(cells.get(column, [])) for column in columns]
             out.append(f"| `{commit}` | {day} | {' | '.join(numbers)} |")
         return "\n".join(out)
+
+    def print_tables(self) -> int:
+        """Print the table of each machine that has lines with these arguments; exit code 1 where none has."""
+        found = False
+        for machine in sorted({line["machine"] for line in self.lines}):
+            if any(self.of_kind(what, machine) for what in KINDS):
+                here = " (this one)" if machine == self.machine else ""
+                print(f"{machine}{here}\n\n{self.table(machine)}\n")
+                found = True
+        if not found:
+            arguments = shlex.join(self.arguments)
+            print(f"--table: {self.file} has nothing with --steps {self.steps} and --arguments '{arguments}'")
+        return 0 if found else 1
 
 
 # ---------------------------------------------------------------------------------------------------------- comparing
@@ -323,12 +336,7 @@ def main(words: list[str] | None = None) -> int:
     options = parse(words)
     history = History(options)
     if options.table:
-        print(history.table())
-        if not any(map(history.of_kind, KINDS)):
-            measured = "; ".join(sorted({line["machine"] for line in history.lines})) or "no machine"
-            print(f"--table: nothing was measured here with these arguments ({history.machine}); there is: {measured}")
-            return 1
-        return 0
+        return history.print_tables()
     history.measure(options.what)
     return max((history.compare(what) for what in options.what), default=0) if options.gate else 0
 

@@ -133,3 +133,12 @@ def test_the_engine_is_timed_both_ways(tiny, tmp_path):
     assert numbers["ratios"]["chat / ids"] == chat_over_ids
     assert all(math.isfinite(ratio) for ratio in chat_over_ids)
     assert "8 responses of exactly 16 tokens" in done.stdout
+
+
+def test_cpus_with_and_without_amx_have_two_names(monkeypatch):
+    """Their rates differ so much that what was measured on one must not be compared with the other."""
+    names = set()
+    for amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        names.add(benchmark.machine_name(torch.device("cpu")))
+    assert len(names) == 2

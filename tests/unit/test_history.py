@@ -94,13 +94,28 @@ def test_the_table_has_a_row_for_each_commit(tmp_path, monkeypatch, capsys):
     file = tmp_path / "history.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert history.main(["--file", str(file), "--table"]) == 0
-    assert capsys.readouterr().out.splitlines()[2:] == [
+    head, *rows = capsys.readouterr().out.split("\n\n|")
+    assert head == "machine (this one)"
+    assert rows[0].splitlines()[2:4] == [
         "| `a` | 2026-01-02 | 2.75 ± 0.35 | 11 ± 1.4 |  |  | 0.75 |",
         "| `b` | 2026-01-02 | 1.75 | 7 |  |  |  |",
     ]
-    monkeypatch.setattr(history, "machine_rate", lambda: ("another machine", 2e9))
-    assert history.main(["--file", str(file), "--table"]) == 1
-    assert "nothing was measured here" in (said := capsys.readouterr().out) and said.endswith("there is: machine\n")
+
+
+def test_each_machine_has_a_table_of_its_own(tmp_path, monkeypatch, capsys):
+    """Numbers of two machines are never in one table, and nothing with the given sizes is said to be so."""
+    monkeypatch.setattr(history, "machine_rate", lambda: ("second", 2e9))
+    line = {"committed": "2026-01-02T03:04:05", "arguments": [], "steps": 8, "what": "start", "code": "a"}
+    lines = [line | {"machine": name, "commit": name, "value": 1.0} for name in ("third", "first")]
+    file = tmp_path / "history.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--file", str(file), "--table"]
+    assert history.main(words) == 0
+    first, third = capsys.readouterr().out.split("third\n\n")
+    assert first.startswith("first\n\n|") and "`first`" in first and "`third`" not in first
+    assert "`third`" in third and "`first`" not in third
+    assert history.main([*words, "--steps", "5"]) == 1
+    assert "--steps 5" in capsys.readouterr().out
 
 
 @pytest.mark.slow
