@@ -26,23 +26,20 @@ micro-batches that only keep a rank in step with the others.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
 import os
 import random
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
 from rewards import Verifiers, check_reward_args, truth_error
-from runtime import data, flags, process, rundir
+from runtime import data, flags, process, start
 from runtime.flags import RunFlags
 from runtime.records import Batch, Problem, Sample
 
@@ -167,10 +164,6 @@ class Args(RunFlags):
 
 def check_args(args: Args) -> None:
     """Refuse what GRPO cannot do, or what would not mean what it says. ``flags.check`` has what all scripts share."""
-    samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
-    in_reward = args.kl_placement in ("reward", "both")
-    loss_coef, reward_coef = flags.kl_coefficients(args)
-    adaptive = args.kl_controller == "adaptive"
     mask = args.importance_sampling_mask
     flags.refuse_first(
         [
@@ -191,58 +184,13 @@ def check_args(args: Args) -> None:
                 mask is not None and not 0 <= mask[0] < 1 < mask[1] < math.inf,
                 f"--importance_sampling_mask {mask}: give LOW from 0 to below 1 and HIGH above 1, e.g. 0.5 5",
             ),
-            (
-                not in_reward and (args.kl_reward_coef is not None or args.kl_reward_estimator is not None),
-                f"--kl_reward_coef and --kl_reward_estimator need the KL in the reward, and --kl_placement is "
-                f"{args.kl_placement}; give --kl_placement reward or both",
-            ),
-            (
-                args.kl_placement == "reward" and args.beta > 0 and args.kl_reward_coef is not None,
-                f"--beta {args.beta:g} and --kl_reward_coef {args.kl_reward_coef}: with --kl_placement reward there is "
-                f"one coefficient; give one of them, or --kl_placement both",
-            ),
-            (
-                adaptive and not ((reward_coef if in_reward else loss_coef) > 0 < args.kl_target),
-                f"--kl_controller adaptive moves the coefficient in the {'reward' if in_reward else 'loss'}: it needs "
-                f"--{'kl_reward_coef or --' if in_reward else ''}beta, --kl_target and --kl_horizon above 0, and a "
-                f"--kl_placement",
-            ),
-            (
-                adaptive and 0.2 * samples >= args.kl_horizon,
-                f"--kl_horizon {args.kl_horizon:g} is too short for {samples} samples per step; beta could reach 0",
-            ),
-            (
-                args.ref_policy_update_freq > 0 and not flags.loads_reference(args),
-                "--ref_policy_update_freq moves a reference that --beta 0 or --kl_placement none does not load",
-            ),
         ]
     )
 
 
 def preflight(args: Args) -> tuple[list[Problem], list[Problem], Path, Path | None] | None:
-    """Refuse here, before torch is imported, whatever can be refused.
-
-    Returns (training problems, evaluation problems, the run's folder, the checkpoint to resume from or None); None on a
-    rank that only samples.
-    """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    process.listen_for_signals()
-    flags.check(args, world_size)
-    flags.check_training(args)
-    check_reward_args(args)
-    check_args(args)
-    world_size = process.split_launch(args.vllm_engines, args.vllm_tensor_parallel_size)
-    if world_size == 0:
-        rundir.open_run(args, Args())  # ends here, as on the trainers, where the run is finished
-        if args.dry_run:
-            raise SystemExit(0)
-        process.prepare_environment(args.dtype)
-        return None
-    problems, eval_problems = data.load_problems(args, truth_error)
-    folder, start = rundir.open_run(args, Args(), world_size)
-    rundir.check_disk(args, folder)
-    process.prepare_environment(args.dtype)
-    return problems, eval_problems, folder, start
+    """Refuse here, before torch is imported, whatever can be refused. What it returns is what ``main`` takes."""
+    return start.preflight(args, Args(), [check_reward_args, check_args], truth_error)
 
 
 if __name__ == "__main__":  # --help and every refusal come before the slow imports
@@ -255,11 +203,12 @@ import torch.nn.functional as F  # noqa: E402
 from accelerate.utils import set_seed  # noqa: E402
 
 import utils  # noqa: E402
-from kl_estimators import AdaptiveKLController, kl_reward, kl_setting_message, kl_values, rollout_kl  # noqa: E402
-from runtime import batching, cpu_norms, dedicated, probe, runlog, watchdog  # noqa: E402
-from runtime.attention import check_mask_size, choose_layout  # noqa: E402
+from kl_estimators import kl_reward, rollout_kl  # noqa: E402
+from runtime import batching, cpu_norms, dedicated, watchdog  # noqa: E402
 from runtime.checkpoints import Checkpoints  # noqa: E402
+from runtime.engine import Engine, Queue  # noqa: E402
 from runtime.recorder import Recorder  # noqa: E402
+from runtime.weights import push_weights, release_vllm  # noqa: E402
 
 # ------------------------------------------------------------------------------------------- the algorithm's arithmetic
 
@@ -325,41 +274,43 @@ def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, args: Args)
     return weight_T.clamp(max=cap) if cap else weight_T
 
 
-def token_loss(
-    logprobs_T: torch.Tensor,
-    old_T: torch.Tensor,
-    ref_T: torch.Tensor | None,
-    sampler_T: torch.Tensor,
-    advantages_T: torch.Tensor,
-    entropy_T: torch.Tensor,
-    full_kl_T: torch.Tensor | None,
-    beta: float,
-    args: Args,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of every response token of a micro-batch, before weighting, and its pieces for the log. All [T], fp32.
+@dataclass
+class Tokens:
+    """The response tokens of a micro-batch, [T] each in fp32: what ``token_loss`` is computed from."""
 
-    logprobs_T: the policy's, with gradient. old_T: the policy's before the first optimizer step on this batch, equal to
-    logprobs_T when there is only one. ref_T: the reference's, or None. sampler_T: the engine's. full_kl_T: KL over the
-    whole vocabulary, with gradient, or None.
+    logprobs_T: torch.Tensor  # the policy's, with gradient
+    old_T: torch.Tensor  # the policy's before the first optimizer step on this batch: equal if there is only one
+    ref_T: torch.Tensor  # the reference's; 0 without one
+    sampler_T: torch.Tensor  # the engine's
+    advantages_T: torch.Tensor
+    weights_T: torch.Tensor  # in the loss: ``loss_weights``; 0 for what only keeps a rank in step with the others
+    entropy_T: torch.Tensor  # of the policy's distribution; with gradient if --entropy_coeff wants it
+    full_kl_T: torch.Tensor | None  # KL over the whole vocabulary, with gradient, if the loss takes it
+
+
+def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss of every response token, before weighting, and its pieces for the log. All [T], fp32.
+
+    ``beta``: coefficient of the KL in the loss. Pieces beyond these five are logged as policy/NAME, their mean.
     """
     # Policy: PPO's clipped surrogate (arXiv 1707.06347), its two bounds set apart (DAPO, arXiv 2503.14476).
-    ratio_T = (logprobs_T - old_T).clamp(-20, 20).exp()
-    unclipped_T = -advantages_T * ratio_T
-    clipped_T = -advantages_T * ratio_T.clamp(1 - args.clip_lower, 1 + args.clip_higher)
+    ratio_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp()
+    unclipped_T = -t.advantages_T * ratio_T
+    clipped_T = -t.advantages_T * ratio_T.clamp(1 - args.clip_lower, 1 + args.clip_higher)
     policy_T = torch.maximum(unclipped_T, clipped_T)
     if args.clip_ratio_c is not None:  # dual clip, arXiv 1912.09729
-        bound_T = -advantages_T * args.clip_ratio_c
-        policy_T = torch.where(advantages_T < 0, torch.minimum(policy_T, bound_T), policy_T)
+        bound_T = -t.advantages_T * args.clip_ratio_c
+        policy_T = torch.where(t.advantages_T < 0, torch.minimum(policy_T, bound_T), policy_T)
     # The weight is for what depends on the token drawn. Entropy and full KL are sums over the vocabulary: after given
     # tokens their weight would be noise around 1, and less than 1 on average once it is truncated.
-    weight_T = importance_weights(old_T, sampler_T, args)
+    weight_T = importance_weights(t.old_T, t.sampler_T, args)
     policy_T = weight_T * policy_T
-    loss_T = policy_T - args.entropy_coeff * entropy_T
+    loss_T = policy_T - args.entropy_coeff * t.entropy_T
 
     # KL in the loss. naive differentiates the formula as it stands, whatever that then optimizes: see docs/kl.md.
     kl_T = torch.zeros_like(loss_T)
-    if ref_T is not None and beta > 0 and args.kl_placement in ("loss", "both"):
-        d_T = logprobs_T - ref_T
+    if beta > 0:
+        d_T = t.logprobs_T - t.ref_T
         match args.kl_estimator:
             case "k1" | "kl" | "kl1":  # expected gradient on fresh samples: 0
                 kl_T = d_T
@@ -369,16 +320,16 @@ def token_loss(
                 bounded_T = clamp_straight_through(d_T, -20, math.inf)
                 kl_T = torch.expm1(-bounded_T) + bounded_T
             case "k4" | "kl4":  # expected gradient, on stale samples too: that of KL(policy || reference)
-                live_ratio_T = clamp_straight_through(logprobs_T - old_T, -20, 20).exp()
+                live_ratio_T = clamp_straight_through(t.logprobs_T - t.old_T, -20, 20).exp()
                 kl_T = live_ratio_T * d_T
             case "abs":  # expected gradient on fresh samples: twice that of the total variation
                 kl_T = d_T.abs()
             case "full":  # exact, value and gradient
-                kl_T = full_kl_T
+                kl_T = t.full_kl_T
         if args.kl_estimator != "full":
             if args.kl_gradient == "unbiased":  # this value, and the gradient of KL(policy || reference)
-                slope_T = (logprobs_T - old_T).clamp(-20, 20).exp().clamp(max=10) * d_T.clamp(-10, 10)
-                kl_T = kl_T.detach() + slope_T.detach() * (logprobs_T - logprobs_T.detach())
+                slope_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp().clamp(max=10) * d_T.clamp(-10, 10)
+                kl_T = kl_T.detach() + slope_T.detach() * (t.logprobs_T - t.logprobs_T.detach())
             kl_T = weight_T * kl_T
         loss_T = loss_T + beta * kl_T
     clipped_T = (clipped_T > unclipped_T).float()
@@ -386,171 +337,6 @@ def token_loss(
 
 
 # ---------------------------------------------------------------------------------------------------------- the engine
-
-
-class Engine:
-    """vLLM (or transformers' generate) in a thread of this process; the thread alone touches it.
-
-    Ranks that share an engine by tensor parallelism all run the same requests; the first of them reports the samples.
-    With --vllm_mode dedicated: this rank's part of the engines, which answer the same messages from ranks of their own.
-    """
-
-    def __init__(self, args: Args, dtype: torch.dtype, tokenizer, stop_ids: list[int], watch: watchdog.Watch):
-        rank = dist.get_rank()
-        world_size = dist.get_world_size()
-        index, shard = divmod(rank, args.vllm_tensor_parallel_size)
-        self.count = world_size // args.vllm_tensor_parallel_size
-        self.own = range(index, index + 1)  # the engines that this rank asks
-        self.reports = shard == 0
-        self.target = vllm_thread if args.rollout == "vllm" else utils.hf_thread
-        if args.vllm_mode == "dedicated":
-            self.count = args.vllm_engines
-            self.own = range(rank, self.count, world_size)
-            self.reports = True
-            self.target = dedicated.Engines(args, watch).relay
-        self.arguments = (args, dtype, rank, world_size, stop_ids)
-        self.tokenizer = tokenizer
-        self.watch = watch
-        self.timeout = args.rollout_timeout
-        # The ranks of a tensor-parallel engine would have to fail together, and under ZeRO 3 none has all weights.
-        self.restarts = args.engine_restarts if args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 else 0
-        # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
-        beside_training = args.async_steps > 0 and (args.inflight_updates == "off" or args.vllm_mode == "dedicated")
-        self.copies_weights = beside_training or args.deepspeed_enable_sleep_mode
-        self.numbers = itertools.count()
-        self.batches: dict[int, Batch] = {}  # asked for and not whole, by their numbers
-        self.arrived: deque[tuple[Batch, Sample]] = deque()  # and not handed on
-        self.version = 0  # of the weights that were pushed last: step s begins with version s
-        self.weights: list[tuple[str, torch.Tensor]] = []  # these, for an engine that has to be built again
-        self.acknowledged = 0
-        self.pushed_at = time.perf_counter()
-        self.tokens = 0  # that arrived since the last push
-        self.metrics: dict[str, float] = {}  # of the time between the last two pushes
-        self.start()
-
-    def start(self) -> None:
-        """Build the engine in a thread of its own, and wait until it stands."""
-        self.inbox = watchdog.Mailbox()
-        self.outbox = watchdog.Mailbox()
-        arguments = (*self.arguments, self.inbox, self.outbox)
-        self.thread = threading.Thread(target=self.target, args=arguments, daemon=True, name="rollout")
-        self.thread.start()
-        self.watch.receive(self.outbox, self.thread, self.timeout, "engine")
-
-    def receive(self, what: str, request: tuple | None = None) -> tuple:
-        """The thread's next message. ``request``: what it answers, for an engine that has to be built again.
-
-        Raises what the thread raised, and TimeoutError after --rollout_timeout, once --engine_restarts are used up.
-        """
-        while True:
-            try:
-                return self.watch.receive(self.outbox, self.thread, self.timeout, what)
-            except (watchdog.EngineFailed, TimeoutError) as error:
-                if self.restarts == 0:
-                    raise
-                self.restarts -= 1
-                watchdog.explain_restart(error, self.restarts)
-            self.restart(request)
-
-    def restart(self, request: tuple | None) -> None:
-        """Build the engine again, and have it draw again, by their seeds, the samples of every batch that is not whole.
-
-        It draws whole batches, so that each is computed as the first time; what had arrived already is dropped.
-        """
-        self.outbox.abandoned = True
-        self.start()
-        if self.weights:
-            self.inbox.put(("weights", self.version, self.weights))
-        for batch in self.batches.values():
-            batch.unfinished = {key for key, _, _ in batch.requests}
-            self.inbox.put(("generate", batch.number, batch.requests, batch.sampling))
-        if request is not None:
-            self.inbox.put(request)
-
-    def ask(
-        self,
-        problems: list[Problem],
-        requests: list[tuple[int, int, int]],
-        sampling: dict,
-        chosen: list[int] | None = None,
-    ) -> Batch:
-        """Ask for samples, without waiting. ``requests``: (place in ``problems``, sample number, seed), on every rank.
-
-        Engine e takes the places e, e + count, ...
-        """
-        mine = []
-        for place, number, seed in requests:
-            if place % self.count in self.own:
-                mine.append(((place, number), problems[place].prompt_ids, seed))
-        batch = Batch(next(self.numbers), problems, chosen or [], mine, sampling)
-        if mine:
-            self.batches[batch.number] = batch
-            self.inbox.put(("generate", batch.number, mine, sampling))
-        return batch
-
-    def arrivals(self, batch: Batch) -> Iterator[tuple[Batch, Sample]]:
-        """(its batch, sample) of all that arrives until ``batch`` is whole, samples of other batches too."""
-        until = ("until", batch.number)
-        self.inbox.put(until)
-        while batch.unfinished or self.arrived:
-            if self.arrived:
-                yield self.arrived.popleft()
-            else:
-                self.take("sample", until)
-
-    def take(self, what: str, request: tuple | None = None) -> None:
-        """Wait for one message, whichever comes: samples may arrive before an acknowledgement that is waited for.
-
-        Raises RuntimeError for log-probs that are not finite.
-        """
-        match self.receive(what, request):
-            case ("sample", number, key, ids, logprobs, finish_reason, versions):
-                if not math.isfinite(sum(logprobs)):
-                    raise RuntimeError("the sampler's log-probs are not finite: its weights are broken")
-                batch = self.batches[number]
-                batch.unfinished.remove(key)
-                if not batch.unfinished:
-                    del self.batches[number]
-                if key in batch.arrived:  # before the engine was built again
-                    return
-                batch.arrived.add(key)
-                prompt_ids = batch.problems[key[0]].prompt_ids
-                sample = Sample(*key, prompt_ids, ids, logprobs, finish_reason, versions)
-                sample.response = self.tokenizer.decode(ids, skip_special_tokens=True)
-                sample.engine = key[0] % self.count
-                self.tokens += len(ids)
-                if self.reports:
-                    self.arrived.append((batch, sample))
-            case ("weights", version, busy):
-                now = time.perf_counter()
-                self.metrics = {"engine/busy": busy / (now - self.pushed_at)}
-                self.metrics["perf/generate_tokens_per_second"] = self.tokens / busy if busy > 0 else None
-                self.acknowledged = version
-                self.pushed_at = now
-                self.tokens = 0
-
-    def push(self, weights: list[tuple[str, torch.Tensor]] | utils.ShardedWeights) -> None:
-        """Give the engine new weights. Returns when it has them: they are the trainer's own tensors."""
-        started = time.perf_counter()
-        self.version += 1
-        if self.restarts > 0:
-            self.weights = utils.copied_to_cpu(weights) if self.copies_weights else weights
-        self.inbox.put(("weights", self.version, weights))
-        while self.acknowledged != self.version:
-            self.take("acknowledgement of new weights")
-        size = utils.weight_bytes(weights) / 2**30
-        self.metrics["perf/push_gib"] = size
-        self.metrics["perf/push_gib_per_second"] = size / (time.perf_counter() - started)
-
-    def sleep(self) -> None:
-        """Release the engine's GPU memory until the next push."""
-        self.inbox.put(("sleep",))
-        while self.receive("sleep of the engine", ("sleep",)) != ("slept",):
-            pass
-
-    def close(self) -> None:
-        self.inbox.put(("stop",))
-        self.thread.join(timeout=30)
 
 
 def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
@@ -589,7 +375,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                     case ("weights", version, weights):
                         if asleep:  # memory for the weights first, for the KV cache once the push needs no more
                             llm.wake_up(tags=["weights"])
-                        utils.push_weights(llm, weights, args.inflight_updates)
+                        push_weights(llm, weights, args.inflight_updates)
                         if asleep:
                             llm.wake_up(tags=["kv_cache"])
                         asleep = False
@@ -630,7 +416,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
     except BaseException as error:
         try:
             if llm is not None:
-                utils.release_vllm(llm)
+                release_vllm(llm)
         finally:  # a device in error refuses that as well
             outbox.put(("error", error))
 
@@ -715,6 +501,33 @@ def collect(engine: Engine, verifiers: Verifiers, batch: Batch, clock: utils.Sto
     return batch.samples
 
 
+def select(step: int, batch: Batch, queue: Queue, verifiers: Verifiers, clock, args: Args) -> tuple[list[Sample], dict]:
+    """The samples to train on, and metrics of what was left out: the best of each prompt's (--generation_size), and new
+    prompts in place of groups of equal reward (--dynamic_sampling_rounds). Problems in ``batch`` are replaced, too.
+    """
+    if args.check_verifier_status and all(s.score <= 0 for s in batch.samples):
+        raise RuntimeError("--check_verifier_status: no score of a step is above 0; see --verifier and the prompt")
+    group = args.num_samples_per_prompt_rollout
+    source = queue.source
+    source.record(batch.chosen, batch.samples)
+    rounds = [batch.samples]
+    samples = data.best_of(batch.samples, group)
+    for again in range(1, args.dynamic_sampling_rounds + 1):
+        equal = data.equal_groups(samples)
+        if not equal:
+            break
+        more = queue.ask(len(equal), f"{step}/{again}")
+        rounds.append(collect(queue.engine, verifiers, more, clock))
+        source.record(more.chosen, more.samples)
+        data.replace_groups(batch.problems, samples, more.problems, data.best_of(more.samples, group))
+    metrics = data.draw_metrics(rounds, len(batch.problems)) if args.dynamic_sampling_rounds > 0 else {}
+    if args.dataset_max_filter_share > 0:
+        metrics["data/problems"] = source.drop_solved()
+    if queue.group > group:
+        metrics["reward/generated_mean"] = utils.mean([s.reward for s in rounds[0]])
+    return samples, metrics
+
+
 def evaluate(step: int, engine: Engine, verifiers, problems: list[Problem], policy, log, clock, args: Args) -> None:
     """Answer the held-out problems with the weights after ``step``; the same seeds in every evaluation."""
     if not problems:
@@ -736,170 +549,71 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     if ready is None:
         dedicated.serve(args, vllm_thread)
         return
-    problems, eval_problems, folder, start = ready
-    world_size = int(os.environ["WORLD_SIZE"])
-    rank = int(os.environ["RANK"])
+    run = utils.begin(args, ready)  # device, sizes, token ids of the prompts; prints them and what the KL setting means
+    if args.dry_run:
+        return
+    device = run.device
     prompts = args.num_unique_prompts_rollout
     group = args.num_samples_per_prompt_rollout
     updates = args.num_epochs * args.num_mini_batches  # optimizer steps on each batch
-    loss_coef, reward_coef = flags.kl_coefficients(args)
-    kl_in_reward = reward_coef > 0
-    reward_estimator = args.kl_reward_estimator or args.kl_estimator
-    adaptive = args.kl_controller == "adaptive"
-
-    if args.external_lib is not None:
-        importlib.import_module(args.external_lib)
-    device, dtype, attention = utils.resolve_device(args)
-    sizes = flags.sizes(args, device.type == "cuda")
-    layout, attention, reason = choose_layout(args, sizes, device.type == "cuda", dtype, attention)
-    tokenizer = data.load_tokenizer(args)
-    problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args)
-    total_steps = flags.total_steps(args, len(problems))
-    meaning, warnings = kl_setting_message(
-        args.kl_placement,
-        args.kl_estimator,
-        args.kl_gradient,
-        args.beta,
-        updates,
-        args.kl_reward_norm,
-        reward_coef=args.kl_reward_coef,
-        reward_estimator=args.kl_reward_estimator,
-        adaptive=adaptive,
-        measured=args.load_ref_policy,
-        stale=args.async_steps > 0,
-        cap=args.truncated_importance_sampling_ratio_cap,
-        mask=args.importance_sampling_mask,
-    )
-    if (loss_coef > 0 or kl_in_reward) and args.filter_zero_std_samples:
-        warnings.append("KL: --filter_zero_std_samples leaves groups of equal reward without a pull to the reference")
-    if rank == 0:
-        hardware = f"{device.type} {dtype}"
-        rows = (layout, attention)
-        runlog.print_header(args, folder, problems, tokenizer, total_steps, world_size, hardware, rows)
-        print(f"rows       {layout} ({reason}), {attention} attention")
-        print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(sizes).items())}")
-        print("\n".join([meaning, *(f"warning: {line}" for line in warnings)]), flush=True)
-    if args.dry_run:
-        return
 
     watch = watchdog.Watch(args.stall_timeout)  # from here on, a failure on one rank ends all of them
-    accelerator = utils.make_accelerator(args, dtype, device)
-    verifiers = Verifiers(args, [*problems, *eval_problems], device, dtype)
-    model = utils.load_model(args, dtype, attention)
-    utils.check_tokenizer(model, tokenizer, args)
-    stop_ids = utils.stop_token_ids(model, tokenizer)
+    accelerator = utils.make_accelerator(args, run.dtype, device)
+    verifiers = Verifiers(args, [*run.problems, *run.eval_problems], device, run.dtype)
+    model = utils.load_model(args, run.dtype, run.attention)
+    stop_ids = utils.stop_token_ids(model, run.tokenizer)
     # The engine comes first: it measures free memory, and changes global settings of torch while it is built.
-    engine = Engine(args, dtype, tokenizer, stop_ids, watch)
-    if args.vllm_enable_sleep_mode:  # until the first push
-        engine.sleep()
-    set_seed(args.seed + rank)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    reference = None
-    if flags.loads_reference(args):
-        reference_model = utils.load_model(args, dtype, attention).eval()
-        reference = utils.TokenLogprobs(reference_model, args.temperature, sizes.logprob_chunk)
-        reference.requires_grad_(False).to("cpu" if args.offload_ref else device)
-        if args.offload_ref:
-            utils.pin(reference)
-    full_in_loss = reference if loss_coef > 0 and args.kl_estimator == "full" else None
-    full_in_reward = reference if kl_in_reward and reward_estimator == "full" else None
-    policy = utils.TokenLogprobs(model.to(device), args.temperature, sizes.logprob_chunk)
-    longest = args.max_prompt_length + args.max_response_length
-    check_mask_size(model, layout, sizes, args)
-    utils.check_forward(policy, layout, stop_ids[0], longest)
+    thread = vllm_thread if args.rollout == "vllm" else utils.hf_thread
+    engine = Engine(thread, args, run.dtype, run.tokenizer, stop_ids, watch)
+    set_seed(args.seed + run.rank)
+    reference = utils.load_reference(args, run)
+    policy = utils.prepare_policy(model, args, run, stop_ids[0])
     optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    controller = None
-    if adaptive:
-        controller = AdaptiveKLController(reward_coef or loss_coef, args.kl_target, args.kl_horizon)
-    clock = utils.Stopwatch()
-    heap = process.Heap()
-    data_digest = rundir.data_digest(problems, eval_problems)
-    resolved = {"batch_layout": layout, "attn_implementation": attention, **vars(sizes)}
-    log = runlog.RunLog(folder, args, world_size, total_steps, rank == 0, start, data_digest, len(problems), resolved)
-    source = data.Prompts(problems, args)
-    skips = SimpleNamespace(policy=0)  # optimizer steps in a row that were not applied
-    progress = SimpleNamespace(ahead=[])  # (indices of problems, samples or None) of the batches that were asked for
-    parts = {"policy": policy, "controller": controller, "skips": skips, "prompts": source.state, "progress": progress}
+
+    kl = utils.make_kl(args)  # kl.loss, kl.reward
+    reward_estimator = args.kl_reward_estimator or args.kl_estimator
+    full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None
+    full_in_reward = reference if kl.reward > 0 and reward_estimator == "full" else None
     moving = utils.MovingReference(reference, args.ref_policy_alpha) if args.ref_policy_update_freq > 0 else None
-    parts["reference"] = moving
-    checkpoints = Checkpoints(log, args, tokenizer, clock, parts, utils.save_model)
-    recorder = Recorder(log, args, tokenizer, policy, reference, utils.save_model)
-    first_step = checkpoints.load(start) + 1
-    engine.version = first_step - 1
-    sampled = args.generation_size or group
-    sampling = {"temperature": args.temperature, "top_p": 1.0, "top_k": 0, "max_tokens": args.max_response_length}
-    sampling |= {"stop": list(args.stop), "ignore_eos": args.ignore_eos}
-    cutting = {"layout": layout, "rank": rank, "world_size": world_size, "device": device}
+    skips = SimpleNamespace(policy=0)  # optimizer steps in a row that were not applied
+    queue = Queue(engine, data.Prompts(run.problems, args), data.sampling(args), args)
+    clock = utils.Phases(args, engine, reference, [policy], device)
+    log = utils.open_log(args, run)
+    parts = {"policy": policy, "reference": moving, "controller": kl.controller, "skips": skips}
+    parts |= {"prompts": queue.source.state, "progress": queue.state}
+    checkpoints = Checkpoints(log, args, run.tokenizer, clock, parts, utils.save_model)
+    recorder = Recorder(log, args, run.tokenizer, policy, reference, utils.save_model)
 
-    for_vllm = args.rollout == "vllm"  # which takes the names of checkpoint files, not those of modules
-    in_buckets = args.vllm_mode == "thread"  # all ranks have an engine, and gather what ZeRO 3 has sharded as it loads
-    if args.deepspeed_enable_sleep_mode:
-        utils.leave_gpu(checkpoints.engines.values())
-    engine.push(utils.current_weights(policy, args.zero_stage, for_vllm, in_buckets))
-    if first_step == 1:
-        evaluate(0, engine, verifiers, eval_problems, policy, log, clock, args)
-    waiting: deque[Batch] = deque()  # asked for and not yet trained on, in the order of their steps
-    for later, (chosen, found) in enumerate(progress.ahead, first_step):  # what the run that is resumed was waiting for
-        requests = data.requests(chosen, sampled, args.seed, later) if found is None else []
-        waiting.append(engine.ask([problems[i] for i in chosen], requests, sampling, chosen))
-        waiting[-1].samples = found and [Sample(**values) for values in found]
-        for sample in waiting[-1].samples or []:
-            sample.engine = sample.prompt_id % engine.count  # another number of ranks has another number of engines
-
+    done = checkpoints.load(run.start)
+    kl.follow()
+    engine.version = done
+    with clock("push"):
+        engine.push(utils.engine_weights(policy, args))
+    if done == 0:
+        evaluate(0, engine, verifiers, run.eval_problems, policy, log, clock, args)
+    queue.resume(done)
     clock.restart()
-    for step in range(first_step, total_steps + 1):
-        if adaptive and kl_in_reward:
-            reward_coef = controller.coef
-        elif adaptive:
-            loss_coef = controller.coef
-
-        # 1 prompts: the same list on every rank, --async_steps ahead of the step that trains on them
-        for later in range(step + len(waiting), min(step + args.async_steps, total_steps) + 1):
-            chosen, batch = source.draw(prompts)
-            requests = data.requests(chosen, sampled, args.seed, later)
-            waiting.append(engine.ask(batch, requests, sampling, chosen))
+    for step in range(done + 1, run.total_steps + 1):
+        # 1 prompts: the same list on every rank; with --async_steps those of later steps as well
+        while queue.last < min(step + args.async_steps, run.total_steps):
+            queue.ask(prompts)
 
         # 2 generate, 3 score: wait for the batch that was asked for first
         # 4 gather: every rank gets all samples, ordered by prompt and number
-        asked = waiting.popleft()
-        samples = collect(engine, verifiers, asked, clock)
-        chosen = asked.chosen
-        batch = asked.problems
-        if args.check_verifier_status and all(s.score <= 0 for s in samples):
-            raise RuntimeError("--check_verifier_status: no score of a step is above 0; see --verifier and the prompt")
-        source.record(chosen, samples)
-        rounds = [samples]
-        samples = data.best_of(samples, group)
-        for again in range(1, args.dynamic_sampling_rounds + 1):  # new prompts in place of those with equal rewards
-            equal = data.equal_groups(samples)
-            if not equal:
-                break
-            chosen, more = source.draw(len(equal))
-            requests = data.requests(chosen, sampled, args.seed, f"{step}/{again}")
-            rounds.append(collect(engine, verifiers, engine.ask(more, requests, sampling), clock))
-            source.record(chosen, rounds[-1])
-            data.replace_groups(batch, samples, more, data.best_of(rounds[-1], group))
-        data_metrics = data.draw_metrics(rounds, prompts) if args.dynamic_sampling_rounds > 0 else {}
-        if args.dataset_max_filter_share > 0:
-            data_metrics["data/problems"] = source.drop_solved()
-        if sampled > group:
-            data_metrics["reward/generated_mean"] = utils.mean([s.reward for s in rounds[0]])
-        if args.vllm_enable_sleep_mode:
-            engine.sleep()
-        if args.deepspeed_enable_sleep_mode:
-            utils.return_to_gpu(checkpoints.engines.values())
+        batch = queue.next()
+        collect(engine, verifiers, batch, clock)
+        samples, data_metrics = select(step, batch, queue, verifiers, clock, args)
         offsets = batching.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
         slots = offsets[-1] + 1  # of a flat array: the N tokens, and the one that idle micro-batches use
         sampler_N = batching.flat([s.sampler_logprobs for s in samples], device)
         fresh_N = batching.flat([s.token_versions() == step for s in samples], device)
         engine_N = batching.per_token([s.engine for s in samples], offsets, device)
         rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
-        zero_std_P = rewards_PG.amax(1) == rewards_PG.amin(1)
 
         # Which samples take part.  in_loss: counted in the loss's normalization.  with_gradient: the part of them that
         # is computed; without KL and entropy a group of equal rewards has a gradient of exactly 0, and costs nothing.
+        zero_std_P = rewards_PG.amax(1) == rewards_PG.amin(1)
         in_loss = list(range(len(samples)))
         if args.filter_zero_std_samples:
             in_loss = [i for i in in_loss if not zero_std_P[samples[i].prompt_id]]
@@ -911,82 +625,55 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
 
         # 5 log-probs: reference (only if there is one); old (only if more than one optimizer step, or for the reward)
         known = with_gradient
-        if kl_in_reward and (adaptive or args.kl_reward_norm == "inside"):
+        if kl.reward > 0 and (kl.controller is not None or args.kl_reward_norm == "inside"):
             known = list(range(len(samples)))  # controller and group statistics have the KL of every response
         if reference is None and updates == 1:
             known = []
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
-        exact_kl = torch.zeros(3, device=device)  # of the samples it is logged for: sums of both directions, tokens
-        largest_kl = torch.zeros(1, device=device)  # of a token of these samples
+        budget = run.sizes.logprob_micro_batch_tokens
+        kl_metrics = {"kl/coef": kl.loss or kl.reward}
         with clock("logprobs"), torch.no_grad():
-            if known and reference is not None:
-                utils.borrow_device(reference, device)
-            budget = sizes.logprob_micro_batch_tokens
-            for mb in batching.micro_batches(samples, known, budget=budget, **cutting):
-                if updates > 1 or kl_in_reward:
+            for mb in batching.micro_batches(samples, known, budget=budget, **run.cutting):
+                if updates > 1 or kl.reward > 0:
                     old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
                     if full_kl_T is not None:
                         full_kl_N[mb.tokens] = full_kl_T
                 if reference is not None:
                     ref_N[mb.tokens] = reference(mb)[0]
-            few = with_gradient[: args.kl_full_samples] if reference is not None else []
-            for mb in batching.micro_batches(samples, few, budget=budget, **cutting):
-                real_T = mb.tokens < offsets[-1]
-                full_kl_T = policy(mb, reference)[2] * real_T
-                forward_kl_T = policy(mb, reference, forward_kl=True)[2] * real_T
-                exact_kl += torch.stack([full_kl_T.sum(), forward_kl_T.sum(), real_T.sum()])
-                largest_kl = torch.maximum(largest_kl, full_kl_T.max())
             if known:
-                dist.all_reduce(largest_kl, op=dist.ReduceOp.MAX)
-                for array in (old_N, ref_N, full_kl_N, exact_kl):  # every token was computed on one rank
+                for array in (old_N, ref_N, full_kl_N):  # every token was computed on one rank
                     dist.all_reduce(array)
-            if reference is not None and args.offload_ref and full_in_loss is None:
-                utils.return_device(reference)
+            if reference is not None and args.kl_full_samples > 0:
+                few = with_gradient[: args.kl_full_samples]
+                kl_metrics |= utils.exact_kl(policy, reference, samples, few, budget, run)
 
         # 6 advantages: one per response, from its group's rewards; KL in the reward enters here, one value per token
         kind = args.advantage_normalization_type
         advantages_PG = group_advantages(rewards_PG, kind, args.advantage_eps)
         penalty_N = torch.zeros(slots, device=device)
-        kl_metrics = {"kl/coef": loss_coef or reward_coef}
-        if kl_in_reward:
+        if kl.reward > 0:
             all_N = torch.ones(slots, dtype=torch.bool, device=device)
             kl_N = kl_reward(old_N, ref_N, all_N, estimator=reward_estimator, full_kl=full_kl_N)
-            kl_metrics["kl/reward_coef"] = reward_coef
-            if known:
-                kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known, args.kl_target_unit)
-            penalty_N[:-1] = reward_coef * return_to_go(kl_N, offsets)
+            penalty_N[:-1] = kl.reward * return_to_go(kl_N, offsets)
             if args.kl_reward_norm == "inside":  # whole responses, before the statistics, as verl does
                 sequence_kl_PG = penalty_N[offsets[:-1]].double().cpu().view(prompts, group)  # from the first token on
                 advantages_PG = group_advantages(rewards_PG - sequence_kl_PG, kind, args.advantage_eps)
                 penalty_N = torch.zeros_like(penalty_N)
+            kl_metrics["kl/reward_coef"] = kl.reward
+            if known:
+                kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known, args.kl_target_unit)
         for sample, advantage in zip(samples, advantages_PG.flatten().tolist(), strict=True):
             sample.advantage = advantage
         advantages_N = batching.per_token([s.advantage for s in samples], offsets, device) - penalty_N
+        recorder.record(step, samples, known, old_N, ref_N, advantages_N, kl.loss, kl.reward)
 
-        # 7 update: epochs x mini-batches x micro-batches
-        recorder.record(step, samples, known, old_N, ref_N, advantages_N, loss_coef, reward_coef)
-        if args.probe_every > 0 and step % args.probe_every == 0 and with_gradient:
-            with clock("probe"):
-                weights_N = F.pad(loss_weights(samples, in_loss, args), (0, 1)).to(device)
-                where = cutting | {"budget": sizes.micro_batch_tokens}
-                if args.offload_ref:
-                    utils.borrow_device(reference, device)
-                kl_metrics |= probe.kl_gradients(
-                    policy, reference, token_loss, samples, with_gradient, ref_N, sampler_N, weights_N, args, where
-                )
-                if args.offload_ref and full_in_loss is None:
-                    utils.return_device(reference)
-        totals = Counter()
-        peaks = Counter()
-        applied = 0
-        skipped = 0
-        stopped = False
-        grad_norm = 0.0
+        # 7 update: epochs x mini-batches x micro-batches; KL in the loss enters in token_loss
         groups = sorted({samples[i].prompt_id for i in in_loss})
+        stats = utils.UpdateStats(args, run, engine.count, reference is not None, fresh_N, engine_N)
         with clock("update"):
             for epoch, mini in itertools.product(range(args.num_epochs), range(args.num_mini_batches)):
                 optimizer_step = (step - 1) * updates + epoch * args.num_mini_batches + mini
-                lr = utils.learning_rate(optimizer_step, total_steps * updates, args)
+                lr = utils.learning_rate(optimizer_step, run.total_steps * updates, args)
                 utils.set_learning_rate(policy, lr)
                 order = list(groups)
                 if args.shuffle_mini_batches:
@@ -994,143 +681,66 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 members = utils.even_part(order, mini, args.num_mini_batches)
                 mini_in_loss = [i for i in in_loss if samples[i].prompt_id in members]
                 mini_with_gradient = [i for i in with_gradient if samples[i].prompt_id in members]
-                if not mini_with_gradient or stopped:
+                if not mini_with_gradient or stats.stopped:
                     continue
                 weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
-                budget = sizes.micro_batch_tokens
-                micro_batches = batching.micro_batches(samples, mini_with_gradient, budget=budget, **cutting)
-                stats = utils.TokenStats(device, engine.count)
+                budget = run.sizes.micro_batch_tokens
+                micro_batches = batching.micro_batches(samples, mini_with_gradient, budget=budget, **run.cutting)
                 for mb in micro_batches:
                     logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coeff != 0)
-                    old_T = old_N[mb.tokens] if updates > 1 else logprobs_T.detach()
-                    ref_T = ref_N[mb.tokens] if reference is not None else None
-                    sampler_T = sampler_N[mb.tokens]
-                    weights_T = weights_N[mb.tokens]
-                    advantages_T = advantages_N[mb.tokens]
-                    fresh_T = fresh_N[mb.tokens]
-                    loss_T, pieces = token_loss(
-                        logprobs_T, old_T, ref_T, sampler_T, advantages_T, entropy_T, full_kl_T, loss_coef, args
+                    tokens = Tokens(
+                        logprobs_T,
+                        old_T=old_N[mb.tokens] if updates > 1 else logprobs_T.detach(),
+                        ref_T=ref_N[mb.tokens],
+                        sampler_T=sampler_N[mb.tokens],
+                        advantages_T=advantages_N[mb.tokens],
+                        weights_T=weights_N[mb.tokens],
+                        entropy_T=entropy_T,
+                        full_kl_T=full_kl_T,
                     )
-                    loss = (loss_T * weights_T).sum() * world_size  # DeepSpeed takes the mean over ranks
-
-                    moved_T = (logprobs_T - old_T).detach()
-                    values = {
-                        "tokens": torch.ones_like(old_T),
-                        "loss": loss_T * weights_T,
-                        "loss_policy": pieces["policy"] * weights_T,
-                        "loss_kl": pieces["kl"] * weights_T,
-                        "ratio": pieces["ratio"],
-                        "clipped": pieces["clipped"],
-                        "approx_kl": torch.expm1(moved_T) - moved_T,
-                        "entropy": entropy_T,
-                        "fresh": fresh_T.float(),
-                        "sampler_diff": (old_T - sampler_T).abs() * fresh_T,
-                        **utils.weight_statistics(old_T, sampler_T, args),
-                    }
-                    if reference is not None:
-                        values |= kl_values(logprobs_T, old_T, ref_T, weights_T != 0)
-                    stats.add(weights_T > 0, values)
-                    # Fresh tokens are those of the weights trained here, but for keys and values that were kept.
-                    equal_T = (weights_T > 0) & fresh_T & (args.inflight_updates != "keep")
-                    stats.add_sampler_diff(equal_T, (old_T - sampler_T).abs(), engine_N[mb.tokens])
+                    loss_T, pieces = token_loss(tokens, kl.loss, args)
+                    stats.add(mb, tokens, loss_T, pieces)
+                    loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
                     is_last = mb is micro_batches[-1]
-                    if is_last:
-                        sums, maxima = stats.reduce()
-                        utils.check_sampler(stats, args.max_sampler_diff, dtype)
-                        limit = args.early_stop_imp_ratio
-                        stopped = limit is not None and sums["ratio"] / sums["tokens"] > limit
-                    if is_last and (stopped or not math.isfinite(sums["loss"])):
-                        # DeepSpeed skips a step whose gradient is not finite, on every rank: this is the only way to
-                        # drop gradients that it has already accumulated.
-                        loss = loss * math.nan
-                    utils.backward(policy, loss, is_last)
-                totals.update(sums, rounds=1, samples=len(mini_with_gradient))
-                peaks |= Counter(maxima)
-                if policy.was_step_applied():
-                    grad_norm = float(policy.get_global_grad_norm())
-                    applied += 1
-                    skips.policy = 0
-                elif not stopped:
-                    skipped += 1
-                    skips.policy += 1
-        if skips.policy >= 10:
-            log.dump("bad_batch.jsonl", samples)
-            raise RuntimeError(
-                f"loss or gradient not finite in ten optimizer steps in a row; the last batch is in "
-                f"{folder / 'bad_batch.jsonl'}"
-            )
-
-        if full_in_loss is not None and args.offload_ref:
-            utils.return_device(reference)
+                    drop = is_last and stats.drop()  # not finite, or --early_stop_imp_ratio: alike on every rank
+                    utils.backward(policy, loss, is_last, drop)
+                stats.stepped(policy, skips, len(mini_with_gradient))
+        log.check_skips(skips, samples)
 
         # 8 push: the engine answers what comes next with the new weights
         if args.inflight_updates == "off":  # and each batch that was asked for with those it began with
-            for asked in waiting:
+            for asked in queue.batches:
                 collect(engine, verifiers, asked, clock)
         with clock("push"):
-            if args.deepspeed_enable_sleep_mode:
-                utils.leave_gpu(checkpoints.engines.values())
-            engine.push(utils.current_weights(policy, args.zero_stage, for_vllm, in_buckets))
-        if args.ref_policy_update_freq > 0 and step % args.ref_policy_update_freq == 0:
+            engine.push(utils.engine_weights(policy, args))
+        if moving is not None and step % args.ref_policy_update_freq == 0:
             moving.move(policy, args.zero_stage)
-        kl_per_sequence = totals["k1"] / max(1, totals["samples"])
-        if adaptive and kl_in_reward:  # as verl does: with the KL that the reward of these samples lost
-            controller.update(kl_metrics["kl/reward"], len(samples))
-        elif adaptive and totals["rounds"] > 0:
-            per_token = args.kl_target_unit == "token"
-            controller.update(totals["k1"] / totals["tokens"] if per_token else kl_per_sequence, len(samples))
+        kl.update(kl_metrics.get("kl/reward"), stats.mean_kl(args.kl_target_unit), len(samples))
 
         # 9 record
-        if args.eval_every > 0 and step % args.eval_every == 0 and step < total_steps:
-            evaluate(step, engine, verifiers, eval_problems, policy, log, clock, args)
+        if args.eval_every > 0 and step % args.eval_every == 0 and step < run.total_steps:
+            evaluate(step, engine, verifiers, run.eval_problems, policy, log, clock, args)
         metrics = {
             "step": step,
             "episode": step * prompts * group,
             **utils.sample_metrics(samples, rewards_PG, step),
             **data_metrics,
-            "optim/lr": lr,
-            "optim/steps": applied,
-            "optim/skipped": skipped,
-            "optim/early_stopped": int(stopped),
             **kl_metrics,
+            **stats.metrics(lr),
+            **clock.metrics(offsets[-1], stats.totals["tokens"]),
+            **engine.metrics,
         }
-        if totals["tokens"] > 0:
-            tokens = totals["tokens"]
-            metrics |= {
-                "loss/total": totals["loss"] / totals["rounds"],
-                "loss/policy": totals["loss_policy"] / totals["rounds"],
-                "loss/kl": totals["loss_kl"] / totals["rounds"],
-                "policy/entropy": totals["entropy"] / tokens,
-                "policy/ratio_mean": totals["ratio"] / tokens,
-                "policy/ratio_max": peaks["ratio"],
-                "policy/clip_frac": totals["clipped"] / tokens,
-                "policy/approx_kl": totals["approx_kl"] / tokens,
-                "policy/approx_kl_max": peaks["approx_kl"],
-                **utils.staleness_metrics(totals, peaks),
-                "optim/grad_norm": grad_norm,
-            }
-            if reference is not None:
-                metrics |= {f"kl/{name}": totals[name] / tokens for name in ("k1", "k2", "k3", "k4", "abs")}
-                metrics["kl/sequence"] = kl_per_sequence
-            if exact_kl[2] > 0:
-                metrics["kl/full"] = (exact_kl[0] / exact_kl[2]).item()
-                metrics["kl/forward_full"] = (exact_kl[1] / exact_kl[2]).item()
-                metrics["kl/full_max"] = largest_kl.item()
-        metrics |= clock.metrics(offsets[-1], totals["tokens"]) | engine.metrics
-        log.step(metrics, samples, batch)
-        heap.bound()
+        log.step(metrics, samples, batch.problems)
         clock.restart()  # the time of a checkpoint is the next step's
-        progress.ahead = [(asked.chosen, asked.samples and [vars(s) for s in asked.samples]) for asked in waiting]
+        queue.remember()
         if checkpoints.after_step(step):
             break
 
     if not checkpoints.stopping:
-        evaluate(total_steps, engine, verifiers, eval_problems, policy, log, clock, args)
-        utils.save_model(policy, tokenizer, folder / "model", args.zero_stage, rank)
-    engine.close()
-    verifiers.close()
-    log.close()
-    watch.close()
+        evaluate(run.total_steps, engine, verifiers, run.eval_problems, policy, log, clock, args)
+        utils.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
+    for part in (engine, verifiers, log, watch):
+        part.close()
     if checkpoints.stopping:
         raise SystemExit(75)  # EX_TEMPFAIL: saved, start me again
 

@@ -278,6 +278,35 @@ class AdaptiveKLController:
         return self.coef
 
 
+class KLCoefficients:
+    """The coefficients of the KL in the loss and in the reward, 0 where there is none. A controller may move one.
+
+    loss, reward: at the start. controller: moves that of the reward, or that of the loss without a KL in the reward.
+    """
+
+    def __init__(self, loss: float, reward: float, controller: AdaptiveKLController | None = None):
+        self.loss = loss
+        self.reward = reward
+        self.controller = controller
+
+    def follow(self) -> None:
+        """Take the coefficient from the controller, which a checkpoint may have brought."""
+        if self.controller is not None and self.reward > 0:
+            self.reward = self.controller.coef
+        elif self.controller is not None:
+            self.loss = self.controller.coef
+
+    def update(self, reward_kl: float | None, loss_kl: float | None, sequences: int) -> None:
+        """Steer by the KL that the rewards of so many sequences lost, as verl does, or else by k1 during the update.
+
+        None: the step had none, and changes nothing.
+        """
+        found = reward_kl if self.reward > 0 else loss_kl
+        if self.controller is not None and found is not None:
+            self.controller.update(found, sequences)
+            self.follow()
+
+
 # ------------------------------------------------------------------------------------------- what each setting means
 
 # Names of the expected gradients. `table_row` computes them and finds the name.

@@ -1,13 +1,12 @@
-"""Helpers shared by the training scripts.
+"""What both training scripts call: models, token log-probs, the learning rate, statistics, the phases' clock, saving.
 
-Devices and models, token log-probs, the weight push, the moving reference, the learning rate, saving, metrics. Shapes
-in names: B rows, S positions of a row, T response tokens of a micro-batch, U of them different, N response tokens of a
-step, P prompts, G samples per prompt, V vocabulary, D hidden size.
+Shapes in names: B rows, S positions of a row, T response tokens of a micro-batch, U of them different, N response
+tokens of a step, P prompts, G samples per prompt, E engines, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
 
-import gc
+import importlib
 import inspect
 import json
 import math
@@ -19,8 +18,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,14 +29,21 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from kl_estimators import full_vocabulary_kl
-from runtime.attention import attention_inputs, grouped_attention, varlen_attention
+from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl, kl_setting_message, kl_values
+from runtime import data, flags, rundir, runlog
+from runtime.attention import attention_inputs, check_mask_size, choose_layout, grouped_attention, varlen_attention
 from runtime.batching import MicroBatch, micro_batches, token_offsets
 from runtime.flags import check_override, is_dropout
 from runtime.memory import logit_block, reduce_bucket
 from runtime.process import refuse, resident_bytes, sync
 from runtime.records import Problem, Sample
 from runtime.watchdog import Watch
+from runtime.weights import ShardedWeights, current_weights, finish_gpu_work
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from runtime.engine import Engine
 
 
 def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
@@ -169,6 +177,132 @@ def stop_token_ids(model, tokenizer) -> list[int]:
         value = getattr(holder, "eos_token_id", None)  # the config of a composite model has the field in its text part
         ids |= set(value if isinstance(value, list) else [value])
     return sorted(ids - {None})
+
+
+@dataclass
+class Run:
+    """What follows from the arguments, the data and the machine before a model is loaded."""
+
+    folder: Path
+    start: Path | None  # the checkpoint to resume from
+    problems: list[Problem]
+    eval_problems: list[Problem]
+    tokenizer: PreTrainedTokenizerBase
+    total_steps: int
+    rank: int
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype
+    sizes: flags.Sizes
+    layout: str
+    attention: str
+
+    @property
+    def cutting(self) -> dict:
+        """What ``batching.micro_batches`` takes, but for samples and budget."""
+        return {"layout": self.layout, "rank": self.rank, "world_size": self.world_size, "device": self.device}
+
+
+def begin(args, ready: tuple, has_critic: bool = False) -> Run:
+    """Choose device, sizes and layout, and tokenize the prompts.
+
+    Rank 0 prints all this, with what the KL setting means. ``ready``: what ``preflight`` found.
+    """
+    problems, eval_problems, folder, start = ready
+    if args.external_lib is not None:
+        importlib.import_module(args.external_lib)
+    device, dtype, attention = resolve_device(args)
+    sizes = flags.sizes(args, device.type == "cuda")
+    layout, attention, reason = choose_layout(args, sizes, device.type == "cuda", dtype, attention)
+    tokenizer = data.load_tokenizer(args)
+    problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args)
+    run = Run(
+        folder=folder,
+        start=start,
+        problems=problems,
+        eval_problems=eval_problems,
+        tokenizer=tokenizer,
+        total_steps=flags.total_steps(args, len(problems)),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        device=device,
+        dtype=dtype,
+        sizes=sizes,
+        layout=layout,
+        attention=attention,
+    )
+    if run.rank == 0:
+        hardware = f"{device.type} {dtype}"
+        rows = (layout, attention)
+        runlog.print_header(
+            args, folder, problems, tokenizer, run.total_steps, run.world_size, hardware, rows, has_critic
+        )
+        print(f"rows       {layout} ({reason}), {attention} attention")
+        print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(sizes).items())}")
+        print("\n".join(kl_lines(args)), flush=True)
+    return run
+
+
+def kl_lines(args) -> list[str]:
+    """What the KL setting of a run means, and a warning for each way in which it does not do what its name says."""
+    meaning, warnings = kl_setting_message(
+        args.kl_placement,
+        args.kl_estimator,
+        args.kl_gradient,
+        args.beta,
+        args.num_epochs * args.num_mini_batches,
+        getattr(args, "kl_reward_norm", "outside"),  # PPO has no group statistics
+        reward_coef=args.kl_reward_coef,
+        reward_estimator=args.kl_reward_estimator,
+        adaptive=args.kl_controller == "adaptive",
+        measured=args.load_ref_policy,
+        stale=args.async_steps > 0,
+        cap=args.truncated_importance_sampling_ratio_cap,
+        mask=args.importance_sampling_mask,
+    )
+    if any(flags.kl_coefficients(args)) and args.filter_zero_std_samples:
+        warnings.append("KL: --filter_zero_std_samples leaves groups of equal reward without a pull to the reference")
+    return [meaning, *(f"warning: {line}" for line in warnings)]
+
+
+def make_kl(args) -> KLCoefficients:
+    """The coefficients of the KL as the flags set them; ``kl.loss`` and ``kl.reward`` may move during the run."""
+    loss, reward = flags.kl_coefficients(args)
+    if args.kl_controller == "fixed":
+        return KLCoefficients(loss, reward)
+    return KLCoefficients(loss, reward, AdaptiveKLController(reward or loss, args.kl_target, args.kl_horizon))
+
+
+def open_log(args, run: Run) -> runlog.RunLog:
+    """The files of the run. What was chosen for this machine is recorded with its arguments."""
+    chosen = {"batch_layout": run.layout, "attn_implementation": run.attention, **vars(run.sizes)}
+    digest = rundir.data_digest(run.problems, run.eval_problems)
+    is_main = run.rank == 0
+    size = run.world_size
+    return runlog.RunLog(run.folder, args, size, run.total_steps, is_main, run.start, digest, len(run.problems), chosen)
+
+
+def load_reference(args, run: Run) -> TokenLogprobs | None:
+    """The reference, frozen, or None where no flag asks for one; with --offload_ref in CPU memory."""
+    if not flags.loads_reference(args):
+        return None
+    model = load_model(args, run.dtype, run.attention).eval()
+    reference = TokenLogprobs(model, args.temperature, run.sizes.logprob_chunk)
+    reference.requires_grad_(False).to("cpu" if args.offload_ref else run.device)
+    if args.offload_ref:
+        pin(reference)
+    return reference
+
+
+def prepare_policy(model, args, run: Run, eos: int) -> TokenLogprobs:
+    """The model on its device as a module that gives log-probs, once these equal those of its own forward pass."""
+    check_tokenizer(model, run.tokenizer, args)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = TokenLogprobs(model.to(run.device), args.temperature, run.sizes.logprob_chunk)
+    check_mask_size(model, run.layout, run.sizes, args)
+    check_forward(policy, run.layout, eos, args.max_prompt_length + args.max_response_length)
+    return policy
 
 
 def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
@@ -530,218 +664,13 @@ def _plain_logprobs(policy: TokenLogprobs, sample: Sample) -> torch.Tensor:
     return logprobs.gather(-1, ids[0, -count:, None])[:, 0]
 
 
-@torch.no_grad()
-def current_weights(
-    policy,
-    zero_stage: int,
-    checkpoint_names: bool = False,
-    in_buckets: bool = False,
-) -> list[tuple[str, torch.Tensor]] | ShardedWeights:
-    """The policy's weights by name, the tied output head included, whole on every rank.
+def engine_weights(policy, args) -> list[tuple[str, torch.Tensor]] | ShardedWeights:
+    """``current_weights`` as the engine takes them.
 
-    Stages 0 to 2 give the live tensors: whoever gets them must be done before the next optimizer step. Stage 3 gives
-    gathered copies; every rank must call. On a GPU all work on the tensors is finished when this returns, so that
-    another thread may read them on a CUDA stream of its own.
-
-    Args:
-        policy: the DeepSpeed engine around ``TokenLogprobs``.
-        zero_stage: ``--zero_stage``.
-        checkpoint_names: give the names and shapes that ``save_pretrained`` would write, which vLLM expects. They
-            differ from the module's for mixtures of experts, whose experts transformers holds in one tensor.
-        in_buckets: under stage 3, leave the gathering to whoever iterates over the result, on every rank. Not for the
-            models whose checkpoints have other tensors than the module: renaming needs all of them.
+    vLLM wants the names of checkpoint files, not those of modules. Where every rank has an engine, what ZeRO 3 has
+    sharded is gathered as the engines load it.
     """
-    model = policy.module.model
-    if zero_stage == 3 and in_buckets and not (checkpoint_names and _is_renamed(model)):
-        finish_gpu_work()
-        return ShardedWeights(model)
-    if zero_stage < 3:
-        weights = model.state_dict()
-    else:
-        weights = _gathered_weights(model)
-    if checkpoint_names:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        weights = revert_weight_conversion(model, weights)
-    finish_gpu_work()
-    return list(weights.items())
-
-
-def _is_renamed(model) -> bool:
-    """Whether the checkpoint of a model has other names or tensors than its module."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    nothing: dict[str, torch.Tensor] = {}
-    return revert_weight_conversion(model, nothing) is not nothing
-
-
-class ShardedWeights:
-    """The weights by name of a model that ZeRO-3 has sharded, gathered in buckets while someone iterates over them.
-
-    So only one bucket exists as a whole, besides what the reader keeps. Gathering is a collective: every rank must
-    iterate, to the end, while no rank does anything else that communicates.
-    """
-
-    bucket_elements = 2 * 10**8
-
-    def __init__(self, model):
-        self.entries = model.state_dict(keep_vars=True)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        bucket: dict[str, torch.Tensor] = {}
-        elements = 0
-        for name, weight in self.entries.items():
-            bucket[name] = weight
-            elements += _whole_numel(weight)
-            if elements >= self.bucket_elements:
-                yield from self._gathered(bucket)
-                bucket, elements = {}, 0
-        yield from self._gathered(bucket)
-
-    @staticmethod
-    def _gathered(bucket: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """Copies of whole weights. vLLM asks for them in inference mode, whose tensors autograd would not take."""
-        import deepspeed
-
-        parameters = [weight for weight in bucket.values() if isinstance(weight, nn.Parameter)]
-        with torch.inference_mode(False), torch.no_grad(), deepspeed.zero.GatheredParameters(parameters):
-            return [(name, weight.detach().clone()) for name, weight in bucket.items()]
-
-
-def _whole_numel(weight: torch.Tensor) -> int:
-    """Elements of a weight, also while ZeRO-3 has sharded it."""
-    return getattr(weight, "ds_numel", weight.numel())
-
-
-def weight_bytes(weights: list[tuple[str, torch.Tensor]] | ShardedWeights) -> int:
-    """Bytes of named weights; a tied head counts, for an engine gets it under its own name."""
-    entries = weights.entries.items() if isinstance(weights, ShardedWeights) else weights
-    return sum(_whole_numel(weight) * weight.element_size() for _, weight in entries)
-
-
-def _gathered_weights(model) -> dict[str, torch.Tensor]:
-    """Copies of weights that ZeRO-3 has sharded, by the module's names. What is tied stays tied."""
-    import deepspeed
-
-    weights = {}
-    copies: dict[int, torch.Tensor] = {}  # address of a storage -> its copy
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        for name, tensor in model.state_dict().items():
-            if tensor.data_ptr() not in copies:
-                copies[tensor.data_ptr()] = tensor.clone()
-            weights[name] = copies[tensor.data_ptr()]
-    return weights
-
-
-def copied_to_cpu(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Copies of named weights, in CPU memory; what is tied is copied once."""
-    copies: dict[tuple, torch.Tensor] = {}
-    copied = []
-    for name, weight in weights:
-        place = (weight.data_ptr(), weight.shape)
-        if place not in copies:
-            copies[place] = weight.detach().to("cpu", copy=True)
-        copied.append((name, copies[place]))
-    return copied
-
-
-def finish_gpu_work() -> None:
-    """Wait until the GPU has done everything it was given: CUDA streams of different threads do not wait by themselves.
-
-    vLLM runs its thread on a stream of its own, which would otherwise read weights that are still being written, or
-    still read weights that the next optimizer step overwrites.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def push_weights(llm, weights: list[tuple[str, torch.Tensor]], inflight_updates: str = "off") -> None:
-    """New weights into a vLLM engine, from the thread that owns it, between two of its steps.
-
-    vLLM's ``reload_weights`` is the one route that also serves CPU kernels, which keep packed copies. ``weights`` must
-    hold ``lm_head.weight`` even when tied: the head has a packed copy of its own on CPUs, which would silently stay
-    stale. The prefix cache holds keys and values of the old weights; the engine refuses to drop it while a request
-    runs. ``inflight_updates`` recompute preempts the requests that run: their keys and values are computed anew, by the
-    new weights. keep leaves them theirs; a cache salt then has to keep new requests from them.
-
-    Raises RuntimeError if a parameter of the engine was not loaded, or only in part, and if the prefix cache was kept.
-    """
-    missing = set().union(*llm.collective_rpc(reload_worker, args=(weights,)))
-    if missing:
-        raise RuntimeError(
-            f"the weight push did not reach {len(missing)} parameters of the vLLM engine, which would stay stale: "
-            f"{', '.join(sorted(missing)[:8])}{', ...' if len(missing) > 8 else ''}. This vLLM cannot update this "
-            f"model; use --rollout hf"
-        )
-    kept = inflight_updates == "keep"
-    if not kept and not llm.reset_prefix_cache(reset_running_requests=inflight_updates == "recompute"):
-        raise RuntimeError("vLLM kept its prefix cache after a weight push (a request was still running)")
-    finish_gpu_work()
-
-
-def release_vllm(llm) -> None:
-    """Free what a vLLM engine in this process holds, so that another can be built.
-
-    Its own shutdown, which the garbage collector would call, also destroys torch.distributed's process group, which
-    DeepSpeed uses; and the objects of an engine are hidden from the collector until they are unfrozen.
-    """
-    client = llm.llm_engine.engine_core
-    client._finalizer.detach()
-    client.engine_core.model_executor.shutdown()
-    gc.unfreeze()
-
-
-def reload_worker(worker, weights: list[tuple[str, torch.Tensor]]) -> list[str]:
-    """Load ``weights`` into the model of a vLLM worker; the names of parameters that did not get all their elements.
-
-    vLLM loads layer by layer and only logs what was not loaded. Its own record of each layer says so exactly, between
-    the loading and the end of the reload, which is where this looks. Written against vLLM 0.32.
-    """
-    model = worker.model_runner.get_model()
-    load = model.load_weights
-    missing = []
-
-    def load_and_look(weights):
-        names = load(weights)
-        missing.extend(_unloaded_parameters(model))
-        return names
-
-    if not torch.cuda.is_available():
-        # On CPUs the experts of a mixture are packed when their kernel is built. A later reload would keep the kernel,
-        # skip the packing, and give packed kernels plain weights.
-        for layer in model.modules():
-            method = getattr(layer, "quant_method", None)
-            if getattr(method, "moe_kernel", None) is not None:
-                method.moe_kernel = None
-    model.load_weights = load_and_look
-    try:
-        worker.reload_weights(weights_iterator=weights)
-    finally:
-        del model.load_weights
-    return missing
-
-
-def _unloaded_parameters(model) -> list[str]:
-    """Names of the parameters of layers that vLLM has not loaded in full, in the middle of a layer-by-layer reload."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    loaded_storages = set()
-    unloaded = []
-    for name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        finished = not info.can_load()  # vLLM resets the record of a layer that got all its elements
-        if isinstance(layer, VocabParallelEmbedding) and (info.load_numel or 0) > 0:
-            finished = True  # a vocabulary is padded, and the padding is not in the checkpoint
-        own = dict(layer.named_parameters(recurse=False))
-        old = info.kernel_tensors[0] if info.kernel_tensors is not None else own
-        if finished:
-            loaded_storages.update(tensor.data_ptr() for tensor in old.values())
-        else:
-            unloaded += [(f"{name}.{key}", old[key].data_ptr()) for key in own]
-    if torch.cuda.is_available():  # a tied head on a GPU is its embedding; on a CPU it has a packed copy
-        unloaded = [(name, storage) for name, storage in unloaded if storage not in loaded_storages]
-    return [name for name, _ in unloaded]
+    return current_weights(policy, args.zero_stage, args.rollout == "vllm", in_buckets=args.vllm_mode == "thread")
 
 
 def clear_dropped_gradients(engine) -> None:
@@ -911,6 +840,143 @@ class TokenStats:
         return sums, maxima
 
 
+class UpdateStats:
+    """What phase 7 did: sums and maxima over the trained tokens of all ranks, and how each optimizer step ended."""
+
+    # Pieces of a loss that have metrics of their own; any other piece [T] becomes the metric policy/NAME, its mean.
+    KNOWN = ("policy", "kl", "ratio", "clipped", "weight")
+
+    def __init__(
+        self, args, run: Run, engines: int, has_reference: bool, fresh_N: torch.Tensor, engine_N: torch.Tensor
+    ):
+        self.args = args
+        self.run = run
+        self.engines = engines
+        self.has_reference = has_reference
+        self.fresh_N = fresh_N
+        self.engine_N = engine_N
+        self.totals: Counter = Counter()
+        self.peaks: Counter = Counter()
+        self.extra: set[str] = set()
+        self.steps = 0
+        self.skipped = 0
+        self.stopped = False
+        self.grad_norm = 0.0
+        self.mini: TokenStats | None = None  # of the optimizer step under way
+
+    def add(self, mb: MicroBatch, t, loss_T: torch.Tensor, pieces: dict[str, torch.Tensor]) -> None:
+        """Add a micro-batch: its ``Tokens`` and what the script's ``token_loss`` made of them."""
+        if self.mini is None:
+            self.mini = TokenStats(self.run.device, self.engines)
+        own_T = t.weights_T > 0
+        fresh_T = self.fresh_N[mb.tokens]
+        moved_T = (t.logprobs_T - t.old_T).detach()
+        values = {
+            "tokens": torch.ones_like(t.old_T),
+            "loss": loss_T * t.weights_T,
+            "loss_policy": pieces["policy"] * t.weights_T,
+            "loss_kl": pieces["kl"] * t.weights_T,
+            "ratio": pieces["ratio"],
+            "clipped": pieces["clipped"],
+            "approx_kl": torch.expm1(moved_T) - moved_T,
+            "entropy": t.entropy_T,
+            "fresh": fresh_T.float(),
+            "sampler_diff": (t.old_T - t.sampler_T).abs() * fresh_T,
+            **weight_statistics(t.old_T, t.sampler_T, self.args),
+        }
+        if self.has_reference:
+            values |= kl_values(t.logprobs_T, t.old_T, t.ref_T, t.weights_T != 0)
+        self.extra = set(pieces) - set(self.KNOWN)
+        self.mini.add(own_T, values | {name: pieces[name] for name in sorted(self.extra)})
+        # Fresh tokens are those of the weights trained here, but for keys and values that were kept.
+        equal_T = own_T & fresh_T & (self.args.inflight_updates != "keep")
+        self.mini.add_sampler_diff(equal_T, (t.old_T - t.sampler_T).abs(), self.engine_N[mb.tokens])
+
+    def drop(self) -> bool:
+        """Whether the optimizer step is not to be taken, alike on every rank; after the last micro-batch's ``add``."""
+        self.sums, self.maxima = self.mini.reduce()
+        check_sampler(self.mini, self.args.max_sampler_diff, self.run.dtype)
+        limit = self.args.early_stop_imp_ratio
+        self.stopped = limit is not None and self.sums["ratio"] / self.sums["tokens"] > limit
+        return self.stopped or not math.isfinite(self.sums["loss"])
+
+    def stepped(self, policy, skips, samples: int) -> None:
+        """Note how an optimizer step on so many samples ended. ``skips.policy``: those in a row that were not taken."""
+        self.mini = None
+        self.totals.update(self.sums, rounds=1, samples=samples)
+        self.peaks |= Counter(self.maxima)
+        if policy.was_step_applied():
+            self.grad_norm = float(policy.get_global_grad_norm())
+            self.steps += 1
+            skips.policy = 0
+        elif not self.stopped:
+            self.skipped += 1
+            skips.policy += 1
+
+    def mean_kl(self, unit: str) -> float | None:
+        """k1 over the update, in nats per response (sequence) or per token; None without an optimizer step."""
+        if self.totals["rounds"] == 0:
+            return None
+        return self.totals["k1"] / self.totals["tokens" if unit == "token" else "samples"]
+
+    def metrics(self, lr: float) -> dict[str, float]:
+        """The metrics of the update; docs/metrics.md has their units."""
+        totals = self.totals
+        tokens = totals["tokens"]
+        metrics = {
+            "optim/lr": lr,
+            "optim/steps": self.steps,
+            "optim/skipped": self.skipped,
+            "optim/early_stopped": int(self.stopped),
+        }
+        if tokens == 0:
+            return metrics
+        metrics |= {
+            "loss/total": totals["loss"] / totals["rounds"],
+            "loss/policy": totals["loss_policy"] / totals["rounds"],
+            "loss/kl": totals["loss_kl"] / totals["rounds"],
+            "policy/entropy": totals["entropy"] / tokens,
+            "policy/ratio_mean": totals["ratio"] / tokens,
+            "policy/ratio_max": self.peaks["ratio"],
+            "policy/clip_frac": totals["clipped"] / tokens,
+            "policy/approx_kl": totals["approx_kl"] / tokens,
+            "policy/approx_kl_max": self.peaks["approx_kl"],
+            **{f"policy/{name}": totals[name] / tokens for name in self.extra},
+            **staleness_metrics(totals, self.peaks),
+            "optim/grad_norm": self.grad_norm,
+        }
+        if self.has_reference:
+            metrics |= {f"kl/{name}": totals[name] / tokens for name in ("k1", "k2", "k3", "k4", "abs")}
+            metrics["kl/sequence"] = self.mean_kl("sequence")
+        return metrics
+
+
+@torch.no_grad()
+def exact_kl(policy, reference, samples: list[Sample], few: list[int], budget: int, run: Run) -> dict[str, float]:
+    """Metrics of the KL over the whole vocabulary, in both directions: the truth that the estimators are compared with.
+
+    ``few``: the samples it is computed for. Every rank must call.
+    """
+    end = token_offsets(samples)[-1]
+    sums = torch.zeros(3, device=run.device)  # both directions, tokens
+    largest = torch.zeros(1, device=run.device)  # of a token
+    for mb in micro_batches(samples, few, budget=budget, **run.cutting):
+        real_T = mb.tokens < end
+        full_kl_T = policy(mb, reference)[2] * real_T
+        forward_kl_T = policy(mb, reference, forward_kl=True)[2] * real_T
+        sums += torch.stack([full_kl_T.sum(), forward_kl_T.sum(), real_T.sum()])
+        largest = torch.maximum(largest, full_kl_T.max())
+    torch.distributed.all_reduce(sums)
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    if sums[2] == 0:
+        return {}
+    return {
+        "kl/full": (sums[0] / sums[2]).item(),
+        "kl/forward_full": (sums[1] / sums[2]).item(),
+        "kl/full_max": largest.item(),
+    }
+
+
 def check_sampler(stats: TokenStats, limit: float, dtype: torch.dtype) -> None:
     """End the run when the log-probs of one engine differ from the trainer's: over all engines it would be diluted.
 
@@ -933,8 +999,14 @@ def set_learning_rate(engine, rate: float) -> None:
         group["lr"] = rate
 
 
-def backward(engine, loss: torch.Tensor, is_last: bool) -> None:
-    """Backward pass of a micro-batch; after the last one of a mini-batch, the optimizer step."""
+def backward(engine, loss: torch.Tensor, is_last: bool, drop: bool = False) -> None:
+    """Backward pass of a micro-batch; after the last one of a mini-batch, the optimizer step.
+
+    ``drop``: do not take it. DeepSpeed skips a step whose gradient is not finite, on every rank: this is the only way
+    to drop gradients that it has already accumulated.
+    """
+    if drop:
+        loss = loss * math.nan
     engine.set_gradient_accumulation_boundary(is_boundary=is_last)
     engine.backward(loss)
     if is_last:
@@ -996,6 +1068,55 @@ class Stopwatch:
         if torch.cuda.is_available():
             metrics["perf/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
+
+
+# What computes in a phase, and so has to be on the GPU. The rest may leave: the engine by --vllm_enable_sleep_mode
+# (until the next push), the trainers' states by --deepspeed_enable_sleep_mode, the reference by --offload_ref. In a
+# phase that is missing here, "save", everything stays where it is.
+COMPUTES = {
+    "generate": {"engine"},
+    "score": {"engine"},
+    "eval": {"engine"},
+    "push": {"engine"},
+    "logprobs": {"trainers", "reference"},
+    "update": {"trainers"},
+    "update with the full KL": {"trainers", "reference"},
+}
+
+
+class Phases(Stopwatch):
+    """A run's stopwatch. When a phase begins, what computes in it is on the GPU, and what is in its way is not."""
+
+    def __init__(self, args, engine: Engine, reference: TokenLogprobs | None, trainers: list, device: torch.device):
+        super().__init__()
+        self.engine = engine if args.vllm_enable_sleep_mode else None
+        self.trainers = trainers if args.deepspeed_enable_sleep_mode else []
+        self.reference = reference if args.offload_ref else None
+        self.device = device
+        self.full_kl = flags.kl_coefficients(args)[0] > 0 and args.kl_estimator == "full"
+        self.present = {"trainers"}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        if not self.inside:
+            place = "update with the full KL" if phase == "update" and self.full_kl else phase
+            self.make_room(COMPUTES.get(place, self.present))
+        with super().__call__(phase):
+            yield
+
+    def make_room(self, wanted: set[str]) -> None:
+        """Move what is not wanted away, then what is wanted in. The engine wakes by itself when weights arrive."""
+        if "engine" in self.present - wanted and self.engine is not None:
+            self.engine.sleep()
+        if "trainers" in self.present - wanted:
+            leave_gpu(self.trainers)
+        if "trainers" in wanted - self.present:
+            return_to_gpu(self.trainers)
+        if "reference" in self.present - wanted and self.reference is not None:
+            return_device(self.reference)
+        if "reference" in wanted - self.present and self.reference is not None:
+            borrow_device(self.reference, self.device)
+        self.present = wanted
 
 
 def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -> dict[str, float | None]:

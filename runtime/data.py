@@ -738,6 +738,12 @@ def requests(chosen: Sequence[int], count: int, seed: int, step: int | str) -> l
     return wanted
 
 
+def sampling(args) -> dict[str, Any]:
+    """Sampling parameters of training."""
+    found = {"temperature": args.temperature, "top_p": 1.0, "top_k": 0, "max_tokens": args.max_response_length}
+    return found | {"stop": list(args.stop), "ignore_eos": args.ignore_eos}
+
+
 def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
     """(the requests of an evaluation, its sampling parameters); the seeds are the same in every evaluation of a run."""
     count = args.eval_samples if args.eval_temperature > 0 else 1

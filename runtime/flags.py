@@ -35,7 +35,6 @@ PRESENTATION = (
     "log_samples",
     "log_samples_every",
     "record_batches",
-    "probe_every",
     "save_every",
     "save_minutes",
     "keep_checkpoints",
@@ -144,8 +143,6 @@ class RunFlags:
     """Show some samples on the console every N steps. 0 disables."""
     record_batches: int = 0
     """Keep N batches, evenly spread over the steps, and the weights of those steps, for scripts/replay.py. 0: none."""
-    probe_every: int = 0
-    """Every N steps, compare the gradient of the KL in the loss with the unbiased and the exact one. 0 disables."""
 
     # ---- model
     model_name_or_path: str = "models/SmolLM2-135M-Instruct"
@@ -542,17 +539,44 @@ def check_training(args: RunFlags) -> None:
                 f"which are kept",
             ),
             (
-                args.probe_every > 0 and kl_coefficients(args)[0] == 0,
-                f"--probe_every {args.probe_every} looks at the gradient of the KL in the loss, which has none; "
-                f"give --beta above 0 with --kl_placement loss or both",
-            ),
-            (
-                args.probe_every > 0 and args.zero_stage == 3,
-                f"--probe_every {args.probe_every} needs whole weights on each rank; give --zero_stage 1 or 2",
-            ),
-            (
                 args.dataset_max_filter_share == 1 or not 0 < args.dataset_filter_threshold <= 1,
                 "--dataset_max_filter_share must be below 1, --dataset_filter_threshold above 0 and at most 1",
+            ),
+        ]
+    )
+
+
+def check_kl(args: Any) -> None:
+    """Refuse KL settings that contradict each other."""
+    samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    in_reward = args.kl_placement in ("reward", "both")
+    loss_coef, reward_coef = kl_coefficients(args)
+    adaptive = args.kl_controller == "adaptive"
+    refuse_first(
+        [
+            (
+                not in_reward and (args.kl_reward_coef is not None or args.kl_reward_estimator is not None),
+                f"--kl_reward_coef and --kl_reward_estimator need the KL in the reward, and --kl_placement is "
+                f"{args.kl_placement}; give --kl_placement reward or both",
+            ),
+            (
+                args.kl_placement == "reward" and args.beta > 0 and args.kl_reward_coef is not None,
+                f"--beta {args.beta:g} and --kl_reward_coef {args.kl_reward_coef}: with --kl_placement reward there is "
+                f"one coefficient; give one of them, or --kl_placement both",
+            ),
+            (
+                adaptive and not ((reward_coef if in_reward else loss_coef) > 0 < args.kl_target),
+                f"--kl_controller adaptive moves the coefficient in the {'reward' if in_reward else 'loss'}: it needs "
+                f"--{'kl_reward_coef or --' if in_reward else ''}beta, --kl_target and --kl_horizon above 0, and a "
+                f"--kl_placement",
+            ),
+            (
+                adaptive and 0.2 * samples >= args.kl_horizon,
+                f"--kl_horizon {args.kl_horizon:g} is too short for {samples} samples per step; beta could reach 0",
+            ),
+            (
+                args.ref_policy_update_freq > 0 and not loads_reference(args),
+                "--ref_policy_update_freq moves a reference that --beta 0 or --kl_placement none does not load",
             ),
         ]
     )

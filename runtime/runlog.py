@@ -17,7 +17,7 @@ import numpy as np
 from runtime import libraries, memory, presets
 from runtime.flags import recorded_steps
 from runtime.identity import code_of, recorded
-from runtime.process import FolderLock, git_state, refuse, versions, write_whole
+from runtime.process import FolderLock, Heap, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
 from runtime.redaction import redact, redact_words
 from runtime.rundir import cut_back
@@ -198,6 +198,7 @@ class RunLog:
         self.scores: dict[int, float | None] = {}  # step -> pass@1 of the evaluation after it
         self.best = -math.inf  # the best evaluation so far, by --best_metric
         self.begun = time.monotonic()
+        self.heap = Heap()
         if not is_main:
             libraries.write_to(None)
             return
@@ -341,6 +342,16 @@ class RunLog:
                     f"  {problem.messages[-1]['content']!r} -> {s.response!r} | ground truth {problem.truth} | "
                     f"reward {s.reward:.2f} | advantage {s.advantage:+.2f} | {s.finish_reason}"
                 )
+        self.heap.bound()
+
+    def check_skips(self, skips, samples: list[Sample]) -> None:
+        """End the run once ten optimizer steps in a row, of the policy or the critic, were not applied."""
+        if max(vars(skips).values()) >= 10:
+            self.dump("bad_batch.jsonl", samples)
+            raise RuntimeError(
+                f"loss or gradient not finite in ten optimizer steps in a row; the last batch is in "
+                f"{self.folder / 'bad_batch.jsonl'}"
+            )
 
     def dump(self, file: str, samples: list[Sample]) -> None:
         """Write all samples of a batch, whole, for a look at what went wrong."""

@@ -256,7 +256,7 @@ class Bench:
 
     def __init__(self, run: grpo.Args, dtype: torch.dtype, tokenizer, stop_ids: list[int]):
         self.watch = watchdog.Watch(run.stall_timeout)
-        self.engine = grpo.Engine(run, dtype, tokenizer, stop_ids, self.watch)
+        self.engine = grpo.Engine(grpo.vllm_thread, run, dtype, tokenizer, stop_ids, self.watch)
 
     def call(self, function: Callable[[Any], Any]) -> Any:
         """``function(llm)``, computed in the engine's thread while no request runs."""

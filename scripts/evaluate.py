@@ -178,7 +178,7 @@ def answer(args: Args, problems: list[Problem], tokenizer) -> list[Sample]:
     except OSError:  # a model without such a file
         generation = GenerationConfig.from_model_config(config)
     stop_ids = utils.stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
-    engine = grpo.Engine(args, dtype, tokenizer, stop_ids, watch)
+    engine = grpo.Engine(grpo.vllm_thread, args, dtype, tokenizer, stop_ids, watch)
     requests, sampling = data.eval_requests(len(problems), args)
     batch = engine.ask(problems, requests, sampling)
     samples = grpo.collect(engine, verifiers, batch, utils.Stopwatch())

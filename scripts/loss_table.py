@@ -221,20 +221,23 @@ class Batch(NamedTuple):
 
 def from_grpo(b: Batch, **settings) -> Tensor:
     """The loss of grpo.py with these arguments."""
-    nothing = torch.zeros_like(b.old)
-    args = grpo.Args(**settings)
-    loss, _ = grpo.token_loss(
-        logprobs_T=b.logprobs,
-        old_T=b.old,
-        ref_T=None,
-        sampler_T=b.sampler,
-        advantages_T=b.advantages,
+    return token_loss(b.logprobs, b.old, b.sampler, b.advantages, grpo.Args(**settings))
+
+
+def token_loss(logprobs: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor, args: grpo.Args) -> Tensor:
+    """grpo.py's own loss of each token, [N], without KL and entropy; all weigh alike."""
+    nothing = torch.zeros_like(old)
+    tokens = grpo.Tokens(
+        logprobs_T=logprobs,
+        old_T=old,
+        ref_T=nothing,
+        sampler_T=sampler,
+        advantages_T=advantages,
+        weights_T=torch.ones_like(old),
         entropy_T=nothing,
         full_kl_T=None,
-        beta=0.0,
-        args=args,
     )
-    return loss
+    return grpo.token_loss(tokens, 0.0, args)[0]
 
 
 def sequence_mismatch(b: Batch) -> Tensor:
@@ -569,17 +572,8 @@ def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args) ->
     slot = torch.arange(len(flat)).repeat_interleave(world.lengths[flat])
     logprobs = world.token_logprobs(policies.pi)[token].requires_grad_()
     old = world.token_logprobs(policies.old)[token]
-    loss, _ = grpo.token_loss(
-        logprobs_T=logprobs,
-        old_T=old,
-        ref_T=None,
-        sampler_T=world.token_logprobs(policies.sampler)[token],
-        advantages_T=advantages.flatten()[slot],
-        entropy_T=torch.zeros_like(old),
-        full_kl_T=None,
-        beta=0.0,
-        args=args,
-    )
+    sampler = world.token_logprobs(policies.sampler)[token]
+    loss = token_loss(logprobs, old, sampler, advantages.flatten()[slot], args)
     slopes = torch.autograd.grad(loss.sum(), logprobs)[0]
     scores = world.scores(policies.pi)[token]
     updates = torch.zeros(len(flat), scores.shape[1], dtype=F64)

@@ -122,7 +122,8 @@ def measure(run: grpo.Args, problems: list[Problem], model, tokenizer, update: C
     """The loop of grpo.py in one mode: ask, collect, update, push."""
     watch = watchdog.Watch(run.stall_timeout)
     dtype = model.dtype
-    engine = grpo.Engine(run, dtype, tokenizer, utils.stop_token_ids(model, tokenizer), watch)
+    stop_ids = utils.stop_token_ids(model, tokenizer)
+    engine = grpo.Engine(grpo.vllm_thread, run, dtype, tokenizer, stop_ids, watch)
     engine.inbox.put(("call", counted))
     decodes = engine.receive("result")[1]
     weights = list(model.state_dict().items())

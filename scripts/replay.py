@@ -95,7 +95,6 @@ from kl_estimators import kl_reward  # noqa: E402
 from runtime import batching, recorder  # noqa: E402
 from runtime.attention import choose_layout  # noqa: E402
 from runtime.identity import changed_code, code_of  # noqa: E402
-from runtime.probe import call_by_names, owners  # noqa: E402
 from runtime.recorder import Recorded  # noqa: E402
 
 matplotlib.use("Agg")  # no display on a cluster
@@ -127,7 +126,8 @@ def load_script(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where dataclasses look up the annotations of Args
     spec.loader.exec_module(module)
-    missing = [name for name in ("Args", "check_args", "token_loss", "loss_weights") if not hasattr(module, name)]
+    needed = ("Args", "check_args", "Tokens", "token_loss", "loss_weights")
+    missing = [name for name in needed if not hasattr(module, name)]
     if missing:
         process.refuse(f"{path} has no {', '.join(missing)}: it is no copy of grpo.py")
     return module
@@ -316,7 +316,8 @@ class Replay:
                 place = {"model_name_or_path": name}
             self.reference = load(**place).requires_grad_(False)
         self.sampler_N = batching.flat([s.sampler_logprobs for s in self.samples], self.device)[:-1]
-        self.owners_N = owners(self.samples).to(self.device)
+        numbers = list(range(len(self.samples)))
+        self.owners_N = batching.per_token(numbers, batching.token_offsets(self.samples), self.device)
         self.measure()
         self.old_N = self.logprobs_N
         self.old_full_kl_N = self.full_kl_N
@@ -461,19 +462,22 @@ class Replay:
         logprobs_N, entropy_N, full_kl_N = leaves
         loss_coef, _ = flags.kl_coefficients(args)
         has_kl = self.reference is not None
-        loss_N, pieces = call_by_names(
-            setting.script.token_loss,
-            logprobs_T=logprobs_N,
-            old_T=self.old_N[:-1],
-            ref_T=self.ref_N[:-1] if has_kl else None,
-            sampler_T=self.sampler_N,
-            advantages_T=advantages_N,
-            entropy_T=entropy_N,
-            full_kl_T=full_kl_N if has_kl else None,
-            response_T=self.owners_N[:-1],
-            beta=loss_coef,
-            args=args,
-        )
+        known = {
+            "logprobs_T": logprobs_N,
+            "old_T": self.old_N[:-1],
+            "ref_T": self.ref_N[:-1],
+            "sampler_T": self.sampler_N,
+            "advantages_T": advantages_N,
+            "weights_T": weights_N,
+            "entropy_T": entropy_N,
+            "full_kl_T": full_kl_N if has_kl else None,
+            "response_T": self.owners_N[:-1],
+        }
+        wanted = [field.name for field in dataclasses.fields(setting.script.Tokens)]
+        if unknown := [name for name in wanted if name not in known]:
+            process.refuse(f"{setting.name}: its Tokens have {', '.join(unknown)}; known here are {', '.join(known)}")
+        tokens = setting.script.Tokens(**{name: known[name] for name in wanted})
+        loss_N, pieces = setting.script.token_loss(tokens, loss_coef, args)
         policy = (pieces["policy"] * weights_N).sum()
         loss = (loss_N * weights_N).sum()
         (own,) = torch.autograd.grad(policy, leaves, retain_graph=True)

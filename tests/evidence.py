@@ -78,7 +78,6 @@ EVIDENCE: dict[str, Row] = {
     "log_samples": row(3, "rows of samples.jsonl"),
     "log_samples_every": row(1, "samples on the console"),
     "record_batches": row(2, "files"),
-    "probe_every": row(1, "kl/gradient_cosine_exact", **KL),
     # ---- model
     "model_name_or_path": row("FILES/other", "weights", "responses"),
     "revision": row("later", "weights", "responses", model_name_or_path="hub/tiny"),

@@ -96,6 +96,16 @@ def make_tiny(folder: Path) -> Path:
     return folder
 
 
+def token_loss(module, beta: float, args, **given):
+    """A script's ``token_loss`` of tokens with these fields, by name; the others are 0, and no full KL is known."""
+    import torch
+
+    known = {"full_kl_T": None} | given
+    zero_T = torch.zeros_like(given["old_T"])
+    fields = {field.name: known.get(field.name, zero_T) for field in dataclasses.fields(module.Tokens)}
+    return module.token_loss(module.Tokens(**fields), beta, args)
+
+
 def load_variant(name: str, folder: Path):
     """The module variant_NAME: the variant's script, written to ``folder`` and imported from there."""
     import variant

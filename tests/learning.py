@@ -83,7 +83,7 @@ BREAKAGES = (
     ),
     Breakage(
         "stale weights: only the first push arrives",
-        (("{script}", "utils.push_weights(llm, ", "version == 1 and utils.push_weights(llm, "),),
+        (("{script}", "push_weights(llm, ", "version == 1 and push_weights(llm, "),),
     ),
     Breakage(
         "mask off by one: the first token is left out",

@@ -105,7 +105,7 @@ MUTATIONS = [
         "advantages_G[: len(part)]",
         GRADIENT,
     ),
-    ("no push", "dr_grpo_min.py", "utils.push_weights(llm, list(model.state_dict().items()))", "pass", SMALL),
+    ("no push", "dr_grpo_min.py", "push_weights(llm, list(model.state_dict().items()))", "pass", SMALL),
 ]
 
 

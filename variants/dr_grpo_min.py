@@ -73,6 +73,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 
 import utils  # noqa: E402
+from runtime.weights import push_weights  # noqa: E402
 
 # In shapes: G responses of a group, B of them in a micro-batch, T tokens of the longest of these.
 
@@ -232,7 +233,7 @@ def main(args: Args) -> None:
         optimizer.step()
 
         # 6 push: the engine answers the next prompts with the new weights
-        utils.push_weights(llm, list(model.state_dict().items()))
+        push_weights(llm, list(model.state_dict().items()))
 
         count = args.prompts * args.group
         reward = sum(map(sum, rewards)) / count

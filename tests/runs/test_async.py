@@ -81,7 +81,7 @@ class Script:
                 for answer in answers.get(message[0], lambda *_: [])(*message[1:]):
                     outbox.put(answer)
 
-        monkeypatch.setattr(utils, "hf_thread", thread)
+        self.thread = thread
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
         store = SimpleNamespace(check=lambda keys: False)
@@ -90,7 +90,7 @@ class Script:
 
     def engine(self, **changes) -> grpo.Engine:
         tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids))
-        return grpo.Engine(grpo.Args(rollout="hf", **changes), torch.float32, tokenizer, [2], self.watch)
+        return grpo.Engine(self.thread, grpo.Args(rollout="hf", **changes), torch.float32, tokenizer, [2], self.watch)
 
 
 PROBLEMS = [Problem([], "", "", {}, prompt_ids=[place]) for place in range(3)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import variant
-from helpers import finish, load_variant, make_samples, script
+from helpers import finish, load_variant, make_samples, script, token_loss
 from safetensors.torch import load_file
 
 import grpo
@@ -42,7 +42,8 @@ def grpo_gradient(model, samples, rewards) -> torch.Tensor:
     for mb in batching.micro_batches(samples, everything, device=torch.device("cpu"), **cutting):
         logprobs, entropy, _ = policy(mb)
         old = logprobs.detach()
-        loss, _ = grpo.token_loss(logprobs, old, None, old, advantages[mb.tokens], entropy, None, 0.0, args)
+        given = {"logprobs_T": logprobs, "old_T": old, "sampler_T": old, "advantages_T": advantages[mb.tokens]}
+        loss, _ = token_loss(grpo, 0.0, args, entropy_T=entropy, **given)
         (loss * weights[mb.tokens]).sum().backward()
     return gradient_of(model)
 

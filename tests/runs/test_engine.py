@@ -21,6 +21,7 @@ import grpo
 import utils
 from runtime import cpu_norms, watchdog
 from runtime.records import Sample
+from runtime.weights import push_weights, reload_worker
 
 EOS = 2
 LONG = [5 + 7 * i % 300 for i in range(70)]  # more than two cache blocks of 32
@@ -186,14 +187,14 @@ def test_ends(engine):
 def test_a_kept_prefix_cache_is_an_error():
     class Stubborn:
         def collective_rpc(self, method, args):
-            assert method is utils.reload_worker and args == ([],)
+            assert method is reload_worker and args == ([],)
             return [[]]
 
         def reset_prefix_cache(self, reset_running_requests):
             return False
 
     with pytest.raises(RuntimeError, match="prefix cache"):
-        utils.push_weights(Stubborn(), [])
+        push_weights(Stubborn(), [])
 
 
 def test_what_fails_in_the_thread_is_handed_over(tiny, tmp_path):
@@ -216,7 +217,7 @@ def test_an_engine_that_cannot_be_released_says_why_it_failed(monkeypatch):
             raise ValueError("the reason")
 
     monkeypatch.setattr(grpo, "build_vllm", lambda *rest: Broken())
-    monkeypatch.setattr(utils, "release_vllm", refuses)
+    monkeypatch.setattr(grpo, "release_vllm", refuses)
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     with pytest.raises(RuntimeError, match="in error"):
         grpo.vllm_thread(grpo.Args(), torch.float32, 0, 1, [EOS], inbox, outbox)
@@ -455,11 +456,11 @@ def test_a_push_to_other_architectures_is_exact(tmp_path, model_type):
 def check_exact_pushes(tmp_path, model_type: str) -> None:
     llm, model = start_engine(tmp_path, model_type, OTHERS[model_type])
     assert engine_mismatch(llm, model) < 1e-4
-    utils.push_weights(llm, weights_for_engine(model))
+    push_weights(llm, weights_for_engine(model))
     assert engine_mismatch(llm, model) < 1e-4
     new = perturbed(model, 1)
     assert engine_mismatch(llm, new) > 0.05
-    utils.push_weights(llm, weights_for_engine(new))
+    push_weights(llm, weights_for_engine(new))
     assert engine_mismatch(llm, new) < 1e-4
 
 
@@ -472,7 +473,7 @@ def test_a_push_that_misses_parameters_is_an_error(tmp_path):
 def check_missing_parameters(tmp_path) -> None:
     llm, model = start_engine(tmp_path, "qwen2", {"tie_word_embeddings": True})
     weights = weights_for_engine(model)
-    utils.push_weights(llm, weights)
+    push_weights(llm, weights)
     for left_out, named in (
         ("model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"),
         ("model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.qkv_proj.weight"),
@@ -482,8 +483,8 @@ def check_missing_parameters(tmp_path) -> None:
     ):
         assert left_out in dict(weights)
         with pytest.raises(RuntimeError, match=re.escape(named)):
-            utils.push_weights(llm, [(name, w) for name, w in weights if name != left_out])
-        utils.push_weights(llm, weights)
+            push_weights(llm, [(name, w) for name, w in weights if name != left_out])
+        push_weights(llm, weights)
         assert engine_mismatch(llm, model) < 1e-4
 
 
@@ -497,7 +498,7 @@ def check_refused_push(tmp_path) -> None:
     fields = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64}
     llm, model = start_engine(tmp_path, "gpt_oss", fields)
     with pytest.raises(RuntimeError, match=r"--rollout hf") as error:
-        utils.push_weights(llm, weights_for_engine(model))
+        push_weights(llm, weights_for_engine(model))
     assert "experts" in str(error.value)
 
 
@@ -514,11 +515,11 @@ def test_the_gpu_has_finished_when_weights_change_hands(monkeypatch, tiny_model)
         def reset_prefix_cache(self, reset_running_requests):
             return True
 
-    utils.push_weights(Engine(), weights_for_engine(tiny_model))
+    push_weights(Engine(), weights_for_engine(tiny_model))
     assert calls == ["load"]
     calls.clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    utils.push_weights(Engine(), weights_for_engine(tiny_model))
+    push_weights(Engine(), weights_for_engine(tiny_model))
     assert calls == ["synchronize", "load", "synchronize"]
 
 

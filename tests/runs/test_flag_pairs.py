@@ -79,7 +79,6 @@ VALUES = {
     "ignore_eos": [True],
     "log_samples": [0],
     "record_batches": [1],
-    "probe_every": [1],
 }
 OF_GRPO = {"advantage_normalization_type": ["centered", "leave_one_out"], "kl_reward_norm": ["inside"]}
 OF_PPO = {

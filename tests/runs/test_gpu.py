@@ -139,7 +139,7 @@ def start_engine(folder: str, place: str, **changes) -> grpo.Engine:
         def decode(ids, skip_special_tokens):
             return ""
 
-    return grpo.Engine(args, DTYPE[place], Decoder(), [2], watchdog.Watch(0))
+    return grpo.Engine(grpo.vllm_thread, args, DTYPE[place], Decoder(), [2], watchdog.Watch(0))
 
 
 def sampled(engine: grpo.Engine, group: int = 4) -> list[Sample]:

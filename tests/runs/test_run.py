@@ -69,9 +69,10 @@ def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatc
     """What the loss is given, recomputed: the task's advantage, and from each token beta times the KL that follows."""
     seen, token_loss = [], grpo.token_loss
 
-    def spy(logprobs, old, ref, sampler, advantages, *rest):
-        seen.append([x.detach().view(-1, 8).double() for x in (advantages, old - ref, ref - old)])  # [responses, 8]
-        return token_loss(logprobs, old, ref, sampler, advantages, *rest)
+    def spy(t, *rest):
+        of_responses = [x.detach().view(-1, 8).double() for x in (t.advantages_T, t.old_T - t.ref_T, t.ref_T - t.old_T)]
+        seen.append(of_responses)
+        return token_loss(t, *rest)
 
     monkeypatch.setattr(grpo, "token_loss", spy)
     args = tiny_args(
@@ -112,9 +113,10 @@ def test_kl_in_the_reward_of_stale_samples_is_that_of_the_trainer(tiny, tmp_path
     module = importlib.import_module(script)
     seen, token_loss = [], module.token_loss
 
-    def spy(logprobs, old, ref, sampler, advantages, *rest):
-        seen.append([x.detach().view(-1, 8).double() for x in (advantages, old - ref, sampler - ref)])
-        return token_loss(logprobs, old, ref, sampler, advantages, *rest)
+    def spy(t, *rest):
+        wanted = (t.advantages_T, t.old_T - t.ref_T, t.sampler_T - t.ref_T)
+        seen.append([x.detach().view(-1, 8).double() for x in wanted])
+        return token_loss(t, *rest)
 
     plain_push, pushes = module.Engine.push, itertools.count()
     monkeypatch.setattr(module, "token_loss", spy)
@@ -151,9 +153,9 @@ def test_kl_in_loss_and_reward_has_two_coefficients_and_two_estimators(tiny, tmp
     module = importlib.import_module(script)
     seen, token_loss = [], module.token_loss
 
-    def spy(logprobs, old, ref, sampler, advantages, *rest):
-        loss, pieces = token_loss(logprobs, old, ref, sampler, advantages, *rest)
-        seen.append([x.detach().double() for x in (advantages, old - ref, loss - pieces["policy"])])
+    def spy(t, *rest):
+        loss, pieces = token_loss(t, *rest)
+        seen.append([x.detach().double() for x in (t.advantages_T, t.old_T - t.ref_T, loss - pieces["policy"])])
         return loss, pieces
 
     monkeypatch.setattr(module, "token_loss", spy)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import variant
-from helpers import ROOT, load_variant, make_samples, run_here, tiny_args
+from helpers import ROOT, load_variant, make_samples, run_here, tiny_args, token_loss
 
 import utils
 from runtime import batching
@@ -99,12 +99,6 @@ def test_an_unknown_variant_is_refused_with_the_list(capsys):
     assert all(name in capsys.readouterr().err for name in ["gspo"])
 
 
-def token_loss(module, owners: torch.Tensor, args, *parts) -> torch.Tensor:
-    """The module's token loss, [T]; ``owners``: the response of each token, for those that look at whole responses."""
-    more = {"response_T": owners} if "response_T" in inspect.signature(module.token_loss).parameters else {}
-    return module.token_loss(*parts, args, **more)[0]
-
-
 @pytest.mark.parametrize("condition", loss_table.CONDITIONS)
 @pytest.mark.parametrize("name", ROWS)
 def test_the_token_loss_has_the_gradient_of_its_row(modules, name, condition):
@@ -114,9 +108,8 @@ def test_the_token_loss_has_the_gradient_of_its_row(modules, name, condition):
     row, settings = ROWS[name]
     expected = torch.autograd.grad(loss_table.LOSSES[row](batch).sum(), batch.logprobs)[0]
     args = modules[name].Args(**settings)
-    nothing = torch.zeros_like(batch.old)
-    parts = (batch.logprobs, batch.old, None, batch.sampler, batch.advantages, nothing, None, 0.0)
-    loss = token_loss(modules[name], batch.owner, args, *parts)
+    given = {f"{field}_T": getattr(batch, field) for field in ("logprobs", "old", "sampler", "advantages")}
+    loss, _ = token_loss(modules[name], 0.0, args, response_T=batch.owner, **given)
     if name == "gspo":  # --loss_norm sequence divides a response's loss among its tokens
         loss = loss / batch.lengths[batch.owner]
     slopes = torch.autograd.grad(loss.sum(), batch.logprobs)[0]
@@ -150,8 +143,8 @@ def gradient(module, model, samples, budget: int, world_size: int) -> torch.Tens
         for mb in batching.micro_batches(samples, everything, rank=rank, **cutting):
             logprobs, _, _ = policy(mb)
             old = logprobs.detach() + moved[mb.tokens]
-            parts = (logprobs, old, None, old, advantages[mb.tokens], torch.zeros_like(old), None, 0.0)
-            loss = token_loss(module, owners[mb.tokens], args, *parts)
+            given = {"logprobs_T": logprobs, "old_T": old, "sampler_T": old, "advantages_T": advantages[mb.tokens]}
+            loss, _ = token_loss(module, 0.0, args, response_T=owners[mb.tokens], **given)
             (loss * weights[mb.tokens]).sum().backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 

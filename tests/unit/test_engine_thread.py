@@ -17,7 +17,7 @@ from helpers import run_here, tiny_args
 import grpo
 import ppo
 import utils
-from runtime import dedicated, watchdog
+from runtime import dedicated, watchdog, weights
 
 SCRIPTS = pytest.mark.parametrize("script", [grpo, ppo])
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 4, "ignore_eos": False, "stop": []}
@@ -63,7 +63,7 @@ def converse(script, monkeypatch, llm, *messages, args=None) -> list[tuple]:
         return llm
 
     monkeypatch.setattr(script, "build_vllm", build)
-    monkeypatch.setattr(utils, "push_weights", lambda engine, weights, mode: engine.calls.append(("push", weights)))
+    monkeypatch.setattr(script, "push_weights", lambda engine, weights, mode: engine.calls.append(("push", weights)))
     for message in (*messages, ("stop",)):
         inbox.put(message)
     thread = threading.Thread(target=script.vllm_thread, args=(*arguments, inbox, outbox), daemon=True)
@@ -113,7 +113,7 @@ def test_a_program_gets_an_answer_from_the_engine(script, monkeypatch):
 @SCRIPTS
 def test_an_engine_that_failed_is_released_before_its_error_is_told(script, monkeypatch):
     released = []
-    monkeypatch.setattr(utils, "release_vllm", released.append)
+    monkeypatch.setattr(script, "release_vllm", released.append)
     llm = Noting()
     llm.step = lambda: 1 / 0
     requests = [((0, 0), [1, 2], 3)]
@@ -127,7 +127,7 @@ def test_a_released_engine_keeps_the_process_group():
     core = SimpleNamespace(model_executor=SimpleNamespace(shutdown=lambda: order.append("shutdown")))
     finalizer = SimpleNamespace(detach=lambda: order.append("detach"))
     client = SimpleNamespace(_finalizer=finalizer, engine_core=core)
-    utils.release_vllm(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client)))
+    weights.release_vllm(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client)))
     assert order == ["detach", "shutdown"]
 
 
@@ -171,7 +171,9 @@ def test_which_engines_a_rank_asks_and_what_it_keeps_for_them(script, monkeypatc
     monkeypatch.setattr(script.dist, "get_world_size", lambda: world)
     monkeypatch.setattr(script.Engine, "start", lambda self: None)
     monkeypatch.setattr(dedicated, "Engines", lambda args, watch: SimpleNamespace(relay=None))
-    engine = script.Engine(script.Args(engine_restarts=1, **changes), torch.float32, None, [0], None)
+    engine = script.Engine(
+        script.vllm_thread, script.Args(engine_restarts=1, **changes), torch.float32, None, [0], None
+    )
     values = {name: getattr(engine, name) for name in expected}
     if "own" in values:
         values["own"] = list(values["own"])

@@ -25,8 +25,9 @@ RANKS = [
     {"runtime.presets", "runtime.sandbox", "runtime.sources", "runtime.data", "runtime.batching", "runtime.watchdog"},
     {"runtime.flags", "runtime.elastic"},
     {"runtime.identity", "runtime.attention", "runtime.memory"},
-    {"runtime.rundir", "runtime.runlog", "runtime.checkpoints", "runtime.recorder", "runtime.probe"},
-    {"kl_estimators", "rewards", "runtime.dedicated"},
+    {"runtime.rundir", "runtime.runlog", "runtime.checkpoints", "runtime.recorder", "runtime.weights"},
+    {"kl_estimators", "rewards", "runtime.dedicated", "runtime.start"},
+    {"runtime.engine"},
     {"utils"},
     {"grpo", "ppo"},
 ]

@@ -10,13 +10,13 @@ import time
 
 import pytest
 import torch
-from helpers import make_samples
+from helpers import make_samples, token_loss
 
 import grpo
 import kl_estimators
 import ppo
 import utils
-from grpo import Args, group_advantages, loss_weights, return_to_go, token_loss
+from grpo import Args, group_advantages, loss_weights, return_to_go
 from kl_estimators import ALIASES, ESTIMATORS, canonical_name, full_vocabulary_kl, kl_loss, kl_reward
 from rewards import Reward, shape_reward
 from runtime import batching
@@ -152,7 +152,7 @@ def test_inline_kl_is_kl_estimators(name, gradient):
     x = inputs()
     args = Args(kl_estimator=name, kl_gradient=gradient, kl_placement="loss")
     x["full_kl_T"] = x["full_kl_T"] + 0 * x["logprobs_T"]
-    kl = token_loss(**x, beta=0.1, args=args)[1]["kl"]
+    kl = token_loss(grpo, 0.1, args, **x)[1]["kl"]
     mask = torch.ones_like(kl, dtype=torch.bool)
     expected = kl_loss(
         *(x["logprobs_T"], x["old_T"], x["ref_T"], mask), estimator=name, gradient=gradient, full_kl=x["full_kl_T"]
@@ -172,7 +172,7 @@ def test_inline_kl_is_bounded_where_kl_estimators_bounds_it(place, name, gradien
     away = torch.tensor([-25.0, -20.5, -19.5, 19.5, 20.5, 25.0], dtype=F64)
     x = inputs(6) | {place: away}
     x["logprobs_T"].requires_grad_()
-    kl = token_loss(**x, beta=0.1, args=Args(kl_estimator=name, kl_gradient=gradient))[1]["kl"]
+    kl = token_loss(grpo, 0.1, Args(kl_estimator=name, kl_gradient=gradient), **x)[1]["kl"]
     mask = torch.ones_like(kl, dtype=torch.bool)
     given = (x["logprobs_T"], x["old_T"], x["ref_T"], mask)
     expected = kl_loss(*given, estimator=name, gradient=gradient, full_kl=x["full_kl_T"])
@@ -194,9 +194,8 @@ def test_importance_weights_are_bounded():
 def test_inline_kl_is_finite_and_of_the_right_sign(name, gradient):
     logprobs = torch.tensor([-200.0, -90, -45, -21, 0, 21, 200], requires_grad=True)
     zero = torch.zeros(7)
-    parts = token_loss(
-        *(logprobs, logprobs.detach(), zero, zero, zero, zero, zero, 1.0, Args(kl_estimator=name, kl_gradient=gradient))
-    )[1]
+    args = Args(kl_estimator=name, kl_gradient=gradient)
+    parts = token_loss(grpo, 1.0, args, logprobs_T=logprobs, old_T=logprobs.detach(), ref_T=zero)[1]
     slope = torch.autograd.grad(parts["kl"].sum(), logprobs)[0]
     assert parts["kl"].isfinite().all() and slope.isfinite().all()
     if name in ("k2", "k3", "abs") or gradient == "unbiased":
@@ -207,9 +206,9 @@ def test_inline_kl_is_finite_and_of_the_right_sign(name, gradient):
 def test_placement_reaches_the_loss_once(placement, in_loss):
     """beta * kl is in the loss exactly once for loss and both, and not at all for none and reward."""
     x = inputs()
-    args = Args(kl_placement=placement, kl_estimator="k2", kl_gradient="naive")
-    with_kl, parts = token_loss(**x, beta=0.3, args=args)
-    without, _ = token_loss(**{**x, "ref_T": None}, beta=0.3, args=args)
+    args = Args(beta=0.3, kl_placement=placement, kl_estimator="k2", kl_gradient="naive")
+    with_kl, parts = token_loss(grpo, utils.make_kl(args).loss, args, **x)
+    without, _ = token_loss(grpo, 0.0, args, **x)
     d = x["logprobs_T"] - x["ref_T"]
     torch.testing.assert_close(with_kl - without, in_loss * 0.3 * d**2 / 2)
     assert bool(parts["kl"].any()) == bool(in_loss)
@@ -224,7 +223,8 @@ def test_policy_loss_by_hand():
 
     def policy(sampler=zero, **changes):
         args = Args(**{"clip_lower": 0.2, "clip_higher": 0.3, **changes})
-        return token_loss(ratio.log(), old, None, sampler, advantages, zero, None, 0.0, args)[1]
+        given = {"logprobs_T": ratio.log(), "old_T": old, "sampler_T": sampler, "advantages_T": advantages}
+        return token_loss(grpo, 0.0, args, **given)[1]
 
     torch.testing.assert_close(policy()["policy"], torch.tensor([-1.3, -0.5, 1.5, 0.8, -2.0, 6.0]))
     assert policy()["clipped"].tolist() == [1, 0, 0, 1, 0, 0]
@@ -239,7 +239,7 @@ def test_policy_loss_by_hand():
 def test_fresh_samples_have_ratio_one_and_the_gradient_of_log_pi():
     x = inputs()
     x["old_T"] = x["logprobs_T"].detach()
-    loss, parts = token_loss(**x, beta=0.0, args=Args())
+    loss, parts = token_loss(grpo, 0.0, Args(), **x)
     assert (parts["ratio"] == 1).all()
     torch.testing.assert_close(torch.autograd.grad(loss.sum(), x["logprobs_T"])[0], -x["advantages_T"])
 
@@ -272,10 +272,8 @@ def expected_gradient(module, setting: tuple[str, str, str], policies: tuple, dr
     gradient = gradient.replace("-", "naive")
     flags |= {"kl_estimator": estimator, "kl_gradient": gradient, "kl_placement": place}
     args = module.Args(**flags, clip_lower=0.99, clip_higher=99.0)
-    ref = x["ref"] if place == "loss" else None
-    loss, _ = module.token_loss(
-        *(x["logprobs"], x["old"], ref, x["sampler"], advantages, torch.zeros(5), x["full_kl"], 1.0, args)
-    )
+    given = {f"{name}_T": x[name] for name in ("logprobs", "old", "ref", "sampler", "full_kl")}
+    loss, _ = token_loss(module, float(place == "loss"), args, advantages_T=advantages, **given)
     drawn = x["sampler"].exp() if drawn is None else drawn
     return torch.autograd.grad(drawn @ loss, x["leaf"])[0]
 
@@ -391,12 +389,12 @@ def test_importance_weights_are_on_the_policy_and_the_sampled_kl_and_not_on_sums
     """Weights that wipe out what they are on leave the entropy and the full KL, and give no gradient of their own."""
     x = inputs()
     weighted = module.Args(kl_estimator="k1", kl_gradient="naive", entropy_coeff=0.1, **flags)
-    loss, pieces = module.token_loss(**x, beta=0.5, args=weighted)
+    loss, pieces = token_loss(module, 0.5, weighted, **x)
     torch.testing.assert_close(loss, -0.1 * x["entropy_T"])
     assert torch.autograd.grad(loss.sum(), x["logprobs_T"])[0].abs().max() < 1e-20
     assert pieces["weight"].max() < 1e-20 and not pieces["weight"].requires_grad
     full = module.Args(kl_estimator="full", entropy_coeff=0.1, **flags)
-    loss, _ = module.token_loss(**x, beta=0.5, args=full)
+    loss, _ = token_loss(module, 0.5, full, **x)
     torch.testing.assert_close(loss, 0.5 * x["full_kl_T"] - 0.1 * x["entropy_T"])
 
 
@@ -409,7 +407,7 @@ def test_the_weight_has_no_gradient(module, name):
     slopes = []
     for flags in ({}, {"truncated_importance_sampling_ratio_cap": 100.0}):
         args = module.Args(kl_estimator=name, kl_gradient="naive", **flags)
-        loss, pieces = module.token_loss(**x, beta=0.5, args=args)
+        loss, pieces = token_loss(module, 0.5, args, **x)
         slopes.append(torch.autograd.grad(loss.sum(), x["logprobs_T"])[0])
     torch.testing.assert_close(slopes[1], pieces["weight"] * slopes[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(pieces["weight"], (x["old_T"] - x["sampler_T"]).exp(), rtol=1e-12, atol=0)

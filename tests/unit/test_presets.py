@@ -23,7 +23,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from helpers import ROOT, TINY_RUN, folder_of, interrupted, run_here
+from helpers import ROOT, TINY_RUN, folder_of, interrupted, run_here, token_loss
 
 import grpo
 import ppo
@@ -232,10 +232,8 @@ def ours(case: frameworks.Case, args) -> dict[str, torch.Tensor]:
         found["value_loss"] = (loss_N * weights_N).sum()
         found["value_gradient"] = torch.autograd.grad(found["value_loss"], new_values)[0]
     weights_N = script.loss_weights(samples, in_loss, args).double()
-    reference = ref if loss_coef > 0 else None
-    loss_N, _ = script.token_loss(
-        new, old, reference, sampler, advantages_N, torch.zeros_like(old), None, loss_coef, args
-    )
+    given = {"logprobs_T": new, "old_T": old, "ref_T": ref, "sampler_T": sampler, "advantages_T": advantages_N}
+    loss_N, _ = token_loss(script, loss_coef, args, **given)
     found["advantages"] = advantages_N
     found["loss"] = (loss_N * weights_N).sum()
     found["gradient"] = torch.autograd.grad(found["loss"], new)[0]

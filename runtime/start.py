@@ -1,0 +1,48 @@
+"""What can be refused before torch is imported, in the order in which it costs least."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from runtime import data, flags, process, rundir
+from runtime.records import Problem
+
+
+def preflight(
+    args: flags.RunFlags,
+    defaults: flags.RunFlags,
+    checks: list[Callable[[flags.RunFlags], None]],
+    truth_error: Callable,
+) -> tuple[list[Problem], list[Problem], Path, Path | None] | None:
+    """Refuse a run that cannot work or would not mean what it says, with exit code 2. Loads no model.
+
+    Returns (training problems, evaluation problems, the run's folder, the checkpoint to resume from or None); None on a
+    rank that only samples.
+
+    Args:
+        args: of the run.
+        defaults: the script's, which a run's name leaves out.
+        checks: what only this script refuses, and what the verifiers do.
+        truth_error: what is wrong with the ground truth of a row, for the verifiers.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    process.listen_for_signals()
+    flags.check(args, world_size)
+    flags.check_training(args)
+    flags.check_kl(args)
+    for check in checks:
+        check(args)
+    world_size = process.split_launch(args.vllm_engines, args.vllm_tensor_parallel_size)
+    if world_size == 0:
+        rundir.open_run(args, defaults)  # ends here, as on the trainers, where the run is finished
+        if args.dry_run:
+            raise SystemExit(0)
+        process.prepare_environment(args.dtype)
+        return None
+    problems, eval_problems = data.load_problems(args, truth_error)
+    folder, start = rundir.open_run(args, defaults, world_size)
+    rundir.check_disk(args, folder)
+    process.prepare_environment(args.dtype)
+    return problems, eval_problems, folder, start
