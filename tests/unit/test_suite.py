@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 
 import pytest
 from conftest import COLLECTED
-from helpers import ROOT
+from helpers import ROOT, alive, descendants, read_jsonl
 
 FILES = sorted((ROOT / "tests").rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
@@ -70,3 +76,80 @@ def test_every_frame_that_a_test_waits_for_is_a_function():
     waited = {name: path.name for path, tree in TREES.items() for name in frames_waited_for(tree)}
     assert "evaluate" in waited
     assert [name for name in waited if not re.search(rf"\bdef {name}\(", known)] == []
+
+
+TESTS = """
+import os, signal, subprocess, sys, time
+import pytest
+
+def test_passes():
+    assert not os.path.exists("broken")
+
+def test_fails():
+    raise ValueError
+
+@pytest.mark.learn
+def test_skipped():
+    pytest.skip("no reason")
+
+@pytest.mark.slow
+def test_dies():
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    open("left", "w").write(str(child.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@pytest.mark.slow
+def test_hangs():
+    open("hangs", "w").close()
+    time.sleep(600)
+
+def test_fails_to_clean_up(request):
+    request.addfinalizer(lambda: 1 / 0)
+
+@pytest.mark.gpu
+def test_of_a_gpu():
+    raise ValueError
+"""
+RESULT = """| fast | 1 | 3 | 0 | 0 |
+| slow | 0 | 2 | 0 | 0 |
+| learn | 0 | 0 | 1 | 0 |
+
+Failed:
+
+* `tests/test_a.py::test_fails`
+* `tests/test_a.py::test_dies`
+* `tests/test_a.py::test_hangs`
+* `tests/test_a.py::test_fails_to_clean_up`
+* `tests/test_b.py`
+<!-- /whole -->
+the rest
+"""
+
+
+def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path):
+    """Each test has one line of outcome; nothing is left over, also of a run that is told to end; the page is kept."""
+    for folder in ("tests", "docs"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(ROOT / "tests" / "whole.py", tmp_path / "tests")
+    (tmp_path / "tests" / "test_a.py").write_text(TESTS)
+    (tmp_path / "tests" / "test_b.py").write_text("import nowhere")
+    (tmp_path / "docs" / "survival.md").write_text("before\n<!-- whole -->\nold\n<!-- /whole -->\nthe rest\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  learn\n  gpu\n")
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    line = [sys.executable, "tests/whole.py", "--limit"]
+    first = subprocess.Popen([*line, "60"], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "hangs").exists():
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    seen = descendants(first.pid)
+    first.terminate()
+    assert first.wait(10) == 128 + signal.SIGTERM
+    assert seen and not [pid for pid in (*seen, int((tmp_path / "left").read_text())) if alive(pid)]
+    (tmp_path / "broken").touch()  # what has passed is not run again
+    second = subprocess.run([*line, "4"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert second.returncode == 1, second.stderr
+    page = (tmp_path / "docs" / "survival.md").read_text()
+    assert page.startswith("before\n<!-- whole -->\nCommit ") and page.endswith(RESULT), page
+    ended = [line for line in read_jsonl(next((tmp_path / "runs" / "whole").iterdir())) if "outcome" in line]
+    assert len(ended) == 7 and [line["why"] for line in ended if "why" in line][:2] == ["pytest ended with -9"] * 2
