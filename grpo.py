@@ -613,6 +613,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
 
         # Which samples take part.  in_loss: counted in the loss's normalization.  with_gradient: the part of them that
         # is computed; without KL and entropy a group of equal rewards has a gradient of exactly 0, and costs nothing.
+        # In a mini-batch of such groups one sample is computed: AdamW's momentum moves the weights there, too.
         zero_std_P = rewards_PG.amax(1) == rewards_PG.amin(1)
         in_loss = list(range(len(samples)))
         if args.filter_zero_std_samples:
@@ -624,7 +625,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             with_gradient = [i for i in in_loss if not zero_std_P[samples[i].prompt_id]]
 
         # 5 log-probs: reference (only if there is one); old (only if more than one optimizer step, or for the reward)
-        known = with_gradient
+        first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}
+        known = sorted({*with_gradient, *first_of_groups.values()})
         if kl.reward > 0 and (kl.controller is not None or args.kl_reward_norm == "inside"):
             known = list(range(len(samples)))  # controller and group statistics have the KL of every response
         if reference is None and updates == 1:
@@ -643,6 +645,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             if known:
                 for array in (old_N, ref_N, full_kl_N):  # every token was computed on one rank
                     dist.all_reduce(array)
+            sampler_metrics = utils.check_engines(policy, engine, samples, with_gradient, step, args, run)
             if reference is not None and args.kl_full_samples > 0:
                 few = with_gradient[: args.kl_full_samples]
                 kl_metrics |= utils.exact_kl(policy, reference, samples, few, budget, run)
@@ -680,8 +683,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     random.Random(f"{args.seed}/{step}/{epoch}").shuffle(order)
                 members = utils.even_part(order, mini, args.num_mini_batches)
                 mini_in_loss = [i for i in in_loss if samples[i].prompt_id in members]
-                mini_with_gradient = [i for i in with_gradient if samples[i].prompt_id in members]
-                if not mini_with_gradient or stats.stopped:
+                mini_with_gradient = [i for i in with_gradient if samples[i].prompt_id in members] or mini_in_loss[:1]
+                if not mini_in_loss or stats.stopped:
                     continue
                 weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
                 budget = run.sizes.micro_batch_tokens
@@ -713,6 +716,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 collect(engine, verifiers, asked, clock)
         with clock("push"):
             engine.push(utils.engine_weights(policy, args))
+        queue.look()
         if moving is not None and step % args.ref_policy_update_freq == 0:
             moving.move(policy, args.zero_stage)
         kl.update(kl_metrics.get("kl/reward"), stats.mean_kl(args.kl_target_unit), len(samples))
@@ -726,6 +730,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             **utils.sample_metrics(samples, rewards_PG, step),
             **data_metrics,
             **kl_metrics,
+            **sampler_metrics,
             **stats.metrics(lr),
             **clock.metrics(offsets[-1], stats.totals["tokens"]),
             **engine.metrics,

@@ -907,6 +907,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             if known:
                 for array in (old_N, ref_N, full_kl_N):  # every token was computed on one rank
                     dist.all_reduce(array)
+            sampler_metrics = utils.check_engines(policy, engine, samples, in_loss, step, args, run)
             if reference is not None and args.kl_full_samples > 0:
                 few = in_loss[: args.kl_full_samples]
                 kl_metrics |= utils.exact_kl(policy, reference, samples, few, budget, run)
@@ -1034,6 +1035,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 collect(engine, verifiers, asked, clock)
         with clock("push"):
             engine.push(utils.engine_weights(policy, args))
+        queue.look()
         if moving is not None and step % args.ref_policy_update_freq == 0:
             moving.move(policy, args.zero_stage)
         kl.update(kl_metrics.get("kl/reward"), stats.mean_kl(args.kl_target_unit), len(samples))
@@ -1047,6 +1049,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             **utils.sample_metrics(samples, rewards_PG, step),
             **data_metrics,
             **kl_metrics,
+            **sampler_metrics,
             **stats.metrics(lr),
             **value_metrics,
             **clock.metrics(offsets[-1], stats.totals["tokens"]),

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl, kl_setting_message, kl_values
 from runtime import data, flags, rundir, runlog
 from runtime.attention import attention_inputs, check_mask_size, choose_layout, grouped_attention, varlen_attention
-from runtime.batching import MicroBatch, micro_batches, token_offsets
+from runtime.batching import MicroBatch, flat, micro_batches, per_token, token_offsets
 from runtime.flags import check_override, is_dropout
 from runtime.memory import logit_block, reduce_bucket
 from runtime.process import refuse, resident_bytes, sync
@@ -670,7 +670,7 @@ def engine_weights(policy, args) -> list[tuple[str, torch.Tensor]] | ShardedWeig
     vLLM wants the names of checkpoint files, not those of modules. Where every rank has an engine, what ZeRO 3 has
     sharded is gathered as the engines load it.
     """
-    return current_weights(policy, args.zero_stage, args.rollout == "vllm", in_buckets=args.vllm_mode == "thread")
+    return current_weights(policy, args.zero_stage, args.rollout == "vllm", args.vllm_mode == "thread")
 
 
 def clear_dropped_gradients(engine) -> None:
@@ -991,6 +991,39 @@ def check_sampler(stats: TokenStats, limit: float, dtype: torch.dtype) -> None:
             f"sampler and trainer log-probs differ by {means_E[worst]:.3g} nats per token (engine {worst}; "
             f"--max_sampler_diff: {limit:g}): the engine has stale weights or a different model"
         )
+
+
+def check_engines(policy, engine: Engine, samples: list[Sample], trained: list[int], step: int, args, run: Run) -> dict:
+    """Compare engine and trainer where the update will not: metrics of |trainer's - engine's log-prob|.
+
+    Before the first update of ``step``, whose weights sampled what is compared: with --async_steps, what the engines
+    were asked for after the last push; else some samples of each engine that has none among ``trained``. Every rank
+    must call. Raises RuntimeError as ``check_sampler`` does.
+    """
+    if args.async_steps > 0:
+        looks = gather_samples(engine.looked())
+    else:
+        seen = {samples[i].engine for i in trained}
+        looks = []
+        for number in set(range(engine.count)) - seen:
+            looks += [sample for sample in samples if sample.engine == number][:4]
+    if not looks:
+        return {}
+    offsets = token_offsets(looks)
+    sampler_N = flat([s.sampler_logprobs for s in looks], run.device)
+    fresh_N = flat([s.token_versions() == step for s in looks], run.device)
+    engine_N = per_token([s.engine for s in looks], offsets, run.device)
+    stats = TokenStats(run.device, engine.count)
+    budget = run.sizes.logprob_micro_batch_tokens
+    for mb in micro_batches(looks, list(range(len(looks))), budget=budget, **run.cutting):
+        diff_T = (policy(mb)[0] - sampler_N[mb.tokens]).abs()
+        stats.add(fresh_N[mb.tokens], {"tokens": torch.ones_like(diff_T), "diff": diff_T})
+        stats.add_sampler_diff(fresh_N[mb.tokens], diff_T, engine_N[mb.tokens])
+    sums, maxima = stats.reduce()
+    check_sampler(stats, args.max_sampler_diff, run.dtype)
+    if sums["tokens"] == 0:
+        return {}
+    return {"sampler/logprob_diff_mean": sums["diff"] / sums["tokens"], "sampler/logprob_diff_max": maxima["diff"]}
 
 
 def set_learning_rate(engine, rate: float) -> None:

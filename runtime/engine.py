@@ -58,6 +58,8 @@ class Engine:
         self.numbers = itertools.count()
         self.batches: dict[int, Batch] = {}  # asked for and not whole, by their numbers
         self.arrived: deque[tuple[Batch, Sample]] = deque()  # and not handed on
+        self.look_batch: Batch | None = None  # a few tokens to compare with the trainer's, under way
+        self.looks: list[Sample] = []  # what has arrived of it
         self.version = 0  # of the weights that were pushed last: step s begins with version s
         self.weights: list[tuple[str, torch.Tensor]] = []  # these, for an engine that has to be built again
         self.acknowledged = 0
@@ -138,6 +140,22 @@ class Engine:
             else:
                 self.take("sample", until)
 
+    def look(self, problems: list[Problem], sampling: dict) -> None:
+        """Ask every engine for 4 times 16 tokens by the weights that it has now, without waiting: see ``looked``."""
+        places = range(4 * self.count)
+        prompts = [problems[place % len(problems)] for place in places]
+        short = {"max_tokens": min(16, sampling["max_tokens"]), "ignore_eos": True}
+        self.look_batch = self.ask(prompts, [(place, 0, place) for place in places], sampling | short)
+
+    def looked(self) -> list[Sample]:
+        """This rank's part of what the last ``look`` asked for."""
+        until = ("until", self.look_batch.number)
+        self.inbox.put(until)
+        while self.look_batch.unfinished:
+            self.take("sample", until)
+        found, self.looks = self.looks, []
+        return found
+
     def take(self, what: str, request: tuple | None = None) -> None:
         """Wait for one message, whichever comes: samples may arrive before an acknowledgement that is waited for.
 
@@ -159,7 +177,9 @@ class Engine:
                 sample.response = self.tokenizer.decode(ids, skip_special_tokens=True)
                 sample.engine = key[0] % self.count
                 self.tokens += len(ids)
-                if self.reports:
+                if self.reports and batch is self.look_batch:
+                    self.looks.append(sample)
+                elif self.reports:
                     self.arrived.append((batch, sample))
             case ("weights", version, busy):
                 now = time.perf_counter()
@@ -221,6 +241,7 @@ class Queue:
             for sample in batch.samples or []:
                 sample.engine = sample.prompt_id % self.engine.count  # another number of ranks has other engines
             self.batches.append(batch)
+        self.look()
 
     def ask(self, count: int, name: str | None = None) -> Batch:
         """Ask for ``count`` problems: those of the next step, or others, by a name of their own."""
@@ -232,6 +253,11 @@ class Queue:
         if name is None:
             self.batches.append(batch)
         return batch
+
+    def look(self) -> None:
+        """Have something to compare with the trainer's log-probs in the next step, whose own samples may be stale."""
+        if self.args.async_steps > 0:
+            self.engine.look(self.source.problems, self.sampling)
 
     def next(self) -> Batch:
         """The oldest batch."""

@@ -11,6 +11,16 @@ def parity(response, truth, row):
     return Reward(float(len(response) % 2), {"correct": float(len(response) % 2)})
 
 
+def nothing(response, truth, row):
+    """The same for every response, so that no group has a gradient."""
+    return Reward(0.0)
+
+
+def seldom(response, truth, row):
+    """1 for one response in eight or so: most groups have no gradient, some have."""
+    return Reward(float(sum(response.encode()) % 8 == 0))
+
+
 def raises(response, truth, row):
     raise ZeroDivisionError("the verifier's own mistake")
 

@@ -28,6 +28,7 @@ from helpers import (
     ROOT,
     SMALL,
     STALLS,
+    VERIFIERS,
     Run,
     alive,
     command,
@@ -47,7 +48,7 @@ from nodes import Nodes, ends, reason_for_none, training
 
 import grpo
 import utils
-from runtime import process
+from runtime import flags, process
 
 pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "faults.md"
@@ -313,6 +314,45 @@ def test_stale_weights(small, capfd, monkeypatch):
     hf_thread_with(monkeypatch, keep_first)
     text = fails(small(total_steps=4, learning_rate=1e-2), capfd)
     note("the engine keeps old weights", "pushes that are acknowledged and dropped", text, "--max_sampler_diff", ENDS)
+
+
+@pytest.mark.parametrize("inflight", ["off", "recompute", "keep"])
+def test_stale_weights_of_samples_that_are_stale_anyway(small, capfd, monkeypatch, inflight):
+    """With --async_steps no token that is trained on need be fresh: a few are asked for after every push."""
+    seen: list = []
+
+    def keep_first(message):
+        if message[0] == "weights":
+            seen.append([(name, w.clone()) for name, w in message[2]])
+            return ("weights", message[1], seen[0])
+        return message
+
+    hf_thread_with(monkeypatch, keep_first)
+    monkeypatch.setattr(flags, "check_asynchrony", lambda args: None)  # this thread knows no updates in flight
+    text = fails(small(total_steps=4, learning_rate=1e-2, async_steps=1, inflight_updates=inflight), capfd)
+    assert "the engine has stale weights or a different model" in text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"reward_fn": f"{VERIFIERS}:nothing"}, {"mask_truncated_completions": True}, {"filter_zero_std_samples": True}],
+    ids=["equal", "truncated", "filtered"],
+)
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_an_engine_with_other_weights_is_noticed_where_nothing_is_trained(tiny, tmp_path, monkeypatch, script, changes):
+    """Such an engine's answers are garbage, so all rewards are equal, or no response ends, and there is no gradient."""
+    changes = {"reward_fn": f"{VERIFIERS}:nothing", "eval_prompts": 0, **changes}
+    hf_thread_with(monkeypatch, lambda m: (*m[:2], [(n, w + 1) for n, w in m[2]]) if m[0] == "weights" else m)
+    with pytest.raises(RuntimeError, match="the engine has stale weights or a different model"):
+        run_here(tiny_args(tiny, tmp_path, script, **changes), script)
+
+
+def test_a_healthy_engine_is_compared_in_every_step(tiny, tmp_path):
+    """Also where nothing is trained on, or nothing that is fresh; and 0 looks at nothing."""
+    quiet = {"reward_fn": f"{VERIFIERS}:nothing", "filter_zero_std_samples": True, "eval_prompts": 0}
+    for changes in (quiet, {"async_steps": 1, "total_steps": 4, "learning_rate": 1e-2, "eval_prompts": 0}):
+        for metrics in run_here(tiny_args(tiny, tmp_path, **changes)):
+            assert 0 <= metrics["sampler/logprob_diff_mean"] < 1e-4
 
 
 def test_another_temperature(small, capfd, monkeypatch):

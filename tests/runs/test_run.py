@@ -27,6 +27,7 @@ from helpers import (
     run_to_end,
     tiny_args,
 )
+from safetensors.torch import load_file
 
 import grpo
 import utils
@@ -252,6 +253,27 @@ def test_kl_is_measured_at_coefficient_zero_when_asked_for(tiny, tmp_path, scrip
     assert {name for name in without if name.startswith("kl/")} == {"kl/coef"}
     assert metrics["reward/mean"] == without["reward/mean"]
     assert metrics["loss/policy"] == pytest.approx(without["loss/policy"], abs=1e-5)
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_measuring_the_kl_changes_no_weight(tiny, tmp_path, script):
+    """Also where mini-batches have no gradient: AdamW's momentum moves the weights in all of these runs, or in none."""
+    common = {"learning_rate": 1e-2, "eval_prompts": 0, "num_mini_batches": 4, "total_steps": 4, "max_sampler_diff": 0}
+    common |= {"reward_fn": f"{VERIFIERS}:seldom"}
+    runs = {"plain": {}, "measured": {"load_ref_policy": True}, "nearly": {"beta": 1e-9}}
+    weights, steps = {}, {}
+    for name, changes in runs.items():
+        args = tiny_args(tiny, tmp_path / name, script, **common, **changes)
+        metrics = run_here(args, script)
+        steps[name] = [m["optim/steps"] for m in metrics]
+        weights[name] = load_file(folder_of(args, script) / "model" / "model.safetensors")
+    assert any(0 < m["reward/zero_std_frac"] < 1 for m in metrics)
+    assert steps["plain"] == steps["measured"] == steps["nearly"] == [4, 4, 4, 4]
+    start = load_file(tiny / "model.safetensors")
+    moved = max((weights["plain"][n] - start[n]).abs().max().item() for n in start)
+    for name in ("measured", "nearly"):
+        apart = max((weights["plain"][n] - weights[name][n]).abs().max().item() for n in start)
+        assert apart < 0.01 * moved
 
 
 def test_masked_tokens_are_counted(tiny, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from helpers import ROOT, clean_environment, folder_of, record, run_here, tiny_a
 
 import grpo
 import utils
+from runtime.weights import _is_renamed
 
 
 def python(code: str, **environment: str) -> str:
@@ -225,4 +226,4 @@ def test_models_with_other_names_in_their_checkpoints_are_gathered_whole(tmp_pat
     for family, fields, renamed in (("llama", {}, False), ("qwen3_moe", experts, True)):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **fields))
         policy = SimpleNamespace(module=SimpleNamespace(model=model))
-        assert utils._is_renamed(policy.module.model) is renamed
+        assert _is_renamed(policy.module.model) is renamed

@@ -16,7 +16,6 @@ from helpers import run_here, tiny_args
 
 import grpo
 import ppo
-import utils
 from runtime import dedicated, watchdog, weights
 
 SCRIPTS = pytest.mark.parametrize("script", [grpo, ppo])
