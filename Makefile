@@ -16,7 +16,7 @@ testbed: setup
 	$(PYTHON_BIN) scripts/pretrain_tiny.py $(ARGS)
 
 test: setup
-	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --max-worker-restart 0 $(ARGS)
+	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
 # Every test, in hours; continues where it was stopped: make test-all ARGS="tests/runs/test_faults.py"
 test-all: setup

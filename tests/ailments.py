@@ -53,7 +53,7 @@ def ever_slower(response, truth, row):
     return float(response.endswith(truth))
 """
 
-LOSS = "loss = (loss_T * weights_T).sum() * world_size"
+LOSS = "loss = (loss_T * tokens.weights_T).sum() * run.world_size"
 
 
 @dataclass(frozen=True)

@@ -526,6 +526,7 @@ def test_the_critic_learns(tiny, tmp_path):
         num_samples_per_prompt_rollout=1,
         num_unique_prompts_rollout=16,
         reward_fn=f"{ROOT}/tests/verifiers.py:addition",
+        dataset=ppo.Args.dataset,  # of 200 rows it saw each prompt more than once
     )
     metrics = run_here(args, "ppo")
     found = [m["value/explained_variance"] for m in metrics]
