@@ -24,6 +24,7 @@ from helpers import (
     record,
     run_here,
     run_to_end,
+    script,
     tiny_args,
 )
 from safetensors.torch import load_file
@@ -606,13 +607,36 @@ def test_groups_of_equal_reward(tiny, tmp_path):
 # ------------------------------------------------------------------------------------------------- in other processes
 
 
+# The ranks of both runs as forks of one process, as scripts/many.py does it: importing vLLM is most of such a run.
+FORKED_RANKS = """
+import os, sys
+import many
+from runtime import flags
+
+script = many.load_script(many.Path("grpo.py"))
+for ranks in (1, 2):
+    for rank in range(ranks):
+        if os.fork() == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            sys.argv = ["grpo.py", *sys.argv[2:], "--output_dir", f"{sys.argv[1]}/{ranks}"]
+            args = flags.parse(script.Args, script.__doc__)
+            script.main(args, script.preflight(args))
+            sys.exit()
+    for rank in range(ranks):
+        assert os.wait()[1] == 0
+"""
+
+
 def test_two_ranks_equal_one(tiny, tmp_path):
     """vLLM on each rank, its share of the prompts each: the same samples, loss and gradient as one rank."""
+    file = tmp_path / "forks.py"
+    file.write_text(f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'scripts')!r}]\n{FORKED_RANKS}")
+    words = command(tiny, tmp_path, rollout="vllm")[2:]
+    finish([*script(str(file), str(tmp_path)), *words], tmp_path / "log", 240)
     metrics = {}
     for ranks in (1, 2):
-        line = command(tiny, tmp_path / str(ranks), ranks=ranks, rollout="vllm", launcher=ACCELERATE_LAUNCH)
-        finish(line, tmp_path / f"{ranks}.log", 240)
-        (folder,) = (tmp_path / str(ranks)).iterdir()
+        folder = tmp_path / str(ranks) / "run"
         metrics[ranks] = read_jsonl(folder / "metrics.jsonl") + read_jsonl(folder / "eval.jsonl")
     for one, two in zip(metrics[1], metrics[2], strict=True):
         for key, value in one.items():
