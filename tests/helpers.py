@@ -106,6 +106,17 @@ def token_loss(module, beta: float, args, **given):
     return module.token_loss(module.Tokens(**fields), beta, args)
 
 
+def kl_loss(logprobs, old, ref, mask, *, estimator: str, gradient: str = "naive", full_kl=None):
+    """The KL in the loss of grpo.py per token, 0 where ``mask`` is False."""
+    import torch
+
+    import grpo
+    import kl_estimators
+
+    given = {"estimator": estimator, "gradient": gradient, "full_kl": full_kl}
+    return torch.where(mask, kl_estimators.loss_term(grpo, logprobs, old, ref, **given), 0.0)
+
+
 def load_variant(name: str, folder: Path):
     """The module variant_NAME: the variant's script, written to ``folder`` and imported from there."""
     import variant
