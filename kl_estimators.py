@@ -182,30 +182,33 @@ class AdaptiveKLController:
 class KLCoefficients:
     """The coefficients of the KL in the loss and in the reward, 0 where there is none. A controller may move one.
 
-    loss, reward: at the start. controller: moves that of the reward, or that of the loss without a KL in the reward.
+    given: (in the loss, in the reward). controller: moves that of the reward, or that of the loss without a KL in the
+    reward.
     """
 
-    def __init__(self, loss: float, reward: float, controller: AdaptiveKLController | None = None):
-        self.loss = loss
-        self.reward = reward
+    def __init__(self, given: tuple[float, float], controller: AdaptiveKLController | None = None):
+        self.given = given
         self.controller = controller
+        self.in_reward = given[1] > 0
 
-    def follow(self) -> None:
-        """Take the coefficient from the controller, which a checkpoint may have brought."""
-        if self.controller is not None and self.reward > 0:
-            self.reward = self.controller.coef
-        elif self.controller is not None:
-            self.loss = self.controller.coef
+    @property
+    def loss(self) -> float:
+        """Of the KL in the loss."""
+        return self.given[0] if self.controller is None or self.in_reward else self.controller.coef
+
+    @property
+    def reward(self) -> float:
+        """Of the KL in the reward."""
+        return self.given[1] if self.controller is None or not self.in_reward else self.controller.coef
 
     def update(self, reward_kl: float | None, loss_kl: float | None, sequences: int) -> None:
         """Steer by the KL that the rewards of so many sequences lost, as verl does, or else by k1 during the update.
 
         None: the step had none, and changes nothing.
         """
-        found = reward_kl if self.reward > 0 else loss_kl
+        found = reward_kl if self.in_reward else loss_kl
         if self.controller is not None and found is not None:
             self.controller.update(found, sequences)
-            self.follow()
 
 
 # ------------------------------------------------------------------------------------------- what each setting means

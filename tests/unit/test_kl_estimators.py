@@ -533,7 +533,7 @@ def test_what_is_logged_and_the_reward_have_no_gradient():
 
 def test_errors_say_what_is_wrong():
     x, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="k5.*k1, k2, k3, k4, abs, full"):
+    with pytest.raises(ValueError, match=r"k5.*k1, k2, k3, k4, abs, full"):
         kl.kl_reward(x, x, mask, estimator="k5")
     with pytest.raises(ValueError, match="full_kl"):
         kl.kl_reward(x, x, mask, estimator="full")
