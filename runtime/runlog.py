@@ -232,7 +232,8 @@ class RunLog:
             self._start_wandb(config)
 
     def _empty_folder(self) -> None:
-        for path in self.folder.iterdir():
+        """Remove all but the lock; config.json last, by which the folder is known as a run's wherever this ends."""
+        for path in sorted(self.folder.iterdir(), key=lambda path: path.name == "config.json"):
             if path.name == "lock":
                 continue
             if path.is_dir() and not path.is_symlink():

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import math
+import os
 import types
 import typing
 from pathlib import Path
@@ -313,6 +314,8 @@ def test_long_and_strange_names():
     long = [rundir.run_name(Args(system_prompt="x" * 500 + end), Args()) for end in "ab"]
     assert long[0] != long[1]
     assert all(len(name.encode()) < 200 for name in long)
+    letters = [rundir.run_name(Args(system_prompt=c * 500, exp_name="e" * 100), Args()) for c in "яé名😀\udcff"]
+    assert all(len(os.fsencode(name)) <= 255 for name in letters), "bytes, of which a letter may have four"
     slashes = [rundir.run_name(Args(dataset=path), Args()) for path in ("a/b.jsonl", "a-b.jsonl")]
     assert slashes[0] != slashes[1]
     assert not any("/" in name for name in slashes)
