@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from helpers import (
     logged,
     read_jsonl,
     record,
+    run_environment,
     saved,
 )
 
@@ -61,6 +63,87 @@ def test_what_a_library_forks(tmp_path):
             time.sleep(0.5)
             assert run.process.poll() is None and "SIGTERM" not in run.text()
         run.kill()  # and nothing is left over
+
+
+SPEAKS = r"""
+import os, sys, time
+from runtime import process
+
+process.listen_for_signals()
+process.Stop.training = True
+said = 0
+while not process.Stop.asked:
+    print("step", said, "\u540d\udcff", flush=True)
+    print("warning", said, file=sys.stderr, flush=True)
+    said += 1
+    os.write(int(sys.argv[1]), b".")
+    time.sleep(0.02)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("reader", ["dies", "sleeps", "has a full disk", "has no such letters", "has gone already"])
+def test_the_console_does_not_end_a_run(tmp_path, reader):
+    """Ctrl-C on `python grpo.py 2>&1 | tee log` ends tee first; what else a print may meet; the signal is answered."""
+    (tmp_path / "speaks.py").write_text(SPEAKS)
+    ends, told = os.pipe(), os.pipe()
+    if reader == "has gone already":
+        os.close(ends[0])
+    if reader == "has a full disk":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), ends[1])
+    if reader == "sleeps":  # and another program has made its pipe non-blocking
+        os.set_blocking(ends[1], False)
+        while True:
+            try:
+                os.write(ends[1], b"." * 4096)
+            except BlockingIOError:
+                break
+    environment = run_environment() | ({"PYTHONIOENCODING": "latin-1"} if reader == "has no such letters" else {})
+    environment.pop("PYTHONUNBUFFERED")
+    line = [sys.executable, str(tmp_path / "speaks.py"), str(told[1])]
+    run = subprocess.Popen(line, stdout=ends[1], stderr=ends[1], pass_fds=[told[1]], env=environment, cwd=ROOT)
+    os.close(ends[1])
+    os.close(told[1])
+    if reader == "sleeps":
+        time.sleep(0.5)
+        os.set_blocking(ends[0], False)
+        assert len(os.read(ends[0], 2**20)) >= 65536, "what had been there before"
+        os.set_blocking(ends[0], True)
+    os.read(told[0], 1)
+    if reader == "dies":
+        assert b"step 0" in os.read(ends[0], 2**16)
+        os.close(ends[0])
+    seen = sum(len(os.read(told[0], 1)) for _ in range(20))
+    assert seen == 20 and run.poll() is None, "it goes on"
+    run.send_signal(signal.SIGINT)
+    assert run.wait(10) == 75
+
+
+def test_a_verifier_that_prints_needs_no_reader():
+    """Its score would be that of a verifier that fails."""
+    program = "from runtime import process; process.live_for_parent(); print('a response', flush=True)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_on_a_pipeline_saves(tiny, tmp_path, ranks):
+    """The terminal's signal ends `tee` too: what is said after it has no reader, and the checkpoint is written."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    run = Run(command(tiny, tmp_path, *LONG, "--log_samples_every", "1", ranks=ranks), tmp_path / "pipe")
+    run.log = tmp_path / "log"  # of nothing, for the messages of this test: the run speaks to the pipe
+    run.log.touch()
+    run.until(lambda: logged(tmp_path) >= 2)
+    assert b"step 1/" in os.read(reader, 2**16)
+    os.close(reader)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.end(60) == 75
+    assert saved(tmp_path) == logged(tmp_path) >= 2
 
 
 @pytest.mark.slow
