@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -183,14 +184,22 @@ def check_disk(args, folder: Path) -> None:
     say(f"warning: {message}")
 
 
+FIRST_FIELD = re.compile(r'\{"step": (-?\d+),')
+
+
+def step_of(line: str) -> int | None:
+    """Step of a line of a .jsonl file, also of one that is no JSON but whole; None for half a line."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        found = FIRST_FIELD.match(line) if line.endswith("\n") else None
+        return int(found[1]) if found else None
+
+
 def last_step(path: Path) -> int:
     """Step of the last whole line of a .jsonl file; -1 without any."""
-    for line in reversed(path.read_text().splitlines() if path.is_file() else []):
-        try:
-            return json.loads(line)["step"]
-        except json.JSONDecodeError:
-            continue  # half written
-    return -1
+    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
+    return next((step for line in reversed(lines) if (step := step_of(line)) is not None), -1)
 
 
 def unfinished(folder: Path, args) -> str:
@@ -211,12 +220,10 @@ def cut_back(file: Path, last: int) -> None:
     if not file.exists():
         return
     kept = []
-    for line in file.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= last:
-                kept.append(line + "\n")
-        except json.JSONDecodeError:
-            continue
+    for line in file.read_text(errors="replace").splitlines(keepends=True):
+        step = step_of(line)
+        if step is not None and step <= last:
+            kept.append(line.rstrip("\n") + "\n")
     write_whole(file, "".join(kept))
 
 

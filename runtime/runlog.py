@@ -304,7 +304,7 @@ class RunLog:
         if not self.is_main:
             return
         with open(self.folder / file, "a") as f:
-            f.write(redact(json.dumps(_finite(record), default=np.ndarray.tolist)) + "\n")
+            f.write(json.dumps(_writable(record), default=np.ndarray.tolist) + "\n")
         if self.wandb is not None and file in ("metrics.jsonl", "eval.jsonl"):
             self._track("log", {k: v for k, v in record.items() if k != "step"}, step=record["step"])
 
@@ -356,10 +356,17 @@ class RunLog:
             self.lock.release()
 
 
-def _finite(value: Any) -> Any:
-    """NaN and infinities as null: JSON has no word for them."""
+def _writable(value: Any) -> Any:
+    """NaN and infinities as null, for which JSON has no word, and texts without secrets.
+
+    Before they are JSON: a secret may end in a quote, and to hide that one's backslash would break the line.
+    """
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {_writable(k): _writable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_writable(v) for v in value]
+    if isinstance(value, str):
+        return redact(value)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

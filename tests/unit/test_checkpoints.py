@@ -219,6 +219,18 @@ def test_changed_arguments(stopped, tmp_path, capsys):
     assert "--beta 0.0 there, 0.5 here" in refusal(args, capsys)
 
 
+def test_a_torn_config(stopped, tmp_path, capsys):
+    """The checkpoints of a run are not lost with its config.json, and without them nothing is touched."""
+    args = copy_of(stopped, tmp_path)
+    folder = folder_of(args)
+    (folder / "config.json").write_text("")
+    assert "config.json cannot be read" in refusal(args, capsys)
+    (folder / "config.json").unlink()
+    assert rundir.open_run(args, grpo.Args())[1].name == "step_000003"
+    shutil.rmtree(folder / "checkpoints")
+    assert "it has no config.json" in refusal(args, capsys)
+
+
 def test_resume_never_and_paths(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path, resume="never")
     assert "this very run" in refusal(args, capsys)
@@ -298,6 +310,18 @@ def test_lines_of_steps_that_are_done_again_go(tmp_path):
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
     rundir.cut_back(file, 2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_lines_that_are_no_json_stay(tmp_path):
+    """A resume leaves the lines of earlier steps alone, whoever has spoiled them; half a line is none."""
+    file = tmp_path / "samples.jsonl"
+    whole = ['{"step": 1}\n', '{"step": 2, "response": "a"b"}\n', '{"step": 3, "response": "c"d"}\n', '{"step": 2}\n']
+    file.write_bytes(
+        "".join(["[1]\n", "7\n", "{}\n", "\n", *whole, '{"step": 2, "response": "']).encode() + b"\xe5\x90"
+    )
+    assert rundir.last_step(file) == 2
+    rundir.cut_back(file, 2)
+    assert file.read_text() == whole[0] + whole[1] + whole[3]
 
 
 # ------------------------------------------------------------------------------------------- keeping, saving, no room
