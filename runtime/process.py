@@ -142,16 +142,19 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Stop:
-    """Whether this process was asked to stop, and whether it has begun to train, so there is something to save."""
+    """Whether this process was asked to stop, and what it can still save."""
 
     asked = False
-    training = False
+    training = False  # it has begun, so there is something to save
+    last_step_done = False  # what remains is the last evaluation and model/
+    last_step_saved = False  # and another start can do both
 
 
 def listen_for_signals() -> None:
     """Make the first of STOP_SIGNALS ask for a checkpoint after the step and exit code 75; a second one ends at once.
 
-    Before training there is nothing to save: the first signal ends the process at once, with 75. A thread reads which
+    Before training there is nothing to save: the first signal ends the process at once, with 75. So it does once the
+    last step is saved, and where it is not, the run goes to its end. A thread reads which
     signals came, so they are answered also while the main thread waits in a collective, where a handler in Python would
     not run. SIGUSR2 prints the stacks of all threads. A signal that was ignored from the start (nohup, a background job
     of a shell) stays ignored. From here on the console may fail, as it does when a signal ends its reader, too.
@@ -161,6 +164,8 @@ def listen_for_signals() -> None:
         die_with_parent()
     Stop.asked = False
     Stop.training = False
+    Stop.last_step_done = False
+    Stop.last_step_saved = False
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
@@ -190,9 +195,15 @@ def _listen(pipe: socket.socket, keep: socket.socket) -> None:
         if not Stop.training:
             _write(f"{name} before the first step: ending, there is nothing to save\n")
             os._exit(75)
+        if Stop.last_step_saved:
+            _write(f"{name}: the last step is saved: ending now with exit code 75, before the last evaluation\n")
+            os._exit(75)
         Stop.asked = True
         first = now
-        _write(f"{name}: saving after this step, then exit code 75; again to end now\n")
+        if Stop.last_step_done:
+            _write(f"{name}: ending after the last evaluation, which saves the model; again to end now, without it\n")
+        else:
+            _write(f"{name}: saving after this step and its evaluation, then exit code 75; again to end now\n")
 
 
 def _write(text: str) -> None:

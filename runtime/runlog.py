@@ -17,7 +17,7 @@ import numpy as np
 from runtime import libraries, memory, presets
 from runtime.flags import recorded_steps
 from runtime.identity import code_of, recorded
-from runtime.process import FolderLock, git_state, refuse, versions, write_whole
+from runtime.process import FolderLock, Stop, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
 from runtime.redaction import redact, redact_words
 from runtime.rundir import cut_back
@@ -197,6 +197,7 @@ class RunLog:
         self.first = 0  # the step after which the run resumed
         self.scores: dict[int, float | None] = {}  # step -> pass@1 of the evaluation after it
         self.best = -math.inf  # the best evaluation so far, by --best_metric
+        self.needless: Path | None = None  # a checkpoint that a finished run does not need
         self.begun = time.monotonic()
         if not is_main:
             libraries.write_to(None)
@@ -352,8 +353,13 @@ class RunLog:
         """Finish wandb, and let other runs have the folder."""
         if self.wandb is not None:
             self._track("finish")
-        if self.is_main:
-            self.lock.release()
+        if not self.is_main:
+            return
+        if self.needless is not None and (self.folder / "model").is_dir():
+            Stop.last_step_saved = False
+            shutil.rmtree(self.needless, ignore_errors=True)
+            (self.needless.parent / "latest").unlink(missing_ok=True)
+        self.lock.release()
 
 
 def _writable(value: Any) -> Any:

@@ -25,6 +25,7 @@ from helpers import (
     record,
     run_environment,
     saved,
+    with_program,
 )
 
 from runtime import process
@@ -298,9 +299,10 @@ def test_a_run_that_stands_still_says_where_and_ends(tiny, tmp_path, ranks):
 SIGNAL_IN_EVALUATION = """
 from runtime import process
 process.prepare_environment()
-import os, signal
+import os, signal, time
 import tyro
 import grpo, utils
+from runtime import checkpoints
 
 if __name__ == "__main__":  # the reward workers import this file
     plain, calls = utils.gather_samples, []
@@ -309,12 +311,22 @@ if __name__ == "__main__":  # the reward workers import this file
         calls.append(1)
         if len(calls) == int(os.environ["SIGNAL_AT"]) and os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
         return plain(samples)
 
     utils.gather_samples = gather
+    checkpoints.RESTART_SECONDS = float(os.environ["RESTART_SECONDS"])
     args = tyro.cli(grpo.Args)
     grpo.main(args, grpo.preflight(args))
 """
+
+
+def evaluates(tiny, tmp_path, monkeypatch, ranks: int, steps: int, signal_at: int, restart: int) -> list[str]:
+    """The command line of a run that evaluates after every step, with a signal to rank 0 in one of the gathers."""
+    monkeypatch.setenv("SIGNAL_AT", str(signal_at))
+    monkeypatch.setenv("RESTART_SECONDS", str(restart))
+    line = command(tiny, tmp_path, "--total_steps", str(steps), "--eval_every", "1", ranks=ranks)
+    return with_program(line, tmp_path, SIGNAL_IN_EVALUATION)
 
 
 @pytest.mark.slow
@@ -322,16 +334,33 @@ if __name__ == "__main__":  # the reward workers import this file
 @pytest.mark.parametrize("moment, steps", [("the first evaluation", 1), ("one between steps", 2), ("the last one", 2)])
 def test_a_signal_in_an_evaluation(tiny, tmp_path, monkeypatch, ranks, moment, steps):
     """To one rank of several: the evaluation ends, the step after it is saved (75), or the run is finished (0)."""
-    monkeypatch.setenv("SIGNAL_AT", "1" if moment == "the first evaluation" else "5")
     finished = moment == "the last one"
-    (tmp_path / "evaluates.py").write_text(SIGNAL_IN_EVALUATION)
-    line = command(tiny, tmp_path, "--total_steps", "2" if finished else "3", "--eval_every", "1", ranks=ranks)
-    line = [str(tmp_path / "evaluates.py") if word == str(ROOT / "grpo.py") else word for word in line]
+    signal_at = 1 if moment == "the first evaluation" else 5
+    line = evaluates(tiny, tmp_path, monkeypatch, ranks, 2 if finished else 3, signal_at, restart=60)
     run = Run(line, tmp_path / "log")
     assert run.end(120) == (0 if finished else 75), run.text()
+    words = "ending after the last evaluation" if finished else "saving after this step and its evaluation"
+    assert f"SIGTERM: {words}" in run.text()
     assert logged(tmp_path) == steps
     assert saved(tmp_path) == (0 if finished else steps)
     assert (tmp_path / "run" / "model").exists() == finished
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_in_the_last_evaluation_of_a_long_run(tiny, tmp_path, monkeypatch, ranks):
+    """It ends at once, as the last step is saved; the same command evaluates, and leaves what a straight run leaves."""
+    (tmp_path / "straight").mkdir()
+    straight = evaluates(tiny, tmp_path / "straight", monkeypatch, ranks, 2, signal_at=0, restart=60)
+    finish(straight, tmp_path / "straight.log")
+    line = evaluates(tiny, tmp_path, monkeypatch, ranks, 2, signal_at=5, restart=0)
+    run = Run(line, tmp_path / "log")
+    assert run.end(120) == 75, run.text()
+    assert "SIGTERM: the last step is saved: ending now" in run.text()
+    assert saved(tmp_path) == logged(tmp_path) == 2 and not (tmp_path / "run" / "model").exists()
+    monkeypatch.setenv("SIGNAL_AT", "0")
+    assert "resuming after step 2" in finish(line, tmp_path / "second.log")
+    assert record(tmp_path / "run") == record(tmp_path / "straight" / "run")
 
 
 ENDS_IN_A_PUSH = """

@@ -353,6 +353,54 @@ def test_save_minutes(tiny, tmp_path):
     assert rundir.saved_steps(folder_of(args)) == []
 
 
+@pytest.mark.parametrize(
+    "changes, during, after",
+    [
+        ({}, [4], []),  # the only one, and needless once there is model/
+        ({"save_every": 3}, [3, 4], [3, 4]),
+        ({"save_every": 4}, [4], [4]),
+        ({"save_minutes": 0.0}, [], []),
+    ],
+    ids=str,
+)
+def test_the_last_step_is_saved_before_the_last_evaluation(tiny, tmp_path, monkeypatch, changes, during, after):
+    """Unless less is at risk than a start takes, or no checkpoint is wanted; after it nothing is left that was not."""
+    monkeypatch.setattr(checkpoints, "RESTART_SECONDS", 0.0)
+    found = []
+    plain = runlog.RunLog.evaluation
+
+    def evaluation(self, result):
+        found.append(([step for step, _ in rundir.saved_steps(self.folder)], process.Stop.last_step_saved))
+        return plain(self, result)
+
+    monkeypatch.setattr(runlog.RunLog, "evaluation", evaluation)
+    args = tiny_args(tiny, tmp_path, **{**SMALL, **changes})
+    run_here(args)
+    assert found[-1] == (during, 4 in during)
+    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == after
+    monkeypatch.setattr(checkpoints, "RESTART_SECONDS", 60.0)
+    args = tiny_args(tiny, tmp_path / "short", **SMALL)
+    run_here(args)
+    assert found[-1] == ([], False)
+
+
+def test_a_signal_while_the_last_step_is_saved(tiny, tmp_path, monkeypatch):
+    """It was told of a checkpoint and exit code 75, and so it is."""
+    monkeypatch.setattr(checkpoints, "RESTART_SECONDS", 0.0)
+    plain = checkpoints.Checkpoints.save
+
+    def save(self, step):
+        process.Stop.asked = True
+        return plain(self, step)
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", save)
+    args = tiny_args(tiny, tmp_path, **SMALL)
+    with pytest.raises(SystemExit) as end:
+        run_here(args)
+    assert end.value.code == 75 and not (folder_of(args) / "model").exists()
+    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == [4]
+
+
 def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, monkeypatch, capsys):
     plain = shutil.disk_usage
     less = lambda path: plain(path)._replace(free=1000)  # noqa: E731
