@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -273,20 +274,23 @@ class RunLog:
         if self.wandb_id is not None:
             options |= {"id": self.wandb_id, "resume": "allow"}
         # wandb writes down the command line and the address of the git remote, either of which may hold a secret. The
-        # commit is in config.
-        words = sys.argv
-        sys.argv = config["command"]
-        quiet = {"silent": True, "disable_git": True}
-        try:
-            settings = wandb.Settings(init_timeout=20, finish_timeout=30, **quiet)
-            self.wandb = wandb.init(**options, settings=settings)
-        except Exception as error:  # no network, no key, a server error: tracking never stops a run
-            reason = redact(str(error).splitlines()[0])
-            print(f"warning: wandb is not reachable ({reason}); tracking offline in {self.folder}")
-            self.wandb = wandb.init(**options, mode="offline", settings=wandb.Settings(**quiet))
-        finally:
-            sys.argv = words
-        self.wandb_id = self.wandb.id
+        # commit is in config. And it would ask a terminal for a key, and wait for the answer.
+        words, keyboard = sys.argv, sys.stdin
+        for mode, limits in ((None, {"init_timeout": 20, "finish_timeout": 30}), ("offline", {})):
+            try:
+                sys.argv = config["command"]
+                settings = wandb.Settings(silent=True, disable_git=True, **limits)
+                with open(os.devnull) as sys.stdin:
+                    self.wandb = wandb.init(**options, mode=mode, settings=settings)
+                break
+            except Exception as error:  # no network, no key, a server error: tracking never stops a run
+                reason = redact((str(error) or type(error).__name__).splitlines()[0])
+                instead = f"tracking offline in {self.folder}" if mode is None else "no tracking"
+                print(f"warning: wandb is not reachable ({reason}); {instead}", flush=True)
+            finally:
+                sys.argv, sys.stdin = words, keyboard
+        if self.wandb is not None:
+            self.wandb_id = self.wandb.id
 
     def _track(self, method: str, *arguments, **named) -> None:
         """Tell wandb. If that fails (its process killed, its server gone), the run continues without it."""

@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import os
+import sys
 import types
 import typing
 from pathlib import Path
@@ -446,6 +447,29 @@ def test_wandb_that_cannot_be_reached(tmp_path, monkeypatch, capsys):
     assert logged == [(4, {"reward/mean": 0.5})]
     said = capsys.readouterr().out
     assert "warning: wandb is not reachable (no route to host)" in said and str(tmp_path) in said
+
+
+def test_wandb_asks_nobody_and_stops_nothing(tmp_path, monkeypatch, capsys):
+    """On a terminal without a login it would wait for a key; where it cannot even track offline, the run goes on."""
+    import wandb
+
+    terminal = types.SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    asked, words = [], sys.argv
+
+    def init(**_):
+        asked.append((sys.stdin.isatty(), sys.stdin.read(), sys.argv == words))
+        raise wandb.errors.UsageError("")
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(sys, "argv", [*words, "--judge_api_key", "x"])
+    words = sys.argv
+    log = new_log(tmp_path / "run", track=True)
+    log.write("metrics.jsonl", {"step": 1})
+    log.close()
+    assert asked == [(False, "", False)] * 2 and sys.stdin is terminal and sys.argv is words
+    said = capsys.readouterr().out
+    assert "(UsageError); tracking offline in" in said and "(UsageError); no tracking" in said
 
 
 # ----------------------------------------------------------------------------------------- verifiers and truths of rows
