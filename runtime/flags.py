@@ -344,11 +344,12 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         flag = name if name in fields else name.removeprefix("no_")
         kind = fields[flag].type if flag in fields else ""
+        value = (word.partition("=")[2] if "=" in word else following).lower()
         if flag not in fields:
             hint_at_our_name(name)
-        elif kind == "bool" and following.lower() in ("true", "false", "yes", "no", "0", "1"):
-            on = f"--{flag}" if following.lower() in ("true", "yes", "1") else f"--no-{flag}"
-            refuse(f"--{flag} {following}: switches take no value; give {on}")
+        elif kind == "bool" and value in ("true", "false", "yes", "no", "0", "1"):
+            on = f"--{flag}" if value in ("true", "yes", "1") else f"--no-{flag}"
+            refuse(f"--{flag} {value}: switches take no value; give {on}")
     name = presets.asked_for(cls, words)
     if name is not None:
         default = presets.apply(cls() if default is None else default, name)

@@ -632,6 +632,8 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
         (("--param_offload",), "verl's param_offload is --deepspeed_enable_sleep_mode"),
         (("--overwrite", "true"), "switches take no value; give --overwrite"),
         (("--shuffle", "False"), "switches take no value; give --no-shuffle"),
+        (("--shuffle=False",), "switches take no value; give --no-shuffle"),
+        (("--gradient-checkpointing=1", "--track"), "switches take no value; give --gradient_checkpointing"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
