@@ -341,11 +341,12 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         flag = name if name in fields else name.removeprefix("no_")
         kind = fields[flag].type if flag in fields else ""
+        value = (word.partition("=")[2] if "=" in word else following).lower()
         if flag not in fields:
             hint_at_our_name(name)
-        elif kind == "bool" and following.lower() in ("true", "false", "yes", "no", "0", "1"):
-            on = f"--{flag}" if following.lower() in ("true", "yes", "1") else f"--no-{flag}"
-            refuse(f"--{flag} {following}: switches take no value; give {on}")
+        elif kind == "bool" and value in ("true", "false", "yes", "no", "0", "1"):
+            on = f"--{flag}" if value in ("true", "yes", "1") else f"--no-{flag}"
+            refuse(f"--{flag} {value}: switches take no value; give {on}")
     name = presets.asked_for(cls, words)
     if name is not None:
         default = presets.apply(cls() if default is None else default, name)
@@ -397,10 +398,13 @@ def hint_at_our_name(theirs: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ refusals
 
+NAME_BYTES = 255  # of a file's or folder's name, on every usual file system
+
 
 def check(args: RunFlags, world_size: int) -> None:
     """Refuse what no script can do, or what would not mean what it says. Loads no model, writes nothing."""
     check_launch(world_size)
+    check_places(args)
     check_numbers(args)
     check_engine(args, world_size)
     check_dedicated(args, world_size)
@@ -457,6 +461,27 @@ def kl_coefficients(args: Any) -> tuple[float, float]:
 def loads_reference(args: Any) -> bool:
     """Whether a run has a reference model."""
     return args.load_ref_policy or any(kl_coefficients(args))
+
+
+def check_places(args: Any) -> None:
+    """Refuse names by which the folder of a run would be another folder, or none that a file system can have.
+
+    What is given from a shell variable that is not set is empty, and --overwrite empties the folder that is named.
+    """
+    if not args.output_dir:
+        refuse("--output_dir: is empty, as is RUN_DIR where the flag is not given; give the folder that holds the runs")
+    if args.output_dir.startswith("~"):
+        refuse(f"--output_dir {args.output_dir}: no shell has replaced the ~ here; write out the path of that folder")
+    for flag, most in (("run_name", NAME_BYTES), ("exp_name", 100)):
+        name = getattr(args, flag)
+        if name is None:
+            continue
+        parts = Path(name).parts
+        if not parts or not name.strip() or parts[0] == "/" or ".." in parts:
+            refuse(f"--{flag} {name!r}: must be the name of a folder that lies in --output_dir {args.output_dir}")
+        longest = max(len(os.fsencode(part)) for part in parts)
+        if longest > most:
+            refuse(f"--{flag}: has {longest} bytes, must have at most {most} to be the name of a folder; shorten it")
 
 
 def check_numbers(args: RunFlags) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -17,7 +18,7 @@ import numpy as np
 from runtime import libraries, memory, presets
 from runtime.flags import recorded_steps
 from runtime.identity import code_of, recorded
-from runtime.process import FolderLock, Heap, git_state, refuse, versions, write_whole
+from runtime.process import FolderLock, Heap, Stop, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
 from runtime.redaction import redact, redact_words
 from runtime.rundir import cut_back
@@ -197,6 +198,7 @@ class RunLog:
         self.first = 0  # the step after which the run resumed
         self.scores: dict[int, float | None] = {}  # step -> pass@1 of the evaluation after it
         self.best = -math.inf  # the best evaluation so far, by --best_metric
+        self.needless: Path | None = None  # a checkpoint that a finished run does not need
         self.begun = time.monotonic()
         self.heap = Heap()
         if not is_main:
@@ -233,7 +235,8 @@ class RunLog:
             self._start_wandb(config)
 
     def _empty_folder(self) -> None:
-        for path in self.folder.iterdir():
+        """Remove all but the lock; config.json last, by which the folder is known as a run's wherever this ends."""
+        for path in sorted(self.folder.iterdir(), key=lambda path: path.name == "config.json"):
             if path.name == "lock":
                 continue
             if path.is_dir() and not path.is_symlink():
@@ -272,20 +275,23 @@ class RunLog:
         if self.wandb_id is not None:
             options |= {"id": self.wandb_id, "resume": "allow"}
         # wandb writes down the command line and the address of the git remote, either of which may hold a secret. The
-        # commit is in config.
-        words = sys.argv
-        sys.argv = config["command"]
-        quiet = {"silent": True, "disable_git": True}
-        try:
-            settings = wandb.Settings(init_timeout=20, finish_timeout=30, **quiet)
-            self.wandb = wandb.init(**options, settings=settings)
-        except Exception as error:  # no network, no key, a server error: tracking never stops a run
-            reason = redact(str(error).splitlines()[0])
-            print(f"warning: wandb is not reachable ({reason}); tracking offline in {self.folder}")
-            self.wandb = wandb.init(**options, mode="offline", settings=wandb.Settings(**quiet))
-        finally:
-            sys.argv = words
-        self.wandb_id = self.wandb.id
+        # commit is in config. And it would ask a terminal for a key, and wait for the answer.
+        words, keyboard = sys.argv, sys.stdin
+        for mode, limits in ((None, {"init_timeout": 20, "finish_timeout": 30}), ("offline", {})):
+            try:
+                sys.argv = config["command"]
+                settings = wandb.Settings(silent=True, disable_git=True, **limits)
+                with open(os.devnull) as sys.stdin:
+                    self.wandb = wandb.init(**options, mode=mode, settings=settings)
+                break
+            except Exception as error:  # no network, no key, a server error: tracking never stops a run
+                reason = redact((str(error) or type(error).__name__).splitlines()[0])
+                instead = f"tracking offline in {self.folder}" if mode is None else "no tracking"
+                print(f"warning: wandb is not reachable ({reason}); {instead}", flush=True)
+            finally:
+                sys.argv, sys.stdin = words, keyboard
+        if self.wandb is not None:
+            self.wandb_id = self.wandb.id
 
     def _track(self, method: str, *arguments, **named) -> None:
         """Tell wandb. If that fails (its process killed, its server gone), the run continues without it."""
@@ -304,7 +310,7 @@ class RunLog:
         if not self.is_main:
             return
         with open(self.folder / file, "a") as f:
-            f.write(redact(json.dumps(_finite(record), default=np.ndarray.tolist)) + "\n")
+            f.write(json.dumps(_writable(record), default=np.ndarray.tolist) + "\n")
         if self.wandb is not None and file in ("metrics.jsonl", "eval.jsonl"):
             self._track("log", {k: v for k, v in record.items() if k != "step"}, step=record["step"])
 
@@ -362,14 +368,26 @@ class RunLog:
         """Finish wandb, and let other runs have the folder."""
         if self.wandb is not None:
             self._track("finish")
-        if self.is_main:
-            self.lock.release()
+        if not self.is_main:
+            return
+        if self.needless is not None and (self.folder / "model").is_dir():
+            Stop.last_step_saved = False
+            shutil.rmtree(self.needless, ignore_errors=True)
+            (self.needless.parent / "latest").unlink(missing_ok=True)
+        self.lock.release()
 
 
-def _finite(value: Any) -> Any:
-    """NaN and infinities as null: JSON has no word for them."""
+def _writable(value: Any) -> Any:
+    """NaN and infinities as null, for which JSON has no word, and texts without secrets.
+
+    Before they are JSON: a secret may end in a quote, and to hide that one's backslash would break the line.
+    """
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {_writable(k): _writable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_writable(v) for v in value]
+    if isinstance(value, str):
+        return redact(value)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -262,6 +262,24 @@ CASES = {
         {"kl_controller": "adaptive", "beta": 0.1, "kl_reward_coef": 0.0, "kl_placement": "both"},
         ["--kl_controller adaptive", "--kl_reward_coef", "in the reward"],
     ),
+    # places
+    "a run's name from a variable that is not set": (
+        {"run_name": "", "overwrite": True},
+        ["--run_name ''", "in --output_dir"],
+    ),
+    "the folder of all runs": ({"run_name": "./.", "overwrite": True}, ["--run_name './.'", "in --output_dir"]),
+    "a blank": ({"run_name": " "}, ["--run_name ' '"]),
+    "the folder above": ({"run_name": "..", "overwrite": True}, ["--run_name '..'", "in --output_dir"]),
+    "another folder": ({"run_name": "a/../../b"}, ["--run_name 'a/../../b'", "in --output_dir"]),
+    "a folder anywhere": ({"run_name": "PLACE/model", "overwrite": True}, ["--run_name '/", "in --output_dir"]),
+    "no experiment": ({"exp_name": ""}, ["--exp_name ''", "in --output_dir"]),
+    "an experiment above": ({"exp_name": "../x"}, ["--exp_name '../x'"]),
+    "a name of many letters": ({"run_name": "名" * 86}, ["--run_name: has 258 bytes", "at most 255"]),
+    "an experiment of many letters": ({"exp_name": "é" * 51}, ["--exp_name: has 102 bytes", "at most 100"]),
+    "no folder of runs": ({"output_dir": ""}, ["--output_dir: is empty", "RUN_DIR"]),
+    "a home that no shell has replaced": ({"output_dir": "~/runs"}, ["--output_dir ~/runs", "write out"]),
+    "below a file": ({"output_dir": "PLACE/broken.json/runs"}, ["broken.json cannot be written", "another folder"]),
+    "not writable": ({"output_dir": "/proc/runs"}, ["/proc cannot be written", "choose another folder"]),
     "a negative seed": ({"seed": -1}, ["--seed -1", "0 or more"]),
     "a seed beyond NumPy's": ({"seed": 2**31}, ["--seed 2147483648", "below"]),
     "reward's coefficient negative": ({"kl_reward_coef": -0.1, "kl_placement": "both"}, ["--kl_reward_coef -0.1"]),
@@ -426,6 +444,51 @@ def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
         start(arguments(place, {"model_name_or_path": str(model)}))
 
 
+@pytest.mark.parametrize("name", ["notes", "model", "torn", "data"])
+def test_a_folder_that_holds_no_run_is_not_touched(place, nothing_is_loaded, tmp_path, capsys, name):
+    """Files of the user, a model, a run whose config.json is torn; without --overwrite, data that is named as ours."""
+    contents = {
+        "notes": {"notes.txt": "mine", "a/model/config.json": "{}"},
+        "model": {"config.json": '{"model_type": "llama"}', "model.safetensors": ""},
+        "torn": {"config.json": "", "metrics.jsonl": '{"step": 1}'},
+        "data": {"samples.jsonl": '{"question": "1 + 1"}'},
+    }[name]
+    for file, text in contents.items():
+        path = tmp_path / "there" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    place_of_it = {"output_dir": str(tmp_path), "run_name": "there"}
+    message = refusal(arguments(place, {**place_of_it, "overwrite": name != "data"}), capsys)
+    assert "there is not the folder of a run" in message and "choose another --run_name" in message
+    assert {str(f.relative_to(tmp_path / "there")) for f in tmp_path.rglob("*") if f.is_file()} == set(contents)
+    if name == "notes":  # nothing of it would be lost
+        with pytest.raises(AssertionError, match="went on"):
+            start(arguments(place, place_of_it))
+
+
+def test_an_overwriting_that_was_cut_short_can_be_repeated(place, nothing_is_loaded, tmp_path, monkeypatch):
+    """config.json goes last, so what is left is still known as a run's."""
+    changes = {"output_dir": str(tmp_path), "run_name": "mine"}
+    earlier_run(place, changes)
+    for file in ("a", "z"):
+        (tmp_path / "mine" / file).write_text("")
+    plain = Path.unlink
+    removed = []
+
+    def killed(path: Path) -> None:
+        if len(removed) == 2:
+            raise KeyboardInterrupt
+        removed.append(path.name)
+        plain(path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", killed)
+        earlier_run(place, {**changes, "overwrite": True})
+    assert sorted(removed) == ["a", "z"]
+    with pytest.raises(AssertionError, match="went on"):
+        start(arguments(place, {**changes, "overwrite": True}))
+
+
 def test_folder_of_another_run(place, nothing_is_loaded, capsys):
     earlier_run(place, {"run_name": "mine"})
     message = refusal(arguments(place, {"run_name": "mine", "beta": 0.25}), capsys)
@@ -569,6 +632,8 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
         (("--param_offload",), "verl's param_offload is --deepspeed_enable_sleep_mode"),
         (("--overwrite", "true"), "switches take no value; give --overwrite"),
         (("--shuffle", "False"), "switches take no value; give --no-shuffle"),
+        (("--shuffle=False",), "switches take no value; give --no-shuffle"),
+        (("--gradient-checkpointing=1", "--track"), "switches take no value; give --gradient_checkpointing"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
