@@ -56,6 +56,7 @@ from runtime.answers import (
     tidy,
 )
 from runtime.constraints import CONSTRAINTS
+from runtime.data import TODAY
 from runtime.flags import sizes
 from runtime.gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.process import refuse
@@ -970,7 +971,7 @@ class RewardModel:
         rows = []
         for messages, response in conversations:
             text = [*messages, {"role": "assistant", "content": response}]
-            ids = self.tokenizer.apply_chat_template(text, return_dict=False)
+            ids = self.tokenizer.apply_chat_template(text, return_dict=False, strftime_now=TODAY.strftime)
             rows.append(ids[-longest:] if longest else ids)  # the end is what is scored
         scores: dict[int, float] = {}
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))

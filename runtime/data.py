@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import datetime
 import functools
 import hashlib
 import inspect
@@ -88,6 +89,11 @@ Check = Callable[[str, str, dict], str]
 
 LARGE = 5000  # rows of a source, or prompts, from which on several processes prepare them and the result is cached
 FIRST = 100  # rows by which a source's columns are recognized
+
+# What a chat template that writes today's date gets (Llama 3.2, SmolLM3, gpt-oss, Granite 3): with the day's own, a run
+# could not go on after midnight, and one command would be another run on every day. It is the date that Llama's
+# template writes where it is given none.
+TODAY = datetime.datetime(2024, 7, 26)
 
 CHAT_TEMPLATES = {
     path.stem: path.read_text(encoding="utf-8").removesuffix("\n")
@@ -589,19 +595,25 @@ def prompt_key(tokenizer, args) -> str:
     given = chat_template(args)
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    text = json.dumps([state, given or tokenizer.get_chat_template(), given is None, special])
+    text = json.dumps([state, given or tokenizer.get_chat_template(), given is None, special, str(TODAY)])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def render(conversations: list[Messages], tokenizer, template: str | None) -> list[list[int]]:
     """Token ids of prompts. The tokenizer's own template (``template`` None) writes all special tokens itself.
 
-    With another one, a tokenizer that begins every text with a BOS gets exactly one.
+    With another one, a tokenizer that begins every text with a BOS gets exactly one. Every day is TODAY.
     """
     if not conversations:
         return []
     texts = [
-        tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False)
+        tokenizer.apply_chat_template(
+            messages,
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=False,
+            strftime_now=TODAY.strftime,  # an argument hides the global function of that name
+        )
         for messages in conversations
     ]
     prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]

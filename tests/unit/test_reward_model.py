@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import shutil
@@ -94,6 +95,26 @@ def test_the_last_tokens_are_read(classifier):
     other = [{"role": "user", "content": "Anything else"}]
     first, second = tail.score([(messages, response), (other, response)])
     assert first == pytest.approx(second, abs=1e-5)
+
+
+def test_its_template_writes_the_same_date_on_every_day(classifier, monkeypatch):
+    """As the policy's does: a run that goes on after midnight is scored as it was before."""
+    from transformers.utils import chat_template_utils
+
+    reward_model = scorer(classifier)
+    dated = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}<|im_end|>"
+    monkeypatch.setattr(reward_model.tokenizer, "chat_template", dated)
+
+    def on(year: int) -> list[float]:
+        class Clock(datetime.datetime):
+            @classmethod
+            def now(cls, tz=None):
+                return cls(year, 2, 3)
+
+        monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+        return reward_model.score(CONVERSATIONS[:2])
+
+    assert on(2025) == on(2031)
 
 
 REVISIONS = """

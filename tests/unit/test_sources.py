@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from helpers import ROOT, real, script
 
 from grpo import Args
 from rewards import truth_error
-from runtime import data, records, sources
+from runtime import data, records, rundir, sources
 
 
 def rows(count: int = 30, first: int = 0) -> list[dict]:
@@ -607,6 +609,66 @@ def test_exactly_one_bos(tokenizer, tiny):
     assert ids[0] != bos, "this one adds none by itself"
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache of datasets, and 10 rows or prompts are many."""
+    import datasets
+
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    monkeypatch.setattr(data, "LARGE", 10)
+    return folder
+
+
+DATED = {
+    "in the text": "{{ strftime_now('%d %b %Y %H:%M:%S') }} {{ messages[0]['content'] }}",
+    "Llama 3.2": "{% if strftime_now is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "Today Date: {{ date_string }} {{ messages[0]['content'] }}",
+    "gpt-oss": "{% macro system() %}Current date: {{ strftime_now('%Y-%m-%d') }}{% endmacro %}{{ system() }}"
+    "{{ messages[0]['content'] }}",
+}
+
+
+@pytest.mark.parametrize("case", DATED)
+@pytest.mark.parametrize("large", [False, True])
+def test_prompts_do_not_depend_on_the_day(tiny, tmp_path, monkeypatch, cache, case, large):
+    """Else a run that was preempted would find other problems after midnight, and refuse to go on."""
+    from transformers import AutoTokenizer
+    from transformers.utils import chat_template_utils
+
+    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    dated = AutoTokenizer.from_pretrained(tiny)
+    dated.chat_template = DATED[case]
+    (tmp_path / "dated.jinja").write_text(DATED[case])
+
+    def on(year: int) -> list:
+        class Clock(datetime.datetime):
+            @classmethod
+            def now(cls, tz=None):
+                return cls(year, 2, 3, 4, 5, 6)
+
+        monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+        found = []
+        for template in (None, str(tmp_path / "dated.jinja")):
+            args = Args(chat_template=template)
+            problems = [records.Problem([{"role": "user", "content": f"{i} + 1"}], "1", "exact", {}) for i in (1, 2)]
+            problems = data.render_prompts(problems, dated, args)
+            text = dated.decode(problems[0].prompt_ids)
+            found.append([rundir.data_digest(problems), data.prompt_key(dated, args), text])
+            shutil.rmtree(cache, ignore_errors=True)
+        return found
+
+    assert on(2025) == on(2031)
+    assert "2024" in on(2025)[0][-1], "a date, as the template asks for one"
+
+
+def test_the_date_is_part_of_the_key(tokenizer, monkeypatch):
+    """What is cached or prepared with one date is not taken for another."""
+    before = data.prompt_key(tokenizer, Args())
+    monkeypatch.setattr(data, "TODAY", datetime.datetime(2030, 1, 1))
+    assert data.prompt_key(tokenizer, Args()) != before
+
+
 # -------------------------------------------------------------------------------------------------------- long prompts
 
 
@@ -632,17 +694,6 @@ def test_overlong_prompts(tokenizer, capsys):
 
 
 # ------------------------------------------------------------------------------------------------- many prompts, cached
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
-    """An empty cache of datasets, and 10 rows or prompts are many."""
-    import datasets
-
-    folder = tmp_path / "cache"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
-    monkeypatch.setattr(data, "LARGE", 10)
-    return folder
 
 
 def computed(cache: Path) -> dict[Path, int]:
