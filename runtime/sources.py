@@ -95,7 +95,7 @@ def gym_rows(source: str, seed: int) -> list[dict[str, Any]]:
             key, value = pair.split("=", 1)
             options[key] = json.loads(value)
         return gym_tasks.gym_rows(name, options)
-    except (ValueError, TypeError, KeyError, AssertionError) as error:
+    except ValueError as error:
         refuse(f"--dataset {source}: reasoning-gym says: {error} (form: reasoning_gym:NAME?key=value&key=value)")
 
 
