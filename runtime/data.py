@@ -136,7 +136,8 @@ def known_columns(rows: list, args) -> tuple[str, str, str, str | None]:
     first = [row for row in rows[:FIRST] if isinstance(row, dict)]
     has = {key for row in first for key in row}
     # verl: data_source, prompt (messages), ability, reward_model: {style, ground_truth}, extra_info
-    if {"prompt", "reward_model"} <= has and any("ground_truth" in (row.get("reward_model") or {}) for row in first):
+    nested = [row["reward_model"] for row in first if isinstance(row.get("reward_model"), dict)]
+    if "prompt" in has and any("ground_truth" in value for value in nested):
         truth = "target" if {"nums", "target"} <= has else "reward_model.ground_truth"  # TinyZero's countdown
         return "prompt", truth, "last_number", "data_source" if "data_source" in has else None
     if {"messages", "ground_truth"} <= has:  # open-instruct
@@ -223,11 +224,16 @@ def _is_message(message: Any) -> bool:
 
 
 def _named_verifiers(row: dict[str, Any], key: str) -> str:
-    """The verifiers that a row names in a column, text or a list, by this project's names; "" where it names none."""
+    """The verifiers that a row names in a column, text or a list, by this project's names; "" where it names none.
+
+    Raises ValueError for a list of something else than names.
+    """
     try:
         named = value_of(row, key) or ""
     except KeyError:
         named = ""
+    if isinstance(named, list) and not all(isinstance(name, str) for name in named):
+        raise ValueError(f"has a list of something else than names in its {key!r}")
     text = ",".join(named) if isinstance(named, list) else str(named)
     names = []
     for name in text.split(","):
@@ -255,6 +261,8 @@ def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
         messages = [{"role": "system", "content": columns.system}, *messages]
     truth = values[1]
     truth = json.dumps(truth) if isinstance(truth, list | dict) else str(truth)
+    _check_text(columns.prompt, "".join(message["content"] for message in messages))
+    _check_text(columns.truth, truth)
     verifier = columns.verifier
     if columns.verifier_key is not None:
         verifier = _named_verifiers(row, columns.verifier_key) or verifier
@@ -267,6 +275,15 @@ def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
     if wrong:
         raise ValueError(f"has a ground truth that its own verifier {verifier} rejects: {truth[:80]!r} ({wrong})")
     return Problem(messages, truth, verifier, row)
+
+
+def _check_text(key: str, text: str) -> None:
+    """Raise ValueError for half of a pair of surrogates: no tokenizer takes it, and no file can hold it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(0, error.start - 20) : error.end + 20]
+        raise ValueError(f"has a {key!r} that is no UTF-8 text, at {around!r}") from None
 
 
 def problems_of(rows: list, start: int, columns: Columns, check: Check) -> tuple[list[Problem], BadRows]:
@@ -407,8 +424,14 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
         problems = _read_small(source, gym_rows(source, args.seed), args, check)
     else:
         raws = read_source(source, args)
-        if any("prepared_for" in raw.column_names for raw, _ in raws):
-            problems = [problem for raw, _ in raws for problem in _read_prepared(raw, args)]
+        prepared = ["prepared_for" in raw.column_names for raw, _ in raws if len(raw)]
+        if any(prepared) and not all(prepared):
+            refuse(
+                f"--dataset {source}: some files are from scripts/prepare_data.py, others are not; mix them by "
+                f"--dataset_mixer"
+            )
+        if any(prepared):
+            problems = [problem for raw, _ in raws if len(raw) for problem in _read_prepared(raw, args)]
         elif sum(len(raw) for raw, _ in raws) >= LARGE:
             problems = _read_checked(source, raws, args, check)
         else:

@@ -223,6 +223,132 @@ def test_evaluation_on_other_data(tmp_path):
     assert (training[0].source, evaluation[0].source) == ("train", "test")
 
 
+CSV = {
+    "zeros before a number": ("0017", "0017"),
+    "a time": ("12:30", "12:30"),
+    "a zero after the point": ("0.10", "0.10"),
+    "what other programs take for nothing": ("NA", "NA"),
+    "more digits than a number has": ("12345678901234567890123", "12345678901234567890123"),
+    "a truth value": ("true", "true"),
+    "a date": ("2024-01-05", "2024-01-05"),
+    "quotes": ('"a ""b"", c"', 'a "b", c'),
+    "two lines": ('"a\nb"', "a\nb"),
+}
+
+
+@pytest.mark.parametrize("case", CSV)
+def test_csv_cells_stay_what_the_file_says(tmp_path, case):
+    """Also where every cell of a column looks like a number or a time, which a reader of types would write anew."""
+    cell, text = CSV[case]
+    (tmp_path / "a.csv").write_text("question,answer\n" + "".join(f"{i},{cell}\n" for i in range(3)))
+    found = everything(Args(dataset=str(tmp_path / "a.csv"), verifier="exact"))
+    assert [p.truth for p in found] == [text] * 3
+    assert found[0].row == {"question": "0", "answer": text}
+
+
+@pytest.mark.parametrize(("lines", "cells"), [(1, 100_000), (40_000, 50), (2_000_000, 2)])
+def test_csv_cells_of_many_lines(tmp_path, lines, cells):
+    """The reader takes a file in blocks of a megabyte unless told otherwise, and lines for rows at their borders."""
+    texts = [f"{i}\n" + "x, y\n" * lines for i in range(cells)]
+    (tmp_path / "a.csv").write_text("question,answer\n" + "".join(f'"{text}",7\n' for text in texts))
+    assert questions(everything(Args(dataset=str(tmp_path / "a.csv")))) == texts
+
+
+NOT_UTF8 = {
+    "a cell": "question,answer\ncaf\xe9?,1\n".encode("latin-1"),
+    "a cell far down": ("question,answer\n" + "1,1\n" * 9000 + "caf\xe9?,1\n").encode("latin-1"),
+    "a name": "qu\xe9stion,answer\n1,1\n".encode("latin-1"),
+    "all of it": "question,answer\n1,1\n".encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_UTF8)
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "json"])
+def test_files_in_another_encoding_are_refused(tmp_path, capsys, case, suffix):
+    """Excel's CSV on Windows, for one: its prompts would be b'...'."""
+    (tmp_path / f"a.{suffix}").write_bytes(NOT_UTF8[case])
+    message = refusal(capsys, Args(dataset=str(tmp_path / f"a.{suffix}")))
+    assert f"--dataset {tmp_path}/a.{suffix}: not valid {suffix}" in message and "save it as UTF-8" in message
+
+
+def test_a_csv_column_twice(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("question,answer,answer\n1,2,3\n")
+    message = refusal(capsys, Args(dataset=str(tmp_path / "a.csv")))
+    assert "not valid csv: two columns have one name; its columns are question, answer, answer" in message
+
+
+def test_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfquestion,answer\n1,2\n")
+    assert everything(Args(dataset=str(tmp_path / "a.csv")))[0].row == {"question": "1", "answer": "2"}
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_columns_of_bytes(tmp_path, capsys, monkeypatch, large):
+    """Text that was written as bytes is text; what is no text is refused as a prompt, and harmless elsewhere."""
+    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    picture = b"\x89PNG\xff"
+    good = [{"question": f"café {i}".encode(), "answer": str(i), "picture": picture} for i in range(4)]
+    bad = [*good, {"question": "café".encode("latin-1"), "answer": "1", "picture": picture}]
+    for name, content in (("good", good), ("bad", bad)):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), tmp_path / f"{name}.parquet")
+    found = everything(Args(dataset=f"{tmp_path}/good.parquet"))
+    assert questions(found) == [f"café {i}" for i in range(4)]
+    message = refusal(capsys, Args(dataset=f"{tmp_path}/bad.parquet"))
+    assert "row 4 has a 'question' that is no UTF-8 text" in message and "b'" not in message
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_files_whose_columns_differ(tmp_path, monkeypatch, turned):
+    """verl's GSM8K and MATH have other fields in extra_info; which one comes first decides nothing."""
+    math = VERL | {
+        "data_source": "DigitalLearningGmbH/MATH-lighteval",
+        "prompt": [{"role": "user", "content": "Solve"}],
+        "extra_info": {"split": "train", "index": 0},
+    }
+    fewer = {key: VERL[key] for key in ("data_source", "prompt", "reward_model")}
+    fewer |= {"prompt": [{"role": "user", "content": "Few"}], "index": 5}
+    names = []
+    for name, content in (("gsm8k", VERL), ("math", math), ("fewer", fewer)):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([content]), tmp_path / f"{name}.parquet")
+        names.append(f"{tmp_path}/{name}.parquet")
+    for large in (1000, 2):
+        monkeypatch.setattr(data, "LARGE", large)
+        found = everything(Args(dataset=",".join(names[::-1] if turned else names)))
+        expected = [(VERL, "gsm8k"), (math, "math"), (fewer, "gsm8k")]
+        assert [(p.row, p.verifier) for p in found] == (expected[::-1] if turned else expected)
+
+
+def test_files_of_one_form_are_one_data_set(tmp_path):
+    """A thousand shards are converted together; what pandas notes of each does not tell them apart."""
+    import pandas
+
+    for i in range(3):
+        pandas.DataFrame(rows(5 + i, first=10 * i)).to_parquet(tmp_path / f"{i}.parquet")
+    ((raw, files),) = sources.read_source(f"{tmp_path}/*.parquet", Args())
+    assert len(raw) == 18 and len(files) == 3
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_parquet_file_without_rows(tmp_path, capsys, monkeypatch, large):
+    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    table = pyarrow.Table.from_pylist(rows(4))
+    pyarrow.parquet.write_table(table.slice(0, 0), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    assert len(everything(Args(dataset=f"{tmp_path}/*.parquet"))) == 4
+    message = refusal(capsys, Args(dataset=f"{tmp_path}/a.parquet"))
+    assert f"--dataset {tmp_path}/a.parquet has 0 distinct problems" in message
+
+
+def test_folders_in_folders(tmp_path):
+    """** is any number of them."""
+    for place, first in (("a.jsonl", 0), ("x/b.jsonl", 5), ("x/y/c.jsonl", 10)):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        write(tmp_path / place, rows(5, first=first))
+    found = everything(Args(dataset=f"{tmp_path}/**/*.jsonl"))
+    assert questions(found) == [row["question"] for row in rows(15)]
+    assert {p.source for p in found} == {tmp_path.name}
+
+
 # ------------------------------------------------------------------------------------------------------------ mixtures
 
 
@@ -482,6 +608,18 @@ BAD = {
     "no messages": ({"question": ["a"], "answer": "1"}, "row 7 its prompt must be text or chat messages"),
     "messages without content": ({"question": [{"role": "user"}], "answer": "1"}, "with role and content"),
     "not an object": (["1 + 1", "2"], "row 7 is list, not an object"),
+    "half an emoji in the prompt": (
+        {"question": "1 + 1 \ud83d =", "answer": "2"},
+        "row 7 has a 'question' that is no UTF-8",
+    ),
+    "half an emoji in a message": (
+        {"question": [{"role": "user", "content": "\ud83d"}], "answer": "2"},
+        "row 7 has a 'question' that is no UTF-8 text",
+    ),
+    "half an emoji in the truth": (
+        {"question": "1 + 1", "answer": "2\udcff"},
+        "row 7 has a 'answer' that is no UTF-8 text, at '2\\udcff'",
+    ),
     "truth of another kind": (
         {"question": "1 + 1", "answer": "two"},
         "row 7 has a ground truth that its own verifier last_number",
@@ -490,7 +628,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_rows(tmp_path, capsys, case):
+@pytest.mark.parametrize("large", [False, True])
+def test_bad_rows(tmp_path, capsys, monkeypatch, case, large):
+    monkeypatch.setattr(data, "LARGE", 10 if large else 1000)
     bad, words = BAD[case]
     source = write(tmp_path / "a.jsonl", [*rows(7), bad, *rows(20, first=7)])
     message = refusal(capsys, Args(dataset=source))
@@ -499,6 +639,29 @@ def test_bad_rows(tmp_path, capsys, case):
     assert len(found) == 27
     said = capsys.readouterr().out
     assert words in said and "--bad_rows drop" in said
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_columns_of_another_kind_than_they_are_known_for(tmp_path, capsys, monkeypatch, large):
+    """A list of numbers where verifiers are named, and a reward_model that holds no ground truth."""
+    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    for value in (5, "ground_truth", ["ground_truth"]):
+        source = write(tmp_path / "a.jsonl", [{"prompt": "1 + 1", "reward_model": value}] * 5)
+        assert "--prompt_key question" in refusal(capsys, Args(dataset=source))
+    source = write(tmp_path / "b.jsonl", [{"question": "1 + 1", "answer": "2", "kind": [1, 2]}] * 5)
+    message = refusal(capsys, Args(dataset=source, verifier_key="kind"))
+    assert "row 0 has a list of something else than names in its 'kind'" in message
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_numbers_of_any_length(tmp_path, monkeypatch, large):
+    """Python reads no number of more than 4,300 digits unless told to."""
+    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    number = "7" * 5000
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"question": "{i}", "answer": {number}}}\n' for i in range(5)))
+    (tmp_path / "b.json").write_text(f'[{{"question": "x", "answer": {number}}}]')
+    found = everything(Args(dataset=f"{tmp_path}/a.jsonl,{tmp_path}/b.json", verifier="exact"))
+    assert [p.truth for p in found] == [number] * 6
 
 
 def test_every_row_without_the_column(tmp_path, capsys):
@@ -514,6 +677,8 @@ def test_every_row_without_the_column(tmp_path, capsys):
         ("a.jsonl", '{"question": "1", "answer": "1"}\n\n{"question"\n', ["not valid jsonl", "line 3"]),
         ("a.json", '{"question": "1"}', ["not valid json", "not a list of rows"]),
         ("a.parquet", "not parquet", ["not valid parquet"]),
+        ("a.jsonl", '{"question": "1", "answer": "1"}\n' + "[" * 100_000, ["not valid jsonl", "line 2", "recursion"]),
+        ("a.json", "[" * 100_000, ["not valid json", "recursion"]),
         ("a.txt", "1 + 1", [".jsonl", ".parquet"]),
     ],
 )
