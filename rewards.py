@@ -181,10 +181,11 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
 def needs_no_truth(verifier: str, row: dict) -> bool:
     """Whether a row can be scored without an answer.
 
-    Some scorers of reasoning-gym check the response itself; form and instructions have no right answer.
+    Some scorers of reasoning-gym check the response itself; form and instructions have no right answer, and a reward
+    model looks at none.
     """
     names = names_of(verifier)
-    return set(names) <= {"format", "ifeval"} or (names == ["reasoning_gym"] and "reasoning_gym" in row)
+    return set(names) <= {"format", "ifeval", "reward_model"} or (names == ["reasoning_gym"] and "reasoning_gym" in row)
 
 
 def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
@@ -567,6 +568,11 @@ SAY_THE_TRUTH = {"math": "\\boxed{{{}}}", "reasoning_gym": "<answer>{}</answer>"
 SAY_THE_TRUTH |= dict.fromkeys(("last_number", "exact", "gsm8k"), "{}")
 
 
+def reward_model_alone(response: str, truth: str, row: dict) -> Reward:
+    """``--verifier reward_model``: 0 for every response, and RewardModel adds its score."""
+    return Reward(0.0)
+
+
 def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     """A verifier by its name here, or from a file of the user's: ``path/to/file.py:function``.
 
@@ -574,6 +580,8 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     """
     if name in VERIFIERS:
         return VERIFIERS[name]
+    if name == "reward_model":
+        return reward_model_alone
     path, _, function = name.rpartition(":")
     if not path:
         raise ValueError(f"no verifier {name!r}; known: {', '.join(VERIFIERS)}, or path/to/file.py:function")
@@ -692,6 +700,8 @@ def check_reward_args(args) -> None:
                 find_verifier(name)
             except ValueError as error:
                 refuse(f"--{flag}: {error}")
+            if name == "reward_model" and args.reward_model_name_or_path is None:
+                refuse(f"--{flag} reward_model: there is none; give --reward_model_name_or_path, or another verifier")
     try:
         weights = parse_weights(args.reward_weights)
     except ValueError as error:

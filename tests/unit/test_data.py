@@ -10,6 +10,7 @@ import math
 import types
 import typing
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from helpers import ROOT, make_samples, read_jsonl
@@ -118,6 +119,8 @@ def tokenizer(tiny):
 
 class AddsBos:
     """A tokenizer that puts its BOS before everything, as Llama's does, and whose template writes the same BOS."""
+
+    added_tokens_decoder: ClassVar[dict] = {}
 
     def __init__(self, tokenizer):
         self.inner = tokenizer

@@ -218,9 +218,11 @@ def test_refused(classifier, tiny, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_run(classifier, tiny, tmp_path):
-    """Two steps whose reward is the reward model's alone."""
+    """Two steps whose reward is the reward model's alone, on prompts without truths."""
     args = tiny_args(tiny, tmp_path, reward_model_name_or_path=str(classifier), reward_weights=("reward_model=2",))
-    args.reward_fn, args.reward_weights = None, ("last_number=0", "reward_model=2")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"question": f"Say {i}."}) + "\n" for i in range(12)))
+    args.dataset, args.verifier, args.reward_fn = str(prompts), "reward_model", None
     steps = run_here(args)
     assert len(steps) == 2 and all(s["reward/std"] > 0 and s["reward/zero_std_frac"] == 0 for s in steps)
 

@@ -834,6 +834,159 @@ def test_the_date_is_part_of_the_key(tokenizer, monkeypatch):
     assert data.prompt_key(tokenizer, Args()) != before
 
 
+NO_SYSTEM = (  # as Gemma's
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+)
+REFUSING = {
+    "no system role": (NO_SYSTEM, "of system, user: System role not supported", 'system message (--system_prompt "")'),
+    "broken": ("{% for m in messages %}", "of system, user: ", "choose another --chat_template"),
+    "an error of its own": ("{{ messages[0]['content'] + 1 }}", "of system, user: can", "another --chat_template"),
+    "something undefined": ("{{ nothing.at_all }}", "of system, user: 'nothing' is undefined", "--chat_template"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSING)
+@pytest.mark.parametrize("large", [False, True])
+def test_a_template_that_does_not_take_the_prompt(tokenizer, tmp_path, monkeypatch, cache, capsys, case, large):
+    """Its words and the remedy, not a traceback; also where another process renders."""
+    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    template, why, remedy = REFUSING[case]
+    (tmp_path / "mine.jinja").write_text(template)
+    args = Args(chat_template=str(tmp_path / "mine.jinja"))
+    problems = [records.Problem(CHAT[:2], "1", "exact", {}) for _ in range(3)]
+    message = refusal(capsys, args, lambda args: data.render_prompts(problems, tokenizer, args))
+    assert f"the chat template does not take a prompt {why}" in message and remedy in message
+
+
+def test_the_remedy_for_a_template_without_a_system_role(tiny, tmp_path):
+    """--system_prompt "" leaves out ours and that of the data."""
+    from transformers import AutoTokenizer
+
+    gemma = AutoTokenizer.from_pretrained(tiny)
+    gemma.chat_template = NO_SYSTEM
+    content = [{"problem": "1 + 1", "answer": "2"}]
+    own = [{"problem": CHAT[:2], "answer": "2"}]
+    for rows in (content, own):
+        args = Args(dataset=write(tmp_path / "a.jsonl", rows), system_prompt="")
+        (problem,) = data.render_prompts(everything(args), gemma, args)
+        assert gemma.decode(problem.prompt_ids).startswith("user: 1 + 1")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, ["Be  brief.\n"]), ("Add.", ["Add."]), ("", [])],
+)
+def test_one_system_message(tmp_path, given, expected):
+    """The flag's takes the place of the data's; that of the data takes the place of ours for MATH."""
+    source = write(tmp_path / "a.jsonl", [{"problem": CHAT[:2], "answer": "2"}])
+    (problem,) = everything(Args(dataset=source, system_prompt=given))
+    assert [m["content"] for m in problem.messages if m["role"] == "system"] == expected
+    assert problem.messages[-1] == CHAT[1]
+
+
+THINKING = (  # as Qwen3's
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+)
+
+
+def test_variables_of_the_template(tiny, tmp_path, capsys, cache, monkeypatch):
+    """They reach the template, also from another process, and are part of the key; one it does not read is refused."""
+    from transformers import AutoTokenizer
+
+    qwen = AutoTokenizer.from_pretrained(tiny)
+    qwen.chat_template = THINKING
+    (tmp_path / "qwen.jinja").write_text(THINKING)
+    off = '{"enable_thinking": false}'
+
+    def texts(**changes) -> list[str]:
+        args = Args(**changes)
+        problems = [records.Problem(CHAT[1:2], "1", "exact", {}) for _ in range(3)]
+        return [qwen.decode(p.prompt_ids) for p in data.render_prompts(problems, qwen, args)]
+
+    for large in (1000, 2):
+        monkeypatch.setattr(data, "LARGE", large)
+        for template in (None, str(tmp_path / "qwen.jinja")):
+            assert texts(chat_template=template) == ["user: 1 + 1 = "] * 3
+            given = texts(chat_template=template, chat_template_kwargs=off)
+            assert given == ["user: 1 + 1 = <think></think>"] * 3
+    given = [None, off, '{"enable_thinking": true}', '{"enable_thinking": 0}']
+    assert len({data.prompt_key(qwen, Args(chat_template_kwargs=text)) for text in given}) == 4
+    spaced = '{"b": 1,   "a": 2}', '{"a": 2, "b": 1}'
+    assert len({data.prompt_key(qwen, Args(chat_template_kwargs=text)) for text in spaced}) == 1
+    for template, where in ((None, f"the template of {tiny}"), ("chatml", "--chat_template chatml")):
+        args = Args(
+            model_name_or_path=str(tiny), chat_template=template, chat_template_kwargs='{"enable_think": false}'
+        )
+        message = refusal(capsys, args, lambda args: data.render_prompts([], qwen, args))
+        assert f"--chat_template_kwargs: {where} has no variable 'enable_think'" in message
+
+
+def test_prompts_that_are_ready(tokenizer, capsys):
+    """--chat_template none takes them as they are; a second template around the first one's tokens is warned of."""
+    ready = "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n<think>"
+
+    def decoded(text: str, **changes) -> str:
+        problems = [records.Problem([{"role": "user", "content": t}], "1", "exact", {}) for t in (text, "plain")]
+        return tokenizer.decode(data.render_prompts(problems, tokenizer, Args(**changes))[0].prompt_ids)
+
+    assert decoded(ready, chat_template="none") == ready
+    assert decoded("Solve\n", chat_template="none") == "Solve\n"
+    assert not capsys.readouterr().out
+    assert decoded(ready).count("<|im_start|>user") == 2
+    said = capsys.readouterr().out
+    assert "warning: 1 of 2 prompts hold special tokens of the tokenizer (<|im_start|>)" in said
+    assert "--chat_template none" in said
+    decoded("plain, too")
+    assert not capsys.readouterr().out
+
+
+def test_the_number_of_evaluation_problems_is_said(tmp_path, capsys):
+    train, test = write(tmp_path / "train.jsonl", rows(30)), write(tmp_path / "test.jsonl", rows(10, first=40))
+    load(Args(dataset=train, eval_dataset=test, eval_prompts=7))
+    said = capsys.readouterr().out
+    assert f"--eval_prompts 7: the first 7 of the 10 of {test}; --eval_dataset_mixer " in said
+    mixer = said.split("--eval_dataset_mixer '")[1].split("'")[0]
+    assert len(load(Args(dataset=train, eval_dataset_mixer=mixer))[1]) == 10
+    load(Args(dataset=train, eval_dataset=test, eval_prompts=70))
+    assert f"--eval_prompts 70: all of the 10 of {test}\n" in capsys.readouterr().out
+    for eval_prompts in (0, 10):
+        load(Args(dataset=train, eval_dataset=test, eval_prompts=eval_prompts))
+        assert not capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------- no truth, a reward model
+
+
+def test_a_reward_model_alone_needs_no_truth(tmp_path, capsys):
+    """verl's data for alignment: its truths mean nothing and its verifier is unknown; or prompts and nothing else."""
+    hh = VERL | {"data_source": "Dahoas/full-hh-rlhf", "ability": "alignment"}
+    hh["reward_model"] = {"style": "model", "ground_truth": "should not be used"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([hh]), tmp_path / "hh.parquet")
+    plain = write(tmp_path / "prompts.jsonl", [{"prompt": "Hello", "chosen": "Hi"}])
+    known = {"reward_model_name_or_path": "scorer"}
+    alone = Args(**known, dataset=f"{tmp_path}/hh.parquet", verifier="reward_model")
+    (problem,) = everything(alone)
+    assert (problem.messages, problem.verifier) == (VERL["prompt"], "reward_model")
+    alone = Args(**known, dataset=plain, prompt_key="prompt", verifier="reward_model")
+    (problem,) = everything(alone)
+    assert (problem.truth, problem.verifier) == ("", "reward_model")
+    message = refusal(capsys, Args(**known, dataset=f"{tmp_path}/hh.parquet"), everything)
+    assert "no verifier 'Dahoas/full-hh-rlhf'" in message and "--verifier reward_model for that model alone" in message
+    message = refusal(capsys, Args(**known, dataset=plain, prompt_key="prompt"), everything)
+    assert "--ground_truth_key answer" in message and "; --verifier reward_model needs none" in message
+    typo = Args(**known, dataset=plain, prompt_key="prompt", verifier="reward_model", ground_truth_key="chosn")
+    assert "--ground_truth_key chosn" in refusal(capsys, typo, everything)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_verifier_that_looks_at_no_truth_needs_none(tmp_path, monkeypatch, large):
+    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    source = write(tmp_path / "a.jsonl", [{"question": str(i)} for i in range(4)])
+    assert [p.truth for p in everything(Args(dataset=source, verifier="format"))] == [""] * 4
+
+
 # -------------------------------------------------------------------------------------------------------- long prompts
 
 
