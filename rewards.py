@@ -587,6 +587,8 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
         raise ValueError(f"no verifier {name!r}; known: {', '.join(VERIFIERS)}, or path/to/file.py:function")
     if not Path(path).is_file():
         raise ValueError(f"no file {path!r} to take the verifier {function!r} from")
+    if not path.endswith(".py"):
+        raise ValueError(f"the file {path!r} is not named as Python's are; rename it to {path}.py")
     found = getattr(_load_file(path, Path(path).stat().st_mtime_ns), function, None)
     if not callable(found):
         raise ValueError(f"the file {path!r} has no function {function!r}")

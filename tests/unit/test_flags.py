@@ -271,6 +271,10 @@ CASES = {
         ["--verifier reward_model", "give --reward_model_name_or_path"],
     ),
     "unknown verifier file": ({"reward_fn": "nothing.py:score"}, ["--reward_fn", "no file 'nothing.py'", "'score'"]),
+    "a verifier file without .py": (
+        {"reward_fn": "PLACE/problems.jsonl:score"},
+        ["--reward_fn", "problems.jsonl' is not named as Python's are", "problems.jsonl.py"],
+    ),
     "unknown function": ({"reward_fn": f"{VERIFIERS}:nothing"}, ["--reward_fn", "no function 'nothing'"]),
     "function is none": ({"reward_fn": f"{VERIFIERS}:__name__"}, ["--reward_fn", "no function '__name__'"]),
     "one of two verifiers": ({"verifier": "math,maths"}, ["--verifier", "'maths'"]),
