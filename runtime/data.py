@@ -666,12 +666,17 @@ def check_template_kwargs(tokenizer, args) -> None:
 
 
 def load_tokenizer(args):
-    """The tokenizer that ``--tokenizer_name_or_path`` names, or else the model's own."""
+    """The tokenizer that ``--tokenizer_name_or_path`` names, or else the model's own.
+
+    Never that of mistral-common, which a machine with vLLM has: it knows no chat template, and no control token in a
+    text.
+    """
     from transformers import AutoTokenizer
 
     name = args.tokenizer_name_or_path or args.model_name_or_path
     revision = args.revision if args.tokenizer_name_or_path is None else None
-    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    where = {"revision": revision, "trust_remote_code": args.trust_remote_code}
+    return AutoTokenizer.from_pretrained(name, mistral_format=False, **where)
 
 
 def prompt_key(tokenizer, args) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import json
 import os
@@ -832,6 +833,19 @@ def test_the_date_is_part_of_the_key(tokenizer, monkeypatch):
     before = data.prompt_key(tokenizer, Args())
     monkeypatch.setattr(data, "TODAY", datetime.datetime(2030, 1, 1))
     assert data.prompt_key(tokenizer, Args()) != before
+
+
+def test_mistrals_own_tokenizer_is_not_taken(tiny, tmp_path, tokenizer):
+    """transformers takes it wherever mistral-common is installed and the model has a tekken.json."""
+    folder = shutil.copytree(tiny, tmp_path / "mistral")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    pattern = {"pattern": ".", "num_vocab_tokens": 300, "default_vocab_size": 300, "default_num_special_tokens": 20}
+    words = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None} for i in range(256)]
+    tekken = {"config": pattern | {"version": "v7"}, "vocab": words}
+    (folder / "tekken.json").write_text(json.dumps(tekken))
+    found = data.load_tokenizer(Args(model_name_or_path=str(folder)))
+    assert data.render([CHAT], found, None) == data.render([CHAT], tokenizer, None)
 
 
 NO_SYSTEM = (  # as Gemma's
