@@ -961,7 +961,7 @@ class RewardModel:
 
         name = args.reward_model_name_or_path
         where = {"revision": args.reward_model_revision or "main", "trust_remote_code": args.trust_remote_code}
-        self.tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False, **where)  # data.load_tokenizer
+        self.tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False, **where)  # as load_tokenizer says
         self.device = device
         self.budget = sizes(args, "cuda" in str(device)).logprob_micro_batch_tokens
         self.max_length = args.reward_model_max_length

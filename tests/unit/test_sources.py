@@ -840,7 +840,7 @@ def test_mistrals_own_tokenizer_is_not_taken(tiny, tmp_path, tokenizer):
     folder = shutil.copytree(tiny, tmp_path / "mistral")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
-    pattern = {"pattern": ".", "num_vocab_tokens": 300, "default_vocab_size": 300, "default_num_special_tokens": 20}
+    pattern = {"pattern": ".", "num_vocab_tokens": 256, "default_vocab_size": 276, "default_num_special_tokens": 20}
     words = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None} for i in range(256)]
     tekken = {"config": pattern | {"version": "v7"}, "vocab": words}
     (folder / "tekken.json").write_text(json.dumps(tekken))
