@@ -56,6 +56,7 @@ from runtime.answers import (
     tidy,
 )
 from runtime.constraints import CONSTRAINTS
+from runtime.data import TODAY
 from runtime.flags import sizes
 from runtime.gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.process import refuse
@@ -180,10 +181,11 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
 def needs_no_truth(verifier: str, row: dict) -> bool:
     """Whether a row can be scored without an answer.
 
-    Some scorers of reasoning-gym check the response itself; form and instructions have no right answer.
+    Some scorers of reasoning-gym check the response itself; form and instructions have no right answer, and a reward
+    model looks at none.
     """
     names = names_of(verifier)
-    return set(names) <= {"format", "ifeval"} or (names == ["reasoning_gym"] and "reasoning_gym" in row)
+    return set(names) <= {"format", "ifeval", "reward_model"} or (names == ["reasoning_gym"] and "reasoning_gym" in row)
 
 
 def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
@@ -566,6 +568,11 @@ SAY_THE_TRUTH = {"math": "\\boxed{{{}}}", "reasoning_gym": "<answer>{}</answer>"
 SAY_THE_TRUTH |= dict.fromkeys(("last_number", "exact", "gsm8k"), "{}")
 
 
+def reward_model_alone(response: str, truth: str, row: dict) -> Reward:
+    """``--verifier reward_model``: 0 for every response, and RewardModel adds its score."""
+    return Reward(0.0)
+
+
 def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     """A verifier by its name here, or from a file of the user's: ``path/to/file.py:function``.
 
@@ -573,11 +580,15 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     """
     if name in VERIFIERS:
         return VERIFIERS[name]
+    if name == "reward_model":
+        return reward_model_alone
     path, _, function = name.rpartition(":")
     if not path:
         raise ValueError(f"no verifier {name!r}; known: {', '.join(VERIFIERS)}, or path/to/file.py:function")
     if not Path(path).is_file():
         raise ValueError(f"no file {path!r} to take the verifier {function!r} from")
+    if not path.endswith(".py"):
+        raise ValueError(f"the file {path!r} is not named as Python's are; rename it to {path}.py")
     found = getattr(_load_file(path, Path(path).stat().st_mtime_ns), function, None)
     if not callable(found):
         raise ValueError(f"the file {path!r} has no function {function!r}")
@@ -691,6 +702,8 @@ def check_reward_args(args) -> None:
                 find_verifier(name)
             except ValueError as error:
                 refuse(f"--{flag}: {error}")
+            if name == "reward_model" and args.reward_model_name_or_path is None:
+                refuse(f"--{flag} reward_model: there is none; give --reward_model_name_or_path, or another verifier")
     try:
         weights = parse_weights(args.reward_weights)
     except ValueError as error:
@@ -948,7 +961,7 @@ class RewardModel:
 
         name = args.reward_model_name_or_path
         where = {"revision": args.reward_model_revision or "main", "trust_remote_code": args.trust_remote_code}
-        self.tokenizer = AutoTokenizer.from_pretrained(name, **where)
+        self.tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False, **where)  # as load_tokenizer says
         self.device = device
         self.budget = sizes(args, "cuda" in str(device)).logprob_micro_batch_tokens
         self.max_length = args.reward_model_max_length
@@ -970,7 +983,7 @@ class RewardModel:
         rows = []
         for messages, response in conversations:
             text = [*messages, {"role": "assistant", "content": response}]
-            ids = self.tokenizer.apply_chat_template(text, return_dict=False)
+            ids = self.tokenizer.apply_chat_template(text, return_dict=False, strftime_now=TODAY.strftime)
             rows.append(ids[-longest:] if longest else ids)  # the end is what is scored
         scores: dict[int, float] = {}
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from runtime import presets
-from runtime.data import CHAT_TEMPLATES, chat_template
+from runtime.data import CHAT_TEMPLATES, chat_template, template_kwargs
 from runtime.process import refuse
 
 # Three groups of arguments that are no part of a run's name or identity; docs/checkpoints.md gives the reasons.
@@ -79,6 +79,7 @@ AT_MOST_ONE = (
     *("eval_top_p", "lr_min_ratio", "warm_up_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha"),
     *("gamma", "gae_lambda", "value_norm_beta", "dataset_max_filter_share"),
 )
+LFS_POINTER = b"version https://git-lfs"  # how it begins
 # The type of the field as_: "as" is a word of Python's own, so that only the command line can have it.
 As = Annotated[str | None, tyro.conf.arg(name="as", metavar="NAME")]
 # What is fixed here and a flag elsewhere: name -> why.
@@ -183,7 +184,9 @@ class RunFlags:
     system_prompt: str | None = None
     """System message before every prompt; "" for none. Default: the one runtime/data.py has for it, if any."""
     chat_template: str | None = None
-    """A Jinja file, chatml, tulu, r1 (with think tags), or question_answer. Default: the tokenizer's own."""
+    """A Jinja file, chatml, tulu, r1 (with think tags), question_answer, or none. Default: the tokenizer's own."""
+    chat_template_kwargs: str | None = None
+    """JSON object of variables that the chat template reads, for example {"enable_thinking": false} for Qwen3."""
     max_prompt_length: int = 256
     """Maximum prompt length in tokens, chat template included."""
     overlong_prompts: Literal["error", "filter", "left", "right"] = "error"
@@ -765,6 +768,7 @@ def check_model(args: RunFlags, flag: str = "model_name_or_path") -> None:
             f"which is loaded as it is; leave it out"
         )
     check_reward_model(args)
+    template_kwargs(args)
     own_template = not files or "chat_template.jinja" in files or tokenizer_config.get("chat_template")
     if flag == "model_name_or_path" and chat_template(args) is None and not own_template:
         known = ", ".join(CHAT_TEMPLATES)
@@ -781,8 +785,9 @@ def read_configs(args: RunFlags, flag: str, revision: str | None) -> tuple[dict[
         files = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
         if "config.json" not in files:
             refuse(f"--{flag} {name}: no config.json there; {hint}")
-        if not any(f.endswith((".safetensors", ".bin")) for f in files):
+        if not any(f.endswith((".safetensors", ".bin")) for f in files) and not args.dry_run:
             refuse(f"--{flag} {name}: no weights (*.safetensors or *.bin) there; {hint}")
+        check_files(folder, files, flag)
         config = json.loads((folder / "config.json").read_text())
         tokenizer_config = folder / "tokenizer_config.json"
         return config, json.loads(tokenizer_config.read_text()) if tokenizer_config.is_file() else {}, files
@@ -797,6 +802,20 @@ def read_configs(args: RunFlags, flag: str, revision: str | None) -> tuple[dict[
     return config, {}, set()
 
 
+def check_files(folder: Path, files: set[str], flag: str) -> None:
+    """Refuse what stands in for a file after `git clone` without Git LFS, and weights that are not all there."""
+    for name in sorted(files):
+        if not name.endswith((".safetensors", ".bin", ".json", ".model")) or not (folder / name).is_file():
+            continue
+        with open(folder / name, "rb") as file:
+            start = file.read(len(LFS_POINTER))
+        if start == LFS_POINTER:
+            refuse(f"--{flag} {folder}: {name} is a pointer of Git LFS, not the file; run `git lfs pull` there")
+        header = int.from_bytes(start[:8], "little")  # a safetensors file begins with the length of its header
+        if name.endswith(".safetensors") and not 1 < header <= (folder / name).stat().st_size - 8:
+            refuse(f"--{flag} {folder}: {name} is empty or only a part of a safetensors file; copy it again")
+
+
 def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:
     """(tokenizer_config.json, names of the files) of a local tokenizer; nothing of one on the hub."""
     folder = Path(name)
@@ -806,6 +825,7 @@ def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:
             refuse(
                 f"--tokenizer_name_or_path {name}: no tokenizer.json there; give a folder that save_pretrained wrote"
             )
+        check_files(folder, files, "tokenizer_name_or_path")
         file = folder / "tokenizer_config.json"
         return json.loads(file.read_text()) if file.is_file() else {}, files
     if name.startswith((".", "/", "~")) or (folder.parent != Path() and folder.parent.is_dir()):

@@ -118,6 +118,8 @@ def prepare(files: Path) -> None:
         tokenizer.save_pretrained(files / name)
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     tokenizer.save_pretrained(files / "tokenizer")
+    thinking = "{{ messages[-1]['content'] }}{% if enable_thinking | default(true) %} <think>{% endif %}"
+    (files / "thinking.jinja").write_text(thinking)
     prepare_hub(files)
     prepare_custom(files)
     prepare_data(files)

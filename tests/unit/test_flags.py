@@ -20,6 +20,9 @@ import ppo
 from grpo import Args
 from runtime import flags, process, rundir, runlog
 
+WEIGHTS = "model.safetensors"
+NO_TENSORS = "\2\0\0\0\0\0\0\0{}"  # a safetensors file without any
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22\nsize 98\n"
 FLASH = {"attn_implementation": "flash_attention_2"}
 
 
@@ -30,19 +33,26 @@ def place(tmp_path_factory) -> Path:
     rows = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(40)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "empty_prompt.jsonl").write_text(json.dumps({"question": "", "answer": "1"}) + "\n")
+    (folder / "no_truth.jsonl").write_text(json.dumps({"question": "1 + 1 ="}) + "\n")
     (folder / "broken.jsonl").write_text('{"question": "1 + 1 =",\n')
     (folder / "broken.json").write_text('[{"question": "1 + 1 ="')
     config, tokenizer = {"max_position_embeddings": 2048}, {"chat_template": "{{ messages[0]['content'] }}"}
     for name, files in {
-        "model": {"config.json": config, "model.safetensors": {}, "tokenizer_config.json": tokenizer},
+        "model": {"config.json": config, WEIGHTS: NO_TENSORS, "tokenizer_config.json": tokenizer},
         "no_weights": {"config.json": config, "tokenizer_config.json": tokenizer},
-        "no_config": {"model.safetensors": {}, "tokenizer_config.json": tokenizer},
-        "no_template": {"config.json": config, "model.safetensors": {}, "tokenizer_config.json": {}},
+        "no_config": {WEIGHTS: NO_TENSORS, "tokenizer_config.json": tokenizer},
+        "no_template": {"config.json": config, WEIGHTS: NO_TENSORS, "tokenizer_config.json": {}},
         "empty": {},
+        "pointer": {"config.json": config, WEIGHTS: LFS_POINTER, "tokenizer_config.json": tokenizer},
+        "empty_weights": {"config.json": config, WEIGHTS: "", "tokenizer_config.json": tokenizer},
+        "half_a_copy": {"config.json": config, WEIGHTS: NO_TENSORS[:9], "tokenizer_config.json": tokenizer},
+        "page": {"config.json": config, WEIGHTS: "<!doctype html>\n", "tokenizer_config.json": tokenizer},
     }.items():
         (folder / name).mkdir()
         for file, content in files.items():
-            (folder / name / file).write_text(json.dumps(content))
+            (folder / name / file).write_text(content if file == WEIGHTS else json.dumps(content))
+    shutil.copytree(folder / "model", folder / "tokenizer_pointer")
+    (folder / "tokenizer_pointer" / "tokenizer.json").write_text(LFS_POINTER)
     return folder
 
 
@@ -84,6 +94,12 @@ def test_the_usual_arguments_are_not_refused(place, nothing_is_loaded):
     """Else every case below would pass for the wrong reason."""
     with pytest.raises(AssertionError, match="went on"):
         start(arguments(place, {}))
+
+
+def test_a_dry_run_needs_no_weights(place, nothing_is_loaded):
+    """It can be made where only config and tokenizer are; the run itself refuses (below)."""
+    with pytest.raises(AssertionError, match="went on"):
+        start(arguments(place, {"model_name_or_path": "PLACE/no_weights", "dry_run": True}))
 
 
 CASES = {
@@ -147,12 +163,44 @@ CASES = {
         {"eval_prompts": 33},
         ["40 distinct problems", "--eval_prompts 33", "leaves 7", "--num_unique_prompts_rollout 8"],
     ),
+    "too few beside evaluation data": (
+        {"eval_dataset": "PLACE/problems.jsonl", "eval_prompts": 33},
+        ["has 7 distinct problems that are not evaluated on, fewer than --num_unique_prompts_rollout 8"],
+    ),
+    "no truths for a verifier": (
+        {"dataset": "PLACE/no_truth.jsonl"},
+        ["--ground_truth_key answer", "no such column; it has: question\n"],
+    ),
     # model
     "missing folder": (
         {"model_name_or_path": "PLACE/nothing"},
         ["--model_name_or_path", "no such folder", "make setup"],
     ),
     "no weights": ({"model_name_or_path": "PLACE/no_weights"}, ["--model_name_or_path", "no weights", "safetensors"]),
+    "weights by Git LFS": (
+        {"model_name_or_path": "PLACE/pointer"},
+        ["--model_name_or_path", "model.safetensors is a pointer of Git LFS", "git lfs pull"],
+    ),
+    "a tokenizer by Git LFS": (
+        {"tokenizer_name_or_path": "PLACE/tokenizer_pointer"},
+        ["--tokenizer_name_or_path", "tokenizer.json is a pointer of Git LFS", "git lfs pull"],
+    ),
+    **{
+        name: (
+            {"model_name_or_path": f"PLACE/{name}", "dry_run": True},
+            ["--model_name_or_path", f"/{name}: model.safetensors is empty or only a part", "copy it again"],
+        )
+        for name in ("empty_weights", "half_a_copy", "page")
+    },
+    "template variables are not JSON": (
+        {"chat_template_kwargs": "{enable_thinking: false}"},
+        ["--chat_template_kwargs: not valid JSON", "for example '{\"enable_thinking\": false}'"],
+    ),
+    "template variables are no object": ({"chat_template_kwargs": "[1]"}, ["--chat_template_kwargs", "JSON object"]),
+    "a template variable of ours": (
+        {"chat_template_kwargs": '{"add_generation_prompt": false}'},
+        ["--chat_template_kwargs: add_generation_prompt is set here", "leave it out"],
+    ),
     "no config": ({"model_name_or_path": "PLACE/no_config"}, ["--model_name_or_path", "no config.json", "hub id"]),
     "empty folder": ({"model_name_or_path": "PLACE/empty"}, ["--model_name_or_path", "no config.json"]),
     "a file as model": ({"model_name_or_path": "PLACE/problems.jsonl"}, ["--model_name_or_path", "no config.json"]),
@@ -218,7 +266,15 @@ CASES = {
     "offload without ZeRO 3": ({"offload_param": True}, ["--offload_param", "--zero_stage 3", "not 2"]),
     # verifiers
     "unknown verifier": ({"verifier": "maths"}, ["--verifier", "'maths'", "last_number", "exact"]),
+    "no reward model to be alone": (
+        {"verifier": "reward_model"},
+        ["--verifier reward_model", "give --reward_model_name_or_path"],
+    ),
     "unknown verifier file": ({"reward_fn": "nothing.py:score"}, ["--reward_fn", "no file 'nothing.py'", "'score'"]),
+    "a verifier file without .py": (
+        {"reward_fn": "PLACE/problems.jsonl:score"},
+        ["--reward_fn", "problems.jsonl' is not named as Python's are", "problems.jsonl.py"],
+    ),
     "unknown function": ({"reward_fn": f"{VERIFIERS}:nothing"}, ["--reward_fn", "no function 'nothing'"]),
     "function is none": ({"reward_fn": f"{VERIFIERS}:__name__"}, ["--reward_fn", "no function '__name__'"]),
     "one of two verifiers": ({"verifier": "math,maths"}, ["--verifier", "'maths'"]),
