@@ -1,7 +1,7 @@
 # Every target sets the project up first; when that is done already it takes no time.
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: setup quickstart testbed test test-gpu lint bench bench-gate compare speedrun
+.PHONY: setup quickstart testbed test test-all test-gpu lint bench bench-gate compare speedrun
 
 setup:
 	@scripts/setup.sh
@@ -17,6 +17,10 @@ testbed: setup
 
 test: setup
 	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --max-worker-restart 0 $(ARGS)
+
+# Every test, in hours; continues where it was stopped: make test-all ARGS="tests/runs/test_faults.py"
+test-all: setup
+	$(PYTHON_BIN) tests/whole.py $(ARGS)
 
 # What only a GPU can decide (docs/gpu.md); skipped, with the reason, on a machine without one
 test-gpu: setup

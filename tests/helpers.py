@@ -25,6 +25,7 @@ from typing import ClassVar
 import pytest
 
 from runtime import data, process, records, rundir, runlog
+from runtime.flags import RunFlags
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("RLVR_TEST_DATA", ROOT.parent / "shared" / "data"))  # labeled data sets, where they are
@@ -135,6 +136,7 @@ def load_variant(name: str, folder: Path):
 
 # A two-step run on the tiny model that takes a second or two.
 TINY_RUN = {
+    "dataset": f"{RunFlags.dataset}&size=200",
     "rollout": "hf",
     "dtype": "float32",
     "total_steps": 2,
@@ -159,6 +161,20 @@ def tiny_args(tiny: Path, out: Path, script: str = "grpo", **changes):
     return importlib.import_module(script).Args(**{**places, **TINY_RUN, **changes})
 
 
+@contextlib.contextmanager
+def warm_workers():
+    """Verifier processes that are forked off one that has imported ``rewards``, which takes each run 0.3 s.
+
+    Tests of the pool, and of runs in processes of their own, have those of users.
+    """
+    import rewards
+
+    multiprocessing.set_forkserver_preload(["rewards"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rewards.WorkerProcess, "_Popen", staticmethod(multiprocessing.context.ForkServerProcess._Popen))
+        yield
+
+
 def run_here(args, script: str = "grpo") -> list[dict]:
     """Run a script's main in this process; its metrics, one dict a step."""
     import torch
@@ -181,7 +197,8 @@ def run_here(args, script: str = "grpo") -> list[dict]:
 
     os._exit = stay
     try:
-        module.main(args, module.preflight(args))
+        with warm_workers():
+            module.main(args, module.preflight(args))
     finally:
         os._exit = leave
     folder = Path(args.output_dir) / rundir.run_name(args, module.Args())

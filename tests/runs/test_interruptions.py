@@ -232,7 +232,7 @@ def test_other_moments_and_signals(tiny, tmp_path):
     run.until(lambda: (tmp_path / "run" / "config.json").exists() and len(descendants(run.process.pid)) > 1)
     time.sleep(3)  # in the evaluation before the first step, whose samples take 5 seconds each to verify
     os.kill(run.process.pid, signal.SIGUSR2)
-    run.until(lambda: "most recent call first" in run.text() and "in rollout" in run.text(), 10)
+    run.until(lambda: "most recent call first" in run.text() and "in evaluate" in run.text(), 10)
     os.kill(run.process.pid, signal.SIGTERM)
     run.until(lambda: "saving after this step" in run.text(), 10)
     time.sleep(1.5)
