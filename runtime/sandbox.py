@@ -1,4 +1,4 @@
-"""A sandbox for a model's programs: ``Sandbox``, and the processes behind it, ``python -I -S sandbox.py``.
+"""A sandbox for a model's programs: ``Sandbox``, and the processes behind it, ``python -I -S - < sandbox.py``.
 
 Each process below starts the next. Only the last one ever sees a program or its input, so nothing that an earlier
 program or its tests left in memory can be found by a later one.
@@ -66,6 +66,11 @@ WHEEL_LIBRARIES = (
 HOME = "/sandbox"  # in the new root, a file system in memory
 RUN = "/run"  # in there: the program's input and output, and its folder tmp
 DEVICES = ("null", "zero", "full", "random", "urandom")
+# This file as it is now: the servers of a run's sandboxes are all of this text, whatever is edited meanwhile.
+SOURCE = b""
+if __name__ != "__main__":
+    with open(__file__, "rb") as own_file:
+        SOURCE = own_file.read()
 memory_groups = True  # use cgroups where there are any, besides looking at the memory of the processes
 allow_unsafe = False  # in a worker: what --allow_unsafe_code_exec says
 
@@ -993,11 +998,11 @@ def _start_server() -> None:
     import subprocess  # here, as the server must not pay for it
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-I", "-S"]
+    command = [sys.executable, "-I", "-S", "-"]  # a program that is read from stdin
     with theirs:
         process = subprocess.Popen(
-            [*command, os.path.abspath(__file__), str(theirs.fileno()), json.dumps(packages()), f"of={os.getpid()}"],
-            stdin=subprocess.DEVNULL,
+            [*command, str(theirs.fileno()), json.dumps(packages()), f"of={os.getpid()}"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={},
@@ -1005,6 +1010,8 @@ def _start_server() -> None:
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
+    with process.stdin:
+        process.stdin.write(SOURCE)
     _server = (process, ours)
 
 

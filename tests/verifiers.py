@@ -1,6 +1,10 @@
 """Verifiers for tests; nothing of the project is imported but the result type."""
 
+import asyncio
+import builtins
 import os
+import subprocess
+import sys
 import time
 
 from rewards import Reward
@@ -89,6 +93,46 @@ def numpy_reward(response, truth, row):
 
 def not_finite(response, truth, row):
     return float("nan")
+
+
+def runs_the_response(response, truth, row):
+    """The usual home-made reward of code; like a run, it is tried with the truth first."""
+    if response != truth:
+        exec(response, {"exit": sys.exit, "quit": sys.exit})
+    return 1.0
+
+
+class Outcome(BaseException):
+    """What pytest.fail and trio's cancellation are: no Exception."""
+
+
+def raises_by_name(response, truth, row):
+    raise {"asyncio.CancelledError": asyncio.CancelledError, "Outcome": Outcome}.get(
+        response, getattr(builtins, response, None)
+    )
+
+
+SLEEPS = "import signal, sys, time; {before}; time.sleep(600)"
+
+
+def starts_a_process(response, truth, row):
+    """A process with the truth in its command line, and then what the response says."""
+    program = {
+        "child": SLEEPS.format(before="signal.signal(signal.SIGTERM, signal.SIG_IGN)"),
+        "a session": SLEEPS.format(before="pass"),
+        "orphan": "import os; os.fork() and os._exit(0); " + SLEEPS.format(before="pass"),
+    }[row["kind"]]
+    started = subprocess.Popen([sys.executable, "-c", program, truth], start_new_session=row["kind"] == "a session")
+    if row["kind"] == "orphan":
+        started.wait()
+    return {"hangs": hangs, "dies": dies, "": always}[response](response, truth, row)
+
+
+def terminates_a_process(response, truth, row):
+    started = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"], stdout=-1)
+    started.stdout.readline()
+    started.terminate()
+    return float(started.wait(1.0) == -15)
 
 
 class Unpicklable(str):

@@ -848,8 +848,7 @@ def test_a_killed_worker_takes_its_programs_along(world):
     _, left = world
     pool = RewardPool(1, 4.0, ("code",), unsafe=bool(REFUSED))
     pool.result(pool.submit("exact", "x", "x", {}))
-    spawned = [child for child in psutil.Process().children() if any("spawn_main" in word for word in child.cmdline())]
-    worker = max(spawned, key=psutil.Process.create_time).pid
+    (worker,) = [child.pid for child in psutil.Process(pool.nursery.process.pid).children()]
     future = pool.submit("code", ATTACKS["ignores signals"], TESTS, {**ADD, "time_limit": 60})
     assert len(started(worker)) >= 4
     assert pool.result(future).status == "timeout"
