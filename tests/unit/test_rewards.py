@@ -336,7 +336,7 @@ def test_an_interruption_of_the_run_itself_is_not_a_bad_truth(monkeypatch):
         rewards.truth_error("exact", "7", {})
 
 
-# ------------------------------------------------------------------------------ what verifiers start, and what is edited
+# ----------------------------------------------------------------------------- what verifiers start, and what is edited
 
 
 def left_of(mark: str) -> list[int]:
