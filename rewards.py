@@ -742,13 +742,12 @@ def _prepare_workers(verifiers: list[str]) -> None:
 
 
 def _start_worker(verifiers: list[str], unsafe: bool) -> None:
-    """In a new worker: whom it lives for, its memory limit, its own random numbers and its own sandboxes."""
+    """In a new worker: whom it lives for, its memory limit and its own sandboxes."""
     import resource
 
     process.live_for_parent()
     sandbox.allow_unsafe = unsafe
     sys.set_int_max_str_digits(0)  # what takes too long is killed; an exception here would be taken for a bug
-    np.random.seed()  # noqa: NPY002 - a verifier's own, of which forks would have one
     if "code" in verifiers:
         sandbox.namespaces_refused()  # starts the server of this worker's sandboxes
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY, WORKER_MEMORY))
@@ -823,9 +822,8 @@ class RewardPool:
         self._start()
 
     def _start(self) -> None:
-        from pebble import CONSTS, ProcessPool
+        from pebble import ProcessPool
 
-        CONSTS.term_timeout = 0.0  # a worker that is told to end has ended
         self.nursery = Nursery(code_of_run(), _prepare_workers, self.verifiers)
         self.pool = ProcessPool(
             max_workers=self.workers,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing.context
 import os
 import select
@@ -195,6 +196,8 @@ def _nurse(
     control.send(changed_files(code, loaded_files()))
     prepare(*arguments)
     sys.stdout.flush()
+    gc.collect()
+    gc.freeze()  # what a collection does not touch stays shared with the workers
     workers = set()
     while True:
         try:

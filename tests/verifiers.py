@@ -3,6 +3,7 @@
 import asyncio
 import builtins
 import os
+import random
 import subprocess
 import sys
 import time
@@ -102,6 +103,13 @@ def runs_the_response(response, truth, row):
     return 1.0
 
 
+def exits_on_a_response(response, truth, row):
+    """As one does that executes a response in which is ``exit()``; not on the truth, with which a run tries it."""
+    if response != truth:
+        sys.exit(0)
+    return 1.0
+
+
 class Outcome(BaseException):
     """What pytest.fail and trio's cancellation are: no Exception."""
 
@@ -152,6 +160,14 @@ def picky(response, truth, row):
 def addition(response, truth, row):
     """A reward that the prompt alone decides, so that a critic can learn it whatever is answered."""
     return Reward(float("+" in row["question"]))
+
+
+def draws(response, truth, row):
+    """Random numbers; slowly, so that each of the workers has one to draw."""
+    import numpy
+
+    time.sleep(0.2)
+    return Reward(0.0, {"random": random.random(), "numpy": numpy.random.rand()})  # noqa: NPY002
 
 
 def stepwise(response, truth, row):

@@ -239,6 +239,28 @@ def test_pool_starts_again():
     pool.close()
 
 
+def test_pool_outlives_its_nursery():
+    """The out-of-memory killer may take any process: its workers end with it, and all start again."""
+    pool = RewardPool(2, 20.0)
+    assert works(pool)
+    workers = psutil.Process(pool.nursery.process.pid).children()
+    assert len(workers) == 2
+    pool.nursery.process.kill()
+    assert psutil.wait_procs(workers, timeout=5)[1] == []
+    assert works(pool)
+    pool.close()
+
+
+def test_workers_draw_random_numbers_of_their_own():
+    """Forks have the generators of the one process: nothing that it imports may have made NumPy's."""
+    pool = RewardPool(2, 20.0, ("math", "reasoning_gym"))
+    futures = [pool.submit(f"{MINE}:draws", "x", "x", {}) for _ in range(6)]
+    drawn = [tuple(pool.result(future).parts.values()) for future in futures]
+    pool.close()
+    for numbers in zip(*drawn, strict=True):
+        assert len(set(numbers)) == len(drawn)
+
+
 def test_a_verifier_that_raises_on_a_response_costs_that_sample(pool, capsys):
     """Score 0, counted as unscorable, the first traceback shown; whatever the response, the run continues."""
     pool.shown.clear()
