@@ -833,10 +833,15 @@ class RewardPool:
         )
         self.starting = threading.Thread(target=self._open, daemon=True)
         self.starting.start()  # while the models load
+        self.nursery.spawned.wait()
 
     def _open(self) -> None:
-        with contextlib.suppress(RuntimeError):  # of a start that failed: ``submit`` meets it again, and says so
+        try:
             self.pool.schedule(find_verifier, args=["exact"])
+        except Exception:  # whatever it was: ``submit`` meets it again, and says so
+            pass
+        finally:
+            self.nursery.spawned.set()
 
     def _make_ready(self) -> None:
         """Start again where that is necessary. Raises RuntimeError where it cannot be done."""

@@ -75,6 +75,7 @@ class Nursery(multiprocessing.context.SpawnContext):
         super().__init__()
         self.arguments = (code, prepare, arguments)
         self.lock = threading.Lock()
+        self.spawned = threading.Event()  # until then another thread should not look at the main module or environment
         self.process: BareProcess | None = None
         self.control: Connection | None = None
         self.changed: list[str] = []
@@ -95,6 +96,7 @@ class Nursery(multiprocessing.context.SpawnContext):
         self.control, theirs = self.Pipe()
         self.process = BareProcess(target=_nurse, args=(theirs, *self.arguments, work), daemon=True)
         self.process.start()
+        self.spawned.set()
         theirs.close()
         atexit.register(self.close)
         try:
