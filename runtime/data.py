@@ -381,7 +381,8 @@ def check_rows(source: str, raws: list, args, check: Check):
         if own.is_file():
             code.append(own)
     sandbox.allow_unsafe = args.allow_unsafe_code_exec  # the rows' own solutions are run
-    rules = digest(repr([columns, sandbox.allow_unsafe]).encode(), digest_of_files(code).encode())
+    isolated = ("code" in columns.verifier or columns.verifier_key) and not sandbox.namespaces_refused()
+    rules = digest(repr([columns, sandbox.allow_unsafe, bool(isolated)]).encode(), digest_of_files(code).encode())
     function = functools.partial(_check_batch, columns=columns, check=check)
     kinds = dict.fromkeys(CHECKED, datasets.Value("string"))
     checked = []

@@ -247,12 +247,20 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
+def leave_signals_to_the_run() -> None:
+    """In a child: a signal to all processes is for the run, which needs this one.
+
+    A handler that does nothing, since a program that the child starts would inherit what is ignored.
+    """
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, lambda *_: None)
+
+
 def live_for_parent() -> None:
-    """In a child: end with the run and not before. A signal to all processes is for the run, which needs this one."""
+    """In a child: end with the run and not before."""
     outlive_the_console()
     die_with_parent()
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
+    leave_signals_to_the_run()
 
 
 # --------------------------------------------------------------------------------------------------- code and versions

@@ -469,6 +469,7 @@ def test_a_tokenizer_without_padding(tiny, tmp_path, capfd):
     [
         ("a verifier hangs", "`sleep(3600)`", "hangs", "killed after 1 s (--reward_timeout)", "reward/timeouts"),
         ("a verifier's process dies", "`os._exit(3)`", "dies", "the worker died", "reward/errors"),
+        ("a verifier exits", "`sys.exit(0)`", "exits_on_a_response", "SystemExit: 0", "reward/unscorable"),
         ("a verifier takes all memory", "100 GB", "takes_memory", "first crash of a verification", "reward/errors"),
         (
             "a verifier returns something else",
@@ -478,7 +479,7 @@ def test_a_tokenizer_without_padding(tiny, tmp_path, capfd):
             "reward/unscorable",
         ),
     ],
-    ids=["hangs", "dies", "memory", "text"],
+    ids=["hangs", "dies", "exits", "memory", "text"],
 )
 def test_verifiers_that_cost_a_sample(small, capfd, fault, injection, verifier, words, metric):
     sizes = {
@@ -725,4 +726,4 @@ def test_nodes_that_are_not_alike(tiny, tmp_path, fault, injection, outs, more, 
     note(fault, injection, texts[1], words, REFUSED)
 
 
-FAULTS = 67
+FAULTS = 68

@@ -23,7 +23,7 @@ RANKS = [
         "runtime.cpu_norms",
     },
     {"runtime.presets", "runtime.sandbox", "runtime.sources", "runtime.data", "runtime.batching", "runtime.watchdog"},
-    {"runtime.flags", "runtime.elastic"},
+    {"runtime.flags", "runtime.elastic", "runtime.workers"},
     {"runtime.identity", "runtime.attention", "runtime.memory"},
     {"runtime.rundir", "runtime.runlog", "runtime.checkpoints", "runtime.recorder", "runtime.weights"},
     {"kl_estimators", "rewards", "runtime.dedicated", "runtime.start"},

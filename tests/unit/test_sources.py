@@ -16,7 +16,7 @@ from helpers import ROOT, real, script
 
 from grpo import Args
 from rewards import truth_error
-from runtime import data, records, rundir, sources
+from runtime import data, records, rundir, sandbox, sources
 
 
 def rows(count: int = 30, first: int = 0) -> list[dict]:
@@ -1049,6 +1049,19 @@ def test_many_prompts_come_from_the_cache(tokenizer, cache):
     assert computed(cache) == first
     assert ids(chat_template="tulu") == expected["tulu"], "the template is part of the key"
     assert set(computed(cache)) > set(first)
+
+
+@pytest.mark.skipif(bool(sandbox.namespaces_refused()), reason="the kernel gives no namespaces here")
+def test_rows_of_code_that_nobody_could_check_are_checked_elsewhere(tmp_path, cache, monkeypatch, capsys):
+    """A login node may give no namespaces: what it lets through is not in the cache for a node that has them."""
+    tests = [{"stdin": "", "stdout": "1"}]
+    content = [{"question": f"Print 1, {i}", "answer": tests, "solution": f"print({1 + (i == 5)})"} for i in range(12)]
+    args = Args(dataset=write(tmp_path / "a.jsonl", content), verifier="code")
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox, "namespaces_refused", lambda: "not permitted")
+        assert len(everything(args)) == 12
+        assert computed(cache)
+    assert "1 of 12 rows" in (said := refusal(capsys, args)) and "its own solution, in column solution" in said
 
 
 def test_many_rows_come_from_the_cache(tmp_path, cache, monkeypatch, capsys):
