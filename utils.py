@@ -952,16 +952,27 @@ class UpdateStats:
 
 
 @torch.no_grad()
-def exact_kl(policy, reference, samples: list[Sample], few: list[int], budget: int, run: Run) -> dict[str, float]:
+def exact_kl(
+    policy,
+    reference,
+    samples: list[Sample],
+    few: list[int],
+    budget: int,
+    run: Run,
+    own_N: torch.Tensor | None = None,
+) -> dict[str, float]:
     """Metrics of the KL over the whole vocabulary, in both directions: the truth that the estimators are compared with.
 
-    ``few``: the samples it is computed for. Every rank must call.
+    ``few``: the samples it is computed for. ``own_N``: the tokens that count, [N + 1]; all, by default. Every rank must
+    call.
     """
     end = token_offsets(samples)[-1]
     sums = torch.zeros(3, device=run.device)  # both directions, tokens
     largest = torch.zeros(1, device=run.device)  # of a token
     for mb in micro_batches(samples, few, budget=budget, **run.cutting):
         real_T = mb.tokens < end
+        if own_N is not None:
+            real_T = real_T & own_N[mb.tokens]
         full_kl_T = policy(mb, reference)[2] * real_T
         forward_kl_T = policy(mb, reference, forward_kl=True)[2] * real_T
         sums += torch.stack([full_kl_T.sum(), forward_kl_T.sum(), real_T.sum()])
