@@ -957,10 +957,13 @@ class UpdateStats:
 
 
 @torch.no_grad()
-def exact_kl(policy, reference, samples: list[Sample], few: list[int], run: Run) -> dict[str, float]:
+def exact_kl(
+    policy, reference, samples: list[Sample], few: list[int], run: Run, own_N: torch.Tensor | None = None
+) -> dict[str, float]:
     """Metrics of the KL over the whole vocabulary, in both directions: the truth that the estimators are compared with.
 
-    ``few``: the samples it is computed for. Every rank must call.
+    ``few``: the samples it is computed for. ``own_N``: the tokens that count, [N + 1]; all, by default. Every rank must
+    call.
     """
     end = token_offsets(samples)[-1]
     sums = torch.zeros(3, device=run.device)  # both directions, tokens
@@ -968,6 +971,8 @@ def exact_kl(policy, reference, samples: list[Sample], few: list[int], run: Run)
     budget = run.sizes.logprob_micro_batch_tokens
     for mb in micro_batches(samples, few, budget=budget, **run.cutting):
         real_T = mb.tokens < end
+        if own_N is not None:
+            real_T = real_T & own_N[mb.tokens]
         full_kl_T = policy(mb, reference)[2] * real_T
         forward_kl_T = policy(mb, reference, forward_kl=True)[2] * real_T
         sums += torch.stack([full_kl_T.sum(), forward_kl_T.sum(), real_T.sum()])
@@ -1018,6 +1023,7 @@ def check_engines(policy, engine: Engine, samples: list[Sample], trained: list[i
     offsets = token_offsets(looks)
     sampler_N = flat([s.sampler_logprobs for s in looks], run.device)
     fresh_N = flat([s.token_versions() == step for s in looks], run.device)
+    fresh_N &= sampler_N < 0.5  # a log-prob: what a tool has added to a response has none
     engine_N = per_token([s.engine for s in looks], offsets, run.device)
     stats = TokenStats(run.device, engine.count)
     budget = run.sizes.logprob_micro_batch_tokens

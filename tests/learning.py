@@ -69,8 +69,8 @@ BREAKAGES = (
     Breakage(
         "sign of the advantage",
         (
-            ("{script}", "unclipped_T = -advantages_T * ratio_T\n", "unclipped_T = advantages_T * ratio_T\n"),
-            ("{script}", "clipped_T = -advantages_T * ratio_T.clamp(", "clipped_T = advantages_T * ratio_T.clamp("),
+            ("{script}", "unclipped_T = -t.advantages_T * ratio_T\n", "unclipped_T = t.advantages_T * ratio_T\n"),
+            ("{script}", "clipped_T = -t.advantages_T * ratio_T.clamp(", "clipped_T = t.advantages_T * ratio_T.clamp("),
         ),
     ),
     Breakage(
@@ -112,8 +112,8 @@ BREAKAGES = (
         (
             (
                 "{script}",
-                "    ratio_T = (logprobs_T - old_T).clamp(-20, 20).exp()\n",
-                "    ratio_T = (old_T - logprobs_T).clamp(-20, 20).exp()\n",
+                "    ratio_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp()\n",
+                "    ratio_T = (t.old_T - t.logprobs_T).clamp(-20, 20).exp()\n",
             ),
         ),
     ),
