@@ -512,6 +512,32 @@ def total_steps(args: RunFlags, problems: int) -> int:
     return args.total_steps
 
 
+def left_as_in_the_quickstart(args: RunFlags, parameters: int, epochs: float) -> list[str]:
+    """Warnings about defaults that suit the quickstart's model and task alone, where others are trained with them.
+
+    ``parameters``: of the model, 0 if not known. ``epochs``: of the data in the whole run.
+    """
+    default = type(args)()
+    other_data = args.dataset != default.dataset or args.dataset_mixer is not None
+    length = (args.total_steps, args.total_episodes, args.total_epochs)
+    cases = [
+        (
+            parameters >= 4e8 and args.learning_rate == default.learning_rate,
+            f"--learning_rate {args.learning_rate:g} is for the quickstart's 135M parameters; 1e-6 is usual from 0.5B",
+        ),
+        (
+            other_data and args.max_response_length == default.max_response_length,
+            f"--max_response_length {args.max_response_length} is for the quickstart's sums; longer responses are cut, "
+            f"and cut ones score 0",
+        ),
+        (
+            other_data and epochs < 0.5 and length == (default.total_steps, None, None),
+            f"--total_steps {args.total_steps} is the quickstart's, {epochs:.2f} epochs here; see --total_epochs",
+        ),
+    ]
+    return [f"warning: {text}" for wrong, text in cases if wrong]
+
+
 def recorded_steps(count: int, total: int) -> list[int]:
     """The steps of --record_batches ``count`` in a run of ``total`` steps: evenly spread, the last one among them."""
     count = min(count, total)

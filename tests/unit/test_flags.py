@@ -744,6 +744,7 @@ def test_dry_run(tiny, tmp_path):
         "memory ",
     ):
         assert line in out
+    assert "quickstart" not in out
     ids = json.loads(next(line for line in out.splitlines() if line.startswith("ids ")).removeprefix("ids"))
     from transformers import AutoTokenizer
 
@@ -751,6 +752,33 @@ def test_dry_run(tiny, tmp_path):
     shown = next(line for line in out.splitlines() if line.startswith("prompt ")).removeprefix("prompt").strip()
     assert repr(tokenizer.decode(ids)) == shown
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("changes, parameters, epochs, said", [
+    ({}, 135_000_000, 1.6, []),
+    ({}, 0, 0.03, []),
+    ({}, 1_540_000_000, 1.6, ["--learning_rate 3e-05"]),
+    ({"learning_rate": 1e-6}, 1_540_000_000, 1.6, []),
+    ({"dataset": "openai/gsm8k:main@train"}, 0, 0.03, ["--max_response_length 32", "--total_steps 28"]),
+    ({"dataset_mixer": '{"a": 1.0}'}, 494_000_000, 2, ["--learning_rate 3e-05", "--max_response_length 32"]),
+    ({"dataset": "a.jsonl", "max_response_length": 512, "total_epochs": 1}, 0, 0.03, []),
+    ({"dataset": "a.jsonl", "max_response_length": 512, "total_steps": 20}, 0, 0.03, []),
+])  # fmt: skip
+@pytest.mark.parametrize("script", [grpo, ppo])
+def test_defaults_of_the_quickstart_are_named_where_another_model_or_task_has_them(
+    script, changes, parameters, epochs, said
+):
+    warnings = flags.left_as_in_the_quickstart(script.Args(**changes), parameters, epochs)
+    assert [" ".join(w.split()[1:3]) for w in warnings] == said
+
+
+def test_algorithms_as_in_their_papers_leave_no_response_out():
+    """GRPO, Dr. GRPO and RLOO train on truncated responses, too; the page's flags say so."""
+    page = (ROOT / "docs" / "grpo.md").read_text()
+    for name in ("GRPO as in the paper", "Dr. GRPO", "RLOO"):
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+        args = flags.parse(grpo.Args, words=line.split("`")[1].split())
+        assert not args.mask_truncated_completions, name
 
 
 def test_sizes_that_are_left_open_follow_the_device():
