@@ -482,13 +482,13 @@ def own_defaults(args: Any) -> dict[str, Any]:
     file = Path(__file__).resolve().parent.parent / f"{script_of(type(args))}.py"
     if not file.is_file():
         return {}
-    parsed = ast.parse(file.read_text()).body
-    (body,) = [node.body for node in parsed if isinstance(node, ast.ClassDef) and node.name == "Args"]
     shared = [cls for cls in type(args).__mro__ if cls.__name__ == "RunFlags"]
     found = {f.name: f.default for cls in shared for f in dataclasses.fields(cls)}
-    for node in body:
-        if isinstance(node, ast.AnnAssign) and not isinstance(node.value, ast.Call | ast.Attribute):
-            found[node.target.id] = ast.literal_eval(node.value)
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and node.name == "Args":
+            for line in node.body:
+                if isinstance(line, ast.AnnAssign) and isinstance(line.value, ast.Constant | ast.UnaryOp | ast.Tuple):
+                    found[line.target.id] = ast.literal_eval(line.value)
     return found
 
 
