@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import os
-import re
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import tyro
 
 from runtime import presets
 from runtime.data import CHAT_TEMPLATES, chat_template, template_kwargs
+from runtime.foreign import refuse_foreign
 from runtime.process import refuse
 
 # Three groups of arguments that are no part of a run's name or identity; docs/checkpoints.md gives the reasons.
@@ -82,23 +82,6 @@ AT_MOST_ONE = (
 LFS_POINTER = b"version https://git-lfs"  # how it begins
 # The type of the field as_: "as" is a word of Python's own, so that only the command line can have it.
 As = Annotated[str | None, tyro.conf.arg(name="as", metavar="NAME")]
-# What is fixed here and a flag elsewhere: name -> why.
-WHOLE = (
-    "training samples from the whole distribution, or the trainer's log-probs would not be the sampler's; it is off; "
-    "leave the flag out"
-)
-FIXED = {
-    "top_p": f"{WHOLE} (evaluation has --eval_top_p)",
-    "top_k": f"{WHOLE} (evaluation has --eval_top_k)",
-    "min_p": WHOLE,
-    "min_tokens": WHOLE,
-    "min_new_tokens": WHOLE,
-    "frequency_penalty": WHOLE,
-    "presence_penalty": WHOLE,
-    "repetition_penalty": f"{WHOLE} (the penalty on the reward is --repetition_max_penalty)",
-    "do_sample": "greedy responses to one prompt are all equal, and there would be nothing to compare; for greedy "
-    "evaluation give --eval_temperature 0",
-}
 
 
 @dataclass
@@ -334,22 +317,11 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
     """The arguments of a script, an instance of ``cls``, from the command line (or from ``words``).
 
     ``--as NAME`` replaces the defaults, so whatever else is given wins, in any order. Ends with exit code 2 for
-    arguments that do not parse; hints at our name of another framework's flag, and at booleans, which take no value.
+    arguments that do not parse, and answers words of other frameworks all at once.
     """
     words = sys.argv[1:] if words is None else words
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
-        if not word.startswith("--") or word.partition("=")[0] in ("--", "--help", "--as"):
-            continue
-        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        flag = name if name in fields else name.removeprefix("no_")
-        kind = fields[flag].type if flag in fields else ""
-        value = (word.partition("=")[2] if "=" in word else following).lower()
-        if flag not in fields:
-            hint_at_our_name(name)
-        elif kind == "bool" and value in ("true", "false", "yes", "no", "0", "1"):
-            on = f"--{flag}" if value in ("true", "yes", "1") else f"--no-{flag}"
-            refuse(f"--{flag} {value}: switches take no value; give {on}")
+    refuse_foreign(words, fields)
     name = presets.asked_for(cls, words)
     if name is not None:
         default = presets.apply(cls() if default is None else default, name)
@@ -369,34 +341,6 @@ def with_values(words: list[str], fields: dict[str, dataclasses.Field]) -> list[
             word = f"--{flag}={flag == name}"
         found.append(word)
     return found
-
-
-def hint_at_our_name(theirs: str) -> None:
-    """Refuse a flag of another framework with what docs/fields.md has for it; return where it has nothing."""
-    if theirs.removeprefix("no_") in FIXED:
-        refuse(f"--{theirs} is fixed here: {FIXED[theirs.removeprefix('no_')]}")
-    page = Path(__file__).resolve().parent.parent / "docs" / "fields.md"
-    if not page.is_file():
-        return
-    header: list[str] = []
-    found: list[tuple[bool, bool, str]] = []  # (whether only a part of an expression, or no flag here; the message)
-    for line in page.read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if cells[0] == "ours":
-            header = cells
-        if len(cells) != len(header):
-            continue
-        ours = cells[0].replace("`", "")
-        is_flag = ours.startswith(("--", "submit.py --"))
-        for framework, cell in zip(header[1:], cells[1:], strict=False):
-            for alternative in re.split("[;,]", cell):
-                names = [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", alternative)]
-                if theirs in names:
-                    here = f"is {ours} here" if is_flag else f"is no flag here; {ours}"
-                    words = f"--{theirs}: {framework}'s {theirs} {here} (docs/fields.md)"
-                    found.append((names[0] != theirs or "/" in alternative, not is_flag, words))
-    if found:
-        refuse(min(found, key=lambda entry: entry[:2])[2])  # the first on the page: the policy's before the critic's
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -617,6 +561,32 @@ def total_steps(args: RunFlags, problems: int) -> int:
     if args.total_episodes is not None:
         return args.total_episodes // (args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout)
     return args.total_steps
+
+
+def left_as_in_the_quickstart(args: RunFlags, parameters: int, epochs: float) -> list[str]:
+    """Warnings about defaults that suit the quickstart's model and task alone, where others are trained with them.
+
+    ``parameters``: of the model, 0 if not known. ``epochs``: of the data in the whole run.
+    """
+    default = type(args)()
+    other_data = args.dataset != default.dataset or args.dataset_mixer is not None
+    length = (args.total_steps, args.total_episodes, args.total_epochs)
+    cases = [
+        (
+            parameters >= 4e8 and args.learning_rate == default.learning_rate,
+            f"--learning_rate {args.learning_rate:g} is for the quickstart's 135M parameters; 1e-6 is usual from 0.5B",
+        ),
+        (
+            other_data and args.max_response_length == default.max_response_length,
+            f"--max_response_length {args.max_response_length} is for the quickstart's sums; longer responses are cut, "
+            f"and cut ones score 0",
+        ),
+        (
+            other_data and epochs < 0.5 and length == (default.total_steps, None, None),
+            f"--total_steps {args.total_steps} is the quickstart's, {epochs:.2f} epochs here; see --total_epochs",
+        ),
+    ]
+    return [f"warning: {text}" for wrong, text in cases if wrong]
 
 
 def recorded_steps(count: int, total: int) -> list[int]:

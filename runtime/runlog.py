@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from runtime import libraries, memory, presets
-from runtime.flags import recorded_steps
+from runtime.flags import left_as_in_the_quickstart, recorded_steps
 from runtime.identity import code_of, recorded
 from runtime.process import FolderLock, Heap, Stop, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
@@ -47,6 +48,7 @@ def print_header(
     group = args.num_samples_per_prompt_rollout
     samples = prompts * group
     updates = args.num_epochs * args.num_mini_batches
+    epochs = total_steps * prompts / len(problems)
     longest = max(len(p.prompt_ids) for p in problems)
     apart = args.eval_dataset or args.eval_dataset_mixer
     evaluation = "evaluation on other data" if apart else f"{args.eval_prompts} more held out"
@@ -61,25 +63,27 @@ def print_header(
         f"a step     {prompts} prompts x {group} samples = {samples} samples, at most "
         f"{samples * args.max_response_length} new tokens, {updates} optimizer step(s)",
         f"the run    {total_steps} steps, {total_steps * samples} samples, {total_steps * updates} optimizer steps, "
-        f"{total_steps * prompts / len(problems):.2f} epochs of the data",
+        f"{epochs:.2f} epochs of the data",
     ]
     if args.total_episodes is not None and args.total_episodes != total_steps * samples:
         lines[-1] += f"; --total_episodes {args.total_episodes} is rounded down to whole steps"
     if args.async_steps > 0:
         between = "between whole batches" if args.inflight_updates == "off" else f"in flight ({args.inflight_updates})"
         lines.append(f"ahead      samples are at most {args.async_steps} step(s) old; new weights {between}")
-    model = memory.read_model(Path(args.model_name_or_path))
+    model = memory.read_model(args.model_name_or_path)
     if model is not None:
         device, dtype = hardware.split()
-        setting = memory.Setting(world_size, device, dtype == "torch.bfloat16", critic, longest, *rows)
+        card = torch.cuda.mem_get_info()[1] if device == "cuda" else 0
+        setting = memory.Setting(world_size, device, dtype == "torch.bfloat16", critic, card, longest, *rows)
         process = memory.PROCESS[args.rollout] if device == "cpu" else 0
-        lines += memory.describe(memory.predict(args, model, setting), model, process)
+        lines += memory.describe(memory.predict(args, model, setting), model, process, card)
     if args.record_batches > 0:
         models = 2 if args.ref_policy_update_freq > 0 else 1  # a reference that moves is kept, too
         size = (model.parameters if model else 0) * models * (2 if "bfloat16" in hardware else 4)
         steps = recorded_steps(args.record_batches, total_steps)
         weights = f", {size * len(steps) / memory.GIB:.1f} GiB of weights" if model else ""
         lines.append(f"record     {len(steps)} batch(es) of steps {', '.join(map(str, steps))}{weights}")
+    lines += left_as_in_the_quickstart(args, model.parameters if model else 0, epochs)
     ids = problems[0].prompt_ids
     lines.append(f"prompt     {tokenizer.decode(ids)!r}")
     lines.append(f"ids        {ids}")

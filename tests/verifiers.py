@@ -16,7 +16,7 @@ def parity(response, truth, row):
     return Reward(float(len(response) % 2), {"correct": float(len(response) % 2)})
 
 
-def nothing(response, truth, row):
+def zero(response, truth, row):
     """The same for every response, so that no group has a gradient."""
     return Reward(0.0)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from helpers import ROOT, VERIFIERS, clean_environment, script, tiny_args
 import grpo
 import ppo
 from grpo import Args
-from runtime import flags, process, rundir, runlog
+from runtime import flags, foreign, process, rundir, runlog
 
 WEIGHTS = "model.safetensors"
 NO_TENSORS = "\2\0\0\0\0\0\0\0{}"  # a safetensors file without any
@@ -670,26 +672,45 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        (("--top_p", "0.9"), "--top_p is fixed here: training samples from the whole distribution"),
+        (("--top_p", "0.9"), "--top_p 0.9 -> fixed here: training samples from the whole distribution"),
         (("--top-k", "50"), "--eval_top_k"),
-        (("--grad_clip", "1"), "is --max_grad_norm here"),
+        (("--grad_clip", "1"), "-> --max_grad_norm (verl: actor.grad_clip (1.0))"),
         (("--min_p", "0.1"), "leave the flag out"),
-        (("--min_new_tokens", "8"), "--min_new_tokens is fixed here"),
+        (("--min_new_tokens", "8"), "--min_new_tokens 8 -> fixed here"),
         (("--repetition_penalty", "1.1"), "--repetition_max_penalty"),
         (("--no-do_sample",), "--eval_temperature 0"),
-        (("--num_generations", "4"), "TRL's num_generations is --num_samples_per_prompt_rollout here"),
+        (("--num_generations", "4"), "-> --num_samples_per_prompt_rollout (TRL: num_generations (8))"),
         (("--number_samples_per_prompt=4",), "--num_samples_per_prompt_rollout"),
-        (("--ppo_mini_batch_size", "4"), "--num_mini_batches"),
-        (("--train_batch_size", "4"), "verl's train_batch_size is --num_unique_prompts_rollout here"),
-        (("--reward_model_multiplier", "0.0"), "is --reward_weights reward_model=NUMBER here"),
-        (("--num_evals", "1000"), "open-instruct's num_evals is --eval_every"),
-        (("--whiten_rewards",), "whiten_rewards is no flag here; not here: whitened rewards"),
-        (("--load_format", "dummy"), "verl's load_format is --vllm_load_format"),
-        (("--param_offload",), "verl's param_offload is --deepspeed_enable_sleep_mode"),
+        (
+            ("--ppo_mini_batch_size", "4"),
+            "--num_mini_batches (verl: data.train_batch_size / actor.ppo_mini_batch_size (1024 / 256))",
+        ),
+        (("--train_batch_size", "4"), "--num_unique_prompts_rollout (verl: data.train_batch_size (1024))"),
+        (("--reward_model_multiplier", "0.0"), "-> --reward_weights reward_model=NUMBER (open-instruct: "),
+        (("--num_evals", "1000"), "-> --eval_every: in steps"),
+        (("--whiten_rewards",), "-> no flag: not here: whitened rewards"),
+        (("--load_format", "dummy"), "-> --vllm_load_format (verl: "),
+        (("--param_offload",), "-> --deepspeed_enable_sleep_mode: "),
         (("--overwrite", "true"), "switches take no value; give --overwrite"),
         (("--shuffle", "False"), "switches take no value; give --no-shuffle"),
         (("--shuffle=False",), "switches take no value; give --no-shuffle"),
         (("--gradient-checkpointing=1", "--track"), "switches take no value; give --gradient_checkpointing"),
+        (("--local_rollout_batch_size", "8"), "local_rollout_batch_size, of a device, times the devices"),
+        (("--target_kl", "0.1"), "algorithm.kl_ctrl.target_kl (0.1), with --kl_target_unit token"),
+        (("--lr_warmup_steps", "5"), "steps of the loop, so times --num_mini_batches x --num_epochs here"),
+        (("--kl_coef", "0.1"), "--kl_reward_coef, with --kl_placement reward (verl: algorithm.kl_ctrl.kl_coef"),
+        (("--warmup_style", "cosine"), "-> --lr_scheduler_type (verl: "),
+        (("--val_before_train", "False"), "-> no flag: always: an evaluation before the first step"),
+        (("--actor_num_gpus_per_node", "6"), "-> --vllm_mode dedicated, --vllm_engines (open-instruct: "),
+        (("--behav_imp_weight_cap", "5"), "-> --importance_sampling_mask (AReaL: "),
+        (("data.train_batch_size=1024",), "-> --num_unique_prompts_rollout (verl: "),
+        (("+trainer.val_before_train=False",), "-> no flag: always: "),
+        (("ppo.kl_ctl=0.1",), "-> --beta (AReaL: kl_ctl (0.1): with --kl_placement reward)"),
+        (("--algorithm.kl_ctrl.kl_coef=0.005",), "-> --kl_reward_coef, with --kl_placement reward (verl: "),
+        (("--lr", "1e-6"), "-> --learning_rate (verl: actor.optim.lr (1e-6); AReaL: "),
+        (("--non_stop_penalty",), "--non_stop_penalty -> takes a number here; open-instruct: non_stop_penalty (False)"),
+        (("--non_stop_penalty", "False"), "takes a number here"),
+        (("--gae_lambda", "1"), "--gae_lambda, which this script does not have"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
@@ -701,6 +722,108 @@ def test_flags_of_other_frameworks_and_values_of_switches_get_a_hint(words, reme
     assert end.value.code == 2
     message = capsys.readouterr().err
     assert remedy in message and words[0].partition("=")[0].replace("-", "_").strip("_") in message.replace("-", "_")
+
+
+# Whole command lines, in the words of those who wrote them.
+THREAD = """
+--exp_name 0130_kl_scan --beta 0.03 --local_mini_batch_size 24 --number_samples_per_prompt 16 --output_dir models
+--dataset_mixer '{"ai2-adapt-dev/math_ground_truth_zs": 1.0}' --dataset_train_splits train
+--dataset_eval_mixer '{"ai2-adapt-dev/math_ground_truth_zs": 32}' --dataset_eval_splits train --max_token_length 2048
+--max_prompt_token_length 2048 --response_length 2048 --model_name_or_path allenai/Llama-3.1-Tulu-3-8B-DPO
+--non_stop_penalty --stop_token eos --temperature 1.0 --ground_truths_key ground_truth --chat_template tulu
+--sft_messages_key messages --learning_rate 5e-7 --total_episodes 1000000 --penalty_reward_value 0.0 --deepspeed_stage 2
+--per_device_train_batch_size 2 --local_rollout_forward_batch_size 2 --local_rollout_batch_size 8
+--actor_num_gpus_per_node 6 --num_epochs 1 --vllm_tensor_parallel_size 2 --lr_scheduler_type constant
+--apply_verifiable_reward true --seed 1 --num_evals 1000 --save_freq 40 --reward_model_multiplier 0.0
+--no_try_launch_beaker_eval_jobs --try_launch_beaker_eval_jobs_on_weka --gradient_checkpointing --with_tracking
+--kl_estimator kl1
+"""
+TINYZERO = """
+data.train_files=train.parquet data.val_files=test.parquet data.train_batch_size=256 data.val_batch_size=1312
+data.max_prompt_length=256 data.max_response_length=1024 actor_rollout_ref.model.path=Qwen/Qwen2.5-3B
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=128
+actor_rollout_ref.actor.ppo_micro_batch_size=8 actor_rollout_ref.rollout.log_prob_micro_batch_size=8
+actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.gpu_memory_utilization=0.4
+actor_rollout_ref.ref.log_prob_micro_batch_size=4 critic.optim.lr=1e-5 critic.model.path=Qwen/Qwen2.5-3B
+critic.ppo_micro_batch_size=8 algorithm.kl_ctrl.kl_coef=0.001 "trainer.logger=['wandb']"
++trainer.val_before_train=False trainer.default_hdfs_dir=null trainer.n_gpus_per_node=2 trainer.nnodes=1
+trainer.save_freq=100 trainer.test_freq=100 trainer.project_name=TinyZero trainer.experiment_name=countdown
+trainer.total_epochs=15 critic.model.enable_gradient_checkpointing=True
+"""
+VERL = """
+data.tokenizer=null data.train_files=a.parquet data.val_files=b.parquet data.prompt_key=prompt
+data.max_prompt_length=512 data.max_response_length=512 data.train_batch_size=1024 data.val_batch_size=1312
+data.return_raw_input_ids=False data.return_raw_chat=False actor_rollout_ref.hybrid_engine=True
+actor_rollout_ref.model.path=deepseek actor_rollout_ref.model.external_lib=null model.override_config={}
+actor_rollout_ref.model.enable_gradient_checkpointing=False actor_rollout_ref.actor.strategy=fsdp
+actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size=64
+actor_rollout_ref.actor.grad_clip=1.0 actor_rollout_ref.actor.clip_ratio=0.2 actor_rollout_ref.actor.entropy_coeff=0.001
+actor_rollout_ref.actor.ppo_epochs=1 actor_rollout_ref.actor.shuffle=True actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0. actor_rollout_ref.actor.optim.min_lr_ratio=null
+actor_rollout_ref.actor.optim.warmup_style=constant actor_rollout_ref.actor.optim.total_training_steps=-1
+actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.actor.fsdp_config.grad_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False actor_rollout_ref.ref.fsdp_config.param_offload=False
+actor_rollout_ref.ref.log_prob_micro_batch_size=128 actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.temperature=1.0 actor_rollout_ref.rollout.response_length=512
+actor_rollout_ref.rollout.dtype=bfloat16 actor_rollout_ref.rollout.gpu_memory_utilization=0.5
+actor_rollout_ref.rollout.ignore_eos=False actor_rollout_ref.rollout.enforce_eager=True
+actor_rollout_ref.rollout.free_cache_engine=True actor_rollout_ref.rollout.load_format=dummy_dtensor
+actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.max_num_batched_tokens=8192
+actor_rollout_ref.rollout.max_num_seqs=1024 critic.optim.lr=1e-5 critic.cliprange_value=0.5 critic.ppo_epochs=1
+reward_model.enable=False reward_model.micro_batch_size=64 reward_model.max_length=null algorithm.gamma=1.0
+algorithm.lam=1.0 algorithm.adv_estimator=gae algorithm.kl_penalty=kl algorithm.kl_ctrl.type=fixed
+algorithm.kl_ctrl.kl_coef=0.005 algorithm.kl_ctrl.horizon=10000 algorithm.kl_ctrl.target_kl=0.1
+trainer.total_epochs=30 trainer.project_name=verl_examples trainer.experiment_name=gsm8k trainer.logger=wandb
+trainer.nnodes=1 trainer.n_gpus_per_node=8 trainer.save_freq=-1 trainer.test_freq=2 trainer.critic_warmup=0
+trainer.default_local_dir=checkpoints trainer.default_hdfs_dir=null
+"""
+AREAL = """
+actor.path=Qwen critic.path=Qwen ref.path=Qwen dataset.path=code.jsonl dataset.max_prompt_len=1024
+dataset.train_bs_n_seqs=64 group_size=1 ppo.gen.max_new_tokens=1024 ppo.gen.temperature=1.0 ppo.gen.greedy=False
+ppo.ppo_n_minibatches=4 ppo.kl_ctl=0.1 ppo.discount=1.0 ppo.gae_lambda=1.0 ppo.eps_clip=0.2 ppo.value_eps_clip=0.2
+ppo.c_clip=3 ppo.disable_value=False ppo.max_reward_clip=20 ppo.reward_output_scaling=1 ppo.reward_output_bias=0
+ppo.early_stop_imp_ratio=5 ppo.use_adaptive_kl_ctl=False ppo.adv_norm=True ppo.value_norm=True ppo.value_norm_type=exp
+ppo.use_decoupled_loss=True ppo.recompute_logprob=True ppo.actor_sample_reuse=1 ppo.critic_sample_reuse=1
+actor.optimizer.lr=1e-5 actor.optimizer.eps=1e-5 actor.optimizer.beta2=0.95 actor.optimizer.weight_decay=0.05
+actor.optimizer.lr_scheduler_type=cosine actor.optimizer.warmup_steps_proportion=0.02 actor.optimizer.min_lr_ratio=0
+exp_ctrl.total_train_epochs=1 exp_ctrl.ckpt_freq_steps=10 n_nodes=1 n_gpus_per_node=8 allocation_mode=d8
+experiment_name=code trial_name=a wandb.project=x check_xml_format=False mask_too_long=False behav_imp_weight_cap=5
+"""
+
+
+@pytest.mark.parametrize("script, line, count", [
+    (grpo.Args, THREAD, 25), (ppo.Args, TINYZERO, 29), (ppo.Args, VERL, 70), (ppo.Args, AREAL, 48)
+])  # fmt: skip
+def test_a_whole_command_line_of_others_is_answered_at_once(script, line, count, capsys):
+    """As it was published, every word that is none here gets its row, in one refusal, and none is unknown."""
+    words = shlex.split(line)
+    with pytest.raises(SystemExit) as end:
+        flags.parse(script, words=words)
+    assert end.value.code == 2
+    answers = capsys.readouterr().err.splitlines()[1:]
+    assert [a for a in answers if "not known" in a or "does not have" in a] == []
+    fields = {f.name for f in dataclasses.fields(script)}
+    heads = {w for w in words if ("=" in w and not w.startswith("{")) or w.startswith("--")}
+    foreign = {head for head in heads if head.removeprefix("--") not in fields}
+    assert {a.split()[0] for a in answers} >= {head.split()[0] for head in foreign}
+    assert len(answers) == count
+
+
+@pytest.mark.parametrize("line", [
+    "--reward_weights exact=0 math=gate --stop a x=c --no-shuffle",
+    "--no-vllm_enforce_eager --as verl --beta=0.1 --vllm-max-num-seqs 4",
+    "--importance_sampling_mask 0.5 5 --seed 2 --reward_fn file.py:f",
+])  # fmt: skip
+def test_values_of_our_own_flags_are_not_taken_for_words_of_others(line):
+    flags.parse(grpo.Args, words=line.split())
+
+
+def test_without_its_docs_a_copy_still_knows_what_is_fixed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(foreign, "PAGE", tmp_path / "fields.md")
+    assert foreign.rows() == []
+    with pytest.raises(SystemExit):
+        flags.parse(grpo.Args, words=["--top_k", "4"])
+    assert "fixed here" in capsys.readouterr().err
 
 
 def test_a_switch_of_three_states_is_a_switch():
@@ -741,6 +864,7 @@ def test_dry_run(tiny, tmp_path):
         "memory ",
     ):
         assert line in out
+    assert "quickstart" not in out
     ids = json.loads(next(line for line in out.splitlines() if line.startswith("ids ")).removeprefix("ids"))
     from transformers import AutoTokenizer
 
@@ -748,6 +872,33 @@ def test_dry_run(tiny, tmp_path):
     shown = next(line for line in out.splitlines() if line.startswith("prompt ")).removeprefix("prompt").strip()
     assert repr(tokenizer.decode(ids)) == shown
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("changes, parameters, epochs, said", [
+    ({}, 135_000_000, 1.6, []),
+    ({}, 0, 0.03, []),
+    ({}, 1_540_000_000, 1.6, ["--learning_rate 3e-05"]),
+    ({"learning_rate": 1e-6}, 1_540_000_000, 1.6, []),
+    ({"dataset": "openai/gsm8k:main@train"}, 0, 0.03, ["--max_response_length 32", "--total_steps 28"]),
+    ({"dataset_mixer": '{"a": 1.0}'}, 494_000_000, 2, ["--learning_rate 3e-05", "--max_response_length 32"]),
+    ({"dataset": "a.jsonl", "max_response_length": 512, "total_epochs": 1}, 0, 0.03, []),
+    ({"dataset": "a.jsonl", "max_response_length": 512, "total_steps": 20}, 0, 0.03, []),
+])  # fmt: skip
+@pytest.mark.parametrize("script", [grpo, ppo])
+def test_defaults_of_the_quickstart_are_named_where_another_model_or_task_has_them(
+    script, changes, parameters, epochs, said
+):
+    warnings = flags.left_as_in_the_quickstart(script.Args(**changes), parameters, epochs)
+    assert [" ".join(w.split()[1:3]) for w in warnings] == said
+
+
+def test_algorithms_as_in_their_papers_leave_no_response_out():
+    """GRPO, Dr. GRPO and RLOO train on truncated responses, too; the page's flags say so."""
+    page = (ROOT / "docs" / "grpo.md").read_text()
+    for name in ("GRPO as in the paper", "Dr. GRPO", "RLOO"):
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+        args = flags.parse(grpo.Args, words=line.split("`")[1].split())
+        assert not args.mask_truncated_completions, name
 
 
 def test_sizes_that_are_left_open_follow_the_device():
