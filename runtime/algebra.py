@@ -14,7 +14,7 @@ import re
 
 LARGEST = 10_000  # decimal digits of a number, and terms of a sum, that are still computed
 THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|,\\!)(?=[0-9]{3}(?![0-9]))")  # a comma that may stand within a number
-PARTS = re.compile(r",|;|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b")
+PARTS = re.compile(r"(?<!\\)[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b")
 
 
 @functools.lru_cache(maxsize=256)  # the samples of a group have one truth

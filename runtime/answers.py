@@ -271,6 +271,7 @@ WRAPPED = re.compile(  # a value in bold, underlined, in a color; of letters \ma
 )
 DECORATION = [  # (pattern, what stands in its place) for the comparison of texts
     (r"\\\\(?!\s*(?:text|frac|sqrt))", ";;"),  # the row separator of a matrix, before "\ " is looked for
+    (r"(?<=[0-9])(?:\s|\\[,;: ]|~)+(?=[0-9])", r"\\blank"),  # "1 2" is not 12, "1 000" is found by its value
     (r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[,;:!]|\\ |\\?\$|~", ""),
     (r"\\[dtc]frac", r"\\frac"),
     (TEXT + r"\{\s*([^{}]*?)\s*\}", r" \1 "),
@@ -535,10 +536,11 @@ def equal(answer: str, wanted: str) -> bool:
     answer, wanted = _with_one_name(answer, wanted)
     if same_percentage(answer, wanted):
         return True
-    if PERCENT.search(answer) and PERCENT.search(wanted):
+    percents = bool(PERCENT.search(answer)) + bool(PERCENT.search(wanted))
+    if percents == 2:
         answer, wanted = PERCENT.sub("", answer), PERCENT.sub("", wanted)
     (answer, unit), (wanted, right_unit) = split_unit(answer), split_unit(wanted)
-    if unit and right_unit and unit != right_unit:
+    if (unit and right_unit and unit != right_unit) or (percents and (unit or right_unit)):
         return False
     number, right_number = decimal_of(answer), decimal_of(wanted)
     if number is not None and right_number is not None and number == right_number:
