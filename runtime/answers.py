@@ -65,8 +65,8 @@ DELIMITED = (  # (opening, closing) of mathematics or emphasis around a whole an
 )
 # Where a plain answer stops and prose continues: "5 because ...", "5, as required.", "5. I hope it is correct."
 PROSE = re.compile(
-    r"[.!](?=\s|$)|\s+(?=I hope\b)|[,;]?\s+\(?(?=(?:because|since|as|so|which|where|when|given|assuming|thus|hence|"
-    r"therefore|but)\b)|\s+[(\[](?!mod\b)(?=[a-z]{2,}\s)",
+    r"[.!](?=\s|$)|\s(?=I hope\b)|[,;]?\s\(?(?=(?:because|since|as|so|which|where|when|given|assuming|thus|hence|"
+    r"therefore|but)\b)|\s[(\[](?!mod\b)(?=[a-z]{2,}\s)",
     re.IGNORECASE,
 )
 
@@ -274,7 +274,7 @@ DECORATION = [  # (pattern, what stands in its place) for the comparison of text
     (r"(?<=[0-9])(?:\s|\\[,;: ]|~)+(?=[0-9])", r"\\blank"),  # "1 2" is not 12, "1 000" is found by its value
     (r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[,;:!]|\\ |\\?\$|~", ""),
     (r"\\[dtc]frac", r"\\frac"),
-    (TEXT + r"\{\s*([^{}]*?)\s*\}", r" \1 "),
+    (TEXT + r"\{([^{}]*)\}", r" \1 "),
     (r"\{,\}", ","),
     (r",\s+(?=[0-9]{3}(?![0-9]))", ", \\\\list "),  # "2, 100" is a list, "2,100" may be a number
     (r"(?<![A-Za-z])\s+|\s+(?![A-Za-z])", ""),  # a blank counts between letters alone
@@ -338,7 +338,7 @@ def tidy(text: str) -> str:
         inside = text[len(opening) : -len(closing)]
         if text.startswith(opening) and text.endswith(closing) and inside and opening not in inside:
             text = inside.strip()
-    text = re.sub(r"(?:\\\\|\\[,;:! ]|[\s.,;:\"`])+$", "", text.replace("\\varnothing", "\\emptyset"))
+    text = re.sub(r"(?<![\s.,;:\"`])(?:\\\\|\\[,;:! ]|[\s.,;:\"`])+$", "", text.replace("\\varnothing", "\\emptyset"))
     while (bare := WRAPPED.sub(r"\1", text)) != text:
         text = bare
     for pattern, instead in TYPESET:
@@ -384,8 +384,8 @@ CASES = re.compile(r"(?:[^=]{0,20}=\s*)?\\begin\s*\{cases\}(.*?)\\end\s*\{cases\
 CONDITION = re.compile(r"(?:\\text\s*\{\s*)?(?:,|if|for|when|where|in case)\s*\}?\s*")
 INTEGER = re.compile(  # "..., k in Z", "(n is an integer)"
     r"(?:[\s,;(]|\\[,;:! ])*+(?:\\text\s*\{[\s,]*(?:where|for|with|and)\b[^{}]{0,20}\}\s*|(?:where|for|with)\s)?"
-    r"([a-z])\s*(?:\\in\s*\\(?:mathbb|mathbf|Bbb)\s*\{?\s*Z\s*\}?"
-    r"|(?:\\text\s*\{)?\s*(?:is|are|being)?\s*any?\s+integer\s*\}?)\s*\)?$"
+    r"([a-z])\s*+(?:\\in\s*+\\(?:mathbb|mathbf|Bbb)\s*+\{?\s*+Z\s*+\}?"
+    r"|(?:\\text\s*+\{\s*+)?(?:(?:is|are|being)\s++)?any?\s++integer\s*+\}?)\s*+\)?$"
 )
 CONSTANT = re.compile(r"\+\s*C\s*$|^\s*C\s*\+|=\s*C\s*\\?e")  # of integration
 

@@ -89,12 +89,12 @@ NO_UNIT = re.compile(
     "percent|percentage|pct|false|wrong|incorrect|impossible)",
     re.IGNORECASE,
 )
-EXPONENT = r"(?:\s*\^\s*\{?\s*-?[0-9]\s*\}?)?"
+EXPONENT = r"(?:\s*+\^\s*+\{?\s*+-?[0-9](?:\s*\})?)?+"  # possessive: blanks may be read in one way alone
 UNIT_TAIL = re.compile(  # \text{ cm}^2, \mathrm{m}/\mathrm{s}, \Omega, ^\circ C, the base of a number, 5'
-    rf"(?:(?:\s|\\[,;:! ]|~|/|\\cdot)*(?:{TEXT}{GROUP}|\\Omega(?![A-Za-z])){EXPONENT})+\s*$"
-    rf"|{GAP}\\mu\s*(?:{TEXT}\{{\s*)?[A-Za-z]{{1,3}}\s*\}}?\s*$"
+    rf"(?<![\s~])(?:(?:\s|\\[,;:! ]|~|/|\\cdot)*(?:{TEXT}{GROUP}|\\Omega(?![A-Za-z])){EXPONENT})+\s*$"
+    rf"|(?<![\s~]){GAP}\\mu\s*(?:{TEXT}\{{\s*)?[A-Za-z]{{1,3}}\s*\}}?\s*$"
     rf"|\^\s*\{{?\s*{TEXT}\{{(?:st|nd|rd|th)\}}\s*\}}?\s*$"
-    rf"|{GAP}\\[dt]?frac\s*\{{\s*{TEXT}\{{[^{{}}]*\}}{EXPONENT}\s*\}}\s*"
+    rf"|(?<![\s~]){GAP}\\[dt]?frac\s*\{{\s*{TEXT}\{{[^{{}}]*\}}{EXPONENT}\s*\}}\s*"
     rf"\{{\s*{TEXT}\{{[^{{}}]*\}}{EXPONENT}\s*\}}\s*$"
     r"|\^\s*\{?\s*\\circ\s*\}?\s*(?:\\(?:text|mathrm)\s*\{\s*)?[CF]?(?:\s*\})?\s*$|(?<=[0-9])_\{?[0-9]+\}?\s*$"
     r"|(?<=[0-9])'{1,2}\s*$"
@@ -195,7 +195,7 @@ def split_unit(text: str) -> tuple[str, tuple]:
 
 # ------------------------------------------------------------------------------------------ numbers, percents, times
 
-PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:percent|pct|\\?%)\s*\}|(?<![A-Za-z])percent)\s*$")
+PERCENT = re.compile(r"(?<!\s)\s*(?:\\?%|\\text\{\s*(?:percent|pct|\\?%)\s*\}|(?<![A-Za-z])percent)\s*$")
 THOUSANDS = r"[0-9]{1,3}(?:(?:,|\{,\}|,\\!|\\[,;: ]|\{\\,\}|~| )[0-9]{3})+"
 DECIMAL = re.compile(
     rf"(-?)\s*({THOUSANDS}|[0-9]*)(\.[0-9]+)?(?:\s*(?:\\times|\\cdot)\s*\{{?10\}}?\s*\^\s*\{{?\s*([+-]?[0-9]{{1,4}})\s*\}}?)?"
