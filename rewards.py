@@ -42,6 +42,7 @@ from types import ModuleType
 import numpy as np
 
 from runtime import process, sandbox
+from runtime.algebra import parse_math, parts_of
 from runtime.answers import (
     LONGEST_ANSWER,
     NEGATED,
@@ -51,7 +52,6 @@ from runtime.answers import (
     equal,
     final_answer,
     last_boxed,
-    parse_math,
     tagged_answer,
     tidy,
 )
@@ -120,10 +120,12 @@ def gsm8k(response: str, truth: str, row: dict) -> Reward:
 
 def math_(response: str, truth: str, row: dict) -> Reward:
     """1 when the final answer is the truth as text, or equal to it by math-verify, which docs/rewards.md qualifies."""
-    said = final_answer(after_thinking(response))
-    if said is None or any(c.isdigit() and not c.isascii() for c in said):
+    wanted = tidy(last_boxed(truth) or truth)
+    said = final_answer(after_thinking(response), len(parts_of(wanted.strip("()"))) > 1)
+    answer = tidy(said or "")
+    if said is None or any(c.isdigit() and not c.isascii() for c in answer):
         return _judged(0, None)
-    return _judged(equal(tidy(said), tidy(last_boxed(truth) or truth)), said)
+    return _judged(equal(answer, wanted), said)
 
 
 OPERATORS = {

@@ -18,6 +18,8 @@ RANKS = [
         "runtime.network",
         "runtime.records",
         "runtime.answers",
+        "runtime.algebra",
+        "runtime.units",
         "runtime.constraints",
         "runtime.gym_tasks",
         "runtime.cpu_norms",

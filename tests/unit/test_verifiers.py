@@ -16,7 +16,7 @@ from helpers import ROOT, read_jsonl, real
 
 import rewards
 from rewards import VERIFIERS, Reward, RewardPool
-from runtime import answers
+from runtime import algebra
 from runtime.answers import after_thinking, final_answer, last_boxed
 
 
@@ -134,7 +134,7 @@ def test_what_the_parser_gets_is_the_text_as_it_is(monkeypatch, truth, response)
         seen.append(latex)
         return []
 
-    monkeypatch.setattr(answers, "parse_math", parse)
+    monkeypatch.setattr(algebra, "parse_math", parse)
     rewards.math_(f"\\boxed{{{response}+0}}", truth, {})
     assert seen == [truth, f"{response}+0"]
 
