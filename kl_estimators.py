@@ -21,7 +21,7 @@ The gradient `unbiased` keeps any value and replaces its slope by ratio d. That 
 token changes the KL of later tokens; k1 in the reward, summed from each token to the end of the response, has the
 gradient of the sequence KL.
 
-Run this file to compute and print the table from the loss of grpo.py, the one that trains; scripts/kl_demo.py trains
+Run this file to compute and print the table from the loss of grpo.py, the one that trains; studies/kl_demo.py trains
 small tables with each estimator.
 """
 

@@ -181,7 +181,7 @@ class Run:
     args: dict[str, Any]
     metrics: list[dict]
     evals: list[dict]
-    measured: dict[str, float] = field(default_factory=dict)  # by scripts/measure_kl.py, after the run
+    measured: dict[str, float] = field(default_factory=dict)  # by studies/measure_kl.py, after the run
 
     def curve(self, key: str, x: str = "step") -> pd.Series:
         """A metric of either file over the axis ``x``."""

@@ -4,7 +4,7 @@
     python tests/learning.py --healthy 20        so many runs of the unbroken scripts, with the seeds 1 to 20
 
 A breakage is a list of edits (file, text, text in its place) in BREAKAGES. Each text must occur exactly once in its
-file, so an edit that no longer applies is an error and not a success. Runs train the model of scripts/pretrain_tiny.py.
+file, so an edit that no longer applies is an error and not a success. Runs train the model of studies/pretrain_tiny.py.
 """
 
 from __future__ import annotations

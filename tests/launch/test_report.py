@@ -117,7 +117,7 @@ def test_final_values_over_an_argument(runs, tmp_path):
 
 
 def test_measured_values_are_final_values(runs, tmp_path):
-    """What scripts/measure_kl.py wrote beside a run, by argument; it has no curve."""
+    """What studies/measure_kl.py wrote beside a run, by argument; it has no curve."""
     copy = tmp_path / "runs"
     shutil.copytree(runs, copy)
     for folder in copy.glob("*/config.json"):

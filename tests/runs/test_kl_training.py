@@ -93,7 +93,7 @@ def test_without_a_reward_only_k1_drifts():
 
 @pytest.mark.slow
 def test_demonstration(tmp_path):
-    line = [sys.executable, str(ROOT / "scripts" / "kl_demo.py"), "--output", str(tmp_path / "kl.png")]
+    line = [sys.executable, str(ROOT / "studies" / "kl_demo.py"), "--output", str(tmp_path / "kl.png")]
     done = subprocess.run(line, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "PASS" in done.stdout and (tmp_path / "kl.png").stat().st_size > 10_000, done
 

@@ -1,4 +1,4 @@
-"""scripts/graders.py counts what labeled answers show: false negatives, false positives, hangs, time."""
+"""studies/graders.py counts what labeled answers show: false negatives, false positives, hangs, time."""
 
 from __future__ import annotations
 

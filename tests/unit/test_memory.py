@@ -17,7 +17,7 @@ import utils
 from runtime import batching, memory
 from runtime.records import Sample
 
-spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "scripts" / "memory.py")
+spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "studies" / "memory.py")
 script = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = script
 spec.loader.exec_module(script)

@@ -20,7 +20,7 @@ from jobs import submit
 
 from runtime import data, flags, memory
 
-spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "scripts" / "memory.py")
+spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "studies" / "memory.py")
 plan = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = plan
 spec.loader.exec_module(plan)

@@ -1,7 +1,7 @@
 """Train policies that are tables with each KL estimator, so small that the exact KL of a whole sequence is known.
 
-    python scripts/kl_demo.py                    about 20 seconds; prints the numbers and draws docs/kl_demo.png
-    python scripts/kl_demo.py --output kl.png
+    python studies/kl_demo.py                    about 20 seconds; prints the numbers and draws docs/kl_demo.png
+    python studies/kl_demo.py --output kl.png
 
 The exit code is 0 if k1 in the loss raises the KL with beta and every other estimator lowers it. Each run is GRPO: per
 step 8 groups of 8 responses, ratio clip 0.2, gradient norm clip 1, 4 epochs of 4 mini-batches. The policy starts at the

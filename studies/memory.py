@@ -1,8 +1,8 @@
 """Memory of a run: the table by model and GPU, and what runs really hold against what runtime/memory.py predicts.
 
-    python scripts/memory.py table                 the tables of docs/memory.md
-    python scripts/memory.py plan --gpus 8 --gpu_gb 80 ppo.py FLAGS    what that command line needs of these GPUs
-    python scripts/memory.py measure               six configurations on this machine's CPU: a table
+    python studies/memory.py table                 the tables of docs/memory.md
+    python studies/memory.py plan --gpus 8 --gpu_gb 80 ppo.py FLAGS    what that command line needs of these GPUs
+    python studies/memory.py measure               six configurations on this machine's CPU: a table
 
 A measured run is a run of the script itself, of two steps with responses of full length. In its second step every rank
 notes for each phase the most bytes of tensors that its main thread had allocated at a time (by the events of torch's
