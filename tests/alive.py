@@ -256,9 +256,9 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
         evaluating.pop()
 
     def note_workers(_, verifiers) -> None:
-        import multiprocessing
+        from runtime import sandbox
 
-        seen["verifier processes"] = len(multiprocessing.active_children())
+        seen["verifier processes"] = len(sandbox.children(verifiers.pool.nursery.process.pid))
 
     def note_result(_, log, result) -> None:
         seen.setdefault("evaluated steps", []).append(result["step"])

@@ -433,6 +433,24 @@ def test_what_a_verifier_started_ends_with_a_run_that_is_killed(tmp_path, kind):
     assert alive == []
 
 
+LEFT_OPEN = """
+import rewards
+
+if __name__ == "__main__":
+    pool = rewards.RewardPool(1, 60.0)
+    print(pool.result(pool.submit("exact", "x", "x", {})).score)
+"""
+
+
+def test_a_pool_that_is_not_closed_does_not_keep_its_program(tmp_path):
+    """Its processes answer no SIGTERM, by which Python would end them before it waits for them."""
+    (tmp_path / "run.py").write_text(LEFT_OPEN)
+    command = [sys.executable, str(tmp_path / "run.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "1.0\n"), done.stderr
+
+
 EDITED = """
 import sys, time
 from pathlib import Path
