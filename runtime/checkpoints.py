@@ -129,9 +129,16 @@ class Checkpoints:
         if self.rank == 0:
             self._set_aside(state["step"])
         if state["step"] == self.log.total:
-            process.Stop.last_step_done = True
-            process.Stop.last_step_saved = True
+            self._no_step_follows(saved=True)
         return state["step"]
+
+    def _no_step_follows(self, saved: bool) -> None:
+        """Let a signal from here on end the run at once, if the last step is saved.
+
+        Not with engines on ranks of their own: those leave signals to the trainers, and would take this for a failure.
+        """
+        process.Stop.last_step_done = True
+        process.Stop.last_step_saved = saved and self.args.vllm_mode != "dedicated"
 
     def _check_folder_is_shared(self) -> None:
         """Refuse a folder that not all nodes see: each rank writes its part of a checkpoint there. Exit code 2."""
@@ -178,8 +185,7 @@ class Checkpoints:
             if only_one and guarded and not due:
                 self.log.needless = self.folder / f"step_{step:06d}"
         if last and not self.stopping:
-            process.Stop.last_step_done = True
-            process.Stop.last_step_saved = saved
+            self._no_step_follows(saved)
             if any(self._gather(process.Stop.asked)):  # a signal that came before that was told of a checkpoint
                 self.stopping = True
                 saved = saved or self.save(step)

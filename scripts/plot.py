@@ -105,7 +105,7 @@ def read(path: Path) -> list[dict]:
         elif line and number < len(lines):
             broken.append(number)
     if broken:
-        warn(f"{path}: line {broken[0]} and {len(broken) - 1} more are no JSON objects, and left out")
+        warn(f"{path}: {len(broken)} line(s) are no JSON objects and left out, the first of them line {broken[0]}")
     return records
 
 
