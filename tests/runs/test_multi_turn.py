@@ -145,7 +145,7 @@ multi_turn.kl_reward = spy
 if __name__ == "__main__":
     args = flags.parse(multi_turn.Args, "")
     multi_turn.main(args, multi_turn.preflight(args))
-    print("masks", json.dumps(masks))
+    print("own tokens", json.dumps(masks))
 """
 
 
@@ -161,7 +161,7 @@ def test_a_run_takes_the_tool_out_of_the_kl_of_the_reward(tiny, tmp_path):
     metrics = read_jsonl(tmp_path / "out" / "run" / "metrics.jsonl")
     assert sum(m["optim/steps"] for m in metrics) > 3
     assert all(m["sampler/logprob_diff_max"] < 1e-4 for m in metrics)
-    masks = json.loads(text.partition("masks ")[2].splitlines()[0])
+    masks = json.loads(text.partition("own tokens ")[2].splitlines()[0])
     for (tokens, own), m in zip(masks, metrics, strict=True):
         assert tokens == round(m["completions/length_mean"] * 16)
         assert 0.2 * tokens < own < 0.9 * tokens
