@@ -36,6 +36,7 @@ accelerate() { printf '%s\\0' accelerate "$@" $'\\1'; }
 NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 # What the config.json of each model of the page says: NAMES, the vocabulary, and whether its head is the embedding.
 MODELS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": (24, 896, 4864, 14, 2, 151_936, True),
     "Qwen/Qwen2.5-1.5B-Instruct": (28, 1536, 8960, 12, 2, 151_936, True),
     "Qwen/Qwen2.5-7B-Instruct": (28, 3584, 18944, 28, 4, 152_064, False),
     "Qwen/Qwen2.5-3B": (36, 2048, 11008, 16, 2, 151_936, True),
@@ -179,12 +180,27 @@ def test_a_command_line_of_the_page_fits_its_gpus(heading, tmp_path):
         name = words[words.index("--model_name_or_path") + 1].removeprefix("/home/")
         *numbers, vocabulary, tied = MODELS[name]
         config = dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary}
-        if name.startswith("Qwen"):
-            config["head_dim"] = 128
         model = memory.model_of(config, tied=tied)
         found = plan.planned(words[at], words[at + 1 :], model, gpus, size)
         assert found.peak < plan.USABLE * size * 1e9, found
         assert f"{found.peak / 1e9:.0f} GB, {max(found.phases, key=found.phases.get)}" == said
+
+
+@pytest.mark.parametrize("page, gpus", [("README.md", 8), ("docs/grpo.md", 1), ("docs/ppo.md", 1)])
+def test_gpu_lines_of_other_pages_fit_80_gb_and_name_their_data(page, gpus):
+    """Of the lines that name a model of the hub: none trains it on the quickstart's sums, or needs more than a card."""
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    lines = re.findall(r"((?:grpo|ppo)\.py [^\n]*--model_name_or_path Qwen/[^\n#]*)", text)
+    lines = [line for line in lines if "..." not in line]
+    assert lines
+    for line in lines:
+        script, *words = line.split()
+        name = words[words.index("--model_name_or_path") + 1]
+        *numbers, vocabulary, tied = MODELS[name]
+        config = dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary}
+        found = plan.planned(script, words, memory.model_of(config, tied=tied), gpus, 80)
+        assert found.peak < plan.USABLE * 80e9, (line, found)
+        assert "--dataset" in words, line
 
 
 def test_without_sleeping_in_turns_a_line_does_not_fit():
