@@ -46,7 +46,7 @@ def nested(text: str) -> int:
 
 def too_large(text: str) -> bool:
     """Whether to read a text, or the numbers that the parser itself computes, would take seconds or all memory."""
-    found = re.search(r"\{\s*\{\s*\{\s*\{|binom[\s{(]*[0-9]{5}|[0-9]{5}\s*\\choose", text)
+    found = re.search(r"\{\s*\{\s*\{\s*\{|binom[\s{(]*(?:[0-9]{5}|[0-9.]+\s*\^)|[0-9]{5}\s*\\choose", text)
     return found is not None or nested(text) > 20
 
 
