@@ -113,8 +113,9 @@ def test_where_the_runs_lie(tmp_path):
         _, commands, _ = sweep("sweep_lr.sh", "--seeds", "91", *words, LEARNING_RATES="1e-5", **environment)
         (command,) = commands
         assert command.count("--output_dir") == 1 and command[command.index("--output_dir") + 1] == expected
-    _, commands, _ = sweep("sweep_lr.sh", "--seeds", "91", "--output_dir=here", LEARNING_RATES="1e-5")
-    assert "--output_dir" not in commands[0]
+    for words in (["--output_dir=here"], ["--output-dir", "here"], ["--output-dir=here"]):
+        _, commands, _ = sweep("sweep_lr.sh", "--seeds", "91", *words, LEARNING_RATES="1e-5")
+        assert "--output_dir" not in commands[0]
 
 
 def test_in_front_of_every_command_stands_the_submission(tmp_path):
