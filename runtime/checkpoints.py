@@ -308,6 +308,9 @@ class Checkpoints:
         os.replace(partial, final)
         process.sync(self.folder)
         process.write_whole(self.folder / "latest", final.name + "\n")
+        if "RUN_DIR" in os.environ:  # of a job of scripts/submit.py, which starts it again if it crashes after this
+            with contextlib.suppress(OSError):
+                Path(os.environ["RUN_DIR"], "saved").touch()
         self._drop_old()
 
     def _drop_old(self) -> None:

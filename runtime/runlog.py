@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from runtime import libraries, memory, presets
 from runtime.flags import left_as_in_the_quickstart, recorded_steps
-from runtime.identity import code_of, recorded
+from runtime.identity import code_of, recorded, script_of
 from runtime.process import FolderLock, Heap, Stop, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
 from runtime.redaction import redact, redact_words
@@ -119,7 +120,15 @@ SHOWN = (
     ("|dlogp|", "sampler/logprob_diff_mean", ".1e"),
     ("tok/s", "perf/tokens_per_second", ".0f"),
 )
+# Metrics policy/NAME of every script. Any other is a piece that a script's own token_loss returned (docs/metrics.md).
+POLICY = ("entropy", "ratio_mean", "ratio_max", "clip_frac", "approx_kl", "approx_kl_max")
 PHASES = {"gen": "generate", "score": "score", "logp": "logprobs", "update": "update", "push": "push"}
+
+
+def own_pieces(names: Iterable[str]) -> list[str]:
+    """Those of the metrics that only this script has: pieces of its loss."""
+    pieces = [name for name in names if name.startswith("policy/")]
+    return sorted(name for name in pieces if name.removeprefix("policy/") not in POLICY)
 
 
 def step_line(metrics: dict[str, Any], total: int, remaining: float, masked: bool) -> str:
@@ -128,6 +137,8 @@ def step_line(metrics: dict[str, Any], total: int, remaining: float, masked: boo
     for label, name, form in SHOWN:
         if name in metrics:
             parts.append(f"{label} {metrics[name]:{form}}")
+    for name in own_pieces(metrics):
+        parts.append(f"{name.removeprefix('policy/')} {metrics[name]:.4g}")
     times = [f"{label} {metrics[f'time/{name}']:.1f}s" for label, name in PHASES.items() if f"time/{name}" in metrics]
     if times:
         parts.append(" ".join(times))
@@ -225,6 +236,7 @@ class RunLog:
             "resolved": resolved or {},
             "world_size": world_size,
             "command": redact_words(sys.argv),
+            "script": script_of(args),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "resumed_after": self.first,
             "data": data,
