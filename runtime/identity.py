@@ -47,6 +47,11 @@ def ignored_changes(theirs: dict[str, Any], args) -> list[str]:
     return [name for name in ours if ours[name] != theirs.get(name) and name not in PRESENTATION]
 
 
+def script_of(args) -> str:
+    """The training script, relative to the project: the file that defines the class of ``args``."""
+    return os.path.relpath(Path(inspect.getfile(type(args))).resolve(), PROJECT)
+
+
 def code_of(args) -> dict[str, str]:
     """SHA-256 of the script and of every project file that it imports, by path relative to the project.
 
@@ -54,7 +59,7 @@ def code_of(args) -> dict[str, str]:
     ``--reward_fn``, ``--verifier`` and ``--external_lib`` count as imported. Imports are read from the source, without
     running it. Files are read once per process, at the start: an edit during a run is not code of that run.
     """
-    script = Path(inspect.getfile(type(args))).resolve()
+    script = (PROJECT / script_of(args)).resolve()
     verifiers = [args.reward_fn or "", args.verifier or ""]
     named = [name.rpartition(":")[0] for flag in verifiers for name in flag.split(",")]
     extra = tuple(Path(name).resolve() for name in named if name.endswith(".py"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import math
 import os
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 
 from runtime import batching, process
 from runtime.flags import loads_reference, recorded_steps
+from runtime.identity import script_of
 from runtime.records import Sample
 from runtime.watchdog import Watch
 
@@ -146,12 +146,11 @@ class Recorder:
             self.reference.model.save_pretrained(partial / base)
             for path in (partial / base).iterdir():
                 process.sync(path)
-        script = Path(inspect.getfile(type(self.args))).resolve()
         about = {
             "step": step,
             "loss_coef": loss_coef,
             "reward_coef": reward_coef,
-            "script": os.path.relpath(script, process.PROJECT),
+            "script": script_of(self.args),
             "reference": base,
         }
         process.write_whole(partial / "batch.json", json.dumps(about, indent=1) + "\n")

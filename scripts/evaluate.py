@@ -5,10 +5,12 @@
     python scripts/evaluate.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k_test.jsonl \\
         --eval_prompts 200 --eval_temperature 0 --max_prompt_length 512 --max_response_length 512
 
-Takes the flags that every run has (runtime/flags.py). Without --run, or with
+Takes the flags that every run has (runtime/flags.py), with --run all those of its script. Without --run, or with
 other data than the run's, the problems are the first --eval_prompts of --dataset (0: all of them). Two more flags:
 
-    --run FOLDER       take arguments, model and held-out problems from this run; flags given here override its own
+    --run FOLDER       take script, arguments, model and held-out problems from this run; flags given here override its
+                       own. Its script's own vllm_thread and collect answer, so a copy with a tool has its tool; one
+                       that has changed since the run is refused, unless --accept_changed_code
     --output FILE      all samples, as JSON lines. Default: eval_samples.jsonl in the run's folder, or --output_dir
 
 Prints a table with 95 % intervals: Wilson's for one response per problem, else a bootstrap over problems, whose
@@ -27,16 +29,20 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/loading.py
+
+import loading
 
 from rewards import Verifiers, check_reward_args, truth_error
-from runtime import data, flags, process
+from runtime import data, flags, identity, process
 from runtime.flags import RunFlags
 from runtime.records import Problem, Sample
+from runtime.redaction import HIDDEN
 
 
 @dataclass
@@ -48,37 +54,78 @@ class Args(RunFlags):
     num_unique_prompts_rollout: tyro.conf.Suppress[int] = 1  # what a run's split must leave for training
 
 
-def parse(words: list[str]) -> tuple[Args, Path, Args | None]:
-    """(arguments, file for the samples, the run's own arguments where its held-out problems are asked)."""
+def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
+    """(arguments, file for the samples, the run's own arguments where its held-out problems are asked, the script)."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--run", type=Path)
     own.add_argument("--output", type=Path)
     given, words = own.parse_known_args(words)
     defaults = Args()
+    config = {}
+    script = process.PROJECT / "grpo.py"
     if given.run is not None:
-        if not (given.run / "config.json").is_file():
-            process.refuse(f"--run {given.run}: no config.json there; give the folder of a run, runs/NAME")
-        stored = json.loads((given.run / "config.json").read_text())["args"]
-        known = {f.name for f in dataclasses.fields(Args)}
-        values = {}
-        for name, value in stored.items():
-            if name in known:
-                values[name] = tuple(value) if isinstance(value, list) else value
-        values |= {"model_name_or_path": str(given.run / "model"), "revision": None}
-        values |= {"tokenizer_name_or_path": None, "vllm_load_format": "auto"}
-        values |= {"vllm_mode": "thread", "vllm_engines": 0}
-        defaults = Args(**values)
-    args = flags.parse(Args, __doc__, words, defaults)
+        config, script = find_run(given.run)
+        defaults = arguments_of_run(given.run, script, config["args"])
+    args = flags.parse(type(defaults), __doc__, words, defaults)
+    if given.run is not None:
+        check_code(given.run, config, defaults, args.accept_changed_code)
+        unknown = [f"--{name}" for name, value in vars(args).items() if value == HIDDEN]
+        if unknown:
+            process.refuse(f"{', '.join(unknown)}: a secret, which the run did not write down; give it here as well")
     if args.vllm_load_format == "dummy":
         process.refuse(
             "--vllm_load_format dummy: nothing trains here and would push the real weights; leave it at auto"
         )
     output = given.output or (given.run or Path(args.output_dir)) / "eval_samples.jsonl"
     same_data = (args.dataset, args.dataset_mixer) == (defaults.dataset, defaults.dataset_mixer)
-    return args, output, defaults if given.run is not None and same_data else None
+    return args, output, defaults if given.run is not None and same_data else None, script
 
 
-def problems_of(args: Args, held_out: Args | None) -> list[Problem]:
+def find_run(folder: Path) -> tuple[dict, Path]:
+    """(config.json, script) of a run. Exits with code 2 where one is missing."""
+    if not (folder / "config.json").is_file():
+        process.refuse(f"--run {folder}: no config.json there; give the folder of a run, runs/NAME")
+    config = json.loads((folder / "config.json").read_text())
+    script = process.PROJECT / config.get("script", config["command"][0])  # older runs name it in their command alone
+    if not script.is_file():
+        process.refuse(
+            f"--run {folder}: {script}, which trained it, is gone, and with it the engine that answered; restore it"
+        )
+    return config, script
+
+
+def arguments_of_run(folder: Path, script: Path, stored: dict) -> RunFlags:
+    """The run's arguments, of its script's own class, with its final model and an engine that nobody trains beside."""
+    kind = loading.load_arguments(script).Args
+    known = {f.name for f in dataclasses.fields(kind)}
+    values = {}
+    for name, value in stored.items():
+        if name in known:
+            values[name] = tuple(value) if isinstance(value, list) else value
+    values |= {"model_name_or_path": str(folder / "model"), "revision": None}
+    values |= {"tokenizer_name_or_path": None, "vllm_load_format": "auto"}
+    values |= {"vllm_mode": "thread", "vllm_engines": 0}
+    return kind(**values)
+
+
+def check_code(folder: Path, config: dict, args: RunFlags, accept: bool) -> None:
+    """Refuse a script that is not the run's any more; warn of other files, such as the reward function, that are not.
+
+    ``args``: the run's own. ``accept``: warn of the script, too.
+    """
+    script = identity.script_of(args)
+    for line in identity.changed_code(config.get("code"), identity.code_of(args)):
+        if line.startswith(f"{script} ") and not accept:
+            commit = config["git"].get("commit", "unknown")
+            process.refuse(
+                f"--run {folder}: {line} since the run, and its engine is part of what the run measured; restore it "
+                f"(the run's commit: {commit}), or evaluate with today's by --accept_changed_code"
+            )
+        if os.environ.get("RANK", "0") == "0":
+            print(f"warning: since the run, {line}", file=sys.stderr)
+
+
+def problems_of(args: RunFlags, held_out: RunFlags | None) -> list[Problem]:
     """The problems to ask. Ends with exit code 2 where there are none."""
     if held_out is not None:  # the run's own split, however many of its problems are asked
         problems = data.load_problems(held_out, truth_error)[1]
@@ -98,7 +145,7 @@ def problems_of(args: Args, held_out: Args | None) -> list[Problem]:
 
 
 if __name__ == "__main__":  # --help and every refusal come before the slow imports
-    args, output, held_out = parse(sys.argv[1:])
+    args, output, held_out, path = parse(sys.argv[1:])
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     flags.check(args, world_size)
     check_reward_args(args)
@@ -108,9 +155,9 @@ if __name__ == "__main__":  # --help and every refusal come before the slow impo
 import torch  # noqa: E402
 from transformers import AutoConfig, GenerationConfig  # noqa: E402
 
-import grpo  # noqa: E402
 import utils  # noqa: E402
 from runtime import watchdog  # noqa: E402
+from runtime.engine import Engine  # noqa: E402
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -165,8 +212,8 @@ def table(samples: list[Sample], problems: list[Problem], result: dict[str, floa
 
 
 @watchdog.ends_all_ranks
-def answer(args: Args, problems: list[Problem], tokenizer) -> list[Sample]:
-    """All samples of all problems, scored, on all ranks. Requests, seeds, engine and rewards are those of a run."""
+def answer(script: ModuleType, args: RunFlags, problems: list[Problem], tokenizer) -> list[Sample]:
+    """All samples of all problems, scored, on all ranks, by the engine of ``script``, as in an evaluation of a run."""
     device, dtype, _ = utils.resolve_device(args)
     watch = watchdog.Watch(args.stall_timeout)
     torch.distributed.init_process_group("gloo")
@@ -178,10 +225,12 @@ def answer(args: Args, problems: list[Problem], tokenizer) -> list[Sample]:
     except OSError:  # a model without such a file
         generation = GenerationConfig.from_model_config(config)
     stop_ids = utils.stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
-    engine = grpo.Engine(grpo.vllm_thread, args, dtype, tokenizer, stop_ids, watch)
+    args = dataclasses.replace(args, vllm_enable_sleep_mode=False)  # it would sleep until a first push
+    thread = script.vllm_thread if args.rollout == "vllm" else utils.hf_thread
+    engine = Engine(thread, args, dtype, tokenizer, stop_ids, watch)
     requests, sampling = data.eval_requests(len(problems), args)
     batch = engine.ask(problems, requests, sampling)
-    samples = grpo.collect(engine, verifiers, batch, utils.Stopwatch())
+    samples = script.collect(engine, verifiers, batch, utils.Stopwatch())
     engine.close()
     verifiers.close()
     watch.close()
@@ -213,13 +262,14 @@ def write_samples(samples: list[Sample], problems: list[Problem], path: Path) ->
             file.write(json.dumps(row) + "\n")
 
 
-def main(args: Args, output: Path, problems: list[Problem]) -> dict[str, float]:
-    """Evaluate, print, write; the metrics by their names in eval.jsonl, at step 0."""
+def main(args: RunFlags, output: Path, problems: list[Problem], path: Path) -> dict[str, float]:
+    """Evaluate with the engine of the script at ``path``, print, write; the metrics by their names in eval.jsonl."""
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
     tokenizer = data.load_tokenizer(args)
     problems = data.render_prompts(problems, tokenizer, args)
-    samples = answer(args, problems, tokenizer)
+    script = loading.load_script(path, ("vllm_thread", "collect"))
+    samples = answer(script, args, problems, tokenizer)
     result = utils.eval_metrics(samples, problems, step=0)
     if os.environ["RANK"] == "0":
         write_samples(samples, problems, output)
@@ -230,4 +280,4 @@ def main(args: Args, output: Path, problems: list[Problem]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(args, output, problems)
+    main(args, output, problems, path)

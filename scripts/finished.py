@@ -10,38 +10,17 @@ one line. Exit code 2 means arguments that the script does not take; any other c
 
 from __future__ import annotations
 
-import ast
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
+
+from loading import load_arguments
 
 from runtime import flags, identity, process, rundir
 
 FINISHED, LEAVE, RUN = 0, 3, 4
-
-
-def load_arguments(path: Path) -> ModuleType:
-    """A training script as a module, as far as its class Args: what follows imports torch, and takes seconds.
-
-    Any file with a dataclass Args will do, such as an edited copy of grpo.py.
-    """
-    if path.suffix != ".py" or not path.is_file():
-        process.refuse(f"{path} is not a script; give one and its arguments: finished.py grpo.py --beta 0.03")
-    tree = ast.parse(path.read_text())
-    names = [getattr(node, "name", "") for node in tree.body]
-    if "Args" not in names:
-        process.refuse(f"{path} has no dataclass Args, so its arguments cannot be read")
-    module = ModuleType(path.stem)
-    module.__file__ = str(path.resolve())
-    module.__doc__ = ast.get_docstring(tree)
-    sys.modules[path.stem] = module  # where dataclasses look up the annotations
-    sys.path.insert(0, str(path.resolve().parent))
-    head = ast.Module(tree.body[: names.index("Args") + 1], [])
-    exec(compile(head, path, "exec"), vars(module))
-    return module
 
 
 def state(args, defaults) -> tuple[int, str]:
@@ -50,11 +29,9 @@ def state(args, defaults) -> tuple[int, str]:
     if not (folder / "config.json").is_file():
         return RUN, f"not begun: {folder}"
     config = json.loads((folder / "config.json").read_text())
-    theirs = config["args"]
-    ours = json.loads(json.dumps(vars(args)))
-    for name in ours:
-        if name not in flags.MAY_CHANGE and ours[name] != theirs.get(name):
-            return LEAVE, f"another run: {folder} has --{name.rstrip('_')} {theirs.get(name)}, not {ours[name]}"
+    other, _ = identity.changed_arguments(config["args"], args)  # secrets are compared, and named, as the run hid them
+    if other:
+        return LEAVE, f"another run: {folder}: {', '.join(other[:5])}"
     changed = identity.changed_code(config.get("code"), identity.code_of(args))
     if changed and not args.accept_changed_code:
         return LEAVE, f"other code: {folder}: {', '.join(changed[:5])}"

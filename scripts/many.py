@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts a
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's own arithmetic: it would start threads when imported
 
 import finished
+import loading
 
 from runtime import flags, identity, process, rundir
 
@@ -70,13 +71,12 @@ def load_script(path: Path) -> ModuleType:
 
 def read_lines(path: Path, lines: list[str]) -> list[tuple[list[str], Path]]:
     """(words, folder) of the run of each line. Ends with exit code 2 for what the script does not take."""
-    script = finished.load_arguments(path)
+    script = loading.load_arguments(path)
     runs = []
     for line in lines:
         words = shlex.split(line)
         args = flags.parse(script.Args, script.__doc__, words)
         runs.append((words, Path(args.output_dir) / rundir.run_name(args, script.Args())))
-    del sys.modules[path.stem]  # which ends with the arguments: the whole script is to be imported
     return runs
 
 

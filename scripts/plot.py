@@ -5,6 +5,8 @@
     python scripts/plot.py runs/A runs/B ...       overlaid, with a legend -> --output
     python scripts/plot.py runs --by learning_rate --output lr.svg       all runs, one curve per value: the mean over
                                                                          seeds, in a band from lowest to highest
+    python scripts/plot.py runs --by exp_name --output mine.png          mine.py against grpo.py: a copy's runs have its
+                                                                         name
     python scripts/plot.py runs --where exp_name=sweep_kl --x beta --y final:kl/sequence final:eval/pass@1 \\
         --by kl_estimator kl_placement --output kl.png     final values over an argument: mean and 95 % interval over
                                                            seeds, one line per estimator, one panel per placement
@@ -12,12 +14,14 @@
 --by takes the argument that makes the lines, then those that make the panels; each metric has a row. --x is step,
 episode, time (minutes of training, including evaluations between steps) or, for final values, any argument. The suffix
 of --output decides the format (png, svg, pdf). Comparisons end with a table in Markdown. A run may still be going: a
-half-written last line is ignored, and a mean ends where the shortest of its runs does.
+half-written last line is ignored, and a mean ends where the shortest of its runs does. A piece that a script's own
+token_loss returned (policy/NAME) has a panel of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -33,6 +37,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
 from runtime.flags import PRESENTATION
+from runtime.runlog import own_pieces
 
 matplotlib.use("Agg")  # no display on a cluster
 import matplotlib.pyplot as plt
@@ -83,17 +88,49 @@ def fail(message: str) -> NoReturn:
 # ------------------------------------------------------------------------------------------------------ files of a run
 
 
+@functools.cache
+def warn(message: str) -> None:
+    """Print a warning, once, however often a file is read."""
+    print(f"warning: {message}", file=sys.stderr)
+
+
 def read(path: Path) -> list[dict]:
-    """The objects of a .jsonl file; none when it does not exist."""
-    lines = path.read_text().splitlines() if path.is_file() else []
+    """The objects of a .jsonl file; none when it does not exist. A line that is none is left out, with a warning.
+
+    The last line may be half written: that is no news of a run that is still going.
+    """
+    lines = path.read_text(errors="replace").rstrip("\n").split("\n") if path.is_file() else []
     records = []
-    for number, line in enumerate(lines):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines) - 1:
-                fail(f"{path}: line {number + 1} is not JSON")
+    broken = []
+    for number, line in enumerate(lines, 1):
+        record = parsed(line)
+        if record:
+            records.append(record)
+        elif line and number < len(lines):
+            broken.append(number)
+    if broken:
+        warn(f"{path}: {len(broken)} line(s) are no JSON objects and left out, the first of them line {broken[0]}")
     return records
+
+
+def parsed(text: str) -> dict:
+    """The JSON object in a text; {} where there is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a run; {} where there is none, or with a warning none that can be read."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    config = parsed(path.read_text(errors="replace"))
+    if not config:
+        warn(f"{path} is no JSON object; the arguments of this run are unknown")
+    return config
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
@@ -106,6 +143,10 @@ def find_runs(paths: list[Path]) -> list[Path]:
             fail(f"{folder} holds no run with a metrics.jsonl; start one with: python grpo.py")
         newest = max(files, key=lambda file: file.stat().st_mtime)
         paths = [newest.parent]
+    # Of runs/*: scripts/many.py writes what a run prints beside its folder, as NAME.log.
+    paths = [path for path in paths if path.is_dir() or path.suffix != ".log"]
+    if not paths:
+        fail("these are logs; give runs, or the folder of a run")
     for path in paths:
         if not path.is_dir():
             fail(f"{path} is not a folder; give runs, or the folder of a run")
@@ -148,7 +189,8 @@ class Run:
     args: dict[str, Any]
     metrics: list[dict]
     evals: list[dict]
-    measured: dict[str, float] = field(default_factory=dict)  # by scripts/measure_kl.py, after the run
+    measured: dict[str, float] = field(default_factory=dict)  # by studies/measure_kl.py, after the run
+    code: dict[str, str] | None = None  # SHA-256 of its files; None for a run that recorded none
 
     def curve(self, key: str, x: str = "step") -> pd.Series:
         """A metric of either file over the axis ``x``."""
@@ -172,12 +214,12 @@ def tenth(values: pd.Series) -> int:
 
 def load_run(folder: Path) -> Run:
     """The run in a folder; its arguments are {} where it has no config.json."""
-    config = folder / "config.json"
-    args = json.loads(config.read_text())["args"] if config.exists() else {}
+    config = read_config(folder)
     metrics = read(folder / "metrics.jsonl")
     evals = read(folder / "eval.jsonl")
     measured = folder / "measured_kl.json"
-    return Run(folder, args, metrics, evals, json.loads(measured.read_text()) if measured.exists() else {})
+    found = json.loads(measured.read_text()) if measured.exists() else {}
+    return Run(folder, config.get("args", {}), metrics, evals, found, config.get("code"))
 
 
 # ----------------------------------------------------------------------------------------------------- one run, or few
@@ -186,17 +228,18 @@ def load_run(folder: Path) -> Run:
 def draw(runs: dict[str, Run], output: Path, x: str = "step") -> None:
     """Draw one figure of all panels that have something to show, with one color per run if there are several."""
     logged = logged_by(list(runs.values()))
-    panels = []
+    panels = {}
     for title, lines in PANELS.items():
         if any(key in logged for key, _, _ in lines):
-            panels.append(title)
+            panels[title] = lines
+    for key in own_pieces(logged):
+        panels[key] = [(key, key.removeprefix("policy/"), "-")]
     rows = math.ceil(len(panels) / 2)
     figure, axes = plt.subplots(rows, 2, figsize=(13, 3.1 * rows))
     for axis in axes.flat[len(panels) :]:
         axis.remove()
-    for axis, title in zip(axes.flat, panels, strict=False):
-        legend = len(runs) == 1 or title == panels[0]
-        draw_panel(axis, title, runs, x, legend)
+    for number, (axis, (title, lines)) in enumerate(zip(axes.flat, panels.items(), strict=False)):
+        draw_panel(axis, title, lines, runs, x, legend=len(runs) == 1 or number == 0)
     for axis in axes[-1]:
         axis.set_xlabel(X_LABELS[x])
     names = " and ".join(runs) if len(runs) < 3 else f"{len(runs)} runs"
@@ -205,10 +248,11 @@ def draw(runs: dict[str, Run], output: Path, x: str = "step") -> None:
     save(figure, output)
 
 
-def draw_panel(axis: plt.Axes, title: str, runs: dict[str, Run], x: str, legend: bool) -> None:
-    """Draw one panel of ``draw``."""
+def draw_panel(
+    axis: plt.Axes, title: str, lines: list[tuple[str, str, str]], runs: dict[str, Run], x: str, legend: bool
+) -> None:
+    """Draw one panel of ``draw``: its lines as in PANELS."""
     several = len(runs) > 1
-    lines = PANELS[title]
     if several and title.startswith("reward"):
         lines = lines[:1]
     axis.set_title(title, fontsize=10)
@@ -367,8 +411,14 @@ def order(value: object) -> tuple:
 
 
 def differing(runs: list[Run]) -> list[str]:
-    """The arguments in which the runs differ, apart from those that make a repetition."""
+    """The arguments in which the runs differ, apart from those that make a repetition.
+
+    A name alone (--exp_name try_$RANDOM) makes no difference where arguments and code are equal.
+    """
     names = dict.fromkeys(name for run in runs for name in run.args)
+    same_code = runs[0].code is not None and all(run.code == runs[0].code for run in runs)
+    if same_code:
+        names.pop("exp_name", None)
     found = []
     for name in names:
         values = {json.dumps(run.args.get(name)) for run in runs}
@@ -572,17 +622,27 @@ def table(runs: list[Run], by: list[str], keys: list[str], over_argument: bool) 
     return "\n".join(lines)
 
 
+def digits(values: pd.Series) -> int:
+    """Significant digits that tell the lowest value from the highest, and a value from 1: 3 to 6."""
+    for count in range(3, 6):
+        ends = [f"{value:.{count}g}" for value in (values.min(), values.max())]
+        if (ends[0] != ends[1] or values.min() == values.max()) and ("1" not in ends or 1.0 in values.tolist()):
+            return count
+    return 6
+
+
 def cell(members: list[Run], key: str, over_argument: bool) -> str:
     """The final values of a metric in a group, as the table shows them."""
     values = finals(members, key)
     middle, half = interval(members, key)
     if values.empty:
         return ""
+    form = f".{digits(values)}g"
     if len(values) == 1:
-        return f"{middle:.3g}"
+        return f"{middle:{form}}"
     if over_argument:
-        return f"{middle:.3g} ± {half:.3g}"
-    return f"{middle:.3g} ({values.min():.3g} to {values.max():.3g})"
+        return f"{middle:{form}} ± {half:.3g}"
+    return f"{middle:{form}} ({values.min():{form}} to {values.max():{form}})"
 
 
 def metric_names(args: argparse.Namespace, runs: list[Run]) -> list[str]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import inspect
 import itertools
 import json
@@ -32,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/variant.py
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/loading.py, scripts/variant.py
 
 from runtime import flags, process
 
@@ -84,6 +83,7 @@ if __name__ == "__main__":  # --help and a wrong folder come before the slow imp
     chosen = parse(sys.argv[1:])
     process.prepare_environment()
 
+import loading  # noqa: E402
 import matplotlib  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -121,16 +121,7 @@ def load_script(path: Path) -> ModuleType:
         process.refuse(f"{path} is no file; give loss= clip, a script, or one of {', '.join(variant.names())}")
     if path.resolve() == Path(grpo.__file__).resolve():
         return grpo
-    name = f"replayed_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look up the annotations of Args
-    spec.loader.exec_module(module)
-    needed = ("Args", "check_args", "Tokens", "token_loss", "loss_weights")
-    missing = [name for name in needed if not hasattr(module, name)]
-    if missing:
-        process.refuse(f"{path} has no {', '.join(missing)}: it is no copy of grpo.py")
-    return module
+    return loading.load_script(path, ("Args", "check_args", "Tokens", "token_loss", "loss_weights"))
 
 
 def script_of(loss: str) -> ModuleType:
@@ -373,17 +364,6 @@ class Replay:
                 found.append(i)
         return found
 
-    def takes_step(self, setting: Setting, members: set[int]) -> bool:
-        """Whether the setting's script takes an optimizer step on the samples of these prompts, or passes them by.
-
-        Without KL and entropy, groups of equal reward have no gradient by group statistics; by a critic they have one.
-        """
-        args = setting.args
-        prompts = {self.samples[i].prompt_id for i in self.in_loss(args, members)}
-        if hasattr(setting.script, "group_advantages") and not flags.loads_reference(args) and args.entropy_coeff == 0:
-            prompts -= self.zero_std
-        return bool(prompts)
-
     def advantages(self, setting: Setting) -> torch.Tensor:
         """Of every token, [N + 1]: the recorded ones, or new ones where those are not the setting's.
 
@@ -519,12 +499,16 @@ class Replay:
     def take_steps(self, count: int, total: int) -> None:
         """Optimizer steps of the run's own setting on its own mini-batches, with the moments of a fresh optimizer.
 
-        ``total``: optimizer steps of the whole run, which the learning rate follows.
+        ``total``: optimizer steps of the whole run, which the learning rate follows. A mini-batch of groups of equal
+        reward moves the weights by the moments; one without a sample in the loss is passed by.
         """
         args = self.base.args
         updates = args.num_epochs * args.num_mini_batches
-        before = (self.recorded.step - 1) * updates
+        warmup = getattr(args, "critic_warmup", 0) * updates  # of ppo.py: the policy's steps are counted from its end
+        before = (self.recorded.step - 1) * updates - warmup
         prompts = {self.samples[i].prompt_id for i in self.in_loss(args, set(self.groups))}
+        if not getattr(args, "disable_value", True):  # ppo.py deals all prompts: its critic learns from every sample
+            prompts = set(self.groups)
         parameters = list(self.policy.parameters())
         optimizer = utils.make_optimizer(parameters, args.learning_rate, args)
         for k in range(count):
@@ -533,7 +517,7 @@ class Replay:
             if args.shuffle_mini_batches:
                 random.Random(f"{args.seed}/{self.recorded.step}/{epoch}").shuffle(order)
             members = utils.even_part(order, mini, args.num_mini_batches)
-            if not self.takes_step(self.base, members):  # with a gradient of 0, AdamW would move by its moments
+            if not self.in_loss(args, members):
                 continue
             gradient = self.gradient(self.slopes(self.base, members).direction, members)
             pieces = gradient.split([weight.numel() for weight in parameters])
@@ -542,7 +526,7 @@ class Replay:
             if args.max_grad_norm > 0:
                 torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
             for group in optimizer.param_groups:
-                group["lr"] = utils.learning_rate(before + k, total, args)
+                group["lr"] = utils.learning_rate(before + k, max(updates, total - warmup), args)
             optimizer.step()
             self.measure()
 
@@ -751,11 +735,31 @@ def draw(found: Comparison, title: str, output: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- program
 
 
+def check_after(chosen: argparse.Namespace, args: flags.RunFlags, step: int) -> None:
+    """Refuse --after where the run's own update of this step did not go as far: its weights would be made up."""
+    if step <= getattr(args, "critic_warmup", 0):
+        process.refuse(
+            f"--after {chosen.after}: in step {step} only the critic learned (--critic_warmup {args.critic_warmup}); "
+            f"leave --after out, or choose a later --step"
+        )
+    if args.early_stop_imp_ratio is None:
+        return
+    for line in (chosen.run / "metrics.jsonl").read_text().splitlines():
+        metrics = json.loads(line)
+        if metrics["step"] == step and metrics["optim/steps"] < chosen.after:
+            process.refuse(
+                f"--after {chosen.after}: the run stopped its update of step {step} after {metrics['optim/steps']} "
+                f"optimizer step(s) (--early_stop_imp_ratio {args.early_stop_imp_ratio:g}); give at most that many"
+            )
+
+
 def main(chosen: argparse.Namespace, folder: Path) -> Comparison:
     """Read the batch, compare, print, draw."""
     recorded = recorder.read(folder)
     base = run_setting(chosen.run, recorded)
     settings = make_settings(chosen.settings, base)
+    if chosen.after > 0:
+        check_after(chosen, base.args, recorded.step)
     replay = Replay(recorded, base, any(uses_reference(setting) for setting in settings))
     tokens = replay.offsets[-1]
     print(f"{folder}: {len(replay.groups)} prompts, {len(replay.samples)} samples, {tokens} tokens")

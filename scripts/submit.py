@@ -11,25 +11,28 @@ own. --dry_run prints exactly what would be written and run, and needs no cluste
 * receives its words exactly as they were given here; only the word ``&&`` separates it from the set-up before it;
 * finds RUN_ID and RUN_DIR in its environment, the same after a restart, and a WANDB_RUN_ID that continues its run;
 * is asked to stop with SIGTERM, and is started again, at most --max_retries times, if it exits with 75 ("saved, start
-  me again"). Every other code is final, so a crash is not repeated;
+  me again"), and after a crash if it had saved a checkpoint since its last start. Every other end is final;
 * goes through ``accelerate launch`` (scripts/launch.py) in a job of several GPUs or nodes, one process per GPU, if it
   contains ``python FILE.py``, whatever stands before it (``uv run``, ``env A=1``, ``apptainer exec IMAGE``).
 
 Secrets are given by name alone. Their values come from this shell or from the cluster's own store; a value that would
 end up in a file or in a command is an error. docs/launching.md has an example for each backend.
 
-Standard library only, so that it runs on a login node. What a backend writes is in scripts/backends.py and, as text to
-be read and edited, in scripts/templates.
+Standard library only, so that it runs on a login node; where tyro is installed as well, a training script's arguments
+are parsed before they wait in a queue. What a backend writes is in scripts/backends.py and, as text to be read and
+edited, in scripts/templates.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import base64
 import dataclasses
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -54,6 +57,7 @@ EVERYWHERE = {"backend", "name", "run_dir", "setup", "env", "max_retries", "dry_
 CODE = (".py", ".sh", ".jinja", ".yaml")  # endings of the files that are taken along into a container
 LONGEST_CODE = 100_000  # bytes; Linux takes 131,072 as one argument, and Beaker makes the whole script one
 SHELL_ONLY = {"source", ".", "cd", "export", "set", "unset", "eval", "alias", "ulimit", "umask", "module", "exit"}
+RUNNERS = {"uv", "pixi", "poetry", "pdm", "hatch", "rye", "conda", "mamba", "micromamba"}  # RUNNER run [--] PROGRAM
 # What to do instead of a flag that a backend does not take; elsewhere: leave it out.
 INSTEAD = {
     ("slurm", "preemptible"): "name a preemptible --partition or --qos",
@@ -159,7 +163,8 @@ def shell_text(text: str) -> str:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[list[str]]]:
     """The flags before the first ``--``, and the commands after each. A flag may be written with dashes, too."""
-    flags, *commands = split_at("--", argv)
+    flags, *parts = split_at("--", argv)
+    commands = joined(parts)
     flags = [re.sub(r"^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), f) for f in flags]
     p = argparse.ArgumentParser(
         description=__doc__,
@@ -193,7 +198,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[list[str]]]:
     add("--env", type=variable, action="append", default=[], metavar="NAME[=VALUE]", help=where)
     where = "secret, by name only; see docs/launching.md"
     add("--secret", type=secret_name, action="append", default=[], metavar="NAME", help=where)
-    add("--max_retries", type=at_least(0), default=10, help="starts after an exit code of 75; 0 disables")
+    add(
+        "--max_retries",
+        type=at_least(0),
+        default=10,
+        help="starts after an exit code of 75 or a crash with a new checkpoint; 0 disables",
+    )
     add("--depends_on", action="append", default=[], metavar="ID", help="start when this job has succeeded")
     where = "make each command a task of its own, N of which run at the same time"
     add("--array_parallelism", type=at_least(1), metavar="N", help=where)
@@ -205,6 +215,39 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[list[str]]]:
             remedy = INSTEAD.get((args.backend, flag), "leave it out")
             refuse(f"--{flag}: --backend {args.backend} has no such setting; {remedy}")
     return args, commands
+
+
+def joined(parts: list[list[str]]) -> list[list[str]]:
+    """The commands, where the ``--`` of a runner (``uv run -- python FILE.py``) has cut one into two."""
+    commands: list[list[str]] = []
+    for part in parts:
+        if commands and expects_program(commands[-1]):
+            commands[-1] += ["--", *part]
+        else:
+            commands.append(part)
+    return commands
+
+
+def expects_program(words: list[str]) -> bool:
+    """Whether a command is a runner that names no program yet, so that its ``--`` comes before that.
+
+    Exits with code 2 where the last word could be either: ``uv run --extra cuda``, ``uv run --frozen pytest``.
+    """
+    last = split_at("&&", words)[-1]
+    if "--" in last or len(last) < 2 or Path(last[0]).name not in RUNNERS or last[1] != "run":
+        return False
+    options = last[2:]
+    if all(word.startswith("-") for word in options):
+        return True
+    if not options[0].startswith("-") or any(PYTHON.fullmatch(w) or w.endswith(".py") for w in options):
+        return False
+    for before, word in itertools.pairwise(options):
+        if not word.startswith("-") and not before.startswith("-"):
+            return False
+    refuse(
+        f"{shlex.join(last)} --: the word after an option may be its value, or a program with another command after "
+        f"it; write --option=value for the first, or leave the -- of {last[0]} out"
+    )
 
 
 def check_operators(words: list[str]) -> None:
@@ -239,6 +282,31 @@ def check_command(words: list[str]) -> None:
             f"it: {shlex.join(last)} \\&\\& python FILE.py (the backslashes keep this shell from reading &&), or use "
             f"--setup '{shlex.join(last)}'"
         )
+
+
+def check_arguments(words: list[str]) -> None:
+    """Refuse arguments that a training script of this folder does not take, before they wait in a queue.
+
+    By the script's own parser, where its packages are installed here; on a bare login node the job finds out.
+    """
+    last = split_at("&&", words)[-1]
+    file = next((i for i, word in enumerate(last) if word.endswith(".py") and Path(word).is_file()), None)
+    if file is None or {"-h", "--help"} & {*last}:
+        return
+    path = Path(last[file])
+    try:
+        names = [getattr(node, "name", "") for node in ast.parse(path.read_text()).body]
+    except SyntaxError as error:
+        refuse(f"{path}: Python cannot read it: line {error.lineno}: {error.msg}")
+    if not {"Args", "preflight"} <= {*names}:  # no training script
+        return
+    try:
+        import loading
+
+        from runtime import flags
+    except ImportError:
+        return
+    flags.parse(loading.load_arguments(path).Args, None, last[file + 1 :])
 
 
 def check_processes(words: list[str], processes: int) -> None:
@@ -452,6 +520,9 @@ def main(argv: list[str]) -> int:
     """Submit a command line, and return the exit code."""
     args, commands = parse(argv)
     job = make_job(args, commands)
+    if job.workdir in (None, os.getcwd()):
+        for command in commands:
+            check_arguments(command)
     plan = render(job)
     check_secrets(job, plan, dict(os.environ))
     if args.dry_run:

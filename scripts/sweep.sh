@@ -16,6 +16,8 @@ suffix= # of --exp_name, so that the runs of another script do not share folders
 seeds=(1 2 3)
 common=()
 lines=() # what LANES collects
+apostrophe=\' # in lines every word stands in apostrophes: what ${word@Q} makes of a tab, bash alone can read
+escaped="'\\''"
 overwrite=0
 started=0
 skipped=0
@@ -44,11 +46,15 @@ while (($#)); do
 done
 
 # Explicit, or a submitted run would write into its job's folder, where neither this loop nor a plot looks for it.
-[[ " ${common[*]-} " == *" --output_dir"[=\ ]* ]] || common+=(--output_dir "${OUTPUT_DIR:-runs}")
+[[ " ${common[*]-} " == *" --output"[_-]"dir"[=\ ]* ]] || common+=(--output_dir "${OUTPUT_DIR:-runs}")
 
 run() {
     if [[ -n ${LANES:-} ]]; then
-        lines+=("${*@Q} ${common[*]@Q}")
+        if [[ "$* ${common[*]-}" == *$'\n'* ]]; then
+            echo "error: LANES: scripts/many.py reads a run per line; take the line break out of: $* ${common[*]-}" >&2
+            exit 2
+        fi
+        lines+=("$(printf "'%s' " "${@//$apostrophe/$escaped}" "${common[@]//$apostrophe/$escaped}")")
         return
     fi
     local said state=0

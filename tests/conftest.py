@@ -75,7 +75,7 @@ def tiny_model(tiny):
 @pytest.fixture(scope="session")
 def testbed() -> Path:
     """The model of the learning tests; made here where `make testbed` was not called before, which takes minutes."""
-    script = str(ROOT / "scripts" / "pretrain_tiny.py")
+    script = str(ROOT / "studies" / "pretrain_tiny.py")
     done = subprocess.run([sys.executable, script, "--output", str(learning.MODEL)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return learning.MODEL

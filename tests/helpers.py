@@ -107,6 +107,17 @@ def token_loss(module, beta: float, args, **given):
     return module.token_loss(module.Tokens(**fields), beta, args)
 
 
+def kl_loss(logprobs, old, ref, mask, *, estimator: str, gradient: str = "naive", full_kl=None):
+    """The KL in the loss of grpo.py per token, 0 where ``mask`` is False."""
+    import torch
+
+    import grpo
+    import kl_estimators
+
+    given = {"estimator": estimator, "gradient": gradient, "full_kl": full_kl}
+    return torch.where(mask, kl_estimators.loss_term(grpo, logprobs, old, ref, **given), 0.0)
+
+
 def load_variant(name: str, folder: Path):
     """The module variant_NAME: the variant's script, written to ``folder`` and imported from there."""
     import variant
@@ -150,20 +161,6 @@ def tiny_args(tiny: Path, out: Path, script: str = "grpo", **changes):
     return importlib.import_module(script).Args(**{**places, **TINY_RUN, **changes})
 
 
-@contextlib.contextmanager
-def warm_workers():
-    """Verifier processes that are forked off one that has imported ``rewards``, which takes each run 0.3 s.
-
-    Tests of the pool, and of runs in processes of their own, have those of users.
-    """
-    import rewards
-
-    multiprocessing.set_forkserver_preload(["rewards"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewards.WorkerProcess, "_Popen", staticmethod(multiprocessing.context.ForkServerProcess._Popen))
-        yield
-
-
 def run_here(args, script: str = "grpo") -> list[dict]:
     """Run a script's main in this process; its metrics, one dict a step."""
     import torch
@@ -186,8 +183,7 @@ def run_here(args, script: str = "grpo") -> list[dict]:
 
     os._exit = stay
     try:
-        with warm_workers():
-            module.main(args, module.preflight(args))
+        module.main(args, module.preflight(args))
     finally:
         os._exit = leave
     folder = Path(args.output_dir) / rundir.run_name(args, module.Args())

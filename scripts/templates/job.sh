@@ -14,7 +14,7 @@ RUN_DIR=$(cd "$RUN_DIR" && pwd) || exit 1
 export NUM_NODES={{num_nodes}} NODE_RANK={{rank}} MASTER_ADDR={{address}} MASTER_PORT={{port}}
 
 set_up() {
-    {{setup}}
+{{setup}}
 }
 begin_command() { # begin_command WORDS...: replace this shell by the command
     touch "$begun"
@@ -39,6 +39,15 @@ run() { # run NUMBER: run command_NUMBER, unless it finished before a restart of
         child=$!
         finish
         code=$?
+        case $code in
+        0 | 2 | 75) ;; # 2: its arguments are wrong, and would be again
+        *)
+            if [ -e "$begun" ] && [ "$RUN_DIR/saved" -nt "$begun" ]; then # it came further than at its last start
+                echo "exit code $code after a checkpoint: counts as 75" >&2
+                code=75
+            fi
+            ;;
+        esac
         if [ "$stopping" = 1 ] && [ ! -e "$begun" ]; then # in its set-up, when there is nothing to save yet
             return 75
         elif [ "$code" = 0 ] && [ ! -e "$begun" ]; then

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
 import shutil
@@ -117,7 +118,7 @@ def test_final_values_over_an_argument(runs, tmp_path):
 
 
 def test_measured_values_are_final_values(runs, tmp_path):
-    """What scripts/measure_kl.py wrote beside a run, by argument; it has no curve."""
+    """What studies/measure_kl.py wrote beside a run, by argument; it has no curve."""
     copy = tmp_path / "runs"
     shutil.copytree(runs, copy)
     for folder in copy.glob("*/config.json"):
@@ -188,6 +189,86 @@ def test_values_of_any_kind_are_columns_and_curves(runs, tmp_path):
     assert columns == ["None", "48", "96"] and "| a b | 48 |" in out and "| none | 48 |" in out
 
 
+@pytest.fixture(scope="module")
+def pieces(tiny, tmp_path_factory):
+    """(output folder, what was printed) of a run of a copy whose token_loss returns a piece of its own."""
+    place = tmp_path_factory.mktemp("pieces")
+    last = '"weight": weight_T}'
+    text = (ROOT / "grpo.py").read_text()
+    assert text.count(last) == 1
+    (place / "with_a_piece.py").write_text(text.replace(last, '"weight": weight_T, "slope": ratio_T.detach() + 1}'))
+    sys.path.insert(0, str(place))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run_here(tiny_args(tiny, place / "runs", "with_a_piece", num_mini_batches=2), "with_a_piece")
+    sys.path.remove(str(place))
+    return place / "runs", printed.getvalue()
+
+
+def test_a_piece_of_a_loss_is_a_metric_on_the_step_line_and_in_the_picture(pieces, tmp_path, monkeypatch):
+    """One edit, in token_loss: nothing has to be registered."""
+    out, printed = pieces
+    (folder,) = out.iterdir()
+    slopes = [metrics["policy/slope"] for metrics in read_jsonl(folder / "metrics.jsonl")]
+    assert slopes == pytest.approx([2, 2], abs=0.1)
+    lines = [line for line in printed.splitlines() if line.startswith("step ")]
+    assert [f"| slope {slope:.4g} |" in line for slope, line in zip(slopes, lines, strict=True)] == [True, True]
+    titles = []
+    monkeypatch.setattr(plot, "draw_panel", lambda axis, title, *rest, **named: titles.append(title))
+    plot.draw({"run": plot.load_run(folder)}, tmp_path / "picture.png")
+    assert titles[-1] == "policy/slope"
+
+
+def test_the_metrics_of_the_scripts_themselves_are_no_pieces(runs):
+    """Or they would stand twice on the step line, and have a panel that nobody asked for."""
+    for run in plot.load_runs([runs], []):
+        assert plot.own_pieces(plot.logged_by([run])) == []
+    utils_names = set(re.findall(r'"(policy/\w+)"', (ROOT / "utils.py").read_text()))
+    assert len(utils_names) > 4 and plot.own_pieces(utils_names) == []
+
+
+def test_runs_that_differ_in_their_name_alone_are_repetitions(runs, tmp_path):
+    """--exp_name try_$RANDOM, as many people have it. Other code under another name is no repetition."""
+    folders = []
+    for number, folder in enumerate(path for path in sorted(runs.iterdir()) if "learning_rate=0.01" in path.name):
+        if (folder / "config.json").is_file():
+            folders.append(tmp_path / f"try_{number}")
+            shutil.copytree(folder, folders[-1])
+    config = json.loads((folders[0] / "config.json").read_text())
+    config["args"]["exp_name"] = "try_7"
+    (folders[0] / "config.json").write_text(json.dumps(config))
+    words = ["--y", "reward/mean", "--output", tmp_path / "x.png"]
+    assert "| 2 | 3 |" in call("plot.py", *folders, *words)
+    config["code"]["grpo.py"] = "another"
+    (folders[0] / "config.json").write_text(json.dumps(config))
+    assert "runs that differ in exp_name would be averaged" in call("plot.py", *folders, *words, ok=False)
+
+
+def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
+    """Of runs/*, as the shell writes it: scripts/many.py leaves NAME.log there."""
+    folders = [path for path in sorted(runs.iterdir()) if (path / "config.json").is_file()][:2]
+    log = tmp_path / f"{folders[0].name}.log"
+    log.write_text("step 1\n")
+    assert "pass@1" in call("plot.py", log, *folders, "--output", tmp_path / "x.png")
+    assert "these are logs" in call("plot.py", log, ok=False)
+    assert "is not a folder" in call("plot.py", folders[0], tmp_path / "x.png.txt", "--output", "x.png", ok=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([0.9998], "0.9998"),
+        ([1.0, 1.0], "1 (1 to 1)"),
+        ([0.9998, 1.0], "0.9999 (0.9998 to 1)"),
+        ([0.5, 0.75], "0.625 (0.5 to 0.75)"),
+        ([12345.0, 12346.0], "12346 (12345 to 12346)"),
+    ],
+)
+def test_a_cell_has_the_digits_that_tell_its_runs_apart(values, text):
+    members = [run_of([value], 1.0) for value in values]
+    assert plot.cell(members, "m", over_argument=False) == text
+
+
 def test_one_run_as_before(runs, tmp_path):
     """The newest run of a folder, in words and as curves.png; a half written line is left for the next time."""
     copy = tmp_path / "runs" / "a"
@@ -197,6 +278,24 @@ def test_one_run_as_before(runs, tmp_path):
     out = call("plot.py", tmp_path / "runs")
     assert "of 3 steps" in out or "3 step" in out
     assert (copy / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("script", ["plot.py", "report.py", "doctor.py"])
+def test_a_damaged_run_is_shown_all_the_same(runs, tmp_path, script):
+    """Lines that are no JSON, half a letter, an empty config.json: what is whole is shown, with a warning."""
+    copy = tmp_path / "damaged"
+    shutil.copytree(next(f for f in runs.iterdir() if (f / "config.json").exists()), copy)
+    for file in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
+        content = (copy / file).read_bytes()
+        first, _, rest = content.partition(b"\n")
+        (copy / file).write_bytes(b'{"step": 1, "response": "a"b"}\n' + first + b"\n[1]\n" + rest + '"名'.encode()[:-1])
+    (copy / "config.json").write_text("")
+    argv = [sys.executable, str(ROOT / "scripts" / script), str(copy)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode in ((0, 1) if script == "doctor.py" else (0,)), done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("metrics.jsonl: 2 line(s) are no JSON objects") == 1
+    assert "config.json is no JSON object" in done.stderr
+    assert script == "report.py" or "3 step" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -582,6 +582,125 @@ def test_local_starts_again_on_75_alone(tmp_path, code, retries, starts, ends):
     assert (tmp_path / "r" / "exit.0").read_text() == f"{ends}\n"
 
 
+CRASH = """
+import os, sys, pathlib, time
+file = pathlib.Path("starts"); n = int(file.read_text()) + 1 if file.exists() else 1
+file.write_text(str(n))
+if n <= int(sys.argv[2]):
+    pathlib.Path(os.environ["RUN_DIR"], "saved").touch()  # as a run does after each checkpoint
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "saves", "retries", "starts", "ends"),
+    [(1, 2, 10, 3, 1), (137, 1, 10, 2, 137), (1, 99, 3, 4, 75), (2, 99, 10, 1, 2), (1, 0, 10, 1, 1), (0, 1, 10, 1, 0)],
+)
+def test_a_crash_after_a_new_checkpoint_is_worth_another_start(tmp_path, code, saves, retries, starts, ends):
+    """It came further than at its last start; one that did not, and refused arguments, would come again."""
+    words = [sys.executable, "-c", CRASH, str(code), str(saves)]
+    done = run_local(tmp_path, "--run_dir", "r", "--max_retries", str(retries), "--", *words)
+    assert (done.returncode, (tmp_path / "starts").read_text()) == (ends, str(starts)), done.stderr
+    if starts > 1:
+        assert f"exit code {code} after a checkpoint: counts as 75" in done.stderr
+
+
+def test_a_set_up_that_fails_is_no_crash_of_a_run(tmp_path):
+    """What an earlier run of this job saved does not count for a command that was not started."""
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "saved").touch()
+    done = run_local(tmp_path, "--run_dir", "r", "--setup", "echo x >> tries; false", "--", "true")
+    assert done.returncode == 1 and (tmp_path / "tries").read_text() == "x\n"
+
+
+@pytest.mark.parametrize("backend", submit.BACKENDS)
+def test_a_set_up_of_several_lines_arrives_as_it_was_given(backend, tmp_path):
+    """A here-document ends at its mark, and a text of two lines has no blanks that nobody wrote."""
+    lines = "cat >here <<END\na\n  b\nEND\nprintf '%s' 'a\nb' >text"
+    job = submit.make_job(
+        *submit.parse(["--backend", backend, *needed(backend).split(), "--setup", lines, "--", "true"])
+    )
+    command, environment = script_of(backend, submit.render(dataclasses.replace(job, workdir=None)))
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "here").read_text() == "a\n  b\n" and (tmp_path / "text").read_text() == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("words", "commands"),
+    [
+        ("uv run -- python a.py", [["uv", "run", "--", "python", "a.py"]]),
+        ("uv run --frozen --extra=cuda -- python a.py -- uv run -- python b.py", 2),
+        ("source s.sh && uv run -- python a.py", 1),
+        ("uv run python a.py --beta 0.1 -- python b.py", 2),
+        ("uv run --frozen python a.py --beta 0.1 -- python b.py", 2),
+        ("uv run pytest -- python b.py", 2),
+        ("uv run -- a -- b", 2),
+        ("pixi run -- python a.py -- echo x", 2),
+    ],
+)
+def test_the_dashes_of_a_runner_do_not_cut_its_command_in_two(words, commands):
+    _, found = submit.parse(["--backend", "local", "--", *words.split()])
+    assert found == commands or len(found) == commands
+
+
+@pytest.mark.parametrize("words", ["uv run --extra cuda -- python a.py", "uv run --frozen pytest -- python a.py"])
+def test_a_word_that_may_be_a_value_or_a_program_is_asked_about(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        submit.parse(["--backend", "local", "--", *words.split()])
+    assert end.value.code == 2 and "write --option=value for the first" in capsys.readouterr().err
+
+
+def test_the_rank_of_a_runner_with_dashes_is_started_by_the_launcher():
+    job = job_of("slurm", "--gpus 8", ["uv", "run", "--", "python", "grpo.py", "--beta", "0.1"])
+    script = submit.render(job).files[f"{job.run_dir}/job.sh"]
+    assert "begin_command uv run -- python scripts/launch.py" in script and "--num_processes 8" in script
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["python", "grpo.py", "--learning_rte", "3"], "learning_rte"),
+        (["python", "grpo.py", "--max_completion_length", "512"], "max_response_length"),
+        (["source", "s.sh", "&&", "uv", "run", "python", "grpo.py", "--beta", "x"], "beta"),
+        (["accelerate", "launch", "grpo.py", "--nonsense", "1"], "nonsense"),
+        (["python", "ppo.py", "--num_samples_per_prompt"], "num_samples_per_prompt"),
+        (["python", "broken.py"], "broken.py: Python cannot read it: line 2"),
+    ],
+)
+def test_arguments_that_a_script_does_not_take_never_reach_a_queue(words, says, tmp_path, monkeypatch, capsys):
+    for name in ("grpo.py", "ppo.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "broken.py").write_text("import os\nclass Args(:\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        submit.main(["--backend", "slurm", "--dry_run", "--", *words])
+    assert end.value.code == 2 and says in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["python", "grpo.py", "--beta", "0.03", "--as", "verl"],
+        ["python", "grpo.py", "--help"],
+        ["python", "scripts/evaluate.py", "--run", "x"],
+        ["python", "not_here.py", "--anything", "1"],
+        ["bash", "-c", "python grpo.py --nonsense"],
+    ],
+)
+def test_what_is_right_or_cannot_be_known_is_submitted(words, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert submit.main(["--backend", "slurm", "--dry_run", "--", *words]) == 0
+    assert "# would run" in capsys.readouterr().out
+
+
+def test_without_tyro_the_job_finds_out(monkeypatch, capsys):
+    """As on a bare login node."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setitem(sys.modules, "loading", None)
+    assert submit.main(["--backend", "slurm", "--dry_run", "--", "python", "grpo.py", "--nonsense", "1"]) == 0
+
+
 def test_local_runs_commands_in_turn_and_stops_at_the_first_failure(tmp_path):
     done = run_local(tmp_path, "--", *count("a", 75, 2), "--", *count("b", 3, 9), "--", *count("c", 0, 1))
     assert done.returncode == 3

@@ -113,8 +113,9 @@ def test_where_the_runs_lie(tmp_path):
         _, commands, _ = sweep("sweep_lr.sh", "--seeds", "91", *words, LEARNING_RATES="1e-5", **environment)
         (command,) = commands
         assert command.count("--output_dir") == 1 and command[command.index("--output_dir") + 1] == expected
-    _, commands, _ = sweep("sweep_lr.sh", "--seeds", "91", "--output_dir=here", LEARNING_RATES="1e-5")
-    assert "--output_dir" not in commands[0]
+    for words in (["--output_dir=here"], ["--output-dir", "here"], ["--output-dir=here"]):
+        _, commands, _ = sweep("sweep_lr.sh", "--seeds", "91", *words, LEARNING_RATES="1e-5")
+        assert "--output_dir" not in commands[0]
 
 
 def test_in_front_of_every_command_stands_the_submission(tmp_path):
@@ -222,7 +223,7 @@ def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
     (copy / "config.json").write_text(json.dumps(config))
     common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
     _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
-    assert commands == [] and "another run" in said and "--temperature 0.5, not 1.0" in said
+    assert commands == [] and "another run" in said and "--temperature 0.5 there, 1.0 here" in said
     _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, "--overwrite", LEARNING_RATES="1e-5")
     assert len(commands) == 1 and commands[0][-1] == "--overwrite"
 
@@ -256,11 +257,19 @@ def test_with_lanes_a_sweep_hands_its_runs_to_many(listener, tmp_path):
     words = ["--seeds", "2", "--output_dir", tmp_path]
     _, commands, _ = sweep("sweep_kl.sh", *words)
     environment = SMALL | {"PYTHON": str(listener), "LANES": "3", "SKIP": "names.txt", "RUN": "false"}
-    said, runs = many_lines("sweep_kl.sh", *words, "--stop", "it's", "$x y", **environment)
+    said, runs = many_lines("sweep_kl.sh", *words, "--stop", "it's", "$x y", "a\tb", **environment)
     assert said == ["scripts/many.py grpo.py --lanes 3 --skip names.txt"]
-    assert {run.stop for run in runs} == {("it's", "$x y")}
+    assert {run.stop for run in runs} == {("it's", "$x y", "a\tb")}
     runs = [dataclasses.replace(run, stop=()) for run in runs]
     assert runs == [flags.parse(grpo.Args, None, command[2:]) for command in commands] and len(runs) == 5
+
+
+def test_a_line_break_is_no_argument_of_a_line(listener):
+    """many.py reads a run per line: half of an argument would be a run, the other half another."""
+    argv = ["bash", str(ROOT / "scripts" / "sweep_lr.sh"), "--system_prompt", "one\ntwo"]
+    environment = os.environ | {"PYTHON": str(listener), "LANES": "2"}
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 2 and "take the line break out" in done.stderr and done.stdout == ""
 
 
 @pytest.mark.parametrize("real, decisive, all_runs", [(False, 50, 142), (True, 13, 19)])

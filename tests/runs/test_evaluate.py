@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 
 import evaluate
 import pytest
@@ -11,7 +12,7 @@ from helpers import ROOT, VERIFIERS, clean_environment, read_jsonl, run_here, sc
 
 import grpo
 import utils
-from runtime import data, flags, records
+from runtime import data, flags, identity, records
 
 
 def answers(verdicts: list[list], problems: list[records.Problem] | None = None) -> list[records.Sample]:
@@ -147,6 +148,102 @@ def test_equal_to_the_number_in_the_run(run, tmp_path):
     low, high = map(float, cells[3].split(" to "))
     assert low <= last["eval/pass@1"] <= high
     assert sum(r["right"] for r in rows) / len(rows) == last["eval/pass@1"]
+
+
+# A copy of grpo.py with a flag, an engine and a way to collect of its own: each changes what an evaluation finds.
+COPY = (
+    (
+        "class Args(RunFlags):\n",
+        'class Args(RunFlags):\n    mark: str = "its default"\n    """What every response says."""\n',
+    ),
+    (
+        "def vllm_thread(",
+        "def vllm_thread(args, *line) -> None:\n    print(f'the engine of {args.mark}')\n"
+        "    utils.hf_thread(args, *line)\n\n\ndef plain_thread(",
+    ),
+    (
+        "    return batch.samples\n",
+        "    for sample in batch.samples:\n        sample.response = engine.arguments[0].mark\n"
+        "    return batch.samples\n",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def edited(tiny, tmp_path_factory):
+    """(folder of a run of an edited copy, the copy)."""
+    place = tmp_path_factory.mktemp("edited")
+    text = (ROOT / "grpo.py").read_text()
+    for before, after in COPY:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    (place / "edited_grpo.py").write_text(text)
+    sys.path.insert(0, str(place))
+    changes = {"mark": "a mark", "rollout": "vllm", "run_name": "run", "seed": 5}
+    run_here(tiny_args(tiny, place, "edited_grpo", **changes), "edited_grpo")
+    sys.path.remove(str(place))
+    return place / "run", place / "edited_grpo.py"
+
+
+def test_a_run_is_evaluated_by_the_script_that_trained_it(edited, tmp_path):
+    """A copy's own engine, its own way to collect and its own flags: a tool that it calls would be missing else."""
+    folder, _ = edited
+    done = call("--run", str(folder), "--output", str(tmp_path / "samples.jsonl"))
+    assert done.returncode == 0, done.stderr
+    assert "the engine of a mark" in done.stdout and "warning: since the run" not in done.stderr
+    rows = read_jsonl(tmp_path / "samples.jsonl")
+    assert {row["response"] for row in rows} == {"a mark"}
+    last = read_jsonl(folder / "eval.jsonl")[-1]
+    assert sum(row["right"] for row in rows) / len(rows) == last["eval/pass@1"]
+    lengths = [len(row["response_ids"]) for row in rows]
+    assert sum(lengths) / len(lengths) == last["eval/length_mean"]
+
+
+def test_a_script_that_is_gone_or_another_one_is_refused(edited, capsys):
+    """Its engine is part of the measurement; --accept_changed_code takes today's, and says so."""
+    folder, copy = edited
+    text = copy.read_text()
+    try:
+        copy.write_text(text + "# an edit\n")
+        identity._digests.cache_clear()  # files are read once per process, and the run was one of this
+        with pytest.raises(SystemExit) as end:
+            evaluate.parse(["--run", str(folder)])
+        said = capsys.readouterr().err
+        assert end.value.code == 2 and "edited_grpo.py has changed since the run" in said
+        assert "restore it" in said and "--accept_changed_code" in said
+        args, _, _, script = evaluate.parse(["--run", str(folder), "--accept_changed_code", "--mark", "another"])
+        assert args.mark == "another" and script.resolve() == copy
+        assert "warning: since the run" in capsys.readouterr().err
+        copy.unlink()
+        with pytest.raises(SystemExit) as end:
+            evaluate.parse(["--run", str(folder), "--accept_changed_code"])
+        assert end.value.code == 2 and "is gone" in capsys.readouterr().err
+    finally:
+        copy.write_text(text)
+        identity._digests.cache_clear()
+
+
+def test_other_files_that_have_changed_are_named_and_secrets_are_asked_for(edited, tmp_path, capsys):
+    """A reward function that was edited gives other scores; a flag that was hidden in config.json is not its value."""
+    folder, _ = edited
+    config = json.loads((folder / "config.json").read_text())
+    config["code"]["rewards.py"] = "another"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    evaluate.parse(["--run", str(tmp_path)])
+    assert "warning: since the run, rewards.py has changed" in capsys.readouterr().err
+    config["args"]["mark"] = "***"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as end:
+        evaluate.parse(["--run", str(tmp_path)])
+    assert end.value.code == 2 and "--mark: a secret" in capsys.readouterr().err
+    assert evaluate.parse(["--run", str(tmp_path), "--mark", "given"])[0].mark == "given"
+
+
+def test_an_engine_that_is_only_asked_does_not_sleep(edited):
+    """With --vllm_enable_sleep_mode a run's engine sleeps until the first push, and nothing is pushed here."""
+    folder, _ = edited
+    done = call("--run", str(folder), "--vllm_enable_sleep_mode", "--output", str(folder / "awake.jsonl"))
+    assert done.returncode == 0, done.stderr
 
 
 def test_best_is_that_of_the_best_evaluation(run, tmp_path):

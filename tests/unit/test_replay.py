@@ -448,7 +448,7 @@ MUTATIONS = {
     "1 + args.clip_higher)": "1 + 2 * args.clip_higher)",
     "loss_T = loss_T + beta * kl_T": "loss_T = loss_T + 2 * beta * kl_T",
     "torch.maximum(unclipped_T, clipped_T)": "unclipped_T",
-    "slope_T.detach() * (logprobs_T": "d_T.detach() * (logprobs_T",
+    "slope_T.detach() * (t.logprobs_T": "d_T.detach() * (t.logprobs_T",
     "weights[i] = 1.0 / tokens": "weights[i] = 1.0 / len(in_loss)",
 }
 
@@ -474,17 +474,74 @@ def test_steps_on_a_batch_are_those_of_the_run(recorded):
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["filtered", "unfiltered"])
-def test_a_mini_batch_without_a_gradient_is_no_step(name, request):
-    """The run passes it by, at its place in the schedule of the rate; a step would move by AdamW's moments."""
+def distance(args, script: str, steps: int, of: int, step: int = 1) -> float:
+    """How far replay's own optimizer steps on a batch end from the next step's weights, over the run's way there."""
+    batch, _ = opened(args, step, script)
+    start = [weight.detach().clone() for weight in batch.policy.parameters()]
+    batch.take_steps(steps, of)
+    later, _ = opened(args, step + 1, script)
+    apart = moved = 0.0
+    for begun, ours, theirs in zip(start, batch.policy.parameters(), later.policy.parameters(), strict=True):
+        apart += (ours - theirs).square().sum().item()
+        moved += (theirs - begun).square().sum().item()
+    return math.sqrt(apart / moved)
+
+
+@pytest.mark.parametrize(("name", "every"), [("filtered", False), ("unfiltered", True)])
+def test_a_mini_batch_of_equal_rewards_is_a_step_and_one_without_samples_is_none(name, every, request):
+    """As in the run: AdamW's moments move the weights where the gradient is 0, and nothing does where none is taken."""
     args = request.getfixturevalue(name)
     steps = [m["optim/steps"] for m in read_jsonl(folder_of(args) / "metrics.jsonl")]
-    assert 0 < steps[0] < 4
+    assert (steps[0] == 4) == every and steps[0] > 0
     batch, _ = opened(args, 1)
-    batch.take_steps(4, 12)
-    later, _ = opened(args, 2)
-    for ours, theirs in zip(batch.policy.parameters(), later.policy.parameters(), strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5)
+    assert 0 < len(batch.zero_std) < 4
+    assert distance(args, "grpo", 4, 12) < 1e-3
+
+
+# Short responses of a random model: most are truncated, and of some prompts all are.
+TRUNCATED = {"mask_truncated_completions": True, "max_response_length": 24, "ignore_eos": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "step"),
+    [
+        ({"critic_warmup": 1, "num_mini_batches": 2, "seed": 5}, 2),
+        ({"num_mini_batches": 2, "seed": 2, **TRUNCATED}, 1),
+        ({"num_mini_batches": 2, "seed": 2, "disable_value": True, **TRUNCATED}, 1),
+    ],
+    ids=["critic_warmup", "truncated", "truncated, no critic"],
+)
+def test_steps_on_a_batch_of_ppo_are_those_of_the_run(tiny, tmp_path, changes, step):
+    """Its rate is counted from the end of --critic_warmup, and with a critic the prompts of all samples are dealt.
+
+    The step is the first in which the policy learns, so that its moments are fresh.
+    """
+    args = tiny_args(tiny, tmp_path, "ppo", **LEARNS, **RECORDS, **changes)
+    run_here(args, "ppo")
+    batch, base = opened(args, step, "ppo")
+    if args.mask_truncated_completions:
+        left = {batch.samples[i].prompt_id for i in batch.in_loss(base.args, set(batch.groups))}
+        assert 0 < len(left) < len(batch.groups), "the responses of a prompt are all truncated"
+    assert distance(args, "ppo", 2, 6, step) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("script", "changes", "words"),
+    [
+        ("ppo", {"critic_warmup": 2}, "only the critic learned (--critic_warmup 2)"),
+        (
+            "grpo",
+            {"early_stop_imp_ratio": 1e-6, "num_mini_batches": 2},
+            "stopped its update of step 1 after 0 optimizer step(s)",
+        ),
+    ],
+)
+def test_steps_that_the_run_did_not_take_are_refused(tiny, tmp_path, capsys, script, changes, words):
+    args = tiny_args(tiny, tmp_path, script, **LEARNS, **RECORDS, **changes)
+    run_here(args, script)
+    with pytest.raises(SystemExit) as end:
+        replay.main(*replay.parse([str(folder_of(args, script)), "--step", "1", "--after", "1"]))
+    assert end.value.code == 2 and words in capsys.readouterr().err
 
 
 def test_samples_that_the_run_left_out_have_the_kl_in_their_advantages(filtered):

@@ -71,7 +71,7 @@ def test_every_test_stands_in_a_file_that_is_collected():
 
 def test_every_frame_that_a_test_waits_for_is_a_function():
     """A slow test that waits for a function by name in a printed stack cannot pass once the function is gone."""
-    sources = [path for folder in (".", "runtime", "scripts") for path in (ROOT / folder).glob("*.py")]
+    sources = [path for folder in (".", "runtime", "scripts", "studies") for path in (ROOT / folder).glob("*.py")]
     known = "\n".join(path.read_text() for path in (*sources, *FILES))
     waited = {name: path.name for path, tree in TREES.items() for name in frames_waited_for(tree)}
     assert "evaluate" in waited

@@ -60,8 +60,8 @@ def test_the_engine_and_the_evaluation_get_it(tiny, tmp_path, monkeypatch):
     assert (given["tokenizer"], given["tokenizer_revision"], given["load_format"]) == (None, "main", "auto")
     grpo.build_vllm(tiny_args(tiny, tmp_path, stop=(".",)), torch.float32, 0, 1)
     assert not given["skip_tokenizer_init"]
-    (tmp_path / "config.json").write_text(json.dumps({"args": dataclasses.asdict(args)}))
-    evaluation, _, _ = evaluate.parse(["--run", str(tmp_path)])
+    (tmp_path / "config.json").write_text(json.dumps({"args": dataclasses.asdict(args), "script": "grpo.py"}))
+    evaluation, *_ = evaluate.parse(["--run", str(tmp_path)])
     assert evaluation.tokenizer_name_or_path is None and evaluation.vllm_load_format == "auto"
 
 
