@@ -1,7 +1,7 @@
 # Every target sets the project up first; when that is done already it takes no time.
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: setup quickstart testbed test test-gpu lint bench bench-gate compare speedrun
+.PHONY: setup quickstart testbed test test-all test-gpu lint bench bench-gate compare speedrun
 
 setup:
 	@scripts/setup.sh
@@ -11,12 +11,16 @@ quickstart: setup
 	$(PYTHON_BIN) grpo.py $(ARGS)
 	$(PYTHON_BIN) scripts/plot.py runs
 
-# The model of the learning tests and of scripts/study_kl.sh; made once for each seed: make testbed ARGS="--seed 2"
+# The model of the learning tests and of studies/study_kl.sh; made once for each seed: make testbed ARGS="--seed 2"
 testbed: setup
-	$(PYTHON_BIN) scripts/pretrain_tiny.py $(ARGS)
+	$(PYTHON_BIN) studies/pretrain_tiny.py $(ARGS)
 
 test: setup
 	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --max-worker-restart 0 $(ARGS)
+
+# Every test, in hours; continues where it was stopped: make test-all ARGS="tests/runs/test_faults.py"
+test-all: setup
+	$(PYTHON_BIN) tests/whole.py $(ARGS)
 
 # What only a GPU can decide (docs/gpu.md); skipped, with the reason, on a machine without one
 test-gpu: setup
@@ -25,20 +29,19 @@ test-gpu: setup
 lint: setup
 	$(PYTHON_BIN) -m ruff check .
 	$(PYTHON_BIN) -m ruff format --check .
-	$(PYTHON_BIN) scripts/link_lines.py --check
-	$(PYTHON_BIN) scripts/shape.py
+	$(PYTHON_BIN) studies/shape.py
 
 bench: setup
-	$(PYTHON_BIN) scripts/benchmark.py $(ARGS)
+	$(PYTHON_BIN) studies/benchmark.py $(ARGS)
 
 # Is this commit slower, larger or worse than those before? CONTRIBUTING.md: make bench-gate ARGS="--what speed,memory"
 bench-gate: setup
-	$(PYTHON_BIN) scripts/history.py --gate $(ARGS)
+	$(PYTHON_BIN) studies/history.py --gate $(ARGS)
 
 # A step beside TRL's: make compare ARGS="--trl FOLDER --json results.json"
 compare: setup
-	$(PYTHON_BIN) scripts/compare.py $(ARGS)
+	$(PYTHON_BIN) studies/compare.py $(ARGS)
 
 # Time to a stated accuracy: SPEEDRUN.md
 speedrun: setup
-	$(PYTHON_BIN) scripts/speedrun.py $(ARGS)
+	$(PYTHON_BIN) studies/speedrun.py $(ARGS)

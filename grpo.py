@@ -30,7 +30,6 @@ import itertools
 import json
 import math
 import os
-import random
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -586,7 +585,6 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     recorder = Recorder(log, args, run.tokenizer, policy, reference, utils.save_model)
 
     done = checkpoints.load(run.start)
-    kl.follow()
     engine.version = done
     with clock("push"):
         engine.push(utils.engine_weights(policy, args))
@@ -632,9 +630,9 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         if reference is None and updates == 1:
             known = []
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
-        budget = run.sizes.logprob_micro_batch_tokens
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
         with clock("logprobs"), torch.no_grad():
+            budget = run.sizes.logprob_micro_batch_tokens
             for mb in batching.micro_batches(samples, known, budget=budget, **run.cutting):
                 if updates > 1 or kl.reward > 0:
                     old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
@@ -648,7 +646,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             sampler_metrics = utils.check_engines(policy, engine, samples, with_gradient, step, args, run)
             if reference is not None and args.kl_full_samples > 0:
                 few = with_gradient[: args.kl_full_samples]
-                kl_metrics |= utils.exact_kl(policy, reference, samples, few, budget, run)
+                kl_metrics |= utils.exact_kl(policy, reference, samples, few, run)
 
         # 6 advantages: one per response, from its group's rewards; KL in the reward enters here, one value per token
         kind = args.advantage_normalization_type
@@ -678,10 +676,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 optimizer_step = (step - 1) * updates + epoch * args.num_mini_batches + mini
                 lr = utils.learning_rate(optimizer_step, run.total_steps * updates, args)
                 utils.set_learning_rate(policy, lr)
-                order = list(groups)
-                if args.shuffle_mini_batches:
-                    random.Random(f"{args.seed}/{step}/{epoch}").shuffle(order)
-                members = utils.even_part(order, mini, args.num_mini_batches)
+                members = utils.mini_batch(groups, step, epoch, mini, args)
                 mini_in_loss = [i for i in in_loss if samples[i].prompt_id in members]
                 mini_with_gradient = [i for i in with_gradient if samples[i].prompt_id in members] or mini_in_loss[:1]
                 if not mini_in_loss or stats.stopped:

@@ -21,12 +21,13 @@ The gradient `unbiased` keeps any value and replaces its slope by ratio d. That 
 token changes the KL of later tokens; k1 in the reward, summed from each token to the end of the response, has the
 gradient of the sequence KL.
 
-Run this file to compute and print the table; scripts/kl_demo.py trains small tables with each estimator.
+Run this file to compute and print the table from the loss of grpo.py, the one that trains; studies/kl_demo.py trains
+small tables with each estimator.
 """
 
 import argparse
-import itertools
 import math
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -36,9 +37,7 @@ ESTIMATORS = ("k1", "k2", "k3", "k4", "abs", "full")
 GRADIENTS = ("naive", "unbiased")
 ALIASES = {"kl": "k1", "kl1": "k1", "mse": "k2", "kl2": "k2", "low_var_kl": "k3", "kl3": "k3", "kl4": "k4"}
 
-EXP_LIMIT = 20.0  # naive exponents stop here: value and slope keep their last size, so no slope vanishes or flips
-RATIO_CLIP = 10.0  # the unbiased slope is exact while ratio <= RATIO_CLIP and |d| <= D_CLIP
-D_CLIP = 10.0
+EXP_LIMIT = 20.0  # exponents stop here
 
 
 # --------------------------------------------------------------------------------------------------- the estimators
@@ -93,60 +92,6 @@ def _value(name: str, logp: Tensor, old: Tensor, ref: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _naive_slope(name: str, logp: Tensor, old: Tensor, ref: Tensor) -> Tensor:
-    """The derivative of `_value` with respect to logp, with old and ref constant."""
-    d = logp - ref
-    if name == "k1":
-        return torch.ones_like(d)
-    if name == "k2":
-        return d
-    if name == "k3":
-        return -torch.expm1(-d.clamp(min=-EXP_LIMIT))
-    if name == "k4":
-        return _ratio(logp, old) * (d + 1)
-    return d.sign()
-
-
-@torch.no_grad()
-def _unbiased_slope(logp: Tensor, old: Tensor, ref: Tensor) -> Tensor:
-    """ratio d, for every value: its expectation under old is grad KL(pi||ref) (Zhang et al. 2505.17508)."""
-    ratio = _ratio(logp, old).clamp(max=RATIO_CLIP)
-    d = (logp - ref).clamp(-D_CLIP, D_CLIP)
-    return ratio * d
-
-
-def kl_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    estimator: str,
-    gradient: str = "naive",
-    full_kl: Tensor | None = None,
-) -> Tensor:
-    """The KL term of the loss per token, in nats; all tensors share one shape. 0 without gradient where mask is False.
-
-    gradient: naive (the formula as written, differentiated) or unbiased (the same value with the gradient of
-    KL(pi||ref)). The estimator full is exact either way and takes full_kl, from `full_vocabulary_kl`. Only logprobs or
-    full_kl receives a gradient. Returns float32, or float64 for float64 inputs.
-    Raises ValueError for an unknown name, missing ref_logprobs or full_kl, unequal shapes, or a mask that is not bool.
-    """
-    name = canonical_name(estimator)
-    if gradient not in GRADIENTS:
-        raise ValueError(f"unknown KL gradient {gradient!r}: use {', '.join(GRADIENTS)}")
-    if name == "full":
-        return _masked(mask, full_kl)[0]
-    logp, old, ref = _masked(mask, logprobs, old_logprobs, ref_logprobs)
-    value = _value(name, logp, old, ref)
-    if gradient == "unbiased":
-        slope = _unbiased_slope(logp, old, ref)
-    else:
-        slope = _naive_slope(name, logp, old, ref)
-    return value + slope * (logp - logp.detach())  # the parenthesis is 0, and its gradient is that of log pi
-
-
-@torch.no_grad()
 def kl_reward(
     logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -157,7 +102,8 @@ def kl_reward(
 ) -> Tensor:
     """The penalty to subtract from the reward per token, before beta: nats, no gradient, 0 where mask is False.
 
-    logprobs are those of the policy that drew the samples, so the ratio is 1 and k4 equals k1. Errors as in `kl_loss`.
+    logprobs are those of the policy that drew the samples, so the ratio is 1 and k4 equals k1. Raises ValueError
+    for an unknown name, a missing ref_logprobs or full_kl, unequal shapes, or a mask that is not bool.
     """
     name = canonical_name(estimator)
     if name == "full":
@@ -168,9 +114,9 @@ def kl_reward(
 
 @torch.no_grad()
 def kl_values(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """k1, k2, k3, k4 and abs per token, for logging: nats, no gradient, 0 where mask is False. Errors as in `kl_loss`.
+    """k1, k2, k3, k4 and abs per token, for logging: nats, no gradient, 0 where mask is False.
 
-    All tensors share one shape.
+    All tensors share one shape. Errors as in `kl_reward`.
     """
     logp, old, ref = _masked(mask, logprobs, old_logprobs, ref_logprobs)
     return {name: _value(name, logp, old, ref) for name in ESTIMATORS if name != "full"}
@@ -186,51 +132,6 @@ def full_vocabulary_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     ref = ref_logits.detach().log_softmax(-1, dtype=fp32)
     p = logp.exp()
     return (p * torch.where(p > 0, logp - ref, 0.0)).sum(-1)  # 0 log 0 = 0, for tokens masked by a logit of -inf
-
-
-def sequence_kl_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    offsets: list[int],
-    *,
-    full_kl: Tensor | None = None,
-    baseline: Tensor | None = None,
-    max_ratio: float = RATIO_CLIP,
-) -> Tensor:
-    """A loss per token whose sum has the gradient of the KL of whole responses, on fresh and on stale samples.
-
-    All [N]; response i is offsets[i]:offsets[i + 1]. With s = grad log pi this is per-decision importance sampling of
-    grad KL(pi||ref) = E_old[sum_u ratio_1 ... ratio_u d_u (s_1 + ... + s_u)]. The slope of a token is the sum of the
-    terms of itself and the later tokens u, and its value is d.
-    full_kl, from `full_vocabulary_kl` with gradient, replaces d_u by its expectation over token u, which is less noisy.
-    baseline is subtracted from the sums; any numbers that do not depend on the response itself keep the expectation,
-    such as the mean of the same place over the other responses to the prompt.
-    Exact while no product of ratios exceeds max_ratio; its noise grows with the KL between pi and old of a whole
-    response (docs/kl.md). Divide the loss by a number of responses or a constant: dividing by lengths would bias it.
-    """
-    everywhere = torch.ones(logprobs.shape, dtype=torch.bool, device=logprobs.device)
-    logp, old, ref = _masked(everywhere, logprobs, old_logprobs, ref_logprobs)
-    value = logp - ref if full_kl is None else _masked(everywhere, full_kl)[0]
-    log_ratio = (logp - old).detach()
-    limit = math.log(max_ratio)
-    losses = []
-    for start, end in itertools.pairwise(offsets):
-        own = log_ratio[start:end]
-        total = own.cumsum(0)
-        through = total.clamp(max=limit).exp()  # the product of the ratios up to and including this token
-        before = (total - own).clamp(max=limit).exp()
-        terms = value[start:end].detach() * (through if full_kl is None else before)
-        slope = terms.flip(0).cumsum(0).flip(0)
-        direct = torch.zeros_like(terms)
-        if full_kl is not None:  # a token's own KL has a gradient of its own, and none through its log-prob
-            slope = slope - terms
-            direct = before * (value[start:end] - value[start:end].detach())
-        if baseline is not None:
-            slope = slope - through * baseline[start:end]
-        score = logp[start:end] - logp[start:end].detach()
-        losses.append(value[start:end].detach() + direct + slope * score)
-    return torch.cat(losses)
 
 
 def rollout_kl(kl_N: Tensor, offsets: list[int], responses: list[int], unit: str) -> float:
@@ -281,30 +182,33 @@ class AdaptiveKLController:
 class KLCoefficients:
     """The coefficients of the KL in the loss and in the reward, 0 where there is none. A controller may move one.
 
-    loss, reward: at the start. controller: moves that of the reward, or that of the loss without a KL in the reward.
+    given: (in the loss, in the reward). controller: moves that of the reward, or that of the loss without a KL in the
+    reward.
     """
 
-    def __init__(self, loss: float, reward: float, controller: AdaptiveKLController | None = None):
-        self.loss = loss
-        self.reward = reward
+    def __init__(self, given: tuple[float, float], controller: AdaptiveKLController | None = None):
+        self.given = given
         self.controller = controller
+        self.in_reward = given[1] > 0
 
-    def follow(self) -> None:
-        """Take the coefficient from the controller, which a checkpoint may have brought."""
-        if self.controller is not None and self.reward > 0:
-            self.reward = self.controller.coef
-        elif self.controller is not None:
-            self.loss = self.controller.coef
+    @property
+    def loss(self) -> float:
+        """Of the KL in the loss."""
+        return self.given[0] if self.controller is None or self.in_reward else self.controller.coef
+
+    @property
+    def reward(self) -> float:
+        """Of the KL in the reward."""
+        return self.given[1] if self.controller is None or not self.in_reward else self.controller.coef
 
     def update(self, reward_kl: float | None, loss_kl: float | None, sequences: int) -> None:
         """Steer by the KL that the rewards of so many sequences lost, as verl does, or else by k1 during the update.
 
         None: the step had none, and changes nothing.
         """
-        found = reward_kl if self.reward > 0 else loss_kl
+        found = reward_kl if self.in_reward else loss_kl
         if self.controller is not None and found is not None:
             self.controller.update(found, sequences)
-            self.follow()
 
 
 # ------------------------------------------------------------------------------------------- what each setting means
@@ -479,6 +383,37 @@ SETTINGS += [("loss", "full", "naive")]
 SETTINGS += [("reward", name, "-") for name in ESTIMATORS]
 
 
+def loss_term(
+    script: ModuleType,
+    logprobs: Tensor,
+    old: Tensor,
+    ref: Tensor,
+    *,
+    estimator: str,
+    gradient: str = "naive",
+    full_kl: Tensor | None = None,
+    sampler: Tensor | None = None,
+) -> Tensor:
+    """The KL in the loss per token, in nats, before its coefficient: from the ``token_loss`` of grpo.py or ppo.py.
+
+    All tensors share one shape. ``sampler``: with these log-probs each token has the weight old / sampler.
+    """
+    nothing = torch.zeros_like(old)
+    tokens = script.Tokens(
+        logprobs_T=logprobs,
+        old_T=old,
+        ref_T=ref,
+        sampler_T=old if sampler is None else sampler,
+        advantages_T=nothing,
+        weights_T=torch.ones_like(old),
+        entropy_T=nothing,
+        full_kl_T=full_kl,
+    )
+    bounds = {} if sampler is None else {"truncated_importance_sampling_ratio_cap": math.inf}
+    args = script.Args(beta=1.0, kl_estimator=estimator, kl_gradient=gradient, **bounds)
+    return script.token_loss(tokens, 1.0, args)[1]["kl"]
+
+
 class TableRow(NamedTuple):
     """What one setting does, by exact enumeration."""
 
@@ -489,8 +424,8 @@ class TableRow(NamedTuple):
     gradient_sd: float  # of the gradient from one sample: the root of the trace of its covariance
 
 
-def table_row(place: str, estimator: str, gradient: str, condition: str) -> TableRow:
-    """The row of one setting under one of CONDITIONS."""
+def table_row(script: ModuleType, place: str, estimator: str, gradient: str, condition: str) -> TableRow:
+    """The row of one setting under one of CONDITIONS. ``script``: grpo or ppo, whose own loss is looked at."""
     theta = torch.tensor(THETA, dtype=torch.float64, requires_grad=True)
     sampler_logits = THETA if condition == "fresh" else OLD
     old_logits = OLD if condition == "stale" else THETA
@@ -499,18 +434,17 @@ def table_row(place: str, estimator: str, gradient: str, condition: str) -> Tabl
     logp = theta.log_softmax(-1)
     pi = logp.exp()
     drawn = sampler.exp()
-    mask = torch.ones(5, dtype=torch.bool)
+    weighted = condition == "weighted"
     if place == "loss":
-        full_kl = full_vocabulary_kl(logp, ref).expand(5)
-        value = kl_loss(logp, old, ref, mask, estimator=estimator, gradient=gradient, full_kl=full_kl)
-        term = value
+        chosen = {"estimator": estimator, "gradient": gradient, "full_kl": full_vocabulary_kl(logp, ref).expand(5)}
+        term = loss_term(script, logp, old, ref, sampler=sampler if weighted else None, **chosen)
+        value = term
     else:  # the policy gradient of a penalty that was fixed when the samples were drawn
+        everywhere = torch.ones(5, dtype=torch.bool)
         full_kl = full_vocabulary_kl(old, ref).expand(5)
-        value = kl_reward(old, ref, mask, estimator=estimator, full_kl=full_kl)
+        weight = (old - sampler).exp() if weighted else 1.0
+        value = weight * kl_reward(old, ref, everywhere, estimator=estimator, full_kl=full_kl)
         term = (logp - old).exp() * value
-    if condition == "weighted" and (place, estimator) != ("loss", "full"):
-        value = (old - sampler).exp() * value
-        term = (old - sampler).exp() * term
 
     def grad(x: Tensor) -> Tensor:
         return torch.autograd.grad(x, theta, retain_graph=True)[0]
@@ -547,16 +481,18 @@ def table_row(place: str, estimator: str, gradient: str, condition: str) -> Tabl
     )
 
 
-def print_table() -> None:
+def print_table(script: ModuleType) -> None:
     """Print the row of every setting under every condition."""
     for condition, title in CONDITIONS.items():
         print(f"\n{title}")
         print("place   name  gradient  value bias    sd  expected gradient                 cosine    sd")
         for setting in SETTINGS:
-            row = table_row(*setting, condition)
+            row = table_row(script, *setting, condition)
             print("{:8}{:6}{:9}{:+11.4f}{:6.3f}  {:33}{:+7.3f}{:6.3f}".format(*setting, *row))
 
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description="Print the table of all KL settings.").parse_args()
-    print_table()
+    import grpo  # here, as a program, this file stands above the script that imports it
+
+    print_table(grpo)

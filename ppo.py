@@ -31,7 +31,6 @@ import itertools
 import json
 import math
 import os
-import random
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -228,6 +227,10 @@ def check_args(args: Args) -> None:
                 and (args.bootstrap_truncated or args.critic_warmup > 0 or args.value_model_name_or_path is not None),
                 "--bootstrap_truncated, --critic_warmup and --value_model_name_or_path need a critic, and "
                 "--disable_value is set",
+            ),
+            (
+                args.total_epochs is None and args.critic_warmup >= max(1, flags.total_steps(args, 0)),
+                f"--critic_warmup {args.critic_warmup} leaves no step for the policy, of {flags.total_steps(args, 0)}",
             ),
             (
                 0 in (args.critic_learning_rate, args.value_clip, args.value_coef, args.critic_num_epochs),
@@ -488,7 +491,7 @@ def settings_of_critic(args: Args) -> Args:
     if args.critic_warm_up_steps is not None:
         changes["warm_up_ratio"] = 0.0
     if args.value_model_name_or_path is not None:
-        changes |= {"model_name_or_path": args.value_model_name_or_path, "revision": None}
+        changes |= {"model_name_or_path": args.value_model_name_or_path, "revision": None, "override_config": None}
     return replace(args, **changes)
 
 
@@ -854,7 +857,6 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     recorder = Recorder(log, args, run.tokenizer, policy, reference, utils.save_model)
 
     done = checkpoints.load(run.start)
-    kl.follow()
     engine.version = done
     with clock("push"):
         engine.push(utils.engine_weights(policy, args))
@@ -894,9 +896,9 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         if reference is None and updates == 1:
             known = []
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
-        budget = run.sizes.logprob_micro_batch_tokens
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
         with clock("logprobs"), torch.no_grad():
+            budget = run.sizes.logprob_micro_batch_tokens
             for mb in batching.micro_batches(samples, known, budget=budget, **run.cutting):
                 if updates > 1 or kl.reward > 0:
                     old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
@@ -910,7 +912,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             sampler_metrics = utils.check_engines(policy, engine, samples, in_loss, step, args, run)
             if reference is not None and args.kl_full_samples > 0:
                 few = in_loss[: args.kl_full_samples]
-                kl_metrics |= utils.exact_kl(policy, reference, samples, few, budget, run)
+                kl_metrics |= utils.exact_kl(policy, reference, samples, few, run)
 
         # 5 values: of the state before each token, and after the last one where a truncated response is bootstrapped
         outputs_N = torch.zeros(offsets[-1], device=device)
@@ -964,10 +966,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 optimizer_step = (step - 1) * critic_updates + epoch * args.num_mini_batches + mini
                 critic_lr = utils.learning_rate(optimizer_step, run.total_steps * critic_updates, critic_args)
                 utils.set_learning_rate(critic, critic_lr)
-                order = list(groups)
-                if args.shuffle_mini_batches:
-                    random.Random(f"{args.seed}/{step}/{epoch}").shuffle(order)
-                members = utils.even_part(order, mini, args.num_mini_batches)
+                members = utils.mini_batch(groups, step, epoch, mini, args)
                 own = [i for i in every_sample if samples[i].prompt_id in members]
                 weights_N = F.pad(loss_weights(samples, own, args), (0, 1)).to(device)
                 budget = run.sizes.micro_batch_tokens
@@ -998,10 +997,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 policy_steps = max(1, run.total_steps - args.critic_warmup) * updates
                 lr = utils.learning_rate(policy_step, policy_steps, args) if policy_step >= 0 else 0.0
                 utils.set_learning_rate(policy, lr)
-                order = list(groups)
-                if args.shuffle_mini_batches:
-                    random.Random(f"{args.seed}/{step}/{epoch}").shuffle(order)
-                members = utils.even_part(order, mini, args.num_mini_batches)
+                members = utils.mini_batch(groups, step, epoch, mini, args)
                 mini_in_loss = [i for i in in_loss if samples[i].prompt_id in members]
                 if not mini_in_loss or stats.stopped or policy_step < 0:
                     continue

@@ -23,25 +23,26 @@ import contextlib
 import functools
 import importlib.util
 import json
+import linecache
 import math
-import multiprocessing.context
 import numbers
 import operator
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 
 from runtime import process, sandbox
+from runtime.algebra import parse_math, parts_of
 from runtime.answers import (
     LONGEST_ANSWER,
     NEGATED,
@@ -51,16 +52,17 @@ from runtime.answers import (
     equal,
     final_answer,
     last_boxed,
-    parse_math,
     tagged_answer,
     tidy,
 )
 from runtime.constraints import CONSTRAINTS
+from runtime.data import TODAY
 from runtime.flags import sizes
 from runtime.gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.process import refuse
 from runtime.redaction import redact
 from runtime.sandbox import Sandbox
+from runtime.workers import Nursery, loaded_code
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,12 @@ def gsm8k(response: str, truth: str, row: dict) -> Reward:
 
 def math_(response: str, truth: str, row: dict) -> Reward:
     """1 when the final answer is the truth as text, or equal to it by math-verify, which docs/rewards.md qualifies."""
-    said = final_answer(after_thinking(response))
-    if said is None or any(c.isdigit() and not c.isascii() for c in said):
+    wanted = tidy(last_boxed(truth) or truth)
+    said = final_answer(after_thinking(response), len(parts_of(wanted.strip("()"))) > 1)
+    answer = tidy(said or "")
+    if said is None or any(c.isdigit() and not c.isascii() for c in answer):
         return _judged(0, None)
-    return _judged(equal(tidy(said), tidy(last_boxed(truth) or truth)), said)
+    return _judged(equal(answer, wanted), said)
 
 
 OPERATORS = {
@@ -180,10 +184,11 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
 def needs_no_truth(verifier: str, row: dict) -> bool:
     """Whether a row can be scored without an answer.
 
-    Some scorers of reasoning-gym check the response itself; form and instructions have no right answer.
+    Some scorers of reasoning-gym check the response itself; form and instructions have no right answer, and a reward
+    model looks at none.
     """
     names = names_of(verifier)
-    return set(names) <= {"format", "ifeval"} or (names == ["reasoning_gym"] and "reasoning_gym" in row)
+    return set(names) <= {"format", "ifeval", "reward_model"} or (names == ["reasoning_gym"] and "reasoning_gym" in row)
 
 
 def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
@@ -566,6 +571,11 @@ SAY_THE_TRUTH = {"math": "\\boxed{{{}}}", "reasoning_gym": "<answer>{}</answer>"
 SAY_THE_TRUTH |= dict.fromkeys(("last_number", "exact", "gsm8k"), "{}")
 
 
+def reward_model_alone(response: str, truth: str, row: dict) -> Reward:
+    """``--verifier reward_model``: 0 for every response, and RewardModel adds its score."""
+    return Reward(0.0)
+
+
 def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     """A verifier by its name here, or from a file of the user's: ``path/to/file.py:function``.
 
@@ -573,26 +583,50 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     """
     if name in VERIFIERS:
         return VERIFIERS[name]
+    if name == "reward_model":
+        return reward_model_alone
     path, _, function = name.rpartition(":")
     if not path:
         raise ValueError(f"no verifier {name!r}; known: {', '.join(VERIFIERS)}, or path/to/file.py:function")
-    if not Path(path).is_file():
+    if path not in sources and not Path(path).is_file():
         raise ValueError(f"no file {path!r} to take the verifier {function!r} from")
-    found = getattr(_load_file(path, Path(path).stat().st_mtime_ns), function, None)
+    if not path.endswith(".py"):
+        raise ValueError(f"the file {path!r} is not named as Python's are; rename it to {path}.py")
+    found = getattr(_load_file(path), function, None)
     if not callable(found):
         raise ValueError(f"the file {path!r} has no function {function!r}")
     return found
 
 
-@functools.lru_cache  # once in each process, unless the file has changed
-def _load_file(path: str, changed: int) -> ModuleType:
-    """The module of a user's file; ``changed``: when it was modified. Raises ValueError where it does not load."""
+sources: dict[str, str] = {}  # path of a user's file -> its text; in a worker, as the run has it
+
+
+def source_of(name: str) -> dict[str, str]:
+    """{path: text} of the file that a verifier comes from; {} for one of this project.
+
+    A file is read once in a run, at its start: an edit is for the next one.
+    """
+    path = name.rpartition(":")[0]
+    if name in VERIFIERS or not path:
+        return {}
+    if path not in sources:
+        sources[path] = importlib.util.decode_source(Path(path).read_bytes())
+    return {path: sources[path]}
+
+
+@functools.cache
+def _load_file(path: str) -> ModuleType:
+    """The module of a user's file. Raises ValueError where it does not load."""
     spec = importlib.util.spec_from_file_location(path, path)  # no name that an import could mean
+    if spec is None:
+        raise ValueError(f"the file {path!r} is not Python: its name does not end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path] = module  # where dataclasses look up the annotations of their fields
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file does wrong
+        text = source_of(f"{path}:")[path]
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # what a traceback shows
+        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
+    except (Exception, SystemExit) as error:  # whatever the user's file does wrong
         del sys.modules[path]
         raise ValueError(f"the file {path!r} does not load: {type(error).__name__}: {error}") from error
     return module
@@ -685,12 +719,16 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
 
 def check_reward_args(args) -> None:
     """Refuse verifiers that do not exist and weights that mean nothing: exit code 2."""
+    code_of_run()
+    sys.set_int_max_str_digits(0)  # the rows that are checked next may hold numbers of any length
     for flag in ("verifier", "reward_fn"):
         for name in names_of(getattr(args, flag) or "exact"):
             try:
                 find_verifier(name)
             except ValueError as error:
                 refuse(f"--{flag}: {error}")
+            if name == "reward_model" and args.reward_model_name_or_path is None:
+                refuse(f"--{flag} reward_model: there is none; give --reward_model_name_or_path, or another verifier")
     try:
         weights = parse_weights(args.reward_weights)
     except ValueError as error:
@@ -707,17 +745,24 @@ def check_reward_args(args) -> None:
 WORKER_MEMORY = 4 * 2**30  # bytes of address space
 
 
+code_of_run = functools.cache(loaded_code)  # first called at the start of a run
+
+
+def _prepare_workers(verifiers: list[str]) -> None:
+    """In the nursery: import what takes long, so that no worker does it again, and no sample's time pays for it."""
+    if "math" in verifiers:
+        parse_math("1")
+    if "reasoning_gym" in verifiers:
+        importlib.import_module("reasoning_gym")
+
+
 def _start_worker(verifiers: list[str], unsafe: bool) -> None:
-    """In a new worker: its memory limit, and what takes long to import, so that no sample's time pays for it."""
+    """In a new worker: whom it lives for, its memory limit and its own sandboxes."""
     import resource
 
     process.live_for_parent()
     sandbox.allow_unsafe = unsafe
     sys.set_int_max_str_digits(0)  # what takes too long is killed; an exception here would be taken for a bug
-    if "math" in verifiers:
-        parse_math("1")
-    if "reasoning_gym" in verifiers:
-        importlib.import_module("reasoning_gym")
     if "code" in verifiers:
         sandbox.namespaces_refused()  # starts the server of this worker's sandboxes
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY, WORKER_MEMORY))
@@ -726,8 +771,14 @@ def _start_worker(verifiers: list[str], unsafe: bool) -> None:
 def _as_reward(name: str, found) -> Reward:
     """What a verifier returned as a Reward. Raises TypeError or ValueError for what is neither that nor a number."""
     if isinstance(found, Reward):
-        parts = {name: float(value) for name, value in found.parts.items()}  # numpy's numbers are not JSON's
-        reward = replace(found, score=float(found.score), parts=parts)
+        reward = Reward(  # of plain values: numpy's numbers are not JSON's, and objects of a user's file stay here
+            float(found.score),
+            {str(name): float(value) for name, value in found.parts.items()},
+            str(found.status),
+            tuple((int(place), float(value)) for place, value in found.steps),
+            str(found.extracted),
+            str(found.detail),
+        )
     elif isinstance(found, numbers.Real):  # bool, int, float, and numpy's
         reward = Reward(float(found), {"correct": float(found == 1)})
     else:
@@ -737,57 +788,39 @@ def _as_reward(name: str, found) -> Reward:
     return reward
 
 
-def _verify_by(name: str, response: str, truth: str, row: dict) -> tuple[Reward, bool]:
-    """(what one verifier finds, whether it raised)."""
+def _verify_by(
+    name: str, response: str, truth: str, row: dict, caught: type[BaseException] = Exception
+) -> tuple[Reward, bool]:
+    """(what one verifier finds, whether it raised ``caught``)."""
     try:
         return _as_reward(name, find_verifier(name)(response, truth, row)), False
     except (MemoryError, RecursionError, OSError):  # the response's doing, as a rule, or the machine's
         return Reward(0.0, status="crash", detail=traceback.format_exc(limit=-4)), False
-    except Exception:  # whatever it is: no response may end a run
+    except caught:  # whatever it is: no response may end a run
         return Reward(0.0, status="unscorable", detail=traceback.format_exc(limit=-4)), True
 
 
-def _verify(names: list[str], weights: dict, response: str, truth: str, row: dict) -> tuple[Reward, set[str]]:
-    """(the combined Reward, the verifiers that raised)."""
+def _verify(
+    names: list[str], texts: dict[str, str], weights: dict, response: str, truth: str, row: dict
+) -> tuple[Reward, set[str]]:
+    """In a worker: (the combined Reward, the verifiers that raised). ``texts`` are those of ``source_of``."""
+    sources.update(texts)
     found = {}
     raised = set()
-    for name in names:
-        found[name], failed = _verify_by(name, response, truth, row)
+    for name in names:  # a response that is executed may say exit(), and nobody's Ctrl-C comes here
+        found[name], failed = _verify_by(name, response, truth, row, BaseException)
         if failed:
             raised.add(name)
     return combine(found, weights), raised
 
 
-class WorkerProcess(multiprocessing.context.SpawnProcess):
-    """A spawned process that does not import the main module: that is the script, which imports torch and more.
-
-    A worker would spend seconds and 400 MB on what no verifier uses.
-    """
-
-    def start(self) -> None:
-        """Start it. A main module of the name __main__ (``python -m package``) is what spawn leaves alone."""
-        main = sys.modules["__main__"]
-        spec = main.__spec__
-        main.__spec__ = ModuleSpec("__main__", None)
-        try:
-            super().start()
-        finally:
-            main.__spec__ = spec
-
-
-class WorkerContext(multiprocessing.context.SpawnContext):
-    """How multiprocessing makes ``WorkerProcess``es."""
-
-    Process = WorkerProcess
-
-
 MANY = 16  # responses on each of which a verifier of the user's own must have raised before the run ends
+STARTS = 5  # of the workers, before a run gives up
 
 
 class RewardPool:
-    """Worker processes that each verify one sample at a time.
+    """Worker processes that each verify one sample at a time, forks of one that was started by spawn.
 
-    Workers are started by spawn, never by fork: the parent holds threads, an engine and maybe a CUDA context.
     ``verifiers`` says which will be needed, so that their libraries are there before the first sample.
     """
 
@@ -798,21 +831,45 @@ class RewardPool:
         self.shown: set[str] = set()  # statuses of which one was printed
         self.returned = set(VERIFIERS)  # verifiers that are known to return something
         self.raised: collections.Counter[str] = collections.Counter()
-        self.worker_arguments = [sorted({name for v in verifiers for name in names_of(v)}), unsafe]
+        self.verifiers = sorted({name for v in verifiers for name in names_of(v)})
+        self.unsafe = unsafe
+        self.lock = threading.Lock()
         self._start()
 
     def _start(self) -> None:
-        from pebble import CONSTS, ProcessPool
+        from pebble import ProcessPool
 
-        CONSTS.term_timeout = 0.0  # workers ignore SIGTERM: kill at once
+        self.nursery = Nursery(code_of_run(), _prepare_workers, self.verifiers)
         self.pool = ProcessPool(
             max_workers=self.workers,
-            context=WorkerContext(),
+            context=self.nursery,
             initializer=_start_worker,
-            initargs=self.worker_arguments,
+            initargs=[self.verifiers, self.unsafe],
         )
-        for _ in range(self.workers):  # start them while the models load
+        self.starting = threading.Thread(target=self._open, daemon=True)
+        self.starting.start()  # while the models load
+        self.nursery.spawned.wait()
+
+    def _open(self) -> None:
+        try:
             self.pool.schedule(find_verifier, args=["exact"])
+        except Exception:  # whatever it was: ``submit`` meets it again, and says so
+            pass
+        finally:
+            self.nursery.spawned.set()
+
+    def _make_ready(self) -> None:
+        """Start again where that is necessary. Raises RuntimeError where it cannot be done."""
+        with self.lock:
+            for _ in range(STARTS):
+                with contextlib.suppress(BrokenProcessPool):
+                    if self.pool.active:
+                        return
+                self.starting.join()
+                self.pool.stop()
+                self.nursery.close()
+                self._start()
+        raise RuntimeError("the verifier processes do not start")
 
     def check(self, problems) -> str:
         """Try each verifier of the user's own once, on the first problem's truth as response; return what is wrong.
@@ -832,12 +889,12 @@ class RewardPool:
                 self.returned |= set(names_of(future.asked[0]))
         return ""
 
-    def submit(self, verifier: str, response: str, truth: str, row: dict, tries: int = 5):
+    def submit(self, verifier: str, response: str, truth: str, row: dict, tries: int = STARTS):
         """Start verifying one response; the returned future goes to ``result``."""
-        if not self.pool.active:
-            self.pool.stop()
-            self._start()
-        arguments = [names_of(verifier), self.weights, response, truth, row]
+        self._make_ready()
+        names = names_of(verifier)
+        texts = {path: text for name in names for path, text in source_of(name).items()}
+        arguments = [names, texts, self.weights, response, truth, row]
         future = self.pool.schedule(_verify, args=arguments, timeout=self.timeout)
         future.pool = self.pool
         future.asked = (verifier, response, truth, row)
@@ -850,22 +907,21 @@ class RewardPool:
 
         while not wait([future], timeout=1.0).done and future.pool.active:
             pass  # pebble gives a pool up where a worker dies before it has read that it took a task
-        try:
-            if not future.done():
-                raise BrokenProcessPool("given up, and what was queued is forgotten")
+        error = future.exception() if future.done() else BrokenProcessPool("given up, and what was queued is forgotten")
+        if error is None:
             return future.result()
-        except TimeoutError:
-            detail = f"killed after {self.timeout:g} s (--reward_timeout)"
-            return Reward(0.0, status="timeout", detail=detail), set()
-        except ProcessExpired as error:
-            detail = f"the worker died: {error}, exit code {error.exitcode}"
-            return Reward(0.0, status="crash", detail=detail), set()
-        except BrokenProcessPool as error:
+        if isinstance(error, BrokenProcessPool):
             if future.tries > 1:
                 return self._wait(self.submit(*future.asked, tries=future.tries - 1))
             raise RuntimeError("the verifier processes do not start") from error
-        except Exception as error:  # of pickling: whatever a verifier raises was caught in the worker
-            return Reward(0.0, status="crash", detail=f"what it returned cannot be sent back: {error}"), set()
+        if isinstance(error, TimeoutError):
+            detail = f"killed after {self.timeout:g} s (--reward_timeout)"
+            return Reward(0.0, status="timeout", detail=detail), set()
+        if isinstance(error, ProcessExpired):
+            detail = f"the worker died: {error}, exit code {error.exitcode}"
+        else:  # whatever a verifier raises was caught in the worker
+            detail = f"what the worker was asked, or its answer, cannot be sent: {error!r}"
+        return Reward(0.0, status="crash", detail=detail), set()
 
     def result(self, future) -> Reward:
         """Wait for one Reward; the first that is not ok is shown.
@@ -889,8 +945,10 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill the workers, whatever they are doing; a sandbox dies with the worker that started it."""
+        self.starting.join()
         self.pool.stop()
         self.pool.join()
+        self.nursery.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- shaping
@@ -948,7 +1006,7 @@ class RewardModel:
 
         name = args.reward_model_name_or_path
         where = {"revision": args.reward_model_revision or "main", "trust_remote_code": args.trust_remote_code}
-        self.tokenizer = AutoTokenizer.from_pretrained(name, **where)
+        self.tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False, **where)  # as load_tokenizer says
         self.device = device
         self.budget = sizes(args, "cuda" in str(device)).logprob_micro_batch_tokens
         self.max_length = args.reward_model_max_length
@@ -970,7 +1028,7 @@ class RewardModel:
         rows = []
         for messages, response in conversations:
             text = [*messages, {"role": "assistant", "content": response}]
-            ids = self.tokenizer.apply_chat_template(text, return_dict=False)
+            ids = self.tokenizer.apply_chat_template(text, return_dict=False, strftime_now=TODAY.strftime)
             rows.append(ids[-longest:] if longest else ids)  # the end is what is scored
         scores: dict[int, float] = {}
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))

@@ -171,11 +171,16 @@ def check_tokenizer(model, tokenizer, args) -> None:
 
 
 def stop_token_ids(model, tokenizer) -> list[int]:
-    """Every id that ends a response: the generation config's (often several), the config's and the tokenizer's."""
+    """Every id that ends a response: the generation config's (often several), the config's and the tokenizer's.
+
+    Exits with code 2 where there is none.
+    """
     ids = set()
     for holder in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
         value = getattr(holder, "eos_token_id", None)  # the config of a composite model has the field in its text part
         ids |= set(value if isinstance(value, list) else [value])
+    if not ids - {None}:
+        refuse("this model and its tokenizer name no token that ends a response: set eos_token_id in its config.json")
     return sorted(ids - {None})
 
 
@@ -269,8 +274,8 @@ def make_kl(args) -> KLCoefficients:
     """The coefficients of the KL as the flags set them; ``kl.loss`` and ``kl.reward`` may move during the run."""
     loss, reward = flags.kl_coefficients(args)
     if args.kl_controller == "fixed":
-        return KLCoefficients(loss, reward)
-    return KLCoefficients(loss, reward, AdaptiveKLController(reward or loss, args.kl_target, args.kl_horizon))
+        return KLCoefficients((loss, reward))
+    return KLCoefficients((loss, reward), AdaptiveKLController(reward or loss, args.kl_target, args.kl_horizon))
 
 
 def open_log(args, run: Run) -> runlog.RunLog:
@@ -952,16 +957,22 @@ class UpdateStats:
 
 
 @torch.no_grad()
-def exact_kl(policy, reference, samples: list[Sample], few: list[int], budget: int, run: Run) -> dict[str, float]:
+def exact_kl(
+    policy, reference, samples: list[Sample], few: list[int], run: Run, own_N: torch.Tensor | None = None
+) -> dict[str, float]:
     """Metrics of the KL over the whole vocabulary, in both directions: the truth that the estimators are compared with.
 
-    ``few``: the samples it is computed for. Every rank must call.
+    ``few``: the samples it is computed for. ``own_N``: the tokens that count, [N + 1]; all, by default. Every rank must
+    call.
     """
     end = token_offsets(samples)[-1]
     sums = torch.zeros(3, device=run.device)  # both directions, tokens
     largest = torch.zeros(1, device=run.device)  # of a token
+    budget = run.sizes.logprob_micro_batch_tokens
     for mb in micro_batches(samples, few, budget=budget, **run.cutting):
         real_T = mb.tokens < end
+        if own_N is not None:
+            real_T = real_T & own_N[mb.tokens]
         full_kl_T = policy(mb, reference)[2] * real_T
         forward_kl_T = policy(mb, reference, forward_kl=True)[2] * real_T
         sums += torch.stack([full_kl_T.sum(), forward_kl_T.sum(), real_T.sum()])
@@ -1012,6 +1023,7 @@ def check_engines(policy, engine: Engine, samples: list[Sample], trained: list[i
     offsets = token_offsets(looks)
     sampler_N = flat([s.sampler_logprobs for s in looks], run.device)
     fresh_N = flat([s.token_versions() == step for s in looks], run.device)
+    fresh_N &= sampler_N < 0.5  # a log-prob: what a tool has added to a response has none
     engine_N = per_token([s.engine for s in looks], offsets, run.device)
     stats = TokenStats(run.device, engine.count)
     budget = run.sizes.logprob_micro_batch_tokens
@@ -1045,6 +1057,14 @@ def backward(engine, loss: torch.Tensor, is_last: bool, drop: bool = False) -> N
     if is_last:
         engine.step()
         clear_dropped_gradients(engine)
+
+
+def mini_batch(groups: list[int], step: int, epoch: int, mini: int, args) -> set[int]:
+    """The groups of one optimizer step: with --shuffle_mini_batches dealt anew in every epoch, by the seed."""
+    order = list(groups)
+    if args.shuffle_mini_batches:
+        random.Random(f"{args.seed}/{step}/{epoch}").shuffle(order)
+    return even_part(order, mini, args.num_mini_batches)
 
 
 def even_part(items: list[int], part: int, parts: int) -> set[int]:

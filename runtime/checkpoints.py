@@ -26,6 +26,7 @@ from runtime import elastic, identity, process, rundir
 from runtime.watchdog import Watch
 
 GIB = 2**30
+RESTART_SECONDS = 60.0  # about what a start takes: less work than that is not worth a checkpoint
 
 
 def random_states() -> dict:
@@ -127,7 +128,17 @@ class Checkpoints:
             set_seed(random.Random(f"{self.args.seed}/{self.rank}/{state['step']}").getrandbits(32))
         if self.rank == 0:
             self._set_aside(state["step"])
+        if state["step"] == self.log.total:
+            self._no_step_follows(saved=True)
         return state["step"]
+
+    def _no_step_follows(self, saved: bool) -> None:
+        """Let a signal from here on end the run at once, if the last step is saved.
+
+        Not with engines on ranks of their own: those leave signals to the trainers, and would take this for a failure.
+        """
+        process.Stop.last_step_done = True
+        process.Stop.last_step_saved = saved and self.args.vllm_mode != "dedicated"
 
     def _check_folder_is_shared(self) -> None:
         """Refuse a folder that not all nodes see: each rank writes its part of a checkpoint there. Exit code 2."""
@@ -154,16 +165,30 @@ class Checkpoints:
                 print(f"{path} is now {aside.name}: the run continues from step {last}", flush=True)
 
     def after_step(self, step: int) -> bool:
-        """Save if --save_every, --save_minutes or a signal ask for it. Returns whether to end, equal on all ranks."""
-        minutes = (time.monotonic() - self.saved_at) / 60
-        late = 0 < self.args.save_minutes <= minutes
-        wishes = self._gather((process.Stop.asked, late))
-        self.stopping = any(asked for asked, _ in wishes)
-        late = any(late for _, late in wishes)
+        """Save if --save_every, --save_minutes or a signal ask for it. Returns whether to end, equal on all ranks.
+
+        After the last step also if a kill during the last evaluation would cost more than a start.
+        """
+        seconds = time.monotonic() - self.saved_at
+        late = 0 < self.args.save_minutes <= seconds / 60
+        last = step == self.log.total
+        guarded = last and seconds > RESTART_SECONDS and self.args.eval_prompts > 0
+        guarded = guarded and (self.args.save_every > 0 or self.args.save_minutes > 0)
+        wishes = self._gather((process.Stop.asked, late, guarded))
+        self.stopping, late, guarded = (any(wish) for wish in zip(*wishes, strict=True))
         due = self.args.save_every > 0 and step % self.args.save_every == 0
-        if self.stopping or late or due:
+        saved = False
+        if self.stopping or late or due or guarded:
+            only_one = not rundir.saved_steps(self.log.folder)
             with self.clock("save"):
-                self.save(step)
+                saved = self.save(step)
+            if only_one and guarded and not due:
+                self.log.needless = self.folder / f"step_{step:06d}"
+        if last and not self.stopping:
+            self._no_step_follows(saved)
+            if any(self._gather(process.Stop.asked)):  # a signal that came before that was told of a checkpoint
+                self.stopping = True
+                saved = saved or self.save(step)
         return self.stopping
 
     def save(self, step: int) -> bool:

@@ -98,19 +98,25 @@ def nth_paragraph_first_word(text: str, given: dict) -> bool:
 
 
 def number_placeholders(text: str, given: dict) -> bool:
-    return len(re.findall(r"\[.*?\]", text)) >= given["num_placeholders"]
+    """Pairs of brackets on one line. They are looked for bracket by bracket: an expression would read on from each."""
+    count = 0
+    for line in text.split("\n"):
+        begin = line.find("[")
+        while begin >= 0 and (end := line.find("]", begin + 1)) >= 0:
+            count += 1
+            begin = line.find("[", end + 1)
+    return count >= given["num_placeholders"]
 
 
 def postscript(text: str, given: dict) -> bool:
     marker = given["postscript_marker"]
-    known = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
-    pattern = known.get(marker, rf"\s*{marker.lower()}.*$")
-    return re.search(pattern, text.lower(), re.MULTILINE) is not None
+    known = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return re.search(known.get(marker, marker.lower()), text.lower(), re.MULTILINE) is not None
 
 
 def number_bullet_lists(text: str, given: dict) -> bool:
-    stars = re.findall(r"^\s*\*[^\*].*$", text, re.MULTILINE)
-    dashes = re.findall(r"^\s*-.*$", text, re.MULTILINE)
+    stars = re.findall(r"^[^\S\n]*\*[^\*].*$", text, re.MULTILINE)
+    dashes = re.findall(r"^[^\S\n]*-.*$", text, re.MULTILINE)
     return len(stars) + len(dashes) == given["num_bullets"]
 
 
@@ -141,7 +147,9 @@ def json_format(text: str, given: dict) -> bool:
 
 
 def title(text: str, given: dict) -> bool:
-    return any(found.lstrip("<").rstrip(">").strip() for found in re.findall(r"<<[^\n]+>>", text))
+    """Something between ``<<`` and the line's last ``>>``."""
+    found = [line[line.find("<<") : line.rfind(">>") + 2] for line in text.split("\n") if "<<" in line]
+    return any(len(part) > 4 and part.lstrip("<").rstrip(">").strip() for part in found)
 
 
 def two_responses(text: str, given: dict) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import datetime
 import functools
 import hashlib
 import inspect
@@ -12,6 +13,7 @@ import json
 import math
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from runtime.sources import (
     cached_map,
     digest,
     digest_of_files,
+    first_line,
     gym_rows,
     int_lists,
     read_source,
@@ -89,6 +92,11 @@ Check = Callable[[str, str, dict], str]
 LARGE = 5000  # rows of a source, or prompts, from which on several processes prepare them and the result is cached
 FIRST = 100  # rows by which a source's columns are recognized
 
+# What a chat template that writes today's date gets (Llama 3.2, SmolLM3, gpt-oss, Granite 3): with the day's own, a run
+# could not go on after midnight, and one command would be another run on every day. It is the date that Llama's
+# template writes where it is given none.
+TODAY = datetime.datetime(2024, 7, 26)
+
 CHAT_TEMPLATES = {
     path.stem: path.read_text(encoding="utf-8").removesuffix("\n")
     for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))
@@ -107,6 +115,7 @@ class Columns:
     verifier: str
     verifier_key: str | None  # column that names a row's verifiers; where it is empty, ``verifier`` counts
     system: str | None  # system prompt
+    replaces: bool  # whether it takes the place of a row's own; else it is for rows without one
 
 
 def value_of(row: dict[str, Any], key: str) -> Any:
@@ -130,7 +139,8 @@ def known_columns(rows: list, args) -> tuple[str, str, str, str | None]:
     first = [row for row in rows[:FIRST] if isinstance(row, dict)]
     has = {key for row in first for key in row}
     # verl: data_source, prompt (messages), ability, reward_model: {style, ground_truth}, extra_info
-    if {"prompt", "reward_model"} <= has and any("ground_truth" in (row.get("reward_model") or {}) for row in first):
+    nested = [row["reward_model"] for row in first if isinstance(row.get("reward_model"), dict)]
+    if "prompt" in has and any("ground_truth" in value for value in nested):
         truth = "target" if {"nums", "target"} <= has else "reward_model.ground_truth"  # TinyZero's countdown
         return "prompt", truth, "last_number", "data_source" if "data_source" in has else None
     if {"messages", "ground_truth"} <= has:  # open-instruct
@@ -170,14 +180,16 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
                 has |= dict.fromkeys(row)
         if _is_column(prompt, has) and _is_column(truth, has):
             break
+    given = args.reward_fn or args.verifier
+    without_truth = args.ground_truth_key is None and given and not check(given, "", seen[0] if seen else {})
     for flag, key in (("--prompt_key", prompt), ("--ground_truth_key", truth)):
-        if has and not _is_column(key, has):
-            refuse(f"{flag} {key}: --dataset {source} has no such column; it has: {', '.join(map(str, has))}")
+        if has and not _is_column(key, has) and not (flag == "--ground_truth_key" and without_truth):
+            alone = "; --verifier reward_model needs none" if args.reward_model_name_or_path and key == truth else ""
+            refuse(f"{flag} {key}: --dataset {source} has no such column; it has: {', '.join(map(str, has))}{alone}")
     if source.startswith(GYM):
         for row in seen:
             if check("last_number", str(row.get(truth)), row):
                 verifier = "reasoning_gym"  # an answer that is no number: the task's own scorer
-    given = args.reward_fn or args.verifier
     if args.verifier_key is not None or given:
         verifier_key = args.verifier_key
     system = args.system_prompt
@@ -185,7 +197,7 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
         system = SYSTEM_PROMPTS.get(source.split("?")[0])
     if system is None and not args.verifier:
         system = SYSTEM_PROMPTS.get(given or verifier)
-    return Columns(prompt, truth, given or verifier, verifier_key, system)
+    return Columns(prompt, truth, given or verifier, verifier_key, system, args.system_prompt is not None)
 
 
 def _messages(prompt: Any, row: dict[str, Any]) -> Messages:
@@ -212,16 +224,33 @@ def _messages(prompt: Any, row: dict[str, Any]) -> Messages:
     raise ValueError(f"its prompt must be text or chat messages with role and content, but is {kinds}")
 
 
+def _with_system(messages: Messages, columns: Columns) -> Messages:
+    """A prompt with at most one system message. Raises ValueError where nothing else is left."""
+    own = messages[0]["role"] == "system"
+    if own and columns.replaces:
+        messages = messages[1:]
+        if not messages:
+            raise ValueError("has only a system message as its prompt")
+    if columns.system and (columns.replaces or not own):
+        return [{"role": "system", "content": columns.system}, *messages]
+    return messages
+
+
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def _named_verifiers(row: dict[str, Any], key: str) -> str:
-    """The verifiers that a row names in a column, text or a list, by this project's names; "" where it names none."""
+    """The verifiers that a row names in a column, text or a list, by this project's names; "" where it names none.
+
+    Raises ValueError for a list of something else than names.
+    """
     try:
         named = value_of(row, key) or ""
     except KeyError:
         named = ""
+    if isinstance(named, list) and not all(isinstance(name, str) for name in named):
+        raise ValueError(f"has a list of something else than names in its {key!r}")
     text = ",".join(named) if isinstance(named, list) else str(named)
     names = []
     for name in text.split(","):
@@ -239,16 +268,18 @@ def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
         try:
             value = value_of(row, key)
         except KeyError:
-            raise ValueError(f"has no {key!r}") from None
+            if key != columns.truth or check(columns.verifier, "", row):
+                raise ValueError(f"has no {key!r}") from None
+            value = None
         empty = value is None or value != value or value in ("", [], {})
         if empty and (key != columns.truth or check(columns.verifier, "", row)):
             raise ValueError(f"has an empty {key!r}")
         values.append("" if empty else value)
-    messages = _messages(values[0], row)
-    if columns.system:
-        messages = [{"role": "system", "content": columns.system}, *messages]
+    messages = _with_system(_messages(values[0], row), columns)
     truth = values[1]
     truth = json.dumps(truth) if isinstance(truth, list | dict) else str(truth)
+    _check_text(columns.prompt, "".join(message["content"] for message in messages))
+    _check_text(columns.truth, truth)
     verifier = columns.verifier
     if columns.verifier_key is not None:
         verifier = _named_verifiers(row, columns.verifier_key) or verifier
@@ -261,6 +292,15 @@ def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
     if wrong:
         raise ValueError(f"has a ground truth that its own verifier {verifier} rejects: {truth[:80]!r} ({wrong})")
     return Problem(messages, truth, verifier, row)
+
+
+def _check_text(key: str, text: str) -> None:
+    """Raise ValueError for half of a pair of surrogates: no tokenizer takes it, and no file can hold it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(0, error.start - 20) : error.end + 20]
+        raise ValueError(f"has a {key!r} that is no UTF-8 text, at {around!r}") from None
 
 
 def problems_of(rows: list, start: int, columns: Columns, check: Check) -> tuple[list[Problem], BadRows]:
@@ -285,7 +325,8 @@ def report_bad_rows(bad: BadRows, count: int, source: str, args) -> None:
         f"{len(bad)} of {count} rows of --dataset {source} cannot be used (rows {indices}); row {bad[0][0]} {bad[0][1]}"
     )
     if args.bad_rows == "raise":
-        refuse(f"{found}; repair them, choose other columns, --verifier or --reward_fn, or add --bad_rows drop")
+        alone = ", --verifier reward_model for that model alone" if args.reward_model_name_or_path else ""
+        refuse(f"{found}; repair them, choose other columns, --verifier or --reward_fn{alone}, or add --bad_rows drop")
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: --bad_rows drop: {found}")
 
@@ -340,7 +381,8 @@ def check_rows(source: str, raws: list, args, check: Check):
         if own.is_file():
             code.append(own)
     sandbox.allow_unsafe = args.allow_unsafe_code_exec  # the rows' own solutions are run
-    rules = digest(repr([columns, sandbox.allow_unsafe]).encode(), digest_of_files(code).encode())
+    isolated = ("code" in columns.verifier or columns.verifier_key) and not sandbox.namespaces_refused()
+    rules = digest(repr([columns, sandbox.allow_unsafe, bool(isolated)]).encode(), digest_of_files(code).encode())
     function = functools.partial(_check_batch, columns=columns, check=check)
     kinds = dict.fromkeys(CHECKED, datasets.Value("string"))
     checked = []
@@ -401,8 +443,14 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
         problems = _read_small(source, gym_rows(source, args.seed), args, check)
     else:
         raws = read_source(source, args)
-        if any("prepared_for" in raw.column_names for raw, _ in raws):
-            problems = [problem for raw, _ in raws for problem in _read_prepared(raw, args)]
+        prepared = ["prepared_for" in raw.column_names for raw, _ in raws if len(raw)]
+        if any(prepared) and not all(prepared):
+            refuse(
+                f"--dataset {source}: some files are from scripts/prepare_data.py, others are not; mix them by "
+                f"--dataset_mixer"
+            )
+        if any(prepared):
+            problems = [problem for raw, _ in raws if len(raw) for problem in _read_prepared(raw, args)]
         elif sum(len(raw) for raw, _ in raws) >= LARGE:
             problems = _read_checked(source, raws, args, check)
         else:
@@ -490,6 +538,11 @@ def evaluation_problems(args, check: Check) -> dict[str, Problem] | None:
         return found if args.eval_prompts > 0 else {}
     if args.eval_dataset is not None:
         found = read_problems(args.eval_dataset, args, check)
+        if args.eval_prompts > 0 and args.eval_prompts != len(found) and os.environ.get("RANK", "0") == "0":
+            which = "all" if args.eval_prompts > len(found) else f"the first {args.eval_prompts}"
+            mixer = json.dumps({args.eval_dataset: 1.0})
+            every = f"; --eval_dataset_mixer '{mixer}' takes all" if args.eval_prompts < len(found) else ""
+            print(f"--eval_prompts {args.eval_prompts}: {which} of the {len(found)} of {args.eval_dataset}{every}")
         return dict(itertools.islice(found.items(), args.eval_prompts))
     return None
 
@@ -536,9 +589,13 @@ def check_enough(training: list[Problem], evaluation: list[Problem], args) -> No
     """Refuse too few problems for one step, or none to evaluate on where evaluation was asked for."""
     if len(training) < args.num_unique_prompts_rollout:
         filtered = " left by --overlong_prompts filter" if args.overlong_prompts == "filter" else ""
+        if args.eval_dataset is not None or args.eval_dataset_mixer is not None:
+            has = f"{len(training)} distinct problems{filtered} that are not evaluated on"
+        else:
+            has = f"{len(training) + len(evaluation)} distinct problems{filtered}"
+            has += f"; --eval_prompts {args.eval_prompts} leaves {len(training)}"
         refuse(
-            f"--dataset {args.dataset_mixer or args.dataset} has {len(training) + len(evaluation)} distinct "
-            f"problems{filtered}; --eval_prompts {args.eval_prompts} leaves {len(training)}, fewer than "
+            f"--dataset {args.dataset_mixer or args.dataset} has {has}, fewer than "
             f"--num_unique_prompts_rollout {args.num_unique_prompts_rollout}"
         )
     if args.eval_prompts > 0 and not evaluation:
@@ -575,13 +632,52 @@ def chat_template(args) -> str | None:
     refuse(f"--chat_template {args.chat_template}: neither a file nor one of {', '.join(CHAT_TEMPLATES)}")
 
 
+# What chat_template_kwargs cannot set: render does.
+TEMPLATE_ARGUMENTS = (
+    *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("return_dict", "return_assistant_tokens_mask", "strftime_now"),
+)
+
+
+def template_kwargs(args) -> dict[str, Any]:
+    """The variables of ``--chat_template_kwargs``. Ends with exit code 2 where it is no JSON object of such."""
+    if args.chat_template_kwargs is None:
+        return {}
+    example = """for example '{"enable_thinking": false}'"""
+    try:
+        found = json.loads(args.chat_template_kwargs)
+    except json.JSONDecodeError as error:
+        refuse(f"--chat_template_kwargs: not valid JSON ({error}); {example}")
+    if not isinstance(found, dict):
+        refuse(f"--chat_template_kwargs: must be a JSON object of the template's variables; {example}")
+    if taken := found.keys() & set(TEMPLATE_ARGUMENTS):
+        refuse(f"--chat_template_kwargs: {min(taken)} is set here, and not for a template to choose; leave it out")
+    return found
+
+
+def check_template_kwargs(tokenizer, args) -> None:
+    """Refuse a variable that the chat template does not read: a misspelled one would change nothing."""
+    for name in template_kwargs(args):
+        template = chat_template(args) or tokenizer.get_chat_template()
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            where = f"--chat_template {args.chat_template}"
+            if args.chat_template is None:
+                where = f"the template of {args.tokenizer_name_or_path or args.model_name_or_path}"
+            refuse(f"--chat_template_kwargs: {where} has no variable {name!r}; leave it out, or spell it as there")
+
+
 def load_tokenizer(args):
-    """The tokenizer that ``--tokenizer_name_or_path`` names, or else the model's own."""
+    """The tokenizer that ``--tokenizer_name_or_path`` names, or else the model's own.
+
+    Never that of mistral-common, which a machine with vLLM has: it knows no chat template, and no control token in a
+    text.
+    """
     from transformers import AutoTokenizer
 
     name = args.tokenizer_name_or_path or args.model_name_or_path
     revision = args.revision if args.tokenizer_name_or_path is None else None
-    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    where = {"revision": revision, "trust_remote_code": args.trust_remote_code}
+    return AutoTokenizer.from_pretrained(name, mistral_format=False, **where)
 
 
 def prompt_key(tokenizer, args) -> str:
@@ -589,21 +685,48 @@ def prompt_key(tokenizer, args) -> str:
     given = chat_template(args)
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    text = json.dumps([state, given or tokenizer.get_chat_template(), given is None, special])
+    values = [template_kwargs(args), str(TODAY)]
+    text = json.dumps([state, given or tokenizer.get_chat_template(), given is None, special, values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def render(conversations: list[Messages], tokenizer, template: str | None) -> list[list[int]]:
+class Unrenderable(ValueError):
+    """A prompt that the chat template does not take. Argument: why."""
+
+
+def as_text(messages: Messages, tokenizer, template: str | None, variables: dict[str, Any]) -> str:
+    """A prompt as the chat template writes it, on every day with the date TODAY. Raises Unrenderable."""
+    import jinja2
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=False,
+            strftime_now=TODAY.strftime,  # an argument hides the global function of that name
+            **variables,
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # ValueError: there is no template
+        roles = [message["role"] for message in messages]
+        why = f"the chat template does not take a prompt of {', '.join(roles)}: {first_line(error)}"
+        remedies = ["choose another --chat_template"]
+        if "system" in roles:
+            remedies.insert(0, 'leave out the system message (--system_prompt "")')
+        raise Unrenderable(f"{why}; {', or '.join(remedies)}") from error
+
+
+def render(
+    conversations: list[Messages], tokenizer, template: str | None, variables: dict[str, Any] | None = None
+) -> list[list[int]]:
     """Token ids of prompts. The tokenizer's own template (``template`` None) writes all special tokens itself.
 
-    With another one, a tokenizer that begins every text with a BOS gets exactly one.
+    With another one, a tokenizer that begins every text with a BOS gets exactly one. ``variables``: what else the
+    template reads. Raises Unrenderable.
     """
     if not conversations:
         return []
-    texts = [
-        tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False)
-        for messages in conversations
-    ]
+    texts = [as_text(messages, tokenizer, template, variables or {}) for messages in conversations]
     prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
     if template is None:
         return prompts
@@ -613,17 +736,17 @@ def render(conversations: list[Messages], tokenizer, template: str | None) -> li
     return [ids if ids[:1] == [bos] else [bos, *ids] for ids in prompts]
 
 
-def _render_batch(batch: dict[str, list], places: list[int], tokenizer, template: str | None) -> dict[str, list]:
-    """A batch of conversations as JSON -> their token ids."""
-    return {"ids": render([json.loads(text) for text in batch["messages"]], tokenizer, template)}
+def _render_batch(batch: dict[str, list], places: list[int], **how) -> dict[str, list]:
+    """A batch of conversations as JSON -> their token ids; ``how`` is what ``render`` takes."""
+    return {"ids": render([json.loads(text) for text in batch["messages"]], **how)}
 
 
 def render_cached(dataset, tokenizer, args) -> list[list[int]]:
     """``render`` of the column ``messages`` (JSON) of a data set: by several processes, and cached."""
     import datasets
 
-    template = chat_template(args)
-    function = functools.partial(_render_batch, tokenizer=tokenizer, template=template)
+    how = {"tokenizer": tokenizer, "template": chat_template(args), "variables": template_kwargs(args)}
+    function = functools.partial(_render_batch, **how)
     kinds = {"ids": datasets.List(datasets.Value("int32"))}
     key = digest(prompt_key(tokenizer, args).encode(), dataset._fingerprint.encode())
     return int_lists(cached_map(dataset, function, kinds, key, "tokenizing prompts"), "ids")
@@ -650,20 +773,46 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     makers = {problem.prepared_for for problem in problems} - {""}
     if makers and makers != {prompt_key(tokenizer, args)}:
         refuse(
-            f"--dataset {args.dataset} was prepared for another tokenizer or --chat_template than that of "
-            f"--model_name_or_path {args.model_name_or_path}; run scripts/prepare_data.py with these"
+            f"--dataset {args.dataset} was prepared for another tokenizer or --chat_template (or its variables) than "
+            f"that of --model_name_or_path {args.model_name_or_path}; run scripts/prepare_data.py with these"
         )
+    check_template_kwargs(tokenizer, args)
+    warn_of_special_tokens(problems, tokenizer, args)
     missing = [problem for problem in problems if not problem.prepared_for]
-    if len(missing) >= LARGE:
-        import datasets
+    try:
+        if len(missing) >= LARGE:
+            import datasets
 
-        texts = [json.dumps(problem.messages) for problem in missing]
-        found = render_cached(datasets.Dataset.from_dict({"messages": texts}), tokenizer, args)
-    else:
-        found = render([problem.messages for problem in missing], tokenizer, chat_template(args))
+            texts = [json.dumps(problem.messages) for problem in missing]
+            found = render_cached(datasets.Dataset.from_dict({"messages": texts}), tokenizer, args)
+        else:
+            conversations = [problem.messages for problem in missing]
+            found = render(conversations, tokenizer, chat_template(args), template_kwargs(args))
+    except Unrenderable as error:
+        refuse(str(error))
     for problem, ids in zip(missing, found, strict=True):
         problem.prompt_ids = ids
     return _without_overlong(problems, args)
+
+
+def warn_of_special_tokens(problems: list[Problem], tokenizer, args) -> None:
+    """Warn where messages hold special tokens: as a rule another template has written them, and this one does again."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if args.chat_template == "none" or not special or os.environ.get("RANK", "0") != "0":
+        return
+    pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+    found = []
+    for problem in problems:
+        text = "".join(message["content"] for message in problem.messages)
+        if match := pattern.search(text):
+            found.append((match[0], text))
+    if found:
+        token, text = found[0]
+        print(
+            f"warning: {len(found)} of {len(problems)} prompts hold special tokens of the tokenizer ({token}) as text, "
+            f"the first is {text[:80]!r}; where a template has written them, --chat_template none takes prompts as "
+            f"they are"
+        )
 
 
 def _without_overlong(problems: list[Problem], args) -> list[Problem]:

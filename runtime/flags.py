@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import os
-import re
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from runtime import presets
-from runtime.data import CHAT_TEMPLATES, chat_template
+from runtime.data import CHAT_TEMPLATES, chat_template, template_kwargs
+from runtime.foreign import refuse_foreign
 from runtime.process import refuse
 
 # Three groups of arguments that are no part of a run's name or identity; docs/checkpoints.md gives the reasons.
@@ -79,25 +79,9 @@ AT_MOST_ONE = (
     *("eval_top_p", "lr_min_ratio", "warm_up_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha"),
     *("gamma", "gae_lambda", "value_norm_beta", "dataset_max_filter_share"),
 )
+LFS_POINTER = b"version https://git-lfs"  # how it begins
 # The type of the field as_: "as" is a word of Python's own, so that only the command line can have it.
 As = Annotated[str | None, tyro.conf.arg(name="as", metavar="NAME")]
-# What is fixed here and a flag elsewhere: name -> why.
-WHOLE = (
-    "training samples from the whole distribution, or the trainer's log-probs would not be the sampler's; it is off; "
-    "leave the flag out"
-)
-FIXED = {
-    "top_p": f"{WHOLE} (evaluation has --eval_top_p)",
-    "top_k": f"{WHOLE} (evaluation has --eval_top_k)",
-    "min_p": WHOLE,
-    "min_tokens": WHOLE,
-    "min_new_tokens": WHOLE,
-    "frequency_penalty": WHOLE,
-    "presence_penalty": WHOLE,
-    "repetition_penalty": f"{WHOLE} (the penalty on the reward is --repetition_max_penalty)",
-    "do_sample": "greedy responses to one prompt are all equal, and there would be nothing to compare; for greedy "
-    "evaluation give --eval_temperature 0",
-}
 
 
 @dataclass
@@ -183,7 +167,9 @@ class RunFlags:
     system_prompt: str | None = None
     """System message before every prompt; "" for none. Default: the one runtime/data.py has for it, if any."""
     chat_template: str | None = None
-    """A Jinja file, chatml, tulu, r1 (with think tags), or question_answer. Default: the tokenizer's own."""
+    """A Jinja file, chatml, tulu, r1 (with think tags), question_answer, or none. Default: the tokenizer's own."""
+    chat_template_kwargs: str | None = None
+    """JSON object of variables that the chat template reads, for example {"enable_thinking": false} for Qwen3."""
     max_prompt_length: int = 256
     """Maximum prompt length in tokens, chat template included."""
     overlong_prompts: Literal["error", "filter", "left", "right"] = "error"
@@ -331,21 +317,11 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
     """The arguments of a script, an instance of ``cls``, from the command line (or from ``words``).
 
     ``--as NAME`` replaces the defaults, so whatever else is given wins, in any order. Ends with exit code 2 for
-    arguments that do not parse; hints at our name of another framework's flag, and at booleans, which take no value.
+    arguments that do not parse, and answers words of other frameworks all at once.
     """
     words = sys.argv[1:] if words is None else words
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
-        if not word.startswith("--") or word.partition("=")[0] in ("--", "--help", "--as"):
-            continue
-        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        flag = name if name in fields else name.removeprefix("no_")
-        kind = fields[flag].type if flag in fields else ""
-        if flag not in fields:
-            hint_at_our_name(name)
-        elif kind == "bool" and following.lower() in ("true", "false", "yes", "no", "0", "1"):
-            on = f"--{flag}" if following.lower() in ("true", "yes", "1") else f"--no-{flag}"
-            refuse(f"--{flag} {following}: switches take no value; give {on}")
+    refuse_foreign(words, fields)
     name = presets.asked_for(cls, words)
     if name is not None:
         default = presets.apply(cls() if default is None else default, name)
@@ -367,40 +343,15 @@ def with_values(words: list[str], fields: dict[str, dataclasses.Field]) -> list[
     return found
 
 
-def hint_at_our_name(theirs: str) -> None:
-    """Refuse a flag of another framework with what docs/fields.md has for it; return where it has nothing."""
-    if theirs.removeprefix("no_") in FIXED:
-        refuse(f"--{theirs} is fixed here: {FIXED[theirs.removeprefix('no_')]}")
-    page = Path(__file__).resolve().parent.parent / "docs" / "fields.md"
-    if not page.is_file():
-        return
-    header: list[str] = []
-    found: list[tuple[bool, bool, str]] = []  # (whether only a part of an expression, or no flag here; the message)
-    for line in page.read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if cells[0] == "ours":
-            header = cells
-        if len(cells) != len(header):
-            continue
-        ours = cells[0].replace("`", "")
-        is_flag = ours.startswith(("--", "submit.py --"))
-        for framework, cell in zip(header[1:], cells[1:], strict=False):
-            for alternative in re.split("[;,]", cell):
-                names = [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", alternative)]
-                if theirs in names:
-                    here = f"is {ours} here" if is_flag else f"is no flag here; {ours}"
-                    words = f"--{theirs}: {framework}'s {theirs} {here} (docs/fields.md)"
-                    found.append((names[0] != theirs or "/" in alternative, not is_flag, words))
-    if found:
-        refuse(min(found, key=lambda entry: entry[:2])[2])  # the first on the page: the policy's before the critic's
-
-
 # ------------------------------------------------------------------------------------------------------------ refusals
+
+NAME_BYTES = 255  # of a file's or folder's name, on every usual file system
 
 
 def check(args: RunFlags, world_size: int) -> None:
     """Refuse what no script can do, or what would not mean what it says. Loads no model, writes nothing."""
     check_launch(world_size)
+    check_places(args)
     check_numbers(args)
     check_engine(args, world_size)
     check_dedicated(args, world_size)
@@ -457,6 +408,27 @@ def kl_coefficients(args: Any) -> tuple[float, float]:
 def loads_reference(args: Any) -> bool:
     """Whether a run has a reference model."""
     return args.load_ref_policy or any(kl_coefficients(args))
+
+
+def check_places(args: Any) -> None:
+    """Refuse names by which the folder of a run would be another folder, or none that a file system can have.
+
+    What is given from a shell variable that is not set is empty, and --overwrite empties the folder that is named.
+    """
+    if not args.output_dir:
+        refuse("--output_dir: is empty, as is RUN_DIR where the flag is not given; give the folder that holds the runs")
+    if args.output_dir.startswith("~"):
+        refuse(f"--output_dir {args.output_dir}: no shell has replaced the ~ here; write out the path of that folder")
+    for flag, most in (("run_name", NAME_BYTES), ("exp_name", 100)):
+        name = getattr(args, flag)
+        if name is None:
+            continue
+        parts = Path(name).parts
+        if not parts or not name.strip() or parts[0] == "/" or ".." in parts:
+            refuse(f"--{flag} {name!r}: must be the name of a folder that lies in --output_dir {args.output_dir}")
+        longest = max(len(os.fsencode(part)) for part in parts)
+        if longest > most:
+            refuse(f"--{flag}: has {longest} bytes, must have at most {most} to be the name of a folder; shorten it")
 
 
 def check_numbers(args: RunFlags) -> None:
@@ -589,6 +561,32 @@ def total_steps(args: RunFlags, problems: int) -> int:
     if args.total_episodes is not None:
         return args.total_episodes // (args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout)
     return args.total_steps
+
+
+def left_as_in_the_quickstart(args: RunFlags, parameters: int, epochs: float) -> list[str]:
+    """Warnings about defaults that suit the quickstart's model and task alone, where others are trained with them.
+
+    ``parameters``: of the model, 0 if not known. ``epochs``: of the data in the whole run.
+    """
+    default = type(args)()
+    other_data = args.dataset != default.dataset or args.dataset_mixer is not None
+    length = (args.total_steps, args.total_episodes, args.total_epochs)
+    cases = [
+        (
+            parameters >= 4e8 and args.learning_rate == default.learning_rate,
+            f"--learning_rate {args.learning_rate:g} is for the quickstart's 135M parameters; 1e-6 is usual from 0.5B",
+        ),
+        (
+            other_data and args.max_response_length == default.max_response_length,
+            f"--max_response_length {args.max_response_length} is for the quickstart's sums; longer responses are cut, "
+            f"and cut ones score 0",
+        ),
+        (
+            other_data and epochs < 0.5 and length == (default.total_steps, None, None),
+            f"--total_steps {args.total_steps} is the quickstart's, {epochs:.2f} epochs here; see --total_epochs",
+        ),
+    ]
+    return [f"warning: {text}" for wrong, text in cases if wrong]
 
 
 def recorded_steps(count: int, total: int) -> list[int]:
@@ -740,6 +738,7 @@ def check_model(args: RunFlags, flag: str = "model_name_or_path") -> None:
             f"which is loaded as it is; leave it out"
         )
     check_reward_model(args)
+    template_kwargs(args)
     own_template = not files or "chat_template.jinja" in files or tokenizer_config.get("chat_template")
     if flag == "model_name_or_path" and chat_template(args) is None and not own_template:
         known = ", ".join(CHAT_TEMPLATES)
@@ -756,8 +755,9 @@ def read_configs(args: RunFlags, flag: str, revision: str | None) -> tuple[dict[
         files = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
         if "config.json" not in files:
             refuse(f"--{flag} {name}: no config.json there; {hint}")
-        if not any(f.endswith((".safetensors", ".bin")) for f in files):
+        if not any(f.endswith((".safetensors", ".bin")) for f in files) and not args.dry_run:
             refuse(f"--{flag} {name}: no weights (*.safetensors or *.bin) there; {hint}")
+        check_files(folder, files, flag)
         config = json.loads((folder / "config.json").read_text())
         tokenizer_config = folder / "tokenizer_config.json"
         return config, json.loads(tokenizer_config.read_text()) if tokenizer_config.is_file() else {}, files
@@ -772,6 +772,20 @@ def read_configs(args: RunFlags, flag: str, revision: str | None) -> tuple[dict[
     return config, {}, set()
 
 
+def check_files(folder: Path, files: set[str], flag: str) -> None:
+    """Refuse what stands in for a file after `git clone` without Git LFS, and weights that are not all there."""
+    for name in sorted(files):
+        if not name.endswith((".safetensors", ".bin", ".json", ".model")) or not (folder / name).is_file():
+            continue
+        with open(folder / name, "rb") as file:
+            start = file.read(len(LFS_POINTER))
+        if start == LFS_POINTER:
+            refuse(f"--{flag} {folder}: {name} is a pointer of Git LFS, not the file; run `git lfs pull` there")
+        header = int.from_bytes(start[:8], "little")  # a safetensors file begins with the length of its header
+        if name.endswith(".safetensors") and not 1 < header <= (folder / name).stat().st_size - 8:
+            refuse(f"--{flag} {folder}: {name} is empty or only a part of a safetensors file; copy it again")
+
+
 def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:
     """(tokenizer_config.json, names of the files) of a local tokenizer; nothing of one on the hub."""
     folder = Path(name)
@@ -781,6 +795,7 @@ def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:
             refuse(
                 f"--tokenizer_name_or_path {name}: no tokenizer.json there; give a folder that save_pretrained wrote"
             )
+        check_files(folder, files, "tokenizer_name_or_path")
         file = folder / "tokenizer_config.json"
         return json.loads(file.read_text()) if file.is_file() else {}, files
     if name.startswith((".", "/", "~")) or (folder.parent != Path() and folder.parent.is_dir()):

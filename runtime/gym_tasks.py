@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 # Some scorers pass the answer to eval, directly or inside sympy's parse_expr. What they may get: a list without calls,
 # or a formula of these names alone. Anything else scores 0 before it gets there, but for the truth itself: some truths
@@ -71,15 +76,47 @@ def gym_dataset(name: str, options: str):
 
 
 def gym_rows(name: str, options: dict) -> list[dict]:
-    """The rows of a data set of reasoning-gym, as plain JSON. Raises as ``gym_dataset`` does.
+    """The rows of a data set of reasoning-gym, as plain JSON. Raises ValueError where there are none.
 
     ``metadata`` is for people and for own verifiers. The column ``reasoning_gym`` holds what the data set's own scorer
     needs: the metadata with its tuples, and the options of the data set.
+
+    A process of its own makes them. Some tasks (word_ladder, ransom_note, polynomial_multiplication, ...) choose from
+    sets, so their problems follow from Python's hash seed, which is drawn anew for every process: ranks would train on
+    different problems, and a run could not go on. It is fixed there.
     """
     chosen = json.dumps(options, sort_keys=True)
+    command = [sys.executable, "-m", "runtime.gym_tasks", name, chosen]
+    folder = Path(__file__).resolve().parent.parent
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True
+    )
+    found = json.loads(done.stdout)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+def _rows_here(name: str, chosen: str) -> list[dict]:
+    """``gym_rows`` with this process's hash seed. Raises as ``gym_dataset`` does."""
     rows = []
     for entry in gym_dataset(name, chosen):
         scoring = {"dataset": name, "options": chosen, "metadata": tagged(entry["metadata"])}
         plain = json.loads(json.dumps(entry["metadata"], default=str))
         rows.append({**entry, "metadata": plain, "reasoning_gym": json.dumps(scoring, default=str)})
     return rows
+
+
+def main() -> None:
+    """Print the rows of the data set that the two arguments name, or what is wrong with them, as JSON."""
+    with contextlib.redirect_stdout(sys.stderr):  # some tasks print
+        try:
+            found = _rows_here(*sys.argv[1:])
+        except (ValueError, TypeError, KeyError, AssertionError) as error:
+            found = str(error)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

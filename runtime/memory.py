@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
 
 from runtime.flags import loads_reference, sizes
 
@@ -62,25 +64,44 @@ def tensor_sizes(folder: Path) -> dict[str, int]:
     return sizes
 
 
-def read_model(folder: Path) -> Model | None:
-    """The model in a local folder; None where there is no config with the usual names, or no safetensors."""
-    weights = tensor_sizes(folder)
-    if not weights or not (folder / "config.json").is_file():
+def read_model(name: str | Path) -> Model | None:
+    """The model in a local folder, or on the hub if its config.json is in the cache; None without the usual names."""
+    folder = Path(name)
+    file = folder / "config.json"
+    if not folder.is_dir():
+        found = try_to_load_from_cache(str(name), "config.json")
+        file = Path(found if isinstance(found, str) else "")
+    if not file.is_file():
         return None
-    config = json.loads((folder / "config.json").read_text())
-    tied = not any(name.endswith("lm_head.weight") for name in weights)
-    return model_of(config.get("text_config", config), sum(weights.values()), tied)
+    config = json.loads(file.read_text())
+    text = config.get("text_config", config)
+    weights = tensor_sizes(folder)
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    if weights:
+        tied = not any(name.endswith("lm_head.weight") for name in weights)
+    return model_of(text, sum(weights.values()), tied)
 
 
-def model_of(config: dict[str, Any], parameters: int, tied: bool = True) -> Model | None:
-    """The model of a config.json; None where it lacks one of the usual names."""
+def model_of(config: dict[str, Any], parameters: int = 0, tied: bool = True) -> Model | None:
+    """The model of a config.json; None where it lacks one of the usual names.
+
+    Without ``parameters`` they are counted, as many as a model with these names has: biases of queries, keys and values
+    included, and every expert.
+    """
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     if any(not isinstance(config.get(name), int) for name in names):
         return None
     layers, hidden, intermediate, heads, vocabulary = [config[name] for name in names]
     kv_heads = config.get("num_key_value_heads") or heads
     head_size = config.get("head_dim") or hidden // heads
-    return Model(parameters, layers, hidden, intermediate, heads, kv_heads, head_size, vocabulary, tied)
+    model = Model(parameters, layers, hidden, intermediate, heads, kv_heads, head_size, vocabulary, tied)
+    if parameters:
+        return model
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    wide = experts * (config.get("moe_intermediate_size") or intermediate) if experts else intermediate
+    attention = (hidden + 1) * (model.queries + 2 * model.keys) + hidden * model.queries
+    layer = attention + 3 * hidden * wide + 2 * hidden
+    return replace(model, parameters=layers * layer + hidden + model.head * (1 if tied else 2))
 
 
 @dataclass(frozen=True)
@@ -91,6 +112,7 @@ class Setting:
     device: str  # cuda or cpu
     bf16: bool
     critic: bool = False
+    card: float = 0  # bytes of the GPU, of which an engine takes its share; 0: unknown
     prompt: int = 0  # tokens of the longest prompt; 0: as many as --max_prompt_length allows
     layout: str | None = None  # what --batch_layout auto chose, and the attention with it; None: what is usual
     attention: str | None = None
@@ -337,28 +359,39 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
 
 
 def engine(args, model: Model, setting: Setting) -> dict[str, float]:
-    """Bytes of the engine beside a trainer: its weights, and its KV cache as far as the flags say its size.
+    """Bytes of the engine beside a trainer: its weights, and its KV cache.
 
-    On a GPU without --vllm_kv_cache_gb vLLM takes what --vllm_gpu_memory_utilization leaves, here 0.
+    On a GPU without --vllm_kv_cache_gb vLLM fills its share of the card, --vllm_gpu_memory_utilization, with the cache.
     """
     if args.vllm_mode == "dedicated":
         return {"engine": 0, "KV cache": 0}
+    weights = model.parameters * setting.size / args.vllm_tensor_parallel_size
     cache = 0
     if args.rollout == "vllm" and args.vllm_kv_cache_gb is not None:
         cache = args.vllm_kv_cache_gb * GIB
     elif args.rollout == "vllm" and setting.device == "cpu":
         cache = 0.5 * GIB
-    return {"engine": model.parameters * setting.size / args.vllm_tensor_parallel_size, "KV cache": cache}
+    elif args.rollout == "vllm":
+        cache = max(0, args.vllm_gpu_memory_utilization * setting.card - weights)
+    return {"engine": weights, "KV cache": cache}
 
 
-def describe(prediction: Prediction, model: Model, process: float) -> list[str]:
-    """Lines for the start of a run. ``process``: bytes of the process and its libraries; 0 on a GPU."""
+def describe(prediction: Prediction, model: Model, process: float, card: float = 0) -> list[str]:
+    """Lines for the start of a run. ``process``: bytes of process and libraries; 0 on a GPU, of ``card`` bytes."""
     parts = [f"{name} {size / GIB:.1f}" for name, size in prediction.parts.items() if size >= 0.05 * GIB]
     phases = [f"{name} {size / GIB:.1f}" for name, size in prediction.phases.items()]
     libraries = f"{process / GIB:.1f} of them the process and its libraries" if process else "besides CUDA's own"
-    return [
+    lines = [
         f"memory     at most about {(prediction.peak + process) / GIB:.1f} GiB per rank, {libraries} "
         f"({model.parameters / 1e6:.0f}M parameters; docs/memory.md)",
         f"  phases   {', '.join(phases)}",
         f"  parts    {', '.join(parts)}",
     ]
+    if 0 < card < prediction.peak:
+        worst = max(prediction.phases, key=prediction.phases.get)
+        lines.append(
+            f"warning: the GPU has {card / GIB:.1f} GiB, and the phase {worst} may need {prediction.peak / GIB:.1f}; "
+            f"see --gradient_checkpointing, --micro_batch_tokens, --vllm_enable_sleep_mode, "
+            f"--deepspeed_enable_sleep_mode, --offload_ref, --vllm_gpu_memory_utilization"
+        )
+    return lines

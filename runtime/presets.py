@@ -10,9 +10,12 @@ Left out are sizes (prompts, samples per prompt, lengths, memory): a preset says
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import itertools
+import typing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from runtime.process import refuse
@@ -61,6 +64,10 @@ AREAL_ACTOR = "areal/trainer/ppo/actor.py"
 OPEN_INSTRUCT_DATA = "open_instruct/data_loader.py"
 OPEN_INSTRUCT_MAIN = "open_instruct/grpo_fast.py"
 OPEN_INSTRUCT_TRAINING = "open_instruct/olmo_core_utils.py"
+ONE_ESTIMATOR = Difference(
+    "one estimator is for both places there; here --kl_reward_estimator is the reward's, k1 unless given",
+    "a flag",
+)
 TINYZERO_CORE = "verl/trainer/ppo/core_algos.py"
 TINYZERO_WORKERS = "verl/workers/fsdp_workers.py"
 
@@ -123,7 +130,6 @@ PRESETS = {
                 "k3 in the loss is clipped at 10 there, with gradient 0 above, and not here",
                 "gradient 9.0e+00 of its mean size at d = -4",
             ),
-            Difference("--kl_estimator is for the loss; in the reward give k1 (kl_penalty: kl)", "a flag", "grpo"),
         ),
         compared=(
             "core_algos: compute_grpo_outcome_advantage, compute_gae_advantage_return, compute_policy_loss_vanilla, "
@@ -228,6 +234,11 @@ PRESETS = {
             ),
             Difference("normalized rewards are clipped to +-10 there", "0 up to 101 samples per prompt"),
             Difference(
+                "the first of W warm-up steps has rate 0 there, 1 / (W + 1) of the peak here; W is rounded up there",
+                "rate 5.0e-01 of the peak in the first of 20 optimizer steps, 2.5e-01 of 100, 3.2e-02 of 1,000",
+            ),
+            ONE_ESTIMATOR,
+            Difference(
                 "k2 and k3 in the loss, and every KL in the reward, are clipped to +-10 there, and not here",
                 "gradient 2.3e+00 of its mean size at d = -4 with k3",
             ),
@@ -287,6 +298,10 @@ PRESETS = {
                 "advantages are normalized once more there, over all tokens of the step (adv_norm)",
                 "advantages 3.5e-01, relative, for scores 0 and 1",
                 "grpo",
+            ),
+            Difference(
+                "the first of W warm-up steps has rate 0 there, 1 / (W + 1) of the peak here; W is rounded down there",
+                "rate 0.0e+00 of the peak below 500 optimizer steps, 5.0e-01 in the first of 1,000",
             ),
             Difference(
                 "whitening divides by std + 1e-5 there, by sqrt(variance + 1e-8) here",
@@ -420,6 +435,7 @@ PRESETS = {
                 "gradient 2.3e-01 of its mean size for responses of 1 to 60 tokens in micro-batches of 4",
             ),
             Difference("the log-ratio has no bound there; here +-20", "loss 9.9e-01, relative, at log-ratios of 25"),
+            ONE_ESTIMATOR,
             Difference("with use_kl_loss=True the KL is subtracted from the loss there", "its sign; off by default"),
         ),
         compared="compute_gae_advantage_return, compute_policy_loss, compute_value_loss, kl_penalty",
@@ -458,30 +474,73 @@ def asked_for(cls: type, words: list[str]) -> str | None:
     return name
 
 
+def own_defaults(args: Any) -> dict[str, Any]:
+    """The defaults of the script that a copy or variant began as, from its text (its import takes seconds).
+
+    Empty where that script is not beside this folder, as in a copy of the project that left it out.
+    """
+    file = Path(__file__).resolve().parent.parent / f"{script_of(type(args))}.py"
+    if not file.is_file():
+        return {}
+    shared = [cls for cls in type(args).__mro__ if cls.__name__ == "RunFlags"]
+    found = {f.name: f.default for cls in shared for f in dataclasses.fields(cls)}
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and node.name == "Args":
+            for line in node.body:
+                if isinstance(line, ast.AnnAssign) and isinstance(line.value, ast.Constant | ast.UnaryOp | ast.Tuple):
+                    found[line.target.id] = ast.literal_eval(line.value)
+    return found
+
+
+def settings_of(args: Any, name: str) -> tuple[dict[str, Any], list[Setting]]:
+    """(flag -> value that a preset gives this script, the settings that it leaves alone).
+
+    A flag whose default differs from that of grpo.py or ppo.py is what makes a variant that variant, and keeps it.
+    """
+    defaults = own_defaults(args)
+    hints = typing.get_type_hints(type(args))
+    ours = type(args)()
+    given = {}
+    kept = []
+    for setting in PRESETS[name].settings:
+        if not hasattr(ours, setting.flag):
+            continue
+        hint = hints[setting.flag]
+        choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else (setting.value,)
+        default = getattr(ours, setting.flag)
+        if defaults.get(setting.flag, default) == default and setting.value in choices:
+            given[setting.flag] = setting.value
+        elif setting.value != default:
+            kept.append(setting)
+    return given, kept
+
+
 def apply(args: Any, name: str | None) -> Any:
     """A copy of ``args`` with the settings of a preset; ``args`` itself where ``name`` is None."""
     if name is None:
         return args
-    fields = {f.name for f in dataclasses.fields(args)}
-    return dataclasses.replace(args, **{s.flag: s.value for s in PRESETS[name].settings if s.flag in fields})
+    return dataclasses.replace(args, **settings_of(args, name)[0])
 
 
 def explain(args: Any) -> list[str]:
-    """Lines for the start of a run: what ``--as`` changed, what was given instead, what is different there."""
+    """Lines for the start of a run: what ``--as`` changed, what it left alone, what was given, what is different."""
     if args.as_ is None:
         return []
     preset = PRESETS[args.as_]
     ours = type(args)()
-    theirs = apply(ours, args.as_)
+    theirs, kept = settings_of(ours, args.as_)
     changed = []
     given = []
-    for flag in [s.flag for s in preset.settings if hasattr(ours, s.flag)]:
+    for flag, there in theirs.items():
         value = getattr(args, flag)
-        if value != getattr(theirs, flag):
-            given.append(f"--{flag} {value} (there {getattr(theirs, flag)})")
+        if value != there:
+            given.append(f"--{flag} {value} (there {there})")
         elif value != getattr(ours, flag):
             changed.append(f"--{flag} {value} ({getattr(ours, flag)})")
     lines = [f"as         {preset.version}, instead of the defaults in parentheses: {', '.join(changed)}"]
+    if kept:
+        own = [f"--{s.flag} {getattr(args, s.flag)} (there {s.value})" for s in kept]
+        lines.append(f"  kept     this script's own: {', '.join(own)}")
     if given:
         lines.append(f"  given    {', '.join(given)}")
     for difference in preset.differences:
@@ -512,11 +571,12 @@ PAGE = """# Presets: learn as another framework does
 `python grpo.py --as verl` (`trl`, `openrlhf`, `areal`, `open-instruct`; ppo.py: `verl`, `areal`, `tinyzero`) sets the
 flags below to what that framework does by default: advantages and their epsilon, the aggregation of the loss, clips,
 where the KL enters and how, truncation, reward shaping, the optimizer and its schedule. Flags given beside it win, in
-any order, and also when they say what is our default. Sizes (prompts, samples per prompt, lengths) are not set. The
-start of the run prints what a preset changed, what was given instead, and what is different there all the same. The
+any order, and also when they say what is our default. A flag to which a copy or variant has given a default of its own
+(`loss_norm` of gspo) stays as it is. Sizes (prompts, samples per prompt, lengths) are not set. The start of the run
+prints what a preset changed, what it left alone, what was given instead, and what is different there all the same. The
 name of the run and `config.json` (`as_`) record it.
 
-This page is made from the table in `runtime/presets.py` (`python scripts/presets_page.py`). tests/unit/test_presets.py
+This page is made from the table in `runtime/presets.py` (`python studies/presets_page.py`). tests/unit/test_presets.py
 installs the wheels of verl, TRL, OpenRLHF and AReaL without their dependencies, reads every default again where the
 table says it stands, calls their own functions on the same tensors (random numbers, equal and almost equal scores,
 responses of one token, ragged lengths, all truncated, ratios far out), and finds advantages, losses and gradients equal

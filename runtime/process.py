@@ -10,8 +10,10 @@ import ctypes
 import faulthandler
 import gc
 import hashlib
+import io
 import math
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -105,28 +107,65 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+class Console(io.FileIO):
+    """Standard output or error of a run, which goes on when it cannot write there: what is said is lost, no more.
+
+    Ctrl-C on ``python grpo.py | tee log`` ends tee as well, a pager is quit, a terminal is closed, the disk of a log is
+    full.
+    """
+
+    def write(self, data: memoryview) -> int:
+        """Write as ``FileIO`` does, also where another program has made the terminal non-blocking; drop what fails."""
+        try:
+            while (written := super().write(data)) is None:
+                select.select([], [self], [])
+        except OSError:
+            return len(data)
+        return written
+
+
+def outlive_the_console() -> None:
+    """Let no print end this process: neither one that nobody reads, nor one of letters that the terminal lacks."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or stream is not getattr(sys, f"__{name}__"):  # closed, or somebody's own
+            continue
+        with contextlib.suppress(OSError):
+            stream.flush()
+        buffer = io.BufferedWriter(Console(stream.fileno(), "w", closefd=False))
+        by_line = stream.line_buffering or stream.write_through
+        own = io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=by_line)
+        setattr(sys, name, own)
+
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Stop:
-    """Whether this process was asked to stop, and whether it has begun to train, so there is something to save."""
+    """Whether this process was asked to stop, and what it can still save."""
 
     asked = False
-    training = False
+    training = False  # it has begun, so there is something to save
+    last_step_done = False  # what remains is the last evaluation and model/
+    last_step_saved = False  # and another start can do both
 
 
 def listen_for_signals() -> None:
     """Make the first of STOP_SIGNALS ask for a checkpoint after the step and exit code 75; a second one ends at once.
 
-    Before training there is nothing to save: the first signal ends the process at once, with 75. A thread reads which
+    Before training there is nothing to save: the first signal ends the process at once, with 75. So it does once the
+    last step is saved, and where it is not, the run goes to its end. A thread reads which
     signals came, so they are answered also while the main thread waits in a collective, where a handler in Python would
     not run. SIGUSR2 prints the stacks of all threads. A signal that was ignored from the start (nohup, a background job
-    of a shell) stays ignored.
+    of a shell) stays ignored. From here on the console may fail, as it does when a signal ends its reader, too.
     """
+    outlive_the_console()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by a launcher, whose end nothing else would tell this rank
         die_with_parent()
     Stop.asked = False
     Stop.training = False
+    Stop.last_step_done = False
+    Stop.last_step_saved = False
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
@@ -151,14 +190,26 @@ def _listen(pipe: socket.socket, keep: socket.socket) -> None:
             continue
         name = f"rank {os.environ.get('RANK', '0')}: {signal.Signals(signum).name}"
         if Stop.asked:
-            os.write(2, f"{name} again: ending now, without a checkpoint\n".encode())
+            _write(f"{name} again: ending now, without a checkpoint\n")
             os._exit(128 + signum)
         if not Stop.training:
-            os.write(2, f"{name} before the first step: ending, there is nothing to save\n".encode())
+            _write(f"{name} before the first step: ending, there is nothing to save\n")
             os._exit(75)
-        os.write(2, f"{name}: saving after this step, then exit code 75; again to end now\n".encode())
+        if Stop.last_step_saved:
+            _write(f"{name}: the last step is saved: ending now with exit code 75, before the last evaluation\n")
+            os._exit(75)
         Stop.asked = True
         first = now
+        if Stop.last_step_done:
+            _write(f"{name}: ending after the last evaluation, which saves the model; again to end now, without it\n")
+        else:
+            _write(f"{name}: saving after this step and its evaluation, then exit code 75; again to end now\n")
+
+
+def _write(text: str) -> None:
+    """To standard error, whatever the main thread does there; nobody may be left to read it."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 # ------------------------------------------------------------------------------------------------------------ children
@@ -196,11 +247,20 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def live_for_parent() -> None:
-    """In a child: end with the run and not before. A signal to all processes is for the run, which needs this one."""
-    die_with_parent()
+def leave_signals_to_the_run() -> None:
+    """In a child: a signal to all processes is for the run, which needs this one.
+
+    A handler that does nothing, since a program that the child starts would inherit what is ignored.
+    """
     for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
+        signal.signal(signum, lambda *_: None)
+
+
+def live_for_parent() -> None:
+    """In a child: end with the run and not before."""
+    outlive_the_console()
+    die_with_parent()
+    leave_signals_to_the_run()
 
 
 # --------------------------------------------------------------------------------------------------- code and versions

@@ -7,18 +7,26 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from runtime import presets
-from runtime.flags import MAY_CHANGE, total_steps
+from runtime.flags import MAY_CHANGE, NAME_BYTES, total_steps
 from runtime.identity import changed_arguments, changed_code, code_of, ignored_changes
 from runtime.process import file_digest, lock_holder, refuse, versions, write_whole
 from runtime.records import Problem
 from runtime.redaction import redact_values
+
+# What a run writes in its folder and changes or renames when it starts again.
+WRITTEN = (
+    *("config.json", "metrics.jsonl", "samples.jsonl", "eval.jsonl"),
+    *("model", "critic", "best", "batches", "checkpoints"),
+)
 
 
 def say(text: str) -> None:
@@ -43,9 +51,12 @@ def run_name(args, defaults) -> str:
             parts.append(f"{f.name.rstrip('_')}={value}")
     text = "__".join(parts)
     safe = "".join(c if c.isalnum() or c in "=_.,+-" else "-" for c in text)
-    if len(safe) > 120 or safe != text:
-        safe = f"{safe[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    return "__".join(filter(None, (args.exp_name, safe, f"seed={args.seed}")))
+    ends = (args.exp_name, f"seed={args.seed}")
+    room = NAME_BYTES - sum(len(os.fsencode(end)) + 2 for end in ends)  # a letter may have four bytes
+    if len(safe) > 120 or safe != text or len(safe.encode()) > room:
+        beginning = safe[:100].encode()[: room - 9].decode(errors="ignore")
+        safe = f"{beginning}-{hashlib.sha256(os.fsencode(text)).hexdigest()[:8]}"
+    return "__".join(filter(None, (ends[0], safe, ends[1])))
 
 
 def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
@@ -56,10 +67,13 @@ def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
     ``checkpoints.Checkpoints`` tells the other ranks. For a finished run the program ends here, with exit code 0.
     """
     folder = Path(args.output_dir) / run_name(args, defaults)
+    if os.environ.get("RANK", "0") == "0":
+        check_writable(folder, args)
     if holder := lock_holder(folder):
         refuse(f"{folder} is in use by a running process ({holder}); wait for its end or choose another --run_name")
     if args.overwrite and args.resume not in ("auto", "never"):
         refuse(f"--overwrite starts from scratch and --resume {args.resume} continues: give one of them")
+    check_is_a_run(folder, args)
     if args.overwrite:
         return folder, None
     if (folder / "config.json").exists():
@@ -69,9 +83,37 @@ def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
     return folder, choose_checkpoint(folder, args, world_size)
 
 
+def check_is_a_run(folder: Path, args) -> None:
+    """Refuse a folder that holds something else than a run, where this one would delete, cut or rename it.
+
+    A run is known by the arguments in its config.json, or, where that is lost, by a checkpoint.
+    """
+    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    mine = {"lock", "config.json.partial"}  # all that a run that ended before config.json has left
+    in_the_way = found - mine if args.overwrite else found & set(WRITTEN)
+    if not in_the_way or saved_steps(folder):
+        return
+    config = folder / "config.json"
+    try:
+        if "args" in json.loads(config.read_text()):
+            return
+        why = "its config.json is not that of a run"
+    except FileNotFoundError:
+        why = "it has no config.json"
+    except (OSError, ValueError, TypeError) as error:
+        why = f"its config.json cannot be read ({type(error).__name__}: {error})"
+    refuse(
+        f"{folder} is not the folder of a run ({why}), but holds {', '.join(sorted(in_the_way)[:4])}; choose another "
+        f"--run_name or --output_dir, or remove these files yourself"
+    )
+
+
 def check_earlier_run(folder: Path, args) -> None:
     """Refuse a folder whose run is another one; end with exit code 0 where this very run is finished."""
-    config = json.loads((folder / "config.json").read_text())
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        refuse(f"{folder}/config.json cannot be read ({error}); remove this file to resume from the checkpoints there")
     other, _ = changed_arguments(config["args"], args)
     if other:
         change = ", ".join(other[:5])
@@ -90,6 +132,21 @@ def check_earlier_run(folder: Path, args) -> None:
     note = f" (it ran with another {', '.join(f'--{name}' for name in ignored)})" if ignored else ""
     say(f"{folder} is finished{note}; --overwrite replaces it, --seed or --exp_name start another")
     raise SystemExit(0)
+
+
+def check_writable(folder: Path, args) -> None:
+    """Refuse a folder in which no file can be made, by making one without a name; a dry run is only warned."""
+    place = folder.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return
+    except OSError as error:
+        message = f"--output_dir {args.output_dir}: {place} cannot be written ({error.strerror}); choose another folder"
+    if not args.dry_run:
+        refuse(message)
+    say(f"warning: {message}")
 
 
 def check_disk(args, folder: Path) -> None:
@@ -127,14 +184,22 @@ def check_disk(args, folder: Path) -> None:
     say(f"warning: {message}")
 
 
+FIRST_FIELD = re.compile(r'\{"step": (-?\d+),')
+
+
+def step_of(line: str) -> int | None:
+    """Step of a line of a .jsonl file, also of one that is no JSON but whole; None for half a line."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        found = FIRST_FIELD.match(line) if line.endswith("\n") else None
+        return int(found[1]) if found else None
+
+
 def last_step(path: Path) -> int:
     """Step of the last whole line of a .jsonl file; -1 without any."""
-    for line in reversed(path.read_text().splitlines() if path.is_file() else []):
-        try:
-            return json.loads(line)["step"]
-        except json.JSONDecodeError:
-            continue  # half written
-    return -1
+    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
+    return next((step for line in reversed(lines) if (step := step_of(line)) is not None), -1)
 
 
 def unfinished(folder: Path, args) -> str:
@@ -155,12 +220,10 @@ def cut_back(file: Path, last: int) -> None:
     if not file.exists():
         return
     kept = []
-    for line in file.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= last:
-                kept.append(line + "\n")
-        except json.JSONDecodeError:
-            continue
+    for line in file.read_text(errors="replace").splitlines(keepends=True):
+        step = step_of(line)
+        if step is not None and step <= last:
+            kept.append(line.rstrip("\n") + "\n")
     write_whole(file, "".join(kept))
 
 

@@ -1,4 +1,4 @@
-"""A sandbox for a model's programs: ``Sandbox``, and the processes behind it, ``python -I -S sandbox.py``.
+"""A sandbox for a model's programs: ``Sandbox``, and the processes behind it, ``python -I -S - < sandbox.py``.
 
 Each process below starts the next. Only the last one ever sees a program or its input, so nothing that an earlier
 program or its tests left in memory can be found by a later one.
@@ -65,7 +65,12 @@ WHEEL_LIBRARIES = (
 )
 HOME = "/sandbox"  # in the new root, a file system in memory
 RUN = "/run"  # in there: the program's input and output, and its folder tmp
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = ("null", "full", "random", "urandom")  # not zero: to map it shared is to share memory
+# This file as it is now: the servers of a run's sandboxes are all of this text, whatever is edited meanwhile.
+SOURCE = b""
+if __name__ != "__main__":
+    with open(__file__, "rb") as own_file:
+        SOURCE = own_file.read()
 memory_groups = True  # use cgroups where there are any, besides looking at the memory of the processes
 allow_unsafe = False  # in a worker: what --allow_unsafe_code_exec says
 
@@ -301,19 +306,24 @@ REFUSED_CALLS = """
 acct 163 89, add_key 248 217, adjtimex 159 171, bpf 321 280, chroot 161 51, clock_adjtime 305 266,
 clock_settime 227 112, delete_module 176 106, execve 59 221, execveat 322 281, fanotify_init 300 262,
 finit_module 313 273, fsconfig 431 431, fsmount 432 432, fsopen 430 430, fspick 433 433, init_module 175 105,
-io_uring_enter 426 426, io_uring_register 427 427, io_uring_setup 425 425, ioperm 173 -, iopl 172 -,
-kcmp 312 272, kexec_file_load 320 294, kexec_load 246 104, keyctl 250 219, memfd_create 319 279,
-memfd_secret 447 447, mount 165 40, mount_setattr 442 442, move_mount 429 429, mq_open 240 180, msgctl 71 187,
-msgget 68 186, msgrcv 70 188, msgsnd 69 189, name_to_handle_at 303 264, open_by_handle_at 304 265,
-open_tree 428 428, perf_event_open 298 241, pidfd_getfd 438 438, pivot_root 155 41, process_madvise 440 440,
-process_vm_readv 310 270, process_vm_writev 311 271, ptrace 101 117, quotactl 179 60, reboot 169 142,
-request_key 249 218, semctl 66 191, semget 64 190, semop 65 193, semtimedop 220 192, setdomainname 171 162,
-sethostname 170 161, setns 308 268, settimeofday 164 170, shmat 30 196, shmctl 31 195, shmget 29 194,
-swapoff 168 225, swapon 167 224, syslog 103 116, umount2 166 39, unshare 272 97, userfaultfd 323 282
+io_setup 206 0, io_submit 209 2, io_uring_enter 426 426, io_uring_register 427 427, io_uring_setup 425 425,
+ioperm 173 -, iopl 172 -, kcmp 312 272, kexec_file_load 320 294, kexec_load 246 104, keyctl 250 219,
+memfd_create 319 279, memfd_secret 447 447, modify_ldt 154 -, mount 165 40, mount_setattr 442 442,
+move_mount 429 429, mq_open 240 180, msgctl 71 187, msgget 68 186, msgrcv 70 188, msgsnd 69 189,
+name_to_handle_at 303 264, open_by_handle_at 304 265, open_tree 428 428, perf_event_open 298 241, personality 135 92,
+pidfd_getfd 438 438, pivot_root 155 41, process_madvise 440 440, process_vm_readv 310 270, process_vm_writev 311 271,
+ptrace 101 117, quotactl 179 60, reboot 169 142, request_key 249 218, semctl 66 191, semget 64 190, semop 65 193,
+semtimedop 220 192, setdomainname 171 162, sethostname 170 161, setns 308 268, settimeofday 164 170, shmat 30 196,
+shmctl 31 195, shmget 29 194, swapoff 168 225, swapon 167 224, syslog 103 116, umount2 166 39, unshare 272 97,
+userfaultfd 323 282
 """
 CLONE3 = 435  # its flags lie in memory where a filter cannot look; libc falls back to clone
-ARCHITECTURES = {"x86_64": (0xC000003E, 41, 56), "aarch64": (0xC00000B7, 198, 220)}  # audit number, socket, clone
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of a filter
+ARCHITECTURES = {  # audit number, and the numbers of socket, clone and mmap
+    "x86_64": (0xC000003E, 41, 56, 9),
+    "aarch64": (0xC00000B7, 198, 220, 222),
+}
+SHARED_MEMORY, HUGE_PAGES = 0x21, 0x40000  # flags of mmap: MAP_SHARED with MAP_ANONYMOUS, MAP_HUGETLB
+LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06  # instructions of a filter
 KILL, ALLOW, FAIL = 0x80000000, 0x7FFF0000, 0x00050000  # its verdicts; FAIL takes an error number
 
 
@@ -330,11 +340,12 @@ def refused_calls() -> dict[str, int]:
 def close_system_calls() -> None:
     """Leave the program no system call that reaches beyond its own memory, files and processes.
 
-    Sockets are of the family AF_UNIX only: virtual machines' sockets, for one, are in no namespace.
+    Sockets are of the family AF_UNIX only: virtual machines' sockets, for one, are in no namespace. There is no shared
+    memory without a file, and there are no huge pages: what such memory holds counts as resident in no process.
     Raises OSError where the kernel has no filters, or this machine's calls have other numbers.
     """
     calls = refused_calls()
-    machine, open_socket, clone = ARCHITECTURES[os.uname().machine]
+    machine, open_socket, clone, mmap = ARCHITECTURES[os.uname().machine]
     refused = RETURN, 0, 0, FAIL | errno.EPERM
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, machine), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     program += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]  # the 32-bit calls of x86-64
@@ -343,6 +354,8 @@ def close_system_calls() -> None:
     program += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, FAIL | errno.ENOSYS)]
     program += [(EQUAL, 0, 4, open_socket), (LOAD, 0, 0, 16), (EQUAL, 1, 0, socket.AF_UNIX), refused]
     program += [(RETURN, 0, 0, ALLOW)]
+    program += [(EQUAL, 0, 6, mmap), (LOAD, 0, 0, 40), (ANY_BIT, 2, 0, HUGE_PAGES), (AND, 0, 0, SHARED_MEMORY)]
+    program += [(EQUAL, 0, 1, SHARED_MEMORY), refused, (RETURN, 0, 0, ALLOW)]
     program += [(EQUAL, 0, 3, clone), (LOAD, 0, 0, 16), (ANY_BIT, 0, 1, ANY_NAMESPACE), refused]
     program += [(RETURN, 0, 0, ALLOW)]
     code = b"".join(
@@ -448,7 +461,6 @@ def isolate(mount_namespace: int) -> None:
     """Leave this machine's files, network, names and message queues, in process 1 of a new process namespace."""
     kernel("setns", mount_namespace, NEW_MOUNTS)
     kernel("unshare", NEW_MOUNTS | NEW_NETWORK | NEW_IPC | NEW_NAMES)
-    kernel("mount", "tmpfs", HOME, "tmpfs", 2 | 4, f"size={FILES},nr_inodes=4096,mode=755")  # no suid, no devices
 
 
 def drop_rights(user: int) -> None:
@@ -646,6 +658,7 @@ def keep(control: socket.socket, settings: dict, namespaces: tuple[int, int], gr
     """The keeper. Returns in the program's process alone."""
     try:
         kernel("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # dies with the launcher, and its namespace with it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only one that a program of the same user could send
         if group is not None:
             with contextlib.suppress(OSError), open(f"{group}/cgroup.procs", "w") as f:
                 f.write("0")
@@ -655,16 +668,12 @@ def keep(control: socket.socket, settings: dict, namespaces: tuple[int, int], gr
         else:
             kernel("prctl", ADOPT_ORPHANS, 1, 0, 0, 0)
             home = settings["home"]
-            os.mkdir(home, 0o700)
-            os.mkdir(home + PACKAGE_FOLDER)
-            for place, source in json.loads(sys.argv[2]).items():
-                os.symlink(source, home + place)
         control.send(b"ready")
         while True:
             message, descriptors, _, _ = socket.recv_fds(control, 16, 1)
             if not message:
                 os._exit(0)
-            output = new_folder(f"{home}{RUN}", settings["user"])
+            output = new_folder(home, settings)
             prepared, preparing = os.pipe()  # the program closes the second with all else before it begins
             program = os.fork()
             if program == 0:
@@ -682,16 +691,28 @@ def keep(control: socket.socket, settings: dict, namespaces: tuple[int, int], gr
         os._exit(1)
 
 
-def new_folder(folder: str, user: int) -> int:
-    """Make the folder of a program anew: what one wrote, the next does not find. The descriptor of its output."""
+def new_folder(home: str, settings: dict) -> int:
+    """Make the files of a program anew: what one wrote, the next does not find. The descriptor of its output.
+
+    It is a new file system, since the program may own all of it: where the run's user is not root, both are one user.
+    """
     os.chdir("/")
-    remove_folder(folder)
+    if settings["isolated"]:
+        if os.path.ismount(home):
+            kernel("umount2", home, 2)  # also while the parent has the last output
+        kernel("mount", "tmpfs", home, "tmpfs", 2 | 4, f"size={FILES},nr_inodes=4096,mode=755")  # no suid, no devices
+    else:
+        remove_folder(home)
+        os.makedirs(home + PACKAGE_FOLDER, 0o700)
+        for place, source in json.loads(sys.argv[2]).items():
+            os.symlink(source, home + place)
+    folder = f"{home}{RUN}"
     os.makedirs(f"{folder}/tmp")
     os.chmod(f"{folder}/tmp", 0o1777)
     os.chdir(f"{folder}/tmp")
     output = os.open(f"{folder}/stdout", os.O_CREAT | os.O_RDWR, 0o600)
-    if os.getpid() == 1:
-        os.chown(output, user, user)
+    if settings["isolated"]:
+        os.chown(output, settings["user"], settings["user"])
     return output
 
 
@@ -719,6 +740,7 @@ def become(control: socket.socket, channel: socket.socket, settings: dict, home:
     """Turn this process into the program's, with no right and nothing open but its channel: (lines of it, job)."""
     say = fcntl.fcntl(control.detach(), fcntl.F_DUPFD, 10)
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
         os.dup2(channel.detach(), CHANNEL)
         lines = os.fdopen(CHANNEL, "rb", closefd=False)
@@ -763,6 +785,7 @@ def execute(before: str, code: str, scope: dict) -> None:
 
 def run(lines, mode: str, before: str, code: str, entry_point: str) -> None:
     """The job, in the program's process."""
+    sys.set_int_max_str_digits(0)  # it has a limit of time
     name = "__main__" if mode == "program" else "solution"
     module = types.ModuleType(name)
     sys.modules[name] = module  # where dataclasses and pickle look for the classes of a program
@@ -836,7 +859,8 @@ def remote(function: str, lines, scope: dict, asked: list[str]):
         if "error" in reply:
             name, text = reply["error"]
             error = getattr(builtins, str(name), None)
-            if not isinstance(error, type) or not issubclass(error, Exception):
+            ends = StopIteration, StopAsyncIteration  # of a test's map, which would skip the values that are left
+            if not isinstance(error, type) or not issubclass(error, Exception) or issubclass(error, ends):
                 error = RuntimeError  # SystemExit, for one, must not end the test
             raised = error.__new__(error, text)
             raised.args = (f"{name}: {text}",)
@@ -993,11 +1017,11 @@ def _start_server() -> None:
     import subprocess  # here, as the server must not pay for it
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-I", "-S"]
+    command = [sys.executable, "-I", "-S", "-"]  # a program that is read from stdin
     with theirs:
         process = subprocess.Popen(
-            [*command, os.path.abspath(__file__), str(theirs.fileno()), json.dumps(packages()), f"of={os.getpid()}"],
-            stdin=subprocess.DEVNULL,
+            [*command, str(theirs.fileno()), json.dumps(packages()), f"of={os.getpid()}"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={},
@@ -1005,6 +1029,8 @@ def _start_server() -> None:
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
+    with process.stdin:
+        process.stdin.write(SOURCE)
     _server = (process, ours)
 
 

@@ -8,6 +8,7 @@ row has 7.5 and dates into timestamps, and it names no line of a broken file. So
 
 from __future__ import annotations
 
+import csv
 import gc
 import glob
 import hashlib
@@ -28,6 +29,9 @@ READABLE = (".jsonl", ".json", ".parquet", ".csv")
 AS_JSON = "row as JSON"  # the only column of a data set whose rows are still text
 GYM = "reasoning_gym:"
 HUB_TIMEOUT = 5.0  # seconds for the hub to answer at all
+CSV_BLOCK = 2**26  # bytes; no cell may be larger
+
+sys.set_int_max_str_digits(0)  # a row may hold a number of any length; Python's limit of 4,300 digits is for servers
 
 
 class BrokenLine(ValueError):
@@ -41,7 +45,7 @@ def local_files(source: str) -> list[Path]:
         if Path(part).is_file():
             files = [Path(part)]
         else:
-            files = [path for path in map(Path, sorted(glob.glob(part))) if path.is_file()]
+            files = [path for path in map(Path, sorted(glob.glob(part, recursive=True))) if path.is_file()]
         if not files and (found or Path(part).suffix in READABLE):
             refuse(f"--dataset {part}: no such local file; give a .jsonl, .json, .parquet or .csv file, or a hub id")
         found += files
@@ -63,7 +67,8 @@ def source_name(source: str) -> str:
     if Path(name).suffix not in READABLE:
         name = name.partition("@")[0]
     path = Path(name)
-    return path.name.partition(".")[0].strip("*?-_") or path.parent.name
+    parts = [path.name.partition(".")[0], *(parent.name for parent in path.parents)]
+    return next(filter(None, (part.strip("*?-_") for part in parts)), "")
 
 
 def digest(*parts: bytes) -> str:
@@ -95,12 +100,12 @@ def gym_rows(source: str, seed: int) -> list[dict[str, Any]]:
             key, value = pair.split("=", 1)
             options[key] = json.loads(value)
         return gym_tasks.gym_rows(name, options)
-    except (ValueError, TypeError, KeyError, AssertionError) as error:
+    except ValueError as error:
         refuse(f"--dataset {source}: reasoning-gym says: {error} (form: reasoning_gym:NAME?key=value&key=value)")
 
 
 def read_source(source: str, args) -> list[tuple[Any, list[Path]]]:
-    """One source as raw data sets (``datasets.Dataset``), each with its files; several where it mixes kinds of files.
+    """One source as raw data sets (``datasets.Dataset``), each with its files; several where its files differ in form.
 
     ``rows_of`` makes rows of them. Ends with exit code 2 where the source cannot be read.
     """
@@ -111,8 +116,7 @@ def read_source(source: str, args) -> list[tuple[Any, list[Path]]]:
         return [(_saved_or_hub(source, args.dataset_split), [])]
     found = []
     for suffix, group in itertools.groupby(files, lambda path: path.suffix):
-        paths = list(group)
-        found.append((_read_files(paths, suffix), paths))
+        found += _read_files(list(group), suffix)
     return found
 
 
@@ -123,15 +127,18 @@ def _as_json(rows: list):
     return datasets.Dataset.from_dict({AS_JSON: [json.dumps(row) for row in rows]})
 
 
-def _read_files(paths: list[Path], suffix: str):
-    """The data set of files of one kind. .jsonl and .parquet are converted once and then mapped from the cache."""
+def _read_files(paths: list[Path], suffix: str) -> list[tuple[Any, list[Path]]]:
+    """The data sets of files of one kind, each with its files.
+
+    .jsonl and .parquet are converted once and then mapped from the cache.
+    """
     import datasets
-    import pyarrow.csv
 
     quiet()
     if suffix not in READABLE:
         refuse(f"--dataset {paths[0]}: the name must end in one of {', '.join(READABLE)}")
     path = paths[0]
+    found = []
     try:
         if suffix == ".json":
             rows = []
@@ -140,29 +147,73 @@ def _read_files(paths: list[Path], suffix: str):
                 if not isinstance(content, list):
                     raise ValueError(f"it holds {type(content).__name__}, not a list of rows")
                 rows += content
-            return _as_json(rows)
+            return [(_as_json(rows), paths)]
         if suffix == ".csv":
-            tables = []
             for path in paths:
-                tables.append(datasets.Dataset(pyarrow.csv.read_csv(path)))
-            return datasets.concatenate_datasets(tables)
-        # The library knows a file again by its time of modification. The name of the configuration is part of the
-        # cache's path as well, and is the files' content here: what was changed within a tick of the clock, or by a
-        # tool that sets the time back, is read again.
-        kind, features = "parquet", None
+                found.append((datasets.Dataset(_csv_table(path)), [path]))
+            return found
         if suffix == ".jsonl":
             if not any(path.stat().st_size for path in paths):
-                return _as_json([])  # the library makes no data set of nothing
-            kind = "text"
-            features = datasets.Features({AS_JSON: datasets.Value("string")})
-        names = [glob.escape(str(path)) for path in paths]
-        content = digest_of_files(paths)
-        return datasets.load_dataset(kind, content, data_files=names, split="train", features=features)
+                return [(_as_json([]), paths)]  # the library makes no data set of nothing
+            return [(_converted("text", paths, datasets.Features({AS_JSON: datasets.Value("string")})), paths)]
+        schemas = []
+        for path in paths:
+            schemas.append(_parquet_schema(path))
+        # The library takes the columns of the first file for those of all, and verl's files differ in theirs.
+        for schema, group in itertools.groupby(zip(schemas, paths, strict=True), lambda pair: pair[0]):
+            same = [path for _, path in group]
+            path = same[0]
+            found.append((_converted("parquet", same, None) if schema else _as_json([]), same))
+        return found
     except OSError as error:
         refuse(f"--dataset {path}: cannot be read, or not be cached (HF_HOME moves the cache of datasets): {error}")
-    except (ValueError, datasets.exceptions.DatasetGenerationError) as error:  # pyarrow's errors are ValueErrors
+    except (ValueError, RecursionError, datasets.exceptions.DatasetGenerationError) as error:  # pyarrow's: ValueErrors
         cause = error.__cause__ or error
-        refuse(f"--dataset {path}: not valid {suffix.removeprefix('.')}: {first_line(cause)}")
+        remedy = "; save it as UTF-8" if "utf" in str(cause).lower() else ""
+        refuse(f"--dataset {path}: not valid {suffix.removeprefix('.')}: {first_line(cause)}{remedy}")
+
+
+def _converted(kind: str, paths: list[Path], features):
+    """The data set that the library makes of text or parquet files, mapped from its cache.
+
+    The library knows a file again by its time of modification. The name of the configuration is part of the cache's
+    path as well, and is the files' content here: what was changed within a tick of the clock, or by a tool that sets
+    the time back, is read again.
+    """
+    import datasets
+
+    names = [glob.escape(str(path)) for path in paths]
+    content = digest_of_files(paths)
+    return datasets.load_dataset(kind, content, data_files=names, split="train", features=features)
+
+
+def _csv_table(path: Path):
+    """The cells of a CSV file as text: a column of types would make 17 of 0017, and a time of 12:30.
+
+    Raises ValueError for what is not UTF-8, and for a name that two columns have.
+    """
+    import pyarrow.csv
+
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        names = next(csv.reader(file), [])
+    if len(set(names)) < len(names):
+        raise ValueError(f"two columns have one name; its columns are {', '.join(names)}")
+    return pyarrow.csv.read_csv(
+        path,
+        read_options=pyarrow.csv.ReadOptions(block_size=CSV_BLOCK),
+        parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+        convert_options=pyarrow.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False
+        ),
+    )
+
+
+def _parquet_schema(path: Path) -> str:
+    """The names and types of a parquet file's columns; "" where it has no rows, of which the library fails."""
+    import pyarrow.parquet
+
+    about = pyarrow.parquet.read_metadata(path)
+    return str(about.schema.to_arrow_schema().remove_metadata()) if about.num_rows else ""
 
 
 def _saved_or_hub(source: str, split: str):
@@ -237,16 +288,21 @@ def rows_of(batch: dict[str, list], start: int) -> list:
     ``start``: place of its first row in the data set. Raises BrokenLine.
     """
     if set(batch) != {AS_JSON}:
-        columns = [json.loads(json.dumps(column, default=str)) for column in batch.values()]
+        columns = [json.loads(json.dumps(column, default=_as_text)) for column in batch.values()]
         return [dict(zip(batch, values, strict=True)) for values in zip(*columns, strict=True)]
     rows = []
     for place, text in enumerate(batch[AS_JSON], start):
         if text.strip():
             try:
                 rows.append(json.loads(text))
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise BrokenLine(place, str(error)) from error
     return rows
+
+
+def _as_text(value: object) -> str:
+    """A value that JSON has no form for. Bytes that are not UTF-8 become lone surrogates, which no prompt may hold."""
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
 
 
 def refuse_broken_line(files: list[Path], error: BrokenLine) -> NoReturn:

@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
 from runtime.libraries import quiet_libraries
+from runtime.process import outlive_the_console
 
 
 def pass_on(signum: int, frame: object) -> None:
@@ -51,6 +52,7 @@ if __name__ == "__main__":
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGHUP,SIGQUIT")  # torchrun's own, without those below
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(signum, pass_on)
+    outlive_the_console()
     quiet_libraries()  # of this process, which has no file for them; the ranks speak for themselves
     from accelerate.commands.launch import main
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -21,6 +21,7 @@ token_loss returned (policy/NAME) has a panel of its own.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -87,17 +88,49 @@ def fail(message: str) -> NoReturn:
 # ------------------------------------------------------------------------------------------------------ files of a run
 
 
+@functools.cache
+def warn(message: str) -> None:
+    """Print a warning, once, however often a file is read."""
+    print(f"warning: {message}", file=sys.stderr)
+
+
 def read(path: Path) -> list[dict]:
-    """The objects of a .jsonl file; none when it does not exist."""
-    lines = path.read_text().splitlines() if path.is_file() else []
+    """The objects of a .jsonl file; none when it does not exist. A line that is none is left out, with a warning.
+
+    The last line may be half written: that is no news of a run that is still going.
+    """
+    lines = path.read_text(errors="replace").rstrip("\n").split("\n") if path.is_file() else []
     records = []
-    for number, line in enumerate(lines):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines) - 1:
-                fail(f"{path}: line {number + 1} is not JSON")
+    broken = []
+    for number, line in enumerate(lines, 1):
+        record = parsed(line)
+        if record:
+            records.append(record)
+        elif line and number < len(lines):
+            broken.append(number)
+    if broken:
+        warn(f"{path}: {len(broken)} line(s) are no JSON objects and left out, the first of them line {broken[0]}")
     return records
+
+
+def parsed(text: str) -> dict:
+    """The JSON object in a text; {} where there is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a run; {} where there is none, or with a warning none that can be read."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    config = parsed(path.read_text(errors="replace"))
+    if not config:
+        warn(f"{path} is no JSON object; the arguments of this run are unknown")
+    return config
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
@@ -156,7 +189,7 @@ class Run:
     args: dict[str, Any]
     metrics: list[dict]
     evals: list[dict]
-    measured: dict[str, float] = field(default_factory=dict)  # by scripts/measure_kl.py, after the run
+    measured: dict[str, float] = field(default_factory=dict)  # by studies/measure_kl.py, after the run
     code: dict[str, str] | None = None  # SHA-256 of its files; None for a run that recorded none
 
     def curve(self, key: str, x: str = "step") -> pd.Series:
@@ -181,13 +214,12 @@ def tenth(values: pd.Series) -> int:
 
 def load_run(folder: Path) -> Run:
     """The run in a folder; its arguments are {} where it has no config.json."""
-    file = folder / "config.json"
-    config = json.loads(file.read_text()) if file.exists() else {"args": {}}
+    config = read_config(folder)
     metrics = read(folder / "metrics.jsonl")
     evals = read(folder / "eval.jsonl")
     measured = folder / "measured_kl.json"
     found = json.loads(measured.read_text()) if measured.exists() else {}
-    return Run(folder, config["args"], metrics, evals, found, config.get("code"))
+    return Run(folder, config.get("args", {}), metrics, evals, found, config.get("code"))
 
 
 # ----------------------------------------------------------------------------------------------------- one run, or few

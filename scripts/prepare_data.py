@@ -5,8 +5,8 @@
 
 A run does the same at its start and caches it; this is for other machines, and for data larger than memory: rows are
 read, checked, tokenized and written piece by piece. It takes the flags that every run has (runtime/flags.py). A run
-with the prepared file needs the same tokenizer and --chat_template, and gives no column or system prompt of its own.
-Mixing comes later: --dataset_mixer of the run takes prepared files.
+with the prepared file needs the same tokenizer, --chat_template and --chat_template_kwargs, and gives no column or
+system prompt of its own. Mixing comes later: --dataset_mixer of the run takes prepared files.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def tokenize(batch: dict[str, list], places: list[int], tokenizer, args, key: st
     ``prompt_ids`` is empty where a prompt is too long to be kept.
     """
     count = len(places)
-    prompts = data.render([json.loads(text) for text in batch["messages"]], tokenizer, data.chat_template(args))
+    conversations = [json.loads(text) for text in batch["messages"]]
+    prompts = data.render(conversations, tokenizer, data.chat_template(args), data.template_kwargs(args))
     return {
         **{name: batch[name] for name in ("messages", "truth", "verifier", "row")},
         "source": [sources.source_name(args.dataset)] * count,
@@ -92,18 +93,18 @@ def main(words: list[str]) -> None:
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
     tokenizer = data.load_tokenizer(args)  # three seconds, after what can be refused without it
+    data.check_template_kwargs(tokenizer, args)
     key = data.prompt_key(tokenizer, args)
     names = ("messages", "truth", "verifier", "row", "source", "prepared_for")
     columns = dict.fromkeys(names, datasets.Value("string"))
     columns |= {"prompt_ids": datasets.List(datasets.Value("int32")), "length": datasets.Value("int32")}
     identity = json.dumps([key, args.dataset, args.max_prompt_length, args.overlong_prompts])
-    done = sources.cached_map(
-        checked.select(kept),
-        functools.partial(tokenize, tokenizer=tokenizer, args=args, key=key),
-        columns,
-        sources.digest(identity.encode(), checked._fingerprint.encode()),
-        "tokenizing prompts",
-    )
+    function = functools.partial(tokenize, tokenizer=tokenizer, args=args, key=key)
+    identity = sources.digest(identity.encode(), checked._fingerprint.encode())
+    try:
+        done = sources.cached_map(checked.select(kept), function, columns, identity, "tokenizing prompts")
+    except data.Unrenderable as error:
+        process.refuse(str(error))
     lengths = done["length"]
     short = [i for i, length in enumerate(lengths) if length <= args.max_prompt_length]
     long = len(done) - len(short)

@@ -98,8 +98,8 @@ def main() -> None:
     convert(gguf, unfinished)
     check(gguf, unfinished)
     if output.exists():
-        if any(output.iterdir()) and not (output / "config.json").exists():
-            sys.exit(f"prepare_model: {output} holds something other than a model. Remedy: choose another --output")
+        if other := {path.name for path in output.iterdir()} - set(FILES):
+            sys.exit(f"prepare_model: {output} holds {min(other)}, not this model. Remedy: choose another --output")
         shutil.rmtree(output)
     unfinished.rename(output)
     print(f"wrote {output}")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/plot.py
 
-from plot import PHASES, find_runs, read, series, summary
+from plot import PHASES, find_runs, read, read_config, series, summary
 
 # The curves shown at first; all others appear with "all metrics".
 FIRST = (
@@ -38,8 +38,7 @@ def contents(folder: Path) -> dict:
     """Everything the page shows, as plain data."""
     metrics = read(folder / "metrics.jsonl")
     evals = read(folder / "eval.jsonl")
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) if path.exists() else {}
+    config = read_config(folder)
     curves: dict[str, list] = {}
     for record in (*metrics, *evals):
         for name, value in record.items():

@@ -10,7 +10,7 @@
 #   GRADIENTS="naive unbiased" MINI_BATCHES="1 4" scripts/sweep_kl.sh        more of it
 #   SETTINGS="loss/k1/naive loss/k3/unbiased reward/k1/naive"                instead of placements x estimators x gradients
 # Then: python scripts/plot.py runs --x beta --y final:kl/sequence --by kl_estimator kl_placement --output kl.png
-#       python scripts/measure_kl.py runs/*                                  the exact KL of each finished run
+#       python studies/measure_kl.py runs/*                                  the exact KL of each finished run
 . "$(dirname "${BASH_SOURCE[0]}")/sweep.sh"
 
 settings=()

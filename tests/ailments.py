@@ -4,7 +4,7 @@
     python tests/ailments.py --only truncation   one of them
     python tests/ailments.py --healthy 5         unbroken runs with the seeds 1 to 5: two of grpo.py, one of ppo.py each
 
-An ailment is a set of flags, and edits where no flag does it. Runs train the model of scripts/pretrain_tiny.py.
+An ailment is a set of flags, and edits where no flag does it. Runs train the model of studies/pretrain_tiny.py.
 """
 
 from __future__ import annotations

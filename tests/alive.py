@@ -118,6 +118,8 @@ def prepare(files: Path) -> None:
         tokenizer.save_pretrained(files / name)
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     tokenizer.save_pretrained(files / "tokenizer")
+    thinking = "{{ messages[-1]['content'] }}{% if enable_thinking | default(true) %} <think>{% endif %}"
+    (files / "thinking.jinja").write_text(thinking)
     prepare_hub(files)
     prepare_custom(files)
     prepare_data(files)
@@ -254,9 +256,9 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
         evaluating.pop()
 
     def note_workers(_, verifiers) -> None:
-        import multiprocessing
+        from runtime import sandbox
 
-        seen["verifier processes"] = len(multiprocessing.active_children())
+        seen["verifier processes"] = len(sandbox.children(verifiers.pool.nursery.process.pid))
 
     def note_result(_, log, result) -> None:
         seen.setdefault("evaluated steps", []).append(result["step"])

@@ -12,6 +12,7 @@ from runtime import sandbox
 
 MACHINE = os.uname().machine
 CALLS = sandbox.refused_calls() if MACHINE in sandbox.ARCHITECTURES else {}
+MMAP = sandbox.ARCHITECTURES.get(MACHINE, [None] * 4)[3]
 F = "def add(a, b):\n    "
 SUM = "\n    return a + b"
 LIBC = "import ctypes\n    libc = ctypes.CDLL(None, use_errno=True)\n    "
@@ -96,6 +97,15 @@ TAKE_ALL = {
     "memory shared by processes": body(
         "import mmap", "x = [mmap.mmap(-1, 2 ** 28) for i in range(8)]", "for m in x: m.write(b'x' * 2 ** 28)"
     ),
+    "shared memory that is not resident": body(
+        *("import mmap", "m = mmap.mmap(-1, 2 ** 26)", "m.write(b'x' * 2 ** 26)", "m.madvise(mmap.MADV_DONTNEED)")
+    ),
+    "memory behind a device": body(
+        *("import mmap, os", "m = mmap.mmap(os.open('/dev/zero', os.O_RDWR), 2 ** 26)", "m.write(b'x' * 2 ** 26)"),
+        "m.madvise(mmap.MADV_DONTNEED)",
+    ),
+    "huge pages": call(MMAP, 0, 2**21, 3, 0x40022, -1, 0),
+    "shared huge pages": call(MMAP, 0, 2**21, 3, 0x40021, -1, 0),
     "a large file in memory": body("f = open('/dev/shm/x', 'wb')", "f.write(b'x' * 2 ** 23)", "f.flush()"),
     "recursion": "import sys\nsys.setrecursionlimit(10 ** 9)\n" + F + "return add(a, b)",
     "fork bomb": F + "import os\n    while True:\n        try: os.fork()\n        except OSError: pass",

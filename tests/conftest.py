@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -19,7 +21,8 @@ CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # the cache of datasets
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 
 pytest.register_assert_rewrite("helpers")
-from helpers import SMALL, Run, descendants, interrupted, make_samples, make_tiny, tiny_args  # noqa: E402
+import learning  # noqa: E402
+from helpers import ROOT, SMALL, Run, descendants, interrupted, make_samples, make_tiny, tiny_args  # noqa: E402
 
 from runtime import process, records  # noqa: E402
 
@@ -32,8 +35,13 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def pytest_collection_modifyitems(items):
+COLLECTED = pytest.StashKey[list[pytest.Function]]()  # every test of the files asked for, also those that -m leaves out
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
+def pytest_collection_modifyitems(config, items):
     """A test that hangs is ended with its process; pyproject.toml has its stacks printed before."""
+    config.stash[COLLECTED] = list(items)
     for item in items:
         long = item.get_closest_marker("slow") or item.get_closest_marker("learn")
         item.add_marker(pytest.mark.timeout(1800 if long else 300, method="thread"))
@@ -62,6 +70,15 @@ def tiny_model(tiny):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager").train()
+
+
+@pytest.fixture(scope="session")
+def testbed() -> Path:
+    """The model of the learning tests; made here where `make testbed` was not called before, which takes minutes."""
+    script = str(ROOT / "studies" / "pretrain_tiny.py")
+    done = subprocess.run([sys.executable, script, "--output", str(learning.MODEL)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return learning.MODEL
 
 
 @pytest.fixture

@@ -98,6 +98,7 @@ EVIDENCE: dict[str, Row] = {
     "ground_truth_key": row("other_answer", "ground truths", dataset=ROWS),
     "system_prompt": row("Be brief.", "prompts"),
     "chat_template": row("question_answer", "prompts"),
+    "chat_template_kwargs": row('{"enable_thinking": false}', "prompts", chat_template="FILES/thinking.jinja"),
     "max_prompt_length": row(20, "prompts", overlong_prompts="left"),
     "overlong_prompts": row("left", "exit", "prompts", max_prompt_length=20),
     "bad_rows": row("drop", "exit", "steps", dataset="FILES/bad.jsonl"),

@@ -25,6 +25,7 @@ from typing import ClassVar
 import pytest
 
 from runtime import data, process, records, rundir, runlog
+from runtime.flags import RunFlags
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("RLVR_TEST_DATA", ROOT.parent / "shared" / "data"))  # labeled data sets, where they are
@@ -106,6 +107,17 @@ def token_loss(module, beta: float, args, **given):
     return module.token_loss(module.Tokens(**fields), beta, args)
 
 
+def kl_loss(logprobs, old, ref, mask, *, estimator: str, gradient: str = "naive", full_kl=None):
+    """The KL in the loss of grpo.py per token, 0 where ``mask`` is False."""
+    import torch
+
+    import grpo
+    import kl_estimators
+
+    given = {"estimator": estimator, "gradient": gradient, "full_kl": full_kl}
+    return torch.where(mask, kl_estimators.loss_term(grpo, logprobs, old, ref, **given), 0.0)
+
+
 def load_variant(name: str, folder: Path):
     """The module variant_NAME: the variant's script, written to ``folder`` and imported from there."""
     import variant
@@ -124,6 +136,7 @@ def load_variant(name: str, folder: Path):
 
 # A two-step run on the tiny model that takes a second or two.
 TINY_RUN = {
+    "dataset": f"{RunFlags.dataset}&size=200",
     "rollout": "hf",
     "dtype": "float32",
     "total_steps": 2,

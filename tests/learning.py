@@ -4,7 +4,7 @@
     python tests/learning.py --healthy 20        so many runs of the unbroken scripts, with the seeds 1 to 20
 
 A breakage is a list of edits (file, text, text in its place) in BREAKAGES. Each text must occur exactly once in its
-file, so an edit that no longer applies is an error and not a success. Runs train the model of scripts/pretrain_tiny.py.
+file, so an edit that no longer applies is an error and not a success. Runs train the model of studies/pretrain_tiny.py.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ BREAKAGES = (
     Breakage(
         "sign of the advantage",
         (
-            ("{script}", "unclipped_T = -advantages_T * ratio_T\n", "unclipped_T = advantages_T * ratio_T\n"),
-            ("{script}", "clipped_T = -advantages_T * ratio_T.clamp(", "clipped_T = advantages_T * ratio_T.clamp("),
+            ("{script}", "unclipped_T = -t.advantages_T * ratio_T\n", "unclipped_T = t.advantages_T * ratio_T\n"),
+            ("{script}", "clipped_T = -t.advantages_T * ratio_T.clamp(", "clipped_T = t.advantages_T * ratio_T.clamp("),
         ),
     ),
     Breakage(
@@ -112,8 +112,8 @@ BREAKAGES = (
         (
             (
                 "{script}",
-                "    ratio_T = (logprobs_T - old_T).clamp(-20, 20).exp()\n",
-                "    ratio_T = (old_T - logprobs_T).clamp(-20, 20).exp()\n",
+                "    ratio_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp()\n",
+                "    ratio_T = (t.old_T - t.logprobs_T).clamp(-20, 20).exp()\n",
             ),
         ),
     ),

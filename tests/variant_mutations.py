@@ -52,25 +52,33 @@ MUTATIONS = [
         "all_N = sampler_N <= TOOL",
         TURNS,
     ),
-    ("a prompt without earlier turns", "multi_turn.patch", "prompt_ids + response.ids,", "prompt_ids,", TURNS),
+    (
+        "the tool's tokens in the KL's mean",
+        "multi_turn.patch",
+        "rollout_kl(kl_N[all_N], all_offsets, known",
+        "rollout_kl(kl_N, offsets, known",
+        TURNS,
+    ),
+    ("the tool's tokens in the exact KL", "multi_turn.patch", "budget, run, sampler_N != TOOL)", "budget, run)", TURNS),
+    ("a prompt without earlier turns", "multi_turn.patch", "prompt_ids + turns.ids,", "prompt_ids,", TURNS),
     (
         "a prompt from text",
         "multi_turn.patch",
-        "prompt_ids + response.ids,",
-        "prompt_ids + llm.get_tokenizer().encode(llm.get_tokenizer().decode(response.ids)),",
+        "prompt_ids + turns.ids,",
+        "prompt_ids + llm.get_tokenizer().encode(llm.get_tokenizer().decode(turns.ids)),",
         TURNS,
     ),
     (
         "every turn has all tokens",
         "multi_turn.patch",
-        'sampling["max_tokens"] - len(response.ids)}',
+        'sampling["max_tokens"] - len(turns.ids)}',
         'sampling["max_tokens"]}',
         TURNS,
     ),
     (
         "no end at the longest length",
         "multi_turn.patch",
-        "result[: longest - len(response.ids)]",
+        "result[: longest - len(turns.ids)]",
         "result",
         TURNS,
     ),
@@ -116,7 +124,7 @@ def survivors(names: list[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         for source in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
             shutil.copy(source, folder)
-        for name in ("runtime", "tests", "scripts", "docs", "variants"):
+        for name in ("runtime", "tests", "scripts", "studies", "docs", "variants"):
             shutil.copytree(ROOT / name, Path(folder) / name)
         for what, file, text, other, tests in tried:
             path = Path(folder) / "variants" / file

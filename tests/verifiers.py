@@ -1,6 +1,11 @@
 """Verifiers for tests; nothing of the project is imported but the result type."""
 
+import asyncio
+import builtins
 import os
+import random
+import subprocess
+import sys
 import time
 
 from rewards import Reward
@@ -11,7 +16,7 @@ def parity(response, truth, row):
     return Reward(float(len(response) % 2), {"correct": float(len(response) % 2)})
 
 
-def nothing(response, truth, row):
+def zero(response, truth, row):
     """The same for every response, so that no group has a gradient."""
     return Reward(0.0)
 
@@ -101,6 +106,53 @@ def not_finite(response, truth, row):
     return float("nan")
 
 
+def runs_the_response(response, truth, row):
+    """The usual home-made reward of code; like a run, it is tried with the truth first."""
+    if response != truth:
+        exec(response, {"exit": sys.exit, "quit": sys.exit})
+    return 1.0
+
+
+def exits_on_a_response(response, truth, row):
+    """As one does that executes a response in which is ``exit()``; not on the truth, with which a run tries it."""
+    if response != truth:
+        sys.exit(0)
+    return 1.0
+
+
+class Outcome(BaseException):
+    """What pytest.fail and trio's cancellation are: no Exception."""
+
+
+def raises_by_name(response, truth, row):
+    raise {"asyncio.CancelledError": asyncio.CancelledError, "Outcome": Outcome}.get(
+        response, getattr(builtins, response, None)
+    )
+
+
+SLEEPS = "import signal, sys, time; {before}; time.sleep(600)"
+
+
+def starts_a_process(response, truth, row):
+    """A process with the truth in its command line, and then what the response says."""
+    program = {
+        "child": SLEEPS.format(before="signal.signal(signal.SIGTERM, signal.SIG_IGN)"),
+        "a session": SLEEPS.format(before="pass"),
+        "orphan": "import os; os.fork() and os._exit(0); " + SLEEPS.format(before="pass"),
+    }[row["kind"]]
+    started = subprocess.Popen([sys.executable, "-c", program, truth], start_new_session=row["kind"] == "a session")
+    if row["kind"] == "orphan":
+        started.wait()
+    return {"hangs": hangs, "dies": dies, "": always}[response](response, truth, row)
+
+
+def terminates_a_process(response, truth, row):
+    started = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"], stdout=-1)
+    started.stdout.readline()
+    started.terminate()
+    return float(started.wait(1.0) == -15)
+
+
 class Unpicklable(str):
     def __reduce__(self):
         raise TypeError("not to be sent")
@@ -118,6 +170,14 @@ def picky(response, truth, row):
 def addition(response, truth, row):
     """A reward that the prompt alone decides, so that a critic can learn it whatever is answered."""
     return Reward(float("+" in row["question"]))
+
+
+def draws(response, truth, row):
+    """Random numbers; slowly, so that each of the workers has one to draw."""
+    import numpy
+
+    time.sleep(0.2)
+    return Reward(0.0, {"random": random.random(), "numpy": numpy.random.rand()})  # noqa: NPY002
 
 
 def stepwise(response, truth, row):

@@ -17,16 +17,21 @@ Source   Dr. GRPO, arXiv 2503.20783.
 Use it   to learn what GRPO is, or to start from the least code.
 Measured its gradient equals that of grpo.py with --loss_norm constant --advantage_normalization_type centered.
 
-    python dr_grpo_min.py                                 SmolLM2-135M on one-digit sums
-    python dr_grpo_min.py --model_name_or_path models/testbed-1 --learning_rate 1e-4 --group 16 --steps 40
+    python variants/dr_grpo_min.py                        SmolLM2-135M on one-digit sums
+    make testbed                                          makes models/testbed-1, in minutes
+    python variants/dr_grpo_min.py --model_name_or_path models/testbed-1 --learning_rate 1e-4 --group 16 --steps 40
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import tyro
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # where rewards.py is; a copy beside it finds it, too
 
 from rewards import last_number
 from runtime import data, process
@@ -183,8 +188,7 @@ def evaluate(step: int, llm: LLM, rows: list[dict], stop_ids: list[int], args: A
 def load_rows(tokenizer, args: Args) -> list[dict]:
     """The task's rows in random order, each prompt once, with its token ids."""
     system = data.SYSTEM_PROMPTS.get(args.dataset.split("?")[0], "")
-    rows = {row["question"]: row for row in gym_rows(args.dataset, args.seed)}
-    rows = list(rows.values())
+    rows = list({row["question"]: row for row in gym_rows(args.dataset, args.seed)}.values())
     for row in rows:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": row["question"]}]
         (row["ids"],) = data.render([messages], tokenizer, None)
@@ -216,9 +220,7 @@ def main(args: Args) -> None:
         answers = generate(llm, batch, args.group, stop_ids, args)
 
         # 3 score
-        rewards = []
-        for row, group in zip(batch, answers, strict=True):
-            rewards.append([score(row, response) for response in group])
+        rewards = [[score(row, response) for response in group] for row, group in zip(batch, answers, strict=True)]
 
         # 4 advantages, 5 update
         optimizer.zero_grad()

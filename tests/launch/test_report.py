@@ -118,7 +118,7 @@ def test_final_values_over_an_argument(runs, tmp_path):
 
 
 def test_measured_values_are_final_values(runs, tmp_path):
-    """What scripts/measure_kl.py wrote beside a run, by argument; it has no curve."""
+    """What studies/measure_kl.py wrote beside a run, by argument; it has no curve."""
     copy = tmp_path / "runs"
     shutil.copytree(runs, copy)
     for folder in copy.glob("*/config.json"):
@@ -278,6 +278,24 @@ def test_one_run_as_before(runs, tmp_path):
     out = call("plot.py", tmp_path / "runs")
     assert "of 3 steps" in out or "3 step" in out
     assert (copy / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("script", ["plot.py", "report.py", "doctor.py"])
+def test_a_damaged_run_is_shown_all_the_same(runs, tmp_path, script):
+    """Lines that are no JSON, half a letter, an empty config.json: what is whole is shown, with a warning."""
+    copy = tmp_path / "damaged"
+    shutil.copytree(next(f for f in runs.iterdir() if (f / "config.json").exists()), copy)
+    for file in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
+        content = (copy / file).read_bytes()
+        first, _, rest = content.partition(b"\n")
+        (copy / file).write_bytes(b'{"step": 1, "response": "a"b"}\n' + first + b"\n[1]\n" + rest + '"名'.encode()[:-1])
+    (copy / "config.json").write_text("")
+    argv = [sys.executable, str(ROOT / "scripts" / script), str(copy)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode in ((0, 1) if script == "doctor.py" else (0,)), done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("metrics.jsonl: 2 line(s) are no JSON objects") == 1
+    assert "config.json is no JSON object" in done.stderr
+    assert script == "report.py" or "3 step" in done.stdout
 
 
 @pytest.mark.parametrize(

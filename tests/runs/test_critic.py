@@ -184,6 +184,16 @@ def test_a_run_continues_from_a_saved_critic(tiny, tmp_path, monkeypatch):
     assert metrics[0]["value/mean"] != read_jsonl(tmp_path / "first" / "metrics.jsonl")[0]["value/mean"]
 
 
+def test_a_critic_of_another_model_keeps_its_own_config(tiny):
+    """--override_config is for the policy: a number of layers, or a rope theta, of its own."""
+    changed = Args(
+        model_name_or_path="policy", override_config='{"rope_theta": 5e5}', value_model_name_or_path=str(tiny)
+    )
+    assert ppo.settings_of_critic(changed).override_config is None
+    same = Args(model_name_or_path=str(tiny), override_config='{"rope_theta": 5e5}')
+    assert ppo.settings_of_critic(same).override_config == same.override_config
+
+
 @pytest.mark.parametrize("outputs, names", [(1, {"weight"}), (2, set())])
 def test_the_head_of_a_classifier_counts_if_it_has_one_output(tmp_path, outputs, names):
     save_file({"score.weight": torch.ones(outputs, 8), "model.norm.weight": torch.ones(8)}, tmp_path / "a.safetensors")

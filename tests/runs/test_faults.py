@@ -335,13 +335,13 @@ def test_stale_weights_of_samples_that_are_stale_anyway(small, capfd, monkeypatc
 
 @pytest.mark.parametrize(
     "changes",
-    [{"reward_fn": f"{VERIFIERS}:nothing"}, {"mask_truncated_completions": True}, {"filter_zero_std_samples": True}],
+    [{"reward_fn": f"{VERIFIERS}:zero"}, {"mask_truncated_completions": True}, {"filter_zero_std_samples": True}],
     ids=["equal", "truncated", "filtered"],
 )
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_an_engine_with_other_weights_is_noticed_where_nothing_is_trained(tiny, tmp_path, monkeypatch, script, changes):
     """Such an engine's answers are garbage, so all rewards are equal, or no response ends, and there is no gradient."""
-    changes = {"reward_fn": f"{VERIFIERS}:nothing", "eval_prompts": 0, **changes}
+    changes = {"reward_fn": f"{VERIFIERS}:zero", "eval_prompts": 0, **changes}
     hf_thread_with(monkeypatch, lambda m: (*m[:2], [(n, w + 1) for n, w in m[2]]) if m[0] == "weights" else m)
     with pytest.raises(RuntimeError, match="the engine has stale weights or a different model"):
         run_here(tiny_args(tiny, tmp_path, script, **changes), script)
@@ -349,7 +349,7 @@ def test_an_engine_with_other_weights_is_noticed_where_nothing_is_trained(tiny, 
 
 def test_a_healthy_engine_is_compared_in_every_step(tiny, tmp_path):
     """Also where nothing is trained on, or nothing that is fresh; and 0 looks at nothing."""
-    quiet = {"reward_fn": f"{VERIFIERS}:nothing", "filter_zero_std_samples": True, "eval_prompts": 0}
+    quiet = {"reward_fn": f"{VERIFIERS}:zero", "filter_zero_std_samples": True, "eval_prompts": 0}
     for changes in (quiet, {"async_steps": 1, "total_steps": 4, "learning_rate": 1e-2, "eval_prompts": 0}):
         for metrics in run_here(tiny_args(tiny, tmp_path, **changes)):
             assert 0 <= metrics["sampler/logprob_diff_mean"] < 1e-4
@@ -469,6 +469,7 @@ def test_a_tokenizer_without_padding(tiny, tmp_path, capfd):
     [
         ("a verifier hangs", "`sleep(3600)`", "hangs", "killed after 1 s (--reward_timeout)", "reward/timeouts"),
         ("a verifier's process dies", "`os._exit(3)`", "dies", "the worker died", "reward/errors"),
+        ("a verifier exits", "`sys.exit(0)`", "exits_on_a_response", "SystemExit: 0", "reward/unscorable"),
         ("a verifier takes all memory", "100 GB", "takes_memory", "first crash of a verification", "reward/errors"),
         (
             "a verifier returns something else",
@@ -478,7 +479,7 @@ def test_a_tokenizer_without_padding(tiny, tmp_path, capfd):
             "reward/unscorable",
         ),
     ],
-    ids=["hangs", "dies", "memory", "text"],
+    ids=["hangs", "dies", "exits", "memory", "text"],
 )
 def test_verifiers_that_cost_a_sample(small, capfd, fault, injection, verifier, words, metric):
     sizes = {
@@ -725,4 +726,4 @@ def test_nodes_that_are_not_alike(tiny, tmp_path, fault, injection, outs, more, 
     note(fault, injection, texts[1], words, REFUSED)
 
 
-FAULTS = 67
+FAULTS = 68

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,9 @@ from helpers import (
     logged,
     read_jsonl,
     record,
+    run_environment,
     saved,
+    with_program,
 )
 
 from runtime import process
@@ -61,6 +64,87 @@ def test_what_a_library_forks(tmp_path):
             time.sleep(0.5)
             assert run.process.poll() is None and "SIGTERM" not in run.text()
         run.kill()  # and nothing is left over
+
+
+SPEAKS = r"""
+import os, sys, time
+from runtime import process
+
+process.listen_for_signals()
+process.Stop.training = True
+said = 0
+while not process.Stop.asked:
+    print("step", said, "\u540d\udcff", flush=True)
+    print("warning", said, file=sys.stderr, flush=True)
+    said += 1
+    os.write(int(sys.argv[1]), b".")
+    time.sleep(0.02)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("reader", ["dies", "sleeps", "has a full disk", "has no such letters", "has gone already"])
+def test_the_console_does_not_end_a_run(tmp_path, reader):
+    """Ctrl-C on `python grpo.py 2>&1 | tee log` ends tee first; what else a print may meet; the signal is answered."""
+    (tmp_path / "speaks.py").write_text(SPEAKS)
+    ends, told = os.pipe(), os.pipe()
+    if reader == "has gone already":
+        os.close(ends[0])
+    if reader == "has a full disk":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), ends[1])
+    if reader == "sleeps":  # and another program has made its pipe non-blocking
+        os.set_blocking(ends[1], False)
+        while True:
+            try:
+                os.write(ends[1], b"." * 4096)
+            except BlockingIOError:
+                break
+    environment = run_environment() | ({"PYTHONIOENCODING": "latin-1"} if reader == "has no such letters" else {})
+    environment.pop("PYTHONUNBUFFERED")
+    line = [sys.executable, str(tmp_path / "speaks.py"), str(told[1])]
+    run = subprocess.Popen(line, stdout=ends[1], stderr=ends[1], pass_fds=[told[1]], env=environment, cwd=ROOT)
+    os.close(ends[1])
+    os.close(told[1])
+    if reader == "sleeps":
+        time.sleep(0.5)
+        os.set_blocking(ends[0], False)
+        assert len(os.read(ends[0], 2**20)) >= 65536, "what had been there before"
+        os.set_blocking(ends[0], True)
+    os.read(told[0], 1)
+    if reader == "dies":
+        assert b"step 0" in os.read(ends[0], 2**16)
+        os.close(ends[0])
+    seen = sum(len(os.read(told[0], 1)) for _ in range(20))
+    assert seen == 20 and run.poll() is None, "it goes on"
+    run.send_signal(signal.SIGINT)
+    assert run.wait(10) == 75
+
+
+def test_a_verifier_that_prints_needs_no_reader():
+    """Its score would be that of a verifier that fails."""
+    program = "from runtime import process; process.live_for_parent(); print('a response', flush=True)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_on_a_pipeline_saves(tiny, tmp_path, ranks):
+    """The terminal's signal ends `tee` too: what is said after it has no reader, and the checkpoint is written."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    run = Run(command(tiny, tmp_path, *LONG, "--log_samples_every", "1", ranks=ranks), tmp_path / "pipe")
+    run.log = tmp_path / "log"  # of nothing, for the messages of this test: the run speaks to the pipe
+    run.log.touch()
+    run.until(lambda: logged(tmp_path) >= 2)
+    assert b"step 1/" in os.read(reader, 2**16)
+    os.close(reader)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.end(60) == 75
+    assert saved(tmp_path) == logged(tmp_path) >= 2
 
 
 @pytest.mark.slow
@@ -148,7 +232,7 @@ def test_other_moments_and_signals(tiny, tmp_path):
     run.until(lambda: (tmp_path / "run" / "config.json").exists() and len(descendants(run.process.pid)) > 1)
     time.sleep(3)  # in the evaluation before the first step, whose samples take 5 seconds each to verify
     os.kill(run.process.pid, signal.SIGUSR2)
-    run.until(lambda: "most recent call first" in run.text() and "in rollout" in run.text(), 10)
+    run.until(lambda: "most recent call first" in run.text() and "in evaluate" in run.text(), 10)
     os.kill(run.process.pid, signal.SIGTERM)
     run.until(lambda: "saving after this step" in run.text(), 10)
     time.sleep(1.5)
@@ -215,9 +299,10 @@ def test_a_run_that_stands_still_says_where_and_ends(tiny, tmp_path, ranks):
 SIGNAL_IN_EVALUATION = """
 from runtime import process
 process.prepare_environment()
-import os, signal
+import os, signal, time
 import tyro
 import grpo, utils
+from runtime import checkpoints
 
 if __name__ == "__main__":  # the reward workers import this file
     plain, calls = utils.gather_samples, []
@@ -226,12 +311,22 @@ if __name__ == "__main__":  # the reward workers import this file
         calls.append(1)
         if len(calls) == int(os.environ["SIGNAL_AT"]) and os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
         return plain(samples)
 
     utils.gather_samples = gather
+    checkpoints.RESTART_SECONDS = float(os.environ["RESTART_SECONDS"])
     args = tyro.cli(grpo.Args)
     grpo.main(args, grpo.preflight(args))
 """
+
+
+def evaluates(tiny, tmp_path, monkeypatch, ranks: int, steps: int, signal_at: int, restart: int) -> list[str]:
+    """The command line of a run that evaluates after every step, with a signal to rank 0 in one of the gathers."""
+    monkeypatch.setenv("SIGNAL_AT", str(signal_at))
+    monkeypatch.setenv("RESTART_SECONDS", str(restart))
+    line = command(tiny, tmp_path, "--total_steps", str(steps), "--eval_every", "1", ranks=ranks)
+    return with_program(line, tmp_path, SIGNAL_IN_EVALUATION)
 
 
 @pytest.mark.slow
@@ -239,16 +334,33 @@ if __name__ == "__main__":  # the reward workers import this file
 @pytest.mark.parametrize("moment, steps", [("the first evaluation", 1), ("one between steps", 2), ("the last one", 2)])
 def test_a_signal_in_an_evaluation(tiny, tmp_path, monkeypatch, ranks, moment, steps):
     """To one rank of several: the evaluation ends, the step after it is saved (75), or the run is finished (0)."""
-    monkeypatch.setenv("SIGNAL_AT", "1" if moment == "the first evaluation" else "5")
     finished = moment == "the last one"
-    (tmp_path / "evaluates.py").write_text(SIGNAL_IN_EVALUATION)
-    line = command(tiny, tmp_path, "--total_steps", "2" if finished else "3", "--eval_every", "1", ranks=ranks)
-    line = [str(tmp_path / "evaluates.py") if word == str(ROOT / "grpo.py") else word for word in line]
+    signal_at = 1 if moment == "the first evaluation" else 5
+    line = evaluates(tiny, tmp_path, monkeypatch, ranks, 2 if finished else 3, signal_at, restart=60)
     run = Run(line, tmp_path / "log")
     assert run.end(120) == (0 if finished else 75), run.text()
+    words = "ending after the last evaluation" if finished else "saving after this step and its evaluation"
+    assert f"SIGTERM: {words}" in run.text()
     assert logged(tmp_path) == steps
     assert saved(tmp_path) == (0 if finished else steps)
     assert (tmp_path / "run" / "model").exists() == finished
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_in_the_last_evaluation_of_a_long_run(tiny, tmp_path, monkeypatch, ranks):
+    """It ends at once, as the last step is saved; the same command evaluates, and leaves what a straight run leaves."""
+    (tmp_path / "straight").mkdir()
+    straight = evaluates(tiny, tmp_path / "straight", monkeypatch, ranks, 2, signal_at=0, restart=60)
+    finish(straight, tmp_path / "straight.log")
+    line = evaluates(tiny, tmp_path, monkeypatch, ranks, 2, signal_at=5, restart=0)
+    run = Run(line, tmp_path / "log")
+    assert run.end(120) == 75, run.text()
+    assert "SIGTERM: the last step is saved: ending now" in run.text()
+    assert saved(tmp_path) == logged(tmp_path) == 2 and not (tmp_path / "run" / "model").exists()
+    monkeypatch.setenv("SIGNAL_AT", "0")
+    assert "resuming after step 2" in finish(line, tmp_path / "second.log")
+    assert record(tmp_path / "run") == record(tmp_path / "straight" / "run")
 
 
 ENDS_IN_A_PUSH = """

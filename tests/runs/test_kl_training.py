@@ -10,7 +10,7 @@ import matplotlib
 import mutations
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, kl_loss
 
 import kl_estimators as kl
 
@@ -68,7 +68,7 @@ def test_exact_ascent_finds_the_optimum_of_the_sequence_kl_only_from_the_reward(
                 gain = gain - beta * kl.kl_reward(fresh, ref, mask, estimator="k1").flip(1).cumsum(1).flip(1)
             loss = -(logp - fresh).exp() * gain
             if placement == "loss":
-                loss = loss + beta * kl.kl_loss(logp, fresh, ref, mask, estimator="k2")
+                loss = loss + beta * kl_loss(logp, fresh, ref, mask, estimator="k2")
             adam.zero_grad()
             (fresh.sum(1).exp() @ loss).sum().backward()
             adam.step()
@@ -93,7 +93,7 @@ def test_without_a_reward_only_k1_drifts():
 
 @pytest.mark.slow
 def test_demonstration(tmp_path):
-    line = [sys.executable, str(ROOT / "scripts" / "kl_demo.py"), "--output", str(tmp_path / "kl.png")]
+    line = [sys.executable, str(ROOT / "studies" / "kl_demo.py"), "--output", str(tmp_path / "kl.png")]
     done = subprocess.run(line, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "PASS" in done.stdout and (tmp_path / "kl.png").stat().st_size > 10_000, done
 

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import learning
 import pytest
 from helpers import ROOT
 
 NAMES = [f"{breakage.what}, {script}" for breakage, script in learning.CASES]
-
-
-@pytest.fixture(scope="module")
-def testbed():
-    """The pretrained model; made here where `make testbed` was not called before, which takes minutes."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "pretrain_tiny.py"), "--output", str(learning.MODEL)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return learning.MODEL
 
 
 @pytest.mark.parametrize(("breakage", "script"), learning.CASES, ids=NAMES)

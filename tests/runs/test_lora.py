@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import variant
-from helpers import command, end_engine, finish, load_variant, read_jsonl, tiny_args
+from helpers import ONE_ENGINE, command, end_engine, finish, load_variant, read_jsonl, tiny_args, with_program
 from transformers import AutoModelForCausalLM
 
 from runtime import watchdog
@@ -98,12 +98,13 @@ def test_the_engine_has_the_adapters_of_the_last_push(lora, engine, tiny):
 
 
 @pytest.mark.slow
-def test_a_run_trains_adapters_alone(tiny, tmp_path):
+@pytest.mark.parametrize("apart", [False, True], ids=["thread", "dedicated"])
+def test_a_run_trains_adapters_alone(tiny, tmp_path, apart):
     """Three steps with two optimizer steps each: sampler = trainer after every push, and model/ is the adapters."""
-    (tmp_path / "lora.py").write_text(variant.variant("lora"))
     more = ["--lora_rank", str(RANK), "--learning_rate", "1e-2", "--num_mini_batches", "2", "--total_steps", "3"]
-    line = command(tiny, tmp_path / "out", *more, rollout="vllm")
-    finish([line[0], str(tmp_path / "lora.py"), *line[2:]], tmp_path / "log", 280)
+    more += ONE_ENGINE if apart else ()
+    line = command(tiny, tmp_path / "out", *more, ranks=1 + apart, rollout="vllm")
+    finish(with_program(line, tmp_path, variant.variant("lora")), tmp_path / "log", 280)
     metrics = read_jsonl(tmp_path / "out" / "run" / "metrics.jsonl")
     assert sum(m["optim/steps"] for m in metrics) > 3
     assert all(m["sampler/logprob_diff_max"] < 1e-4 for m in metrics)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 import variant
-from helpers import command, end_engine, finish, load_variant, make_samples, read_jsonl
+from helpers import command, end_engine, finish, load_variant, make_samples, read_jsonl, run_here, tiny_args
 
+import utils
 from runtime import watchdog
 from runtime.records import Sample
 
@@ -144,7 +145,7 @@ multi_turn.kl_reward = spy
 if __name__ == "__main__":
     args = flags.parse(multi_turn.Args, "")
     multi_turn.main(args, multi_turn.preflight(args))
-    print("masks", json.dumps(masks))
+    print("own tokens", json.dumps(masks))
 """
 
 
@@ -160,10 +161,59 @@ def test_a_run_takes_the_tool_out_of_the_kl_of_the_reward(tiny, tmp_path):
     metrics = read_jsonl(tmp_path / "out" / "run" / "metrics.jsonl")
     assert sum(m["optim/steps"] for m in metrics) > 3
     assert all(m["sampler/logprob_diff_max"] < 1e-4 for m in metrics)
-    masks = json.loads(text.partition("masks ")[2].splitlines()[0])
+    masks = json.loads(text.partition("own tokens ")[2].splitlines()[0])
     for (tokens, own), m in zip(masks, metrics, strict=True):
         assert tokens == round(m["completions/length_mean"] * 16)
         assert 0.2 * tokens < own < 0.9 * tokens
+
+
+@pytest.mark.parametrize("unit", ["sequence", "token"])
+def test_the_tool_s_tokens_count_in_no_mean_of_the_kl(multi_turn, tiny, tmp_path, monkeypatch, unit):
+    """A response's KL in the reward is its sum, or mean, over its own tokens; the exact KL is a mean over such, too."""
+    own, sums, exact = [], [], []
+    select, kl_reward, exact_kl = multi_turn.select, multi_turn.kl_reward, utils.exact_kl
+
+    def with_tool(*given):
+        samples, metrics = select(*given)
+        for sample in samples:
+            is_tool = np.arange(len(sample.response_ids)) % (2 + sample.sample_id) == 1
+            sample.sampler_logprobs[is_tool] = multi_turn.TOOL
+        own.append([torch.from_numpy(s.sampler_logprobs != multi_turn.TOOL) for s in samples])
+        return samples, metrics
+
+    def kept_reward(*given, **more):
+        sums.append(kl_reward(*given, **more))
+        return sums[-1]
+
+    def in_parts(*given):
+        *rest, own_N = given
+        exact.append([exact_kl(*rest, part) for part in (own_N, ~own_N, None)])
+        return exact[-1][0]
+
+    monkeypatch.setattr(multi_turn, "select", with_tool)
+    monkeypatch.setattr(multi_turn, "kl_reward", kept_reward)
+    monkeypatch.setattr(utils, "exact_kl", in_parts)
+    flags = {
+        "beta": 0.1,
+        "kl_placement": "reward",
+        "kl_target_unit": unit,
+        "kl_full_samples": 16,
+        "num_mini_batches": 2,
+    }
+    flags |= {"stop": (), "learning_rate": 1e-2, "eval_prompts": 0, "kl_controller": "adaptive"}
+    metrics = run_here(tiny_args(tiny, tmp_path, "variant_multi_turn", **flags), "variant_multi_turn")
+    for step, (masks, kl_N) in enumerate(zip(own, sums, strict=True)):
+        parts = kl_N[:-1].split([len(mask) for mask in masks])
+        assert all(part[~mask].abs().sum() == 0 for part, mask in zip(parts, masks, strict=True))
+        values = [
+            (part[mask].mean() if unit == "token" else part.sum()) for part, mask in zip(parts, masks, strict=True)
+        ]
+        assert metrics[step]["kl/reward"] == pytest.approx(torch.stack(values).mean().item(), rel=1e-5)
+    share = torch.cat(own[-1]).double().mean().item()
+    one, other, both = [part["kl/full"] for part in exact[-1]]
+    assert both == pytest.approx(share * one + (1 - share) * other, rel=1e-5)
+    assert one != pytest.approx(both, rel=1e-4)
+    assert metrics[-1]["kl/reward"] != 0
 
 
 CALLS = {

@@ -711,6 +711,7 @@ def test_all_rewards_zero_end_the_run_if_asked(tiny, tmp_path):
         ({"num_samples_per_prompt_rollout": 1, "dynamic_sampling_rounds": 1}, "--num_samples_per_prompt_rollout"),
         ({"disable_value": True, "critic_warmup": 1}, "--critic_warmup"),
         ({"disable_value": True, "bootstrap_truncated": True}, "--bootstrap_truncated"),
+        ({"critic_warmup": 2}, "--critic_warmup 2 leaves no step for the policy, of 2"),
         ({"value_clip": 0.0}, "--value_clip"),
         ({"critic_learning_rate": 0.0}, "--critic_learning_rate"),
         ({"bootstrap_truncated": True, "mask_truncated_completions": True}, "--mask_truncated_completions"),

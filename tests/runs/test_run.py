@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -632,14 +631,23 @@ def test_one_process_where_two_were_asked_for(tiny, tmp_path):
     assert code != 0 and "--use_deepspeed" in text and "--num_processes" in text
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_raising_verifier_ends_every_rank(tiny, tmp_path, ranks):
-    """It raises on the truth, too, so the run is refused before its first step, and no process waits for another."""
-    line = command(tiny, tmp_path, "--reward_fn", f"{VERIFIERS}:raises", ranks=ranks, launcher=ACCELERATE_LAUNCH)
-    code, text = run_to_end(line, tmp_path / "log")
-    assert code == (2 if ranks == 1 else 1)  # accelerate has one code for all that fails
-    assert f"error: --reward_fn: the verifier {VERIFIERS}:raises raises on the truth" in text
+RAISES_ON_THE_TRUTH = f"error: --reward_fn: the verifier {VERIFIERS}:raises raises on the truth"
+
+
+def test_a_raising_verifier_is_refused(tiny, tmp_path, capsys):
+    """It raises on the truth, too, so the run is refused before its first step."""
+    with pytest.raises(SystemExit) as end:
+        run_here(tiny_args(tiny, tmp_path, reward_fn=f"{VERIFIERS}:raises"))
+    text = capsys.readouterr().err
+    assert end.value.code == 2 and RAISES_ON_THE_TRUTH in text
     assert "the verifier's own mistake" in text and "in raises" in text
+
+
+def test_a_raising_verifier_ends_every_rank(tiny, tmp_path):
+    """No process waits for another."""
+    line = command(tiny, tmp_path, "--reward_fn", f"{VERIFIERS}:raises", ranks=2, launcher=ACCELERATE_LAUNCH)
+    code, text = run_to_end(line, tmp_path / "log")
+    assert code == 1 and RAISES_ON_THE_TRUTH in text  # accelerate has one code for all that fails
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
     assert not left, "processes are left"
 
@@ -679,7 +687,6 @@ if __name__ == "__main__":  # the reward workers import this file
 
 
 @pytest.mark.parametrize("action, ranks, word", [
-    ("dies", 1, "the engine broke on purpose"),
     ("dies", 2, "the engine broke on purpose"),
     ("lambda *a: sys.exit(3)", 1, "SystemExit"),
 ])  # fmt: skip
@@ -700,60 +707,31 @@ def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
         assert word in text.split(f"rank {rank} failed")[1]
 
 
-BAD_LOSS = """
-import sys
-from runtime import process, runlog
-process.prepare_environment()
-import grpo
-sys.path.insert(0, "tests")
-from helpers import tiny_args
-from pathlib import Path
+def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path, monkeypatch):
+    plain = grpo.token_loss
 
-plain = grpo.token_loss
+    def poisoned(*arguments):
+        loss, parts = plain(*arguments)
+        return loss * float("nan"), parts
 
-def poisoned(*arguments):
-    loss, parts = plain(*arguments)
-    return loss * float("nan"), parts
-
-if __name__ == "__main__":
-    grpo.token_loss = poisoned
-    args = tiny_args(Path("{tiny}"), Path("{out}"), total_steps=12, eval_prompts=0, entropy_coeff=1e-3)
-    grpo.main(args, grpo.preflight(args))
-"""
-
-
-def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path):
-    file = tmp_path / "bad.py"
-    file.write_text(BAD_LOSS.format(tiny=tiny, out=tmp_path / "runs"))
-    code, text = run_to_end([sys.executable, str(file)], tmp_path / "log")
-    assert code == 1 and "ten optimizer steps in a row" in text
-    (folder,) = (tmp_path / "runs").iterdir()
+    monkeypatch.setattr(grpo, "token_loss", poisoned)
+    args = tiny_args(tiny, tmp_path, total_steps=12, eval_prompts=0, entropy_coeff=1e-3)
+    with pytest.raises(RuntimeError, match="ten optimizer steps in a row"):
+        run_here(args)
+    folder = folder_of(args)
     assert len(read_jsonl(folder / "bad_batch.jsonl")) == 16
     assert [m["optim/skipped"] for m in read_jsonl(folder / "metrics.jsonl")] == [1] * 9
 
 
-DRIFT = """
-import sys
-from runtime import process, runlog
-process.prepare_environment()
-import grpo, utils
-sys.path.insert(0, "tests")
-from helpers import tiny_args
-from pathlib import Path
-
-whole = utils.current_weights
-
-if __name__ == "__main__":
-    utils.current_weights = lambda *a: [(name, 1.1 * w) for name, w in whole(*a)]  # the engine gets something else
-    args = tiny_args(Path("{tiny}"), Path("{out}"), eval_prompts=0, entropy_coeff=1e-3, max_sampler_diff={limit})
-    grpo.main(args, grpo.preflight(args))
-"""
-
-
 @pytest.mark.parametrize("limit, ends", [(0.1, True), (0.0, False)])
-def test_a_sampler_with_other_weights_ends_the_run(tiny, tmp_path, limit, ends):
+def test_a_sampler_with_other_weights_ends_the_run(tiny, tmp_path, monkeypatch, limit, ends):
     """Before a step is applied; with the check off the same run goes through."""
-    file = tmp_path / "drift.py"
-    file.write_text(DRIFT.format(tiny=tiny, out=tmp_path / "runs", limit=limit))
-    code, text = run_to_end([sys.executable, str(file)], tmp_path / "log")
-    assert (code == 1 and "--max_sampler_diff" in text) if ends else code == 0, text
+    whole = utils.current_weights
+    monkeypatch.setattr(utils, "current_weights", lambda *a: [(name, 1.1 * w) for name, w in whole(*a)])
+    args = tiny_args(tiny, tmp_path, eval_prompts=0, entropy_coeff=1e-3, max_sampler_diff=limit)
+    if not ends:
+        assert len(run_here(args)) == 2
+        return
+    with pytest.raises(RuntimeError, match="--max_sampler_diff"):
+        run_here(args)
+    assert not (folder_of(args) / "metrics.jsonl").exists(), "a step was applied"

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 import submit
-from helpers import ROOT, folder_of, run_here, tiny_args
+from helpers import ROOT, folder_of, read_jsonl, run_here, tiny_args
 
 from grpo import Args
-from runtime import flags, identity, redaction, rundir
+from runtime import flags, identity, redaction, rundir, runlog
 
 # What stands where. None of the values occurs in the project.
 PLANTED = {
@@ -168,6 +168,33 @@ def test_a_run_leaves_no_secret(tiny, tmp_path, planted, judged, monkeypatch, ca
     assert "first unscorable of a verification" in said.out
     assert "401: the key *** is not valid" in said.out, said.out.partition("first unscorable")[2][:2000]
     assert found_in(out, said.out, said.err) == []
+
+
+QUOTED = (
+    'curl -H "Authorization: Bearer {}" https://judge.example.com',
+    'get("https://judge.example.com/v1?api_key={}")',
+    'get("https://judge.example.com/v1?a=1&signature={}")',
+    """headers = {{'x-api-key': "{}"}}""",
+    'api-key="{}"',
+    'connect("https://me:{}@judge.example.com")',
+    'print("bearer {}")',
+    'C:\\\\keys\\\\"{}"\\n',
+)
+
+
+def test_a_sample_with_a_secret_is_a_line_of_json(tmp_path, planted, monkeypatch):
+    """Code and data of tools have secrets in quotes: what hides them must not take a part of the line along."""
+    odd = 'a"key\\with é and\nall'
+    monkeypatch.setenv("ODD_KEY", odd)
+    log = runlog.RunLog(tmp_path / "run", Args(), 1, 10, True)
+    texts = [text.format(PLANTED["JUDGE_API_KEY"]) for text in QUOTED] + [f"it is {odd}!"]
+    for step, text in enumerate(texts, 1):
+        log.write("samples.jsonl", {"step": step, "response": text, "parts": {text: 0.5, "token": 1.0}, "all": [text]})
+    log.close()
+    for row, text in zip(read_jsonl(tmp_path / "run" / "samples.jsonl"), texts, strict=True):
+        assert "***" in row["response"] and row["parts"]["token"] == 1.0
+        assert row["response"] == redaction.redact(text) == row["all"][0] == min(row["parts"])
+    assert found_in(tmp_path / "run") == [] and odd.encode() not in (tmp_path / "run" / "samples.jsonl").read_bytes()
 
 
 def test_a_run_with_secrets_resumes(tiny, tmp_path, planted, judged):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
+import shutil
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import variant
 from helpers import ROOT, load_variant, make_samples, run_here, tiny_args, token_loss
+from transformers import AutoConfig
 
 import utils
 from runtime import batching
@@ -60,6 +63,25 @@ def test_a_variant_is_a_short_diff_with_a_header(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_the_header_has_the_page_s_measurement(name):
+    """One of its numbers, where docs/variants.md has any; a header without a curve says that it is missing."""
+    header, _, _ = variant.read(name)
+    curves = (ROOT / "docs" / "variants.md").read_text().partition("## Learning curves")[2]
+    rows = [line for line in curves.splitlines() if re.match(rf"(\| |\*\*)?`{name}`", line)]
+    measured = re.findall(r"\b0\.\d{3}\b", " ".join(rows))
+    own = header.partition("\nMeasured ")[2]
+    assert ("missing" in own or "no learning curve" in own) == (not measured), measured
+    assert not measured or any(number in own for number in measured)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_header_names_flags_that_there_are(modules, name):
+    header, _, _ = variant.read(name)
+    fields = {field.name for field in dataclasses.fields(modules[name].Args)}
+    assert set(re.findall(r"--(\w+)", header)) <= fields
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_remaking_a_patch_changes_nothing(name):
     header, _, diff = variant.read(name)
     assert variant.remade(name, variant.variant(name)) == f"{header}\n\n{diff}"
@@ -82,6 +104,17 @@ def test_a_whole_variant_is_a_short_file_with_a_header(name, capsys):
 @pytest.mark.parametrize("name", [*NAMES, *WHOLE])
 def test_the_page_names_every_variant(name):
     assert f"| `{name}` |" in (ROOT / "docs" / "variants.md").read_text()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_variant_runs_where_it_lies_by_the_line_it_gives(name, tmp_path):
+    """From any folder: its own is not the project's, whose modules it imports."""
+    file = ROOT / "variants" / f"{name}.py"
+    assert f"    python variants/{name}.py  " in file.read_text()
+    line = [sys.executable, str(file), "--help"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--learning_rate" in done.stdout
 
 
 def test_a_patch_that_no_longer_applies_is_refused(tmp_path, capsys):
@@ -206,6 +239,68 @@ def test_distill_refuses_a_kl_in_rewards_that_it_does_not_learn_from(modules, ti
     assert "--kl_reward_norm inside adds the KL to a reward that is not learned from" in capsys.readouterr().err
 
 
+def test_distill_learns_from_a_policy_that_does_not_end_its_answers(modules, tiny, tmp_path):
+    """A base model's answers are all truncated at first: with the variant's own default they are learned from."""
+    mask = modules["distill"].Args().mask_truncated_completions
+    flags = {"mask_truncated_completions": mask, "max_response_length": 2, "eval_prompts": 0}
+    args = tiny_args(tiny, tmp_path, "variant_distill", teacher_name_or_path=str(tiny), **flags)
+    metrics = run_here(args, "variant_distill")
+    assert [m["completions/truncated_frac"] for m in metrics] == [1.0, 1.0]
+    assert [m["optim/steps"] for m in metrics] == [1, 1]
+
+
+def test_distill_leaves_the_teacher_s_config_as_it_is(modules, tiny, tmp_path, monkeypatch):
+    """--override_config is for the policy; the teacher is another model."""
+    teacher = tmp_path / "teacher"
+    shutil.copytree(tiny, teacher)
+    configs = {}
+    plain = utils.load_model
+
+    def load_model(args, *more):
+        model = plain(args, *more)
+        configs[args.model_name_or_path] = model.config.rms_norm_eps
+        return model
+
+    monkeypatch.setattr(utils, "load_model", load_model)
+    flags = {"teacher_name_or_path": str(teacher), "override_config": '{"rms_norm_eps": 0.5}'}
+    run_here(tiny_args(tiny, tmp_path, "variant_distill", total_steps=1, eval_prompts=0, **flags), "variant_distill")
+    assert configs[str(tiny)] == 0.5
+    assert configs[str(teacher)] == AutoConfig.from_pretrained(teacher).rms_norm_eps != 0.5
+
+
+def test_dppo_refuses_the_mask_that_its_own_stands_for(modules, tiny, tmp_path, capsys):
+    args = tiny_args(tiny, tmp_path, "variant_dppo")
+    modules["dppo"].check_args(args)
+    with pytest.raises(SystemExit) as ended:
+        modules["dppo"].check_args(dataclasses.replace(args, importance_sampling_mask=(0.5, 5.0)))
+    assert ended.value.code == 2
+    assert "--importance_sampling_mask: DPPO has a mask of its own, --max_probability_change" in capsys.readouterr().err
+
+
+# Whose policy loss has the weight of trainer against sampler from the ratio that it has already.
+IN_THE_RATIO = ("dppo",)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_importance_weight_does_what_its_help_says(modules, name):
+    """The cap bounds a token's loss, and its KL; where the help leaves the loss out, it bounds the KL alone."""
+    module = modules[name]
+    old = torch.tensor([-1.0, -2.0, -3.0])
+    given = {"logprobs_T": old + 0.05, "old_T": old, "sampler_T": old - 1.5, "ref_T": old - 0.1}
+    given |= {"advantages_T": torch.ones(3), "response_T": torch.zeros(3, dtype=torch.long)}
+    pieces = []
+    for cap in (1.0, 100.0):
+        args = module.Args(
+            truncated_importance_sampling_ratio_cap=cap, kl_estimator="k3", importance_sampling_mask=None
+        )
+        pieces.append(token_loss(module, 0.1, args, **given)[1])
+    assert torch.allclose(pieces[1]["kl"], pieces[0]["kl"] * torch.tensor(1.5).exp())
+    loss_is_bounded = not torch.equal(pieces[0]["policy"], pieces[1]["policy"])
+    assert loss_is_bounded == (name not in IN_THE_RATIO)
+    help_text = variant.variant(name).partition("truncated_importance_sampling_ratio_cap:")[2].splitlines()[1]
+    assert ("a token's loss" in help_text) == loss_is_bounded
+
+
 def test_reinforce_pp_keeps_the_proportions_of_the_groups(modules):
     """One std for the batch: rewards that spread twice as far have twice the advantages; GRPO makes them equal."""
     rewards = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.0, 2.0, 0.0, 2.0]], dtype=torch.float64)
@@ -232,6 +327,15 @@ def test_a_variant_trains_two_steps(modules, name, tiny, tmp_path):
     args = tiny_args(tiny, tmp_path, f"variant_{name}", total_steps=2, num_mini_batches=2, **changes)
     metrics = run_here(args, f"variant_{name}")
     assert [m["optim/steps"] for m in metrics] == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["cispo", "dppo", "icepop"])
+def test_a_variant_for_stale_samples_trains_on_them(modules, name, tiny, tmp_path):
+    """Their headers name --async_steps; from the second step on no sample is of the weights that are trained."""
+    flags = {"total_steps": 3, "async_steps": 1, "eval_prompts": 0}
+    metrics = run_here(tiny_args(tiny, tmp_path, f"variant_{name}", **flags), f"variant_{name}")
+    assert [m["sampler/staleness_max"] for m in metrics] == [0, 1, 1]
+    assert metrics[-1]["optim/steps"] == 1
 
 
 def test_approx_kl_is_of_the_policy_whatever_the_ratio_is(modules, tiny, tmp_path):

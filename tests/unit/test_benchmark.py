@@ -1,4 +1,4 @@
-"""scripts/benchmark.py: its numbers, its floors, and that it notices a layout that computes something else."""
+"""studies/benchmark.py: its numbers, its floors, and that it notices a layout that computes something else."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_engine_is_timed_both_ways(tiny, tmp_path):
         "--repeats": 2,
         "--json": path,
     }
-    line = script("scripts/benchmark.py", *(str(word) for pair in words.items() for word in pair))
+    line = script("studies/benchmark.py", *(str(word) for pair in words.items() for word in pair))
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     numbers = json.loads(path.read_text())

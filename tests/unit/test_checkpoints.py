@@ -219,6 +219,18 @@ def test_changed_arguments(stopped, tmp_path, capsys):
     assert "--beta 0.0 there, 0.5 here" in refusal(args, capsys)
 
 
+def test_a_torn_config(stopped, tmp_path, capsys):
+    """The checkpoints of a run are not lost with its config.json, and without them nothing is touched."""
+    args = copy_of(stopped, tmp_path)
+    folder = folder_of(args)
+    (folder / "config.json").write_text("")
+    assert "config.json cannot be read" in refusal(args, capsys)
+    (folder / "config.json").unlink()
+    assert rundir.open_run(args, grpo.Args())[1].name == "step_000003"
+    shutil.rmtree(folder / "checkpoints")
+    assert "it has no config.json" in refusal(args, capsys)
+
+
 def test_resume_never_and_paths(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path, resume="never")
     assert "this very run" in refusal(args, capsys)
@@ -300,6 +312,18 @@ def test_lines_of_steps_that_are_done_again_go(tmp_path):
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+def test_lines_that_are_no_json_stay(tmp_path):
+    """A resume leaves the lines of earlier steps alone, whoever has spoiled them; half a line is none."""
+    file = tmp_path / "samples.jsonl"
+    whole = ['{"step": 1}\n', '{"step": 2, "response": "a"b"}\n', '{"step": 3, "response": "c"d"}\n', '{"step": 2}\n']
+    file.write_bytes(
+        "".join(["[1]\n", "7\n", "{}\n", "\n", *whole, '{"step": 2, "response": "']).encode() + b"\xe5\x90"
+    )
+    assert rundir.last_step(file) == 2
+    rundir.cut_back(file, 2)
+    assert file.read_text() == whole[0] + whole[1] + whole[3]
+
+
 # ------------------------------------------------------------------------------------------- keeping, saving, no room
 
 
@@ -327,6 +351,54 @@ def test_save_minutes(tiny, tmp_path):
     args = tiny_args(tiny, tmp_path / "rare", **SMALL)  # half an hour
     run_here(args)
     assert rundir.saved_steps(folder_of(args)) == []
+
+
+@pytest.mark.parametrize(
+    "changes, during, after",
+    [
+        ({}, [4], []),  # the only one, and needless once there is model/
+        ({"save_every": 3}, [3, 4], [3, 4]),
+        ({"save_every": 4}, [4], [4]),
+        ({"save_minutes": 0.0}, [], []),
+    ],
+    ids=str,
+)
+def test_the_last_step_is_saved_before_the_last_evaluation(tiny, tmp_path, monkeypatch, changes, during, after):
+    """Unless less is at risk than a start takes, or no checkpoint is wanted; after it nothing is left that was not."""
+    monkeypatch.setattr(checkpoints, "RESTART_SECONDS", 0.0)
+    found = []
+    plain = runlog.RunLog.evaluation
+
+    def evaluation(self, result):
+        found.append(([step for step, _ in rundir.saved_steps(self.folder)], process.Stop.last_step_saved))
+        return plain(self, result)
+
+    monkeypatch.setattr(runlog.RunLog, "evaluation", evaluation)
+    args = tiny_args(tiny, tmp_path, **{**SMALL, **changes})
+    run_here(args)
+    assert found[-1] == (during, 4 in during)
+    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == after
+    monkeypatch.setattr(checkpoints, "RESTART_SECONDS", 60.0)
+    args = tiny_args(tiny, tmp_path / "short", **SMALL)
+    run_here(args)
+    assert found[-1] == ([], False)
+
+
+def test_a_signal_while_the_last_step_is_saved(tiny, tmp_path, monkeypatch):
+    """It was told of a checkpoint and exit code 75, and so it is."""
+    monkeypatch.setattr(checkpoints, "RESTART_SECONDS", 0.0)
+    plain = checkpoints.Checkpoints.save
+
+    def save(self, step):
+        process.Stop.asked = True
+        return plain(self, step)
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", save)
+    args = tiny_args(tiny, tmp_path, **SMALL)
+    with pytest.raises(SystemExit) as end:
+        run_here(args)
+    assert end.value.code == 75 and not (folder_of(args) / "model").exists()
+    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == [4]
 
 
 def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, monkeypatch, capsys):

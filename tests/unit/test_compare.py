@@ -1,4 +1,4 @@
-"""scripts/compare.py: equal work on both sides, turns, the page; scripts/speedrun.py: when its clock stops."""
+"""studies/compare.py: equal work on both sides, turns, the page; studies/speedrun.py: when its clock stops."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_sides_take_turns(tmp_path, monkeypatch):
     plain = compare.subprocess.Popen
 
     def start(line, **options):
-        code = CHILD.format(scripts=str(ROOT / "scripts"), pause=line[-1])
+        code = CHILD.format(scripts=str(ROOT / "studies"), pause=line[-1])
         children.append(plain([sys.executable, "-c", code], **options))
         return children[-1]
 
@@ -244,7 +244,7 @@ compare_side.ours([])
 
 def test_avx2_limits_torch_and_the_kernels_of_vllm(results):
     """What vLLM has loaded in the process of grpo.py; on a CPU that has no more, the limit changes nothing."""
-    environment = run_environment() | compare.AVX2 | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
+    environment = run_environment() | compare.AVX2 | {"PYTHONPATH": f"{ROOT}:{ROOT / 'studies'}"}
     done = subprocess.run(
         [sys.executable, "-c", AVX2_SIDE], env=environment, capture_output=True, text=True, timeout=120
     )
@@ -264,7 +264,7 @@ def test_a_page_needs_measurements(tmp_path, capsys):
 @pytest.mark.skipif(TRL is None, reason="TRL_FOLDER names no folder with TRL")
 def test_a_step_of_both_is_timed(tiny, tmp_path):
     """The real GRPOTrainer and grpo.py on a tiny model; a second call measures nothing again."""
-    line = [sys.executable, str(ROOT / "scripts" / "compare.py"), "--json", str(tmp_path / "r.json"), "--quick"]
+    line = [sys.executable, str(ROOT / "studies" / "compare.py"), "--json", str(tmp_path / "r.json"), "--quick"]
     line += ["--model_name_or_path", str(tiny), "--table_model", str(tiny), "--dtype", "float32"]
     line += [
         "--parts",

@@ -7,9 +7,12 @@ import dataclasses
 import importlib
 import json
 import math
+import os
+import sys
 import types
 import typing
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from helpers import ROOT, make_samples, read_jsonl
@@ -88,7 +91,8 @@ def test_sources(tmp_path, suffix):
     problems = {p.messages[0]["content"]: p for p in training + evaluation}
     assert len(problems) == 30
     problem = problems["4 + 1 ="]
-    assert (problem.truth, problem.verifier, problem.row["level"]) == ("5", "last_number", 1)
+    level = "1" if suffix == "csv" else 1  # its cells are text
+    assert (problem.truth, problem.verifier, problem.row["level"]) == ("5", "last_number", level)
 
 
 def test_columns_verifier_and_system_prompt(tmp_path):
@@ -117,6 +121,8 @@ def tokenizer(tiny):
 
 class AddsBos:
     """A tokenizer that puts its BOS before everything, as Llama's does, and whose template writes the same BOS."""
+
+    added_tokens_decoder: ClassVar[dict] = {}
 
     def __init__(self, tokenizer):
         self.inner = tokenizer
@@ -313,6 +319,8 @@ def test_long_and_strange_names():
     long = [rundir.run_name(Args(system_prompt="x" * 500 + end), Args()) for end in "ab"]
     assert long[0] != long[1]
     assert all(len(name.encode()) < 200 for name in long)
+    letters = [rundir.run_name(Args(system_prompt=c * 500, exp_name="e" * 100), Args()) for c in "яé名😀\udcff"]
+    assert all(len(os.fsencode(name)) <= 255 for name in letters), "bytes, of which a letter may have four"
     slashes = [rundir.run_name(Args(dataset=path), Args()) for path in ("a/b.jsonl", "a-b.jsonl")]
     assert slashes[0] != slashes[1]
     assert not any("/" in name for name in slashes)
@@ -443,6 +451,29 @@ def test_wandb_that_cannot_be_reached(tmp_path, monkeypatch, capsys):
     assert logged == [(4, {"reward/mean": 0.5})]
     said = capsys.readouterr().out
     assert "warning: wandb is not reachable (no route to host)" in said and str(tmp_path) in said
+
+
+def test_wandb_asks_nobody_and_stops_nothing(tmp_path, monkeypatch, capsys):
+    """On a terminal without a login it would wait for a key; where it cannot even track offline, the run goes on."""
+    import wandb
+
+    terminal = types.SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    asked, words = [], sys.argv
+
+    def init(**_):
+        asked.append((sys.stdin.isatty(), sys.stdin.read(), sys.argv == words))
+        raise wandb.errors.UsageError("")
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(sys, "argv", [*words, "--judge_api_key", "x"])
+    words = sys.argv
+    log = new_log(tmp_path / "run", track=True)
+    log.write("metrics.jsonl", {"step": 1})
+    log.close()
+    assert asked == [(False, "", False)] * 2 and sys.stdin is terminal and sys.argv is words
+    said = capsys.readouterr().out
+    assert "(UsageError); tracking offline in" in said and "(UsageError); no tracking" in said
 
 
 # ----------------------------------------------------------------------------------------- verifiers and truths of rows

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,8 +20,11 @@ from helpers import ROOT, VERIFIERS, clean_environment, script, tiny_args
 import grpo
 import ppo
 from grpo import Args
-from runtime import flags, process, rundir, runlog
+from runtime import flags, foreign, process, rundir, runlog
 
+WEIGHTS = "model.safetensors"
+NO_TENSORS = "\2\0\0\0\0\0\0\0{}"  # a safetensors file without any
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22\nsize 98\n"
 FLASH = {"attn_implementation": "flash_attention_2"}
 
 
@@ -30,19 +35,26 @@ def place(tmp_path_factory) -> Path:
     rows = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(40)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "empty_prompt.jsonl").write_text(json.dumps({"question": "", "answer": "1"}) + "\n")
+    (folder / "no_truth.jsonl").write_text(json.dumps({"question": "1 + 1 ="}) + "\n")
     (folder / "broken.jsonl").write_text('{"question": "1 + 1 =",\n')
     (folder / "broken.json").write_text('[{"question": "1 + 1 ="')
     config, tokenizer = {"max_position_embeddings": 2048}, {"chat_template": "{{ messages[0]['content'] }}"}
     for name, files in {
-        "model": {"config.json": config, "model.safetensors": {}, "tokenizer_config.json": tokenizer},
+        "model": {"config.json": config, WEIGHTS: NO_TENSORS, "tokenizer_config.json": tokenizer},
         "no_weights": {"config.json": config, "tokenizer_config.json": tokenizer},
-        "no_config": {"model.safetensors": {}, "tokenizer_config.json": tokenizer},
-        "no_template": {"config.json": config, "model.safetensors": {}, "tokenizer_config.json": {}},
+        "no_config": {WEIGHTS: NO_TENSORS, "tokenizer_config.json": tokenizer},
+        "no_template": {"config.json": config, WEIGHTS: NO_TENSORS, "tokenizer_config.json": {}},
         "empty": {},
+        "pointer": {"config.json": config, WEIGHTS: LFS_POINTER, "tokenizer_config.json": tokenizer},
+        "empty_weights": {"config.json": config, WEIGHTS: "", "tokenizer_config.json": tokenizer},
+        "half_a_copy": {"config.json": config, WEIGHTS: NO_TENSORS[:9], "tokenizer_config.json": tokenizer},
+        "page": {"config.json": config, WEIGHTS: "<!doctype html>\n", "tokenizer_config.json": tokenizer},
     }.items():
         (folder / name).mkdir()
         for file, content in files.items():
-            (folder / name / file).write_text(json.dumps(content))
+            (folder / name / file).write_text(content if file == WEIGHTS else json.dumps(content))
+    shutil.copytree(folder / "model", folder / "tokenizer_pointer")
+    (folder / "tokenizer_pointer" / "tokenizer.json").write_text(LFS_POINTER)
     return folder
 
 
@@ -84,6 +96,12 @@ def test_the_usual_arguments_are_not_refused(place, nothing_is_loaded):
     """Else every case below would pass for the wrong reason."""
     with pytest.raises(AssertionError, match="went on"):
         start(arguments(place, {}))
+
+
+def test_a_dry_run_needs_no_weights(place, nothing_is_loaded):
+    """It can be made where only config and tokenizer are; the run itself refuses (below)."""
+    with pytest.raises(AssertionError, match="went on"):
+        start(arguments(place, {"model_name_or_path": "PLACE/no_weights", "dry_run": True}))
 
 
 CASES = {
@@ -147,12 +165,44 @@ CASES = {
         {"eval_prompts": 33},
         ["40 distinct problems", "--eval_prompts 33", "leaves 7", "--num_unique_prompts_rollout 8"],
     ),
+    "too few beside evaluation data": (
+        {"eval_dataset": "PLACE/problems.jsonl", "eval_prompts": 33},
+        ["has 7 distinct problems that are not evaluated on, fewer than --num_unique_prompts_rollout 8"],
+    ),
+    "no truths for a verifier": (
+        {"dataset": "PLACE/no_truth.jsonl"},
+        ["--ground_truth_key answer", "no such column; it has: question\n"],
+    ),
     # model
     "missing folder": (
         {"model_name_or_path": "PLACE/nothing"},
         ["--model_name_or_path", "no such folder", "make setup"],
     ),
     "no weights": ({"model_name_or_path": "PLACE/no_weights"}, ["--model_name_or_path", "no weights", "safetensors"]),
+    "weights by Git LFS": (
+        {"model_name_or_path": "PLACE/pointer"},
+        ["--model_name_or_path", "model.safetensors is a pointer of Git LFS", "git lfs pull"],
+    ),
+    "a tokenizer by Git LFS": (
+        {"tokenizer_name_or_path": "PLACE/tokenizer_pointer"},
+        ["--tokenizer_name_or_path", "tokenizer.json is a pointer of Git LFS", "git lfs pull"],
+    ),
+    **{
+        name: (
+            {"model_name_or_path": f"PLACE/{name}", "dry_run": True},
+            ["--model_name_or_path", f"/{name}: model.safetensors is empty or only a part", "copy it again"],
+        )
+        for name in ("empty_weights", "half_a_copy", "page")
+    },
+    "template variables are not JSON": (
+        {"chat_template_kwargs": "{enable_thinking: false}"},
+        ["--chat_template_kwargs: not valid JSON", "for example '{\"enable_thinking\": false}'"],
+    ),
+    "template variables are no object": ({"chat_template_kwargs": "[1]"}, ["--chat_template_kwargs", "JSON object"]),
+    "a template variable of ours": (
+        {"chat_template_kwargs": '{"add_generation_prompt": false}'},
+        ["--chat_template_kwargs: add_generation_prompt is set here", "leave it out"],
+    ),
     "no config": ({"model_name_or_path": "PLACE/no_config"}, ["--model_name_or_path", "no config.json", "hub id"]),
     "empty folder": ({"model_name_or_path": "PLACE/empty"}, ["--model_name_or_path", "no config.json"]),
     "a file as model": ({"model_name_or_path": "PLACE/problems.jsonl"}, ["--model_name_or_path", "no config.json"]),
@@ -218,7 +268,15 @@ CASES = {
     "offload without ZeRO 3": ({"offload_param": True}, ["--offload_param", "--zero_stage 3", "not 2"]),
     # verifiers
     "unknown verifier": ({"verifier": "maths"}, ["--verifier", "'maths'", "last_number", "exact"]),
+    "no reward model to be alone": (
+        {"verifier": "reward_model"},
+        ["--verifier reward_model", "give --reward_model_name_or_path"],
+    ),
     "unknown verifier file": ({"reward_fn": "nothing.py:score"}, ["--reward_fn", "no file 'nothing.py'", "'score'"]),
+    "a verifier file without .py": (
+        {"reward_fn": "PLACE/problems.jsonl:score"},
+        ["--reward_fn", "problems.jsonl' is not named as Python's are", "problems.jsonl.py"],
+    ),
     "unknown function": ({"reward_fn": f"{VERIFIERS}:nothing"}, ["--reward_fn", "no function 'nothing'"]),
     "function is none": ({"reward_fn": f"{VERIFIERS}:__name__"}, ["--reward_fn", "no function '__name__'"]),
     "one of two verifiers": ({"verifier": "math,maths"}, ["--verifier", "'maths'"]),
@@ -262,6 +320,24 @@ CASES = {
         {"kl_controller": "adaptive", "beta": 0.1, "kl_reward_coef": 0.0, "kl_placement": "both"},
         ["--kl_controller adaptive", "--kl_reward_coef", "in the reward"],
     ),
+    # places
+    "a run's name from a variable that is not set": (
+        {"run_name": "", "overwrite": True},
+        ["--run_name ''", "in --output_dir"],
+    ),
+    "the folder of all runs": ({"run_name": "./.", "overwrite": True}, ["--run_name './.'", "in --output_dir"]),
+    "a blank": ({"run_name": " "}, ["--run_name ' '"]),
+    "the folder above": ({"run_name": "..", "overwrite": True}, ["--run_name '..'", "in --output_dir"]),
+    "another folder": ({"run_name": "a/../../b"}, ["--run_name 'a/../../b'", "in --output_dir"]),
+    "a folder anywhere": ({"run_name": "PLACE/model", "overwrite": True}, ["--run_name '/", "in --output_dir"]),
+    "no experiment": ({"exp_name": ""}, ["--exp_name ''", "in --output_dir"]),
+    "an experiment above": ({"exp_name": "../x"}, ["--exp_name '../x'"]),
+    "a name of many letters": ({"run_name": "名" * 86}, ["--run_name: has 258 bytes", "at most 255"]),
+    "an experiment of many letters": ({"exp_name": "é" * 51}, ["--exp_name: has 102 bytes", "at most 100"]),
+    "no folder of runs": ({"output_dir": ""}, ["--output_dir: is empty", "RUN_DIR"]),
+    "a home that no shell has replaced": ({"output_dir": "~/runs"}, ["--output_dir ~/runs", "write out"]),
+    "below a file": ({"output_dir": "PLACE/broken.json/runs"}, ["broken.json cannot be written", "another folder"]),
+    "not writable": ({"output_dir": "/proc/runs"}, ["/proc cannot be written", "choose another folder"]),
     "a negative seed": ({"seed": -1}, ["--seed -1", "0 or more"]),
     "a seed beyond NumPy's": ({"seed": 2**31}, ["--seed 2147483648", "below"]),
     "reward's coefficient negative": ({"kl_reward_coef": -0.1, "kl_placement": "both"}, ["--kl_reward_coef -0.1"]),
@@ -426,6 +502,51 @@ def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
         start(arguments(place, {"model_name_or_path": str(model)}))
 
 
+@pytest.mark.parametrize("name", ["notes", "model", "torn", "data"])
+def test_a_folder_that_holds_no_run_is_not_touched(place, nothing_is_loaded, tmp_path, capsys, name):
+    """Files of the user, a model, a run whose config.json is torn; without --overwrite, data that is named as ours."""
+    contents = {
+        "notes": {"notes.txt": "mine", "a/model/config.json": "{}"},
+        "model": {"config.json": '{"model_type": "llama"}', "model.safetensors": ""},
+        "torn": {"config.json": "", "metrics.jsonl": '{"step": 1}'},
+        "data": {"samples.jsonl": '{"question": "1 + 1"}'},
+    }[name]
+    for file, text in contents.items():
+        path = tmp_path / "there" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    place_of_it = {"output_dir": str(tmp_path), "run_name": "there"}
+    message = refusal(arguments(place, {**place_of_it, "overwrite": name != "data"}), capsys)
+    assert "there is not the folder of a run" in message and "choose another --run_name" in message
+    assert {str(f.relative_to(tmp_path / "there")) for f in tmp_path.rglob("*") if f.is_file()} == set(contents)
+    if name == "notes":  # nothing of it would be lost
+        with pytest.raises(AssertionError, match="went on"):
+            start(arguments(place, place_of_it))
+
+
+def test_an_overwriting_that_was_cut_short_can_be_repeated(place, nothing_is_loaded, tmp_path, monkeypatch):
+    """config.json goes last, so what is left is still known as a run's."""
+    changes = {"output_dir": str(tmp_path), "run_name": "mine"}
+    earlier_run(place, changes)
+    for file in ("a", "z"):
+        (tmp_path / "mine" / file).write_text("")
+    plain = Path.unlink
+    removed = []
+
+    def killed(path: Path) -> None:
+        if len(removed) == 2:
+            raise KeyboardInterrupt
+        removed.append(path.name)
+        plain(path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", killed)
+        earlier_run(place, {**changes, "overwrite": True})
+    assert sorted(removed) == ["a", "z"]
+    with pytest.raises(AssertionError, match="went on"):
+        start(arguments(place, {**changes, "overwrite": True}))
+
+
 def test_folder_of_another_run(place, nothing_is_loaded, capsys):
     earlier_run(place, {"run_name": "mine"})
     message = refusal(arguments(place, {"run_name": "mine", "beta": 0.25}), capsys)
@@ -551,24 +672,45 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        (("--top_p", "0.9"), "--top_p is fixed here: training samples from the whole distribution"),
+        (("--top_p", "0.9"), "--top_p 0.9 -> fixed here: training samples from the whole distribution"),
         (("--top-k", "50"), "--eval_top_k"),
-        (("--grad_clip", "1"), "is --max_grad_norm here"),
+        (("--grad_clip", "1"), "-> --max_grad_norm (verl: actor.grad_clip (1.0))"),
         (("--min_p", "0.1"), "leave the flag out"),
-        (("--min_new_tokens", "8"), "--min_new_tokens is fixed here"),
+        (("--min_new_tokens", "8"), "--min_new_tokens 8 -> fixed here"),
         (("--repetition_penalty", "1.1"), "--repetition_max_penalty"),
         (("--no-do_sample",), "--eval_temperature 0"),
-        (("--num_generations", "4"), "TRL's num_generations is --num_samples_per_prompt_rollout here"),
+        (("--num_generations", "4"), "-> --num_samples_per_prompt_rollout (TRL: num_generations (8))"),
         (("--number_samples_per_prompt=4",), "--num_samples_per_prompt_rollout"),
-        (("--ppo_mini_batch_size", "4"), "--num_mini_batches"),
-        (("--train_batch_size", "4"), "verl's train_batch_size is --num_unique_prompts_rollout here"),
-        (("--reward_model_multiplier", "0.0"), "is --reward_weights reward_model=NUMBER here"),
-        (("--num_evals", "1000"), "open-instruct's num_evals is --eval_every"),
-        (("--whiten_rewards",), "whiten_rewards is no flag here; not here: whitened rewards"),
-        (("--load_format", "dummy"), "verl's load_format is --vllm_load_format"),
-        (("--param_offload",), "verl's param_offload is --deepspeed_enable_sleep_mode"),
+        (
+            ("--ppo_mini_batch_size", "4"),
+            "--num_mini_batches (verl: data.train_batch_size / actor.ppo_mini_batch_size (1024 / 256))",
+        ),
+        (("--train_batch_size", "4"), "--num_unique_prompts_rollout (verl: data.train_batch_size (1024))"),
+        (("--reward_model_multiplier", "0.0"), "-> --reward_weights reward_model=NUMBER (open-instruct: "),
+        (("--num_evals", "1000"), "-> --eval_every: in steps"),
+        (("--whiten_rewards",), "-> no flag: not here: whitened rewards"),
+        (("--load_format", "dummy"), "-> --vllm_load_format (verl: "),
+        (("--param_offload",), "-> --deepspeed_enable_sleep_mode: "),
         (("--overwrite", "true"), "switches take no value; give --overwrite"),
         (("--shuffle", "False"), "switches take no value; give --no-shuffle"),
+        (("--shuffle=False",), "switches take no value; give --no-shuffle"),
+        (("--gradient-checkpointing=1", "--track"), "switches take no value; give --gradient_checkpointing"),
+        (("--local_rollout_batch_size", "8"), "local_rollout_batch_size, of a device, times the devices"),
+        (("--target_kl", "0.1"), "algorithm.kl_ctrl.target_kl (0.1), with --kl_target_unit token"),
+        (("--lr_warmup_steps", "5"), "steps of the loop, so times --num_mini_batches x --num_epochs here"),
+        (("--kl_coef", "0.1"), "--kl_reward_coef, with --kl_placement reward (verl: algorithm.kl_ctrl.kl_coef"),
+        (("--warmup_style", "cosine"), "-> --lr_scheduler_type (verl: "),
+        (("--val_before_train", "False"), "-> no flag: always: an evaluation before the first step"),
+        (("--actor_num_gpus_per_node", "6"), "-> --vllm_mode dedicated, --vllm_engines (open-instruct: "),
+        (("--behav_imp_weight_cap", "5"), "-> --importance_sampling_mask (AReaL: "),
+        (("data.train_batch_size=1024",), "-> --num_unique_prompts_rollout (verl: "),
+        (("+trainer.val_before_train=False",), "-> no flag: always: "),
+        (("ppo.kl_ctl=0.1",), "-> --beta (AReaL: kl_ctl (0.1): with --kl_placement reward)"),
+        (("--algorithm.kl_ctrl.kl_coef=0.005",), "-> --kl_reward_coef, with --kl_placement reward (verl: "),
+        (("--lr", "1e-6"), "-> --learning_rate (verl: actor.optim.lr (1e-6); AReaL: "),
+        (("--non_stop_penalty",), "--non_stop_penalty -> takes a number here; open-instruct: non_stop_penalty (False)"),
+        (("--non_stop_penalty", "False"), "takes a number here"),
+        (("--gae_lambda", "1"), "--gae_lambda, which this script does not have"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
@@ -580,6 +722,108 @@ def test_flags_of_other_frameworks_and_values_of_switches_get_a_hint(words, reme
     assert end.value.code == 2
     message = capsys.readouterr().err
     assert remedy in message and words[0].partition("=")[0].replace("-", "_").strip("_") in message.replace("-", "_")
+
+
+# Whole command lines, in the words of those who wrote them.
+THREAD = """
+--exp_name 0130_kl_scan --beta 0.03 --local_mini_batch_size 24 --number_samples_per_prompt 16 --output_dir models
+--dataset_mixer '{"ai2-adapt-dev/math_ground_truth_zs": 1.0}' --dataset_train_splits train
+--dataset_eval_mixer '{"ai2-adapt-dev/math_ground_truth_zs": 32}' --dataset_eval_splits train --max_token_length 2048
+--max_prompt_token_length 2048 --response_length 2048 --model_name_or_path allenai/Llama-3.1-Tulu-3-8B-DPO
+--non_stop_penalty --stop_token eos --temperature 1.0 --ground_truths_key ground_truth --chat_template tulu
+--sft_messages_key messages --learning_rate 5e-7 --total_episodes 1000000 --penalty_reward_value 0.0 --deepspeed_stage 2
+--per_device_train_batch_size 2 --local_rollout_forward_batch_size 2 --local_rollout_batch_size 8
+--actor_num_gpus_per_node 6 --num_epochs 1 --vllm_tensor_parallel_size 2 --lr_scheduler_type constant
+--apply_verifiable_reward true --seed 1 --num_evals 1000 --save_freq 40 --reward_model_multiplier 0.0
+--no_try_launch_beaker_eval_jobs --try_launch_beaker_eval_jobs_on_weka --gradient_checkpointing --with_tracking
+--kl_estimator kl1
+"""
+TINYZERO = """
+data.train_files=train.parquet data.val_files=test.parquet data.train_batch_size=256 data.val_batch_size=1312
+data.max_prompt_length=256 data.max_response_length=1024 actor_rollout_ref.model.path=Qwen/Qwen2.5-3B
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=128
+actor_rollout_ref.actor.ppo_micro_batch_size=8 actor_rollout_ref.rollout.log_prob_micro_batch_size=8
+actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.gpu_memory_utilization=0.4
+actor_rollout_ref.ref.log_prob_micro_batch_size=4 critic.optim.lr=1e-5 critic.model.path=Qwen/Qwen2.5-3B
+critic.ppo_micro_batch_size=8 algorithm.kl_ctrl.kl_coef=0.001 "trainer.logger=['wandb']"
++trainer.val_before_train=False trainer.default_hdfs_dir=null trainer.n_gpus_per_node=2 trainer.nnodes=1
+trainer.save_freq=100 trainer.test_freq=100 trainer.project_name=TinyZero trainer.experiment_name=countdown
+trainer.total_epochs=15 critic.model.enable_gradient_checkpointing=True
+"""
+VERL = """
+data.tokenizer=null data.train_files=a.parquet data.val_files=b.parquet data.prompt_key=prompt
+data.max_prompt_length=512 data.max_response_length=512 data.train_batch_size=1024 data.val_batch_size=1312
+data.return_raw_input_ids=False data.return_raw_chat=False actor_rollout_ref.hybrid_engine=True
+actor_rollout_ref.model.path=deepseek actor_rollout_ref.model.external_lib=null model.override_config={}
+actor_rollout_ref.model.enable_gradient_checkpointing=False actor_rollout_ref.actor.strategy=fsdp
+actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size=64
+actor_rollout_ref.actor.grad_clip=1.0 actor_rollout_ref.actor.clip_ratio=0.2 actor_rollout_ref.actor.entropy_coeff=0.001
+actor_rollout_ref.actor.ppo_epochs=1 actor_rollout_ref.actor.shuffle=True actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0. actor_rollout_ref.actor.optim.min_lr_ratio=null
+actor_rollout_ref.actor.optim.warmup_style=constant actor_rollout_ref.actor.optim.total_training_steps=-1
+actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.actor.fsdp_config.grad_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False actor_rollout_ref.ref.fsdp_config.param_offload=False
+actor_rollout_ref.ref.log_prob_micro_batch_size=128 actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.temperature=1.0 actor_rollout_ref.rollout.response_length=512
+actor_rollout_ref.rollout.dtype=bfloat16 actor_rollout_ref.rollout.gpu_memory_utilization=0.5
+actor_rollout_ref.rollout.ignore_eos=False actor_rollout_ref.rollout.enforce_eager=True
+actor_rollout_ref.rollout.free_cache_engine=True actor_rollout_ref.rollout.load_format=dummy_dtensor
+actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.max_num_batched_tokens=8192
+actor_rollout_ref.rollout.max_num_seqs=1024 critic.optim.lr=1e-5 critic.cliprange_value=0.5 critic.ppo_epochs=1
+reward_model.enable=False reward_model.micro_batch_size=64 reward_model.max_length=null algorithm.gamma=1.0
+algorithm.lam=1.0 algorithm.adv_estimator=gae algorithm.kl_penalty=kl algorithm.kl_ctrl.type=fixed
+algorithm.kl_ctrl.kl_coef=0.005 algorithm.kl_ctrl.horizon=10000 algorithm.kl_ctrl.target_kl=0.1
+trainer.total_epochs=30 trainer.project_name=verl_examples trainer.experiment_name=gsm8k trainer.logger=wandb
+trainer.nnodes=1 trainer.n_gpus_per_node=8 trainer.save_freq=-1 trainer.test_freq=2 trainer.critic_warmup=0
+trainer.default_local_dir=checkpoints trainer.default_hdfs_dir=null
+"""
+AREAL = """
+actor.path=Qwen critic.path=Qwen ref.path=Qwen dataset.path=code.jsonl dataset.max_prompt_len=1024
+dataset.train_bs_n_seqs=64 group_size=1 ppo.gen.max_new_tokens=1024 ppo.gen.temperature=1.0 ppo.gen.greedy=False
+ppo.ppo_n_minibatches=4 ppo.kl_ctl=0.1 ppo.discount=1.0 ppo.gae_lambda=1.0 ppo.eps_clip=0.2 ppo.value_eps_clip=0.2
+ppo.c_clip=3 ppo.disable_value=False ppo.max_reward_clip=20 ppo.reward_output_scaling=1 ppo.reward_output_bias=0
+ppo.early_stop_imp_ratio=5 ppo.use_adaptive_kl_ctl=False ppo.adv_norm=True ppo.value_norm=True ppo.value_norm_type=exp
+ppo.use_decoupled_loss=True ppo.recompute_logprob=True ppo.actor_sample_reuse=1 ppo.critic_sample_reuse=1
+actor.optimizer.lr=1e-5 actor.optimizer.eps=1e-5 actor.optimizer.beta2=0.95 actor.optimizer.weight_decay=0.05
+actor.optimizer.lr_scheduler_type=cosine actor.optimizer.warmup_steps_proportion=0.02 actor.optimizer.min_lr_ratio=0
+exp_ctrl.total_train_epochs=1 exp_ctrl.ckpt_freq_steps=10 n_nodes=1 n_gpus_per_node=8 allocation_mode=d8
+experiment_name=code trial_name=a wandb.project=x check_xml_format=False mask_too_long=False behav_imp_weight_cap=5
+"""
+
+
+@pytest.mark.parametrize("script, line, count", [
+    (grpo.Args, THREAD, 25), (ppo.Args, TINYZERO, 29), (ppo.Args, VERL, 70), (ppo.Args, AREAL, 48)
+])  # fmt: skip
+def test_a_whole_command_line_of_others_is_answered_at_once(script, line, count, capsys):
+    """As it was published, every word that is none here gets its row, in one refusal, and none is unknown."""
+    words = shlex.split(line)
+    with pytest.raises(SystemExit) as end:
+        flags.parse(script, words=words)
+    assert end.value.code == 2
+    answers = capsys.readouterr().err.splitlines()[1:]
+    assert [a for a in answers if "not known" in a or "does not have" in a] == []
+    fields = {f.name for f in dataclasses.fields(script)}
+    heads = {w for w in words if ("=" in w and not w.startswith("{")) or w.startswith("--")}
+    foreign = {head for head in heads if head.removeprefix("--") not in fields}
+    assert {a.split()[0] for a in answers} >= {head.split()[0] for head in foreign}
+    assert len(answers) == count
+
+
+@pytest.mark.parametrize("line", [
+    "--reward_weights exact=0 math=gate --stop a x=c --no-shuffle",
+    "--no-vllm_enforce_eager --as verl --beta=0.1 --vllm-max-num-seqs 4",
+    "--importance_sampling_mask 0.5 5 --seed 2 --reward_fn file.py:f",
+])  # fmt: skip
+def test_values_of_our_own_flags_are_not_taken_for_words_of_others(line):
+    flags.parse(grpo.Args, words=line.split())
+
+
+def test_without_its_docs_a_copy_still_knows_what_is_fixed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(foreign, "PAGE", tmp_path / "fields.md")
+    assert foreign.rows() == []
+    with pytest.raises(SystemExit):
+        flags.parse(grpo.Args, words=["--top_k", "4"])
+    assert "fixed here" in capsys.readouterr().err
 
 
 def test_a_switch_of_three_states_is_a_switch():
@@ -620,6 +864,7 @@ def test_dry_run(tiny, tmp_path):
         "memory ",
     ):
         assert line in out
+    assert "quickstart" not in out
     ids = json.loads(next(line for line in out.splitlines() if line.startswith("ids ")).removeprefix("ids"))
     from transformers import AutoTokenizer
 
@@ -627,6 +872,33 @@ def test_dry_run(tiny, tmp_path):
     shown = next(line for line in out.splitlines() if line.startswith("prompt ")).removeprefix("prompt").strip()
     assert repr(tokenizer.decode(ids)) == shown
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("changes, parameters, epochs, said", [
+    ({}, 135_000_000, 1.6, []),
+    ({}, 0, 0.03, []),
+    ({}, 1_540_000_000, 1.6, ["--learning_rate 3e-05"]),
+    ({"learning_rate": 1e-6}, 1_540_000_000, 1.6, []),
+    ({"dataset": "openai/gsm8k:main@train"}, 0, 0.03, ["--max_response_length 32", "--total_steps 28"]),
+    ({"dataset_mixer": '{"a": 1.0}'}, 494_000_000, 2, ["--learning_rate 3e-05", "--max_response_length 32"]),
+    ({"dataset": "a.jsonl", "max_response_length": 512, "total_epochs": 1}, 0, 0.03, []),
+    ({"dataset": "a.jsonl", "max_response_length": 512, "total_steps": 20}, 0, 0.03, []),
+])  # fmt: skip
+@pytest.mark.parametrize("script", [grpo, ppo])
+def test_defaults_of_the_quickstart_are_named_where_another_model_or_task_has_them(
+    script, changes, parameters, epochs, said
+):
+    warnings = flags.left_as_in_the_quickstart(script.Args(**changes), parameters, epochs)
+    assert [" ".join(w.split()[1:3]) for w in warnings] == said
+
+
+def test_algorithms_as_in_their_papers_leave_no_response_out():
+    """GRPO, Dr. GRPO and RLOO train on truncated responses, too; the page's flags say so."""
+    page = (ROOT / "docs" / "grpo.md").read_text()
+    for name in ("GRPO as in the paper", "Dr. GRPO", "RLOO"):
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+        args = flags.parse(grpo.Args, words=line.split("`")[1].split())
+        assert not args.mask_truncated_completions, name
 
 
 def test_sizes_that_are_left_open_follow_the_device():

@@ -1,4 +1,4 @@
-"""scripts/graders.py counts what labeled answers show: false negatives, false positives, hangs, time."""
+"""studies/graders.py counts what labeled answers show: false negatives, false positives, hangs, time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verifiers import always
 
 def test_the_pairs_are_labeled_and_none_is_there_twice():
     pairs = [json.loads(line) for line in (ROOT / "tests" / "graders.jsonl").read_text().splitlines()]
-    assert len({(pair["truth"], pair["response"]) for pair in pairs}) == len(pairs) >= 400
+    assert len({(pair["truth"], pair["response"]) for pair in pairs}) == len(pairs) >= 1500
     assert all(isinstance(pair["label"], bool) and pair["truth"] for pair in pairs)
 
 

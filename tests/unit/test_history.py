@@ -1,4 +1,4 @@
-"""scripts/history.py: what is measured of a commit is kept, and a commit that is worse than those before is caught."""
+"""studies/history.py: what is measured of a commit is kept, and a commit that is worse than those before is caught."""
 
 from __future__ import annotations
 

@@ -8,9 +8,12 @@ import math
 
 import pytest
 import torch
+from helpers import kl_loss
 from torch import Tensor
 
+import grpo
 import kl_estimators as kl
+import ppo
 
 torch.set_num_threads(1)
 
@@ -54,7 +57,7 @@ class Case:
 
     def loss(self, estimator: str, gradient: str = "naive", ref: Tensor | None = None) -> Tensor:
         ref = self.ref if ref is None else ref
-        return kl.kl_loss(self.logp, self.old, ref, self.mask, estimator=estimator, gradient=gradient)
+        return kl_loss(self.logp, self.old, ref, self.mask, estimator=estimator, gradient=gradient)
 
     def values(self) -> dict[str, Tensor]:
         return kl.kl_values(self.logp, self.old, self.ref, self.mask)
@@ -206,7 +209,7 @@ def test_k1_in_the_loss_does_not_know_the_reference():
 def test_expected_gradients_on_stale_samples(logits):
     case = Case(*logits)
     reverse = case.grad(case.reverse)
-    assert case.ratio.max() < kl.RATIO_CLIP and case.d.abs().max() < kl.D_CLIP  # no clip, hence no bias
+    assert case.ratio.max() < 10 and case.d.abs().max() < 10  # no clip, hence no bias
     assert close(case.mean_grad(case.loss("k4")), reverse)
     for name in SAMPLED:
         assert close(case.mean_grad(case.loss(name, "unbiased")), reverse), name
@@ -235,7 +238,7 @@ def test_clipped_ratio_bounds_the_unbiased_slope_and_nothing_else():
     logp = f64([0.0, 0, 0, 0]).requires_grad_()
     ratio, d = f64([20.0, 5, 1, 20]), f64([3.0, 3, -50, -50])
     mask = torch.ones(4, dtype=torch.bool)
-    loss = kl.kl_loss(logp, -ratio.log(), -d, mask, estimator="k1", gradient="unbiased")
+    loss = kl_loss(logp, -ratio.log(), -d, mask, estimator="k1", gradient="unbiased")
     assert close(grad(loss.sum(), logp), f64([30.0, 15, -10, -100]), 1e-12)
     assert torch.equal(loss.detach(), d)
 
@@ -245,7 +248,7 @@ def test_full_is_exact_whatever_the_samples():
         case = Case()
         full = kl.full_vocabulary_kl(case.theta, f64(kl.REF)).expand(5)
         args = case.logp, case.old, case.ref, case.mask
-        loss = kl.kl_loss(*args, estimator="full", gradient=gradient, full_kl=full)
+        loss = kl_loss(*args, estimator="full", gradient=gradient, full_kl=full)
         assert close(loss, case.reverse.expand(5), 1e-12)
         assert close(case.sample_grads(loss), case.grad(case.reverse).expand(5, 5), 1e-12)
         reward = kl.kl_reward(case.logp, case.ref, case.mask, estimator="full", full_kl=full)
@@ -310,7 +313,7 @@ def test_gradient_flow_without_a_task_reward():
         return lambda logp, ref, mask: logp * kl.kl_reward(logp, ref, mask, estimator=name)
 
     def in_loss(name):
-        return lambda logp, ref, mask: kl.kl_loss(logp, logp.detach(), ref, mask, estimator=name)
+        return lambda logp, ref, mask: kl_loss(logp, logp.detach(), ref, mask, estimator=name)
 
     for term in (in_reward("k1"), in_loss("k2"), in_loss("k3"), in_loss("k4")):
         assert (end_and_start(term)[0] < 1e-10).all()
@@ -332,7 +335,7 @@ def test_a_clipped_token_is_pulled_back_from_the_loss_only():
     penalised = 5 - 0.5 * kl.kl_reward(old, ref, mask, estimator="k1")
     assert penalised.item() == 4.5 and grad(surrogate(penalised), logp).item() == 0
     for name, gradient in [(name, gradient) for name in SAMPLED for gradient in ("naive", "unbiased")]:
-        loss = kl.kl_loss(logp, old, ref, mask, estimator=name, gradient=gradient).sum()
+        loss = kl_loss(logp, old, ref, mask, estimator=name, gradient=gradient).sum()
         assert grad(0.5 * loss - surrogate(f64([5.0])), logp).item() > 0.3, name
 
 
@@ -373,19 +376,19 @@ def test_sequence_kl():
 
     semi = grad(prefix_law(p) @ next_kl, theta)
     for name, gradient in (("k2", "naive"), ("k4", "naive"), ("k3", "unbiased")):
-        loss = kl.kl_loss(logp, fresh, ref, mask, estimator=name, gradient=gradient)
+        loss = kl_loss(logp, fresh, ref, mask, estimator=name, gradient=gradient)
         assert close(grad((p @ loss).sum(), theta), semi), name
     assert relative_error(semi, exact) > 0.05
-    squared = kl.kl_loss(logp.sum(1), fresh.sum(1), ref.sum(1), mask[:, 0], estimator="k2")
+    squared = kl_loss(logp.sum(1), fresh.sum(1), ref.sum(1), mask[:, 0], estimator="k2")
     assert close(grad(p @ squared, theta), exact)
 
     # stale samples: the same semi-gradient, now with the sampler's prefixes
     q = old.sum(1).exp()
     semi_stale = grad(prefix_law(q) @ next_kl, theta)
     for name in SAMPLED:
-        loss = kl.kl_loss(logp, old, ref, mask, estimator=name, gradient="unbiased")
+        loss = kl_loss(logp, old, ref, mask, estimator=name, gradient="unbiased")
         assert close(grad((q @ loss).sum(), theta), semi_stale), name
-    sequence = kl.kl_loss(logp.sum(1), old.sum(1), ref.sum(1), mask[:, 0], estimator="k2", gradient="unbiased")
+    sequence = kl_loss(logp.sum(1), old.sum(1), ref.sum(1), mask[:, 0], estimator="k2", gradient="unbiased")
     assert close(grad(q @ sequence, theta), exact)  # ratio of whole sequences
 
 
@@ -405,7 +408,7 @@ def test_padding_and_splitting_change_nothing(name, gradient):
         loss = f64(0.0)
         for rows, width in parts:
             cut = [x[rows, :width] for x in (leaf, old, ref, mask)]
-            loss = loss + kl.kl_loss(*cut, estimator=name, gradient=gradient).sum() / mask.sum()
+            loss = loss + kl_loss(*cut, estimator=name, gradient=gradient).sum() / mask.sum()
         return loss.detach(), grad(loss, leaf)
 
     whole, whole_grad = weighted([(slice(0, 4), 9)])
@@ -415,20 +418,14 @@ def test_padding_and_splitting_change_nothing(name, gradient):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("gradient", ["naive", "unbiased"])
 @pytest.mark.parametrize("name", kl.ESTIMATORS)
-def test_masked_places_reach_neither_value_nor_gradient(name, gradient, bad):
+def test_masked_places_reach_neither_the_reward_nor_what_is_logged(name, bad):
     mask = torch.tensor([True, False, True, False])
     clean = torch.tensor([-1.0, -2, -3, -4])
     for hit in range(4):  # which of the four inputs holds the bad number
         inputs = [clean + shift for shift in (0.0, 0.1, 0.3)] + [clean.abs()]
         inputs[hit] = inputs[hit].masked_fill(~mask, bad)
         logp, full = inputs[0].requires_grad_(), inputs[3].requires_grad_()
-        loss = kl.kl_loss(logp, *inputs[1:3], mask, estimator=name, gradient=gradient, full_kl=full)
-        loss.sum().backward()
-        assert loss.isfinite().all() and (loss[~mask] == 0).all()
-        leaf = full if name == "full" else logp
-        assert leaf.grad.isfinite().all() and (leaf.grad[~mask] == 0).all() and (leaf.grad[mask] != 0).all()
         reward = kl.kl_reward(logp, inputs[2], mask, estimator=name, full_kl=full)
         assert reward.isfinite().all() and (reward[~mask] == 0).all() and (reward[mask] != 0).all()
         values = kl.kl_values(logp, *inputs[1:3], mask)
@@ -442,13 +439,13 @@ def test_far_from_the_reference_in_float32(name, gradient, log_ratio):
     d = torch.tensor([-200.0, -90, -45, -40, -21, -19, -3, 0, 3, 11.5, 40, 200])
     logp = torch.full_like(d, -1.0).requires_grad_()
     mask = torch.ones_like(d, dtype=torch.bool)
-    loss = kl.kl_loss(logp, logp.detach() - log_ratio, logp.detach() - d, mask, estimator=name, gradient=gradient)
+    loss = kl_loss(logp, logp.detach() - log_ratio, logp.detach() - d, mask, estimator=name, gradient=gradient)
     slope = grad(loss.sum(), logp)
     assert loss.isfinite().all() and slope.isfinite().all() and (slope.square().sum()).isfinite()
     sign = {"k1": torch.ones_like(d), "k4": (d + 1).sign()}.get(name, d.sign()) if gradient == "naive" else d.sign()
     assert torch.equal(slope.sign(), sign)
     if gradient == "unbiased":
-        assert (slope.abs() <= kl.RATIO_CLIP * kl.D_CLIP).all()
+        assert (slope.abs() <= 100).all()
 
 
 def test_naive_is_untouched_up_to_its_limit():
@@ -456,7 +453,7 @@ def test_naive_is_untouched_up_to_its_limit():
     logp = d.clone().requires_grad_()
     old = logp.detach() - 19.9
     for name in SAMPLED:
-        loss = kl.kl_loss(logp, old, 0 * d, torch.ones(400, dtype=torch.bool), estimator=name)
+        loss = kl_loss(logp, old, 0 * d, torch.ones(400, dtype=torch.bool), estimator=name)
         expected = by_autograd(name, logp, (logp - old).exp())
         assert torch.allclose(loss, expected, rtol=1e-12, atol=1e-12), name
         assert torch.allclose(grad(loss.sum(), logp), grad(expected.sum(), logp), rtol=1e-12, atol=1e-12), name
@@ -466,7 +463,7 @@ def test_naive_keeps_its_last_size_beyond_its_limit():
     """The exponent is held, not the exponential: value and slope of k3 stay where they were, and only d goes on."""
     d = f64([-20.0, -21.0, -90.0, -200.0])
     logp = d.clone().requires_grad_()
-    loss = kl.kl_loss(logp, d, 0 * d, torch.ones(4, dtype=torch.bool), estimator="k3")
+    loss = kl_loss(logp, d, 0 * d, torch.ones(4, dtype=torch.bool), estimator="k3")
     value = loss.detach()
     assert torch.equal(value, value[:1].expand(4)) and value[0].item() == pytest.approx(math.exp(20) - 21)
     assert close(grad(loss.sum(), logp), f64([1 - math.exp(20)] * 4), 1e-3)
@@ -476,10 +473,9 @@ def test_bfloat16_is_upcast_before_the_subtraction():
     leaf, old, ref = (torch.tensor(x).bfloat16() for x in ([-11.4375, -0.1], [-11.3, -0.11], [-11.375, -0.0004]))
     mask = torch.ones(2, dtype=torch.bool)
     for name in SAMPLED:
-        for gradient in ("naive", "unbiased"):
-            low = kl.kl_loss(leaf, old, ref, mask, estimator=name, gradient=gradient)
-            high = kl.kl_loss(leaf.float(), old.float(), ref.float(), mask, estimator=name, gradient=gradient)
-            assert low.dtype == torch.float32 and torch.equal(low, high)
+        low = kl.kl_values(leaf, old, ref, mask)[name]
+        assert low.dtype == torch.float32
+        assert torch.equal(low, kl.kl_values(leaf.float(), old.float(), ref.float(), mask)[name])
         assert torch.equal(kl.kl_reward(leaf, ref, mask, estimator="k1"), leaf.float() - ref.float())
     assert not torch.equal((leaf - ref).float(), leaf.float() - ref.float())  # else this test could not fail
 
@@ -493,7 +489,8 @@ def test_every_name_runs_in_every_shape(name, shape):
     logp = torch.full(shape, -1.0).requires_grad_()
     mask, full = torch.ones(shape, dtype=torch.bool), torch.full(shape, 0.7).requires_grad_()
     for gradient in ("naive", "unbiased"):
-        loss = kl.kl_loss(logp, logp - 0.1, logp - 0.3, mask, estimator=name, gradient=gradient, full_kl=full)
+        old, ref = logp.detach() - 0.1, logp.detach() - 0.3
+        loss = kl_loss(logp, old, ref, mask, estimator=name, gradient=gradient, full_kl=full)
         assert loss.shape == shape and (loss > 0).all()
         leaf = full if kl.canonical_name(name) == "full" else logp
         assert (grad(loss.sum(), leaf) > 0).all()
@@ -503,7 +500,7 @@ def test_every_name_runs_in_every_shape(name, shape):
 def test_aliases_mean_what_others_mean_by_them():
     d = f64([0.7])
     one = torch.ones(1, dtype=torch.bool)
-    value = {name: kl.kl_loss(d, d - 0.4, 0 * d, one, estimator=name).item() for name in kl.ALIASES}
+    value = {name: kl_loss(d, d - 0.4, 0 * d, one, estimator=name).item() for name in kl.ALIASES}
     k3 = math.exp(-0.7) - 1 + 0.7
     expected = {
         "kl": 0.7,
@@ -527,37 +524,26 @@ def test_at_the_reference(name):
         assert noise == 0 or noise > 0.1
 
 
-def test_only_the_trained_policy_gets_a_gradient():
+def test_what_is_logged_and_the_reward_have_no_gradient():
     logp, old, ref = (f64([-1.0, -2]).add(x).requires_grad_() for x in (0, 0.1, 0.2))
     for name in SAMPLED:
-        for gradient in ("naive", "unbiased"):
-            loss = kl.kl_loss(logp, old, ref, torch.ones(2, dtype=torch.bool), estimator=name, gradient=gradient)
-            grads = torch.autograd.grad(loss.sum(), (logp, old, ref), allow_unused=True)
-            assert grads[0].abs().min() > 0 and grads[1] is None and grads[2] is None
+        assert not kl.kl_reward(logp, ref, torch.ones(2, dtype=torch.bool), estimator=name).requires_grad
         assert not any(x.requires_grad for x in kl.kl_values(logp, old, ref, torch.ones(2, dtype=torch.bool)).values())
 
 
 def test_errors_say_what_is_wrong():
     x, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="k1, k2, k3, k4, abs, full"):
-        kl.kl_loss(x, x, x, mask, estimator="k5")
-    with pytest.raises(ValueError, match="k5"):
+    with pytest.raises(ValueError, match=r"k5.*k1, k2, k3, k4, abs, full"):
         kl.kl_reward(x, x, mask, estimator="k5")
-    with pytest.raises(ValueError, match="naive, unbiased"):
-        kl.kl_loss(x, x, x, mask, estimator="k1", gradient="exact")
-    with pytest.raises(ValueError, match="full_kl"):
-        kl.kl_loss(x, x, x, mask, estimator="full")
     with pytest.raises(ValueError, match="full_kl"):
         kl.kl_reward(x, x, mask, estimator="full")
     for name in SAMPLED:
         with pytest.raises(ValueError, match="reference"):
-            kl.kl_loss(x, x, None, mask, estimator=name)
-        with pytest.raises(ValueError, match="reference"):
             kl.kl_reward(x, None, mask, estimator=name)
     with pytest.raises(ValueError, match="shapes"):
-        kl.kl_loss(x, x[:1], x, mask, estimator="k1")  # would broadcast
+        kl.kl_reward(x, x[:1], mask, estimator="k1")  # would broadcast
     with pytest.raises(ValueError, match="bool"):
-        kl.kl_loss(x, x, x, mask.float(), estimator="k1")
+        kl.kl_reward(x, x, mask.float(), estimator="k1")
 
 
 # condition of the table -> (optimizer steps per batch, arguments, the word for its samples)
@@ -573,7 +559,7 @@ SAID = {
 @pytest.mark.parametrize("setting", kl.SETTINGS, ids="-".join)
 def test_table_agrees_with_what_the_settings_say(setting, condition):
     place, name, gradient = setting
-    label = kl.table_row(*setting, condition)[2]
+    label = kl.table_row(grpo, *setting, condition)[2]
     steps, more, samples = SAID[condition]
     line, warnings = kl.kl_setting_message(place, name, gradient.replace("-", "naive"), 0.05, steps, "outside", **more)
     assert "\n" not in line + "".join(warnings) and "0.05" in line and f"{name} in the {place}" in line
@@ -592,7 +578,7 @@ def test_table_agrees_with_what_the_settings_say(setting, condition):
 def test_weighted_rows_of_the_table_are_the_fresh_ones():
     """The label, the bias of the value and the direction; only the noise is another."""
     for setting in kl.SETTINGS:
-        fresh, weighted = (kl.table_row(*setting, condition) for condition in ("fresh", "weighted"))
+        fresh, weighted = (kl.table_row(grpo, *setting, condition) for condition in ("fresh", "weighted"))
         assert weighted.label == fresh.label
         assert weighted.value_bias == pytest.approx(fresh.value_bias, abs=1e-12)
         assert weighted.cosine == pytest.approx(fresh.cosine, abs=1e-12)
@@ -644,13 +630,20 @@ def test_the_table_has_every_setting():
     assert set(kl.SETTINGS) == expected and len(kl.SETTINGS) == len(expected)
 
 
+def test_the_table_is_that_of_both_scripts():
+    """The row of every setting comes from the loss that trains, and theirs is one and the same."""
+    for condition in kl.CONDITIONS:
+        for setting in kl.SETTINGS:
+            assert kl.table_row(grpo, *setting, condition) == kl.table_row(ppo, *setting, condition)
+
+
 def test_table_prints_the_golden_numbers(capsys):
-    kl.print_table()
+    kl.print_table(grpo)
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith(("loss", "reward")) for line in lines) == len(kl.CONDITIONS) * len(kl.SETTINGS)
     assert all(len(line) <= 120 for line in lines)
     assert [line for before, line in itertools.pairwise(lines) if not before] == list(kl.CONDITIONS.values())
-    bias, sd, label, cos, sd_grad = kl.table_row("loss", "k2", "naive", "fresh")
+    bias, sd, label, cos, sd_grad = kl.table_row(grpo, "loss", "k2", "naive", "fresh")
     assert bias == pytest.approx(GOLDEN["k2"] - GOLDEN["rkl"], abs=1e-12)
     assert label == kl.REVERSE and cos == pytest.approx(1, abs=1e-12)
     case = Case(fresh=True)
@@ -658,7 +651,7 @@ def test_table_prints_the_golden_numbers(capsys):
     grads = case.d.detach()[:, None] * (torch.eye(5, dtype=torch.float64) - p)  # d (e_x - pi)
     assert sd == pytest.approx(((p @ k2**2) - (p @ k2) ** 2).sqrt().item(), abs=1e-12)
     assert sd_grad == pytest.approx((p @ grads.square().sum(1) - (p @ grads).square().sum()).sqrt().item(), abs=1e-12)
-    assert kl.table_row("loss", "abs", "naive", "fresh")[0] == pytest.approx(
+    assert kl.table_row(grpo, "loss", "abs", "naive", "fresh")[0] == pytest.approx(
         (p @ case.d.detach().abs()).item() - GOLDEN["rkl"], abs=1e-12
     )
 

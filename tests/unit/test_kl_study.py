@@ -1,4 +1,4 @@
-"""scripts/kl_study.py: the table of runs, the statistics on it, and docs/kl.md against both."""
+"""studies/kl_study.py: the table of runs, the statistics on it, and docs/kl.md against both."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_one_command_redraws_everything_in_the_docs(tmp_path, monkeypatch, capsy
     study = page.split("\n## The study\n")[1].split("\n## ")[0]
     figures = {word.split(")")[0] for word in study.split("](")[1:] if word.split(")")[0].endswith(".png")}
     assert figures == {path.name for path in tmp_path.iterdir()} and len(figures) == 2
-    marked = study.split("<!-- scripts/kl_study.py -->")[1::2]  # the tables of the command stand between these marks
+    marked = study.split("<!-- studies/kl_study.py -->")[1::2]  # the tables of the command stand between these marks
     lines = [line for part in marked for line in part.splitlines() if line.startswith("|")]
     assert len(lines) > 40
     assert [line for line in lines if line not in printed] == []

@@ -18,12 +18,22 @@ RANKS = [
         "runtime.network",
         "runtime.records",
         "runtime.answers",
+        "runtime.algebra",
+        "runtime.units",
         "runtime.constraints",
         "runtime.gym_tasks",
         "runtime.cpu_norms",
     },
-    {"runtime.presets", "runtime.sandbox", "runtime.sources", "runtime.data", "runtime.batching", "runtime.watchdog"},
-    {"runtime.flags", "runtime.elastic"},
+    {
+        "runtime.presets",
+        "runtime.foreign",
+        "runtime.sandbox",
+        "runtime.sources",
+        "runtime.data",
+        "runtime.batching",
+        "runtime.watchdog",
+    },
+    {"runtime.flags", "runtime.elastic", "runtime.workers"},
     {"runtime.identity", "runtime.attention", "runtime.memory"},
     {"runtime.rundir", "runtime.runlog", "runtime.checkpoints", "runtime.recorder", "runtime.weights"},
     {"kl_estimators", "rewards", "runtime.dedicated", "runtime.start"},
@@ -39,8 +49,9 @@ def module_files() -> dict[str, Path]:
 
 
 def project_imports(path: Path) -> list[tuple[str, bool]]:
-    """(module of the project, whether a function imports it) for each import in a file."""
+    """(module of the project, whether a function imports it) for each import in a file, as long as it is no program."""
     tree = ast.parse(path.read_text())
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__main__" in ast.dump(node.test))]
     inside = {id(node) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.Lambda) for node in ast.walk(f)}
     found = []
     for node in ast.walk(tree):

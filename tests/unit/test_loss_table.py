@@ -1,4 +1,4 @@
-"""Every cell of scripts/loss_table.py, computed a second time from the definitions.
+"""Every cell of studies/loss_table.py, computed a second time from the definitions.
 
 Here a response is a Python tuple and every loss is its update coefficient per token, derived by hand: the update of a
 response is the sum of coefficient x grad log pi over its tokens. Nothing is shared with the script but the rewards and
@@ -615,7 +615,7 @@ def test_the_page_shows_the_numbers_of_the_script():
 
 def test_the_script_prints_every_row_and_draws_them(tmp_path):
     picture = tmp_path / "losses.png"
-    line = [sys.executable, str(ROOT / "scripts" / "loss_table.py"), "--output", str(picture)]
+    line = [sys.executable, str(ROOT / "studies" / "loss_table.py"), "--output", str(picture)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True)
     lines = done.stdout.splitlines()
     assert all(len(line) <= 120 for line in lines)
@@ -655,7 +655,7 @@ def test_the_medians_over_random_worlds_are_those_of_the_page():
 
 # ----------------------------------------------------------------------------------------------------------- mutations
 
-TABLE = "scripts/loss_table.py"
+TABLE = "studies/loss_table.py"
 GRPO = "grpo.py"
 # (row that has to change, file, text, text in its place)
 MUTATIONS = [

@@ -1,4 +1,4 @@
-"""scripts/measure_kl.py against the exact KL, found by going through every sequence."""
+"""studies/measure_kl.py against the exact KL, found by going through every sequence."""
 
 from __future__ import annotations
 

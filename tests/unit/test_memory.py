@@ -17,7 +17,7 @@ import utils
 from runtime import batching, memory
 from runtime.records import Sample
 
-spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "scripts" / "memory.py")
+spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "studies" / "memory.py")
 script = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = script
 spec.loader.exec_module(script)
@@ -113,6 +113,10 @@ MODEL = memory.Model(
         ({"vllm_tensor_parallel_size": 4}, memory.Setting(4, "cuda", True), {"reference": 0, "engine": 0.5}),
         ({"vllm_mode": "dedicated"}, memory.Setting(4, "cuda", True), {"engine": 0, "KV cache": 0}),
         ({"vllm_kv_cache_gb": 3}, memory.Setting(1, "cuda", True), {"KV cache": 3 * 2**30 / 10**9}),
+        ({}, memory.Setting(1, "cuda", True, card=80e9), {"engine": 2, "KV cache": 0.4 * 80 - 2}),
+        ({"vllm_kv_cache_gb": 3}, memory.Setting(1, "cuda", True, card=80e9), {"KV cache": 3 * 2**30 / 10**9}),
+        ({"vllm_mode": "dedicated"}, memory.Setting(1, "cuda", True, card=80e9), {"engine": 0, "KV cache": 0}),
+        ({"rollout": "hf"}, memory.Setting(1, "cuda", True, card=80e9), {"engine": 2, "KV cache": 0}),
     ],
 )
 def test_parts_are_parameters_times_bytes(changes, setting, expected):
@@ -257,6 +261,43 @@ def test_the_model_is_read_from_its_folder(tiny):
     assert found.tied and found.head == found.vocabulary * 64
     assert memory.read_model(ROOT / "docs") is None
     assert memory.model_of({"d_model": 512}, 10) is None
+
+
+QWEN3_MOE = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+QWEN3_MOE |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}
+
+
+def test_a_model_without_files_is_counted_by_its_config(monkeypatch, tmp_path):
+    """One on the hub, by the config in the cache, within 1 % of the model: dense with biases, untied, and experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    experts = {"num_experts": 4, "moe_intermediate_size": 48, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+    for kind, more in (("qwen2", {}), ("llama", {"tie_word_embeddings": True}), ("qwen3_moe", experts)):
+        config = AutoConfig.for_model(kind, **QWEN3_MOE, **more)
+        (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+        monkeypatch.setattr(memory, "try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+        found = memory.read_model("someone/model")
+        count = AutoModelForCausalLM.from_config(config).num_parameters()
+        assert found.parameters == pytest.approx(count, rel=0.01), kind
+    monkeypatch.setattr(memory, "try_to_load_from_cache", lambda name, file: None)
+    assert memory.read_model("someone/model") is None
+
+
+def test_more_than_the_card_is_a_warning():
+    """Only with a card, and only above it; it names the phase."""
+    found = memory.predict(grpo.Args(), MODEL, memory.Setting(1, "cuda", True, card=24e9))
+    lines = memory.describe(found, MODEL, 0, 24e9)
+    assert lines[-1].startswith("warning: the GPU has 22.4 GiB, and the phase step may need ")
+    for card in (0, found.peak):
+        assert len(memory.describe(found, MODEL, 0, card)) == 3
+
+
+def test_the_plan_of_a_command_line(tiny, capsys):
+    """The lines of the start for a card that is not here; exit code 1 where it does not fit."""
+    words = ["--gpus", "2", "--gpu_gb", "24", "ppo.py", "--model_name_or_path", str(tiny), "--beta", "0.1"]
+    assert script.plan(words) == 0
+    assert "KV cache 8.9" in capsys.readouterr().out
+    assert script.plan([*words, "--vllm_gpu_memory_utilization", "0.95"]) == 1
 
 
 def test_the_table_of_the_page_is_what_the_command_prints():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet
@@ -16,7 +18,12 @@ import pytest
 from helpers import ROOT
 from jobs import submit
 
-from runtime import flags
+from runtime import data, flags, memory
+
+spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "studies" / "memory.py")
+plan = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = plan
+spec.loader.exec_module(plan)
 
 PAGE = (ROOT / "docs" / "migrating.md").read_text()
 # What the page calls, as functions that print the words they got: a NUL after each, \1 after the last.
@@ -24,6 +31,19 @@ RECORD = """
 python() { printf '%s\\0' python "$@" $'\\1'; }
 accelerate() { printf '%s\\0' accelerate "$@" $'\\1'; }
 """
+
+
+NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+# What the config.json of each model of the page says: NAMES, the vocabulary, and whether its head is the embedding.
+MODELS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": (24, 896, 4864, 14, 2, 151_936, True),
+    "Qwen/Qwen2.5-1.5B-Instruct": (28, 1536, 8960, 12, 2, 151_936, True),
+    "Qwen/Qwen2.5-7B-Instruct": (28, 3584, 18944, 28, 4, 152_064, False),
+    "Qwen/Qwen2.5-3B": (36, 2048, 11008, 16, 2, 151_936, True),
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": (28, 1536, 8960, 12, 2, 151_936, True),
+    "allenai/Llama-3.1-Tulu-3-8B-DPO": (32, 4096, 14336, 32, 8, 128_264, False),
+    "models/deepseek-llm-7b-chat": (30, 4096, 11008, 32, 32, 102_400, False),
+}
 
 
 def blocks() -> dict[str, str]:
@@ -50,8 +70,7 @@ def place(tiny, tmp_path_factory) -> Path:
     import datasets
 
     place = tmp_path_factory.mktemp("migrating")
-    models = ("allenai/Llama-3.1-Tulu-3-8B-DPO", "models/deepseek-llm-7b-chat", "Qwen/Qwen2.5-Coder-1.5B-Instruct")
-    for name in models:
+    for name in MODELS:
         shutil.copytree(tiny, place / name)
         config = json.loads((tiny / "config.json").read_text()) | {"max_position_embeddings": 8192}
         (place / name / "config.json").write_text(json.dumps(config))
@@ -76,6 +95,22 @@ def place(tiny, tmp_path_factory) -> Path:
             row |= {"reward_model": {"style": "rule", "ground_truth": str(i + 1)}, "extra_info": {"index": i}}
             rows.append(row)
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / f"data/rlhf/gsm8k/{name}.parquet")
+    for split, numbers in (("train", range(500)), ("test", range(500, 520))):
+        rows = [{"question": f"{i} + 1 =?", "answer": f"It is {i + 1}.\n#### {i + 1}"} for i in numbers]
+        datasets.Dataset.from_list(rows).save_to_disk(place / f"openai/gsm8k:main@{split}")
+    (place / "data" / "countdown").mkdir()
+    for name, numbers in (("train", range(2, 302)), ("test", range(302, 322))):
+        rows = []
+        for i in numbers:
+            text = f"User: Using the numbers {[i, 2]}, make {i * 2}.\nAssistant: Let me solve this.\n<think>"
+            row = {"target": i * 2, "nums": [i, 2], "data_source": "countdown", "ability": "math"}
+            row |= {"prompt": [{"role": "user", "content": text}], "extra_info": {"split": name, "index": i}}
+            row["reward_model"] = {"style": "rule", "ground_truth": {"target": i * 2, "numbers": [i, 2]}}
+            rows.append(row)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / f"data/countdown/{name}.parquet")
+    if "none" not in data.CHAT_TEMPLATES:
+        (place / "none").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    (place / "tinyzero.py").write_text(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1])
     with open(place / "data" / "code.jsonl", "w") as lines:
         for i in range(140):
             tests = json.dumps({"inputs": [f"{i}\n"], "outputs": [f"{i + 1}\n"]})
@@ -84,12 +119,33 @@ def place(tiny, tmp_path_factory) -> Path:
     return place
 
 
+GSM8K = [
+    "500 problems, evaluation on other data;",
+    "500 gsm8k (gsm8k)",
+    "64 prompts x 8 samples = 512 samples",
+    "1 optimizer step(s)",
+]
 SAID = {  # what the start of each run says about it
+    "GSM8K with one GPU of 24 GB": GSM8K,
+    "GSM8K with one GPU of 80 GB": GSM8K,
+    "GSM8K with eight GPUs": GSM8K,
+    "TRL": ["500 problems", "500 gsm8k (gsm8k)", "512 samples", "as         trl 1.16.0"],
+    "TinyZero": [
+        "300 problems, evaluation on other data;",
+        "300 train (tinyzero.py:score)",
+        "256 prompts x 1 samples",
+        "2 optimizer step(s)",
+        "prompt     'User: Using the numbers",
+        "Let me solve this.\\n<think>'",
+        "not as there: the loss is a mean of micro-batch means there",
+    ],
     "open-instruct": [
         "58 problems, evaluation on other data;",
         "58 math_ground_truth_zs (math)",
         "48 prompts x 16 samples = 768 samples",
         "1302 steps, 999936 samples, 2604 optimizer steps",
+        "6 rank(s)",
+        "1 engine(s) on ranks of their own",
         "<|user|>\\nWhat is",
     ],
     "verl": [
@@ -109,12 +165,70 @@ SAID = {  # what the start of each run says about it
 }
 
 
+def needs() -> dict[str, tuple[int, int, str]]:
+    """Section -> (GPUs, GB of one, predicted peak as the page says it)."""
+    rows = re.findall(r"^\| (.*?) \| (\d) x (\d+) GB \| (.*?) \|$", PAGE, re.MULTILINE)
+    return {name: (int(gpus), int(size), peak) for name, gpus, size, peak in rows}
+
+
+@pytest.mark.parametrize("heading", blocks())
+def test_a_command_line_of_the_page_fits_its_gpus(heading, tmp_path):
+    """Its predicted peak, of the model in its real size, is below nine tenths of the card, and as the page says it."""
+    gpus, size, said = needs()[heading.partition(":")[0]]
+    for words in commands(blocks()[heading], Path("/home")):
+        at = next(i for i, word in enumerate(words) if word in ("grpo.py", "ppo.py"))
+        name = words[words.index("--model_name_or_path") + 1].removeprefix("/home/")
+        *numbers, vocabulary, tied = MODELS[name]
+        config = dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary}
+        model = memory.model_of(config, tied=tied)
+        found = plan.planned(words[at], words[at + 1 :], model, gpus, size)
+        assert found.peak < plan.USABLE * size * 1e9, found
+        assert f"{found.peak / 1e9:.0f} GB, {max(found.phases, key=found.phases.get)}" == said
+
+
+@pytest.mark.parametrize("page, gpus", [("README.md", 8), ("docs/grpo.md", 1), ("docs/ppo.md", 1)])
+def test_gpu_lines_of_other_pages_fit_80_gb_and_name_their_data(page, gpus):
+    """Of the lines that name a model of the hub: none trains it on the quickstart's sums, or needs more than a card."""
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    lines = re.findall(r"((?:grpo|ppo)\.py [^\n]*--model_name_or_path Qwen/[^\n#]*)", text)
+    lines = [line for line in lines if "..." not in line]
+    assert lines
+    for line in lines:
+        script, *words = line.split()
+        name = words[words.index("--model_name_or_path") + 1]
+        *numbers, vocabulary, tied = MODELS[name]
+        config = dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary}
+        found = plan.planned(script, words, memory.model_of(config, tied=tied), gpus, 80)
+        assert found.peak < plan.USABLE * 80e9, (line, found)
+        assert "--dataset" in words, line
+
+
+def test_without_sleeping_in_turns_a_line_does_not_fit():
+    """Without the flags that free memory in turns verl's line needs more than the card: the engine's share counts."""
+    model = memory.Model(*[7 * 10**9, 30, 4096, 11008, 32, 32, 128, 102_400], tied=False)
+    line = "--num_samples_per_prompt_rollout 1 --num_unique_prompts_rollout 64 --gradient_checkpointing --beta 0.005"
+    line += " --kl_placement reward --vllm_enable_sleep_mode --vllm_gpu_memory_utilization 0.5"
+    plain = plan.planned("ppo.py", line.split(), model, 8, 80)
+    moved = plan.planned("ppo.py", [*line.split(), "--deepspeed_enable_sleep_mode", "--offload_ref"], model, 8, 80)
+    assert plain.phases["generate"] > 80e9 > 72e9 > moved.peak
+    assert plain.phases["generate"] - moved.phases["generate"] == pytest.approx(7e9 * (4 + 24 / 8 + 2))
+    assert moved.phases["generate"] == pytest.approx(0.5 * 80e9)
+
+
+def test_the_reward_file_of_the_page_pays_a_tenth_for_the_form(place, monkeypatch):
+    monkeypatch.chdir(place)
+    namespace = {}
+    exec((place / "tinyzero.py").read_text(), namespace)
+    truth = json.dumps({"target": 6, "numbers": [3, 2]})
+    for response, expected in (("<answer> 3 * 2 </answer>", 1), ("<answer> 3 + 2 </answer>", 0.1), ("3 * 2", 0)):
+        assert namespace["score"](f"so </think> {response}", truth, {}).score == expected
+
+
 @pytest.mark.parametrize("heading", blocks())
 def test_a_command_line_of_the_page_passes_a_dry_run(heading, place, monkeypatch, capsys):
-    """Submitted where it is, then checked and shown by the script itself as on eight GPUs."""
+    """Submitted where it is, then checked and shown by the script itself as on as many GPUs."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("HOME", str(place))
     found = commands(blocks()[heading], place)
     assert len(found) == (4 if heading.startswith("open-instruct") else 1)
@@ -126,6 +240,7 @@ def test_a_command_line_of_the_page_passes_a_dry_run(heading, place, monkeypatch
         file = next(i for i, word in enumerate(words) if word in ("grpo.py", "ppo.py"))
         script = importlib.import_module(words[file].removesuffix(".py"))
         args = flags.parse(script.Args, words=[*words[file + 1 :], "--dry_run"])
+        monkeypatch.setenv("WORLD_SIZE", str(needs()[heading.partition(":")[0]][0]))
         ready = script.preflight(args)
         script.main(dataclasses.replace(args, vllm_tensor_parallel_size=1), ready)  # no device here has shards
         said = capsys.readouterr().out
@@ -135,4 +250,4 @@ def test_a_command_line_of_the_page_passes_a_dry_run(heading, place, monkeypatch
 
 
 def test_every_system_has_its_command_line():
-    assert {heading.partition(":")[0] for heading in blocks()} == set(SAID)
+    assert {heading.partition(":")[0] for heading in blocks()} == set(SAID) == set(needs())

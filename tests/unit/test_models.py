@@ -389,7 +389,7 @@ def test_an_override_that_asks_for_dropout_is_refused(tmp_path, capsys, field):
     assert "--override_config" in message and field in message and "without dropout" in message
 
 
-def test_stop_ids_of_a_composite_config():
+def test_stop_ids_of_a_composite_config(capsys):
     """The config of a model with several modalities has its stop ids in the text part, or nowhere."""
     from transformers import AutoConfig
 
@@ -400,6 +400,9 @@ def test_stop_ids_of_a_composite_config():
     model.generation_config.eos_token_id = None
     config.text_config.eos_token_id = None
     assert utils.stop_token_ids(model, SimpleNamespace(eos_token_id=2)) == [2]
+    with pytest.raises(SystemExit):
+        utils.stop_token_ids(model, SimpleNamespace(eos_token_id=None))
+    assert "set eos_token_id" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------- a reference that moves

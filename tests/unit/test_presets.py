@@ -11,10 +11,13 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+import types
+import typing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,9 +27,12 @@ import torch
 import transformers
 import yaml
 from helpers import ROOT, TINY_RUN, folder_of, interrupted, run_here, token_loss
+from variant import names as variant_names
+from variant import variant as variant_text
 
 import grpo
 import ppo
+import utils
 from kl_estimators import kl_reward
 from rewards import Reward, shape_reward
 from runtime import batching, flags, presets, rundir
@@ -134,6 +140,84 @@ def test_the_start_says_what_is_set_what_was_given_and_what_differs(script, name
         assert f"{difference.what}; {difference.size}" in out
 
 
+def variant_args(name: str) -> type:
+    """Args of a variant, as scripts/variant.py writes it; what follows in the script, the training, is not run."""
+    module = types.ModuleType(name)
+    module.__file__ = str(ROOT / f"{name}.py")
+    sys.modules[name] = module  # where dataclasses look up annotations
+    exec(variant_text(name).partition("\nimport torch\n")[0], module.__dict__)
+    return module.Args
+
+
+VARIANTS_OF = [(name, preset) for name in variant_names() for preset in presets.PRESETS]
+
+
+@pytest.mark.parametrize("name, preset", VARIANTS_OF)
+def test_a_preset_leaves_what_makes_a_variant(name, preset):
+    """Flags only: a default that a variant changed stays, all other settings are the preset's, and choices hold."""
+    args_of = variant_args(name)
+    script = presets.script_of(args_of)
+    if script not in presets.PRESETS[preset].scripts:
+        return
+    base, own = SCRIPTS[script].Args(), args_of()
+    both = {f.name for f in dataclasses.fields(base)} & {f.name for f in dataclasses.fields(own)} - {"exp_name"}
+    changed = {name for name in both if getattr(own, name) != getattr(base, name)}
+    args = flags.parse(args_of, words=["--as", preset])
+    for setting in presets.PRESETS[preset].settings:
+        if hasattr(own, setting.flag):
+            expected = getattr(own, setting.flag) if setting.flag in changed else setting.value
+            assert getattr(args, setting.flag) == expected, setting.flag
+    said = "\n".join(presets.explain(args))
+    for flag in changed & {s.flag for s in presets.PRESETS[preset].settings}:
+        there = next(s.value for s in presets.PRESETS[preset].settings if s.flag == flag)
+        assert there == getattr(own, flag) or f"--{flag} {getattr(own, flag)} (there {there})" in said
+    hints = typing.get_type_hints(args_of)
+    for flag, hint in hints.items():
+        if typing.get_origin(hint) is typing.Literal:
+            assert getattr(args, flag) in typing.get_args(hint), flag
+
+
+def test_a_value_that_a_copy_no_longer_takes_is_not_given_to_it():
+    """The default is that of the original; the choice of the preset is gone."""
+
+    @dataclasses.dataclass
+    class Args(grpo.Args):
+        loss_norm: typing.Literal["token", "sequence"] = "token"
+        lr_scheduler_type: typing.Literal["linear"] = "linear"
+
+    args = flags.parse(Args, words=["--as", "verl"])
+    assert (args.lr_scheduler_type, args.loss_norm, args.clip_ratio_c) == ("linear", "token", 3.0)
+    assert "kept     this script's own: --lr_scheduler_type linear (there constant)" in "\n".join(presets.explain(args))
+
+
+def test_the_warm_up_differs_by_what_the_table_says():
+    """OpenRLHF's and AReaL's schedules are transformers' (k / W, the first step at 0), with W rounded up and down."""
+    rates = {}
+    for name, count in (("openrlhf", math.ceil), ("areal", int)):
+        args = parse("grpo", "--as", name)
+        for total in (20, 100, 499, 1000):
+            parameter = torch.nn.Parameter(torch.zeros(1))
+            optimizer = torch.optim.SGD([parameter], lr=args.learning_rate)
+            warm_up = count(args.warm_up_ratio * total)
+            schedule = transformers.get_scheduler(
+                "cosine_with_min_lr" if name == "openrlhf" else "constant_with_warmup",
+                optimizer,
+                warm_up,
+                total,
+                {"min_lr_rate": args.lr_min_ratio} if name == "openrlhf" else None,
+            )
+            worst = 0.0
+            for step in range(total):
+                ours = utils.learning_rate(step, total, args)
+                worst = max(worst, abs(ours - schedule.get_last_lr()[0]) / args.learning_rate)
+                optimizer.step()
+                schedule.step()
+            rates[name, total] = f"{worst:.1e}"
+    for name, totals in (("openrlhf", (20, 100, 1000)), ("areal", (499, 1000))):
+        (listed,) = [d for d in presets.PRESETS[name].differences if "warm-up steps" in d.what]
+        assert all(rates[name, total] in listed.size for total in totals), (name, rates)
+
+
 def test_without_a_preset_the_start_says_nothing_of_it():
     assert presets.explain(grpo.Args()) == []
 
@@ -162,7 +246,7 @@ def test_a_run_with_a_preset_is_recorded_resumed_and_finished(tiny, tmp_path, mo
 
 
 def test_the_page_is_what_the_table_gives():
-    assert (ROOT / "docs" / "presets.md").read_text() == presets.page(), "run: python scripts/presets_page.py"
+    assert (ROOT / "docs" / "presets.md").read_text() == presets.page(), "run: python studies/presets_page.py"
 
 
 def test_advantage_eps_is_added_to_the_deviation():
@@ -205,7 +289,9 @@ def ours(case: frameworks.Case, args) -> dict[str, torch.Tensor]:
     kl_N = torch.zeros_like(old)
     loss_coef, reward_coef = flags.kl_coefficients(args)
     if reward_coef > 0:
-        kl_N = reward_coef * kl_reward(old, ref, torch.ones_like(old, dtype=torch.bool), estimator=args.kl_estimator)
+        kl_N = reward_coef * kl_reward(
+            old, ref, torch.ones_like(old, dtype=torch.bool), estimator=args.kl_reward_estimator or "k1"
+        )
     in_loss = list(range(16))
     if args.filter_zero_std_samples:
         in_loss = [i for i in in_loss if rewards_PG[i // 4].amax() > rewards_PG[i // 4].amin()]
@@ -268,7 +354,7 @@ class Variant(NamedTuple):
 
 
 KL_LOSS = ("--beta", "0.04")
-KL_REWARD = ("--beta", "0.04", "--kl_placement", "reward", "--kl_estimator", "k1")
+KL_REWARD = ("--beta", "0.04", "--kl_placement", "reward")
 FAR_OUT = ("ratio far out",)  # which is also far from the reference
 VARIANTS = {
     "verl": {
@@ -497,7 +583,8 @@ def test_a_wrong_setting_is_caught_by_the_recorded_numbers(name):
     right = parse(script, "--as", name)
     cases = {c: entry for c, entry in GOLDEN[name]["cases"].items() if c not in RECORDED_DIFFERENCES}
     changes = {"loss_norm": "sequence", "clip_lower": 0.1, "clip_higher": 0.35, "clip_ratio_c": 2.0}
-    changes |= {"mask_truncated_completions": True, "mask_no_eos_with_zero": True, "beta": 0.02, "kl_estimator": "k2"}
+    changes |= {"mask_truncated_completions": True, "mask_no_eos_with_zero": True, "beta": 0.02}
+    changes |= {"kl_estimator" if script == "grpo" else "kl_reward_estimator": "k2"}
     changes |= {"truncated_importance_sampling_ratio_cap": 1.5}
     if script == "grpo":
         changes |= {"advantage_normalization_type": "standard", "filter_zero_std_samples": False}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import deque
 from importlib import metadata
 
@@ -94,6 +97,48 @@ QUICK += ["propositional_logic", "rearc", "rubiks_cube", "spell_backward", "time
 def test_the_answer_of_a_data_set_scores_one_and_another_does_not(name):
     rows, right, _, wrong = counts(name)
     assert (right, wrong) == (rows, 0)
+
+
+# These choose from sets: their problems follow from Python's hash seed, which every process draws for itself.
+FROM_SETS = ["isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"]
+SHOW_ROWS = """
+import json, sys
+from runtime import sources
+print(json.dumps([[row["question"], row["answer"]] for row in sources.gym_rows(sys.argv[1], 1)]))
+"""
+
+
+def rows_of_another_process(source: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW_ROWS, source],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_process_has_the_same_problems():
+    """Else ranks would train on different problems, and a run that was stopped would find others than its own."""
+    parts = [{"name": name} for name in FROM_SETS]
+    source = f"reasoning_gym:composite?size=12&datasets={json.dumps(parts)}"
+    found = {
+        rows_of_another_process(source, PYTHONHASHSEED="1", TZ="UTC"),
+        rows_of_another_process(source, PYTHONHASHSEED="2", TZ="Asia/Tokyo"),
+    }
+    assert len(found) == 1
+
+
+@pytest.mark.slow
+def test_every_process_has_the_same_problems_of_every_data_set():
+    from reasoning_gym.factory import DATASETS
+
+    for name in sorted(DATASETS.keys() - GYM_UNSUPPORTED):
+        source = f"reasoning_gym:{name}?size={ROWS}&seed=5{OPTIONS.get(name, '')}"
+        found = {rows_of_another_process(source, PYTHONHASHSEED=seed) for seed in ("1", "2")}
+        assert len(found) == 1, name
 
 
 @pytest.mark.slow

@@ -448,7 +448,7 @@ MUTATIONS = {
     "1 + args.clip_higher)": "1 + 2 * args.clip_higher)",
     "loss_T = loss_T + beta * kl_T": "loss_T = loss_T + 2 * beta * kl_T",
     "torch.maximum(unclipped_T, clipped_T)": "unclipped_T",
-    "slope_T.detach() * (logprobs_T": "d_T.detach() * (logprobs_T",
+    "slope_T.detach() * (t.logprobs_T": "d_T.detach() * (t.logprobs_T",
     "weights[i] = 1.0 / tokens": "weights[i] = 1.0 / len(in_loss)",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import shutil
@@ -94,6 +95,26 @@ def test_the_last_tokens_are_read(classifier):
     other = [{"role": "user", "content": "Anything else"}]
     first, second = tail.score([(messages, response), (other, response)])
     assert first == pytest.approx(second, abs=1e-5)
+
+
+def test_its_template_writes_the_same_date_on_every_day(classifier, monkeypatch):
+    """As the policy's does: a run that goes on after midnight is scored as it was before."""
+    from transformers.utils import chat_template_utils
+
+    reward_model = scorer(classifier)
+    dated = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}<|im_end|>"
+    monkeypatch.setattr(reward_model.tokenizer, "chat_template", dated)
+
+    def on(year: int) -> list[float]:
+        class Clock(datetime.datetime):
+            @classmethod
+            def now(cls, tz=None):
+                return cls(year, 2, 3)
+
+        monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+        return reward_model.score(CONVERSATIONS[:2])
+
+    assert on(2025) == on(2031)
 
 
 REVISIONS = """
@@ -197,9 +218,11 @@ def test_refused(classifier, tiny, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_run(classifier, tiny, tmp_path):
-    """Two steps whose reward is the reward model's alone."""
+    """Two steps whose reward is the reward model's alone, on prompts without truths."""
     args = tiny_args(tiny, tmp_path, reward_model_name_or_path=str(classifier), reward_weights=("reward_model=2",))
-    args.reward_fn, args.reward_weights = None, ("last_number=0", "reward_model=2")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"question": f"Say {i}."}) + "\n" for i in range(12)))
+    args.dataset, args.verifier, args.reward_fn = str(prompts), "reward_model", None
     steps = run_here(args)
     assert len(steps) == 2 and all(s["reward/std"] > 0 and s["reward/zero_std_frac"] == 0 for s in steps)
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 
+import psutil
 import pytest
 from helpers import ROOT, make_samples
 
@@ -24,7 +29,7 @@ from rewards import (
     last_number,
     parse_weights,
 )
-from runtime import records
+from runtime import records, sandbox
 
 MINE = ROOT / "tests" / "verifiers.py"
 
@@ -152,10 +157,31 @@ def test_a_verifier_of_a_file_of_ones_own(tmp_path, name):
     file.write_text(OWN_FILE)
     assert find_verifier(f"{file}:same")("4", "4", {}) == 1.0
     assert sys.modules["json"] is json
-    file.write_text(OWN_FILE + "\n1 / 0\n")
-    with pytest.raises(ValueError, match="does not load: ZeroDivisionError: division by zero"):
+    file.write_text("an edit is for the next run")
+    assert find_verifier(f"{file}:same")("4", "4", {}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("def same(", "SyntaxError"),
+        ("import sys\nsys.exit(0)", "SystemExit: 0"),
+    ],
+)
+def test_a_file_that_does_not_load(tmp_path, text, words):
+    """One that is a program ends at its exit(), and is refused like the others."""
+    file = tmp_path / "broken.py"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=f"does not load: {words}"):
         find_verifier(f"{file}:same")
     assert str(file) not in sys.modules
+
+
+def test_a_file_that_is_not_python(tmp_path):
+    (tmp_path / "mine.txt").write_text(OWN_FILE)
+    with pytest.raises(ValueError, match="is not Python"):
+        find_verifier(f"{tmp_path / 'mine.txt'}:same")
 
 
 # --------------------------------------------------------------------------------------------------------------- pool
@@ -211,6 +237,28 @@ def test_pool_starts_again():
     pool.pool._pool_manager.handle_broken_pool(BrokenProcessPool("All workers expired"))
     assert [pool.result(f).score for f in futures] == [1.0, 0.0, 1.0] and works(pool)
     pool.close()
+
+
+def test_pool_outlives_its_nursery():
+    """The out-of-memory killer may take any process: its workers end with it, and all start again."""
+    pool = RewardPool(2, 20.0)
+    assert works(pool)
+    workers = psutil.Process(pool.nursery.process.pid).children()
+    assert len(workers) == 2
+    pool.nursery.process.kill()
+    assert psutil.wait_procs(workers, timeout=5)[1] == []
+    assert works(pool)
+    pool.close()
+
+
+def test_workers_draw_random_numbers_of_their_own():
+    """Forks have the generators of the one process: nothing that it imports may have made NumPy's."""
+    pool = RewardPool(2, 20.0, ("math", "reasoning_gym"))
+    futures = [pool.submit(f"{MINE}:draws", "x", "x", {}) for _ in range(6)]
+    drawn = [tuple(pool.result(future).parts.values()) for future in futures]
+    pool.close()
+    for numbers in zip(*drawn, strict=True):
+        assert len(set(numbers)) == len(drawn)
 
 
 def test_a_verifier_that_raises_on_a_response_costs_that_sample(pool, capsys):
@@ -269,9 +317,194 @@ def test_what_is_no_score_costs_that_sample(pool, name, words):
     assert works(pool)
 
 
-def test_what_cannot_be_sent_back_costs_that_sample(pool):
-    assert verify(pool, f"{MINE}:unpicklable") == Reward(0.0, status="crash")
+def test_a_reward_is_sent_back_as_plain_values(pool):
+    """Objects of a user's file cannot be pickled, or run code of theirs in the run when they are unpickled."""
+    assert verify(pool, f"{MINE}:unpicklable") == Reward(1.0)
+    assert verify(pool, f"{MINE}:unpicklable").extracted == "7"
     assert works(pool)
+
+
+def test_what_cannot_be_sent_costs_that_sample(pool):
+    future = pool.submit("exact", "x", "x", {"row": threading.Lock()})
+    assert pool.result(future) == Reward(0.0, status="crash")
+    assert works(pool)
+
+
+@pytest.mark.parametrize("response", ["exit()", "quit()", "import sys; sys.exit(0)", "import sys; sys.exit(1)"])
+def test_a_response_that_ends_the_program_costs_that_sample(pool, response):
+    """SystemExit is no Exception; raised here it would end the run, and exit code 0 calls it finished."""
+    reward = verify(pool, f"{MINE}:runs_the_response", response)
+    assert (reward.score, reward.status) == (0.0, "unscorable") and "SystemExit" in reward.detail
+    assert works(pool)
+
+
+@pytest.mark.parametrize(
+    "kind", ["SystemExit", "KeyboardInterrupt", "GeneratorExit", "asyncio.CancelledError", "Outcome", "BaseException"]
+)
+def test_no_exception_of_a_verifier_leaves_its_process(pool, kind):
+    reward = verify(pool, f"{MINE}:raises_by_name", kind)
+    assert (reward.score, reward.status) == (0.0, "unscorable") and kind.rpartition(".")[2] in reward.detail
+    assert works(pool)
+
+
+def test_an_interruption_of_the_run_itself_is_not_a_bad_truth(monkeypatch):
+    """Ctrl-C while the rows are checked, which is done here and not in a worker."""
+
+    def interrupted(response, truth, row):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(rewards.VERIFIERS, "exact", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rewards.truth_error("exact", "7", {})
+
+
+# ----------------------------------------------------------------------------- what verifiers start, and what is edited
+
+
+def left_of(mark: str) -> list[int]:
+    """The processes with this in their command line."""
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
+
+
+def gone(mark: str, seconds: float = 5) -> bool:
+    until = time.monotonic() + seconds
+    while left_of(mark) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not left_of(mark)
+
+
+STARTED = {"child": 1000.25, "a session": 1000.5, "orphan": 1000.75}
+END = {"hangs": "timeout", "dies": "crash", "": "ok"}
+
+
+@pytest.mark.parametrize("end", END)
+@pytest.mark.parametrize("kind", STARTED)
+def test_what_a_verifier_started_ends_with_it(kind, end):
+    """A compiler, a prover, a browser: at the time-out, when the verifier dies, and at the latest with the pool."""
+    mark = f"{STARTED[kind] + sum(map(ord, end)) / 1e6 + os.getpid()}"
+    pool = RewardPool(1, 1.0)
+    try:
+        reward = pool.result(pool.submit(f"{MINE}:starts_a_process", end, mark, {"kind": kind}))
+        assert reward.status == END[end]
+        if end == "":
+            assert left_of(mark), "the test's own process was not there"
+        elif not (kind == "a session" and end == "dies"):  # which nobody can tell from another's, then
+            assert gone(mark)
+    finally:
+        pool.close()
+    if not (kind == "a session" and end == "dies"):
+        assert gone(mark)
+    for pid in left_of(mark):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_verifier_can_end_what_it_started(pool):
+    """Workers do not answer SIGTERM, but a program that they start must."""
+    assert verify(pool, f"{MINE}:terminates_a_process").score == 1.0
+
+
+KILLED = """
+import os, signal, sys, time
+import rewards
+
+if __name__ == "__main__":
+    pool = rewards.RewardPool(1, 60.0)
+    pool.submit(sys.argv[1] + ":starts_a_process", "hangs", sys.argv[2], {"kind": sys.argv[3]})
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("kind", STARTED)
+def test_what_a_verifier_started_ends_with_a_run_that_is_killed(tmp_path, kind):
+    """By SIGKILL, which the run cannot answer: the nursery sees it."""
+    mark = f"{STARTED[kind] + 0.1 + os.getpid()}"
+    (tmp_path / "run.py").write_text(KILLED)
+    command = [sys.executable, str(tmp_path / "run.py"), str(MINE), mark, kind]
+    run = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    until = time.monotonic() + 60
+    while len(left_of(mark)) < 2 and time.monotonic() < until:  # the run itself has it in its command line
+        time.sleep(0.05)
+    processes = psutil.Process(run.pid).children(recursive=True)
+    assert len(processes) >= 2
+    run.kill()
+    run.wait()
+    assert gone(mark)
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    assert alive == []
+
+
+LEFT_OPEN = """
+import rewards
+
+if __name__ == "__main__":
+    pool = rewards.RewardPool(1, 60.0)
+    print(pool.result(pool.submit("exact", "x", "x", {})).score)
+"""
+
+
+def test_a_pool_that_is_not_closed_does_not_keep_its_program(tmp_path):
+    """Its processes answer no SIGTERM, by which Python would end them before it waits for them."""
+    (tmp_path / "run.py").write_text(LEFT_OPEN)
+    command = [sys.executable, str(tmp_path / "run.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "1.0\n"), done.stderr
+
+
+EDITED = """
+import sys, time
+from pathlib import Path
+
+import rewards
+
+if __name__ == "__main__":
+    project, own = Path(sys.argv[1]), Path(sys.argv[2])
+    found = []
+    pool = rewards.RewardPool(1, 1.0)
+
+    def score():
+        futures = [pool.submit(name, "7", "7", {}) for name in (f"{own}:same", "exact")]
+        found.extend(pool.result(future).score for future in futures)
+
+    score()
+    own.write_text("def same(response, truth, row): return -1.0")
+    (project / "rewards.py").write_text((project / "rewards.py").read_text().replace("Reward(correct,", "Reward(0.25,"))
+    (project / "runtime" / "sandbox.py").write_text("not Python")
+    score()
+    pool.result(pool.submit(f"{own}:hangs", "x", "x", {}))
+    score()
+    own.write_text("def same(respo")
+    pool.result(pool.submit(f"{own}:hangs", "x", "x", {}))
+    score()
+    print(found)
+    print(rewards.code("f = lambda: 1", '[{"input": [], "output": 1}]', {"entry_point": "f"}).score)
+    pool.pool._pool_manager.handle_broken_pool(rewards.BrokenProcessPool("as if all workers had been killed"))
+    try:
+        score()
+    except RuntimeError as error:
+        print(error)
+    pool.close()
+"""
+
+
+def test_an_edit_is_for_the_next_run(tmp_path):
+    """Of the user's file, of rewards.py and of the sandbox: no sample is scored by it, whatever became of workers.
+
+    Where all of them must start anew, a run with other code than it began with ends.
+    """
+    for name in ("rewards.py", "runtime"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    (tmp_path / "run.py").write_text(EDITED)
+    own = tmp_path / "own.py"
+    own.write_text(OWN_FILE + "\ndef hangs(*asked):\n    import time\n    time.sleep(60)\n")
+    command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path), str(own)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    scores, code, *refused = done.stdout.strip().splitlines()[-3:]
+    assert scores == str([1.0] * 8), done.stdout
+    assert code == "1.0" or sandbox.namespaces_refused()
+    assert refused and "rewards.py, sandbox.py has changed since this run began" in refused[0], done.stdout
 
 
 def problem(verifier: str) -> records.Problem:

@@ -20,6 +20,7 @@ import pytest
 from attacks import FAMILIES, LINES, F
 from helpers import ROOT, real
 
+import grpo
 import rewards
 from rewards import RewardPool, code
 from runtime import sandbox
@@ -449,12 +450,20 @@ else:
         except ProcessLookupError:
             pass
     print(alive)
+print(sorted(os.listdir("../..")), sorted(os.listdir("..")))
 os.makedirs("x/y"); os.chmod("x", 0)
+for place in ("/sandbox/x", "/sandbox/run/x", "/sandbox/run/stdin", "../x", "../../x"):
+    try:
+        os.chmod(os.path.dirname(place), 0o777)
+        open(place, "w").write("x")
+    except OSError:
+        pass
 sys.stdout.flush()
 if os.fork() == 0:
     time.sleep(60)
 """
-    tests = json.dumps([{"stdin": "", "stdout": "0 0\n0"}] * 4)
+    home = "['packages', 'run']" if REFUSED else "['run']"
+    tests = json.dumps([{"stdin": "", "stdout": f"0 0\n0\n{home} ['stdin', 'stdout', 'tmp']"}] * 4)
     assert passes(program, tests, {})
 
 
@@ -536,6 +545,69 @@ def test_tests_that_are_none():
 # ------------------------------------------------------------------------------------------------------------ attacks
 
 ATTACKS = {name: program for _, family in FAMILIES.values() for name, program in family.items()}
+
+
+@isolated
+def test_the_keeper_takes_no_signals():
+    """A program may be of the same user as process 1 of its namespace: its tests go on."""
+    program = """
+import os, time
+for number in range(1, 65):
+    if number not in (9, 19):
+        try:
+            os.kill(1, number)
+        except OSError:
+            pass
+time.sleep(0.2)
+print("here")
+"""
+    assert passes(program, json.dumps([{"stdin": "", "stdout": "here"}] * 2), {})
+
+
+def test_programs_are_interrupted_as_ever():
+    program = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    assert passes(program, json.dumps([{"stdin": "", "stdout": "interrupted"}]), {})
+
+
+LONG = "7" * 5000
+
+
+def test_numbers_of_any_length():
+    """Read, printed, passed, returned, in the program and in the tests; Python's own limit is 4,300 digits."""
+    assert passes("print(int(input()) + 0)", json.dumps([{"stdin": LONG, "stdout": LONG}]), {})
+    sys.set_int_max_str_digits(0)
+    tests = json.dumps({"fn_name": "f", "inputs": [[int(LONG)]], "outputs": [int(LONG)]})
+    assert passes("def f(x):\n    return int(str(x))", tests, {})
+    check = f"def check(candidate):\n    assert str(candidate({LONG})) == '{LONG}'"
+    assert passes("def f(x):\n    return x", check, {"entry_point": "f"})
+
+
+def test_rows_with_numbers_of_any_length_are_checked_at_the_start():
+    sys.set_int_max_str_digits(4300)
+    rewards.check_reward_args(grpo.Args(verifier="code"))
+    given = f'{{"fn_name": "f", "inputs": [[{LONG}]], "outputs": [{LONG}]}}'
+    assert rewards.truth_error("code", given, {"solution": "def f(x):\n    return x"}) == ""
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert all(map(lambda c: add(c[0], 1) == c[1], [(1, 2), (2, 3)]))",
+        "for want, got in zip([2, 3], map(lambda x: add(x, 1), [1, 2])): assert want == got",
+        "assert [add(1, 1) for _ in range(1)] == [2]",
+    ],
+)
+@pytest.mark.parametrize("raised", ["StopIteration", "StopAsyncIteration", "GeneratorExit"])
+def test_the_end_of_an_iteration_is_none_of_the_tests(test, raised):
+    """What a program raises cannot end the loop of a test before its assertions."""
+    assert passes("def add(a, b):\n    return a + b", test)
+    assert not passes(f"def add(a, b):\n    raise {raised}", test)
 
 
 def running(worker: int | None = None) -> list[int]:
@@ -628,6 +700,8 @@ BARE = (
     *("runs a program of its own", "finds a command", "System V memory", "memory behind a descriptor"),
     *(
         "memory of several processes",
+        "shared memory that is not resident",
+        "memory behind a device",
         "forty threads",
         "many descriptors",
         "sparse file",
@@ -719,11 +793,21 @@ for folder, _, files in os.walk("/"):
 
 
 @isolated
-def test_memory_is_watched_where_there_is_no_cgroup(monkeypatch):
-    """Five processes of 250 MB each: the launcher's own sum ends them before they all have theirs."""
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "memory of several processes",
+        *("shared memory that is not resident", "memory behind a device", "huge pages", "shared huge pages"),
+    ],
+)
+def test_memory_is_watched_where_there_is_no_cgroup(monkeypatch, attack):
+    """Five processes of 250 MB each: the launcher's own sum ends them before they all have theirs.
+
+    Memory that the sum would not have is refused.
+    """
     monkeypatch.setattr(sandbox, "memory_groups", False)
     once = json.dumps([{"input": [1, 2], "output": 3}])
-    assert not passes(ATTACKS["memory of several processes"], once, {**ADD, "time_limit": 5})
+    assert not passes(ATTACKS[attack], once, {**ADD, "time_limit": 5})
 
 
 @isolated
@@ -785,8 +869,8 @@ def test_numbers_of_system_calls():
             name, number = call.split()[0], call.split()[column]
             assert number == "-" or found.get(name, number) == number, (name, header)
             assert number == "-" or name in found or int(number) > 440, (name, header)  # newer than the headers
-        _, connect, clone = list(sandbox.ARCHITECTURES.values())[column - 1]
-        assert (found["socket"], found["clone"]) == (str(connect), str(clone))
+        _, *numbers = list(sandbox.ARCHITECTURES.values())[column - 1]
+        assert [found[name] for name in ("socket", "clone", "mmap")] == list(map(str, numbers))
 
 
 def test_limits_without_namespaces(world):
@@ -848,8 +932,7 @@ def test_a_killed_worker_takes_its_programs_along(world):
     _, left = world
     pool = RewardPool(1, 4.0, ("code",), unsafe=bool(REFUSED))
     pool.result(pool.submit("exact", "x", "x", {}))
-    spawned = [child for child in psutil.Process().children() if any("spawn_main" in word for word in child.cmdline())]
-    worker = max(spawned, key=psutil.Process.create_time).pid
+    (worker,) = [child.pid for child in psutil.Process(pool.nursery.process.pid).children()]
     future = pool.submit("code", ATTACKS["ignores signals"], TESTS, {**ADD, "time_limit": 60})
     assert len(started(worker)) >= 4
     assert pool.result(future).status == "timeout"
@@ -883,6 +966,46 @@ def test_a_killed_server_is_replaced():
     sandbox._server[0].kill()
     sandbox._server[0].wait()
     assert passes(F + "return a + b")
+
+
+AS_USER = """
+import os, sys
+from pathlib import Path
+from runtime import sandbox
+
+library = str(Path(sys.base_prefix).resolve())
+closed = [folder for folder in Path(library).parents if not folder.stat().st_mode & 1]
+if closed:  # Python lies in root's own folder, which is to show nothing else
+    sandbox.kernel("unshare", sandbox.NEW_MOUNTS)
+    sandbox.kernel("mount", "none", "/", None, 0x44000, None)  # private, recursive
+    opened = os.open(library, os.O_PATH)
+    sandbox.kernel("mount", "tmpfs", str(closed[-1]), "tmpfs", 0, "mode=755")
+    os.makedirs(library)
+    sandbox.kernel("mount", f"/proc/self/fd/{opened}", library, None, 0x1000, None)  # bind
+os.setgroups([])
+os.setresgid(65533, 65533, 65533)
+os.setresuid(65533, 65533, 65533)
+os.execv(sys.executable, [sys.executable, "-m", "pytest", *sys.argv[1:]])
+"""
+
+
+@isolated
+@pytest.mark.skipif(os.geteuid() != 0, reason="all tests are those of such a user here")
+@pytest.mark.parametrize(
+    "which",
+    [
+        "finds_nothing or takes_no_signals or nothing_outside or read_only or killed_launcher",
+        pytest.param("not as_a_user", marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_as_a_user_that_is_not_root(which):
+    """The usual one: its programs are of the same user as the processes that watch them."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        places = ["-p", "no:cacheprovider", "--basetemp", f"{folder}/tests"]
+        command = [sys.executable, "-c", AS_USER, *places, "-q", "-x", "-m", "not slow", "-k", which, __file__]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
 
 
 # ------------------------------------------------------------------------------------------------------------ HumanEval

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import datetime
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from helpers import ROOT, real, script
 
 from grpo import Args
 from rewards import truth_error
-from runtime import data, records, sources
+from runtime import data, records, rundir, sandbox, sources
 
 
 def rows(count: int = 30, first: int = 0) -> list[dict]:
@@ -219,6 +222,132 @@ def test_evaluation_on_other_data(tmp_path):
     assert questions(evaluation) == [row["question"] for row in rows(7, first=25)]
     assert sorted(questions(training)) == sorted(row["question"] for row in rows(25))
     assert (training[0].source, evaluation[0].source) == ("train", "test")
+
+
+CSV = {
+    "zeros before a number": ("0017", "0017"),
+    "a time": ("12:30", "12:30"),
+    "a zero after the point": ("0.10", "0.10"),
+    "what other programs take for nothing": ("NA", "NA"),
+    "more digits than a number has": ("12345678901234567890123", "12345678901234567890123"),
+    "a truth value": ("true", "true"),
+    "a date": ("2024-01-05", "2024-01-05"),
+    "quotes": ('"a ""b"", c"', 'a "b", c'),
+    "two lines": ('"a\nb"', "a\nb"),
+}
+
+
+@pytest.mark.parametrize("case", CSV)
+def test_csv_cells_stay_what_the_file_says(tmp_path, case):
+    """Also where every cell of a column looks like a number or a time, which a reader of types would write anew."""
+    cell, text = CSV[case]
+    (tmp_path / "a.csv").write_text("question,answer\n" + "".join(f"{i},{cell}\n" for i in range(3)))
+    found = everything(Args(dataset=str(tmp_path / "a.csv"), verifier="exact"))
+    assert [p.truth for p in found] == [text] * 3
+    assert found[0].row == {"question": "0", "answer": text}
+
+
+@pytest.mark.parametrize(("lines", "cells"), [(1, 100_000), (40_000, 50), (2_000_000, 2)])
+def test_csv_cells_of_many_lines(tmp_path, lines, cells):
+    """The reader takes a file in blocks of a megabyte unless told otherwise, and lines for rows at their borders."""
+    texts = [f"{i}\n" + "x, y\n" * lines for i in range(cells)]
+    (tmp_path / "a.csv").write_text("question,answer\n" + "".join(f'"{text}",7\n' for text in texts))
+    assert questions(everything(Args(dataset=str(tmp_path / "a.csv")))) == texts
+
+
+NOT_UTF8 = {
+    "a cell": "question,answer\ncaf\xe9?,1\n".encode("latin-1"),
+    "a cell far down": ("question,answer\n" + "1,1\n" * 9000 + "caf\xe9?,1\n").encode("latin-1"),
+    "a name": "qu\xe9stion,answer\n1,1\n".encode("latin-1"),
+    "all of it": "question,answer\n1,1\n".encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_UTF8)
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "json"])
+def test_files_in_another_encoding_are_refused(tmp_path, capsys, case, suffix):
+    """Excel's CSV on Windows, for one: its prompts would be b'...'."""
+    (tmp_path / f"a.{suffix}").write_bytes(NOT_UTF8[case])
+    message = refusal(capsys, Args(dataset=str(tmp_path / f"a.{suffix}")))
+    assert f"--dataset {tmp_path}/a.{suffix}: not valid {suffix}" in message and "save it as UTF-8" in message
+
+
+def test_a_csv_column_twice(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("question,answer,answer\n1,2,3\n")
+    message = refusal(capsys, Args(dataset=str(tmp_path / "a.csv")))
+    assert "not valid csv: two columns have one name; its columns are question, answer, answer" in message
+
+
+def test_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfquestion,answer\n1,2\n")
+    assert everything(Args(dataset=str(tmp_path / "a.csv")))[0].row == {"question": "1", "answer": "2"}
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_columns_of_bytes(tmp_path, capsys, monkeypatch, large):
+    """Text that was written as bytes is text; what is no text is refused as a prompt, and harmless elsewhere."""
+    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    picture = b"\x89PNG\xff"
+    good = [{"question": f"café {i}".encode(), "answer": str(i), "picture": picture} for i in range(4)]
+    bad = [*good, {"question": "café".encode("latin-1"), "answer": "1", "picture": picture}]
+    for name, content in (("good", good), ("bad", bad)):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), tmp_path / f"{name}.parquet")
+    found = everything(Args(dataset=f"{tmp_path}/good.parquet"))
+    assert questions(found) == [f"café {i}" for i in range(4)]
+    message = refusal(capsys, Args(dataset=f"{tmp_path}/bad.parquet"))
+    assert "row 4 has a 'question' that is no UTF-8 text" in message and "b'" not in message
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_files_whose_columns_differ(tmp_path, monkeypatch, turned):
+    """verl's GSM8K and MATH have other fields in extra_info; which one comes first decides nothing."""
+    math = VERL | {
+        "data_source": "DigitalLearningGmbH/MATH-lighteval",
+        "prompt": [{"role": "user", "content": "Solve"}],
+        "extra_info": {"split": "train", "index": 0},
+    }
+    fewer = {key: VERL[key] for key in ("data_source", "prompt", "reward_model")}
+    fewer |= {"prompt": [{"role": "user", "content": "Few"}], "index": 5}
+    names = []
+    for name, content in (("gsm8k", VERL), ("math", math), ("fewer", fewer)):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([content]), tmp_path / f"{name}.parquet")
+        names.append(f"{tmp_path}/{name}.parquet")
+    for large in (1000, 2):
+        monkeypatch.setattr(data, "LARGE", large)
+        found = everything(Args(dataset=",".join(names[::-1] if turned else names)))
+        expected = [(VERL, "gsm8k"), (math, "math"), (fewer, "gsm8k")]
+        assert [(p.row, p.verifier) for p in found] == (expected[::-1] if turned else expected)
+
+
+def test_files_of_one_form_are_one_data_set(tmp_path):
+    """A thousand shards are converted together; what pandas notes of each does not tell them apart."""
+    import pandas
+
+    for i in range(3):
+        pandas.DataFrame(rows(5 + i, first=10 * i)).to_parquet(tmp_path / f"{i}.parquet")
+    ((raw, files),) = sources.read_source(f"{tmp_path}/*.parquet", Args())
+    assert len(raw) == 18 and len(files) == 3
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_parquet_file_without_rows(tmp_path, capsys, monkeypatch, large):
+    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    table = pyarrow.Table.from_pylist(rows(4))
+    pyarrow.parquet.write_table(table.slice(0, 0), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    assert len(everything(Args(dataset=f"{tmp_path}/*.parquet"))) == 4
+    message = refusal(capsys, Args(dataset=f"{tmp_path}/a.parquet"))
+    assert f"--dataset {tmp_path}/a.parquet has 0 distinct problems" in message
+
+
+def test_folders_in_folders(tmp_path):
+    """** is any number of them."""
+    for place, first in (("a.jsonl", 0), ("x/b.jsonl", 5), ("x/y/c.jsonl", 10)):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        write(tmp_path / place, rows(5, first=first))
+    found = everything(Args(dataset=f"{tmp_path}/**/*.jsonl"))
+    assert questions(found) == [row["question"] for row in rows(15)]
+    assert {p.source for p in found} == {tmp_path.name}
 
 
 # ------------------------------------------------------------------------------------------------------------ mixtures
@@ -480,6 +609,18 @@ BAD = {
     "no messages": ({"question": ["a"], "answer": "1"}, "row 7 its prompt must be text or chat messages"),
     "messages without content": ({"question": [{"role": "user"}], "answer": "1"}, "with role and content"),
     "not an object": (["1 + 1", "2"], "row 7 is list, not an object"),
+    "half an emoji in the prompt": (
+        {"question": "1 + 1 \ud83d =", "answer": "2"},
+        "row 7 has a 'question' that is no UTF-8",
+    ),
+    "half an emoji in a message": (
+        {"question": [{"role": "user", "content": "\ud83d"}], "answer": "2"},
+        "row 7 has a 'question' that is no UTF-8 text",
+    ),
+    "half an emoji in the truth": (
+        {"question": "1 + 1", "answer": "2\udcff"},
+        "row 7 has a 'answer' that is no UTF-8 text, at '2\\udcff'",
+    ),
     "truth of another kind": (
         {"question": "1 + 1", "answer": "two"},
         "row 7 has a ground truth that its own verifier last_number",
@@ -488,7 +629,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_rows(tmp_path, capsys, case):
+@pytest.mark.parametrize("large", [False, True])
+def test_bad_rows(tmp_path, capsys, monkeypatch, case, large):
+    monkeypatch.setattr(data, "LARGE", 10 if large else 1000)
     bad, words = BAD[case]
     source = write(tmp_path / "a.jsonl", [*rows(7), bad, *rows(20, first=7)])
     message = refusal(capsys, Args(dataset=source))
@@ -497,6 +640,29 @@ def test_bad_rows(tmp_path, capsys, case):
     assert len(found) == 27
     said = capsys.readouterr().out
     assert words in said and "--bad_rows drop" in said
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_columns_of_another_kind_than_they_are_known_for(tmp_path, capsys, monkeypatch, large):
+    """A list of numbers where verifiers are named, and a reward_model that holds no ground truth."""
+    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    for value in (5, "ground_truth", ["ground_truth"]):
+        source = write(tmp_path / "a.jsonl", [{"prompt": "1 + 1", "reward_model": value}] * 5)
+        assert "--prompt_key question" in refusal(capsys, Args(dataset=source))
+    source = write(tmp_path / "b.jsonl", [{"question": "1 + 1", "answer": "2", "kind": [1, 2]}] * 5)
+    message = refusal(capsys, Args(dataset=source, verifier_key="kind"))
+    assert "row 0 has a list of something else than names in its 'kind'" in message
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_numbers_of_any_length(tmp_path, monkeypatch, large):
+    """Python reads no number of more than 4,300 digits unless told to."""
+    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    number = "7" * 5000
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"question": "{i}", "answer": {number}}}\n' for i in range(5)))
+    (tmp_path / "b.json").write_text(f'[{{"question": "x", "answer": {number}}}]')
+    found = everything(Args(dataset=f"{tmp_path}/a.jsonl,{tmp_path}/b.json", verifier="exact"))
+    assert [p.truth for p in found] == [number] * 6
 
 
 def test_every_row_without_the_column(tmp_path, capsys):
@@ -512,6 +678,8 @@ def test_every_row_without_the_column(tmp_path, capsys):
         ("a.jsonl", '{"question": "1", "answer": "1"}\n\n{"question"\n', ["not valid jsonl", "line 3"]),
         ("a.json", '{"question": "1"}', ["not valid json", "not a list of rows"]),
         ("a.parquet", "not parquet", ["not valid parquet"]),
+        ("a.jsonl", '{"question": "1", "answer": "1"}\n' + "[" * 100_000, ["not valid jsonl", "line 2", "recursion"]),
+        ("a.json", "[" * 100_000, ["not valid json", "recursion"]),
         ("a.txt", "1 + 1", [".jsonl", ".parquet"]),
     ],
 )
@@ -607,6 +775,232 @@ def test_exactly_one_bos(tokenizer, tiny):
     assert ids[0] != bos, "this one adds none by itself"
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache of datasets, and 10 rows or prompts are many."""
+    import datasets
+
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    monkeypatch.setattr(data, "LARGE", 10)
+    return folder
+
+
+DATED = {
+    "in the text": "{{ strftime_now('%d %b %Y %H:%M:%S') }} {{ messages[0]['content'] }}",
+    "Llama 3.2": "{% if strftime_now is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "Today Date: {{ date_string }} {{ messages[0]['content'] }}",
+    "gpt-oss": "{% macro system() %}Current date: {{ strftime_now('%Y-%m-%d') }}{% endmacro %}{{ system() }}"
+    "{{ messages[0]['content'] }}",
+}
+
+
+@pytest.mark.parametrize("case", DATED)
+@pytest.mark.parametrize("large", [False, True])
+def test_prompts_do_not_depend_on_the_day(tiny, tmp_path, monkeypatch, cache, case, large):
+    """Else a run that was preempted would find other problems after midnight, and refuse to go on."""
+    from transformers import AutoTokenizer
+    from transformers.utils import chat_template_utils
+
+    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    dated = AutoTokenizer.from_pretrained(tiny)
+    dated.chat_template = DATED[case]
+    (tmp_path / "dated.jinja").write_text(DATED[case])
+
+    def on(year: int) -> list:
+        class Clock(datetime.datetime):
+            @classmethod
+            def now(cls, tz=None):
+                return cls(year, 2, 3, 4, 5, 6)
+
+        monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+        found = []
+        for template in (None, str(tmp_path / "dated.jinja")):
+            args = Args(chat_template=template)
+            problems = [records.Problem([{"role": "user", "content": f"{i} + 1"}], "1", "exact", {}) for i in (1, 2)]
+            problems = data.render_prompts(problems, dated, args)
+            text = dated.decode(problems[0].prompt_ids)
+            found.append([rundir.data_digest(problems), data.prompt_key(dated, args), text])
+            shutil.rmtree(cache, ignore_errors=True)
+        return found
+
+    assert on(2025) == on(2031)
+    assert "2024" in on(2025)[0][-1], "a date, as the template asks for one"
+
+
+def test_the_date_is_part_of_the_key(tokenizer, monkeypatch):
+    """What is cached or prepared with one date is not taken for another."""
+    before = data.prompt_key(tokenizer, Args())
+    monkeypatch.setattr(data, "TODAY", datetime.datetime(2030, 1, 1))
+    assert data.prompt_key(tokenizer, Args()) != before
+
+
+def test_mistrals_own_tokenizer_is_not_taken(tiny, tmp_path, tokenizer):
+    """transformers takes it wherever mistral-common is installed and the model has a tekken.json."""
+    folder = shutil.copytree(tiny, tmp_path / "mistral")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    pattern = {"pattern": ".", "num_vocab_tokens": 256, "default_vocab_size": 276, "default_num_special_tokens": 20}
+    words = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None} for i in range(256)]
+    tekken = {"config": pattern | {"version": "v7"}, "vocab": words}
+    (folder / "tekken.json").write_text(json.dumps(tekken))
+    found = data.load_tokenizer(Args(model_name_or_path=str(folder)))
+    assert data.render([CHAT], found, None) == data.render([CHAT], tokenizer, None)
+
+
+NO_SYSTEM = (  # as Gemma's
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+)
+REFUSING = {
+    "no system role": (NO_SYSTEM, "of system, user: System role not supported", 'system message (--system_prompt "")'),
+    "broken": ("{% for m in messages %}", "of system, user: ", "choose another --chat_template"),
+    "an error of its own": ("{{ messages[0]['content'] + 1 }}", "of system, user: can", "another --chat_template"),
+    "something undefined": ("{{ nothing.at_all }}", "of system, user: 'nothing' is undefined", "--chat_template"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSING)
+@pytest.mark.parametrize("large", [False, True])
+def test_a_template_that_does_not_take_the_prompt(tokenizer, tmp_path, monkeypatch, cache, capsys, case, large):
+    """Its words and the remedy, not a traceback; also where another process renders."""
+    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    template, why, remedy = REFUSING[case]
+    (tmp_path / "mine.jinja").write_text(template)
+    args = Args(chat_template=str(tmp_path / "mine.jinja"))
+    problems = [records.Problem(CHAT[:2], "1", "exact", {}) for _ in range(3)]
+    message = refusal(capsys, args, lambda args: data.render_prompts(problems, tokenizer, args))
+    assert f"the chat template does not take a prompt {why}" in message and remedy in message
+
+
+def test_the_remedy_for_a_template_without_a_system_role(tiny, tmp_path):
+    """--system_prompt "" leaves out ours and that of the data."""
+    from transformers import AutoTokenizer
+
+    gemma = AutoTokenizer.from_pretrained(tiny)
+    gemma.chat_template = NO_SYSTEM
+    content = [{"problem": "1 + 1", "answer": "2"}]
+    own = [{"problem": CHAT[:2], "answer": "2"}]
+    for rows in (content, own):
+        args = Args(dataset=write(tmp_path / "a.jsonl", rows), system_prompt="")
+        (problem,) = data.render_prompts(everything(args), gemma, args)
+        assert gemma.decode(problem.prompt_ids).startswith("user: 1 + 1")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, ["Be  brief.\n"]), ("Add.", ["Add."]), ("", [])],
+)
+def test_one_system_message(tmp_path, given, expected):
+    """The flag's takes the place of the data's; that of the data takes the place of ours for MATH."""
+    source = write(tmp_path / "a.jsonl", [{"problem": CHAT[:2], "answer": "2"}])
+    (problem,) = everything(Args(dataset=source, system_prompt=given))
+    assert [m["content"] for m in problem.messages if m["role"] == "system"] == expected
+    assert problem.messages[-1] == CHAT[1]
+
+
+THINKING = (  # as Qwen3's
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+)
+
+
+def test_variables_of_the_template(tiny, tmp_path, capsys, cache, monkeypatch):
+    """They reach the template, also from another process, and are part of the key; one it does not read is refused."""
+    from transformers import AutoTokenizer
+
+    qwen = AutoTokenizer.from_pretrained(tiny)
+    qwen.chat_template = THINKING
+    (tmp_path / "qwen.jinja").write_text(THINKING)
+    off = '{"enable_thinking": false}'
+
+    def texts(**changes) -> list[str]:
+        args = Args(**changes)
+        problems = [records.Problem(CHAT[1:2], "1", "exact", {}) for _ in range(3)]
+        return [qwen.decode(p.prompt_ids) for p in data.render_prompts(problems, qwen, args)]
+
+    for large in (1000, 2):
+        monkeypatch.setattr(data, "LARGE", large)
+        for template in (None, str(tmp_path / "qwen.jinja")):
+            assert texts(chat_template=template) == ["user: 1 + 1 = "] * 3
+            given = texts(chat_template=template, chat_template_kwargs=off)
+            assert given == ["user: 1 + 1 = <think></think>"] * 3
+    given = [None, off, '{"enable_thinking": true}', '{"enable_thinking": 0}']
+    assert len({data.prompt_key(qwen, Args(chat_template_kwargs=text)) for text in given}) == 4
+    spaced = '{"b": 1,   "a": 2}', '{"a": 2, "b": 1}'
+    assert len({data.prompt_key(qwen, Args(chat_template_kwargs=text)) for text in spaced}) == 1
+    for template, where in ((None, f"the template of {tiny}"), ("chatml", "--chat_template chatml")):
+        args = Args(
+            model_name_or_path=str(tiny), chat_template=template, chat_template_kwargs='{"enable_think": false}'
+        )
+        message = refusal(capsys, args, lambda args: data.render_prompts([], qwen, args))
+        assert f"--chat_template_kwargs: {where} has no variable 'enable_think'" in message
+
+
+def test_prompts_that_are_ready(tokenizer, capsys):
+    """--chat_template none takes them as they are; a second template around the first one's tokens is warned of."""
+    ready = "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n<think>"
+
+    def decoded(text: str, **changes) -> str:
+        problems = [records.Problem([{"role": "user", "content": t}], "1", "exact", {}) for t in (text, "plain")]
+        return tokenizer.decode(data.render_prompts(problems, tokenizer, Args(**changes))[0].prompt_ids)
+
+    assert decoded(ready, chat_template="none") == ready
+    assert decoded("Solve\n", chat_template="none") == "Solve\n"
+    assert not capsys.readouterr().out
+    assert decoded(ready).count("<|im_start|>user") == 2
+    said = capsys.readouterr().out
+    assert "warning: 1 of 2 prompts hold special tokens of the tokenizer (<|im_start|>)" in said
+    assert "--chat_template none" in said
+    decoded("plain, too")
+    assert not capsys.readouterr().out
+
+
+def test_the_number_of_evaluation_problems_is_said(tmp_path, capsys):
+    train, test = write(tmp_path / "train.jsonl", rows(30)), write(tmp_path / "test.jsonl", rows(10, first=40))
+    load(Args(dataset=train, eval_dataset=test, eval_prompts=7))
+    said = capsys.readouterr().out
+    assert f"--eval_prompts 7: the first 7 of the 10 of {test}; --eval_dataset_mixer " in said
+    mixer = said.split("--eval_dataset_mixer '")[1].split("'")[0]
+    assert len(load(Args(dataset=train, eval_dataset_mixer=mixer))[1]) == 10
+    load(Args(dataset=train, eval_dataset=test, eval_prompts=70))
+    assert f"--eval_prompts 70: all of the 10 of {test}\n" in capsys.readouterr().out
+    for eval_prompts in (0, 10):
+        load(Args(dataset=train, eval_dataset=test, eval_prompts=eval_prompts))
+        assert not capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------- no truth, a reward model
+
+
+def test_a_reward_model_alone_needs_no_truth(tmp_path, capsys):
+    """verl's data for alignment: its truths mean nothing and its verifier is unknown; or prompts and nothing else."""
+    hh = VERL | {"data_source": "Dahoas/full-hh-rlhf", "ability": "alignment"}
+    hh["reward_model"] = {"style": "model", "ground_truth": "should not be used"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([hh]), tmp_path / "hh.parquet")
+    plain = write(tmp_path / "prompts.jsonl", [{"prompt": "Hello", "chosen": "Hi"}])
+    known = {"reward_model_name_or_path": "scorer"}
+    alone = Args(**known, dataset=f"{tmp_path}/hh.parquet", verifier="reward_model")
+    (problem,) = everything(alone)
+    assert (problem.messages, problem.verifier) == (VERL["prompt"], "reward_model")
+    alone = Args(**known, dataset=plain, prompt_key="prompt", verifier="reward_model")
+    (problem,) = everything(alone)
+    assert (problem.truth, problem.verifier) == ("", "reward_model")
+    message = refusal(capsys, Args(**known, dataset=f"{tmp_path}/hh.parquet"), everything)
+    assert "no verifier 'Dahoas/full-hh-rlhf'" in message and "--verifier reward_model for that model alone" in message
+    message = refusal(capsys, Args(**known, dataset=plain, prompt_key="prompt"), everything)
+    assert "--ground_truth_key answer" in message and "; --verifier reward_model needs none" in message
+    typo = Args(**known, dataset=plain, prompt_key="prompt", verifier="reward_model", ground_truth_key="chosn")
+    assert "--ground_truth_key chosn" in refusal(capsys, typo, everything)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_verifier_that_looks_at_no_truth_needs_none(tmp_path, monkeypatch, large):
+    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    source = write(tmp_path / "a.jsonl", [{"question": str(i)} for i in range(4)])
+    assert [p.truth for p in everything(Args(dataset=source, verifier="format"))] == [""] * 4
+
+
 # -------------------------------------------------------------------------------------------------------- long prompts
 
 
@@ -634,17 +1028,6 @@ def test_overlong_prompts(tokenizer, capsys):
 # ------------------------------------------------------------------------------------------------- many prompts, cached
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
-    """An empty cache of datasets, and 10 rows or prompts are many."""
-    import datasets
-
-    folder = tmp_path / "cache"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
-    monkeypatch.setattr(data, "LARGE", 10)
-    return folder
-
-
 def computed(cache: Path) -> dict[Path, int]:
     """The files that were computed by a map, and when."""
     return {path: path.stat().st_mtime_ns for path in (cache / "rlvr").rglob("*.arrow")}
@@ -666,6 +1049,19 @@ def test_many_prompts_come_from_the_cache(tokenizer, cache):
     assert computed(cache) == first
     assert ids(chat_template="tulu") == expected["tulu"], "the template is part of the key"
     assert set(computed(cache)) > set(first)
+
+
+@pytest.mark.skipif(bool(sandbox.namespaces_refused()), reason="the kernel gives no namespaces here")
+def test_rows_of_code_that_nobody_could_check_are_checked_elsewhere(tmp_path, cache, monkeypatch, capsys):
+    """A login node may give no namespaces: what it lets through is not in the cache for a node that has them."""
+    tests = [{"stdin": "", "stdout": "1"}]
+    content = [{"question": f"Print 1, {i}", "answer": tests, "solution": f"print({1 + (i == 5)})"} for i in range(12)]
+    args = Args(dataset=write(tmp_path / "a.jsonl", content), verifier="code")
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox, "namespaces_refused", lambda: "not permitted")
+        assert len(everything(args)) == 12
+        assert computed(cache)
+    assert "1 of 12 rows" in (said := refusal(capsys, args)) and "its own solution, in column solution" in said
 
 
 def test_many_rows_come_from_the_cache(tmp_path, cache, monkeypatch, capsys):

@@ -68,3 +68,21 @@ def test_nothing_that_a_script_imports_starts_a_thread():
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240)
     assert done.stdout.split() == ["grpo", "ppo"], done.stderr[-2000:]
+
+
+def test_a_model_does_not_take_the_place_of_anything_else(tmp_path, monkeypatch):
+    """The folder that --output names is replaced where it holds a part of this model, and nothing beside it."""
+    import prepare_model
+
+    (tmp_path / "run").mkdir()
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / "run" / name).write_text("{}")
+    made = lambda _, folder: [(folder / name).write_text("made") for name in prepare_model.FILES]  # noqa: E731
+    for name, replacement in (("find_gguf", lambda: None), ("convert", made), ("check", lambda *_: None)):
+        monkeypatch.setattr(prepare_model, name, replacement)
+    monkeypatch.setattr(sys, "argv", ["prepare_model", "--output", str(tmp_path / "run")])
+    with pytest.raises(SystemExit, match="not this model"):
+        prepare_model.main()
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    prepare_model.main()
+    assert (tmp_path / "run" / "config.json").read_text() == "made"

@@ -16,7 +16,7 @@ from helpers import ROOT, read_jsonl, real
 
 import rewards
 from rewards import VERIFIERS, Reward, RewardPool
-from runtime import answers
+from runtime import algebra
 from runtime.answers import after_thinking, final_answer, last_boxed
 
 
@@ -69,14 +69,16 @@ for pair in read_jsonl(ROOT / "tests" / "graders.jsonl"):
 REFUSED = {  # (truth, response): right, but not found to be, nor by math-verify
     ("2x > 6", "\\boxed{x > 3}"),
     ("\\{x \\mid x > 3\\}", "\\boxed{x>3}"),
-    ("all real numbers", "\\boxed{\\mathbb{R}}"),
-    ("\\text{B}", "\\boxed{B. 12}"),
     ("6", "\\boxed{110_2}"),
+    ("\\binom{9}{4}", "\\boxed{C(9,4)}"),
+    ("5040", "\\boxed{P(7,7)}"),
 }
 
 
 def test_the_families_are_those_that_the_page_compares():
-    assert len(FAMILIES) == 16 and sum(map(len, FAMILIES.values())) >= 400
+    assert len(FAMILIES) == 54 and sum(map(len, FAMILIES.values())) >= 1500
+    for pairs in list(FAMILIES.values())[16:]:
+        assert sum(pair["label"] for pair in pairs) >= 12 and sum(not pair["label"] for pair in pairs) >= 8
     names = ["fractions", "sets", "intervals", "matrices", "units", "percent", "words", "equations"]
     names += ["multiple answers", "scientific notation", "degenerate answers", "endings"]
     assert set(names) <= set(FAMILIES)
@@ -134,7 +136,7 @@ def test_what_the_parser_gets_is_the_text_as_it_is(monkeypatch, truth, response)
         seen.append(latex)
         return []
 
-    monkeypatch.setattr(answers, "parse_math", parse)
+    monkeypatch.setattr(algebra, "parse_math", parse)
     rewards.math_(f"\\boxed{{{response}+0}}", truth, {})
     assert seen == [truth, f"{response}+0"]
 

@@ -1,7 +1,7 @@
 """Time the phases of a step on this machine, against the usual alternatives and against the hardware's limits.
 
-    python scripts/benchmark.py                               the quickstart's batch; five minutes on two slow cores
-    python scripts/benchmark.py --num_unique_prompts_rollout 64 --max_response_length 512 --micro_batch_tokens 16384
+    python studies/benchmark.py                               the quickstart's batch; five minutes on two slow cores
+    python studies/benchmark.py --num_unique_prompts_rollout 64 --max_response_length 512 --micro_batch_tokens 16384
 
 1. The machine: measured rates of matrix products and of copies.
 2. The update: groups as shared rows against one row per sample; same samples, same weights, same token budget.

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The KL study of docs/kl.md, on the test bed or on the quickstart's model.
-#   make testbed && scripts/study_kl.sh     the test bed: 1420 runs of 10 CPU seconds each, the decisive ones first
-#   scripts/study_kl.sh --real              the quickstart's model: 190 runs of 2 CPU minutes each
-#   scripts/study_kl.sh --seeds 1..3        a part of it; other arguments go to every run
-#   LANES=8 scripts/study_kl.sh             so many runs side by side (2); OUTPUT_DIR=... where they go
+#   make testbed && studies/study_kl.sh     the test bed: 1420 runs of 10 CPU seconds each, the decisive ones first
+#   studies/study_kl.sh --real              the quickstart's model: 190 runs of 2 CPU minutes each
+#   studies/study_kl.sh --seeds 1..3        a part of it; other arguments go to every run
+#   LANES=8 studies/study_kl.sh             so many runs side by side (2); OUTPUT_DIR=... where they go
 # Repeat the command to continue. What is in docs/data/kl_study.csv.gz is not repeated, unless TABLE= names another one.
 # A seed is finished before the next begins, so that whatever is there at any time can be compared. For the results:
-#   python scripts/kl_study.py --add runs/study_kl runs/study_kl_real
+#   python studies/kl_study.py --add runs/study_kl runs/study_kl_real
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -41,7 +41,7 @@ fi
 
 mkdir -p "$OUTPUT_DIR"
 export SKIP="$OUTPUT_DIR/skip.txt"
-"$PYTHON" scripts/kl_study.py --names ${TABLE:+--table "$TABLE"} >"$SKIP"
+"$PYTHON" studies/kl_study.py --names ${TABLE:+--table "$TABLE"} >"$SKIP"
 code=0
 for part in "${betas[@]}"; do
     SETTINGS=$decisive BETAS=$part scripts/sweep_kl.sh --seeds 1..10 "${flags[@]}" "$@" || code=$?
@@ -52,6 +52,6 @@ if [[ $EXP_NAME == study ]]; then
 fi
 mapfile -t finished < <(find "$OUTPUT_DIR" -mindepth 3 -maxdepth 3 -path '*/model/config.json' -printf '%h\n' | sort)
 if ((${#finished[@]})); then
-    "$PYTHON" scripts/measure_kl.py --samples "$samples" "${finished[@]%/model}"
+    "$PYTHON" studies/measure_kl.py --samples "$samples" "${finished[@]%/model}"
 fi
 exit "$code"

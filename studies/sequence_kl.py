@@ -1,6 +1,6 @@
 """Estimators of the gradient of the sequence KL on stale samples: bias exactly, and noise over the length.
 
-    python scripts/sequence_kl.py            about a minute on one core
+    python studies/sequence_kl.py            about a minute on one core
 
 The quantity is grad KL(pi||ref) of whole responses, from responses that `old` drew. With s_t = grad log pi of token t,
 d_u = log pi - log ref and ratio_u = pi/old of token u:

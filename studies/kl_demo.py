@@ -1,7 +1,7 @@
 """Train policies that are tables with each KL estimator, so small that the exact KL of a whole sequence is known.
 
-    python scripts/kl_demo.py                    about 20 seconds; prints the numbers and draws docs/kl_demo.png
-    python scripts/kl_demo.py --output kl.png
+    python studies/kl_demo.py                    about 20 seconds; prints the numbers and draws docs/kl_demo.png
+    python studies/kl_demo.py --output kl.png
 
 The exit code is 0 if k1 in the loss raises the KL with beta and every other estimator lowers it. Each run is GRPO: per
 step 8 groups of 8 responses, ratio clip 0.2, gradient norm clip 1, 4 epochs of 4 mini-batches. The policy starts at the
@@ -19,7 +19,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from kl_estimators import full_vocabulary_kl, kl_loss
+import grpo
+from kl_estimators import full_vocabulary_kl, loss_term
 
 PROMPTS = 4
 LENGTH = 8  # tokens per response
@@ -144,21 +145,14 @@ def toy_grpo(
             logp = logprobs_of(tokens, policy, prompt)[:, rows]
             old = logprobs_of(tokens, sampler, prompt)[:, rows]
             ref_logp = logprobs_of(tokens, ref, prompt)[:, rows]
-            mask = torch.ones_like(old, dtype=torch.bool)
             ratio = (logp - old).exp()
             clipped = ratio.clamp(0.8, 1.2)
             a = advantages[:, rows]
             loss = torch.maximum(-ratio * a, -clipped * a)
             for setting, own in zip(settings, runs_of_setting, strict=True):
                 name, gradient, beta = setting
-                loss[own] += beta * kl_loss(
-                    logp[own],
-                    old[own],
-                    ref_logp[own],
-                    mask[own],
-                    estimator=name,
-                    gradient=gradient,
-                )
+                places = (logp[own], old[own], ref_logp[own])
+                loss[own] += beta * loss_term(grpo, *places, estimator=name, gradient=gradient)
             loss_of_run = loss.mean((1, 2))
             grad = torch.autograd.grad(loss_of_run.sum(), table)[0]
             norm = grad.flatten(1).norm(dim=1)  # each run is clipped on its own

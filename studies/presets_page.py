@@ -1,6 +1,6 @@
 """Write docs/presets.md from the table in runtime/presets.py.
 
-python scripts/presets_page.py
+python studies/presets_page.py
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The KL study: its raw results as one table, and the figures, tables and tests of docs/kl.md made from it.
 
-    python scripts/kl_study.py                           redraws docs/kl_study*.png and prints the tables of docs/kl.md
-    python scripts/kl_study.py --add runs/study_kl ...   first adds the finished and measured runs in these folders
-    python scripts/kl_study.py --names                   the names of the runs in the table, which study_kl.sh skips
+    python studies/kl_study.py                           redraws docs/kl_study*.png and prints the tables of docs/kl.md
+    python studies/kl_study.py --add runs/study_kl ...   first adds the finished and measured runs in these folders
+    python studies/kl_study.py --names                   the names of the runs in the table, which study_kl.sh skips
 
 The table, docs/data/kl_study.csv.gz, has a row per run: the arguments that differ from their defaults, the version of
 the code, and final values as scripts/plot.py takes them: of the last evaluation, or the mean over the last tenth of the
-steps. ``kl/exact`` is what scripts/measure_kl.py measured.
+steps. ``kl/exact`` is what studies/measure_kl.py measured.
 
 Intervals are 95 % intervals over seeds, by Student's t. The KL spans three decades, so its mean is the geometric one,
 with the interval of the logarithm. Effects are compared seed by seed, because runs with the same seed have the same
@@ -24,7 +24,8 @@ from pathlib import Path
 
 import matplotlib
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import measure_kl
 import numpy as np

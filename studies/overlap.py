@@ -1,7 +1,7 @@
 """What sampling ahead of training gains: the loop of grpo.py on its real engine, with a stand-in for the update.
 
-    python scripts/overlap.py                                  the quickstart's model, at most 128 tokens per response
-    python scripts/overlap.py --update_seconds 3 --steps 20    another ratio of update to sampling
+    python studies/overlap.py                                  the quickstart's model, at most 128 tokens per response
+    python studies/overlap.py --update_seconds 3 --steps 20    another ratio of update to sampling
 
 The stand-in either sleeps, which is an update on a device of its own (a dedicated engine beside the trainer), or
 computes matrix products that take --update_seconds when nothing else runs, which is what happens where engine and

@@ -1,7 +1,8 @@
 """Memory of a run: the table by model and GPU, and what runs really hold against what runtime/memory.py predicts.
 
-    python scripts/memory.py table                 the tables of docs/memory.md
-    python scripts/memory.py measure               six configurations on this machine's CPU: a table
+    python studies/memory.py table                 the tables of docs/memory.md
+    python studies/memory.py plan --gpus 8 --gpu_gb 80 ppo.py FLAGS    what that command line needs of these GPUs
+    python studies/memory.py measure               six configurations on this machine's CPU: a table
 
 A measured run is a run of the script itself, of two steps with responses of full length. In its second step every rank
 notes for each phase the most bytes of tensors that its main thread had allocated at a time (by the events of torch's
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import shutil
@@ -27,6 +29,10 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # the scripts are not a package
+
+from huggingface_hub import hf_hub_download  # noqa: E402
+
+from runtime import flags, memory  # noqa: E402
 
 # name, script, ranks, flags. What all have in common is in RUN.
 CONFIGURATIONS = (
@@ -95,7 +101,7 @@ def run_measured(kind: str, script: str, words: list[str]) -> None:
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     import deepspeed
 
-    from runtime import flags, process, runlog
+    from runtime import process, runlog
 
     module = importlib.import_module(script)
     import torch
@@ -218,14 +224,12 @@ def compare(configuration: tuple, model: Path, folder: Path, runs: int = 3) -> l
     Counts for tensors the smallest of ``runs`` runs, for with several ranks the measurement can only find too much, and
     for what is resident the median.
     """
-    from runtime import flags, memory
-
     name, script, ranks, words = configuration
     words = (*words, "--model_name_or_path", str(model))
     args = flags.parse(importlib.import_module(script).Args, words=[*RUN, *words])
     found = [measure("allocated", name, script, ranks, words, folder) for _ in range(runs if ranks > 1 else 1)]
     plain = [measure("resident", name, script, ranks, words, folder) for _ in range(runs)]
-    setting = memory.Setting(ranks, "cpu", args.dtype == "bfloat16", script == "ppo", found[0][0]["prompt"])
+    setting = memory.Setting(ranks, "cpu", args.dtype == "bfloat16", script == "ppo", prompt=found[0][0]["prompt"])
     prediction = memory.predict(args, memory.read_model(model), setting)
     trainer = prediction.peak - prediction.parts["engine"] - prediction.parts["KV cache"]
     rows = []
@@ -279,7 +283,6 @@ USABLE = 0.9  # fraction of a GPU; the rest is for CUDA, NCCL, CUDA graphs and f
 def cell(model, gpu: int, ranks: int) -> str:
     """The first of REMEDIES with which a run fits, its peak, and the tokens that the KV cache then has room for."""
     import grpo
-    from runtime import memory
 
     for name, changes in REMEDIES:
         if name == "ZeRO 3" and ranks == 1:
@@ -295,8 +298,6 @@ def cell(model, gpu: int, ranks: int) -> str:
 
 def table() -> str:
     """What fits where, as Markdown."""
-    from runtime import memory
-
     lines = [f"| model | GPUs | {' | '.join(f'{gpu} GB' for gpu in GPUS)} |", "|---|---|---|---|---|"]
     for name, numbers in MODELS.items():
         for ranks in (1, 8):
@@ -305,7 +306,38 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def planned(script: str, words: list[str], model, gpus: int, gpu_gb: float) -> memory.Prediction:
+    """What a rank of a command line is predicted to need on ``gpus`` GPUs of ``gpu_gb`` 10^9 bytes, in bf16.
+
+    The layout is that of a GPU: packed where there is no prompt to share, as runtime/attention.py chooses.
+    """
+    args = flags.parse(importlib.import_module(script.removesuffix(".py")).Args, words=words)
+    trainers = gpus - args.vllm_engines * args.vllm_tensor_parallel_size
+    rows = {"layout": "packed", "attention": "varlen"} if args.num_samples_per_prompt_rollout == 1 else {}
+    critic = not getattr(args, "disable_value", True)
+    return memory.predict(args, model, memory.Setting(trainers, "cuda", True, critic, gpu_gb * 1e9, **rows))
+
+
+def plan(words: list[str]) -> int:
+    """Print the memory lines of a command line; 1 where it does not fit. A model on the hub is known by its config."""
+    parser = argparse.ArgumentParser(prog="memory.py plan")
+    parser.add_argument("--gpus", type=int, default=1, help="of the launch")
+    parser.add_argument("--gpu_gb", type=float, default=80, help="of one GPU, in 10^9 bytes, as sold")
+    parser.add_argument("script", help="grpo.py or ppo.py, then its flags")
+    at = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
+    given = parser.parse_args(words[: at + 1])
+    name = dict(itertools.pairwise(words)).get("--model_name_or_path", flags.RunFlags.model_name_or_path)
+    if not Path(name).exists():
+        hf_hub_download(name, "config.json")
+    model = memory.read_model(name)
+    found = planned(given.script, words[at + 1 :], model, given.gpus, given.gpu_gb)
+    print("\n".join(memory.describe(found, model, 0, given.gpu_gb * 1e9)))
+    return int(found.peak > USABLE * given.gpu_gb * 1e9)
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["plan"]:
+        raise SystemExit(plan(sys.argv[2:]))
     if sys.argv[1:2] == ["run"]:  # a rank of a measured run
         run_measured(sys.argv[2], sys.argv[3], sys.argv[4:])
         return

@@ -1,10 +1,10 @@
 """Time a step of grpo.py against a step of TRL's GRPOTrainer: same model, prompts, lengths, groups and data type.
 
     python -m pip install --target trl --no-deps trl==1.16.0      in a folder of its own: no dependency of this project
-    python scripts/compare.py --trl trl --json results.json       all parts; a second call measures what is missing
-    python scripts/compare.py --trl trl --json results.json --parts quickstart --rounds 5
-    python scripts/compare.py --json results.json --markdown docs/performance.md       write the page; measures nothing
-    python scripts/compare.py --json bf16.json --also fp32.json --markdown docs/performance.md     of two measurements
+    python studies/compare.py --trl trl --json results.json       all parts; a second call measures what is missing
+    python studies/compare.py --trl trl --json results.json --parts quickstart --rounds 5
+    python studies/compare.py --json results.json --markdown docs/performance.md       write the page; measures nothing
+    python studies/compare.py --json bf16.json --also fp32.json --markdown docs/performance.md     of two measurements
 
 Parts: ``quickstart``, the shape of ``python grpo.py``, also against TRL's defaults; ``async``, the same with
 ``--async_steps 1`` as well; ``allocator``, the first against a TRL whose process has the memory allocator of grpo.py;
@@ -26,7 +26,7 @@ Parts: ``quickstart``, the shape of ``python grpo.py``, also against TRL's defau
   TRL's GRPOTrainer samples before it trains. These steps follow one another at once, since the engine never waits.
 * On a CPU the processes take turns step by step (A B A B); on a GPU, whose memory vLLM fills, one after the other.
   Median of --rounds (--table_rounds) steps after one that warms up, timed by the clock on the wall, logging included.
-* The floor is the time that the same work needs at the rates measured here (scripts/benchmark.py has the formulas).
+* The floor is the time that the same work needs at the rates measured here (studies/benchmark.py has the formulas).
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def our_words(cell: Cell, side: str, rows: Path, folder: Path, args: Args, dtype
         "max_response_length": cell.length,
         "learning_rate": 1e-6,
         "lr_scheduler_type": "constant",
-        "reward_fn": f"{ROOT / 'scripts' / 'compare_side.py'}:by_text",
+        "reward_fn": f"{ROOT / 'studies' / 'compare_side.py'}:by_text",
         "eval_prompts": 0,
         "save_minutes": 0,
         "stall_timeout": 0,
@@ -295,7 +295,7 @@ def tuned_micro_batch(cell: Cell, budget: int) -> int:
 
 
 class Side:
-    """A process of scripts/compare_side.py."""
+    """A process of studies/compare_side.py."""
 
     def __init__(self, kind: str, arguments: dict, log: Path, ranks: int = 1) -> None:
         self.log = log
@@ -304,7 +304,7 @@ class Side:
             config = str(ROOT / "scripts" / "zero2.yaml")
             launcher = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", str(ranks)]
             launcher += ["--main_process_port", "0"]
-        line = [sys.executable, *launcher, str(ROOT / "scripts" / "compare_side.py"), kind, json.dumps(arguments)]
+        line = [sys.executable, *launcher, str(ROOT / "studies" / "compare_side.py"), kind, json.dumps(arguments)]
         self.stderr = log.open("w")
         self.process = subprocess.Popen(
             line,
@@ -601,7 +601,7 @@ def page(measurements: list[dict]) -> str:
         "# Performance",
         "",
         "A step of `grpo.py` beside a step of TRL's GRPOTrainer, on the same work, in one go. This page is written by",
-        "`python scripts/compare.py --json docs/data/compare.json --also docs/data/compare_earlier.json",
+        "`python studies/compare.py --json docs/data/compare.json --also docs/data/compare_earlier.json",
         "docs/data/compare_fp32.json docs/data/compare_avx2.json --markdown docs/performance.md`; the head of that",
         "script says what is held equal and how TRL is tuned. Run it on your machine: the ratios are of this one.",
         "",

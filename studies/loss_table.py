@@ -1,8 +1,8 @@
 """The expected gradient of every policy loss beside the gradient of E[R], by exact enumeration.
 
-    python scripts/loss_table.py                              prints the table (a few seconds on one core)
-    python scripts/loss_table.py --output docs/losses.png     also draws it
-    python scripts/loss_table.py --worlds 20                  medians over random rewards and policies instead
+    python studies/loss_table.py                              prints the table (a few seconds on one core)
+    python studies/loss_table.py --output docs/losses.png     also draws it
+    python studies/loss_table.py --worlds 20                  medians over random rewards and policies instead
 
 Policies are tables over all prefixes of responses of at most 4 tokens out of 3, the first of which ends a response, so
 every expectation is a sum over all responses, in float64. Two prompts, one easier than the other; rewards are 0 or 1.

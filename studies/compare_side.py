@@ -1,10 +1,10 @@
-"""A process of scripts/compare.py: it makes steps of GRPO when it is told to, and times each.
+"""A process of studies/compare.py: it makes steps of GRPO when it is told to, and times each.
 
-    python scripts/compare_side.py ours  '{...}'     grpo.py as it is, with flags
-    python scripts/compare_side.py trl   '{...}'     TRL's GRPOTrainer, with options of GRPOConfig
-    python scripts/compare_side.py tune  '{...}'     the second step with these options: is it faster than with others?
-    python scripts/compare_side.py floor '{...}'     seconds that the work takes at this machine's measured rates
-    python scripts/compare_side.py model '{...}'     write a random model of the quickstart's family, of another size
+    python studies/compare_side.py ours  '{...}'     grpo.py as it is, with flags
+    python studies/compare_side.py trl   '{...}'     TRL's GRPOTrainer, with options of GRPOConfig
+    python studies/compare_side.py tune  '{...}'     the second step with these options: is it faster than with others?
+    python studies/compare_side.py floor '{...}'     seconds that the work takes at this machine's measured rates
+    python studies/compare_side.py model '{...}'     write a random model of the quickstart's family, of another size
 
 After each step a line ``STEP {...}`` goes to stdout, and the next step begins when a line arrives on stdin. Whoever
 starts several of these processes can let them take turns, so that a change of the machine's speed meets all of them.

@@ -1,13 +1,13 @@
 """Score labeled answers with this project's verifiers and with those of others, and write down who is wrong where.
 
     pip install --no-deps --target wheels trl verl
-    python scripts/graders.py --wheels wheels --data ../shared/data --output docs/graders.md
+    python studies/graders.py --wheels wheels --data ../shared/data --output docs/graders.md
 
 The graders: the project's ``math`` and ``gsm8k``; math-verify as its README calls it; TRL's ``accuracy_reward``; verl's
 ``math_reward`` (its default for MATH), ``math_dapo``, ``math_verify`` and ``gsm8k``. Without --wheels, the first two
 alone. Every grader runs in the same worker process with the same time-out, one answer at a time.
 
-The answers: tests/graders.jsonl, written for this project in 16 families, and, in the folder --data, the labeled
+The answers: tests/graders.jsonl, written for this project in 54 families, and, in the folder --data, the labeled
 files of tests/unit/test_verifiers.py. A false negative is a right answer that scores below 1, a false positive a wrong
 one that scores 1 or more. Times are of the processor, in milliseconds per answer.
 """
@@ -195,7 +195,7 @@ HEAD = """# Graders compared
 
 Look here before you trust a reward. Labeled answers, scored by this project and by the graders that others train
 with. A false negative (FN) is a right answer that got no reward; a false positive (FP) a wrong one that got it, which
-a policy finds and repeats. Made by `python scripts/graders.py`, whose docstring says how each grader is called; a hang
+a policy finds and repeats. Made by `python studies/graders.py`, whose docstring says how each grader is called; a hang
 is an answer that ran into the time-out of {seconds:g} s, milliseconds are of the processor.
 
 The written families hold what is hard, on purpose: few of their right answers are the text of the truth. They were

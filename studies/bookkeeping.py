@@ -1,7 +1,7 @@
 """Time what a step does with each token outside the model: gather, flat arrays, rows, index arrays. No GPU needed.
 
-    python scripts/bookkeeping.py                      0.1, 1, 10 and 16.8 million tokens, a process for each
-    python scripts/bookkeeping.py --samples 64
+    python studies/bookkeeping.py                      0.1, 1, 10 and 16.8 million tokens, a process for each
+    python studies/bookkeeping.py --samples 64
 
 Samples are random: prompts of ``--prompt_length`` tokens with 8 responses of ``--response_length`` each. One thread.
 Peak memory is the process's, with Python and PyTorch, and includes the samples themselves.

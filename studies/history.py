@@ -1,11 +1,11 @@
 """Measure a commit, keep its numbers in bench/history.jsonl, and compare it with the commits measured before.
 
     make bench-gate                                        measure what is missing of this commit, then compare
-    python scripts/history.py --what speed,memory,start    a part: three runs of eight steps
-    python scripts/history.py --what accuracy              the other: the quickstart with three seeds
-    python scripts/history.py --project ../at-a-commit     measure another checkout
-    python scripts/history.py --gate --what speed          compare only; measure only what is missing
-    python scripts/history.py --table                      what is known of all commits; measures nothing
+    python studies/history.py --what speed,memory,start    a part: three runs of eight steps
+    python studies/history.py --what accuracy              the other: the quickstart with three seeds
+    python studies/history.py --project ../at-a-commit     measure another checkout
+    python studies/history.py --gate --what speed          compare only; measure only what is missing
+    python studies/history.py --table                      what is known of all commits; measures nothing
 
 speed     seconds of a step, times the machine's rate of matrix products: GFLOP that it could have done in that time
 memory    peak resident memory of the process, in GiB
@@ -55,7 +55,7 @@ OURS = ("PYTHONPATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 
 
 def machine_rate() -> tuple[str, float]:
-    """(name of the machine, FLOP/s of a matrix product in its training type), by scripts/benchmark.py."""
+    """(name of the machine, FLOP/s of a matrix product in its training type), by studies/benchmark.py."""
     device, dtype, _ = utils.resolve_device(grpo.Args())
     machine = benchmark.machine_name(device)
     threads = torch.get_num_threads()

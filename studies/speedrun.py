@@ -1,8 +1,8 @@
 """Seconds until held-out accuracy reaches a stated value. SPEEDRUN.md has the rules and the results.
 
-    python scripts/speedrun.py                        CPU track: the quickstart's task to pass@1 0.80, three seeds
-    python scripts/speedrun.py --track gpu            GPU track: GSM8K to greedy accuracy 0.55, three seeds
-    python scripts/speedrun.py --seeds 1 --flags="--num_unique_prompts_rollout 4"         an attempt with other flags
+    python studies/speedrun.py                        CPU track: the quickstart's task to pass@1 0.80, three seeds
+    python studies/speedrun.py --track gpu            GPU track: GSM8K to greedy accuracy 0.55, three seeds
+    python studies/speedrun.py --seeds 1 --flags="--num_unique_prompts_rollout 4"         an attempt with other flags
 
 The clock starts before the script does and stops when the evaluation that reaches the target is on the disk: imports,
 loading, every evaluation on the way are in it. Then the run is ended. Prints the row for SPEEDRUN.md; exit code 1 if a

@@ -1,7 +1,7 @@
 """The shape of the code: lines, nesting, length of functions, tokens per line of each file.
 
-    python scripts/shape.py                 every file but the tests; exit code 1 where a limit is exceeded
-    python scripts/shape.py grpo.py ppo.py  of these files
+    python studies/shape.py                 every file but the tests; exit code 1 where a limit is exceeded
+    python studies/shape.py grpo.py ppo.py  of these files
 
 Limits: no function but a script's ``main`` above 80 lines, blocks at most 6 deep, at most 10 tokens per code line on
 average. They are there to keep the code open: a limit on the number of lines would be met by packing them.
@@ -61,7 +61,14 @@ def shape(path: Path) -> dict[str, float | str]:
 
 def project_files() -> list[Path]:
     """The project's Python files but its tests."""
-    return sorted([*ROOT.glob("*.py"), *(ROOT / "runtime").glob("*.py"), *(ROOT / "scripts").glob("*.py")])
+    return sorted(
+        [
+            *ROOT.glob("*.py"),
+            *(ROOT / "runtime").glob("*.py"),
+            *(ROOT / "scripts").glob("*.py"),
+            *(ROOT / "studies").glob("*.py"),
+        ]
+    )
 
 
 def main(words: list[str]) -> int:

@@ -1,6 +1,6 @@
 """Measures how far a finished run's model is from the model it started from: the KL of whole sequences.
 
-    python scripts/measure_kl.py runs/A runs/B ...      writes runs/A/measured_kl.json; a run that has one is skipped
+    python studies/measure_kl.py runs/A runs/B ...      writes runs/A/measured_kl.json; a run that has one is skipped
 
 KL(policy || start) is the mean, over sequences that the policy samples, of the sum over their tokens of the KL over
 the whole vocabulary. Given its beginning, a token's term is exact: only the sampling of beginnings leaves noise, and no

@@ -1,0 +1,234 @@
+"""Numbers with units, money, percent signs and clock times, as final answers have them: told apart and compared."""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+
+TEXT = r"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mathbf|mathit|mbox)\s*"
+GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # what stands in braces, with one pair of braces inside
+GAP = r"(?:\s|\\[,;:! ]|~)*"
+
+SAME_UNIT = (  # one unit a line; what is not here has no other name, and is never taken for a different unit
+    "mm millimeter millimeters millimetre millimetres",
+    "cm centimeter centimeters centimetre centimetres",
+    "m meter meters metre metres",
+    "km kilometer kilometers kilometre kilometres",
+    "in inch inches",
+    "ft foot feet",
+    "yd yard yards",
+    "mi mile miles",
+    "milligram milligrams",
+    "g gram grams gm",
+    "kg kilogram kilograms",
+    "lb lbs pound pounds gbp",  # of weight or of money: where one name may be either, nothing is a different unit
+    "oz ounce ounces",
+    "ml milliliter milliliters millilitre",
+    "l liter liters litre litres",
+    "gal gallon gallons",
+    "s sec secs second seconds",
+    "min mins minute minutes",
+    "h hr hrs hour hours",
+    "day days",
+    "week weeks",
+    "month months",
+    "yr year years",
+    "dollar dollars usd",
+    "cent cents",
+    "euro euros eur",
+    "rupee rupees rs inr",
+    "yen yuan jpy cny",
+    "deg degree degrees",
+    "rad radian radians",
+    "am a.m",
+    "pm p.m",
+    "n newton newtons",
+    "j joule joules",
+    "w watt watts",
+    "v volt volts",
+    "a amp amps ampere amperes",
+    "hz hertz",
+    "pa pascal pascals",
+    "ohm ohms",
+    "ev electronvolt electronvolts",
+    "mol mole moles",
+    "farad farads",
+    "acre acres",
+)
+UNITS = {name: line.split()[0] for line in SAME_UNIT for name in line.split()}
+PREFIXES = {"giga": "G", "mega": "M", "kilo": "k", "milli": "m", "micro": "\u00b5", "nano": "n", "pico": "p"}
+SYMBOLS = {"m": "m", "g": "g", "s": "s", "L": "l", "W": "w", "V": "v", "A": "a", "J": "j", "N": "n", "Hz": "hz"}
+SYMBOLS |= {"Pa": "pa", "ohm": "ohm", "eV": "ev", "mol": "mol", "F": "farad"}
+SCALED = {  # "kJ", "kilojoule", "MHz": what the prefixes make of the symbols and names, where no line above has it
+    f"{prefix}{spelled}": f"{letter}{UNITS.get(base, base)}"
+    for name, letter in PREFIXES.items()
+    for symbol, base in SYMBOLS.items()
+    for prefix, spelled in [(letter, symbol), *((name, long) for long, same in UNITS.items() if same == base)]
+    if f"{prefix}{spelled}" not in UNITS and len(f"{prefix}{spelled}") > 1
+}
+SCALED |= {"milligram": "mg", "milligrams": "mg", "um": "\u00b5m"}
+UNITS = {name: SCALED.get(name, base) for name, base in UNITS.items()}
+POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3, "per": -1}
+COMPOUND = {"mph": "mi / h", "kmh": "km / h", "kph": "km / h", "kmph": "km / h", "sqft": "ft ^2", "fps": "ft / s"}
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
+BETWEEN = {
+    "of",
+    "to",
+    "on",
+    "at",
+    "by",
+    "for",
+    "the",
+    "with",
+    "any",
+    "all",
+}  # words that may stand among those that name a unit
+NO_UNIT = re.compile(
+    "(?:sin|cos|tan|cot|csc|sinh|cosh|tanh|log|exp|mod|gcd|lcm|max|arg|det|dim|ker|sup|inf|lim|and|not|none|infinity|"
+    "percent|percentage|pct|false|wrong|incorrect|impossible)",
+    re.IGNORECASE,
+)
+EXPONENT = r"(?:\s*+\^\s*+\{?\s*+-?[0-9](?:\s*\})?)?+"  # possessive: blanks may be read in one way alone
+UNIT_TAIL = re.compile(  # \text{ cm}^2, \mathrm{m}/\mathrm{s}, \Omega, ^\circ C, the base of a number, 5'
+    rf"(?<![\s~])(?:(?:\s|\\[,;:! ]|~|/|\\cdot)*(?:{TEXT}{GROUP}|\\Omega(?![A-Za-z])){EXPONENT})+\s*$"
+    rf"|(?<![\s~]){GAP}\\mu\s*(?:{TEXT}\{{\s*)?[A-Za-z]{{1,3}}\s*\}}?\s*$"
+    rf"|\^\s*\{{?\s*{TEXT}\{{(?:st|nd|rd|th)\}}\s*\}}?\s*$"
+    rf"|(?<![\s~]){GAP}\\[dt]?frac\s*\{{\s*{TEXT}\{{[^{{}}]*\}}{EXPONENT}\s*\}}\s*"
+    rf"\{{\s*{TEXT}\{{[^{{}}]*\}}{EXPONENT}\s*\}}\s*$"
+    r"|\^\s*\{?\s*\\circ\s*\}?\s*(?:\\(?:text|mathrm)\s*\{\s*)?[CF]?(?:\s*\})?\s*$|(?<=[0-9])_\{?[0-9]+\}?\s*$"
+    r"|(?<=[0-9])'{1,2}\s*$"
+)
+WORD_TAIL = re.compile(rf"(?<=[0-9}})])(?:\\?\s|\\,|~)*((?:[A-Za-z]++\.?(?:{EXPONENT}|\s*/)\s*)+)$")
+MONEY = {"$": "dollar", "\u00a3": "lb", "pounds": "lb", "\u20ac": "euro", "euro": "euro", "\u20b9": "rupee"}
+MONEY |= {"Rs": "rupee", "INR": "rupee", "\u00a5": "yen", "USD": "dollar", "EUR": "euro", "GBP": "lb"}
+SIGN = "|".join(map(re.escape, MONEY))
+MONEY_HEAD = re.compile(
+    rf"(-?)\s*(?:{TEXT}\{{\s*)?(?:US\s*)?\\?({SIGN})(?![A-Za-z])\.?\s*\}}?{GAP}(?=[-0-9.]|\\[dt]?frac)"
+)
+MONEY_TAIL = re.compile(rf"(?<=[0-9])(?:\s|\\[,;:! ]|~)*\\?({SIGN})\s*$")
+
+
+def is_word(piece: str) -> bool:
+    """Whether bare letters are a word and not a product: "east" and "cats", not "ab" or "xyz"."""
+    return any(
+        len(part) >= 5 or (len(part) >= 3 and re.search("[eiou]|.a.+s$", part) is not None) for part in piece.split()
+    )
+
+
+def unit_of(text: str) -> tuple:
+    """Return a unit in one spelling, () where it is not known: "square feet" and "ft^2" are (("ft", 2),)."""
+    text = re.sub(rf"\\[dt]?frac\s*({GROUP})\s*({GROUP})", r" \1 / \2 ", text)
+    text = re.sub(r"([kMG]?)\s*\}?\s*\\Omega(?![A-Za-z])", r" \1ohm ", re.sub(TEXT, " ", text))
+    text = re.sub(r"\\mu(?![A-Za-z])[\s{]*|\u03bc", "\u00b5", text)
+    text = re.sub(r"\\(?!circ)(?:[A-Za-z]+|[^A-Za-z])", " ", text)
+    parts: list[list] = []
+    side = power = 1
+    words = re.findall(r"[aApP]\.[mM]|[A-Za-z\u00b5]+|\^\s*\{?\s*-?[0-9]|/|\\circ|_\{?[0-9]+|''?", text)
+    for word in words:
+        if word[0] == "^" or word.lower() in ("squared", "cubed"):
+            if not parts:
+                return ()
+            parts[-1][1] *= int(re.sub(r"[\s{^]", "", word)) if word[0] == "^" else POWERS[word.lower()]
+        elif word == "/" or word.lower() == "per":
+            side = -1
+        elif word.lower() in POWERS:
+            power = POWERS[word.lower()]
+        elif parts and parts[-1][0] == "deg" and word[0] in "CFcf":
+            parts[-1][0] = word[0].upper()
+        elif word.lower() in COMPOUND:
+            return unit_of(COMPOUND[word.lower()])
+        else:
+            known = "deg" if word == "\\circ" else UNITS.get(word) or SCALED.get(word) or UNITS.get(word.lower())
+            known = known or SCALED.get(word.lower() if len(word) > 5 else "")
+            if known is None and word[0] not in "_'":
+                return ()
+            parts.append([known or word.replace("{", ""), side * power])
+            power = 1
+    return tuple(sorted(map(tuple, parts)))
+
+
+def _word_tail(text: str) -> re.Match | None:
+    """Bare words after a number that name what is counted; None where they are letters that are multiplied."""
+    words = WORD_TAIL.search(text)
+    if words is None:
+        return None
+    names = re.findall("[A-Za-z]+", words[1])
+    before = text[: words.start()]
+    glued = words.start() == words.start(1)
+    counted = re.fullmatch(r"[-0-9.,]+", before) is not None
+    known = [n in UNITS or n.lower() in {*UNITS, *POWERS, *COMPOUND, "unit", "units"} for n in names]
+    scaled = [counted and not glued and name in SCALED for name in names]
+    named = [not glued and not NO_UNIT.fullmatch(n) and (is_word(n) or n.lower() in BETWEEN) for n in names]
+    bare = re.sub(r"\\[A-Za-z]+", "", before)
+    long = "/" in words[1] or any(len(name) > 1 for name in names)
+    if re.fullmatch("st|nd|rd|th", words[1].strip()):
+        return words
+    named = [a or b or c for a, b, c in zip(known, scaled, named, strict=True)]
+    return words if long and not re.search("[A-Za-z]", bare) and all(named) else None
+
+
+def split_unit(text: str) -> tuple[str, tuple]:
+    """(value, unit) of an answer such as ``5\\text{ cm}``, "12 apples" or ``\\$3``; letters alone are variables."""
+    whole = re.fullmatch(TEXT + r"\{([^{}]*[0-9][^{}]*)\}", text)
+    text = whole[1].strip() if whole else text
+    money: tuple = ()
+    if (sign := MONEY_HEAD.match(text)) is not None:
+        text, money = sign[1] + text[sign.end() :], ((MONEY[sign[2]], 1),)
+    elif (sign := MONEY_TAIL.search(text)) is not None:
+        text, money = text[: sign.start()], ((MONEY[sign[1]], 1),)
+    tail = UNIT_TAIL.search(text) or _word_tail(text)
+    if tail is None:
+        return text, money
+    value, said = text[: tail.start()].strip(), text[tail.start() :]
+    names = re.findall("[a-z]+", said.lower())
+    if not value or re.search(r"(?:=|<|>|[+*/^_(,-]|\\(?:cdot|times|le|ge|in|or|and|approx))$", value):
+        return text, money
+    if {"not", "wrong", "incorrect", "false", "and", "or", "more", "less", "dozen", "pairs"} & {*names}:
+        return text, money
+    if re.search(r"\\(?:mu|Omega)", said) and not value[-1].isdigit():
+        return text, money
+    if scale := [SCALES[name] for name in names if name in SCALES]:
+        value = f"{value} \\times 10^{{{sum(scale)}}}"
+    return value, unit_of(said) or money
+
+
+# ------------------------------------------------------------------------------------------ numbers, percents, times
+
+PERCENT = re.compile(r"(?<!\s)\s*(?:\\?%|\\text\{\s*(?:percent|pct|\\?%)\s*\}|(?<![A-Za-z])percent)\s*$")
+THOUSANDS = r"[0-9]{1,3}(?:(?:,|\{,\}|,\\!|\\[,;: ]|\{\\,\}|~| )[0-9]{3})+"
+DECIMAL = re.compile(
+    rf"(-?)\s*({THOUSANDS}|[0-9]*)(\.[0-9]+)?(?:\s*(?:\\times|\\cdot)\s*\{{?10\}}?\s*\^\s*\{{?\s*([+-]?[0-9]{{1,4}})\s*\}}?)?"
+)
+CLOCK = re.compile(r"([0-9]{1,2}):([0-5][0-9])(?::[0-5][0-9])?")
+
+
+def decimal_of(text: str) -> Decimal | None:
+    """The exact value of a number in decimals, perhaps times a power of ten; None for anything else."""
+    found = DECIMAL.fullmatch(text)
+    digits = re.sub("[^0-9]", "", found[2]) + (found[3] or "") if found else ""
+    if not digits:
+        return None
+    return Decimal(f"{found[1]}{digits}e{found[4] or 0}")  # scaleb would round to the context's 28 digits
+
+
+def same_percentage(answer: str, wanted: str) -> bool:
+    """Whether two answers differ in a percent sign alone, which may be left away of a number from 1 on."""
+    plain, right = PERCENT.sub("", answer), PERCENT.sub("", wanted)
+    if (plain == answer) == (right == wanted):
+        return False
+    value = decimal_of(plain)
+    return value is not None and abs(value) >= 1 and value == decimal_of(right)
+
+
+def is_time(text: str) -> bool:
+    """Whether "16:40" is a time of day or a duration, not a ratio, which has no zero before it and no common factor."""
+    clock = CLOCK.fullmatch(text)
+    return clock is not None and (clock[2][0] == "0" or text.count(":") == 2 or math.gcd(*map(int, clock.groups())) > 1)
+
+
+def same_time(answer: str, wanted: str) -> bool | None:
+    """Whether two values are the same time; None where neither is one."""
+    if not is_time(answer) and not is_time(wanted):
+        return None
+    return [part.lstrip("0") for part in answer.split(":")] == [part.lstrip("0") for part in wanted.split(":")]

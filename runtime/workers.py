@@ -1,0 +1,234 @@
+"""Worker processes that are forks of one process, which has imported what they need, and what ends them.
+
+The run holds threads, an engine and maybe a CUDA context, so it must not fork; to start each worker anew would read
+files that may have been edited meanwhile, and take seconds. So a pool has a nursery: started by spawn, of one thread,
+and every worker is a fork of it. Whatever ends a worker ends what it started; so does the end of the run by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import multiprocessing.context
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from importlib.machinery import ModuleSpec
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from runtime import process
+from runtime.libraries import LIBRARIES
+from runtime.sandbox import children
+
+ONE_THREAD = "OPENBLAS_NUM_THREADS"  # NumPy's own arithmetic: a thread per core is none that a fork could keep
+
+
+def loaded_files() -> list[Path]:
+    """The files of this project that are loaded."""
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    paths = [Path(file).resolve() for file in files if not file.startswith(LIBRARIES)]
+    return sorted(path for path in paths if path.is_relative_to(process.PROJECT) and path.is_file())
+
+
+def loaded_code() -> dict[Path, str]:
+    """The SHA-256 of each of ``loaded_files``."""
+    return {path: process.file_digest(path) for path in loaded_files()}
+
+
+def changed_files(code: dict[Path, str], files: Iterable[Path]) -> list[str]:
+    """Names of the files that are not as ``code`` says."""
+    return [path.name for path in files if not path.is_file() or code.get(path) != process.file_digest(path)]
+
+
+class BareProcess(multiprocessing.context.SpawnProcess):
+    """A spawned process that does not import the main module: that is the script, which imports torch and more."""
+
+    def start(self) -> None:
+        """Start it. A main module of the name __main__ (``python -m package``) is what spawn leaves alone."""
+        main = sys.modules["__main__"]
+        spec = main.__spec__
+        threads = os.environ.get(ONE_THREAD)
+        main.__spec__ = ModuleSpec("__main__", None)
+        os.environ[ONE_THREAD] = threads or "1"
+        try:
+            super().start()
+        finally:
+            main.__spec__ = spec
+            if threads is None:
+                del os.environ[ONE_THREAD]
+
+
+class Nursery(multiprocessing.context.SpawnContext):
+    """The context of a pebble.ProcessPool whose workers all run the same function: its ``Process`` is a fork.
+
+    ``prepare`` is called in the nursery with ``arguments``: for what all workers import. ``code``: what
+    ``loaded_code`` said when the run began.
+    """
+
+    def __init__(self, code: dict[Path, str], prepare: Callable, *arguments) -> None:
+        super().__init__()
+        self.arguments = (code, prepare, arguments)
+        self.lock = threading.Lock()
+        self.spawned = threading.Event()  # until then another thread should not look at the main module or environment
+        self.process: BareProcess | None = None
+        self.control: Connection | None = None
+        self.changed: list[str] = []
+
+    def Process(self, target: Callable, name: str, args: tuple, kwargs: dict) -> Worker:
+        """A worker that is not started yet. Raises RuntimeError where the project's code is not that of the run."""
+        with self.lock:
+            if self.process is None:
+                self._open(target, args, kwargs)
+        if self.changed:
+            raise RuntimeError(
+                f"{', '.join(self.changed)} has changed since this run began, and its verifiers' processes, which must "
+                f"start now, would run the new code: restore it, or start the run again"
+            )
+        return Worker(self, name)
+
+    def _open(self, *work) -> None:
+        self.control, theirs = self.Pipe()
+        self.process = BareProcess(target=_nurse, args=(theirs, *self.arguments, work), daemon=True)
+        self.process.start()
+        self.spawned.set()
+        theirs.close()
+        atexit.register(self.close)
+        try:
+            self.changed = self.control.recv()
+        except EOFError:  # it could not even be loaded, and this may be why
+            code = self.arguments[0]
+            self.changed = changed_files(code, code)
+            if not self.changed:
+                raise
+
+    def ask(self, word: str, pid: int = 0) -> int:
+        """Have the nursery "start" a worker, for its pid, or "end" one, for its exit code.
+
+        Raises OSError or EOFError when the nursery has ended.
+        """
+        with self.lock:
+            self.control.send((word, pid))
+            return self.control.recv()
+
+    def close(self) -> None:
+        """End the nursery and all its workers."""
+        atexit.unregister(self.close)
+        with self.lock:
+            if self.process is not None:
+                self.control.close()
+                self.process.join()
+
+
+class Worker:
+    """What pebble uses of a process of multiprocessing."""
+
+    def __init__(self, nursery: Nursery, name: str) -> None:
+        self.nursery = nursery
+        self.name = name
+        self.daemon = False
+        self.pid: int | None = None
+        self.code: int | None = None
+        self.descriptor = -1
+
+    def start(self) -> None:
+        """Fork it."""
+        self.pid = self.nursery.ask("start")
+        self.descriptor = os.pidfd_open(self.pid)
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        if self.code is not None:
+            return False
+        ended = select.poll()
+        ended.register(self.descriptor, select.POLLIN)
+        return not ended.poll(0)
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it lives; minus the signal where one ended it."""
+        if self.code is None and not self.is_alive():
+            self.terminate()
+        return self.code
+
+    def terminate(self) -> None:
+        """Kill it with all that it has started, and wait for its end."""
+        if self.code is not None:
+            return
+        try:
+            self.code = self.nursery.ask("end", self.pid)
+        except (OSError, EOFError):  # the nursery has ended, and its workers with it
+            if self.is_alive():
+                kill_tree(self.pid)
+            self.code = -signal.SIGKILL
+        os.close(self.descriptor)
+
+    def join(self, timeout: float | None = None) -> None:
+        """``terminate`` has waited."""
+
+
+def kill_tree(worker: int) -> None:
+    """Kill a worker, its process group, and what it started that has left the group.
+
+    The server of its sandboxes ends by itself when its worker is gone, and cleans up.
+    """
+    below = children(worker)
+    for pid in below:  # which grows meanwhile
+        with contextlib.suppress(OSError):
+            if f"of={worker}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                continue
+            below += children(pid)
+            if os.getpgid(pid) != worker:
+                os.kill(pid, signal.SIGKILL)
+    for kill in (os.killpg, os.kill):  # it may not have its group yet
+        with contextlib.suppress(ProcessLookupError):
+            kill(worker, signal.SIGKILL)
+
+
+def _nurse(
+    control: Connection, code: dict[Path, str], prepare: Callable, arguments: tuple, work: tuple[Callable, tuple, dict]
+) -> None:
+    """The nursery: fork and reap workers, which do ``work``, until the run is gone, however it ended."""
+    process.leave_signals_to_the_run()
+    control.send(changed_files(code, loaded_files()))
+    prepare(*arguments)
+    sys.stdout.flush()
+    gc.collect()
+    gc.freeze()  # what a collection does not touch stays shared with the workers
+    workers = set()
+    while True:
+        try:
+            word, pid = control.recv()
+        except (EOFError, OSError):
+            for worker in workers:
+                kill_tree(worker)
+            os._exit(0)
+        if word == "start":
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                _work(*work)
+            workers.add(pid)
+            control.send(pid)
+        else:
+            kill_tree(pid)
+            workers.remove(pid)
+            control.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def _work(target: Callable, args: tuple, kwargs: dict) -> None:
+    """In a fork: do the work, in a process group of its own, and end."""
+    code = 1
+    try:
+        os.setsid()
+        target(*args, **kwargs)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)

@@ -1,0 +1,251 @@
+"""Every regular expression that meets a model's text takes linear time on it, or is given short texts alone."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import time
+from pathlib import Path
+from re import _constants as kinds  # type: ignore[attr-defined]
+from re import _parser as parser  # type: ignore[attr-defined]
+from types import ModuleType
+
+import pytest
+
+import rewards
+from runtime import algebra, answers, constraints, gym_tasks, units
+
+LIMIT = 0.4  # seconds of the processor for one text
+SHORT, LONG = 2 * answers.LONGEST_ANSWER, 20_000  # characters: of an answer and what is around it, of a response
+GAPS = {"BETWEEN_BOXES", "OR_BOX", "LISTED_BOX"}  # what reads no more than WIDEST_GAP
+WHOLE = {"ANNOUNCED", "BOX", "NUMBER"}  # what reads whole responses in answers.py; in rewards and constraints all do
+VALUES = {  # of the names that expressions take from a row or from a table that is listed below
+    "given": {"section_spliter": "section", "keyword": "blue"},
+    "keyword": "blue",
+    "word": "blue",
+    "marker": "p.s.",
+    "entry": "f",
+    "signs": answers.RAISED,
+    "pattern": "",
+    "other": "",
+    "ways": "",
+    "known": {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"},
+    "name": "",
+}
+TABLES = [pattern for pattern, _ in answers.DECORATION + answers.TYPESET] + [ways for _, ways in answers.PHRASES]
+
+
+def expressions(module: ModuleType) -> dict[str, tuple[str, int, str]]:
+    """Where it stands -> (pattern, flags, method by which it is used) of each expression that a module has."""
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    names = {
+        id(node.value): node.targets[0].id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    found = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if not isinstance(node.func.value, ast.Name) or node.func.value.id != "re" or node.func.attr in ("escape", "I"):
+            continue
+        given = [eval(compile(ast.Expression(a), "", "eval"), vars(module) | VALUES) for a in node.args[:1]]
+        flags = sum({"DOTALL": re.DOTALL, "IGNORECASE": re.I, "MULTILINE": re.M}.get(a, 0) for a in flag_names(node))
+        name = names.get(id(node), "")
+        uses = set(re.findall(rf"\b{name}\.(\w+)\(", source)) if name else {node.func.attr}
+        method = next(iter(uses)) if uses in ({"match"}, {"fullmatch"}) else "search"
+        found[f"{name} {Path(module.__file__).name}:{node.lineno}"] = (given[0], flags, method)
+    return found
+
+
+def flag_names(call: ast.Call) -> set[str]:
+    return {n.attr for argument in call.args[1:] for n in ast.walk(argument) if isinstance(n, ast.Attribute)}
+
+
+def character(items: list) -> str:
+    """One that a set of characters holds."""
+    pattern = parser.SubPattern(parser.State())
+    pattern.append((kinds.IN, items))
+    matches = re._compiler.compile(pattern) if hasattr(re, "_compiler") else None
+    return next((c for c in " a1}A-.,\\x\n{$*" if matches and matches.match(c)), "a")
+
+
+def samples(tree: list, limit: int = 8) -> list[str]:
+    """Texts that a part of an expression matches, with what is optional and without it."""
+    texts = [""]
+    for kind, value in tree:
+        if kind is kinds.LITERAL:
+            choices = [chr(value)]
+        elif kind is kinds.IN:
+            choices = [character(value)]
+        elif kind in (kinds.ANY, kinds.NOT_LITERAL):
+            choices = ["a"]
+        elif kind is kinds.BRANCH:
+            choices = [text for branch in value[1] for text in samples(branch, 3)]
+        elif kind in (kinds.SUBPATTERN, kinds.ATOMIC_GROUP):
+            choices = samples(value[-1] if kind is kinds.SUBPATTERN else value, limit)
+        elif kind in (kinds.MAX_REPEAT, kinds.MIN_REPEAT, kinds.POSSESSIVE_REPEAT):
+            choices = [text * max(1, value[0]) for text in samples(value[2], 4)] + [""] * (value[0] == 0)
+        else:
+            choices = [""]
+        texts = [a + b for a, b in itertools.product(texts, dict.fromkeys(choices))][:limit]
+    return texts
+
+
+def pumps(tree: list, before: str = "") -> list[tuple[str, str]]:
+    """(what stands before, what can be repeated) for each repetition without a bound in an expression."""
+    found = []
+    for item in tree:
+        kind, value = item
+        if kind in (kinds.MAX_REPEAT, kinds.MIN_REPEAT, kinds.POSSESSIVE_REPEAT):
+            found += pumps(value[2], before)
+            if value[1] > 30:
+                found += [(before, text) for text in samples(value[2]) if text]
+        elif kind is kinds.BRANCH:
+            found += [pump for branch in value[1] for pump in pumps(branch, before)]
+        elif kind in (kinds.SUBPATTERN, kinds.ATOMIC_GROUP):
+            found += pumps(value[-1] if kind is kinds.SUBPATTERN else value, before)
+        elif kind in (kinds.ASSERT, kinds.ASSERT_NOT):
+            found += pumps(value[1], before)
+        before += samples([item], 2)[0]
+    return found
+
+
+def attacks(pattern: str, flags: int) -> set[tuple[str, str, str]]:
+    """(before, repeated, after) of texts that an expression may take long to refuse."""
+    tree = parser.parse(pattern, flags)
+    whole = [text for text in samples(tree, 4) if text]
+    found = {(before, text) for before, text in pumps(tree)} | {("", text) for _, text in pumps(tree)}
+    found |= {("", text) for text in whole} | {("", text[:-1]) for text in whole if len(text) > 1}
+    found |= {(before, text.replace(" ", "\n")) for before, text in found if not text.strip()}
+    atoms = sorted({text for _, text in found})[:4]
+    found |= {("", a + b) for a, b in itertools.permutations(atoms, 2)}
+    return {(before, text, after) for before, text in sorted(found)[:40] for after in ("!", "}")}
+
+
+def slowest(pattern: str, flags: int, method: str, length: int) -> tuple[float, str]:
+    """(seconds, text) of the worst attack, tried at growing lengths so that what explodes is seen while it is short."""
+    search = getattr(re.compile(pattern, flags), method)
+    worst = (0.0, "")
+    for before, repeated, after in sorted(attacks(pattern, flags)):
+        for size in (min(26, length), min(200, length), length):
+            text = before + repeated * (size // len(repeated)) + after
+            seconds = timed(search, text)
+            worst = max(worst, (seconds, f"{before!r} + {repeated!r} * {size // len(repeated)} + {after!r}"))
+            if seconds > LIMIT:
+                return worst
+    return worst
+
+
+def timed(search, text: str) -> float:
+    begun = time.process_time()
+    position = 0
+    while (found := search(text, position)) is not None and position < len(text):  # as findall and sub go on
+        position = max(found.end(), position + 1) if search.__name__ == "search" else len(text)
+    return time.process_time() - begun
+
+
+FOUND = {
+    where: given
+    for module in (answers, units, algebra, constraints, rewards)
+    for where, given in expressions(module).items()
+}
+FOUND |= {f"table {i}": (pattern, 0, "search") for i, pattern in enumerate(TABLES)}
+
+
+def test_the_expressions_are_found():
+    assert len(FOUND) > 100 and sum(name.startswith(tuple(WHOLE)) for name in FOUND) == len(WHOLE)
+
+
+@pytest.mark.parametrize("where", FOUND)
+def test_no_text_stalls_an_expression(where):
+    """Exponential and cubic time anywhere, and quadratic time on whole responses, which have no bound."""
+    whole = where.split()[0] in WHOLE or "constraints.py" in where or "rewards.py" in where
+    length = answers.WIDEST_GAP if where.split()[0] in GAPS else LONG if whole else SHORT
+    seconds, text = slowest(*FOUND[where], length)
+    assert seconds < LIMIT, f"{FOUND[where][0]} on {text}"
+
+
+def test_an_exponential_expression_would_be_found():
+    """The one that read the words after a number, and took ten seconds for a sentence."""
+    words = r"(?<=[0-9}])(?:\\?\s|\\,|~)*((?:[A-Za-z]+\.?(?:(?:\s*\^\s*\{?\s*-?[0-9]\s*\}?)?|\s*/)\s*)+)$"
+    assert slowest(words, 0, "search", SHORT)[0] > LIMIT
+    assert slowest(r"^\s*-.*$", re.MULTILINE, "search", LONG)[0] > LIMIT, "quadratic in the blank lines"
+
+
+SENTENCES = [
+    "The answer is 12 different ways to arrange the letters of the word around the table!",
+    "\\boxed{12 possible combinations of toppings which do not have any mushrooms in them?}",
+    "The answer is 12 people who attended the afternoon performance (without those on stage)",
+    "#### 12 students are still waiting in front of the building; nobody knows why they came [total]",
+]
+
+
+@pytest.mark.parametrize("text", SENTENCES)
+@pytest.mark.parametrize("verifier", ["math", "gsm8k", "last_number"])
+def test_ordinary_english_after_a_number_takes_no_time(text, verifier):
+    rewards.VERIFIERS["math"]("\\boxed{x+1+0}", "x+1", {})  # imports sympy
+    begun = time.process_time()
+    rewards.VERIFIERS[verifier](text, "13", {})
+    assert time.process_time() - begun < 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\boxed{1}" + " " * 200_000 + "\\boxed{2}",
+        "\\boxed{1}" + "$ " * 100_000 + "and \\boxed{2}",
+        "<answer>" * 30_000 + "</answer>" * 30_000,
+        "answer " * 40_000,
+        "the answer is" + " " * 200_000,
+        "```\n" * 50_000,
+        "\n" * 200_000 + "-",
+        "[" * 200_000,
+        "<<" * 100_000,
+        "* " * 100_000,
+        "p." * 100_000,
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+def test_long_responses_take_linear_time(text):
+    """Each verifier that reads text, and each constraint that needs no other package, on hundreds of thousands."""
+    given = {
+        "num_placeholders": 3,
+        "num_bullets": 1,
+        "num_highlights": 1,
+        "num_paragraphs": 1,
+        "postscript_marker": "P.S.",
+    }
+    given |= {"section_spliter": "Section", "num_sections": 1, "num_words": 3, "relation": "at least"}
+    begun = time.process_time()
+    for name in ("math", "last_number", "gsm8k", "format", "countdown"):
+        rewards.VERIFIERS[name](text, "7", {"nums": [7]})
+    kinds_without_packages = ("number_placeholders", "number_bullet_lists", "title", "postscript", "number_paragraphs")
+    for kind in (*kinds_without_packages, "number_highlighted_sections", "multiple_sections", "number_words"):
+        getattr(constraints, kind)(text, given)
+    assert time.process_time() - begun < 5
+
+
+@pytest.mark.parametrize("name", gym_tasks.GYM_ANSWERS)
+def test_no_answer_stalls_the_form_of_a_task(name):
+    seconds, text = slowest(gym_tasks.GYM_ANSWERS[name], 0, "fullmatch", SHORT)
+    assert seconds < LIMIT, text
+
+
+@pytest.mark.parametrize("text", ["\n\n* a\n \n*b\n** c\n*\nd\n", "- a\n\n\n-b\n -- c", "\t* a\r\n\x0b- b\n*", "*", ""])
+def test_bullets_are_counted_as_the_published_evaluation_does(text):
+    stars = re.findall(r"^\s*\*[^\*].*$", text, re.MULTILINE)
+    dashes = re.findall(r"^\s*-.*$", text, re.MULTILINE)
+    assert constraints.number_bullet_lists(text, {"num_bullets": len(stars) + len(dashes)})
+
+
+@pytest.mark.parametrize("text", ["[a] [b]", "[[a] b]", "[a\nb]", "[]", "[", "][", "[a]]", "x\n[a]\n[b", "<<[>>]"])
+def test_placeholders_and_titles_are_found_as_the_published_evaluation_does(text):
+    count = len(re.findall(r"\[.*?\]", text))
+    assert constraints.number_placeholders(text, {"num_placeholders": count})
+    assert not constraints.number_placeholders(text, {"num_placeholders": count + 1})
+    for line in (text, f"<<{text}>>", f"<< >> {text} >>", "<<>>", "<<>>>", f">>{text}<<"):
+        found = re.findall(r"<<[^\n]+>>", line)
+        assert constraints.title(line, {}) == any(part.lstrip("<").rstrip(">").strip() for part in found)
