@@ -1,7 +1,7 @@
 """Pretrains the test bed: a language model of under a million parameters that GRPO improves within a minute.
 
     python studies/pretrain_tiny.py [--seed 1] [--output models/testbed-1]      or: make testbed
-    python grpo.py --model_name_or_path models/testbed-1 --dtype float32 --learning_rate 5e-4
+    python grpo.py --model_name_or_path models/testbed-1 --dtype float32 --learning_rate 2e-4 --lr_min_ratio 0
 
 The model is a Llama in the Hugging Face format, with a character tokenizer and a chat template, and is loaded like any
 other. It answers two tasks of reasoning-gym, and it is able but careless. It first learns right answers alone, then a

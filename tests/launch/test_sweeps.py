@@ -14,12 +14,14 @@ import sys
 import time
 from pathlib import Path
 
+import loading
 import pytest
+from finished import LEAVE, RUN, state
 from helpers import ROOT, clean_environment, command, run_here, tiny_args
 from jobs import job_of, script_of, submit
 
 import grpo
-from runtime import flags, rundir
+from runtime import flags, identity, rundir
 
 SWEEPS = sorted((ROOT / "scripts").glob("sweep_*.sh"))
 SMALL = {"ESTIMATORS": "k1 k3", "BETAS": "0 0.1", "LEARNING_RATES": "1e-5 1e-4", "PROMPTS": "4 8", "GROUPS_OF": "4"}
@@ -365,3 +367,23 @@ def test_a_submission_with_set_up_and_a_prefix_trains_on_two_ranks(tiny, tmp_pat
     assert json.loads((run / "config.json").read_text())["world_size"] == 2
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
     assert len(list((tmp_path / "job").glob("finished.*"))) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- secrets
+
+
+def test_a_secret_is_compared_and_named_as_the_run_hid_it(tmp_path):
+    """config.json has *** in its place: a sweep would skip such runs for ever, and print the secret."""
+    flag = '    judge_api_key: str | None = None\n    """Key of a judge."""\n'
+    text = (ROOT / "grpo.py").read_text().replace("class Args(RunFlags):\n", f"class Args(RunFlags):\n{flag}")
+    (tmp_path / "judged.py").write_text(text)
+    kind = loading.load_arguments(tmp_path / "judged.py").Args
+    secret = "my-secret-key-12345"
+    args = kind(judge_api_key=secret, output_dir=str(tmp_path), run_name="run")
+    (tmp_path / "run").mkdir()
+    config = {"args": identity.recorded(args), "code": identity.code_of(args), "problems": 9}
+    assert secret not in json.dumps(config)
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    assert state(args, kind())[0] == RUN
+    code, said = state(dataclasses.replace(args, temperature=0.5), kind())
+    assert code == LEAVE and "--temperature 1.0 there, 0.5 here" in said and secret not in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, messages, read_jsonl, run_here, tiny_args
@@ -115,19 +116,33 @@ def test_frames_of_a_traceback_are_no_messages(text, expected):
 
 
 def test_the_loss_on_the_page_is_gspo():
-    """The ratio of docs/adding_a_loss.md: exp of the mean log-ratio of each response, with the token's own gradient."""
+    """The ratio of docs/adding_a_loss.md: exp of the mean log-ratio of each response, and its gradient."""
     import torch
 
     text = (ROOT / "docs" / "adding_a_loss.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
     logprobs = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
-    names = {
-        "torch": torch,
-        "logprobs_T": logprobs,
-        "old_T": torch.tensor([-1.2, -1.6, -0.5, -2.0]),
-        "sequence_T": torch.tensor([0, 0, 0, 2]),
-    }
+    tokens = SimpleNamespace(
+        logprobs_T=logprobs, old_T=torch.tensor([-1.2, -1.6, -0.5, -2.0]), response_T=torch.tensor([0, 0, 0, 2])
+    )
+    names = {"torch": torch, "t": tokens}
     exec(code, names)  # a page of this project
     expected = torch.tensor([(0.2 - 0.4 + 0.0) / 3] * 3 + [-1.0]).exp()
     torch.testing.assert_close(names["ratio_T"].detach(), expected)
     torch.testing.assert_close(torch.autograd.grad(names["ratio_T"].sum(), logprobs)[0], expected)
+
+
+def test_the_page_s_way_to_allow_a_negative_flag():
+    """Without it a copy's number below 0 is refused, with the flag's name; the words are those of the page."""
+    from runtime import flags
+
+    (line,) = [x for x in (ROOT / "docs" / "adding_a_loss.md").read_text().splitlines() if "MAY_BE_NEGATIVE" in x]
+    args = SimpleNamespace(non_stop_penalty=0.0, seed=1, slope_bias=-1.0)
+    before = flags.MAY_BE_NEGATIVE
+    with pytest.raises(SystemExit):
+        flags.check_numbers(args)
+    try:
+        exec(line, {"flags": flags})  # a page of this project
+        flags.check_numbers(args)
+    finally:
+        flags.MAY_BE_NEGATIVE = before

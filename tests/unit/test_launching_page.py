@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 
 from helpers import ROOT
 from jobs import submit
@@ -49,3 +51,23 @@ def test_the_example_of_trainers_and_engines():
     job = submit.make_job(*submit.parse(words[words.index("--backend") :]))
     assert (job.num_nodes, job.gpus, job.processes) == (2, 8, 16)
     assert "--num_processes 16" in launched
+
+
+def test_the_loop_that_evaluates_each_save_submits_each_once(tmp_path):
+    """As it stands on the page: whole checkpoints alone, also one that appears later; their models are copied."""
+    (block,) = [part for part in PAGE.split("```") if "until [ -d $run/model ]" in part]
+    saves = tmp_path / "runs" / "NAME" / "checkpoints"
+    for name in ("step_000010", "step_000030.partial"):
+        (saves / name / "model").mkdir(parents=True)
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" >>submitted\n')
+    (tmp_path / "python").chmod(0o755)
+    late = (
+        "sleep() { mkdir -p $run/checkpoints/step_000020/model; [ ! -e slept ] || mkdir -p $run/model; touch slept; }\n"
+    )
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-eu", "-c", late + block], cwd=tmp_path, env=environment, check=True, timeout=20)
+    lines = (tmp_path / "submitted").read_text().splitlines()
+    copies = [line.split("--model_name_or_path ")[1].split()[0] for line in lines]
+    assert copies == ["runs/NAME/evals/step_000010", "runs/NAME/evals/step_000020"]
+    assert all((tmp_path / copy).is_dir() for copy in copies)
+    assert all("scripts/evaluate.py --run runs/NAME" in line for line in lines)
