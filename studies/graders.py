@@ -7,7 +7,7 @@ The graders: the project's ``math`` and ``gsm8k``; math-verify as its README cal
 ``math_reward`` (its default for MATH), ``math_dapo``, ``math_verify`` and ``gsm8k``. Without --wheels, the first two
 alone. Every grader runs in the same worker process with the same time-out, one answer at a time.
 
-The answers: tests/graders.jsonl, written for this project in 54 families, and, in the folder --data, the labeled
+The answers: tests/graders.jsonl, written for this project in 55 families, and, in the folder --data, the labeled
 files of tests/unit/test_verifiers.py. A false negative is a right answer that scores below 1, a false positive a wrong
 one that scores 1 or more. Times are of the processor, in milliseconds per answer.
 """

@@ -249,3 +249,22 @@ def test_placeholders_and_titles_are_found_as_the_published_evaluation_does(text
     for line in (text, f"<<{text}>>", f"<< >> {text} >>", "<<>>", "<<>>>", f">>{text}<<"):
         found = re.findall(r"<<[^\n]+>>", line)
         assert constraints.title(line, {}) == any(part.lstrip("<").rstrip(">").strip() for part in found)
+
+
+LARGE_NUMBERS = ["9^{9^{9}}", "10^{10^{10}}", "84!!", "99999999!", "(((9!)!)!)!", "2^{99999999999}", "1e999999999"]
+LARGE_NUMBERS += ["\\sum_{n=1}^{10^{15}} \\frac{1}{n}", "\\binom{10^9}{5\\cdot10^8}", "{" * 22 + "3" + "}" * 22]
+LARGE_NUMBERS += ["9" * 900 + "!", "\\sqrt{2^{10^9}}", "\\int_0^1 e^{-x^{x^{x}}} dx", "(2^{9999})^{(2^{9999})}"]
+
+
+@pytest.mark.parametrize("text", LARGE_NUMBERS, ids=lambda text: text[:20])
+def test_large_numbers_are_refused_before_they_are_computed(text):
+    """As an answer and as a truth; sympy would take all time or memory for them."""
+    rewards.VERIFIERS["math"]("\\boxed{x+1+0}", "x+1", {})  # imports sympy
+    begun = time.process_time()
+    scores = [rewards.VERIFIERS["math"](f"\\boxed{{{a}}}", b, {}).score for a, b in ((text, "42"), ("42", text))]
+    assert scores == [0, 0] and time.process_time() - begun < 3
+
+
+@pytest.mark.parametrize(("text", "value"), [("\\frac{100!}{98!}", "9900"), ("2^{1000}", "4^{500}"), ("7!", "5040")])
+def test_numbers_that_can_be_computed_are(text, value):
+    assert rewards.VERIFIERS["math"](f"\\boxed{{{text}}}", value, {}).score == 1
