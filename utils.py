@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -773,16 +774,25 @@ class MovingReference(nn.Module):
 def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int, evaluation: dict | None = None) -> None:
     """Weights, config and tokenizer in Hugging Face format, whole or not at all. Every rank must call.
 
-    ``evaluation``: what was found of these weights, for ``evaluation.json`` beside them.
+    ``evaluation``: what was found of these weights, for ``evaluation.json`` beside them; a full disk then costs the
+    folder, not the run.
     """
     weights = current_weights(policy, zero_stage)  # every rank takes part
     if rank != 0:
         return
-    with written_whole(folder) as beside:
-        policy.module.model.save_pretrained(beside, state_dict=dict(weights))
-        tokenizer.save_pretrained(beside)
-        if evaluation is not None:
-            (beside / "evaluation.json").write_text(json.dumps(evaluation))
+    try:
+        with written_whole(folder) as beside:
+            policy.module.model.save_pretrained(beside, state_dict=dict(weights))
+            tokenizer.save_pretrained(beside)
+            if evaluation is not None:
+                (beside / "evaluation.json").write_text(json.dumps(evaluation))
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these
+        if evaluation is None:
+            raise
+        shutil.rmtree(folder.with_name(folder.name + ".partial"), ignore_errors=True)
+        print(
+            f"WARNING: {folder.name}/ NOT SAVED after step {evaluation['step']}; the run goes on. {error}", flush=True
+        )
 
 
 @contextmanager
@@ -1177,7 +1187,9 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
     lengths = [len(s.response_ids) for s in samples]
     staleness_N = step - np.concatenate([s.token_versions() for s in samples])
     solved = {s.prompt_id for s in samples if is_right(s)}
+    parts = sorted({name for s in samples for name in s.reward_parts})[:32]  # a verifier may take names from a response
     return {
+        **{f"reward/{name}": mean([s.reward_parts[name] for s in samples if name in s.reward_parts]) for name in parts},
         "reward/mean": rewards_PG.mean().item(),
         "reward/std": rewards_PG.std().item(),
         "reward/correct": mean([s.reward_parts.get("correct", s.score) for s in samples]),

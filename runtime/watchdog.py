@@ -241,10 +241,9 @@ def ends_all_ranks(main: Callable) -> Callable:
     def guarded(*args, **kwargs):
         try:
             return main(*args, **kwargs)
-        except SystemExit:
-            raise
         except BaseException as error:
-            if Watch.current is None:
+            meant = isinstance(error, SystemExit) and error.code not in (0, None)
+            if Watch.current is None or meant:  # 0 in the middle of a run is some library's exit()
                 raise
             Watch.current.ended.set()
             text = f"{Watch.current.name} failed:\n{redact(''.join(traceback.format_exception(error)))}"

@@ -355,6 +355,15 @@ def test_a_healthy_engine_is_compared_in_every_step(tiny, tmp_path):
             assert 0 <= metrics["sampler/logprob_diff_mean"] < 1e-4
 
 
+def test_an_exit_in_the_middle_of_a_run_is_a_failure(small, capfd, monkeypatch):
+    """Some library's or edit's exit() must not look like the end of a run to whoever started it."""
+    plain = grpo.token_loss
+    monkeypatch.setattr(grpo, "token_loss", lambda *a: (plain(*a), sys.exit(0)))
+    with pytest.raises(SystemExit):
+        run_here(small())
+    assert "rank 0 failed" in capfd.readouterr().err
+
+
 def test_another_temperature(small, capfd, monkeypatch):
     hf_thread_with(monkeypatch, lambda m: (*m[:3], m[3] | {"temperature": 1.2}) if m[0] == "generate" else m)
     text = fails(small(temperature=0.8), capfd)

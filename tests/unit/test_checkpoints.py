@@ -485,6 +485,25 @@ def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys):
     assert not list((folder_of(args) / "checkpoints").glob("*.partial"))
 
 
+def test_a_full_disk_costs_the_best_model_and_not_the_run(tiny, tmp_path, capsys):
+    args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 2, "eval_every": 1, "best_metric": "eval/pass@1"})
+    plain, limits = runlog.RunLog.evaluation, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(self, found):
+        is_best = plain(self, found)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000 if found["step"] == 0 else limits[0], limits[1]))
+        return is_best
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runlog.RunLog, "evaluation", fill)
+        try:
+            run_here(args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "WARNING: best/ NOT SAVED after step 0; the run goes on" in capsys.readouterr().out
+    assert (folder_of(args) / "model").is_dir() and not (folder_of(args) / "best.partial").exists()
+
+
 def test_the_wandb_run_is_continued(tiny, tmp_path, monkeypatch):
     args = tiny_args(tiny, tmp_path, **SMALL, track=True)
     monkeypatch.setenv("WANDB_MODE", "offline")

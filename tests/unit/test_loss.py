@@ -85,6 +85,16 @@ def test_pass_at_k_of_training_prompts():
     assert (found["reward/pass@k"], found["reward/correct"]) == (0.5, 0.25)
 
 
+def test_the_parts_of_a_reward_have_curves_of_their_own():
+    """The mean over the samples that have a part; no part takes the place of a metric, and there is an end to names."""
+    samples = [Sample(0, k, [1], [2], [0.0], "stop", [(1, 0)]) for k in range(4)]
+    samples[0].reward_parts = {"short": 1.0, "mean": 9.0}
+    samples[1].reward_parts = {"short": 0.5, **{f"word {k}": 0.0 for k in range(100)}}
+    found = utils.sample_metrics(samples, torch.zeros(1, 4, dtype=torch.float64), 1)
+    assert found["reward/short"] == 0.75 and found["reward/mean"] == 0.0
+    assert sum(name.startswith("reward/word") for name in found) == 30
+
+
 def test_loss_weights(samples):
     offsets = batching.token_offsets(samples)
     some = [0, 1, 5, 7]
