@@ -20,7 +20,8 @@ micro-batches that only keep a rank in step with the others.
 
     CPU, two cores       python grpo.py
     one GPU              python grpo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 \\
-                             --num_unique_prompts_rollout 64 --max_response_length 512 --total_steps 200
+                             --dataset openai/gsm8k:main@train --num_unique_prompts_rollout 64 \\
+                             --max_response_length 512 --total_steps 200
     N GPUs               accelerate launch --config_file scripts/zero2.yaml --num_processes N grpo.py ...
 """
 
@@ -110,8 +111,8 @@ class Args(RunFlags):
     """In the loss: differentiate the formula as written, or keep its value and use the gradient of the reverse KL."""
     kl_reward_coef: float | None = None
     """Coefficient of the KL in the reward, if it is not to be beta."""
-    kl_reward_estimator: KLEstimator | None = None
-    """Estimator of the KL in the reward, if it is not to be kl_estimator."""
+    kl_reward_estimator: KLEstimator = "k1"
+    """Estimator of the KL in the reward: k1 is the only one with a KL's gradient there."""
     kl_reward_norm: Literal["outside", "inside"] = "outside"
     """In the reward: add after the group normalization (return-to-go), or to the reward before it (as verl does)."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
@@ -571,9 +572,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     policy, optimizer = accelerator.prepare(policy, optimizer)
 
     kl = utils.make_kl(args)  # kl.loss, kl.reward
-    reward_estimator = args.kl_reward_estimator or args.kl_estimator
     full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None
-    full_in_reward = reference if kl.reward > 0 and reward_estimator == "full" else None
+    full_in_reward = reference if kl.reward > 0 and args.kl_reward_estimator == "full" else None
     moving = utils.MovingReference(reference, args.ref_policy_alpha) if args.ref_policy_update_freq > 0 else None
     skips = SimpleNamespace(policy=0)  # optimizer steps in a row that were not applied
     queue = Queue(engine, data.Prompts(run.problems, args), data.sampling(args), args)
@@ -654,7 +654,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         penalty_N = torch.zeros(slots, device=device)
         if kl.reward > 0:
             all_N = torch.ones(slots, dtype=torch.bool, device=device)
-            kl_N = kl_reward(old_N, ref_N, all_N, estimator=reward_estimator, full_kl=full_kl_N)
+            kl_N = kl_reward(old_N, ref_N, all_N, estimator=args.kl_reward_estimator, full_kl=full_kl_N)
             penalty_N[:-1] = kl.reward * return_to_go(kl_N, offsets)
             if args.kl_reward_norm == "inside":  # whole responses, before the statistics, as verl does
                 sequence_kl_PG = penalty_N[offsets[:-1]].double().cpu().view(prompts, group)  # from the first token on

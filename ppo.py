@@ -20,8 +20,9 @@ at its end, for the micro-batches that only keep a rank in step with the others.
 
     CPU, two cores       python ppo.py
     one GPU              python ppo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 \\
-                             --critic_learning_rate 1e-5 --num_unique_prompts_rollout 256 \\
-                             --num_samples_per_prompt_rollout 1 --max_response_length 512 --total_steps 200
+                             --dataset openai/gsm8k:main@train --critic_learning_rate 1e-5 --gradient_checkpointing \\
+                             --num_unique_prompts_rollout 256 --num_samples_per_prompt_rollout 1 \\
+                             --max_response_length 512 --total_steps 200
     N GPUs               accelerate launch --config_file scripts/zero2.yaml --num_processes N ppo.py ...
 """
 
@@ -109,8 +110,8 @@ class Args(RunFlags):
     """In the loss: differentiate the formula as written, or keep its value and use the gradient of the reverse KL."""
     kl_reward_coef: float | None = None
     """Coefficient of the KL in the reward, if it is not to be beta."""
-    kl_reward_estimator: KLEstimator | None = None
-    """Estimator of the KL in the reward, if it is not to be kl_estimator."""
+    kl_reward_estimator: KLEstimator = "k1"
+    """Estimator of the KL in the reward: k1 is the only one with a KL's gradient there."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: adjust a coefficient to keep the KL near kl_target: the reward's if the KL is there, or the loss's."""
     kl_target: float = 6.0
@@ -843,9 +844,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     normalizer = ValueNormalizer(args.value_norm, args.value_norm_beta, args.value_norm_eps)
 
     kl = utils.make_kl(args)  # kl.loss, kl.reward
-    reward_estimator = args.kl_reward_estimator or args.kl_estimator
     full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None
-    full_in_reward = reference if kl.reward > 0 and reward_estimator == "full" else None
+    full_in_reward = reference if kl.reward > 0 and args.kl_reward_estimator == "full" else None
     moving = utils.MovingReference(reference, args.ref_policy_alpha) if args.ref_policy_update_freq > 0 else None
     skips = SimpleNamespace(policy=0, critic=0)  # optimizer steps in a row that were not applied
     queue = Queue(engine, data.Prompts(run.problems, args), data.sampling(args), args)
@@ -928,7 +928,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         task_rewards_N = torch.from_numpy(data.token_rewards(samples, run.tokenizer.decode, args))
         if kl.reward > 0:
             all_N = torch.ones(slots, dtype=torch.bool, device=device)
-            kl_N = kl_reward(old_N, ref_N, all_N, estimator=reward_estimator, full_kl=full_kl_N)
+            kl_N = kl_reward(old_N, ref_N, all_N, estimator=args.kl_reward_estimator, full_kl=full_kl_N)
             task_rewards_N -= kl.reward * kl_N[:-1].double().cpu()
             kl_metrics["kl/reward_coef"] = kl.reward
             kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known, args.kl_target_unit)

@@ -527,7 +527,7 @@ def check_kl(args: Any) -> None:
     refuse_first(
         [
             (
-                not in_reward and (args.kl_reward_coef is not None or args.kl_reward_estimator is not None),
+                not in_reward and (args.kl_reward_coef is not None or args.kl_reward_estimator != "k1"),
                 f"--kl_reward_coef and --kl_reward_estimator need the KL in the reward, and --kl_placement is "
                 f"{args.kl_placement}; give --kl_placement reward or both",
             ),

@@ -29,14 +29,17 @@ for seed in "${seeds[@]}"; do
     for mini_batches in ${MINI_BATCHES:-4}; do
         for beta in ${BETAS:-0 0.03 0.1 0.3}; do
             same=(--exp_name "${EXP_NAME:-sweep_kl}$suffix" --num_mini_batches "$mini_batches" --seed "$seed")
-            if [[ $beta == 0 ]]; then # one run for all settings; 1e-9 has no effect, but the KL is measured
-                run "${same[@]}" --beta 1e-9
+            if [[ $beta == 0 ]]; then # one run for all settings
+                run "${same[@]}" --load_ref_policy
                 continue
             fi
             for setting in ${SETTINGS:-${settings[@]}}; do
                 IFS=/ read -r placement estimator gradient <<<"$setting"
-                run "${same[@]}" --beta "$beta" --kl_placement "$placement" --kl_estimator "$estimator" \
-                    --kl_gradient "$gradient"
+                own=(--kl_placement "$placement" --kl_estimator "$estimator" --kl_gradient "$gradient")
+                if [[ $placement == reward ]]; then
+                    own+=(--kl_reward_estimator "$estimator")
+                fi
+                run "${same[@]}" --beta "$beta" "${own[@]}"
             done
         done
     done

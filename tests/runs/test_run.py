@@ -80,7 +80,7 @@ def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatc
         *(tiny, tmp_path),
         beta=0.5,
         kl_placement="reward",
-        kl_estimator=estimator,
+        kl_reward_estimator=estimator,
         kl_reward_norm=norm,
         learning_rate=1e-2,
         warm_up_steps=0,

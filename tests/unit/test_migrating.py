@@ -18,7 +18,7 @@ import pytest
 from helpers import ROOT
 from jobs import submit
 
-from runtime import data, flags, memory
+from runtime import flags, memory
 
 spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "studies" / "memory.py")
 plan = importlib.util.module_from_spec(spec)
@@ -108,8 +108,6 @@ def place(tiny, tmp_path_factory) -> Path:
             row["reward_model"] = {"style": "rule", "ground_truth": {"target": i * 2, "numbers": [i, 2]}}
             rows.append(row)
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / f"data/countdown/{name}.parquet")
-    if "none" not in data.CHAT_TEMPLATES:
-        (place / "none").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     (place / "tinyzero.py").write_text(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1])
     with open(place / "data" / "code.jsonl", "w") as lines:
         for i in range(140):
