@@ -48,11 +48,11 @@ WIDE = str.maketrans({"\uff1a": ":", "\u3002": ". ", "\uff0c": ", ", "\uff08": "
 NAMED = re.compile(r"(?:the|it|so)\b[^$\\=0-9]*\bis\s+(?=[-$\\0-9(])", re.IGNORECASE)  # "The value of x is 5"
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|;|\\text\s*\{\s*(?:and|or)\s*\}|,?\s*\b(?:and|or)\b)[\s$]*")
-NAME = r"(?:\(?[A-Za-z](?:_?\{?[A-Za-z0-9]{1,4}\}?)?\s*=\s*)?"
+NAME = r"\(?[A-Za-z](?:_?\{?[A-Za-z0-9]{1,4}\}?)?\s*=\s*"
 OR_BOX = re.compile(rf"[\s$.,]*(?:\bor\b|\\text\s*\{{\s*or\s*\}})[\s$]*{NAME}[\s$]*")
 LISTED_BOX = re.compile(  # "x = [box], y = [box]", or one box a line, perhaps behind "-" or "2."
     rf"(?:[\s$.,;]|\\[()\[\]])*+(?:\\text\s*\{{\s*and\s*\}}|and\b)?(?:[\s$,]|\\[()\[\]])*+"
-    rf"(?:[-*\u2022]|[0-9]{{1,2}}[.)])?(?:[\s$]|\\[()\[\]])*+{NAME}[\s$]*"
+    rf"(?:[-*\u2022]|[0-9]{{1,2}}[.)])?(?:[\s$]|\\[()\[\]])*+(?:{NAME})?[\s$]*"
 )
 WIDEST_GAP = 60  # characters between two boxes that are one answer
 DELIMITED = (  # (opening, closing) of mathematics or emphasis around a whole answer

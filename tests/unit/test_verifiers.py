@@ -183,6 +183,8 @@ MATH = [
     (r"\boxed{2} \text{ or rather } \boxed{1}", "2", False),
     (r"\boxed{2} \text{ and then } \boxed{1", "2", False),
     (r"\boxed{\{1, 2\}}", r"\{2, 1\}", True),
+    (r"$d = \boxed{15\frac{39}{40}},$ or $\boxed{\frac{639}{40}}$ inches.", r"\frac{639}{40}", True),  # said twice
+    (r"$x = \boxed{2}$, or $x = \boxed{3}$", "3", False),
     ("The final answer is $\\frac{3}{4}$.", "0.75", True),
     ("The answer is: **12**", "12", True),
     ("Answer: 12", "12", True),
