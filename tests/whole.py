@@ -24,13 +24,14 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from helpers import descendants
-
-from runtime import process
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # runtime/ is no package that is installed
+
+from runtime import process  # noqa: E402
+
 KINDS = ("fast", "slow", "learn")
-COMPLETE = (0, 1, 5)  # exit codes of pytest: all passed, some failed, nothing was left to run
 BEGIN, END = "<!-- whole -->\n", "<!-- /whole -->\n"  # around the result in docs/survival.md
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2): children end with this process; it inherits orphans
 LIBC = ctypes.CDLL(None)
@@ -73,18 +74,17 @@ def pytest_runtest_logreport(report):
 
 def kill_children() -> None:
     """End all that was started from here, and wait for it."""
-    while children := descendants(os.getpid()):
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         os.waitpid(-1, 0)
 
 
 def run_file(file: str, records: Path, limit: float) -> int:
     """One process of pytest for the tests of a file that have not ended; its exit code, or minus the signal."""
     line = [sys.executable, "-m", "pytest", "-q", "-p", "whole", "-m", "not gpu", file]
-    path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
-    environment = os.environ | {"WHOLE_RECORDS": str(records), "PYTHONPATH": path}
+    environment = os.environ | {"WHOLE_RECORDS": str(records), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     records.touch()
     child = subprocess.Popen(line, cwd=ROOT, env=environment, preexec_fn=lambda: LIBC.prctl(SET_PDEATHSIG, 9))
     try:
@@ -102,7 +102,7 @@ def run_file(file: str, records: Path, limit: float) -> int:
 
 def finish_file(file: str, records: Path, limit: float) -> None:
     """All tests of a file, in as many processes as it takes: the test in which one ends has failed."""
-    while (code := run_file(file, records, limit)) not in COMPLETE:
+    while (code := run_file(file, records, limit)) not in (0, 1, 5):  # passed, failed, nothing left
         tests = merged(records).items()
         begun = [name for name, found in tests if name.startswith(f"{file}::") and "outcome" not in found]
         write(records, test=[file, *begun][-1], outcome="failed", seconds=0, why=f"pytest ended with {code}")
@@ -140,12 +140,11 @@ def main() -> int:
     for file in args.files or sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py")):
         finish_file(file, records, args.limit)
     tests = list(merged(records).values())
-    result = page(commit, tests)
-    print(result)
+    print(page(commit, tests))
     if not args.files:
         doc = ROOT / "docs" / "survival.md"
         before, rest = doc.read_text().split(BEGIN)
-        process.write_whole(doc, f"{before}{BEGIN}{result}{END}{rest.split(END)[1]}")
+        process.write_whole(doc, f"{before}{BEGIN}{page(commit, tests)}{END}{rest.split(END)[1]}")
     return int(any(found["outcome"] == "failed" for found in tests))
 
 

@@ -131,11 +131,12 @@ def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path
     for folder in ("tests", "docs"):
         (tmp_path / folder).mkdir()
     shutil.copy(ROOT / "tests" / "whole.py", tmp_path / "tests")
+    (tmp_path / "runtime").symlink_to(ROOT / "runtime")
     (tmp_path / "tests" / "test_a.py").write_text(TESTS)
     (tmp_path / "tests" / "test_b.py").write_text("import nowhere")
     (tmp_path / "docs" / "survival.md").write_text("before\n<!-- whole -->\nold\n<!-- /whole -->\nthe rest\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  learn\n  gpu\n")
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = os.environ | {"PYTHONPATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     line = [sys.executable, "tests/whole.py", "--limit"]
     first = subprocess.Popen([*line, "60"], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
