@@ -34,8 +34,8 @@ def check_engine(folder: Path, config: dict) -> None:
     own = engine_of(script) if script.is_file() else "gone"
     if own != engine_of(Path(grpo.__file__)):
         process.refuse(
-            f"{folder}: the vllm_thread of {script}, by which it sampled, is gone or not that of grpo.py; the KL of other "
-            f"sequences would be measured"
+            f"{folder}: the vllm_thread of {script}, by which it sampled, is gone or not that of grpo.py; the KL of "
+            f"other sequences would be measured"
         )
 
 
