@@ -11,6 +11,7 @@ models are evaluated in fp32 at the run's temperature, without an engine.
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import json
 import sys
@@ -27,12 +28,33 @@ RESULT = "measured_kl.json"
 ROWS = 256  # sequences that are generated together
 
 
+def check_engine(folder: Path, config: dict) -> None:
+    """Refuse a run whose script samples in a way of its own: with a tool, say, generate's sequences are not its own."""
+    script = process.PROJECT / config.get("script", "grpo.py")
+    own = engine_of(script) if script.is_file() else "gone"
+    if own != engine_of(Path(grpo.__file__)):
+        process.refuse(
+            f"{folder}: the vllm_thread of {script}, by which it sampled, is gone or not that of grpo.py; the KL of "
+            f"other sequences would be measured"
+        )
+
+
+def engine_of(script: Path) -> str:
+    """The code of a script's vllm_thread, without comments; "" for a script that has none."""
+    for node in ast.parse(script.read_text()).body:
+        if getattr(node, "name", "") == "vllm_thread":
+            return ast.dump(node)
+    return ""
+
+
 def run_args(folder: Path) -> grpo.Args:
     """The arguments of a finished run. Ends with exit code 2 where there is none."""
     for name in ("config.json", "model/config.json"):
         if not (folder / name).is_file():
             process.refuse(f"{folder}: no {name} there; give the folders of finished runs")
-    values = json.loads((folder / "config.json").read_text())["args"]
+    config = json.loads((folder / "config.json").read_text())
+    check_engine(folder, config)
+    values = config["args"]
     known = {field.name for field in dataclasses.fields(grpo.Args)}
     return grpo.Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known})
 

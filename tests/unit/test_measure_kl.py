@@ -8,7 +8,7 @@ import json
 import measure_kl
 import pytest
 import torch
-from helpers import tiny_args
+from helpers import ROOT, tiny_args
 
 import grpo
 
@@ -69,3 +69,24 @@ def test_a_run_that_is_not_finished_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
         measure_kl.run_args(tmp_path)
     assert left.value.code == 2 and "no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "accepted"),
+    [
+        ("ppo", ("", ""), True),
+        ("grpo", ("            busy += time", "            busy += 0 * time"), False),
+        ("grpo", ("ratio_T.clamp(", "ratio_T.clip("), True),
+        ("grpo", ("def vllm_thread(", "def another("), False),
+    ],
+)
+def test_a_run_whose_script_samples_in_a_way_of_its_own_is_refused(name, edit, accepted, tmp_path, capsys):
+    """A tool's answers would be missing from the sequences; an edit elsewhere does not matter here."""
+    copy = tmp_path / "copy.py"
+    copy.write_text((ROOT / f"{name}.py").read_text().replace(*edit))
+    if accepted:
+        measure_kl.check_engine(tmp_path, {"script": str(copy)})
+        return
+    with pytest.raises(SystemExit) as left:
+        measure_kl.check_engine(tmp_path, {"script": str(copy)})
+    assert left.value.code == 2 and "not that of grpo.py" in capsys.readouterr().err
