@@ -230,10 +230,9 @@ def test_the_metrics_of_the_scripts_themselves_are_no_pieces(runs):
 def test_runs_that_differ_in_their_name_alone_are_repetitions(runs, tmp_path):
     """--exp_name try_$RANDOM, as many people have it. Other code under another name is no repetition."""
     folders = []
-    for number, folder in enumerate(path for path in sorted(runs.iterdir()) if "learning_rate=0.01" in path.name):
-        if (folder / "config.json").is_file():
-            folders.append(tmp_path / f"try_{number}")
-            shutil.copytree(folder, folders[-1])
+    for run in plot.load_runs([runs], ["learning_rate=0.01"]):
+        folders.append(tmp_path / f"try_{run.args['seed']}")
+        shutil.copytree(run.folder, folders[-1])
     config = json.loads((folders[0] / "config.json").read_text())
     config["args"]["exp_name"] = "try_7"
     (folders[0] / "config.json").write_text(json.dumps(config))
@@ -261,7 +260,7 @@ def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
         ([1.0, 1.0], "1 (1 to 1)"),
         ([0.9998, 1.0], "0.9999 (0.9998 to 1)"),
         ([0.5, 0.75], "0.625 (0.5 to 0.75)"),
-        ([12345.0, 12346.0], "12346 (12345 to 12346)"),
+        ([0.1232, 0.1234], "0.1233 (0.1232 to 0.1234)"),
     ],
 )
 def test_a_cell_has_the_digits_that_tell_its_runs_apart(values, text):
