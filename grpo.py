@@ -549,7 +549,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     if ready is None:
         dedicated.serve(args, vllm_thread)
         return
-    run = utils.begin(args, ready)  # device, sizes, token ids of the prompts; prints them and what the KL setting means
+    run = utils.begin(args, ready)  # prints sizes and what the KL setting means
     if args.dry_run:
         return
     device = run.device

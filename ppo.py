@@ -867,7 +867,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     clock = utils.Phases(args, engine, reference, [policy] if critic is None else [policy, critic], device)
     log = utils.open_log(args, run)
     parts = {"policy": policy, "reference": moving, "controller": kl.controller, "skips": skips}
-    parts |= {"prompts": queue.source.state, "progress": queue.state, "critic": critic, "normalizer": normalizer}
+    parts |= {"prompts": queue.source.state, "progress": queue.state}
+    parts |= {"critic": critic, "normalizer": normalizer}
     checkpoints = Checkpoints(log, args, run.tokenizer, clock, parts, utils.save_model)
     recorder = Recorder(log, args, run.tokenizer, policy, reference, utils.save_model)
 

@@ -86,7 +86,8 @@ def find_run(folder: Path) -> tuple[dict, Path]:
     if not (folder / "config.json").is_file():
         process.refuse(f"--run {folder}: no config.json there; give the folder of a run, runs/NAME")
     config = json.loads((folder / "config.json").read_text())
-    script = process.PROJECT / config.get("script", config["command"][0])  # older runs name it in their command alone
+    name = config.get("script") or config["command"][0]  # older runs name it in their command alone
+    script = process.PROJECT / name
     if not script.is_file():
         process.refuse(
             f"--run {folder}: {script}, which trained it, is gone, and with it the engine that answered; restore it"

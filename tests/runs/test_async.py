@@ -293,7 +293,7 @@ def test_one_batch_ahead(tiny, tmp_path, script):
         assert sample["weight_versions"] == [[max(1, sample["step"] - 1), 0]]
     assert [m["sampler/staleness"] for m in metrics] == [m["sampler/staleness_max"] for m in metrics] == [0, 1, 1, 1]
     assert [m["sampler/fresh_frac"] for m in metrics] == [1, 0, 0, 0]
-    assert "sampler/logprob_diff_mean" in metrics[0] and "sampler/logprob_diff_mean" not in metrics[1]
+    assert all(0 <= m["sampler/logprob_diff_mean"] < 1e-4 for m in metrics), "of tokens asked for after every push"
     assert metrics[0]["sampler/ess"] == pytest.approx(1) and metrics[3]["sampler/ess"] < 0.9999
     assert [e["eval/weights_version"] for e in read_jsonl(folder / "eval.jsonl")] == [1, 3, 5]
     plain = tiny_args(tiny, tmp_path / "plain", script, **SMALL | {"num_mini_batches": 1}, beta=0.1)

@@ -46,7 +46,7 @@ def test_functions_of_both_scripts_are_the_same_text():
     theirs = functions(grpo)
     assert set(theirs) - set(ours) == {"group_advantages", "return_to_go"}
     differ = {name for name in theirs if name in ours and ours[name] != theirs[name]}
-    assert differ == {"Args", "check_args", "preflight", "main"}
+    assert differ == {"Args", "check_args", "main"}
 
 
 def fields(module) -> dict[str, str]:
@@ -91,15 +91,19 @@ def test_the_loop_of_ppo_has_every_line_of_grpo_but_those_about_groups():
     )
     others = [line for line in removed if not line.startswith("#") and not any(word in line for word in about_groups)]
     assert others == [
-        "runlog.print_header(args, folder, problems, tokenizer, total_steps, world_size, hardware, rows)",
+        "run = utils.begin(args, ready)  # prints sizes and what the KL setting means",
         "skips = SimpleNamespace(policy=0)  # optimizer steps in a row that were not applied",
+        "clock = utils.Phases(args, engine, reference, [policy], device)",
         "in_loss = list(range(len(samples)))",
         "if reference is None and args.entropy_coeff == 0:",
+        "first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}",
         "known = list(range(len(samples)))  # controller and group statistics have the KL of every response",
         "kind = args.advantage_normalization_type",
+        "if known:",
+        'kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known, args.kl_target_unit)',
         "groups = sorted({samples[i].prompt_id for i in in_loss})",
-        "lr = utils.learning_rate(optimizer_step, total_steps * updates, args)",
-        "if skips.policy >= 10:",
+        "lr = utils.learning_rate(optimizer_step, run.total_steps * updates, args)",
+        "if not mini_in_loss or stats.stopped:",
     ]
 
 
