@@ -13,8 +13,18 @@ import math
 import re
 
 LARGEST = 10_000  # decimal digits of a number, and terms of a sum, that are still computed
+DEEPEST = 20  # braces inside one another that are still read
+# Four braces with nothing between them, and the binomials that the parser itself computes: of five digits, of a power.
+COSTLY = re.compile(r"\{\s*\{\s*\{\s*\{|binom[\s{(]*(?:[0-9]{5}|[0-9.]+\s*\^)|[0-9]{5}\s*\\choose")
+BRACE = re.compile(r"\\.|[{}]")  # an escaped character is matched, too, so that "\{" is not taken for a brace
 THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|,\\!)(?=[0-9]{3}(?![0-9]))")  # a comma that may stand within a number
+# Between the parts of a list: a comma that is no blank of LaTeX, a semicolon, "and" and "or", plain or in \text.
 PARTS = re.compile(r"(?<!\\)[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b")
+OPENING = re.compile(r"(?:\\left)?\s*(\\\{|\()")  # of a set or a tuple
+CLOSING = re.compile(r"(?:\\\}|\))\s*$")
+# Signs by which the number of elements is not the number of parts: both signs, sets, unions, inequalities, brackets.
+NOT_COUNTED = re.compile(r"\\pm|\\mp|\\\{|\\cup|[<>]|\\[lg]e|[([]")
+UNNAMED = re.compile(r"^\s*-?[0-9.]+\s*[A-Za-z]|[A-Za-z]\s*\^\s*\{?[0-9]|[+]")  # "2x", "x^2", a sum
 
 
 @functools.lru_cache(maxsize=256)  # the samples of a group have one truth
@@ -35,19 +45,63 @@ def parse_math(latex: str) -> list:
     return parse(f"\\boxed{{{latex}}}", [how], parsing_timeout=None)
 
 
+# ------------------------------------------------------------------------------------- what is too large to be compared
+
+
 def nested(text: str) -> int:
     """How deep the braces of a text are; the parser takes exponential time where they hold nothing but each other."""
-    depth = deepest = 0
-    for brace in re.findall(r"\\.|[{}]", text):
-        depth += {"{": 1, "}": -1}.get(brace, 0)
+    depth = 0
+    deepest = 0
+    for brace in BRACE.findall(text):
+        if brace == "{":
+            depth += 1
+        elif brace == "}":
+            depth -= 1
         deepest = max(deepest, depth)
     return deepest
 
 
 def too_large(text: str) -> bool:
     """Whether to read a text, or the numbers that the parser itself computes, would take seconds or all memory."""
-    found = re.search(r"\{\s*\{\s*\{\s*\{|binom[\s{(]*(?:[0-9]{5}|[0-9.]+\s*\^)|[0-9]{5}\s*\\choose", text)
-    return found is not None or nested(text) > 20
+    return COSTLY.search(text) is not None or nested(text) > DEEPEST
+
+
+def _size_of_power(exponent, base_size: float, exponent_size: float) -> float:
+    """The digits of a power: those of its base, as many times as its exponent says."""
+    if exponent_size > 4:
+        return math.inf  # beyond LARGEST, and perhaps beyond a float
+    times = abs(float(exponent))
+    return max(base_size, 1.0) * max(times, 1.0)
+
+
+def _size_of_factorial(argument, argument_size: float) -> float:
+    """The digits of n! or n!!, at most those of n to the power of n."""
+    if argument_size > 8:
+        return math.inf  # beyond LARGEST, and perhaps beyond a float
+    number = abs(float(argument))
+    return number * math.log10(number + 2)
+
+
+def _is_long(series) -> bool:
+    """Whether a sum or product has a bound that is a number beyond the largest number of terms."""
+    for _, *bounds in series.limits:
+        for bound in bounds:
+            if not bound.is_number or not bound.is_finite:
+                continue
+            if _size(bound) > 4 or abs(float(bound)) > LARGEST:
+                return True
+    return False
+
+
+def _has_tower(expression) -> bool:
+    """Whether an exponent holds a power whose exponent varies, as in 2^{2^x}."""
+    from sympy import Pow
+
+    for power in expression.atoms(Pow):
+        for inner in power.exp.atoms(Pow):
+            if inner.exp.free_symbols:
+                return True
+    return False
 
 
 def _size(expression) -> float:
@@ -59,51 +113,64 @@ def _size(expression) -> float:
     if largest > LARGEST:
         return math.inf
     if expression.is_Rational:
-        return max(len(f"{abs(expression.p):x}"), len(f"{expression.q:x}")) * 1.21
-    if isinstance(expression, Pow) and len(sizes) == 2 and expression.exp.is_number:
-        power = 10 ** min(sizes[1], 9.0) if sizes[1] > 4 else abs(float(expression.exp))
-        return max(sizes[0], 1.0) * max(power, 1.0)
+        top = f"{abs(expression.p):x}"  # in base 16: Python refuses to write thousands of decimal digits
+        bottom = f"{expression.q:x}"
+        return max(len(top), len(bottom)) * 1.21
+    if isinstance(expression, Pow) and expression.exp.is_number:
+        return _size_of_power(expression.exp, *sizes)
     if isinstance(expression, factorial | factorial2) and expression.args[0].is_number:
-        number = 10.0**8 if sizes[0] > 8 else abs(float(expression.args[0]))
-        return number * math.log10(number + 2)
-    if isinstance(expression, Sum | Product):
-        bounds = [bound for limit in expression.limits for bound in limit[1:] if bound.is_number and bound.is_finite]
-        return math.inf if any(_size(b) > 4 or abs(float(b)) > LARGEST for b in bounds) else largest
-    if isinstance(expression, Integral):
-        towers = [power for power in expression.atoms(Pow) if any(p.exp.free_symbols for p in power.exp.atoms(Pow))]
-        return math.inf if towers else largest
-    return sum(sizes) if expression.is_Mul else largest
+        return _size_of_factorial(expression.args[0], sizes[0])
+    if isinstance(expression, Sum | Product) and _is_long(expression):
+        return math.inf
+    if isinstance(expression, Integral) and _has_tower(expression):
+        return math.inf
+    if expression.is_Mul:
+        return sum(sizes)
+    return largest
 
 
 def _bounded(expression) -> bool:
     """Whether the numbers of an expression are small enough to compute; parsers leave towers and factorials alone."""
     from sympy import Basic, MatrixBase
 
-    parts = expression.flat() if isinstance(expression, MatrixBase) else [expression]
+    parts = [expression]
+    if isinstance(expression, MatrixBase):
+        parts = expression.flat()
     try:
         return all(_size(part) <= LARGEST for part in parts if isinstance(part, Basic))
     except (TypeError, ValueError, OverflowError):  # a number that is none, as in 1/0: sympy says so later
         return True
 
 
-def _numbers(expression) -> list:
-    """The numbers that an answer consists of, sorted; [] where it is not made of numbers."""
-    from sympy import Eq, Expr, FiniteSet, Interval, MatrixBase, N, Tuple
+# ---------------------------------------------------------------------------- whether what math-verify says is sound
+
+
+def _elements(expression) -> list:
+    """What a matrix, set, tuple, interval, or an equation such as x = 2 holds; [] of anything else."""
+    from sympy import Eq, FiniteSet, Interval, MatrixBase, Tuple
 
     if isinstance(expression, MatrixBase):
-        parts = expression.flat()
-    elif isinstance(expression, FiniteSet | Tuple):
-        parts = expression.args
-    elif isinstance(expression, Interval):
-        parts = [expression.start, expression.end]
-    elif isinstance(expression, Eq) and expression.lhs.is_Symbol:
-        parts = [expression.rhs]
-    elif isinstance(expression, Expr) and expression.is_number:
-        value = N(expression.doit(), 20)
-        return [value] if value.is_Float or value.is_Integer else []
-    else:
+        return list(expression.flat())
+    if isinstance(expression, FiniteSet | Tuple):
+        return list(expression.args)
+    if isinstance(expression, Interval):
+        return [expression.start, expression.end]
+    if isinstance(expression, Eq) and expression.lhs.is_Symbol:
+        return [expression.rhs]
+    return []
+
+
+def _numbers(expression) -> list:
+    """The numbers that an answer consists of, sorted; [] where it is not made of numbers."""
+    from sympy import Expr, N
+
+    elements = _elements(expression)
+    if elements:
+        return sorted(number for element in elements for number in _numbers(element))
+    if not isinstance(expression, Expr) or not expression.is_number:
         return []
-    return sorted(number for part in parts for number in _numbers(part))
+    value = N(expression.doit(), 20)
+    return [value] if value.is_Float or value.is_Integer else []
 
 
 def _close(gold, found) -> bool:
@@ -112,8 +179,47 @@ def _close(gold, found) -> bool:
 
     if gold.has(UnevaluatedExpr) or found.has(UnevaluatedExpr):
         return True  # a percentage, which may stand for the number before its sign
-    pairs = list(zip(_numbers(gold), _numbers(found), strict=False))
-    return all(a == b or abs(a - b) <= 0.005 * max(abs(a), abs(b)) for a, b in pairs)
+    for ours, theirs in zip(_numbers(gold), _numbers(found), strict=False):
+        allowed = 0.005 * max(abs(ours), abs(theirs))
+        if ours != theirs and abs(ours - theirs) > allowed:
+            return False
+    return True
+
+
+def _holds(statement) -> bool:
+    """Whether an equation without unknowns, or a chain of them, is true."""
+    from sympy import Eq
+    from sympy.core.relational import Relational
+
+    steps = statement.args
+    if isinstance(statement, Relational):
+        steps = [statement]
+    return all(isinstance(step, Eq) and _close(step.lhs, step.rhs) for step in steps)
+
+
+def _names_point(equations, point) -> bool:
+    """Whether equations give the coordinates of a point in the order of their letters: x = 2, y = 3 is (2, 3)."""
+    named = sorted(equations.args, key=lambda equation: str(equation.lhs))
+    values = _elements(point)
+    if len(named) != len(values):
+        return False
+    return all(equation.rhs.equals(value) for equation, value in zip(named, values, strict=True))
+
+
+def _same_equation(gold, found) -> bool:
+    """Whether one equation is a multiple of the other, or has solutions by which math-verify compared them."""
+    from sympy import Expr, simplify, solve
+
+    sides = (*gold.args, *found.args)
+    if not all(isinstance(side, Expr) for side in sides):
+        return True
+    ours = gold.lhs.doit() - gold.rhs.doit()
+    theirs = found.lhs.doit() - found.rhs.doit()
+    if theirs != 0:
+        ratio = simplify(ours / theirs)
+        if ratio.is_number and ratio.is_finite and ratio != 0:
+            return True
+    return bool(solve(gold, gold.free_symbols))
 
 
 def _sound(gold, found) -> bool:
@@ -122,29 +228,22 @@ def _sound(gold, found) -> bool:
     It compares equations by their solutions, and no solution equals no solution; it takes the right side of an
     equation for a value, whether or not the equation is true.
     """
-    from sympy import Eq, Expr, FiniteSet, Interval, Set, Tuple, simplify, solve
+    from sympy import Eq, FiniteSet, Interval, Set, Tuple
     from sympy.core.relational import Relational
     from sympy.logic.boolalg import BooleanFunction
 
-    relations = (Relational, BooleanFunction)
-    if isinstance(found, relations) and not found.free_symbols:
-        steps = [found] if isinstance(found, Relational) else found.args
-        return not isinstance(gold, relations) and all(isinstance(e, Eq) and _close(e.lhs, e.rhs) for e in steps)
-    for equations, point in ((gold, found), (found, gold)):
-        if isinstance(point, Tuple | Interval) and isinstance(equations, FiniteSet):
-            if not all(isinstance(e, Eq) for e in equations.args):
-                continue
-            values = point.args[:2] if isinstance(point, Interval) else point.args  # x = 2, y = 3 is the point (2, 3)
-            named = sorted(equations.args, key=lambda e: str(e.lhs))
-            return all(a.rhs.equals(b) for a, b in zip(named, values, strict=True))
+    statement = Relational | BooleanFunction
+    if isinstance(found, statement) and not found.free_symbols:
+        return not isinstance(gold, statement) and _holds(found)
+    for several, point in ((gold, found), (found, gold)):
+        if not isinstance(several, FiniteSet) or not isinstance(point, Tuple | Interval):
+            continue
+        if all(isinstance(equation, Eq) for equation in several.args):
+            return _names_point(several, point)
     if isinstance(found, Set) and found.is_empty:
         return isinstance(gold, Set)
-    equations = isinstance(gold, Eq) and isinstance(found, Eq)
-    if equations and all(isinstance(side, Expr) for side in (*gold.args, *found.args)):
-        ours, theirs = (e.lhs.doit() - e.rhs.doit() for e in (gold, found))
-        ratio = simplify(ours / theirs) if theirs != 0 else theirs
-        if not (ratio.is_number and ratio.is_finite and ratio != 0) and not solve(gold, gold.free_symbols):
-            return False
+    if isinstance(gold, Eq) and isinstance(found, Eq) and not _same_equation(gold, found):
+        return False
     return _close(gold, found)
 
 
@@ -153,46 +252,79 @@ def _sound(gold, found) -> bool:
 
 def parts_of(text: str) -> list[str]:
     """The parts of a list without brackets around it, split at commas and at "and" and "or" outside of brackets."""
-    inside = [0]
-    for character in re.sub(r"\\[{}]", lambda brace: f" {brace[0][1]}", text):
-        inside.append(inside[-1] + (character in "([{") - (character in ")]}"))
-    cuts = [cut for cut in PARTS.finditer(text) if inside[cut.start()] == 0]
-    begins, ends = [0, *(cut.end() for cut in cuts)], [*(cut.start() for cut in cuts), len(text)]
-    parts = [text[begin:end].strip() for begin, end in zip(begins, ends, strict=True)]
-    return [part for part in parts if part]
+    depth = 0
+    depths = []  # of each character
+    for character in text:
+        depths.append(depth)
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+    parts = []
+    begin = 0
+    for cut in PARTS.finditer(text):
+        if depths[cut.start()] == 0:
+            parts.append(text[begin : cut.start()])
+            begin = cut.end()
+    parts.append(text[begin:])
+    stripped = [part.strip() for part in parts]
+    return [part for part in stripped if part]
+
+
+def _lengths(text: str) -> set[int]:
+    """The lengths that a list may have: with its commas as separators, and with those within a number left out."""
+    joined = THOUSANDS.sub("", text)
+    return {len(parts_of(text)), len(parts_of(joined))}
+
+
+def _repetitions(parts: list[str]) -> collections.Counter:
+    """How often the numbers of each part occur; what the parser does not read is left out."""
+    counts = collections.Counter()
+    for part in parts:
+        parsed = parse_math(part)
+        if parsed and not isinstance(parsed[0], str):
+            numbers = [round(number, 8) for number in _numbers(parsed[0])]
+            counts[str(numbers)] += 1
+    return counts
 
 
 def _same_repetitions(answer: str, wanted: str) -> bool:
     """Whether two lists without brackets, equal as sets, have each element as often."""
-    lists = [parts_of(answer), parts_of(wanted)]
-    lengths = [{len(parts_of(text)), len(parts_of(THOUSANDS.sub("", text)))} for text in (answer, wanted)]
-    if any(re.search(r"\\pm|\\mp|\\\{|\\cup|[<>]|\\[lg]e|[([]", text) for text in (answer, wanted)):
+    if NOT_COUNTED.search(answer) or NOT_COUNTED.search(wanted):
         return True
-    if len(lists[0]) != len(lists[1]):
-        return not lengths[0].isdisjoint(lengths[1])
-    counts = []
-    for parts in lists:
-        values = [(parse_math(part) or [part])[0] for part in parts]
-        numbers = [_numbers(value) for value in values if not isinstance(value, str)]
-        counts.append(sorted(collections.Counter(str([round(n, 8) for n in found]) for found in numbers).items()))
-    return counts[0] == counts[1] or len(counts[0]) == len(lists[0])
+    said = parts_of(answer)
+    right = parts_of(wanted)
+    if len(said) != len(right):
+        return not _lengths(answer).isdisjoint(_lengths(wanted))
+    counts = _repetitions(said)
+    each_once = len(counts) == len(said)
+    return each_once or counts == _repetitions(right)
 
 
 def _kind(text: str) -> str:
     """The brackets around a whole list: "\\\\{" of a set, "(" of a tuple; "" where there are none."""
-    opening = re.match(r"(?:\\left)?\s*(\\\{|\()", text)
-    closed = re.search(r"(?:\\\}|\))\s*$", text)
-    return opening[1] if opening and closed and "," in text and len(parts_of(text)) == 1 else ""
+    if "," not in text or len(parts_of(text)) != 1:
+        return ""
+    opening = OPENING.match(text)
+    closing = CLOSING.search(text)
+    return opening[1] if opening and closing else ""
 
 
 def _named(text: str) -> bool:
     """Whether the left side of an equation names what the right side is: "x", "f(3)", "|AB|", not "x^2" or "2x"."""
     left, equals, _ = text.partition("=")
-    unnamed = re.match(r"\s*-?[0-9.]+\s*[A-Za-z]", left) or re.search(r"[A-Za-z]\s*\^\s*\{?[0-9]|[+]", left)
-    return not equals or not re.search("[A-Za-z]", left) or unnamed is None
+    if not equals or not re.search("[A-Za-z]", left):
+        return True
+    return UNNAMED.search(left) is None
 
 
 # -------------------------------------------------------------------------- what math-verify does not find to be equal
+
+
+def _is_inequality(expression) -> bool:
+    from sympy.core.relational import Relational
+
+    return isinstance(expression, Relational) and expression.rel_op in ("<", "<=", ">", ">=")
 
 
 def _solutions(expression, text: str) -> tuple | None:
@@ -201,36 +333,44 @@ def _solutions(expression, text: str) -> tuple | None:
     "or" unites; "and" and commas intersect, or unite where nothing would be left: "x < 1, x > 2". None for all else.
     """
     from sympy import And, Eq, FiniteSet, Intersection, Or, Set, Union
-    from sympy.core.relational import GreaterThan, LessThan, StrictGreaterThan, StrictLessThan
 
     if isinstance(expression, Eq) and expression.lhs.is_Symbol and isinstance(expression.rhs, Set):
         return expression.lhs, expression.rhs  # "x in [0, 1]"
-    statements = expression.args if isinstance(expression, FiniteSet | Or) else [expression]
+    statements = [expression]
+    if isinstance(expression, FiniteSet | Or):
+        statements = expression.args
     groups = [statement.args if isinstance(statement, And) else [statement] for statement in statements]
     relations = [relation for group in groups for relation in group]
-    ordered = GreaterThan | LessThan | StrictGreaterThan | StrictLessThan
-    if not all(isinstance(relation, ordered) for relation in relations):
+    if not all(_is_inequality(relation) for relation in relations):
         return (None, expression) if isinstance(expression, Set) else None
     symbols = set().union(*(relation.free_symbols for relation in relations))
     linear = all(relation.lhs.is_Symbol != relation.rhs.is_Symbol for relation in relations)
     if len(symbols) != 1 or not linear:
         return None
+    unknown = symbols.pop()
     sets = [Intersection(*(relation.as_set() for relation in group)) for group in groups]
-    both = Intersection(*sets)
-    united = re.search(r"\bor\b", text) or (both.is_empty and not re.search(r"\band\b", text))
-    return symbols.pop(), Union(*sets) if united else both
+    allowed = Intersection(*sets)
+    nothing_left = allowed.is_empty and not re.search(r"\band\b", text)
+    if nothing_left or re.search(r"\bor\b", text):
+        allowed = Union(*sets)
+    return unknown, allowed
 
 
 def _same_solutions(gold, found, answer: str, wanted: str) -> bool:
     """Whether two statements, or a statement and a set, allow the same numbers, and one does so by inequalities."""
     from sympy.core.relational import Relational
 
-    if not any(side.atoms(Relational) for side in (gold, found)):
+    if not gold.atoms(Relational) and not found.atoms(Relational):
         return False
-    ours, theirs = _solutions(gold, wanted), _solutions(found, answer)
-    if ours is None or theirs is None or (None not in (ours[0], theirs[0]) and ours[0] != theirs[0]):
+    ours = _solutions(gold, wanted)
+    theirs = _solutions(found, answer)
+    if ours is None or theirs is None:
         return False
-    return not ours[1].is_empty and ours[1] == theirs[1]
+    our_unknown, our_numbers = ours
+    their_unknown, their_numbers = theirs
+    if our_unknown and their_unknown and our_unknown != their_unknown:
+        return False
+    return not our_numbers.is_empty and our_numbers == their_numbers
 
 
 def _same_complex(gold, found) -> bool:
@@ -240,16 +380,19 @@ def _same_complex(gold, found) -> bool:
     if not isinstance(gold, Expr) or not isinstance(found, Expr):
         return False
     letters = gold.free_symbols | found.free_symbols
-    imaginary = gold.has(I) or found.has(I)
-    if not (letters or imaginary) or any(symbol.name != "i" for symbol in letters):
+    if any(letter.name != "i" for letter in letters):
         return False
-    ours, theirs = (N(side.subs(dict.fromkeys(letters, I)).doit(), 20) for side in (gold, found))
+    if not letters and not gold.has(I) and not found.has(I):
+        return False
+    meant = dict.fromkeys(letters, I)
+    ours = N(gold.subs(meant).doit(), 20)
+    theirs = N(found.subs(meant).doit(), 20)
     return bool(abs(ours - theirs) <= 1e-9 * max(1, abs(ours)))
 
 
-def _point(expression, size: int | None = None) -> list | None:
-    """The coordinates of a tuple, a column or row, or a sum of the vectors i, j and k; None for anything else."""
-    from sympy import Expr, Interval, MatrixBase, Symbol, Tuple
+def _coordinates(expression) -> list:
+    """The coordinates of a tuple, a column or row, or a pair that was read as an open interval; [] of anything else."""
+    from sympy import Interval, MatrixBase, Tuple
 
     if isinstance(expression, MatrixBase) and 1 in expression.shape:
         return list(expression.flat())
@@ -257,13 +400,25 @@ def _point(expression, size: int | None = None) -> list | None:
         return list(expression.args)
     if isinstance(expression, Interval) and expression.left_open and expression.right_open:
         return [expression.start, expression.end]
+    return []
+
+
+def _along_axes(expression, size: int) -> list:
+    """The coordinates of a sum of the vectors i, j and k, the first ``size`` of them; [] of anything else."""
+    from sympy import Expr, Symbol
+
     named = {symbol.name: symbol for symbol in expression.free_symbols}
-    vectors = [named.get(name, Symbol(name)) for name in "ijk"[: size or 0]]
-    if isinstance(expression, Expr) and named and set(named) <= set("ijk"):
-        numbers = [expression.doit().expand().coeff(vector) for vector in vectors]
-        rest = expression.doit() - sum(number * vector for number, vector in zip(numbers, vectors, strict=True))
-        return numbers if rest.expand() == 0 else None
-    return None
+    if not isinstance(expression, Expr) or not named or not set(named) <= set("ijk"):
+        return []
+    whole = expression.doit().expand()
+    rest = whole
+    numbers = []
+    for name in "ijk"[:size]:
+        vector = named.get(name, Symbol(name))
+        number = whole.coeff(vector)
+        numbers.append(number)
+        rest -= number * vector
+    return numbers if rest.expand() == 0 else []
 
 
 def _same_point(gold, found) -> bool:
@@ -272,56 +427,96 @@ def _same_point(gold, found) -> bool:
 
     if isinstance(gold, MatrixBase) and isinstance(found, MatrixBase):
         return False
-    size = max(len(_point(gold) or []), len(_point(found) or []))
-    ours, theirs = _point(gold, size), _point(found, size)
-    if not ours or not theirs or len(ours) != len(theirs) or size < 2:
+    ours = _coordinates(gold)
+    theirs = _coordinates(found)
+    size = max(len(ours), len(theirs))
+    if size < 2:
+        return False
+    ours = ours or _along_axes(gold, size)
+    theirs = theirs or _along_axes(found, size)
+    if len(ours) != len(theirs):
         return False
     return all(a == b or a.equals(b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _same_otherwise(gold, found, answer: str, wanted: str) -> bool:
-    """Whether two answers that math-verify tells apart are the same complex number, point, or set of solutions."""
+def _same_chain(gold, found) -> bool:
+    """Whether two chains such as 1 < x < 2 make the same comparisons."""
     from sympy import And
     from sympy.core.relational import Relational
 
+    if not isinstance(gold, And) or not isinstance(found, And):
+        return False
+    if not all(isinstance(part, Relational) for part in (*gold.args, *found.args)):
+        return False
+    ours = {part.canonical for part in gold.args}
+    theirs = {part.canonical for part in found.args}
+    return ours == theirs
+
+
+def _same_otherwise(gold, found, answer: str, wanted: str) -> bool:
+    """Whether two answers that math-verify tells apart are the same complex number, point, or set of solutions."""
     if _same_complex(gold, found) or _same_point(gold, found):
         return True
-    chains = [side.args for side in (gold, found) if isinstance(side, And)]
-    if len(chains) == 2 and all(isinstance(part, Relational) for chain in chains for part in chain):
-        return {part.canonical for part in chains[0]} == {part.canonical for part in chains[1]}
-    return _same_solutions(gold, found, answer, wanted)
+    return _same_chain(gold, found) or _same_solutions(gold, found, answer, wanted)
 
 
 def _ratio(text: str) -> list | None:
     """The terms of a ratio of three or more, each divided by the first; None for anything else."""
-    terms = [parse_math(term) for term in text.split(":")]
-    if len(terms) < 3 or not all(term and not isinstance(term[0], str) for term in terms) or terms[0][0] == 0:
+    terms = []
+    for part in text.split(":"):
+        parsed = parse_math(part)
+        if not parsed or isinstance(parsed[0], str):
+            return None
+        terms.append(parsed[0])
+    first = terms[0]
+    if len(terms) < 3 or first == 0:
         return None
-    return [term[0] / terms[0][0] for term in terms]
+    return [term / first for term in terms]
+
+
+def _same_ratio(answer: str, wanted: str) -> bool:
+    """Whether both texts are ratios of three or more terms, and equal."""
+    ours = _ratio(wanted)
+    return ours is not None and ours == _ratio(answer)
+
+
+# ------------------------------------------------------------------------------------------------------- the decision
+
+
+def _same_form(answer: str, wanted: str) -> bool:
+    """Whether no equation stands against a value that it does not name, no set against a tuple, and lists agree."""
+    if ("=" in answer) != ("=" in wanted) and not (_named(answer) and _named(wanted)):
+        return False
+    if {_kind(answer), _kind(wanted)} == {"\\{", "("}:
+        return False
+    return _same_repetitions(answer, wanted)
+
+
+def _equal(gold: list, found: list, answer: str, wanted: str) -> bool:
+    """Whether two texts that are parsed are equal. Raises what sympy raises where it cannot tell."""
+    from math_verify import verify
+
+    if wanted.count(":") > 1 or answer.count(":") > 1:
+        return _same_ratio(answer, wanted)
+    unread = isinstance(gold[0], str) or isinstance(found[0], str)
+    if not verify(gold, found, timeout_seconds=None, allow_set_relation_comp=True):
+        return not unread and _same_otherwise(gold[0], found[0], answer, wanted)
+    if not _same_form(answer, wanted):
+        return False
+    return unread or _sound(gold[0], found[0])
 
 
 def same_value(answer: str, wanted: str) -> bool:
     """Whether two texts have the same value, for a reason."""
-    from math_verify import verify
-
     if too_large(answer) or too_large(wanted):
         return False
-    gold, found = parse_math(wanted), parse_math(answer)
+    gold = parse_math(wanted)
+    found = parse_math(answer)
     if not gold or not found:
         return False
-    plain = isinstance(gold[0], str) or isinstance(found[0], str)
-    if not plain and not (_bounded(gold[0]) and _bounded(found[0])):
+    if not _bounded(gold[0]) or not _bounded(found[0]):
         return False
     try:
-        if wanted.count(":") > 1 or answer.count(":") > 1:
-            ours, theirs = _ratio(wanted), _ratio(answer)
-            return ours is not None and theirs is not None and ours == theirs
-        if not verify(gold, found, timeout_seconds=None, allow_set_relation_comp=True):
-            return not plain and _same_otherwise(gold[0], found[0], answer, wanted)
-        if ("=" in answer) != ("=" in wanted) and not (_named(answer) and _named(wanted)):
-            return False
-        if {_kind(answer), _kind(wanted)} == {"\\{", "("} or not _same_repetitions(answer, wanted):
-            return False
-        return plain or _sound(gold[0], found[0])
+        return _equal(gold, found, answer, wanted)
     except Exception:  # sympy raises a dozen kinds where it cannot tell; what nobody can confirm is not right
         return False

@@ -69,7 +69,8 @@ def response_language(text: str, given: dict) -> bool:
 
 
 def number_sentences(text: str, given: dict) -> bool:
-    return _related(len(_nltk("sent_tokenize", text)), given["relation"], given["num_sentences"])
+    sentences = _nltk("sent_tokenize", text)
+    return _related(len(sentences), given["relation"], given["num_sentences"])
 
 
 def number_paragraphs(text: str, given: dict) -> bool:
@@ -81,7 +82,8 @@ def number_paragraphs(text: str, given: dict) -> bool:
 
 
 def number_words(text: str, given: dict) -> bool:
-    return _related(len(re.findall(r"\w+", text)), given["relation"], given["num_words"])
+    words = re.findall(r"\w+", text)
+    return _related(len(words), given["relation"], given["num_words"])
 
 
 def nth_paragraph_first_word(text: str, given: dict) -> bool:
@@ -93,8 +95,9 @@ def nth_paragraph_first_word(text: str, given: dict) -> bool:
     words = paragraphs[given["nth_paragraph"] - 1].split()
     if not words:
         return False
-    first = re.match(r"[^.,?!'\"]*", words[0].lstrip("'").lstrip('"'))[0].lower()
-    return count == given["num_paragraphs"] and first == given["first_word"].lower()
+    unquoted = words[0].lstrip("'").lstrip('"')
+    first = re.match(r"[^.,?!'\"]*", unquoted)[0]
+    return count == given["num_paragraphs"] and first.lower() == given["first_word"].lower()
 
 
 def number_placeholders(text: str, given: dict) -> bool:
@@ -125,9 +128,11 @@ def constrained_response(text: str, given: dict) -> bool:
 
 
 def number_highlighted_sections(text: str, given: dict) -> bool:
-    single = [found.strip("*") for found in re.findall(r"\*[^\n\*]*\*", text)]
-    double = [found[2:-2] for found in re.findall(r"\*\*[^\n\*]*\*\*", text)]
-    return sum(bool(found.strip()) for found in single + double) >= given["num_highlights"]
+    single = re.findall(r"\*[^\n\*]*\*", text)
+    double = re.findall(r"\*\*[^\n\*]*\*\*", text)
+    inside = [found.strip("*") for found in single + double]
+    highlights = [words for words in inside if words.strip()]
+    return len(highlights) >= given["num_highlights"]
 
 
 def multiple_sections(text: str, given: dict) -> bool:
@@ -148,8 +153,15 @@ def json_format(text: str, given: dict) -> bool:
 
 def title(text: str, given: dict) -> bool:
     """Something between ``<<`` and the line's last ``>>``."""
-    found = [line[line.find("<<") : line.rfind(">>") + 2] for line in text.split("\n") if "<<" in line]
-    return any(len(part) > 4 and part.lstrip("<").rstrip(">").strip() for part in found)
+    for line in text.split("\n"):
+        begin = line.find("<<")
+        end = line.rfind(">>")
+        if begin < 0 or end < begin + 2:
+            continue
+        inside = line[begin:end].lstrip("<").rstrip(">")
+        if inside.strip():
+            return True
+    return False
 
 
 def two_responses(text: str, given: dict) -> bool:

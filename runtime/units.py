@@ -60,30 +60,29 @@ UNITS = {name: line.split()[0] for line in SAME_UNIT for name in line.split()}
 PREFIXES = {"giga": "G", "mega": "M", "kilo": "k", "milli": "m", "micro": "\u00b5", "nano": "n", "pico": "p"}
 SYMBOLS = {"m": "m", "g": "g", "s": "s", "L": "l", "W": "w", "V": "v", "A": "a", "J": "j", "N": "n", "Hz": "hz"}
 SYMBOLS |= {"Pa": "pa", "ohm": "ohm", "eV": "ev", "mol": "mol", "F": "farad"}
-SCALED = {  # "kJ", "kilojoule", "MHz": what the prefixes make of the symbols and names, where no line above has it
-    f"{prefix}{spelled}": f"{letter}{UNITS.get(base, base)}"
-    for name, letter in PREFIXES.items()
-    for symbol, base in SYMBOLS.items()
-    for prefix, spelled in [(letter, symbol), *((name, long) for long, same in UNITS.items() if same == base)]
-    if f"{prefix}{spelled}" not in UNITS and len(f"{prefix}{spelled}") > 1
-}
+
+
+def _scaled() -> dict[str, str]:
+    """What the prefixes make of the symbols and names, where no line above has it: "kJ", "kilojoule", "MHz"."""
+    found = {}
+    for name, letter in PREFIXES.items():
+        for symbol, base in SYMBOLS.items():
+            unit = letter + UNITS.get(base, base)
+            found[letter + symbol] = unit
+            for long, same in UNITS.items():
+                if same == base:
+                    found[name + long] = unit
+    return {spelled: unit for spelled, unit in found.items() if spelled not in UNITS}
+
+
+SCALED = _scaled()
 SCALED |= {"milligram": "mg", "milligrams": "mg", "um": "\u00b5m"}
 UNITS = {name: SCALED.get(name, base) for name, base in UNITS.items()}
 POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3, "per": -1}
 COMPOUND = {"mph": "mi / h", "kmh": "km / h", "kph": "km / h", "kmph": "km / h", "sqft": "ft ^2", "fps": "ft / s"}
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
-BETWEEN = {
-    "of",
-    "to",
-    "on",
-    "at",
-    "by",
-    "for",
-    "the",
-    "with",
-    "any",
-    "all",
-}  # words that may stand among those that name a unit
+# Words that may stand among those that name a unit.
+BETWEEN = {"of", "to", "on", "at", "by", "for", "the", "with", "any", "all"}
 NO_UNIT = re.compile(
     "(?:sin|cos|tan|cot|csc|sinh|cosh|tanh|log|exp|mod|gcd|lcm|max|arg|det|dim|ker|sup|inf|lim|and|not|none|infinity|"
     "percent|percentage|pct|false|wrong|incorrect|impossible)",
@@ -111,9 +110,12 @@ MONEY_TAIL = re.compile(rf"(?<=[0-9])(?:\s|\\[,;:! ]|~)*\\?({SIGN})\s*$")
 
 def is_word(piece: str) -> bool:
     """Whether bare letters are a word and not a product: "east" and "cats", not "ab" or "xyz"."""
-    return any(
-        len(part) >= 5 or (len(part) >= 3 and re.search("[eiou]|.a.+s$", part) is not None) for part in piece.split()
-    )
+    for part in piece.split():
+        if len(part) >= 5:
+            return True
+        if len(part) >= 3 and re.search("[eiou]|.a.+s$", part):
+            return True
+    return False
 
 
 def unit_of(text: str) -> tuple:
@@ -224,11 +226,17 @@ def same_percentage(answer: str, wanted: str) -> bool:
 def is_time(text: str) -> bool:
     """Whether "16:40" is a time of day or a duration, not a ratio, which has no zero before it and no common factor."""
     clock = CLOCK.fullmatch(text)
-    return clock is not None and (clock[2][0] == "0" or text.count(":") == 2 or math.gcd(*map(int, clock.groups())) > 1)
+    if clock is None:
+        return False
+    if text.count(":") == 2 or clock[2].startswith("0"):
+        return True
+    return math.gcd(int(clock[1]), int(clock[2])) > 1
 
 
 def same_time(answer: str, wanted: str) -> bool | None:
     """Whether two values are the same time; None where neither is one."""
     if not is_time(answer) and not is_time(wanted):
         return None
-    return [part.lstrip("0") for part in answer.split(":")] == [part.lstrip("0") for part in wanted.split(":")]
+    said = [part.lstrip("0") for part in answer.split(":")]
+    right = [part.lstrip("0") for part in wanted.split(":")]
+    return said == right

@@ -52,7 +52,8 @@ def sample(sampler: Tensor, prompt: Tensor, seeds: int, rng: torch.Generator) ->
         uniform = torch.rand(seeds, RESPONSES, 1, generator=rng)
         uniform = uniform.repeat(runs // seeds, 1, 1)
         cumulative = sampler[run, prompt, t, before].exp().cumsum(-1)
-        tokens[..., t + 1] = (cumulative < uniform).sum(-1).clamp(max=VOCABULARY - 1)
+        drawn = (cumulative < uniform).sum(-1)
+        tokens[..., t + 1] = drawn.clamp(max=VOCABULARY - 1)
     return tokens
 
 
@@ -98,7 +99,8 @@ def sequence_kl(logp: Tensor, ref: Tensor) -> Tensor:
     before = start.expand(runs, PROMPTS, VOCABULARY)  # distribution of the token before this place
     for t in range(LENGTH):
         here = logp[:, :, t]
-        next_kl = full_vocabulary_kl(here, ref[:, :, t])
+        ref_here = ref[:, :, t]
+        next_kl = full_vocabulary_kl(here, ref_here)
         kl += (before * next_kl).sum(-1)
         joint = before[..., None] * here.exp()
         before = joint.sum(-2)
@@ -168,9 +170,11 @@ def behaves(name: str, kl: Tensor) -> bool:
     """Whether the KL [beta 0 and BETAS, seeds] of one estimator moves with beta as expected."""
     none, _, some, much = kl
     if name != "k1":
-        return bool(((some < 0.6 * none) & (much < 0.25 * none)).all())
+        lower = (some < 0.6 * none) & (much < 0.25 * none)
+        return bool(lower.all())
     ordered = (none < some) & (some < much)
-    return bool((much > 1.3 * none).all() and ordered.sum() >= 4)  # of 5 seeds
+    higher = much > 1.3 * none
+    return bool(higher.all() and ordered.sum() >= 4)  # of 5 seeds
 
 
 def demo(picture: str) -> bool:
