@@ -158,7 +158,8 @@ COPY = (
     ),
     (
         "def vllm_thread(",
-        "def vllm_thread(args, *line) -> None:\n    print(f'the engine of {args.mark}, asleep {args.vllm_enable_sleep_mode}')\n"
+        "def vllm_thread(args, *line) -> None:\n"
+        "    print(f'the engine of {args.mark}, asleep {args.vllm_enable_sleep_mode}')\n"
         "    utils.hf_thread(args, *line)\n\n\ndef plain_thread(",
     ),
     (
