@@ -311,7 +311,8 @@ def gae(
 
 def whiten(x: torch.Tensor) -> torch.Tensor:
     """(x - mean) / sqrt(variance + 1e-8), the variance with Bessel's correction. [n] -> [n]; one alone becomes 0."""
-    return (x - x.mean()) / (x.var(correction=min(1, len(x) - 1)) + 1e-8).sqrt()
+    variance = x.var(correction=min(1, len(x) - 1))
+    return (x - x.mean()) / (variance + 1e-8).sqrt()
 
 
 def loss_weights(samples: list[Sample], in_loss: list[int], args: Args) -> torch.Tensor:
@@ -432,7 +433,8 @@ class TokenValues(nn.Module):
         size = model.config.get_text_config().hidden_size
         self.head = nn.Linear(size, 1, dtype=model.dtype)
         nn.init.zeros_(self.head.bias)
-        nn.init.normal_(self.head.weight, std=1 / (size + 1), generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        nn.init.normal_(self.head.weight, std=1 / (size + 1), generator=generator)
         self.head.load_state_dict(self.head.state_dict() | head)
 
     hidden = utils.TokenLogprobs.hidden  # a base model's base model is itself
@@ -458,7 +460,14 @@ def saved_head(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in head.items() if len(tensor) == 1}
 
 
-def save_critic(critic, normalizer: ValueNormalizer, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
+def save_critic(
+    critic,
+    normalizer: ValueNormalizer,
+    tokenizer,
+    folder: Path,
+    zero_stage: int,
+    rank: int,
+) -> None:
     """Save the critic as a token classifier in Hugging Face format: its one logit at a token is the return after it.
 
     The mean and the deviation of ``--value_norm`` become part of the head. Every rank must call.
@@ -511,7 +520,8 @@ def make_critic(args: Args, run: utils.Run, vocabulary: int):
             f"--value_model_name_or_path {args.model_name_or_path}: {size} tokens, the policy has {vocabulary}"
         )
     longest = args.max_prompt_length + args.max_response_length
-    utils.check_forward(utils.TokenLogprobs(model.to(run.device), 1.0, run.sizes.logprob_chunk), run.layout, 0, longest)
+    checked = utils.TokenLogprobs(model.to(run.device), 1.0, run.sizes.logprob_chunk)
+    utils.check_forward(checked, run.layout, 0, longest)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     critic = TokenValues(model, saved_head(Path(args.model_name_or_path))).to(run.device)
@@ -521,7 +531,12 @@ def make_critic(args: Args, run: utils.Run, vocabulary: int):
 
 
 @torch.no_grad()
-def values_of(critic, samples: list[Sample], bootstrap: list[bool], **cutting) -> tuple[torch.Tensor, torch.Tensor]:
+def values_of(
+    critic,
+    samples: list[Sample],
+    bootstrap: list[bool],
+    **cutting,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The critic's outputs on all samples, on every rank: before each token [N], and after each response [B].
 
     The second is computed where ``bootstrap`` is True, and 0 elsewhere: the state after the last token is the state

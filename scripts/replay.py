@@ -301,7 +301,10 @@ class Replay:
         self.reference = None
         if with_reference:
             name = recorded.reference or args.model_name_or_path
-            if recorded.reference == "reference":
+            teacher = getattr(args, "teacher_name_or_path", None)  # of variants/distill.patch: its reference
+            if teacher is not None:
+                place = {"model_name_or_path": teacher, "revision": None, "override_config": None}
+            elif recorded.reference == "reference":
                 place = {"model_name_or_path": str(recorded.folder / name), "revision": None, "override_config": None}
             else:
                 place = {"model_name_or_path": name}

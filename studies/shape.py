@@ -3,8 +3,8 @@
     python studies/shape.py                 every file but the tests; exit code 1 where a limit is exceeded
     python studies/shape.py grpo.py ppo.py  of these files
 
-Limits: no function but a script's ``main`` above 80 lines, blocks at most 6 deep, at most 10 tokens per code line on
-average. They are there to keep the code open: a limit on the number of lines would be met by packing them.
+Limits: no function above 80 lines, but ``main`` of grpo.py 200 and of ppo.py 265, with at most 95 and 115 local names;
+blocks at most 6 deep, at most 10 tokens per code line on average, so that no limit is met by packing lines.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {"depth": 6, "longest": 80, "tokens": 10.0}
+MAINS = {"grpo.py": {"main": 200, "names": 95}, "ppo.py": {"main": 265, "names": 115}}  # lines, local names
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.FunctionDef, ast.ClassDef)
 NOT_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
@@ -40,9 +41,12 @@ def shape(path: Path) -> dict[str, float | str]:
     text = path.read_text()
     tree = ast.parse(text)
     lengths = {}
+    of_main = {"main": 0, "names": 0}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name != "main":
             lengths[node.name] = node.end_lineno - node.lineno + 1
+        elif isinstance(node, ast.FunctionDef):
+            of_main = {"main": node.end_lineno - node.lineno + 1, "names": local_names(node)}
     longest = max(lengths, key=lengths.get, default="")
     tokens = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -56,7 +60,14 @@ def shape(path: Path) -> dict[str, float | str]:
         "longest": lengths.get(longest, 0),
         "name": longest,
         "tokens": len(tokens) / code_lines,
+        **of_main,
     }
+
+
+def local_names(function: ast.FunctionDef) -> int:
+    """How many names a function gives values to."""
+    stored = [node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return len({node.id for node in stored})
 
 
 def project_files() -> list[Path]:
@@ -78,7 +89,8 @@ def main(words: list[str]) -> int:
     beyond = 0
     for path in files:
         found = shape(path)
-        over = [name for name, limit in LIMITS.items() if round(found[name], 1) > limit]
+        limits = LIMITS | MAINS.get(path.name, {})
+        over = [name for name, limit in limits.items() if round(found[name], 1) > limit]
         beyond += bool(over)
         name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
         numbers = f"{found['lines']:6d} {found['code']:6d} {found['depth']:6d} {found['tokens']:7.1f}"

@@ -29,13 +29,13 @@ class Watched:
             self.critic = make(*arguments)
             return self.critic
 
-        def spy_backward(engine, loss, is_last):
+        def spy_backward(engine, loss, is_last, *rest):
             if is_last:
                 (group,) = engine.optimizer.param_groups
                 name = "critic" if engine is self.critic else "policy"
                 clip = engine.gradient_clipping()
                 self.steps[name].append((group["lr"], group["weight_decay"], clip))
-            backward(engine, loss, is_last)
+            backward(engine, loss, is_last, *rest)
 
         monkeypatch.setattr(ppo, "make_critic", spy_make)
         monkeypatch.setattr(utils, "backward", spy_backward)

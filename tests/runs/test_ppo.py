@@ -475,12 +475,20 @@ def test_disable_value_creates_no_critic_and_trains_on_the_reward_to_go(tiny, tm
     assert set(torch.cat(seen).tolist()) == {row["reward"] for row in rows} == {0.0, 1.0}
 
 
-def test_critic_warm_up_leaves_the_policy_bit_identical(tiny, tmp_path):
+def test_critic_warm_up_leaves_the_policy_bit_identical(tiny, tmp_path, monkeypatch):
     """And afterwards the policy begins its schedule from the start; the critic has learnt all along."""
-    args = tiny_ppo(tiny, tmp_path, critic_warmup=2, num_mini_batches=2)
-    metrics = run_here(args, "ppo")
-    assert same(weights(args), load_start(tiny))
-    assert [m["optim/steps"] for m in metrics] == [0, 0] and all(m["value/grad_norm"] > 0 for m in metrics)
+    pushed = []
+    plain = utils.current_weights
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            utils, "current_weights", lambda *a: pushed.append({n: w.clone() for n, w in plain(*a)}) or plain(*a)
+        )
+        metrics = run_here(tiny_ppo(tiny, tmp_path, critic_warmup=2, num_mini_batches=2, total_steps=3), "ppo")
+    start = load_start(tiny)
+    of_policy = [found for found in pushed if start.keys() <= found.keys()]  # the others are the critic's
+    unmoved = [same({name: found[name] for name in start}, start) for found in of_policy]
+    assert unmoved[:2] == [True, True] and unmoved.index(False) == unmoved.count(True), unmoved
+    assert [m["optim/steps"] for m in metrics] == [0, 0, 2] and all(m["value/grad_norm"] > 0 for m in metrics)
     args = tiny_ppo(tiny, tmp_path, critic_warmup=1, total_steps=3)
     metrics = run_here(args, "ppo")
     assert not same(weights(args), load_start(tiny))
@@ -521,7 +529,7 @@ def test_the_critic_learns(tiny, tmp_path):
     args = tiny_ppo(
         *(tiny, tmp_path),
         critic_warmup=20,
-        total_steps=20,
+        total_steps=21,
         critic_learning_rate=3e-3,
         num_samples_per_prompt_rollout=1,
         num_unique_prompts_rollout=16,
