@@ -158,7 +158,8 @@ COPY = (
     ),
     (
         "def vllm_thread(",
-        "def vllm_thread(args, *line) -> None:\n    print(f'the engine of {args.mark}')\n"
+        "def vllm_thread(args, *line) -> None:\n"
+        "    print(f'the engine of {args.mark}, asleep {args.vllm_enable_sleep_mode}')\n"
         "    utils.hf_thread(args, *line)\n\n\ndef plain_thread(",
     ),
     (
@@ -243,7 +244,7 @@ def test_an_engine_that_is_only_asked_does_not_sleep(edited):
     """With --vllm_enable_sleep_mode a run's engine sleeps until the first push, and nothing is pushed here."""
     folder, _ = edited
     done = call("--run", str(folder), "--vllm_enable_sleep_mode", "--output", str(folder / "awake.jsonl"))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "the engine of a mark, asleep False" in done.stdout, done.stderr
 
 
 def test_best_is_that_of_the_best_evaluation(run, tmp_path):
