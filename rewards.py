@@ -618,8 +618,6 @@ def source_of(name: str) -> dict[str, str]:
 def _load_file(path: str) -> ModuleType:
     """The module of a user's file. Raises ValueError where it does not load."""
     spec = importlib.util.spec_from_file_location(path, path)  # no name that an import could mean
-    if spec is None:
-        raise ValueError(f"the file {path!r} is not Python: its name does not end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path] = module  # where dataclasses look up the annotations of their fields
     try:

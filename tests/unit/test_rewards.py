@@ -180,7 +180,7 @@ def test_a_file_that_does_not_load(tmp_path, text, words):
 
 def test_a_file_that_is_not_python(tmp_path):
     (tmp_path / "mine.txt").write_text(OWN_FILE)
-    with pytest.raises(ValueError, match="is not Python"):
+    with pytest.raises(ValueError, match="not named as Python's are"):
         find_verifier(f"{tmp_path / 'mine.txt'}:same")
 
 
