@@ -280,8 +280,8 @@ def observe_training(module, seen: dict[str, Any], patch) -> None:
     """What goes into the loss, and the engine that takes its gradient."""
     import deepspeed
 
-    def note_loss(_, logprobs_T, old_T, ref_T, sampler_T, advantages_T, *rest) -> None:
-        seen.setdefault("token advantages", []).extend(advantages_T.tolist())
+    def note_loss(_, tokens, *rest) -> None:
+        seen.setdefault("token advantages", []).extend(tokens.advantages_T.tolist())
 
     def note_weights(weights_N, *rest) -> None:
         seen.setdefault("loss weights", []).extend(weights_N.tolist())

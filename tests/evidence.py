@@ -201,7 +201,7 @@ EVIDENCE: dict[str, Row] = {
     "kl_estimator": row("k1", "loss/kl", **KL),
     "kl_gradient": row("naive", "weights", **KL),
     "kl_reward_coef": row(0.5, "token advantages", "kl/reward_coef", **KL, kl_placement="both"),
-    "kl_reward_estimator": row("k1", "token advantages", "kl/reward", **KL, kl_placement="both"),
+    "kl_reward_estimator": row("k2", "token advantages", "kl/reward", **KL, kl_placement="both"),
     "kl_controller": row("adaptive", "kl/coef", **KL),
     "kl_target": row(1e-4, "kl/coef", **KL, kl_controller="adaptive", total_steps=3),
     "kl_target_unit": row("token", "kl/coef", **KL, kl_controller="adaptive", kl_target=1.0, total_steps=3),
@@ -265,7 +265,7 @@ def unhook(flag: str, file: str, text: str, other: str, *scripts: str) -> Breaka
 # Of every kind: after its edit a flag is parsed, checked and written to config.json as before, and does nothing.
 UNHOOKED = (
     unhook("clip_higher", "{script}", "1 + args.clip_higher)", "1 + 0.2)"),  # loss
-    unhook("kl_horizon", "{script}", "args.kl_target, args.kl_horizon)", "args.kl_target, 10000.0)"),  # KL
+    unhook("kl_horizon", "utils.py", "args.kl_target, args.kl_horizon)", "args.kl_target, 10000.0)"),  # KL
     unhook("gae_lambda", "{script}", "args.gamma, args.gae_lambda)", "args.gamma, 1.0)", "ppo.py"),  # critic
     unhook("adam_beta2", "utils.py", "(args.adam_beta1, args.adam_beta2)", "(args.adam_beta1, 0.95)"),  # optimizer
     unhook("reward_bias", "rewards.py", "- args.reward_bias)", "- 0.0)"),  # rewards
@@ -276,6 +276,6 @@ UNHOOKED = (
     unhook("vllm_max_num_seqs", "{script}", "max_num_seqs=sizes.vllm_max_num_seqs", "max_num_seqs=128"),  # engine
     unhook("log_samples_every", "runtime/runlog.py", "if self.args.log_samples_every > 0 and", "if False and"),  # log
     unhook("wandb_entity", "runtime/runlog.py", '"entity": self.args.wandb_entity', '"entity": None'),  # tracking
-    unhook("gradient_checkpointing", "{script}", "    if args.gradient_checkpointing:\n", "    if False:\n"),  # memory
+    unhook("gradient_checkpointing", "utils.py", "    if args.gradient_checkpointing:\n", "    if False:\n"),  # memory
 )
 UNHOOKED_CASES = [(breakage, script) for breakage in UNHOOKED for script in breakage.scripts]

@@ -30,7 +30,8 @@ SMALL = {"ESTIMATORS": "k1 k3", "BETAS": "0 0.1", "LEARNING_RATES": "1e-5 1e-4",
 def sweep(name: str, *words, **environment) -> tuple[int, list[list[str]], str]:
     """(exit code, the commands that RUN=echo shows, what else was said)."""
     env = os.environ | {"RUN": "echo", "PYTHON": sys.executable} | SMALL | environment
-    argv = ["bash", str(ROOT / "scripts" / name), *map(str, words)]
+    folder = "studies" if name.startswith("study") else "scripts"
+    argv = ["bash", str(ROOT / folder / name), *map(str, words)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
     lines = done.stdout.splitlines()
     commands = [shlex.split(line) for line in lines if line.startswith(sys.executable)]
@@ -39,7 +40,7 @@ def sweep(name: str, *words, **environment) -> tuple[int, list[list[str]], str]:
 
 def test_bash_can_read_them():
     assert len(SWEEPS) == 3
-    for path in (ROOT / "scripts").glob("*.sh"):
+    for path in [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "studies").glob("*.sh")]:
         assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True).stderr == ""
 
 
@@ -249,7 +250,8 @@ def listener(tmp_path) -> Path:
 def many_lines(name: str, *words: object, **environment: str) -> tuple[list[str], list[grpo.Args]]:
     """(what was said, the arguments of each line for many.py) of a sweep with LANES."""
     env = os.environ | environment
-    argv = ["bash", str(ROOT / "scripts" / name), *map(str, words)]
+    folder = "studies" if name.startswith("study") else "scripts"
+    argv = ["bash", str(ROOT / folder / name), *map(str, words)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import gzip
 import io
@@ -15,6 +16,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import helpers
 import pytest
 import submit
 from helpers import ROOT, folder_of, read_jsonl, run_here, tiny_args
@@ -38,7 +40,7 @@ JUDGE = """
 import os
 
 def judge(response, truth, row):
-    if len(response) % 2:
+    if len(response) % 2 and response != truth:
         raise RuntimeError(f"401: the key {os.environ['JUDGE_API_KEY']} is not valid")
     return float(len(response) % 3 == 0)
 """
@@ -154,6 +156,7 @@ def test_a_run_leaves_no_secret(tiny, tmp_path, planted, judged, monkeypatch, ca
     None is in any byte of the run's folder, in the names of its files, or on the console.
     """
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(helpers, "quick_start", contextlib.nullcontext)  # whose processes have an earlier environment
     out = tmp_path / "runs"
     args = tiny_args(tiny, out, "judged", track=True, save_every=1, total_steps=2, **judged)
     words = [word for flag, value in judged.items() for word in (f"--{flag}", value)]
