@@ -39,6 +39,7 @@ from runtime.sources import (
     rows_of,
     source_name,
     takes_split,
+    unique,
 )
 
 # For data sets, or verifiers chosen by the columns, that say nothing about the form of an answer. The example of the
@@ -173,12 +174,13 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
     prompt, truth, verifier, verifier_key = known_columns(seen, args)
     prompt = args.prompt_key or prompt
     truth = args.ground_truth_key or truth
+    names_verifiers = args.verifier_key if source == args.dataset and args.dataset_mixer is None else None
     has: dict[str, None] = {}  # the names of all columns, in order
     for rows in itertools.chain([seen], batches):
         for row in rows:
             if isinstance(row, dict):
                 has |= dict.fromkeys(row)
-        if _is_column(prompt, has) and _is_column(truth, has):
+        if _is_column(prompt, has) and _is_column(truth, has) and (names_verifiers is None or names_verifiers in has):
             break
     given = args.reward_fn or args.verifier
     without_truth = args.ground_truth_key is None and given and not check(given, "", seen[0] if seen else {})
@@ -186,6 +188,8 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
         if has and not _is_column(key, has) and not (flag == "--ground_truth_key" and without_truth):
             alone = "; --verifier reward_model needs none" if args.reward_model_name_or_path and key == truth else ""
             refuse(f"{flag} {key}: --dataset {source} has no such column; it has: {', '.join(map(str, has))}{alone}")
+    if names_verifiers is not None and has and not _is_column(names_verifiers, has):
+        refuse(f"--verifier_key {names_verifiers}: --dataset {source} has no such column; it has: {', '.join(has)}")
     if source.startswith(GYM):
         for row in seen:
             if check("last_number", str(row.get(truth)), row):
@@ -205,6 +209,8 @@ def _messages(prompt: Any, row: dict[str, Any]) -> Messages:
 
     Raises ValueError for what is neither text nor messages nor countdown's numbers.
     """
+    if isinstance(prompt, str) and (chat := _chat_as_text(prompt)):
+        prompt = chat
     if isinstance(prompt, str):
         starter = row.get("starter_code") if "input_output" in row else None  # APPS, TACO: it names the function
         return [{"role": "user", "content": f"{prompt}\n\n{starter}" if starter else prompt}]
@@ -234,6 +240,17 @@ def _with_system(messages: Messages, columns: Columns) -> Messages:
     if columns.system and (columns.replaces or not own):
         return [{"role": "system", "content": columns.system}, *messages]
     return messages
+
+
+def _chat_as_text(text: str) -> list | None:
+    """The messages of a chat that is written as JSON, as in a column of a CSV file; None of any other text."""
+    if not text.startswith("[{"):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if all(map(_is_message, found)) else None
 
 
 def _is_message(message: Any) -> bool:
@@ -471,8 +488,8 @@ def mixture(text: str, flag: str) -> dict[str, float | int]:
     """Source -> fraction of its problems, at most 1.0, or their number. ``text`` is the JSON given to ``flag``."""
     form = """for example '{"gsm8k.jsonl": 1.0, "math.jsonl": 500}': a fraction has a point, a count has none"""
     try:
-        mixer = json.loads(text)
-    except json.JSONDecodeError as error:
+        mixer = json.loads(text, object_pairs_hook=unique)
+    except ValueError as error:
         refuse(f"{flag}: not valid JSON ({error}); {form}")
     if not isinstance(mixer, dict) or not mixer:
         refuse(f"{flag}: must be a JSON object; {form}")
@@ -628,7 +645,7 @@ def chat_template(args) -> str | None:
     if args.chat_template in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[args.chat_template]
     if Path(args.chat_template).is_file():
-        return Path(args.chat_template).read_text(encoding="utf-8")
+        return Path(args.chat_template).read_text(encoding="utf-8-sig")
     refuse(f"--chat_template {args.chat_template}: neither a file nor one of {', '.join(CHAT_TEMPLATES)}")
 
 
@@ -645,11 +662,14 @@ def template_kwargs(args) -> dict[str, Any]:
         return {}
     example = """for example '{"enable_thinking": false}'"""
     try:
-        found = json.loads(args.chat_template_kwargs)
-    except json.JSONDecodeError as error:
+        found = json.loads(args.chat_template_kwargs, object_pairs_hook=unique)
+    except ValueError as error:
         refuse(f"--chat_template_kwargs: not valid JSON ({error}); {example}")
     if not isinstance(found, dict):
         refuse(f"--chat_template_kwargs: must be a JSON object of the template's variables; {example}")
+    for name, value in found.items():
+        if isinstance(value, str) and value.lower() in ("true", "false", "none", "null"):
+            refuse(f"--chat_template_kwargs: {name} is the text {value!r}, which counts as true; {example}")
     if taken := found.keys() & set(TEMPLATE_ARGUMENTS):
         refuse(f"--chat_template_kwargs: {min(taken)} is set here, and not for a template to choose; leave it out")
     return found
@@ -792,6 +812,10 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
         refuse(str(error))
     for problem, ids in zip(missing, found, strict=True):
         problem.prompt_ids = ids
+    chats = {json.dumps(problem.messages) for problem in missing}
+    if missing and (not all(found) or (len(chats) > 1 and len(set(map(tuple, found))) == 1)):
+        template = f"--chat_template {args.chat_template}" if args.chat_template else "the tokenizer's chat template"
+        refuse(f"{template} leaves out what the messages say: it must write message['content'] for message in messages")
     return _without_overlong(problems, args)
 
 

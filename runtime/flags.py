@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from runtime import presets
 from runtime.data import CHAT_TEMPLATES, chat_template, template_kwargs
 from runtime.foreign import refuse_foreign
 from runtime.process import refuse
+from runtime.sources import unique
 
 # Three groups of arguments that are no part of a run's name or identity; docs/checkpoints.md gives the reasons.
 # Where and how a run is shown, saved and resumed. No number of the run depends on them.
@@ -352,6 +354,7 @@ def check(args: RunFlags, world_size: int) -> None:
     """Refuse what no script can do, or what would not mean what it says. Loads no model, writes nothing."""
     check_launch(world_size)
     check_places(args)
+    check_words(args)
     check_numbers(args)
     check_engine(args, world_size)
     check_dedicated(args, world_size)
@@ -431,6 +434,20 @@ def check_places(args: Any) -> None:
             refuse(f"--{flag}: has {longest} bytes, must have at most {most} to be the name of a folder; shorten it")
 
 
+def check_words(args: RunFlags) -> None:
+    """Refuse what a shell can make of a word: nothing, of a variable that is not set; a ~; the end of a line."""
+    for name, value in vars(args).items():
+        if name in ("system_prompt", "stop"):  # they are text for the model
+            continue
+        for word in value if isinstance(value, tuple) else (value,):
+            if word == "":
+                refuse(f"--{name.rstrip('_')}: is empty, as is a shell variable that is not set; leave the flag out")
+            if isinstance(word, str) and re.search(r'(^|[,"])\s*~/', word):
+                refuse(f"--{name} {word}: no shell has replaced the ~ here; write out the path")
+            if isinstance(word, str) and word.endswith(("\r", "\n")):
+                refuse(f"--{name} {word!r}: ends in the end of a line; a script with lines of Windows needs dos2unix")
+
+
 def check_numbers(args: RunFlags) -> None:
     """Refuse numbers outside their range."""
     if args.non_stop_penalty < 0:
@@ -462,6 +479,10 @@ def check_training(args: RunFlags) -> None:
     episodes = args.total_episodes
     refuse_first(
         [
+            (
+                args.dataset_mixer is not None and args.dataset != RunFlags.dataset,
+                f"--dataset {args.dataset} and --dataset_mixer: give one of them",
+            ),
             (
                 args.num_mini_batches > prompts,
                 f"--num_mini_batches {args.num_mini_batches} is more than --num_unique_prompts_rollout {prompts}: the "
@@ -812,8 +833,8 @@ def is_dropout(name: str, value: object) -> bool:
 def check_override(text: str) -> dict[str, Any]:
     """The fields of ``--override_config``. Ends with exit code 2 where it is no JSON object, or asks for dropout."""
     try:
-        override = json.loads(text)
-    except json.JSONDecodeError as error:
+        override = json.loads(text, object_pairs_hook=unique)
+    except ValueError as error:
         refuse(f"--override_config: not valid JSON ({error}); for example '{{\"rope_theta\": 10000}}'")
     if not isinstance(override, dict):
         refuse("--override_config: must be a JSON object of fields of the model's config")

@@ -138,7 +138,7 @@ def outlive_the_console() -> None:
         setattr(sys, name, own)
 
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # the last: the terminal is closed
 
 
 class Stop:

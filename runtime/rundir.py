@@ -74,6 +74,7 @@ def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
     if args.overwrite and args.resume not in ("auto", "never"):
         refuse(f"--overwrite starts from scratch and --resume {args.resume} continues: give one of them")
     check_is_a_run(folder, args)
+    check_apart(folder, args)
     if args.overwrite:
         return folder, None
     if (folder / "config.json").exists():
@@ -106,6 +107,26 @@ def check_is_a_run(folder: Path, args) -> None:
         f"{folder} is not the folder of a run ({why}), but holds {', '.join(sorted(in_the_way)[:4])}; choose another "
         f"--run_name or --output_dir, or remove these files yourself"
     )
+
+
+def is_a_run(folder: Path) -> bool:
+    """Whether a folder holds a run, by its config.json."""
+    try:
+        return "args" in json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def check_apart(folder: Path, args) -> None:
+    """Refuse a run inside the folder of another, which --overwrite would remove with it."""
+    outer = [parent for parent in folder.absolute().parents if is_a_run(parent)]
+    if outer:
+        refuse(f"{folder} lies in the folder of a run, {outer[0]}; choose another --run_name or --output_dir")
+    if not args.overwrite:
+        return
+    inner = [file.parent for file in folder.glob("*/**/config.json") if is_a_run(file.parent)]
+    if inner:
+        refuse(f"--overwrite of {folder} would remove another run, {inner[0]}; move it, or choose another --run_name")
 
 
 def check_earlier_run(folder: Path, args) -> None:

@@ -40,8 +40,10 @@ class BrokenLine(ValueError):
 
 def local_files(source: str) -> list[Path]:
     """The local files that a source names: one, several separated by commas, or a pattern such as data/*.parquet."""
+    if Path(source).is_file():
+        return [Path(source)]  # whatever is in its name
     found: list[Path] = []
-    for part in source.split(","):
+    for part in map(str.strip, source.split(",")):
         if Path(part).is_file():
             files = [Path(part)]
         else:
@@ -91,14 +93,29 @@ def digest_of_files(paths: list[Path]) -> str:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Names and their values as a dict, for json.loads, which keeps the last of two values without a word.
+
+    Raises ValueError for a name that is there twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is there twice")
+    return found
+
+
 def gym_rows(source: str, seed: int) -> list[dict[str, Any]]:
     """The rows of ``reasoning_gym:NAME?key=value&key=value``."""
     name, _, query = source.removeprefix(GYM).partition("?")
     options: dict[str, Any] = {"size": 2000, "seed": seed}
+    given = []
     try:
         for pair in query.split("&") if query else ():
             key, value = pair.split("=", 1)
-            options[key] = json.loads(value)
+            given.append((key, json.loads(value)))
+        options |= unique(given)
         return gym_tasks.gym_rows(name, options)
     except ValueError as error:
         refuse(f"--dataset {source}: reasoning-gym says: {error} (form: reasoning_gym:NAME?key=value&key=value)")
@@ -143,7 +160,7 @@ def _read_files(paths: list[Path], suffix: str) -> list[tuple[Any, list[Path]]]:
         if suffix == ".json":
             rows = []
             for path in paths:
-                content = json.loads(path.read_text(encoding="utf-8"))
+                content = json.loads(path.read_text(encoding="utf-8-sig"))
                 if not isinstance(content, list):
                     raise ValueError(f"it holds {type(content).__name__}, not a list of rows")
                 rows += content

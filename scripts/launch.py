@@ -4,8 +4,9 @@
 
 It takes the arguments of ``accelerate launch``. That program on its own exits with 1 whatever code the ranks exited
 with, so 75 ("saved, start me again") would be lost; after SIGTERM or Ctrl-C it kills the ranks 30 seconds later,
-however long they need to save; SIGUSR1 kills it and leaves the ranks behind. Here the first rank that fails gives the
-exit code, and these signals are passed on to the ranks, which exit when they are done.
+however long they need to save, and so it does when the terminal closes, also under nohup; SIGUSR1 kills it and leaves
+the ranks behind. Here the first rank that fails gives the exit code, and these signals are passed on to the ranks,
+which exit when they are done.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
 from runtime.libraries import quiet_libraries
-from runtime.process import outlive_the_console
+from runtime.process import STOP_SIGNALS, outlive_the_console
 
 
 def pass_on(signum: int, frame: object) -> None:
@@ -34,6 +35,13 @@ def pass_on(signum: int, frame: object) -> None:
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(int(pid), signum)
+
+
+def listen() -> None:
+    """Pass on the signals that ask ranks to stop; one that was ignored from the start (nohup) stays ignored."""
+    for signum in STOP_SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, pass_on)
 
 
 def tell_other_nodes(text: str) -> None:
@@ -49,9 +57,8 @@ def tell_other_nodes(text: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGHUP,SIGQUIT")  # torchrun's own, without those below
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(signum, pass_on)
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGQUIT")  # torchrun's own, without those below
+    listen()
     outlive_the_console()
     quiet_libraries()  # of this process, which has no file for them; the ranks speak for themselves
     from accelerate.commands.launch import main

@@ -461,8 +461,7 @@ def twice(soak: Soak) -> str:
 
 def hung_up(soak: Soak) -> str:
     """The terminal closes. SIGHUP."""
-    os.kill(soak.run.process.pid, signal.SIGHUP)
-    return f"ended with {soak.ends()}"
+    return preempted(soak, signal.SIGHUP)
 
 
 def flipped_bit(soak: Soak) -> str:

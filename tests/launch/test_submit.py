@@ -15,10 +15,13 @@ import time
 from pathlib import Path
 
 import backends
+import launch
 import pytest
 import yaml
 from helpers import ROOT
 from jobs import COMMAND, SUBMIT, job_of, script_of, submit
+
+from runtime import process
 
 SECRET = "hf_9f8e7d6c5b4a"
 NASTY = [
@@ -784,3 +787,16 @@ def test_git_state_is_recorded(tmp_path):
     run_local(tmp_path, "--run_dir", "r", "--", "true")
     assert json.loads((tmp_path / "r" / "submit.json").read_text())["git"]["dirty"] is True
     assert "+two" in (tmp_path / "r" / "uncommitted.patch").read_text()
+
+
+def test_the_launcher_passes_on_what_is_not_ignored(monkeypatch):
+    """A signal that was ignored from the start, as SIGHUP is under nohup, stays ignored."""
+    before = dict.fromkeys(process.STOP_SIGNALS, signal.SIG_DFL)
+    monkeypatch.setattr(signal, "getsignal", {**before, signal.SIGHUP: signal.SIG_IGN}.get)
+    heard = []
+    monkeypatch.setattr(signal, "signal", lambda signum, handler: heard.append(signum))
+    launch.listen()
+    assert set(heard) == set(before) - {signal.SIGHUP} and signal.SIGTERM in heard
+    monkeypatch.setattr(signal, "getsignal", before.get)
+    launch.listen()
+    assert signal.SIGHUP in heard

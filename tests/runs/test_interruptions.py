@@ -202,7 +202,7 @@ def test_killed_at_twenty_moments(tiny, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_signal_saves_and_ends_with_75(tiny, tmp_path, name):
     run = Run(command(tiny, tmp_path, *LONG), tmp_path / "log")
     run.until(lambda: logged(tmp_path) >= 2)

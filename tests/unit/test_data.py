@@ -147,6 +147,17 @@ def test_no_second_bos(tokenizer):
     assert problems[0].prompt_ids[0] == bos and problems[0].prompt_ids.count(bos) == 1
 
 
+@pytest.mark.parametrize("template", ["", "Answer this:", "{{ prompt }}"])
+def test_a_template_that_reads_no_messages(tokenizer, tmp_path, capsys, template):
+    """Every prompt would be the same text, or none: an undefined variable writes nothing."""
+    (tmp_path / "mine.jinja").write_text(template)
+    args = Args(chat_template=str(tmp_path / "mine.jinja"))
+    with pytest.raises(SystemExit) as end:
+        data.render_prompts([problem("1 + 1 ="), problem("1 + 2 =")], tokenizer, args)
+    assert end.value.code == 2
+    assert f"--chat_template {tmp_path}/mine.jinja leaves out what the messages say" in capsys.readouterr().err
+
+
 def test_prompts_as_the_template_writes_them(tokenizer, tmp_path):
     problems = [problem("1 + 1 =")]
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}>")

@@ -198,6 +198,22 @@ CASES = {
         {"chat_template_kwargs": "{enable_thinking: false}"},
         ["--chat_template_kwargs: not valid JSON", "for example '{\"enable_thinking\": false}'"],
     ),
+    "a template variable twice": (
+        {"chat_template_kwargs": '{"enable_thinking": true, "enable_thinking": false}'},
+        ["--chat_template_kwargs: not valid JSON ('enable_thinking' is there twice)"],
+    ),
+    "a template variable in quotes": (
+        {"chat_template_kwargs": '{"enable_thinking": "False"}'},
+        ["--chat_template_kwargs: enable_thinking is the text 'False', which counts as true", "for example"],
+    ),
+    "a field of the config twice": (
+        {"override_config": '{"rope_theta": 1, "rope_theta": 2}'},
+        ["--override_config: not valid JSON ('rope_theta' is there twice)"],
+    ),
+    "data beside a mixture": (
+        {"dataset": "a.jsonl", "dataset_mixer": '{"b.jsonl": 1.0}'},
+        ["--dataset a.jsonl and --dataset_mixer: give one of them"],
+    ),
     "template variables are no object": ({"chat_template_kwargs": "[1]"}, ["--chat_template_kwargs", "JSON object"]),
     "a template variable of ours": (
         {"chat_template_kwargs": '{"add_generation_prompt": false}'},
@@ -336,6 +352,12 @@ CASES = {
     "an experiment of many letters": ({"exp_name": "é" * 51}, ["--exp_name: has 102 bytes", "at most 100"]),
     "no folder of runs": ({"output_dir": ""}, ["--output_dir: is empty", "RUN_DIR"]),
     "a home that no shell has replaced": ({"output_dir": "~/runs"}, ["--output_dir ~/runs", "write out"]),
+    "a home in a list": ({"dataset": "a.jsonl, ~/b.jsonl"}, ["--dataset a.jsonl, ~/b.jsonl: no shell", "write out"]),
+    "a home in a mixture": ({"dataset_mixer": '{"~/b.jsonl": 1.0}'}, ["--dataset_mixer", "no shell", "write out"]),
+    "a home of a model": ({"model_name_or_path": "~/model"}, ["--model_name_or_path ~/model: no shell"]),
+    "a variable that is not set": ({"eval_dataset": ""}, ["--eval_dataset: is empty", "leave the flag out"]),
+    "one of several is not set": ({"reward_weights": ("math=1", "")}, ["--reward_weights: is empty"]),
+    "a line of Windows": ({"run_name": "mine\r"}, ["--run_name 'mine\\r'", "dos2unix"]),
     "below a file": ({"output_dir": "PLACE/broken.json/runs"}, ["broken.json cannot be written", "another folder"]),
     "not writable": ({"output_dir": "/proc/runs"}, ["/proc cannot be written", "choose another folder"]),
     "a negative seed": ({"seed": -1}, ["--seed -1", "0 or more"]),
@@ -545,6 +567,20 @@ def test_an_overwriting_that_was_cut_short_can_be_repeated(place, nothing_is_loa
     assert sorted(removed) == ["a", "z"]
     with pytest.raises(AssertionError, match="went on"):
         start(arguments(place, {**changes, "overwrite": True}))
+
+
+@pytest.mark.parametrize("inner", ["mine/other", "mine/sweep/other"])
+def test_no_run_inside_a_run(place, nothing_is_loaded, tmp_path, capsys, inner):
+    """--overwrite of the one outside would remove the other, in whichever order the two were made."""
+    earlier_run(place, {"output_dir": str(tmp_path / "first"), "run_name": "mine"})
+    message = refusal(arguments(place, {"output_dir": str(tmp_path / "first"), "run_name": inner}), capsys)
+    assert f"/{inner} lies in the folder of a run, {tmp_path}/first/mine" in message
+    earlier_run(place, {"output_dir": str(tmp_path), "run_name": inner})
+    outside = {"output_dir": str(tmp_path), "run_name": "mine"}
+    earlier_run(place, outside)
+    message = refusal(arguments(place, {**outside, "overwrite": True}), capsys)
+    assert f"would remove another run, {tmp_path}/{inner}" in message
+    assert (tmp_path / inner / "config.json").is_file()
 
 
 def test_folder_of_another_run(place, nothing_is_loaded, capsys):

@@ -52,6 +52,38 @@ def questions(problems: list[records.Problem]) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- sources
 
 
+def test_names_with_commas_and_lists_with_blanks(tmp_path):
+    first = write(tmp_path / "a, b.jsonl", rows(20))
+    assert len(everything(Args(dataset=first))) == 20
+    second, third = write(tmp_path / "c.jsonl", rows(20)), write(tmp_path / "d.jsonl", rows(20, first=20))
+    assert len(everything(Args(dataset=f"{second}, {third}"))) == 40
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    """Editors of Windows write one at the beginning of a file."""
+    (tmp_path / "a.json").write_text(json.dumps(rows(20)), encoding="utf-8-sig")
+    assert len(everything(Args(dataset=f"{tmp_path}/a.json"))) == 20
+    (tmp_path / "t.jinja").write_text("{{ messages[0]['content'] }}", encoding="utf-8-sig")
+    assert data.chat_template(Args(chat_template=f"{tmp_path}/t.jinja")) == "{{ messages[0]['content'] }}"
+
+
+def test_a_chat_as_text(tmp_path):
+    """A CSV file has no other form for a chat; text that only looks like one stays text."""
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 ="}]
+    given = [json.dumps(chat), "[{1 + 1", '[{"role": 1}]']
+    file = write(tmp_path / "a.jsonl", [{"question": text, "answer": "2"} for text in given])
+    found = [problem.messages for problem in everything(Args(dataset=file))]
+    assert found == [chat, *([{"role": "user", "content": text}] for text in given[1:])]
+
+
+def test_a_column_of_verifiers_that_is_not_there(tmp_path, capsys):
+    """The last row alone has the one, no row the other: it would be ignored without a word."""
+    file = write(tmp_path / "a.jsonl", [*rows(2500), {"question": "?", "answer": "1", "judge": "exact"}])
+    assert everything(Args(dataset=file, verifier_key="judge"))[-1].verifier == "exact"
+    message = refusal(capsys, Args(dataset=file, verifier_key="jugde"))
+    assert "--verifier_key jugde: " in message and "has no such column; it has: question, answer, judge" in message
+
+
 def test_several_files(tmp_path):
     first, second = write(tmp_path / "a.jsonl", rows(20)), write(tmp_path / "b.jsonl", rows(20, first=15))
     for source in (f"{first},{second}", f"{tmp_path}/*.jsonl"):
@@ -404,6 +436,7 @@ def test_mixer_draws_by_the_seed(tmp_path):
         ('{"a": 1.5}', ["'a'", "1.5", "fraction in (0, 1]"]),
         ('{"a": 0}', ["'a'", "count above 0"]),
         ('{"a": true}', ["'a'", "True"]),
+        ('{"PLACE/a.jsonl": 50, "PLACE/a.jsonl": 20}', ["a.jsonl' is there twice"]),
         ('{"PLACE/a.jsonl": 101}', ["a.jsonl", "100 distinct problems", "101"]),
     ],
 )
@@ -412,6 +445,11 @@ def test_mixer_refusals(tmp_path, capsys, mixture, words):
     message = refusal(capsys, Args(dataset_mixer=mixture.replace("PLACE", str(tmp_path))))
     for word in ("--dataset_mixer", *words):
         assert word in message
+
+
+def test_an_option_of_a_task_twice(capsys):
+    message = refusal(capsys, Args(dataset="reasoning_gym:chain_sum?size=100&size=50"))
+    assert "'size' is there twice" in message
 
 
 # ------------------------------------------------------------------------------------------------------- known columns
