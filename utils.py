@@ -902,7 +902,8 @@ class UpdateStats:
         if self.has_reference:
             values |= kl_values(t.logprobs_T, t.old_T, t.ref_T, t.weights_T != 0)
         self.extra = set(pieces) - set(self.KNOWN)
-        self.mini.add(own_T, values | {name: pieces[name] for name in sorted(self.extra)})
+        own = {f"policy/{name}": pieces[name] for name in sorted(self.extra)}  # not under the names above
+        self.mini.add(own_T, values | own)
         # Fresh tokens are those of the weights trained here, but for keys and values that were kept.
         equal_T = own_T & fresh_T & (self.args.inflight_updates != "keep")
         self.mini.add_sampler_diff(equal_T, (t.old_T - t.sampler_T).abs(), self.engine_N[mb.tokens])
@@ -911,7 +912,7 @@ class UpdateStats:
         """Whether the optimizer step is not to be taken, alike on every rank; after the last micro-batch's ``add``."""
         self.sums, self.maxima = self.mini.reduce()
         check_sampler(self.mini, self.args.max_sampler_diff, self.run.dtype)
-        limit = self.args.early_stop_imp_ratio
+        limit = getattr(self.args, "early_stop_imp_ratio", None)  # a copy may have dropped the flag
         self.stopped = limit is not None and self.sums["ratio"] / self.sums["tokens"] > limit
         return self.stopped or not math.isfinite(self.sums["loss"])
 
@@ -956,7 +957,7 @@ class UpdateStats:
             "policy/clip_frac": totals["clipped"] / tokens,
             "policy/approx_kl": totals["approx_kl"] / tokens,
             "policy/approx_kl_max": self.peaks["approx_kl"],
-            **{f"policy/{name}": totals[name] / tokens for name in self.extra},
+            **{f"policy/{name}": totals[f"policy/{name}"] / tokens for name in self.extra},
             **staleness_metrics(totals, self.peaks),
             "optim/grad_norm": self.grad_norm,
         }

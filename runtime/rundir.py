@@ -129,10 +129,18 @@ def check_apart(folder: Path, args) -> None:
         refuse(f"--overwrite of {folder} would remove another run, {inner[0]}; move it, or choose another --run_name")
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a run. Raises ValueError where it is no JSON object, or has no arguments."""
+    config = json.loads((folder / "config.json").read_text())
+    if not isinstance(config, dict) or not isinstance(config.get("args"), dict):
+        raise ValueError("it has no arguments of a run")
+    return config
+
+
 def check_earlier_run(folder: Path, args) -> None:
     """Refuse a folder whose run is another one; end with exit code 0 where this very run is finished."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = read_config(folder)
     except ValueError as error:
         refuse(f"{folder}/config.json cannot be read ({error}); remove this file to resume from the checkpoints there")
     other, _ = changed_arguments(config["args"], args)

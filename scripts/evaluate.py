@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/loading.py
 import loading
 
 from rewards import Verifiers, check_reward_args, truth_error
-from runtime import data, flags, identity, process
+from runtime import data, flags, identity, process, rundir
 from runtime.flags import RunFlags
 from runtime.records import Problem, Sample
 from runtime.redaction import HIDDEN
@@ -85,7 +85,10 @@ def find_run(folder: Path) -> tuple[dict, Path]:
     """(config.json, script) of a run. Exits with code 2 where one is missing."""
     if not (folder / "config.json").is_file():
         process.refuse(f"--run {folder}: no config.json there; give the folder of a run, runs/NAME")
-    config = json.loads((folder / "config.json").read_text())
+    try:
+        config = rundir.read_config(folder)
+    except ValueError as error:
+        process.refuse(f"--run {folder}: its config.json cannot be read ({error})")
     name = config.get("script") or config["command"][0]  # older runs name it in their command alone
     script = process.PROJECT / name
     if not script.is_file():

@@ -10,7 +10,6 @@ one line. Exit code 2 means arguments that the script does not take; any other c
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -28,7 +27,10 @@ def state(args, defaults) -> tuple[int, str]:
     folder = Path(args.output_dir) / rundir.run_name(args, defaults)
     if not (folder / "config.json").is_file():
         return RUN, f"not begun: {folder}"
-    config = json.loads((folder / "config.json").read_text())
+    try:
+        config = rundir.read_config(folder)
+    except ValueError as error:  # the run itself would end with the remedy
+        return LEAVE, f"damaged: {folder}/config.json cannot be read ({error})"
     other, _ = identity.changed_arguments(config["args"], args)  # secrets are compared, and named, as the run hid them
     if other:
         return LEAVE, f"another run: {folder}: {', '.join(other[:5])}"

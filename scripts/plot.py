@@ -128,8 +128,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     config = parsed(path.read_text(errors="replace"))
-    if not config:
-        warn(f"{path} is no JSON object; the arguments of this run are unknown")
+    if not config or not isinstance(config.get("args", {}), dict):
+        warn(f"{path} is no JSON object of a run; the arguments of this run are unknown")
+        return {}
     return config
 
 

@@ -92,7 +92,7 @@ import variant  # noqa: E402
 import grpo  # noqa: E402
 import utils  # noqa: E402
 from kl_estimators import kl_reward  # noqa: E402
-from runtime import batching, recorder  # noqa: E402
+from runtime import batching, recorder, rundir  # noqa: E402
 from runtime.attention import choose_layout  # noqa: E402
 from runtime.identity import changed_code, code_of  # noqa: E402
 from runtime.recorder import Recorded  # noqa: E402
@@ -150,14 +150,21 @@ def arguments(script: ModuleType, base: Setting) -> flags.RunFlags:
 
 def run_setting(folder: Path, recorded: Recorded) -> Setting:
     """The run's own setting, with the coefficient of the KL that the step had. Prints what has changed in its code."""
-    config = json.loads((folder / "config.json").read_text())
+    try:
+        config = rundir.read_config(folder)
+    except ValueError as error:
+        process.refuse(f"{folder}: its config.json cannot be read ({error})")
     path = process.PROJECT / recorded.script
     if not path.is_file():
         process.refuse(f"{path}, the script of {folder}, is gone: restore it, or name a copy of it with loss=FILE.py")
     script = load_script(path)
+    known = {f.name for f in dataclasses.fields(script.Args)}
     values = {}
     for name, value in config["args"].items():
-        values[name] = tuple(value) if isinstance(value, list) else value
+        if name in known:
+            values[name] = tuple(value) if isinstance(value, list) else value
+        else:
+            print(f"warning: since the run, {recorded.script} has lost --{name}, which was {value}")
     args = script.Args(**values)
     for line in changed_code(config["code"], code_of(args)):
         if line.startswith(("kl_estimators", "utils", recorded.script)):

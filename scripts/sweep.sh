@@ -37,6 +37,10 @@ while (($#)); do
         fi
         shift 2
         ;;
+    --run[_-]name | --run[_-]name=*)
+        echo "error: $1: a sweep's runs have names of their own; give --exp_name, or --output_dir for the folder" >&2
+        exit 2
+        ;;
     *)
         [[ $1 != --overwrite ]] || overwrite=1
         common+=("$1")

@@ -88,6 +88,8 @@ def test_seeds(seeds, found, tmp_path):
         (["--seeds", "3..1"], "--seeds 3..1: write 1..5"),
         (["--seeds"], "--seeds : write"),
         (["--nonsense", "1"], "nonsense"),
+        (["--run_name", "one"], "--run_name: a sweep's runs have names of their own"),
+        (["--run-name=one"], "--run-name=one: a sweep's runs have names of their own"),
     ],
 )
 def test_bad_arguments_end_the_sweep(words, says):
@@ -186,6 +188,19 @@ def test_an_unfinished_run_goes_on(finished, tmp_path, spoil, says):
         fcntl.flock(lock, fcntl.LOCK_EX)
         _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
     assert commands == [] and "skipped, running: " in said and says in said
+
+
+@pytest.mark.parametrize("config", ["", '{"args": null}', "[]"])
+def test_a_damaged_run_does_not_hold_up_the_others(finished, tmp_path, config):
+    """A config.json that a full disk or a hand has spoiled: its run is left alone, by name, and the sweep goes on."""
+    folder, common = finished
+    copy = tmp_path / folder.name
+    shutil.copytree(folder, copy)
+    (copy / "config.json").write_text(config)
+    common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
+    code, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5 3e-5")
+    assert code == 0 and len(commands) == 1
+    assert f"skipped, damaged: {copy}/config.json cannot be read" in said
 
 
 def test_a_copy_of_the_script_is_another_script(finished, tmp_path):

@@ -279,7 +279,11 @@ def test_other_data(run, tmp_path):
 
 
 def test_refusals(tmp_path):
+    spoiled = tmp_path / "spoiled"
+    spoiled.mkdir()
+    (spoiled / "config.json").write_text("")
     for words, message in (
+        (["--run", str(spoiled)], "its config.json cannot be read"),
         (["--run", str(tmp_path)], "no config.json"),
         (["--model_name_or_path", str(tmp_path / "nothing")], "--model_name_or_path"),
         (["--eval_dataset", "other.jsonl"], "--eval_dataset is for a run"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +120,30 @@ def test_loss_weights_take_linear_time():
     weights = loss_weights(samples, list(range(8192)), Args())
     assert time.perf_counter() - start < 0.5
     assert weights.sum().item() == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["tokens", "loss", "fresh", "entropy", "k3", "sharpness"])
+def test_a_piece_of_a_loss_may_have_any_name(name, monkeypatch):
+    """A copy's own piece is logged as policy/NAME, and changes no other metric, whatever else is called NAME."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    run = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
+    applied = SimpleNamespace(was_step_applied=lambda: True, get_global_grad_norm=lambda: 1.0)
+    values = {field.name: torch.rand(6) for field in dataclasses.fields(grpo.Tokens)}
+    tokens = grpo.Tokens(**values)
+    mb = SimpleNamespace(tokens=torch.arange(6))
+
+    def metrics(**own):
+        fresh_N = torch.tensor([True, False, True, True, True, True])
+        stats = utils.UpdateStats(Args(max_sampler_diff=0.0), run, 1, True, fresh_N, torch.zeros(6, dtype=torch.long))
+        loss_T, pieces = grpo.token_loss(tokens, 0.1, Args(max_sampler_diff=0.0))
+        stats.add(mb, tokens, loss_T, pieces | own)
+        stats.drop()
+        stats.stepped(applied, SimpleNamespace(policy=0), 2)
+        return stats.metrics(1e-3)
+
+    found = metrics(**{name: torch.full((6,), 7.0)})
+    assert found.pop(f"policy/{name}") == 7.0
+    assert found == {key: value for key, value in metrics().items() if key != f"policy/{name}"}
 
 
 def test_one_stale_engine_of_many_is_noticed():

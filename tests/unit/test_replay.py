@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
 import math
 import shlex
 import shutil
@@ -707,6 +708,23 @@ def test_flags_of_one_set_are_combined_and_each_set_begins_anew(recorded):
     assert settings[3].args == dataclasses.replace(base.args, kl_estimator="k2", kl_gradient="naive")
     assert settings[5].args == base.args
     assert settings[7].args.mask_truncated_completions is True
+
+
+def test_a_flag_that_the_script_has_lost_is_named(recorded, tmp_path, capsys):
+    """An edited script may have deleted a flag since the run: the batch is replayed without it, and one is told."""
+    folder = tmp_path / "run"
+    shutil.copytree(folder_of(recorded), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["args"]["sharpness"] = 0.5
+    (folder / "config.json").write_text(json.dumps(config))
+    batch = recorder.read(folder / "batches" / "step_000001")
+    base = replay.run_setting(folder, batch)
+    assert base.args == replay.run_setting(folder_of(recorded), batch).args
+    assert "since the run, grpo.py has lost --sharpness, which was 0.5" in capsys.readouterr().out
+    (folder / "config.json").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        replay.run_setting(folder, batch)
+    assert ended.value.code == 2 and "config.json cannot be read" in capsys.readouterr().err
 
 
 def test_another_script_has_its_own_defaults_and_what_the_run_changed(recorded):
