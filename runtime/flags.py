@@ -423,7 +423,7 @@ def check_places(args: Any) -> None:
     if args.output_dir.startswith("~"):
         refuse(f"--output_dir {args.output_dir}: no shell has replaced the ~ here; write out the path of that folder")
     for flag, most in (("run_name", NAME_BYTES), ("exp_name", 100)):
-        name = getattr(args, flag)
+        name = getattr(args, flag, None)  # scripts/prepare_data.py has no exp_name
         if name is None:
             continue
         parts = Path(name).parts
