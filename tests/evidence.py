@@ -13,6 +13,8 @@ from typing import Any
 from helpers import TINY_RUN
 from learning import Breakage
 
+from runtime.flags import RunFlags
+
 # Both runs of a row have these. FILES stands for the folder of models and data that alive.py makes, RUN for output_dir.
 BASE: dict[str, Any] = TINY_RUN | {
     "model_name_or_path": "FILES/tiny",
@@ -90,7 +92,7 @@ EVIDENCE: dict[str, Row] = {
     "gradient_checkpointing": row(True, "bytes kept for backward"),
     # ---- data
     "dataset": row(ROWS, "prompts"),
-    "dataset_mixer": row('{"FILES/rows.jsonl": 20, "FILES/more.jsonl": 0.5}', "prompts"),
+    "dataset_mixer": row('{"FILES/rows.jsonl": 20, "FILES/more.jsonl": 0.5}', "prompts", dataset=RunFlags.dataset),
     "dataset_split": row("test", "prompts", dataset="FILES/saved"),
     "eval_dataset": row(ROWS, "held-out prompts"),
     "eval_dataset_mixer": row('{"FILES/rows.jsonl": 3, "FILES/more.jsonl": 2}', "held-out prompts", "eval metrics"),
