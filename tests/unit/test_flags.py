@@ -333,7 +333,7 @@ CASES = {
     ),
     "coefficient of no reward": ({"beta": 0.1, "kl_reward_coef": 0.1}, ["--kl_reward_coef", "is loss", "both"]),
     "estimator of no reward": (
-        {"kl_reward_estimator": "k1", "kl_placement": "none"},
+        {"kl_reward_estimator": "k2", "kl_placement": "none"},
         ["--kl_reward_estimator", "none"],
     ),
     "two coefficients in one place": (
