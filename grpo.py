@@ -700,7 +700,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
                     is_last = mb is micro_batches[-1]
-                    drop = is_last and stats.drop()  # not finite, or --early_stop_imp_ratio: alike on every rank
+                    drop = is_last and stats.drop(args.early_stop_imp_ratio)  # or not finite: alike on every rank
                     utils.backward(policy, loss, is_last, drop)
                 stats.stepped(policy, skips, len(mini_with_gradient))
         log.check_skips(skips, samples)

@@ -560,7 +560,10 @@ def values_of(
 
 
 def value_loss(
-    values_T: torch.Tensor, old_T: torch.Tensor, targets_T: torch.Tensor, clip: float | None
+    values_T: torch.Tensor,
+    old_T: torch.Tensor,
+    targets_T: torch.Tensor,
+    clip: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss, where the clip held), each [T]: half the larger of (V - R)^2 and (V - R)^2 with V kept within old +- clip.
 
@@ -971,7 +974,6 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
 
         # 7 update: epochs x mini-batches x micro-batches; KL in the loss enters in token_loss
         value_totals = Counter()
-        critic_skipped = 0
         groups = sorted({samples[i].prompt_id for i in (in_loss if critic is None else every_sample)})
         critic_epochs = 0 if critic is None else critic_args.num_epochs
         critic_updates = critic_epochs * args.num_mini_batches
@@ -1003,7 +1005,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 value_totals.update(sums, rounds=1)
                 applied_to_critic = critic.was_step_applied()
                 skips.critic = 0 if applied_to_critic else skips.critic + 1
-                critic_skipped += not applied_to_critic
+                stats.skipped += not applied_to_critic
                 if applied_to_critic:
                     value_metrics["value/grad_norm"] = float(critic.get_global_grad_norm())
 
@@ -1036,7 +1038,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
                     is_last = mb is micro_batches[-1]
-                    drop = is_last and stats.drop()  # not finite, or --early_stop_imp_ratio: alike on every rank
+                    drop = is_last and stats.drop(args.early_stop_imp_ratio)  # or not finite: alike on every rank
                     utils.backward(policy, loss, is_last, drop)
                 stats.stepped(policy, skips, len(mini_in_loss))
         log.check_skips(skips, samples)
@@ -1067,7 +1069,6 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             **clock.metrics(offsets[-1], stats.totals["tokens"]),
             **engine.metrics,
         }
-        metrics["optim/skipped"] += critic_skipped
         if value_totals["rounds"] > 0:
             metrics["loss/value"] = value_totals["loss"] / value_totals["rounds"]
             metrics["value/clip_frac"] = value_totals["clipped"] / value_totals["tokens"]

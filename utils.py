@@ -908,11 +908,13 @@ class UpdateStats:
         equal_T = own_T & fresh_T & (self.args.inflight_updates != "keep")
         self.mini.add_sampler_diff(equal_T, (t.old_T - t.sampler_T).abs(), self.engine_N[mb.tokens])
 
-    def drop(self) -> bool:
-        """Whether the optimizer step is not to be taken, alike on every rank; after the last micro-batch's ``add``."""
+    def drop(self, limit: float | None) -> bool:
+        """Whether the optimizer step is not to be taken, alike on every rank; after the last micro-batch's ``add``.
+
+        ``limit``: of the mean ratio; above it this step and the rest of the update are left out.
+        """
         self.sums, self.maxima = self.mini.reduce()
         check_sampler(self.mini, self.args.max_sampler_diff, self.run.dtype)
-        limit = getattr(self.args, "early_stop_imp_ratio", None)  # a copy may have dropped the flag
         self.stopped = limit is not None and self.sums["ratio"] / self.sums["tokens"] > limit
         return self.stopped or not math.isfinite(self.sums["loss"])
 
