@@ -301,7 +301,7 @@ def test_an_engine_that_raises_once(small, capfd, monkeypatch):
     note("the engine raises once", "an exception in its thread", text, "its engine is built again", GOES_ON)
 
 
-def test_stale_weights(small, capfd, monkeypatch):
+def drop_later_pushes(monkeypatch) -> None:
     """The first push arrives, later ones are acknowledged and not taken."""
     seen: list = []
 
@@ -312,6 +312,10 @@ def test_stale_weights(small, capfd, monkeypatch):
         return message
 
     hf_thread_with(monkeypatch, keep_first)
+
+
+def test_stale_weights(small, capfd, monkeypatch):
+    drop_later_pushes(monkeypatch)
     text = fails(small(total_steps=4, learning_rate=1e-2), capfd)
     note("the engine keeps old weights", "pushes that are acknowledged and dropped", text, "--max_sampler_diff", ENDS)
 
@@ -319,15 +323,7 @@ def test_stale_weights(small, capfd, monkeypatch):
 @pytest.mark.parametrize("inflight", ["off", "recompute", "keep"])
 def test_stale_weights_of_samples_that_are_stale_anyway(small, capfd, monkeypatch, inflight):
     """With --async_steps no token that is trained on need be fresh: a few are asked for after every push."""
-    seen: list = []
-
-    def keep_first(message):
-        if message[0] == "weights":
-            seen.append([(name, w.clone()) for name, w in message[2]])
-            return ("weights", message[1], seen[0])
-        return message
-
-    hf_thread_with(monkeypatch, keep_first)
+    drop_later_pushes(monkeypatch)
     monkeypatch.setattr(flags, "check_asynchrony", lambda args: None)  # this thread knows no updates in flight
     text = fails(small(total_steps=4, learning_rate=1e-2, async_steps=1, inflight_updates=inflight), capfd)
     assert "the engine has stale weights or a different model" in text
