@@ -197,6 +197,18 @@ def quick_start():
     freeze_imports()
 
 
+def end_engines() -> None:
+    """End the rollout threads that a failed run has left: one that computes while the interpreter ends aborts it."""
+    from runtime.engine import Engine
+
+    for engine in [thing for thing in gc.get_objects() if isinstance(thing, Engine)]:
+        if not hasattr(engine, "thread"):  # a test made it without starting it
+            continue
+        engine.outbox.abandoned = True
+        engine.inbox.put(("stop",))
+        engine.thread.join(10)
+
+
 def run_here(args, script: str = "grpo") -> list[dict]:
     """Run a script's main in this process; its metrics, one dict a step."""
     import torch
@@ -221,6 +233,9 @@ def run_here(args, script: str = "grpo") -> list[dict]:
     try:
         with quick_start():
             module.main(args, module.preflight(args))
+    except BaseException:
+        end_engines()
+        raise
     finally:
         os._exit = leave
     folder = Path(args.output_dir) / rundir.run_name(args, module.Args())
