@@ -403,6 +403,12 @@ def alive(pid: int) -> bool:
         return False
 
 
+def heed_interrupts() -> None:
+    """Do not ignore SIGINT, as a shell's background job does: what is started would ignore it, too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Run:
     """A run in processes of its own, with what it prints in a file."""
 
@@ -412,8 +418,7 @@ class Run:
         self.log = log
         self.seen: set[int] = set()
         Run.started.append(self)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; the run would keep it
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        heed_interrupts()
         with open(log, "w") as out:
             self.process = subprocess.Popen(
                 line, cwd=cwd, env=run_environment(), stdout=out, stderr=out, start_new_session=True

@@ -20,6 +20,7 @@ from helpers import (
     command,
     descendants,
     finish,
+    heed_interrupts,
     logged,
     read_jsonl,
     record,
@@ -102,6 +103,7 @@ def test_the_console_does_not_end_a_run(tmp_path, reader):
     environment = run_environment() | ({"PYTHONIOENCODING": "latin-1"} if reader == "has no such letters" else {})
     environment.pop("PYTHONUNBUFFERED")
     line = [sys.executable, str(tmp_path / "speaks.py"), str(told[1])]
+    heed_interrupts()
     run = subprocess.Popen(line, stdout=ends[1], stderr=ends[1], pass_fds=[told[1]], env=environment, cwd=ROOT)
     os.close(ends[1])
     os.close(told[1])
