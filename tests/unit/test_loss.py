@@ -137,7 +137,7 @@ def test_a_piece_of_a_loss_may_have_any_name(name, monkeypatch):
         stats = utils.UpdateStats(Args(max_sampler_diff=0.0), run, 1, True, fresh_N, torch.zeros(6, dtype=torch.long))
         loss_T, pieces = grpo.token_loss(tokens, 0.1, Args(max_sampler_diff=0.0))
         stats.add(mb, tokens, loss_T, pieces | own)
-        stats.drop()
+        stats.drop(None)
         stats.stepped(applied, SimpleNamespace(policy=0), 2)
         return stats.metrics(1e-3)
 
