@@ -36,10 +36,10 @@ def parse_math(latex: str) -> list:
 
 
 def nested(text: str) -> int:
-    """How deep the braces of a text are; the parser takes exponential time where they hold nothing but each other."""
+    """How deep the brackets of a text are; the parser takes exponential time where they hold nothing but each other."""
     depth = deepest = 0
-    for brace in re.findall(r"\\.|[{}]", text):
-        depth += {"{": 1, "}": -1}.get(brace, 0)
+    for bracket in re.findall(r"\\.|[][(){}]", text):
+        depth += (bracket in "([{") - (bracket in ")]}")
         deepest = max(deepest, depth)
     return deepest
 
