@@ -27,8 +27,11 @@ import linecache
 import math
 import numbers
 import operator
+import os
 import re
+import signal
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -51,9 +54,11 @@ from runtime.answers import (
     as_decimal,
     equal,
     final_answer,
+    in_last_tag,
     last_boxed,
     tagged_answer,
     tidy,
+    without_delimiters,
 )
 from runtime.constraints import CONSTRAINTS
 from runtime.data import TODAY
@@ -63,6 +68,8 @@ from runtime.process import refuse
 from runtime.redaction import redact
 from runtime.sandbox import Sandbox
 from runtime.workers import Nursery, loaded_code
+
+STATUSES = ("ok", "timeout", "crash", "unscorable")
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Reward:
 
     score: float
     parts: dict[str, float] = field(default_factory=dict)
-    status: str = "ok"  # or timeout, crash, unscorable
+    status: str = "ok"  # or another one of STATUSES
     steps: tuple[tuple[int, float], ...] = ()
     extracted: str = field(default="", compare=False)
     detail: str = field(default="", compare=False)
@@ -95,11 +102,16 @@ def last_number(response: str, truth: str, row: dict) -> Reward:
 
     A number that is only named to be denied ("not 42") is no answer.
     """
-    text = after_thinking(response)
-    last = next(iter(collections.deque(NUMBER.finditer(text), maxlen=1)), None)
-    if last is None or NEGATED.search(text, max(0, last.start() - 20), last.start()):
+    return _same_number(after_thinking(response), truth)
+
+
+def _same_number(text: str, truth: str, place: int = -1) -> Reward:
+    """Whether the first (``place`` 0) or last number of a text, if it is not denied, equals the truth."""
+    found = NUMBER.finditer(text)
+    number = next(found, None) if place == 0 else next(iter(collections.deque(found, maxlen=1)), None)
+    if number is None or NEGATED.search(text, max(0, number.start() - 20), number.start()):
         return _judged(0, None)
-    return _judged(as_decimal(last[0]) == as_decimal(truth), last[0])
+    return _judged(as_decimal(number[0]) == as_decimal(truth), number[0])
 
 
 def exact(response: str, truth: str, row: dict) -> Reward:
@@ -114,8 +126,8 @@ def gsm8k(response: str, truth: str, row: dict) -> Reward:
     The truth is a number or GSM8K's whole solution, which ends in "#### 1,234".
     """
     _, marked, said = after_thinking(response).rpartition("####")
-    number = NUMBER.search(said.partition("\n")[0]) if marked else None
-    return last_number(number[0] if number else "" if marked else response, truth.rpartition("####")[2], row)
+    wanted = truth.rpartition("####")[2]
+    return _same_number(said.partition("\n")[0], wanted, 0) if marked else last_number(response, wanted, row)
 
 
 def math_(response: str, truth: str, row: dict) -> Reward:
@@ -161,10 +173,13 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
     target = Fraction(str(given["target"]).strip())
     if numbers is None:
         return Reward(0.0, status="unscorable", detail="no numbers in the truth, nor a column numbers or nums")
+    if isinstance(numbers, str):  # a column of a CSV: "[3, 4, 25]", "3 4 25"
+        numbers = re.split(r"[\s,;]+", numbers.strip("[]() \t\n"))
+    wanted = sorted(map(int, numbers))
     answer = tagged_answer(after_thinking(response))
     if answer is None or len(answer) > LONGEST_ANSWER:
         return _judged(0, None)
-    plain, used = answer, []
+    plain, used = " ".join(without_delimiters(answer).split()), []
     for sign, other in (("*", r"\\times|\\cdot|\u00d7"), ("/", r"\\div|\u00f7"), ("-", "\u2212")):
         plain = re.sub(other, sign, plain)
     expression, equals, claimed = plain.partition("=")
@@ -175,7 +190,7 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
         correct = value == target and (not equals or Fraction(claimed.strip()) == value)
     except (ValueError, SyntaxError, RecursionError, MemoryError, ZeroDivisionError):
         correct = False
-    return _judged(correct and sorted(used) == sorted(map(int, numbers)), answer)
+    return _judged(correct and sorted(used) == wanted, answer)
 
 
 # -------------------------------------------------------------------------------------------------------- reasoning-gym
@@ -507,10 +522,38 @@ def _try_tests(tests: CodeTests) -> str:
     return verdict["why"] if verdict.get("verdict") == "unusable" else ""
 
 
+OPENING = re.compile(r"(?<!`)(`{3,}+)([^`]*)$|(?<!~)(~{3,}+)([^~]*)$")  # a fence, and what is said of its block
+CLOSING = re.compile(r"^\s*(`{3,}+|~{3,}+)|(?<![`~])(`{3,}+|~{3,}+)(?=\s*$|</)")
+
+
 def _program_in(text: str) -> str:
-    """The last fenced block of a text, or all of it."""
-    blocks = re.findall(r"```(?:python3?|py)?[ \t]*\n(.*?)```", text, re.DOTALL | re.IGNORECASE)
-    return blocks[-1] if blocks else text
+    """The last fenced block that is marked as Python, or else the last without a mark, or else all of the text.
+
+    A fence that is never closed is closed by the end. Without fences the inside of ``<answer>...</answer>`` counts.
+    """
+    blocks: dict[str, str] = {}
+    fence = mark = indent = ""
+    lines: list[str] = []
+    for line in [*text.split("\n"), None]:
+        closings = [end for end in CLOSING.finditer(line or "") if (end[1] or end[2]).startswith(fence or "none")]
+        closed = line is None or next(iter(closings), None)
+        if fence and not closed:
+            lines.append(line)
+            continue
+        if fence:
+            program = "\n".join([*lines, line[: closed.start()] if line else ""])
+            blocks[mark] = textwrap.dedent(program) if indent else program
+        if line is None:
+            break
+        rest = line[closed.end() :] if fence else line
+        opening = OPENING.search(rest)
+        fence = (opening[1] or opening[3]) if opening else ""
+        if opening:
+            indent = "" if rest[: opening.start()].strip() else rest[: opening.start()]
+            said = re.match(r"[{. \t]*(\w*)", opening[2] or opening[4] or "")[1].lower()
+            mark = "python" if said in ("py", "python", "python3") else said
+            lines = []
+    return blocks.get("python", blocks.get("", in_last_tag(text) or text))
 
 
 def _own_solution(row: dict, tests: CodeTests) -> tuple[str, str]:
@@ -546,7 +589,7 @@ def code_error(truth: str, row: dict) -> str:
 
 
 def code(response: str, truth: str, row: dict) -> Reward:
-    """1 when the program passes all tests of the truth: the last fenced block of the response, or all of it.
+    """1 when the program passes all tests of the truth: the response's last fenced block of Python, or all of it.
 
     Tests are JSON, ``[{"input": [1, 2], "output": 3}]`` for the function named by the row's ``entry_point`` or
     ``[{"stdin": "1 2", "stdout": "3"}]`` for a whole program, or ``{"inputs": ..., "outputs": ..., "fn_name": ...}`` as
@@ -617,15 +660,19 @@ def source_of(name: str) -> dict[str, str]:
 @functools.cache
 def _load_file(path: str) -> ModuleType:
     """The module of a user's file. Raises ValueError where it does not load."""
-    spec = importlib.util.spec_from_file_location(path, path)  # no name that an import could mean
+    name = f"verifiers of {path.replace('.', '_')}"  # that no import means; pickle takes what is before a dot apart
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path] = module  # where dataclasses look up the annotations of their fields
+    sys.modules[name] = module  # where dataclasses look up the annotations of their fields
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # for what lies beside it; last, so that it hides nothing
     try:
         text = source_of(f"{path}:")[path]
         linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # what a traceback shows
         exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:  # whatever the user's file does wrong
-        del sys.modules[path]
+        del sys.modules[name]
         raise ValueError(f"the file {path!r} does not load: {type(error).__name__}: {error}") from error
     return module
 
@@ -777,7 +824,9 @@ def _as_reward(name: str, found) -> Reward:
             str(found.extracted),
             str(found.detail),
         )
-    elif isinstance(found, numbers.Real):  # bool, int, float, and numpy's
+        if reward.status not in STATUSES or not all(map(math.isfinite, reward.parts.values())):
+            raise ValueError(f"the verifier {name!r} returned status {reward.status!r} and parts {reward.parts}")
+    elif isinstance(found, numbers.Real | np.bool_):  # bool, int, float, and numpy's
         reward = Reward(float(found), {"correct": float(found == 1)})
     else:
         raise TypeError(f"the verifier {name!r} returned {type(found).__name__}, not a number or a rewards.Reward")
@@ -805,8 +854,12 @@ def _verify(
     sources.update(texts)
     found = {}
     raised = set()
+    worker = os.getpid()
     for name in names:  # a response that is executed may say exit(), and nobody's Ctrl-C comes here
         found[name], failed = _verify_by(name, response, truth, row, BaseException)
+        if os.getpid() != worker:
+            os._exit(0)  # a fork that a verifier made and did not end: it must not answer for the worker
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is still set would strike another sample
         if failed:
             raised.add(name)
     return combine(found, weights), raised

@@ -16,7 +16,7 @@ LARGEST = 10_000  # decimal digits of a number, and terms of a sum, that are sti
 DEEPEST = 20  # braces inside one another that are still read
 # Four braces with nothing between them, and the binomials that the parser itself computes: of five digits, of a power.
 COSTLY = re.compile(r"\{\s*\{\s*\{\s*\{|binom[\s{(]*(?:[0-9]{5}|[0-9.]+\s*\^)|[0-9]{5}\s*\\choose")
-BRACE = re.compile(r"\\.|[{}]")  # an escaped character is matched, too, so that "\{" is not taken for a brace
+BRACKET = re.compile(r"\\.|[][(){}]")  # an escaped character is matched, too, so that "\{" is not taken for a brace
 THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|,\\!)(?=[0-9]{3}(?![0-9]))")  # a comma that may stand within a number
 # Between the parts of a list: a comma that is no blank of LaTeX, a semicolon, "and" and "or", plain or in \text.
 PARTS = re.compile(r"(?<!\\)[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b")
@@ -49,13 +49,13 @@ def parse_math(latex: str) -> list:
 
 
 def nested(text: str) -> int:
-    """How deep the braces of a text are; the parser takes exponential time where they hold nothing but each other."""
+    """How deep the brackets of a text are; the parser takes exponential time where they hold nothing but each other."""
     depth = 0
     deepest = 0
-    for brace in BRACE.findall(text):
-        if brace == "{":
+    for bracket in BRACKET.findall(text):
+        if bracket in "([{":
             depth += 1
-        elif brace == "}":
+        elif bracket in ")]}":
             depth -= 1
         deepest = max(deepest, depth)
     return deepest

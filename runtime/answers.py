@@ -27,7 +27,8 @@ from runtime.units import (
 # A minus is a sign only where no number or bracket stands before it: "10-4" ends in 4, "= -4" in -4. A comma belongs
 # to a number only between groups of three digits, a dot only between digits.
 NUMBER = re.compile(
-    r"(?<![0-9])(?<![0-9]\.)(?:(?<![0-9)\]])[-\u2212])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+    r"(?<![0-9])(?<![0-9]\.)(?:(?<![0-9)\]])[-\u2212]|(?<![0-9)\]$])[-\u2212]\\?[$\u20ac\u00a3](?=[0-9.]))?"
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![.\w)\]])\.[0-9]+)"
 )
 NEGATED = re.compile(r"(?:\bnot|n't|n\u2019t|\bnever)\s*[:$*}]*\s*$", re.IGNORECASE)
 LONGEST_ANSWER = 1000  # characters; what is longer is no answer, and parsers take more than linear time
@@ -43,6 +44,7 @@ ANNOUNCED = re.compile(
     r"(?:[\u662f\u4e3a\u70ba\u306f](?!\u4e0d)[ \t*_]*:?|[\uc740\ub294]|:|=)",
     re.IGNORECASE,
 )
+SAID_INSIDE = re.compile(r"^(?:the\s+)?(?:final\s+)?answer(?:\s+is\b|\s*[:=])\s*:?\s*", re.IGNORECASE)  # of a box
 DENIED = re.compile(r"(?:not|no|non|nicht|pas|n\u00e3o|\u043d\u0435)\b", re.IGNORECASE)
 WIDE = str.maketrans({"\uff1a": ":", "\u3002": ". ", "\uff0c": ", ", "\uff08": "(", "\uff09": ")"})  # Chinese, Japanese
 NAMED = re.compile(r"(?:the|it|so)\b[^$\\=0-9]*\bis\s+(?=[-$\\0-9(])", re.IGNORECASE)  # "The value of x is 5"
@@ -66,13 +68,14 @@ DELIMITED = (  # (opening, closing) of mathematics or emphasis around a whole an
 # Where a plain answer stops and prose continues: "5 because ...", "5, as required.", "5. I hope it is correct."
 PROSE = re.compile(
     r"[.!](?=\s|$)|\s(?=I hope\b)|[,;]?\s\(?(?=(?:because|since|as|so|which|where|when|given|assuming|thus|hence|"
-    r"therefore|but)\b)|\s[(\[](?!mod\b)(?=[a-z]{2,}\s)",
+    r"therefore|but|i\.e|that is|or equivalently)\b)|\s[(\[](?!mod\b)(?=[a-z]{2,}\s|(?:approximately|exactly)\))"
+    r"|\s[\u2013\u2014]\s|\s*[\u2705\u2713\u2714\U0001f300-\U0001faff]",
     re.IGNORECASE,
 )
 
 
 def as_decimal(text: str) -> Decimal:
-    return Decimal(text.strip().replace(",", "").replace("\u2212", "-"))
+    return Decimal(re.sub(r"[,\\$\u20ac\u00a3]", "", text.strip()).replace("\u2212", "-"))
 
 
 def after_thinking(response: str) -> str:
@@ -127,7 +130,7 @@ def _boxed_answer(text: str, several: bool) -> str | None:
         if begin_of_next is not None and not _joined(text[end:begin_of_next], content, several):
             break
         if content not in answers[-1:]:
-            answers.append(content)
+            answers.append(SAID_INSIDE.sub("", content))
         begin_of_next = box.start()
     return ", ".join(reversed(answers)) or None
 
@@ -163,6 +166,7 @@ def _announced_answer(text: str) -> str | None:
     if announced[0][0] == "####":
         rest = rest.partition("\n")[0]
     rest = rest.strip(" \t\r\n:*") if rest.lstrip(" \t:*").startswith("\n") else rest.strip(" \t:")
+    rest = re.sub(r"^(?:\*\*|__)\s+", "", rest)  # "**Answer:** 5"
     rest = re.sub(r"^```[a-z]*\s*", "", rest).partition("</answer>")[0]
     named = NAMED.match(rest)
     rest = rest[named.end() :] if named else rest
@@ -192,18 +196,20 @@ def final_answer(text: str, several: bool = False) -> str | None:
 
 def _inside_tag(text: str) -> str | None:
     """What stands in the last ``<answer>...</answer>``; None without one, or where another answer comes after it."""
-    head, closed, after = text.rpartition("</answer>")
+    after = text.rpartition("</answer>")[2]
+    return None if BOX.search(after) or ANNOUNCED.search(after) else in_last_tag(text)
+
+
+def in_last_tag(text: str) -> str | None:
+    """What stands in the last ``<answer>...</answer>``; None where that is nothing."""
+    head, closed, _ = text.rpartition("</answer>")
     _, opened, inside = head.rpartition("<answer>")
-    if not closed or not opened or not inside.strip() or BOX.search(after) or ANNOUNCED.search(after):
-        return None
-    return inside.strip()
+    return inside.strip() or None if closed and opened else None
 
 
 def tagged_answer(text: str) -> str | None:
     """Return what stands in the last ``<answer>...</answer>``, else the final answer."""
-    head, closed, _ = text.rpartition("</answer>")
-    _, opened, inside = head.rpartition("<answer>")
-    return inside.strip() if closed and opened and inside.strip() else final_answer(text)
+    return in_last_tag(text) or final_answer(text)
 
 
 # ------------------------------------------------------------------------------------------------------ math: text
@@ -252,6 +258,7 @@ TYPESET = [  # (pattern, what stands in its place) before the parser: how a form
     (r"\\text\s*\{\s*([,.:;])\s*\}|\{([,.:;])\}", r"\1\2"),
     (r"\\colon(?![A-Za-z])\s*", ":"),
     (r"(?<=[0-9])\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=[0-9])", ":"),
+    (r"\\tag\*?\s*\{[^{}]*\}\s*$|\\(?:checkmark|blacksquare)(?![A-Za-z])\s*$|^\\?#\s*(?=[0-9])", ""),
     (r"\\degree(?![A-Za-z])", r"^\\circ "),
     (r"\\bigcup(?![A-Za-z])", r"\\cup"),
     (r"\\(?:lor|vee)(?![A-Za-z])", r"\\text{ or }"),
@@ -331,13 +338,19 @@ def _without_braces(text: str) -> str:
     return text[1:-1].strip() if whole and not re.search(r"\\(?:choose|over)(?![A-Za-z])", text) else text
 
 
-def tidy(text: str) -> str:
-    """An answer as it goes to the parser: without delimiters around it, in ASCII, numbers such as 1.5e3 spelled out."""
-    text = _ascii(text.strip()).strip(' \t\r\n"')
+def without_delimiters(text: str) -> str:
+    """A text without what may stand around the whole of it."""
     for opening, closing in DELIMITED:
         inside = text[len(opening) : -len(closing)]
         if text.startswith(opening) and text.endswith(closing) and inside and opening not in inside:
             text = inside.strip()
+    return text
+
+
+def tidy(text: str) -> str:
+    """An answer as it goes to the parser: without delimiters around it, in ASCII, numbers such as 1.5e3 spelled out."""
+    text = _ascii(text.strip()).strip(' \t\r\n"')
+    text = without_delimiters(text)
     text = re.sub(r"(?<![\s.,;:\"`])(?:\\\\|\\[,;:! ]|[\s.,;:\"`])+$", "", text.replace("\\varnothing", "\\emptyset"))
     while (bare := WRAPPED.sub(r"\1", text)) != text:
         text = bare
@@ -348,7 +361,9 @@ def tidy(text: str) -> str:
     text = _without_braces(text.strip())
     text = text.replace("\\langle", "(").replace("\\rangle", ")").replace("**", "^")
     text = re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi", text)
-    text = re.sub(TEXT + r"\{[^{}]*\b(?:is|are):?\s*\}\s*(?=.)", "", text)  # \boxed{\text{The answer is } 5}
+    text = re.sub(
+        TEXT + r"\{[^{}]*(?:\b(?:is|are):?|\banswer:)\s*\}\s*(?=.)", "", text, flags=re.I
+    )  # \boxed{\text{The answer is } 5}
     repeating = re.fullmatch(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|dot)\{?([0-9]+)\}?", text)
     if repeating:
         sign, whole, fixed, again = repeating.groups()

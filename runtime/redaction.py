@@ -22,10 +22,10 @@ SECRET_FLAG = re.compile(
 )
 SHORTEST = 8  # characters of a variable's value: a shorter one may be a word of any text
 # Of URLs in which people write passwords; not docker, whose @ begins a digest, nor ssh, whose user is git.
-SCHEMES = "https?|wss?|ftp|postgres(?:ql)?|mysql|rediss?|mongodb|amqps?"
+SCHEMES = r"https?|wss?|ftp|(?:postgres(?:ql)?|mysql|mariadb|mssql|oracle|mongodb)(?:\+\w+)?|rediss?|amqps?"
 # What a secret looks like, wherever it stands: (what it is, the part that stays, the secret).
 FORMS = (
-    ("a URL with a user or password", re.compile(rf"(\b(?:{SCHEMES})://)[^/\s@'\"]+(?=@)")),
+    ("a URL with a user or password", re.compile(rf"(\b(?:{SCHEMES})://)[^/\s'\"]+(?=@)")),
     (
         "a URL with a key",
         re.compile(r"([?&](?:api_?key|(?:access_?)?token|secret|password|signature)=)[^&\s'\"]+", re.I),

@@ -833,7 +833,8 @@ def answer_calls(lines, scope: dict) -> None:
             value = functions[name](*arguments, **named)
             reply = encode((value, arguments, named) if message["changes"] else value, scope)
         except BaseException as error:
-            reply = {"error": [type(error).__name__, str(error)[:200]]}
+            known = next(base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins")
+            reply = {"error": [type(error).__name__, str(error)[:200], known]}
         write_line(reply)
 
 
@@ -857,8 +858,8 @@ def remote(function: str, lines, scope: dict, asked: list[str]):
         write_line(encode((arguments, named), scope) | {"function": function, "changes": bool(changeable)})
         reply = json.loads(lines.readline())
         if "error" in reply:
-            name, text = reply["error"]
-            error = getattr(builtins, str(name), None)
+            name, text, known = reply["error"]
+            error = getattr(builtins, str(known), None)  # what a test can catch: the program's own classes are not here
             ends = StopIteration, StopAsyncIteration  # of a test's map, which would skip the values that are left
             if not isinstance(error, type) or not issubclass(error, Exception) or issubclass(error, ends):
                 error = RuntimeError  # SystemExit, for one, must not end the test

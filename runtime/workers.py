@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
+import multiprocessing
 import multiprocessing.context
 import os
 import select
@@ -172,6 +174,11 @@ class Worker:
         """``terminate`` has waited."""
 
 
+def _serves_sandboxes(pid: int) -> bool:
+    """Whether a process is the server of a worker's sandboxes. Raises OSError where it is gone."""
+    return any(word.startswith(b"of=") for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
+
+
 def kill_tree(worker: int) -> None:
     """Kill a worker, its process group, and what it started that has left the group.
 
@@ -180,7 +187,7 @@ def kill_tree(worker: int) -> None:
     below = children(worker)
     for pid in below:  # which grows meanwhile
         with contextlib.suppress(OSError):
-            if f"of={worker}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            if _serves_sandboxes(pid):
                 continue
             below += children(pid)
             if os.getpgid(pid) != worker:
@@ -190,42 +197,72 @@ def kill_tree(worker: int) -> None:
             kill(worker, signal.SIGKILL)
 
 
+def adopt_orphans() -> None:
+    """Become the parent of what this process's descendants leave behind (PR_SET_CHILD_SUBREAPER)."""
+    ctypes.CDLL(None).prctl(36, 1)
+
+
+def _kill_orphans(workers: set[int]) -> None:
+    """Kill what workers that have ended left to the nursery, also in sessions of its own."""
+    killed = True
+    while killed:  # its children are left to the nursery in turn
+        killed = False
+        for pid in set(children(os.getpid())) - workers:
+            with contextlib.suppress(OSError):
+                if not _serves_sandboxes(pid):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    killed = True
+
+
 def _nurse(
     control: Connection, code: dict[Path, str], prepare: Callable, arguments: tuple, work: tuple[Callable, tuple, dict]
 ) -> None:
     """The nursery: fork and reap workers, which do ``work``, until the run is gone, however it ended."""
     process.leave_signals_to_the_run()
+    adopt_orphans()
     control.send(changed_files(code, loaded_files()))
     prepare(*arguments)
     sys.stdout.flush()
     gc.collect()
     gc.freeze()  # what a collection does not touch stays shared with the workers
     workers = set()
+    nursery = os.getpid()
     while True:
         try:
             word, pid = control.recv()
         except (EOFError, OSError):
             for worker in workers:
                 kill_tree(worker)
+                os.waitpid(worker, 0)
+            _kill_orphans(set())
             os._exit(0)
         if word == "start":
             pid = os.fork()
             if pid == 0:
                 control.close()
-                _work(*work)
+                _work(nursery, *work)
             workers.add(pid)
             control.send(pid)
         else:
             kill_tree(pid)
             workers.remove(pid)
-            control.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            code_of_end = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            _kill_orphans(workers)
+            control.send(code_of_end)
 
 
-def _work(target: Callable, args: tuple, kwargs: dict) -> None:
+def _work(nursery: int, target: Callable, args: tuple, kwargs: dict) -> None:
     """In a fork: do the work, in a process group of its own, and end."""
     code = 1
     try:
+        process.die_with_parent()
+        if os.getppid() != nursery:  # it ended before this process could ask to end with it
+            os._exit(code)
         os.setsid()
+        adopt_orphans()  # a daemon that a verifier starts stays with its worker
+        multiprocessing.current_process()._config["daemon"] = False  # the nursery's: such processes have no children
+        multiprocessing.set_start_method("fork", force=True)  # a new interpreter could not import a verifier's file
         target(*args, **kwargs)
         code = 0
     except BaseException:

@@ -2,8 +2,11 @@
 
 import asyncio
 import builtins
+import concurrent.futures
+import dataclasses
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -96,6 +99,59 @@ def numpy_number(response, truth, row):
     return numpy.float32(0.25)
 
 
+def numpy_boolean(response, truth, row):
+    import numpy
+
+    return numpy.isclose(1.0, 1.0)
+
+
+def part_not_finite(response, truth, row):
+    return Reward(1.0, {"correct": float("nan")})
+
+
+def unknown_status(response, truth, row):
+    return Reward(1.0, status="great")
+
+
+@dataclasses.dataclass
+class Case:
+    """What a test of a home-made verifier may be, which goes to other processes."""
+
+    number: int
+
+
+def double(case):
+    return Case(2 * case.number)
+
+
+def computes_in_processes(response, truth, row):
+    with concurrent.futures.ProcessPoolExecutor(2) as processes:
+        return float(list(processes.map(double, [Case(1), Case(2)])) == [Case(2), Case(4)])
+
+
+def forks(response, truth, row):
+    """The child says something else, as one does that meets ``sys.exit`` in a response that is executed."""
+    child = os.fork()
+    if child == 0:
+        sys.exit(3)
+    os.waitpid(child, 0)
+    return 1.0
+
+
+def leaves_an_alarm(response, truth, row):
+    def over(*_):
+        raise ValueError("its time is over")
+
+    signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    return 1.0
+
+
+def dies_late(response, truth, row):
+    time.sleep(0.5)
+    os._exit(3)
+
+
 def numpy_reward(response, truth, row):
     import numpy
 
@@ -139,9 +195,10 @@ def starts_a_process(response, truth, row):
         "child": SLEEPS.format(before="signal.signal(signal.SIGTERM, signal.SIG_IGN)"),
         "a session": SLEEPS.format(before="pass"),
         "orphan": "import os; os.fork() and os._exit(0); " + SLEEPS.format(before="pass"),
+        "daemon": "import os; os.fork() and os._exit(0); os.setsid(); " + SLEEPS.format(before="pass"),
     }[row["kind"]]
     started = subprocess.Popen([sys.executable, "-c", program, truth], start_new_session=row["kind"] == "a session")
-    if row["kind"] == "orphan":
+    if row["kind"] in ("orphan", "daemon"):
         started.wait()
     return {"hangs": hangs, "dies": dies, "": always}[response](response, truth, row)
 

@@ -295,3 +295,10 @@ def test_the_search_finds_what_is_packed(tmp_path):
     (tmp_path / secret).mkdir()
     where = {place.partition("|")[0].rpartition("/")[2] for place in found_in(tmp_path)}
     assert where == {"plain", "a.gz", "a.zip", "a.tar.gz", "a.parquet", "a.pt", "job.sh", secret}
+
+
+@pytest.mark.parametrize("scheme", ["https", "postgresql+psycopg2", "mysql+pymysql", "mongodb+srv", "redis"])
+def test_no_part_of_a_password_in_a_url_is_left(scheme):
+    """Passwords hold an @ that nobody escaped, and addresses of databases name their driver."""
+    text = redaction.redact(f"connect('{scheme}://me:some@thing@host.example/db'), or mail me@example.com")
+    assert text == f"connect('{scheme}://***@host.example/db'), or mail me@example.com"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -59,6 +58,15 @@ LAST_NUMBER = [
     ("7", "7.00", True),
     ("007", "7", True),
     ("7.1", "7", False),
+    ("it is .5", "0.5", True),
+    ("it is .5", "5", False),
+    ("it is -.5", "-0.5", True),
+    ("so x.5", "5", True),
+    ("a loss of -$7", "-7", True),
+    ("a loss of -$7", "7", False),
+    ("a loss of \u2212\\$1,234.50", "-1234.5", True),
+    ("between $3$-$5$", "5", True),
+    ("it isn't -$7", "-7", False),
     ("-0", "0", True),
     ("$5.", "5", True),
     ("$5, I think", "5", True),
@@ -296,7 +304,10 @@ def test_a_verifier_of_this_project_never_ends_the_run(pool):
     assert {pool.result(future).status for future in futures} == {"unscorable"}
 
 
-@pytest.mark.parametrize(("name", "score"), [("number", 0.5), ("boolean", 1.0), ("whole", 1.0), ("numpy_number", 0.25)])
+@pytest.mark.parametrize(
+    ("name", "score"),
+    [("number", 0.5), ("boolean", 1.0), ("whole", 1.0), ("numpy_number", 0.25), ("numpy_boolean", 1.0)],
+)
 def test_a_verifier_may_return_a_number(pool, name, score):
     assert verify(pool, f"{MINE}:{name}") == Reward(score, {"correct": float(score == 1)})
 
@@ -309,7 +320,12 @@ def test_a_verifier_may_return_a_reward_of_numpy_numbers(pool):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("not_a_reward", "returned str, not a number"), ("not_finite", "the score nan")],
+    [
+        ("not_a_reward", "returned str, not a number"),
+        ("not_finite", "the score nan"),
+        ("part_not_finite", "parts {'correct': nan}"),
+        ("unknown_status", "status 'great'"),
+    ],
 )
 def test_what_is_no_score_costs_that_sample(pool, name, words):
     reward = verify(pool, f"{MINE}:{name}")
@@ -373,7 +389,38 @@ def gone(mark: str, seconds: float = 5) -> bool:
     return not left_of(mark)
 
 
-STARTED = {"child": 1000.25, "a session": 1000.5, "orphan": 1000.75}
+def test_a_verifier_may_compute_in_processes():
+    """Its functions and classes pickle, though its file was loaded under a name that no import means."""
+    pool = RewardPool(1, 20.0)
+    assert verify(pool, f"{MINE}:computes_in_processes").score == 1.0
+    pool.close()
+
+
+def test_a_verifier_may_import_what_lies_beside_its_file(tmp_path):
+    (tmp_path / "beside_it.py").write_text("SCORE = 0.5\n")
+    (tmp_path / "mine.py").write_text("def score(*_):\n    import beside_it\n    return beside_it.SCORE\n")
+    pool = RewardPool(1, 20.0)
+    assert verify(pool, f"{tmp_path}/mine.py:score").score == 0.5
+    pool.close()
+
+
+def test_a_fork_of_a_verifier_does_not_answer_for_it():
+    """A response that is executed may fork; the child would go on as a second worker, on the same pipes."""
+    pool = RewardPool(1, 20.0)
+    assert verify(pool, f"{MINE}:forks").score == 1.0
+    assert verify(pool, f"{MINE}:dies").status == "crash", "the time-out of another process that took the sample"
+    pool.close()
+
+
+def test_an_alarm_of_one_verification_does_not_strike_the_next():
+    """The usual time limit of home-made verifiers; what raises before it is taken back leaves it."""
+    pool = RewardPool(1, 20.0)
+    assert verify(pool, f"{MINE}:leaves_an_alarm").status == "ok"
+    assert verify(pool, f"{MINE}:late").status == "ok"
+    pool.close()
+
+
+STARTED = {"child": 1000.25, "a session": 1000.5, "orphan": 1000.75, "daemon": 1000.875}
 END = {"hangs": "timeout", "dies": "crash", "": "ok"}
 
 
@@ -388,14 +435,24 @@ def test_what_a_verifier_started_ends_with_it(kind, end):
         assert reward.status == END[end]
         if end == "":
             assert left_of(mark), "the test's own process was not there"
-        elif not (kind == "a session" and end == "dies"):  # which nobody can tell from another's, then
+        else:
             assert gone(mark)
     finally:
         pool.close()
-    if not (kind == "a session" and end == "dies"):
-        assert gone(mark)
-    for pid in left_of(mark):
-        os.kill(pid, signal.SIGKILL)
+    assert gone(mark)
+
+
+def test_what_one_verifier_started_outlives_the_end_of_another():
+    """A daemon that a worker started is not taken for what a dead one left."""
+    mark = f"{2000.25 + os.getpid()}"
+    pool = RewardPool(2, 3.0)
+    futures = [
+        pool.submit(f"{MINE}:{name}", "", mark, {"kind": "daemon"}) for name in ("starts_a_process", "dies_late")
+    ]
+    assert [pool.result(future).status for future in futures] == ["ok", "crash"]
+    assert works(pool) and left_of(mark)
+    pool.close()
+    assert gone(mark)
 
 
 def test_a_verifier_can_end_what_it_started(pool):
@@ -614,6 +671,45 @@ def test_a_solution_is_a_program():
     assert rewards._own_solution(row, tests) == ("solution", "f = 1\n")
 
 
+PROGRAM = "def f():\n    return 1"
+BLOCK = f"```python\n{PROGRAM}\n```"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        BLOCK.replace("python", "python 3"),
+        BLOCK.replace("python", 'python title="a.py"'),
+        BLOCK.replace("python", "{.python}"),
+        BLOCK.replace("```", "~~~"),
+        BLOCK.replace("```", "````"),
+        BLOCK.replace("\n", "\r\n"),
+        "1. So:\n   " + BLOCK.replace("\n", "\n   "),
+        f"```python\n{PROGRAM}\n",
+        f"```python\n{PROGRAM}```\nIt is 1.",
+        f"{BLOCK}\nOutput:\n```\n1\n```",
+        f"{BLOCK}\n```bash\npython a.py\n```\nThen:\n```text\n1\n```",
+        f"<answer>{BLOCK}</answer>",
+        f"<answer>\n{PROGRAM}\n</answer>",
+        f"```python\n# a ```fence``` inside\n{PROGRAM}\n```",
+        f"```python\nf = 2\n``` and ```python\n{PROGRAM}\n```",
+        f"```\n{PROGRAM}\n```",
+        PROGRAM,
+    ],
+)
+def test_where_a_program_is_in_a_response(response):
+    scope = {}
+    exec(rewards._program_in(response), scope)
+    assert scope["f"]() == 1
+
+
+def test_programs_are_found_in_linear_time():
+    start = time.perf_counter()
+    for text in ("~~~", "`", "```\n", "<answer>", " ", "~ `", "```\n" + " " * 50, "``` x", "</answer><answer>"):
+        rewards._program_in(text * (200_000 // len(text)))
+    assert time.perf_counter() - start < 5
+
+
 def test_overlong_penalty():
     """DAPO, equation 13, with 100 tokens and a buffer of 20."""
     lengths = {80: 0.0, 81: 0.05, 85: 0.25, 90: 0.5, 100: 1.0, 120: 1.0, 0: 0.0}
@@ -651,6 +747,7 @@ def test_shape_penalties():
         ("math", " ", {}, "math"),
         ("countdown", "24", {"nums": [4, 6]}, ""),
         ("countdown", "24", {}, "no numbers"),
+        ("countdown", "24", {"nums": "[4, six]"}, "countdown"),
         ("countdown", "many", {"nums": [4, 6]}, "countdown"),
         ("ifeval", "{}", {}, "instruction_id_list"),
         ("format", "", {}, ""),

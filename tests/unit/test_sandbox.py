@@ -385,6 +385,8 @@ def test_exceptions_that_a_test_expects():
     )
     row = {"entry_point": "f"}
     assert passes("def f(x):\n    raise ValueError('a negative number')", check, row)
+    assert passes("class Low(ValueError): pass\ndef f(x):\n    raise Low('a negative number')", check, row)
+    assert not passes("class Low(TypeError): pass\ndef f(x):\n    raise Low('a negative number')", check, row)
     assert not passes("def f(x):\n    raise TypeError('a negative number')", check, row)
     assert not passes("def f(x):\n    raise SystemExit(0)", check, row)
     assert not passes("def f(x):\n    return 0", check, row)

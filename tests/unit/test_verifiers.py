@@ -163,8 +163,27 @@ GSM8K = [  # (response, truth, right?)
     ("####\n18", "18", False),
     ("#### -5", "-5", True),
     ("10-4", "-4", False),
+    ("#### -$42", "-42", True),
+    ("#### not 42", "42", False),
+    ("#### .5", "5", False),
 ]
 MATH = [
+    ("**Answer:** The area is $25\\pi$ square units.", "25\\pi", True),
+    ("**Answer:** $25\\pi$ square units.", "25\\pi", True),
+    ("**Answer:** **42**", "42", True),
+    ("**Answer:** not 42", "42", False),
+    ("The answer is $\\frac{3}{4}$, i.e. 0.75.", "\\frac34", True),
+    ("Answer: $42$, or equivalently $6 \\cdot 7$", "42", True),
+    ("The answer is 42 (approximately).", "42", True),
+    ("Answer: 42 (approximately 43)", "43", False),
+    ("Answer: 42 \u2014 as required", "42", True),
+    ("Answer: 42 \u2705", "42", True),
+    (r"\boxed{Answer: 42}", "42", True),
+    (r"\boxed{\text{Answer: }42}", "42", True),
+    (r"\boxed{The answer is not 42}", "42", False),
+    (r"\boxed{42 \tag{1}}", "42", True),
+    (r"\boxed{42 \checkmark}", "42", True),
+    (r"\boxed{\#42}", "42", True),
     (r"\boxed{\frac{1}{2}}", r"\frac12", True),
     (r"\boxed{0.5}", r"\frac{1}{2}", True),
     (r"\boxed{\dfrac{14}{3}}", r"\frac{14}{3}", True),
@@ -203,6 +222,10 @@ COUNTDOWN = [
     ("<answer>25 - 4 + 3 * 2</answer>", "27", True),
     ("<answer>25-4+3*2 = 27</answer>", "27", True),
     ("<answer>25-4+3*2 = 28</answer>", "27", False),
+    ("<answer>$25 - 4 + 3 \\times 2$</answer>", "27", True),
+    ("<answer>`25-4+3*2`</answer>", "27", True),
+    ("<answer>25 - 4\n+ 3*2</answer>", "27", True),
+    ("<answer>2 5 - 4 + 3*2</answer>", "27", False),
     ("\\boxed{25 - 4 + 3 \\times 2}", "27", True),
     ("<answer>2 × 3 + 25 − 4</answer>", "27", True),
     ("<answer>(25 - 4) / 3 * 2</answer>", "14", True),
@@ -345,6 +368,20 @@ def test_countdown(response, truth, right):
     assert score("countdown", response, truth, NUMBERS) == right
     target = json.dumps({"target": truth, "numbers": NUMBERS["nums"]})
     assert score("countdown", response, target) == right
+
+
+@pytest.mark.parametrize("numbers", ["[2, 3, 4, 25]", "2 3 4 25", "2,3,4,25", (2, 3, 4, 25)])
+def test_numbers_of_countdown_in_a_table(numbers):
+    """A column of a CSV is text: read otherwise, a row would be good at the start and no right answer scored."""
+    assert score("countdown", "<answer>25-4+3*2</answer>", "27", {"nums": numbers}) == 1
+    assert score("countdown", "<answer>25+2</answer>", "27", {"nums": numbers}) == 0
+
+
+def test_brackets_without_end_are_not_parsed(monkeypatch):
+    """The parser takes seconds for them, as for braces."""
+    monkeypatch.setattr(algebra, "parse_math", None)
+    for bracket in ("(", "[", "\\right.(", "(a+["):
+        assert score("math", f"\\boxed{{{bracket * 90}}}", "5") == 0
 
 
 @pytest.mark.parametrize(("response", "truth", "right"), FORMAT, ids=lambda v: repr(v)[:24])
