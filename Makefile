@@ -42,6 +42,6 @@ bench-gate: setup
 compare: setup
 	$(PYTHON_BIN) studies/compare.py $(ARGS)
 
-# Time to a stated accuracy: SPEEDRUN.md
+# Time to a stated accuracy: docs/evidence/speedrun.md
 speedrun: setup
 	$(PYTHON_BIN) studies/speedrun.py $(ARGS)

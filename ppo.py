@@ -55,7 +55,7 @@ class Args(RunFlags):
     exp_name: str = Path(__file__).stem
     """First part of the run's name: a copy of this file has runs of its own."""
     as_: flags.As = None
-    """Learn as another framework does by default (docs/presets.md has the names); other flags given here win."""
+    """Learn as another framework does by default (names: docs/evidence/presets.md); other flags given here win."""
     total_steps: int = 28
     """Number of batches to sample and train on."""
     total_episodes: int | None = None

@@ -291,7 +291,7 @@ class RunFlags:
     """Response tokens whose logits exist at the same time. Default: 4096 on GPUs, 2048 on CPUs."""
     batch_layout: Literal["auto", "shared", "padded", "packed"] = "auto"
     """shared: one row per group, common prefixes once. padded: one row per sample. packed: no padding. auto: shared,
-    unless the device or the lengths are against it (docs/layouts.md)."""
+    unless the device or the lengths are against it (docs/evidence/layouts.md)."""
     zero_stage: Literal[1, 2, 3] = 2
     """DeepSpeed ZeRO: 1 shards optimizer states, 2 gradients as well, 3 parameters as well. (0 has no NaN check.)"""
     offload_optimizer: bool = False

@@ -1,6 +1,6 @@
 """How much memory a rank of a run needs, part by part and phase by phase, from the flags and the model's config.
 
-Arithmetic alone, without torch. docs/memory.md has the formulas, with what runs were measured to hold.
+Arithmetic alone, without torch. docs/evidence/memory.md has the formulas, with what runs were measured to hold.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runtime.flags import loads_reference, sizes
 GIB = 2**30
 MAX_LIVE = 10**9  # weights that DeepSpeed's stage 3 keeps gathered by default: stage3_max_live_parameters
 # Bytes resident with --rollout hf and vllm on CPUs besides what is predicted: the interpreter, libraries, their caches,
-# gaps between tensors. docs/memory.md says what was measured.
+# gaps between tensors. docs/evidence/memory.md says what was measured.
 PROCESS = {"hf": 0.81e9, "vllm": 1.46e9}
 
 
@@ -383,7 +383,7 @@ def describe(prediction: Prediction, model: Model, process: float, card: float =
     libraries = f"{process / GIB:.1f} of them the process and its libraries" if process else "besides CUDA's own"
     lines = [
         f"memory     at most about {(prediction.peak + process) / GIB:.1f} GiB per rank, {libraries} "
-        f"({model.parameters / 1e6:.0f}M parameters; docs/memory.md)",
+        f"({model.parameters / 1e6:.0f}M parameters; docs/evidence/memory.md)",
         f"  phases   {', '.join(phases)}",
         f"  parts    {', '.join(parts)}",
     ]

@@ -3,7 +3,7 @@
 A preset is data: each row is one of our flags, its value, and where the framework says so (its own field = default,
 and the file and line in the version named). What no flag expresses stands beside it, with the size of the difference.
 tests/unit/test_presets.py reads the defaults again in the frameworks' own files, calls their functions for advantages
-and losses on the same tensors, and compares values and gradients. docs/presets.md is made from this table.
+and losses on the same tensors, and compares values and gradients. docs/evidence/presets.md is made from this table.
 
 Left out are sizes (prompts, samples per prompt, lengths, memory): a preset says how a framework learns, not how much.
 """
@@ -550,7 +550,7 @@ def explain(args: Any) -> list[str]:
 
 
 def page() -> str:
-    """docs/presets.md, from the table."""
+    """docs/evidence/presets.md, from the table."""
     lines = [PAGE]
     for name, preset in PRESETS.items():
         scripts = " and ".join(f"`{script}.py`" for script in preset.scripts)

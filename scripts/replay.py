@@ -12,7 +12,7 @@ That script's own token_loss, loss_weights and group_advantages are called, with
     --after N     first take N optimizer steps of the run's own setting on the batch, so that ratios leave 1
     --output PNG  the picture. Default: replay.png in the folder of the run
 
-Prints a table and the cosines between the gradients. docs/replay.md says what each number is.
+Prints a table and the cosines between the gradients. docs/evidence/replay.md says what each number is.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m pip install --target trl --no-deps trl==1.16.0      in a folder of its own: no dependency of this project
     python studies/compare.py --trl trl --json results.json       all parts; a second call measures what is missing
     python studies/compare.py --trl trl --json results.json --parts quickstart --rounds 5
-    python studies/compare.py --json results.json --markdown docs/performance.md       write the page; measures nothing
-    python studies/compare.py --json bf16.json --also fp32.json --markdown docs/performance.md     of two measurements
+    python studies/compare.py --json results.json --markdown docs/evidence/performance.md     write the page
+    python studies/compare.py --json bf16.json --also fp32.json --markdown docs/evidence/performance.md     of two
 
 Parts: ``quickstart``, the shape of ``python grpo.py``, also against TRL's defaults; ``async``, the same with
 ``--async_steps 1`` as well; ``allocator``, the first against a TRL whose process has the memory allocator of grpo.py;
@@ -596,13 +596,13 @@ def trials(results: dict) -> list[tuple[str, float | None]]:
 
 
 def page(measurements: list[dict]) -> str:
-    """docs/performance.md for these measurements, one after the other."""
+    """docs/evidence/performance.md for these measurements, one after the other."""
     lines = [
         "# Performance",
         "",
         "A step of `grpo.py` beside a step of TRL's GRPOTrainer, on the same work, in one go. This page is written by",
-        "`python studies/compare.py --json docs/data/compare.json --also docs/data/compare_earlier.json",
-        "docs/data/compare_fp32.json docs/data/compare_avx2.json --markdown docs/performance.md`; the head of that",
+        "`python studies/compare.py --json data/compare.json --also data/compare_earlier.json data/compare_fp32.json",
+        "data/compare_avx2.json --markdown performance.md`, with the paths of docs/evidence; the head of that",
         "script says what is held equal and how TRL is tuned. Run it on your machine: the ratios are of this one.",
         "",
         "Times are seconds. `log-probs` is what TRL does before the update besides sampling: batches, advantages, old",
@@ -619,7 +619,7 @@ def page(measurements: list[dict]) -> str:
 NOTES = {
     "async": [
         "With `--async_steps 1` the engine samples the next batch while this one trains, so a batch is of the weights",
-        "before the last update: another algorithm. [async.md](async.md) compares what it learns. TRL's GRPOTrainer",
+        "before the last update: another algorithm. [async.md](../async.md) compares what it learns. TRL's GRPOTrainer",
         "samples, then trains.",
         "",
     ]

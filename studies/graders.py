@@ -1,7 +1,7 @@
 """Score labeled answers with this project's verifiers and with those of others, and write down who is wrong where.
 
     pip install --no-deps --target wheels trl verl
-    python studies/graders.py --wheels wheels --data ../shared/data --output docs/graders.md
+    python studies/graders.py --wheels wheels --data ../shared/data --output docs/evidence/graders.md
 
 The graders: the project's ``math`` and ``gsm8k``; math-verify as its README calls it; TRL's ``accuracy_reward``; verl's
 ``math_reward`` (its default for MATH), ``math_dapo``, ``math_verify`` and ``gsm8k``. Without --wheels, the first two

@@ -4,9 +4,9 @@
     python studies/kl_study.py --add runs/study_kl ...   first adds the finished and measured runs in these folders
     python studies/kl_study.py --names                   the names of the runs in the table, which study_kl.sh skips
 
-The table, docs/data/kl_study.csv.gz, has a row per run: the arguments that differ from their defaults, the version of
-the code, and final values as scripts/plot.py takes them: of the last evaluation, or the mean over the last tenth of the
-steps. ``kl/exact`` is what studies/measure_kl.py measured.
+The table, docs/evidence/data/kl_study.csv.gz, has a row per run: the arguments that differ from their defaults, the
+version of the code, and final values as scripts/plot.py takes them: of the last evaluation, or the mean over the last
+tenth of the steps. ``kl/exact`` is what studies/measure_kl.py measured.
 
 Intervals are 95 % intervals over seeds, by Student's t. The KL spans three decades, so its mean is the geometric one,
 with the interval of the logarithm. Effects are compared seed by seed, because runs with the same seed have the same
@@ -39,7 +39,7 @@ from runtime.flags import PRESENTATION
 matplotlib.use("Agg")  # no display on a cluster
 import matplotlib.pyplot as plt
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "evidence"
 TABLE = DOCS / "data" / "kl_study.csv.gz"
 PLACES = {"model_name_or_path", "exp_name", "output_dir", "run_name"}  # where things lie, and what they are called
 RESULTS = (

@@ -1,7 +1,7 @@
 """The expected gradient of every policy loss beside the gradient of E[R], by exact enumeration.
 
     python studies/loss_table.py                              prints the table (a few seconds on one core)
-    python studies/loss_table.py --output docs/losses.png     also draws it
+    python studies/loss_table.py --output docs/evidence/losses.png     also draws it
     python studies/loss_table.py --worlds 20                  medians over random rewards and policies instead
 
 Policies are tables over all prefixes of responses of at most 4 tokens out of 3, the first of which ends a response, so
@@ -10,7 +10,8 @@ Three policies matter: the sampler drew the responses, `old` is the trainer's po
 and `pi` is the policy that is trained now. CONDITIONS lists how far apart they are.
 
 What grpo.py has is called from grpo.py (token_loss, loss_weights, group_advantages), so the table holds for the code
-that trains. Every other loss is a function of a few lines below, with its source. docs/losses.md explains the columns.
+that trains. Every other loss is a function of a few lines below, with its source. docs/evidence/losses.md explains the
+columns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory of a run: the table by model and GPU, and what runs really hold against what runtime/memory.py predicts.
 
-    python studies/memory.py table                 the tables of docs/memory.md
+    python studies/memory.py table                 the tables of docs/evidence/memory.md
     python studies/memory.py plan --gpus 8 --gpu_gb 80 ppo.py FLAGS    what that command line needs of these GPUs
     python studies/memory.py measure               six configurations on this machine's CPU: a table
 

@@ -1,4 +1,4 @@
-"""Write docs/presets.md from the table in runtime/presets.py.
+"""Write docs/evidence/presets.md from the table in runtime/presets.py.
 
 python studies/presets_page.py
 """
@@ -13,4 +13,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts a
 from runtime import presets
 
 if __name__ == "__main__":
-    Path(__file__).resolve().parent.parent.joinpath("docs", "presets.md").write_text(presets.page())
+    Path(__file__).resolve().parent.parent.joinpath("docs", "evidence", "presets.md").write_text(presets.page())

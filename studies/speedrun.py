@@ -1,12 +1,12 @@
-"""Seconds until held-out accuracy reaches a stated value. SPEEDRUN.md has the rules and the results.
+"""Seconds until held-out accuracy reaches a stated value. docs/evidence/speedrun.md has the rules and the results.
 
     python studies/speedrun.py                        CPU track: the quickstart's task to pass@1 0.80, three seeds
     python studies/speedrun.py --track gpu            GPU track: GSM8K to greedy accuracy 0.55, three seeds
     python studies/speedrun.py --seeds 1 --flags="--num_unique_prompts_rollout 4"         an attempt with other flags
 
 The clock starts before the script does and stops when the evaluation that reaches the target is on the disk: imports,
-loading, every evaluation on the way are in it. Then the run is ended. Prints the row for SPEEDRUN.md; exit code 1 if a
-seed never reaches the target.
+loading, every evaluation on the way are in it. Then the run is ended. Prints the row for docs/evidence/speedrun.md;
+exit code 1 if a seed never reaches the target.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ say = partial(print, flush=True)
 @dataclass
 class Args:
     track: Literal["cpu", "gpu"] = "cpu"
-    """Which one of SPEEDRUN.md."""
+    """Which one of docs/evidence/speedrun.md."""
     script: str = "grpo.py"
     """The script that is timed: a copy of yours, for example."""
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -76,7 +76,7 @@ class Args:
     flags: str = ""
     """More flags for the script, in quotes; of a flag that the track gives, too, these count."""
     target: float | None = None
-    """Another target than the track's: no row of SPEEDRUN.md, but a way to try."""
+    """Another target than the track's: no row of docs/evidence/speedrun.md, but a way to try."""
     keep: str | None = None
     """Keep the folders of the runs in this folder."""
 

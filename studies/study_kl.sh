@@ -4,7 +4,7 @@
 #   studies/study_kl.sh --real              the quickstart's model: 190 runs of 2 CPU minutes each
 #   studies/study_kl.sh --seeds 1..3        a part of it; other arguments go to every run
 #   LANES=8 studies/study_kl.sh             so many runs side by side (2); OUTPUT_DIR=... where they go
-# Repeat the command to continue. What is in docs/data/kl_study.csv.gz is not repeated, unless TABLE= names another one.
+# Repeat the command to continue. What is in docs/evidence/data/kl_study.csv.gz is not repeated, unless TABLE= names another one.
 # A seed is finished before the next begins, so that whatever is there at any time can be compared. For the results:
 #   python studies/kl_study.py --add runs/study_kl runs/study_kl_real
 set -euo pipefail

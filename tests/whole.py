@@ -1,6 +1,6 @@
 """Runs every test but those of a GPU (make test-gpu): hours, in as many pieces as need be.
 
-    make test-all                                     every file; docs/survival.md gets the result
+    make test-all                                     every file; docs/evidence/survival.md gets the result
     python tests/whole.py tests/runs/test_soak.py     one file, which the whole run need not repeat
 
 Each file is a process of pytest, each test a line of runs/whole/COMMIT.jsonl when it begins and one when it has ended.
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))  # runtime/ is no package that is installed
 from runtime import process  # noqa: E402
 
 KINDS = ("fast", "slow", "learn")
-BEGIN, END = "<!-- whole -->\n", "<!-- /whole -->\n"  # around the result in docs/survival.md
+BEGIN, END = "<!-- whole -->\n", "<!-- /whole -->\n"  # around the result in docs/evidence/survival.md
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2): children end with this process; it inherits orphans
 LIBC = ctypes.CDLL(None)
 REPORTS = defaultdict(list)  # of each test: set-up, call, clean-up
@@ -142,7 +142,7 @@ def main() -> int:
     tests = list(merged(records).values())
     print(page(commit, tests))
     if not args.files:
-        doc = ROOT / "docs" / "survival.md"
+        doc = ROOT / "docs" / "evidence" / "survival.md"
         before, rest = doc.read_text().split(BEGIN)
         process.write_whole(doc, f"{before}{BEGIN}{page(commit, tests)}{END}{rest.split(END)[1]}")
     return int(any(found["outcome"] == "failed" for found in tests))

@@ -1,8 +1,8 @@
 """What can go wrong in a run: how it ends or continues, and that the message names the cause.
 
 Each test injects some faults, and records the message that a user sees. When all tests have passed in one session,
-docs/faults.md is written from the records; `make test ARGS="-m slow tests/runs/test_faults.py"` regenerates it. That
-needs root: its two nodes are network namespaces.
+docs/evidence/faults.md is written from the records; `make test ARGS="-m slow tests/runs/test_faults.py"` regenerates
+it. That needs root: its two nodes are network namespaces.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ import utils
 from runtime import flags, process
 
 pytestmark = pytest.mark.slow
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "docs" / "evidence" / "faults.md"
 HEAD = """# Faults, and what a run does about them
 
 Written by `tests/runs/test_faults.py`, which injects each of these faults into a run and records what is printed.

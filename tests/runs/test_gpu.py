@@ -332,7 +332,7 @@ def test_a_run_whose_parts_sleep_in_turns(place, tiny, tmp_path):
 @on_both_slow
 @pytest.mark.parametrize("offload, expected", [(False, 14), (True, 2)])
 def test_what_the_trainer_holds(place, offload, expected):
-    """Bytes per parameter after a step in bf16 under ZeRO 2, as docs/memory.md counts them.
+    """Bytes per parameter after a step in bf16 under ZeRO 2, as docs/evidence/memory.md counts them.
 
     A CPU has all: what is offloaded as well, which is 6 more than on the device, for gradients in both types.
     """

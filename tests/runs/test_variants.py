@@ -23,7 +23,7 @@ from runtime import batching
 NAMES = variant.names()
 WHOLE = variant.whole_names()
 MOST_CHANGES = 60
-# Variant -> the row of docs/losses.md that its token loss must equal, and the settings of that row.
+# Variant -> the row of docs/evidence/losses.md that its token loss must equal, and the settings of that row.
 ROWS = {
     "cispo": ("CISPO", {"clip_higher": 0.28}),
     "dppo": ("DPPO", {}),
@@ -135,7 +135,7 @@ def test_an_unknown_variant_is_refused_with_the_list(capsys):
 @pytest.mark.parametrize("condition", loss_table.CONDITIONS)
 @pytest.mark.parametrize("name", ROWS)
 def test_the_token_loss_has_the_gradient_of_its_row(modules, name, condition):
-    """By exact enumeration, fresh and stale: a variant's gradient is that of the loss which docs/losses.md explains."""
+    """By exact enumeration, fresh and stale: a variant's gradient is that of its loss in docs/evidence/losses.md."""
     world = loss_table.World(max_length=3)
     batch = loss_table.batch_of(world, loss_table.policies_of(world, condition))
     row, settings = ROWS[name]

@@ -588,9 +588,9 @@ def test_the_filter_reweights_prompts_by_how_often_the_other_one_is_filtered():
 
 
 def page_cells() -> dict[str, list[str]]:
-    """The rows of the tables of docs/losses.md: first column -> the others."""
+    """The rows of the tables of docs/evidence/losses.md: first column -> the others."""
     found = {}
-    for line in (ROOT / "docs" / "losses.md").read_text().splitlines():
+    for line in (ROOT / "docs" / "evidence" / "losses.md").read_text().splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]
         if len(cells) > 3:
             found[cells[1]] = cells[2:-1]
@@ -628,7 +628,7 @@ def test_the_script_prints_every_row_and_draws_them(tmp_path):
 
 @pytest.mark.slow
 def test_the_medians_over_random_worlds_are_those_of_the_page():
-    """docs/losses.md draws its conclusions from these, so that they do not hang on one toy."""
+    """docs/evidence/losses.md draws its conclusions from these, so that they do not hang on one toy."""
     rows = loss_table.median_rows(20)
     stale = {
         "PPO clip": 0.01,

@@ -1,7 +1,7 @@
 """Architectures: every one is trained on its own log-probs in every layout, or refused with the layout that works.
 
 The models are random and tiny. Those with a sliding window have one of 64 tokens, and rows of 130 to 230. When all of
-the zoo has run, docs/models.md is written from what was measured.
+the zoo has run, docs/evidence/models.md is written from what was measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpo import Args
 from runtime import attention, batching
 from runtime.records import Sample
 
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "evidence" / "models.md"
 HEAD = """# Model architectures and batch layouts
 
 Written by `tests/unit/test_models.py`. Each model is random, has two layers, and is loaded as a run loads it (fp32,
@@ -195,7 +195,7 @@ def plain(model, samples: list[Sample]) -> torch.Tensor:
 
 @pytest.fixture(scope="module", autouse=True)
 def page():
-    """Writes docs/models.md when the whole zoo has run, and prints the table."""
+    """Writes docs/evidence/models.md when the whole zoo has run, and prints the table."""
     yield
     if set(MEASURED) != set(ZOO):
         return

@@ -246,7 +246,8 @@ def test_a_run_with_a_preset_is_recorded_resumed_and_finished(tiny, tmp_path, mo
 
 
 def test_the_page_is_what_the_table_gives():
-    assert (ROOT / "docs" / "presets.md").read_text() == presets.page(), "run: python studies/presets_page.py"
+    page = ROOT / "docs" / "evidence" / "presets.md"
+    assert page.read_text() == presets.page(), "run: python studies/presets_page.py"
 
 
 def test_advantage_eps_is_added_to_the_deviation():

@@ -128,13 +128,14 @@ the rest
 
 def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path):
     """Each test has one line of outcome; nothing is left over, also of a run that is told to end; the page is kept."""
-    for folder in ("tests", "docs"):
-        (tmp_path / folder).mkdir()
+    for folder in ("tests", "docs/evidence"):
+        (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "tests" / "whole.py", tmp_path / "tests")
     (tmp_path / "runtime").symlink_to(ROOT / "runtime")
     (tmp_path / "tests" / "test_a.py").write_text(TESTS)
     (tmp_path / "tests" / "test_b.py").write_text("import nowhere")
-    (tmp_path / "docs" / "survival.md").write_text("before\n<!-- whole -->\nold\n<!-- /whole -->\nthe rest\n")
+    page = tmp_path / "docs" / "evidence" / "survival.md"
+    page.write_text("before\n<!-- whole -->\nold\n<!-- /whole -->\nthe rest\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  learn\n  gpu\n")
     environment = os.environ | {"PYTHONPATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     line = [sys.executable, "tests/whole.py", "--limit"]
@@ -150,7 +151,7 @@ def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path
     (tmp_path / "broken").touch()  # what has passed is not run again
     second = subprocess.run([*line, "4"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert second.returncode == 1, second.stderr
-    page = (tmp_path / "docs" / "survival.md").read_text()
+    page = page.read_text()
     assert page.startswith("before\n<!-- whole -->\nCommit ") and page.endswith(RESULT), page
     ended = [line for line in read_jsonl(next((tmp_path / "runs" / "whole").iterdir())) if "outcome" in line]
     assert len(ended) == 7 and [line["why"] for line in ended if "why" in line][:2] == ["pytest ended with -9"] * 2
