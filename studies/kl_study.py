@@ -1,6 +1,6 @@
-"""The KL study: its raw results as one table, and the figures, tables and tests of docs/kl.md made from it.
+"""The KL study: its raw results as one table, and the figures and tables of docs/evidence/kl_study.md.
 
-    python studies/kl_study.py                           redraws docs/kl_study*.png and prints the tables of docs/kl.md
+    python studies/kl_study.py                           redraws the figures and prints the tables
     python studies/kl_study.py --add runs/study_kl ...   first adds the finished and measured runs in these folders
     python studies/kl_study.py --names                   the names of the runs in the table, which study_kl.sh skips
 

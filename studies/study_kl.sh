@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The KL study of docs/kl.md, on the test bed or on the quickstart's model.
+# The KL study of docs/evidence/kl_study.md, on the test bed or on the quickstart's model.
 #   make testbed && studies/study_kl.sh     the test bed: 1420 runs of 10 CPU seconds each, the decisive ones first
 #   studies/study_kl.sh --real              the quickstart's model: 190 runs of 2 CPU minutes each
 #   studies/study_kl.sh --seeds 1..3        a part of it; other arguments go to every run

@@ -150,8 +150,8 @@ def test_noise_over_length_is_measured_against_the_right_gradient():
 
 
 def page_rows(column: str) -> dict[str, list[str]]:
-    """The rows of the table of docs/kl.md whose header has this column: estimator of the script -> cells."""
-    text = (ROOT / "docs" / "kl.md").read_text()
+    """The rows of the table of docs/evidence/kl_study.md whose header has this column: estimator of the script -> cells."""
+    text = (ROOT / "docs" / "evidence" / "kl_study.md").read_text()
     after = text.split(f"| {column} |", 1)[1].split("\n\n", 1)[0]
     names = {
         "token loss, `unbiased`": "token loss, unbiased",
@@ -195,7 +195,7 @@ def test_the_page_shows_the_sampled_numbers():
 
 @pytest.mark.slow
 def test_what_the_page_says_about_the_noise_of_long_responses():
-    """docs/kl.md: on fresh samples the best form is as quiet as the token loss, and on stale ones it depends on the KL
+    """On fresh samples the best form is as quiet as the token loss, and on stale ones it depends on the KL
     between pi and old of the whole response."""
     fresh = sequence_kl.long_rows(0.0, 256, 2000)
     best = fresh["full KL and baseline"]
