@@ -10,7 +10,7 @@ d_u = log pi - log ref and ratio_u = pi/old of token u:
 The first equality is the score-function gradient: E[sum_t grad d_t] is 0, and d_u times the score of a later token has
 mean 0. The second holds term by term, because term u depends on the first u tokens only, so that it needs their ratio
 and not that of the whole response (per-decision importance sampling: Precup, Sutton & Singh 2000). As a loss this is
-log pi of token t times the detached sum over u >= t of ratio_1 ... ratio_u d_u. docs/evidence/kl_study.md discusses the numbers.
+log pi of token t times the detached sum over u >= t of ratio_1 ... ratio_u d_u. The numbers: docs/evidence/kl_study.md.
 """
 
 from __future__ import annotations

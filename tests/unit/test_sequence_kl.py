@@ -150,7 +150,7 @@ def test_noise_over_length_is_measured_against_the_right_gradient():
 
 
 def page_rows(column: str) -> dict[str, list[str]]:
-    """The rows of the table of docs/evidence/kl_study.md whose header has this column: estimator of the script -> cells."""
+    """The rows of the table whose header has this column: estimator of the script -> cells."""
     text = (ROOT / "docs" / "evidence" / "kl_study.md").read_text()
     after = text.split(f"| {column} |", 1)[1].split("\n\n", 1)[0]
     names = {
