@@ -18,7 +18,7 @@ testbed: setup
 test: setup
 	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
-# Every test, in hours; continues where it was stopped: make test-all ARGS="tests/runs/test_faults.py"
+# Every test; continues where it was stopped: make test-all ARGS='-m "slow or learn"', ARGS=tests/runs/test_faults.py
 test-all: setup
 	$(PYTHON_BIN) tests/whole.py $(ARGS)
 

@@ -1,11 +1,15 @@
-"""Runs every test but those of a GPU (make test-gpu): hours, in as many pieces as need be.
+"""Runs every test but those of a GPU (make test-gpu): in as many pieces as need be, two files at the same time.
 
     make test-all                                     every file; docs/evidence/survival.md gets the result
+    python tests/whole.py -m "slow or learn"          what make test leaves out
     python tests/whole.py tests/runs/test_soak.py     one file, which the whole run need not repeat
 
-Each file is a process of pytest, each test a line of runs/whole/COMMIT.jsonl when it begins and one when it has ended.
-The same command continues where the last one was stopped. A test that ends its process has failed, and so has one that
-leaves no line for --limit seconds. What either leaves behind is killed, and a new process does the rest of the file.
+Each file is a process of pytest, each test a line of runs/whole/FILE.KEY.jsonl when it begins and one when it has
+ended. KEY is of all that the file's tests may read: the project without documents and other test modules. The same
+command continues where the last one was stopped, and repeats nothing whose key is the same. A test that ends its
+process has failed, and so has one that leaves no line for --limit seconds. What either leaves behind is killed, and a
+new process does the rest of the file. The longest files come first, by the last column of the last result: CPU seconds,
+with those of the processes that a test waited for.
 """
 
 from __future__ import annotations
@@ -32,10 +36,13 @@ sys.path.insert(0, str(ROOT))  # runtime/ is no package that is installed
 from runtime import process  # noqa: E402
 
 KINDS = ("fast", "slow", "learn")
-BEGIN, END = "<!-- whole -->\n", "<!-- /whole -->\n"  # around the result in docs/evidence/survival.md
+OUTCOMES = ("passed", "failed", "skipped")
+DOC = ROOT / "docs" / "evidence" / "survival.md"
+BEGIN, END = "<!-- whole -->\n", "<!-- /whole -->\n"  # around the result in DOC
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2): children end with this process; it inherits orphans
 LIBC = ctypes.CDLL(None)
 REPORTS = defaultdict(list)  # of each test: set-up, call, clean-up
+BEGUN = {}  # test -> CPU seconds until then
 
 
 def merged(records: Path) -> dict[str, dict]:
@@ -47,7 +54,12 @@ def merged(records: Path) -> dict[str, dict]:
     return tests
 
 
-def write(records: str, **line) -> None:
+def cpu_seconds() -> float:
+    """Of this process and of all children it has waited for."""
+    return sum(os.times()[:4])
+
+
+def write(records: str | Path, **line) -> None:
     with open(records, "a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -60,6 +72,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_runtest_protocol(item):
     kind = next((kind for kind in KINDS if item.get_closest_marker(kind)), "fast")
+    BEGUN[item.nodeid] = cpu_seconds()
     write(os.environ["WHOLE_RECORDS"], test=item.nodeid, kind=kind)
 
 
@@ -68,10 +81,15 @@ def pytest_runtest_logreport(report):
     if report.when == "teardown":
         found = {each.outcome for each in REPORTS[report.nodeid]}
         outcome = next(word for word in ("failed", "skipped", "passed") if word in found)
-        seconds = round(sum(each.duration for each in REPORTS[report.nodeid]), 2)
-        write(os.environ["WHOLE_RECORDS"], test=report.nodeid, outcome=outcome, seconds=seconds)
+        numbers = {
+            "seconds": round(sum(each.duration for each in REPORTS[report.nodeid]), 2),
+            "cpu": round(cpu_seconds() - BEGUN[report.nodeid], 2),
+        }
+        why = "\n".join(each.longreprtext for each in REPORTS[report.nodeid])
+        write(os.environ["WHOLE_RECORDS"], test=report.nodeid, outcome=outcome, **numbers, why=why)
 
 
+# A process for each file: it inherits what the file's tests leave behind.
 def kill_children() -> None:
     """End all that was started from here, and wait for it."""
     while children := psutil.Process().children(recursive=True):
@@ -81,9 +99,9 @@ def kill_children() -> None:
         os.waitpid(-1, 0)
 
 
-def run_file(file: str, records: Path, limit: float) -> int:
+def run_file(file: str, marks: str, records: Path, limit: float) -> int:
     """One process of pytest for the tests of a file that have not ended; its exit code, or minus the signal."""
-    line = [sys.executable, "-m", "pytest", "-q", "-p", "whole", "-m", "not gpu", file]
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "whole", "-m", marks, file]
     environment = os.environ | {"WHOLE_RECORDS": str(records), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     records.touch()
     child = subprocess.Popen(line, cwd=ROOT, env=environment, preexec_fn=lambda: LIBC.prctl(SET_PDEATHSIG, 9))
@@ -100,51 +118,105 @@ def run_file(file: str, records: Path, limit: float) -> int:
     return child.returncode
 
 
-def finish_file(file: str, records: Path, limit: float) -> None:
+def finish_file(file: str, marks: str, records: Path, limit: float) -> None:
     """All tests of a file, in as many processes as it takes: the test in which one ends has failed."""
-    while (code := run_file(file, records, limit)) not in (0, 1, 5):  # passed, failed, nothing left
+    LIBC.prctl(SET_CHILD_SUBREAPER, 1)
+    while (code := run_file(file, marks, records, limit)) not in (0, 1, 5):  # passed, failed, nothing left
         tests = merged(records).items()
         begun = [name for name, found in tests if name.startswith(f"{file}::") and "outcome" not in found]
-        write(records, test=[file, *begun][-1], outcome="failed", seconds=0, why=f"pytest ended with {code}")
+        write(records, test=[file, *begun][-1], outcome="failed", seconds=0, cpu=0, why=f"pytest ended with {code}")
         if not begun:  # the file cannot be collected
             return
+    write(records, test=f"-m {marks}")  # all of them have ended
 
 
-def page(commit: str, tests: list[dict]) -> str:
+# All files.
+def record_paths(files: list[str]) -> dict[str, Path]:
+    """Where the records of each file are."""
+    names = (process.git(ROOT, "ls-files") or "").splitlines()
+    read = [name for name in names if not re.search(r"\.md$|^docs/|/test_\w+\.py$", name) and (ROOT / name).is_file()]
+    digests = {name: process.file_digest(ROOT / name) for name in [*read, *files]}
+    folder = ROOT / "runs" / "whole"
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {}
+    for file in files:
+        key = hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in [*read, file]).encode()).hexdigest()
+        paths[file] = folder / f"{file.replace('/', '.')}.{key[:10]}.jsonl"
+    return paths
+
+
+def run_all(files: list[str], args: argparse.Namespace) -> None:
+    """Each file in a process of this program, ``args.jobs`` of them at the same time."""
+    line = [sys.executable, __file__, "-m", args.marks, "--limit", str(args.limit), "--jobs", "1"]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    waiting, running = list(files), {}
+    try:
+        while waiting or running:
+            if waiting and len(running) < args.jobs:
+                file = waiting.pop(0)
+                running[file] = subprocess.Popen([*line, file], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+            for file in [file for file, child in running.items() if child.poll() is not None]:
+                del running[file]
+                print(f"{time.strftime('%H:%M:%S')}  {len(waiting) + len(running)} files left  {file}", flush=True)
+            time.sleep(0.1)
+    finally:
+        for child in running.values():
+            child.terminate()
+        for child in running.values():
+            child.wait()
+
+
+def page(tests: list[dict]) -> str:
     """The result as Markdown."""
+    commit = (process.git(ROOT, "rev-parse", "--short=10", "HEAD") or "").strip()
+    edited = " with edits" if process.git(ROOT, "diff", "HEAD", "--", ".", ":!docs") else ""
     cpu = Path("/proc/cpuinfo").read_text()
     machine = re.findall(r"model name\s*: (.*)", cpu)[:1] + ["with AMX"] * ("amx_tile" in cpu)
-    lines = [f"Commit `{commit}`, {time.strftime('%-d %B %Y')}, {' '.join(machine)}, {os.cpu_count()} cores:", ""]
-    lines += ["| tests | passed | failed | skipped | seconds |", "|---|---|---|---|---|"]
+    date = time.strftime("%-d %B %Y")
+    lines = [f"Commit `{commit}`{edited}, {date}, {' '.join(machine)}, {os.cpu_count()} cores:", ""]
+    lines += ["| tests | passed | failed | skipped | seconds | CPU |", "|---|---|---|---|---|---|"]
     for kind in KINDS:
-        own = [found for found in tests if found.get("kind", "fast") == kind]
-        counts = Counter(found["outcome"] for found in own)
-        seconds = sum(found["seconds"] for found in own)
-        lines.append(f"| {kind} | {counts['passed']} | {counts['failed']} | {counts['skipped']} | {seconds:.0f} |")
+        lines.append(counts(kind, [found for found in tests if found.get("kind", "fast") == kind]))
     failed = [f"* `{found['test']}`" for found in tests if found["outcome"] == "failed"]
-    return "\n".join([*lines, *(["", "Failed:", "", *failed] if failed else []), ""])
+    lines += ["", "Failed:", "", *failed] if failed else []
+    files = defaultdict(list)
+    for found in tests:
+        files[found["test"].split("::")[0]].append(found)
+    long = sorted(files, key=lambda file: -sum(found["seconds"] for found in files[file]))
+    long = [file for file in long if any(found.get("kind", "fast") != "fast" for found in files[file])]
+    lines += ["", "Files with slow or learning tests:", ""]
+    lines += ["| file | passed | failed | skipped | seconds | CPU |", "|---|---|---|---|---|---|"]
+    return "\n".join([*lines, *[counts(f"`{file}`", files[file]) for file in long], ""])
+
+
+def counts(name: str, tests: list[dict]) -> str:
+    """A row of a table: how many of these tests had each outcome, their seconds and CPU seconds."""
+    found = Counter(found["outcome"] for found in tests)
+    seconds, cpu = (round(sum(found[name] for found in tests)) for name in ("seconds", "cpu"))
+    return f"| {name} | {' | '.join(str(found[outcome]) for outcome in OUTCOMES)} | {seconds} | {cpu} |"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="test files (default: all, and write the result)")
+    parser.add_argument("-m", dest="marks", default="not gpu", help="which tests, as of pytest (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="files at the same time (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=3600, help="seconds a test may take (default: %(default)s)")
     args = parser.parse_args()
-    LIBC.prctl(SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    commit = (process.git(ROOT, "rev-parse", "--short=10", "HEAD") or "").strip()
-    diff = process.git(ROOT, "diff", "HEAD", "--", ".", ":!docs")
-    commit += f"+{hashlib.sha256(diff.encode()).hexdigest()[:8]}" if diff else ""  # an edited checkout is its own
-    records = ROOT / "runs" / "whole" / f"{commit}.jsonl"
-    records.parent.mkdir(parents=True, exist_ok=True)
-    for file in args.files or sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py")):
-        finish_file(file, records, args.limit)
-    tests = list(merged(records).values())
-    print(page(commit, tests))
+    files = args.files or sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py"))
+    records = record_paths(files)
+    if len(args.files) == 1:
+        finish_file(files[0], args.marks, records[files[0]], args.limit)
+    else:
+        before = dict(re.findall(r"^\| `(tests/\S+)` .* (\d+) \|$", DOC.read_text(), re.MULTILINE))
+        files.sort(key=lambda file: -int(before.get(file, 0)))
+        run_all([file for file in files if f"-m {args.marks}" not in merged(records[file])], args)
+    tests = [found for path in records.values() for found in merged(path).values() if "outcome" in found]
+    print(page(tests))
     if not args.files:
-        doc = ROOT / "docs" / "evidence" / "survival.md"
-        before, rest = doc.read_text().split(BEGIN)
-        process.write_whole(doc, f"{before}{BEGIN}{page(commit, tests)}{END}{rest.split(END)[1]}")
+        text, rest = DOC.read_text().split(BEGIN)
+        process.write_whole(DOC, f"{text}{BEGIN}{page(tests)}{END}{rest.split(END)[1]}")
     return int(any(found["outcome"] == "failed" for found in tests))
 
 
