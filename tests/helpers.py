@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import gc
 import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -338,6 +339,19 @@ LONG = ("--total_steps", "500")
 ONE_ENGINE = ("--vllm_mode", "dedicated", "--vllm_engines", "1")  # for the last of two ranks
 LAUNCH = [str(ROOT / "scripts" / "launch.py")]
 ACCELERATE_LAUNCH = ["-m", "accelerate.commands.launch"]
+
+
+def main_here(module, *words) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a program's main in this process, which has imported what it needs already."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [module.__file__, *map(str, words)])
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = module.main()
+            except SystemExit as end:
+                code = end.code
+    return code or 0, out.getvalue(), err.getvalue()
 
 
 def script(*arguments: str) -> list[str]:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import plot
 import pytest
-from helpers import ROOT, read_jsonl, run_here, tiny_args
+import report
+from helpers import ROOT, main_here, read_jsonl, run_here, tiny_args
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NASTY = "</script><script>document.title='broken'</script><b>&amp; \u2028 $x$ @DATA@ é 数"
@@ -36,11 +37,11 @@ def runs(tiny, tmp_path_factory) -> Path:
     return out
 
 
-def call(script: str, *words, ok: bool = True) -> str:
-    argv = [sys.executable, str(ROOT / "scripts" / script), *map(str, words)]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode == 0) == ok, done.stderr
-    return done.stdout if ok else done.stderr
+def call(script, *words, ok: bool = True) -> str:
+    """What a script's main prints in this process; one test starts each script in a process of its own."""
+    code, out, err = main_here(script, *words)
+    assert (code == 0) == ok, err
+    return out if ok else err
 
 
 # -------------------------------------------------------------------------------------------------------------- curves
@@ -106,7 +107,7 @@ def test_final_values_over_an_argument(runs, tmp_path):
     """--x learning_rate --y final:...: places are the argument's values, and the table has mean and interval."""
     output = tmp_path / "p.svg"
     y = ["final:kl/sequence", "final:eval/pass@1"]
-    out = call("plot.py", runs, "--x", "learning_rate", "--y", *y, "--output", output).splitlines()
+    out = call(plot, runs, "--x", "learning_rate", "--y", *y, "--output", output).splitlines()
     comments = re.findall(r"<!-- (.*?) -->", output.read_text())
     for text in ("0.001", "0.01", "learning_rate", "final kl/sequence", "final eval/pass@1"):
         assert text in comments
@@ -125,11 +126,11 @@ def test_measured_values_are_final_values(runs, tmp_path):
         rate = json.loads(folder.read_text())["args"]["learning_rate"]
         (folder.parent / "measured_kl.json").write_text(json.dumps({"kl/exact": 100 * rate}))
     words = ("--x", "learning_rate", "--y", "final:kl/exact", "--output", tmp_path / "p.svg")
-    out = call("plot.py", copy, *words).splitlines()
+    out = call(plot, copy, *words).splitlines()
     assert out[1] == "| learning_rate | runs | steps | kl/exact |"
     assert [line.split("|")[4].strip() for line in out[3:5]] == ["0.1 ± 0", "1 ± 0"]
     for words in (["kl/exact"], ["final:kl/exact"]):
-        said = call("plot.py", copy, "--y", *words, "--output", tmp_path / "p.svg", ok=False)
+        said = call(plot, copy, "--y", *words, "--output", tmp_path / "p.svg", ok=False)
         assert "drawn over an argument; add one" in said
 
 
@@ -137,7 +138,7 @@ def test_lines_are_the_first_argument_and_panels_the_others(runs, tmp_path):
     """In both kinds of figure; the argument on the axis is neither."""
     for words in (["--by", "seed", "learning_rate"], ["--x", "total_steps", "--by", "seed", "learning_rate"]):
         y = ["--y", "final:reward/mean"] if "--x" in words else []
-        call("plot.py", runs, *words, *y, "--output", tmp_path / "p.svg")
+        call(plot, runs, *words, *y, "--output", tmp_path / "p.svg")
         comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "p.svg").read_text())
         assert [c for c in comments if " = " in c] == ["learning_rate = 0.001", "learning_rate = 0.01"]
         assert comments[-3:] == ["1", "2", "seed"] or comments[-3:] == ["seed", "1", "2"], comments[-5:]
@@ -145,7 +146,7 @@ def test_lines_are_the_first_argument_and_panels_the_others(runs, tmp_path):
 
 def test_the_table_has_the_final_values(runs):
     out = call(
-        "plot.py", runs, "--by", "learning_rate", "--metrics", "eval/pass@1", "kl/sequence", "--output", runs / "t.png"
+        plot, runs, "--by", "learning_rate", "--metrics", "eval/pass@1", "kl/sequence", "--output", runs / "t.png"
     )
     lines = out.splitlines()
     assert lines[1] == "| learning_rate | runs | steps | eval/pass@1 | kl/sequence |"
@@ -164,14 +165,14 @@ def test_pictures(runs, tmp_path, x, suffix):
     """Panels by an argument, and runs overlaid; a figure in SVG names its axes and panels."""
     start = {"png": b"\x89PNG", "svg": b"<?xml"}[suffix]
     output = tmp_path / f"p.{suffix}"
-    call("plot.py", runs, "--by", "seed", "learning_rate", "--x", x, "--output", output)
+    call(plot, runs, "--by", "seed", "learning_rate", "--x", x, "--output", output)
     assert output.read_bytes().startswith(start) and output.stat().st_size > 5000
     if suffix == "svg":
         comments = "".join(re.findall(r"<!-- (.*?) -->", output.read_text()))  # the text of each label
         assert "learning_rate = 0.001" in comments and "reward/mean" in comments and plot.X_LABELS[x] in comments
         ET.parse(output)
     two = sorted(f for f in runs.iterdir() if (f / "config.json").exists())[:2]
-    call("plot.py", *two, "--x", x, "--output", output)
+    call(plot, *two, "--x", x, "--output", output)
     assert output.read_bytes().startswith(start)
 
 
@@ -183,7 +184,7 @@ def test_values_of_any_kind_are_columns_and_curves(runs, tmp_path):
         config = json.loads((name / "config.json").read_text())
         config["args"] |= {"total_episodes": episodes, "stop": stop, "learning_rate": 1e-3}
         (tmp_path / name.name / "config.json").write_text(json.dumps(config))
-    out = call("plot.py", tmp_path, "--by", "stop", "total_episodes", "--output", tmp_path / "p.svg")
+    out = call(plot, tmp_path, "--by", "stop", "total_episodes", "--output", tmp_path / "p.svg")
     comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "p.svg").read_text())
     columns = [c.partition("total_episodes = ")[2] for c in comments if "total_episodes = " in c]
     assert columns == ["None", "48", "96"] and "| a b | 48 |" in out and "| none | 48 |" in out
@@ -237,10 +238,10 @@ def test_runs_that_differ_in_their_name_alone_are_repetitions(runs, tmp_path):
     config["args"]["exp_name"] = "try_7"
     (folders[0] / "config.json").write_text(json.dumps(config))
     words = ["--y", "reward/mean", "--output", tmp_path / "x.png"]
-    assert "| 2 | 3 |" in call("plot.py", *folders, *words)
+    assert "| 2 | 3 |" in call(plot, *folders, *words)
     config["code"]["grpo.py"] = "another"
     (folders[0] / "config.json").write_text(json.dumps(config))
-    assert "runs that differ in exp_name would be averaged" in call("plot.py", *folders, *words, ok=False)
+    assert "runs that differ in exp_name would be averaged" in call(plot, *folders, *words, ok=False)
 
 
 def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
@@ -248,9 +249,9 @@ def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
     folders = [path for path in sorted(runs.iterdir()) if (path / "config.json").is_file()][:2]
     log = tmp_path / f"{folders[0].name}.log"
     log.write_text("step 1\n")
-    assert "pass@1" in call("plot.py", log, *folders, "--output", tmp_path / "x.png")
-    assert "these are logs" in call("plot.py", log, ok=False)
-    assert "is not a folder" in call("plot.py", folders[0], tmp_path / "x.png.txt", "--output", "x.png", ok=False)
+    assert "pass@1" in call(plot, log, *folders, "--output", tmp_path / "x.png")
+    assert "these are logs" in call(plot, log, ok=False)
+    assert "is not a folder" in call(plot, folders[0], tmp_path / "x.png.txt", "--output", "x.png", ok=False)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +275,7 @@ def test_one_run_as_before(runs, tmp_path):
     shutil.copytree(next(f for f in runs.iterdir() if (f / "config.json").exists()), copy)
     with open(copy / "metrics.jsonl", "a") as f:
         f.write('{"step": 4, "rew')
-    out = call("plot.py", tmp_path / "runs")
+    out = call(plot, tmp_path / "runs")
     assert "of 3 steps" in out or "3 step" in out
     assert (copy / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -314,7 +315,7 @@ def test_a_damaged_run_is_shown_all_the_same(runs, tmp_path, script):
 )
 def test_plot_says_what_is_wrong(runs, tmp_path, words, says):
     words = [tmp_path / w if w.startswith("x.") else w for w in words]
-    assert says in call("plot.py", runs, *words, ok=False)
+    assert says in call(plot, runs, *words, ok=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------- page
@@ -329,7 +330,7 @@ def folder(runs, tmp_path_factory) -> Path:
     with open(folder / "samples.jsonl", "a") as f:
         for step in (1, 2):
             f.write(json.dumps(first | {"step": step, "response": f"needle {NASTY} Needle", "reward": 7.5}) + "\n")
-    call("report.py", folder)
+    call(report, folder)
     return folder
 
 
