@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +84,8 @@ def gym_rows(name: str, options: dict) -> list[dict]:
 
     A process of its own makes them. Some tasks (word_ladder, ransom_note, polynomial_multiplication, ...) choose from
     sets, so their problems follow from Python's hash seed, which is drawn anew for every process: ranks would train on
-    different problems, and a run could not go on. It is fixed there.
+    different problems, and a run could not go on. Others (codeio, list_functions) draw from the random numbers that a
+    process has in common, whatever their seed is. Both are fixed there.
     """
     chosen = json.dumps(options, sort_keys=True)
     command = [sys.executable, "-m", "runtime.gym_tasks", name, chosen]
@@ -110,6 +112,10 @@ def _rows_here(name: str, chosen: str) -> list[dict]:
 
 def main() -> None:
     """Print the rows of the data set that the two arguments name, or what is wrong with them, as JSON."""
+    import numpy as np
+
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 (codeio's programs draw from these)
     with contextlib.redirect_stdout(sys.stderr):  # some tasks print
         try:
             found = _rows_here(*sys.argv[1:])

@@ -104,7 +104,8 @@ FROM_SETS = ["isomorphic_strings", "polynomial_multiplication", "ransom_note", "
 SHOW_ROWS = """
 import json, sys
 from runtime import sources
-print(json.dumps([[row["question"], row["answer"]] for row in sources.gym_rows(sys.argv[1], 1)]))
+rows = sources.gym_rows(sys.argv[1], 1)
+print(json.dumps([[row["metadata"].get("source_dataset"), row["question"], row["answer"]] for row in rows]))
 """
 
 
@@ -120,10 +121,16 @@ def rows_of_another_process(source: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_every_process_has_the_same_problems():
-    """Else ranks would train on different problems, and a run that was stopped would find others than its own."""
+@pytest.mark.parametrize("what", ["from sets", "list_functions"])
+def test_every_process_has_the_same_problems(what):
+    """Else ranks would train on different problems, and a run that was stopped would find others than its own.
+
+    list_functions draws from the random numbers that a process has in common, in one row of fifteen.
+    """
     parts = [{"name": name} for name in FROM_SETS]
     source = f"reasoning_gym:composite?size=12&datasets={json.dumps(parts)}"
+    if what == "list_functions":
+        source = "reasoning_gym:list_functions?size=32&seed=5"
     found = {
         rows_of_another_process(source, PYTHONHASHSEED="1", TZ="UTC"),
         rows_of_another_process(source, PYTHONHASHSEED="2", TZ="Asia/Tokyo"),
@@ -131,21 +138,33 @@ def test_every_process_has_the_same_problems():
     assert len(found) == 1
 
 
+def options_of(name: str) -> dict[str, int]:
+    return {key: int(value) for key, value in re.findall(r"&(\w+)=(\d+)", OPTIONS.get(name, ""))}
+
+
 @pytest.mark.slow
 def test_every_process_has_the_same_problems_of_every_data_set():
+    """All of them in one composite, as each process takes seconds to import them; a dozen rows of each."""
     from reasoning_gym.factory import DATASETS
 
-    for name in sorted(DATASETS.keys() - GYM_UNSUPPORTED):
-        source = f"reasoning_gym:{name}?size={ROWS}&seed=5{OPTIONS.get(name, '')}"
-        found = {rows_of_another_process(source, PYTHONHASHSEED=seed) for seed in ("1", "2")}
-        assert len(found) == 1, name
+    names = sorted(DATASETS.keys() - GYM_UNSUPPORTED - {"composite"})
+    parts = [{"name": name, "config": options_of(name)} for name in names]
+    source = f"reasoning_gym:composite?size={12 * len(names)}&seed=5&datasets={json.dumps(parts)}"
+    one, two = (json.loads(rows_of_another_process(source, PYTHONHASHSEED=seed)) for seed in ("1", "2"))
+    differ = {name for (name, *row), (_, *other) in zip(one, two, strict=True) if row != other}
+    assert differ == set()
+    assert {name for name, *_ in one} == set(names)
 
 
 @pytest.mark.slow
-def test_every_installed_data_set_works_or_is_refused(capsys):
-    """And the table in docs/rewards.md says so: this test writes it."""
+def test_every_installed_data_set_works_or_is_refused(capsys, monkeypatch):
+    """And the table in docs/rewards.md says so: this test writes it. The rows are made here: QUICK starts processes."""
     from reasoning_gym.factory import DATASETS
 
+    def rows_here(name: str, options: dict) -> list[dict]:
+        return json.loads(json.dumps(gym_tasks._rows_here(name, json.dumps(options, sort_keys=True))))
+
+    monkeypatch.setattr(gym_tasks, "gym_rows", rows_here)
     lines = ["| data set | rows | own answer scores 1 | wrong answers | of these score 1 |", "|---|---|---|---|---|"]
     bad, works = {}, 0
     for name in sorted(DATASETS):
