@@ -1,0 +1,121 @@
+"""Scripts as forks of a process that has imported the libraries: a third of the time of a short run, by the same code.
+
+For tests that compare what runs have left. Those of signals, of launchers and of processes that end start real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NEW = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Server:
+    """The process that has imported the libraries, with vLLM or without, in a given environment."""
+
+    def __init__(self, vllm: bool, environment: dict[str, str]):
+        line = [sys.executable, str(Path(__file__).resolve()), *["vllm"] * vllm]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(line, env=environment, start_new_session=True, **pipes)
+
+    def run(self, line: list[str], ranks: int, log: Path, cwd: Path, timeout: float) -> list[int]:
+        """Exit code of each rank of a run; what rank R prints is in LOG.R. Raises AssertionError where it takes long."""
+        order = {"line": line, "ranks": ranks, "log": str(log), "cwd": str(cwd)}
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        if not select.select([self.process.stdout], [], [], timeout)[0]:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            server.cache_clear()
+            raise AssertionError(f"no end after {timeout} s: {line}")
+        return json.loads(self.process.stdout.readline())
+
+
+@functools.cache
+def server(vllm: bool, environment: tuple[tuple[str, str], ...]) -> Server:
+    """The one of this process of pytest; it ends with its standard input, and so with this process."""
+    return Server(vllm, dict(environment))
+
+
+def import_libraries(vllm: bool) -> None:
+    import gc
+    import importlib
+
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import many
+
+    from runtime import process
+
+    sys.path.pop(0)
+    process.prepare_environment()
+    for name in many.LATE:
+        if vllm or not name.startswith("vllm"):
+            importlib.import_module(name)
+    for name, module in list(sys.modules.items()):  # a copy of the project brings its own
+        file = Path(getattr(module, "__file__", None) or "/")
+        if name != "__main__" and file.is_relative_to(ROOT) and "site-packages" not in file.parts:
+            del sys.modules[name]
+    for name in NEW:
+        os.environ.pop(name, None)
+    gc.freeze()
+    assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread, which a fork would lack"
+
+
+def be_rank(order: dict, rank: int, port: int) -> int:
+    """In a fork: what ``python SCRIPT ...`` does, as one of several ranks where there are; its exit code."""
+    out = os.open(f"{order['log']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.chdir(order["cwd"])
+    if (size := order["ranks"]) > 1:
+        values = (rank, rank, size, size, "127.0.0.1", port)
+        os.environ |= dict(zip(NEW, map(str, values), strict=True))
+    sys.argv = order["line"]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        order = json.loads(line)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        pids = []
+        for rank in range(order["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    code = be_rank(order, rank, port)
+                    with contextlib.suppress(ValueError, OSError):
+                        sys.stdout.flush()
+                        sys.stderr.flush()
+                finally:
+                    os._exit(code)
+            pids.append(pid)
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+
+
+if __name__ == "__main__":
+    import_libraries("vllm" in sys.argv)
+    serve()
