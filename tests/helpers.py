@@ -494,7 +494,7 @@ def run_to_end(line: list[str], log: Path, timeout: float = 240) -> tuple[int, s
 
 
 def finish(line: list[str], log: Path, timeout: float = 150) -> str:
-    """What a run printed that must end well; as a fork of a process that has imported the libraries, where it can be."""
+    """What a run printed that must end well: a fork of a process that has imported the libraries, if it can be."""
     ranks, rest = 1, line[1:]
     if rest[:1] == LAUNCH:  # as `command` has it
         ranks, rest = int(rest[rest.index("--num_processes") + 1]), rest[rest.index("--main_process_port") + 2 :]

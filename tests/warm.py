@@ -31,7 +31,7 @@ class Server:
         self.process = subprocess.Popen(line, env=environment, start_new_session=True, **pipes)
 
     def run(self, line: list[str], ranks: int, log: Path, cwd: Path, timeout: float) -> list[int]:
-        """Exit code of each rank of a run; what rank R prints is in LOG.R. Raises AssertionError where it takes long."""
+        """Exit code of each rank of a run; what rank R prints is in LOG.R. Raises AssertionError after the time-out."""
         order = {"line": line, "ranks": ranks, "log": str(log), "cwd": str(cwd)}
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
