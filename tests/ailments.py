@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import warm
 from learning import BREAKAGES, FLAGS, ROOT, SCRIPT_FLAGS, Breakage, edited, project_files
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -143,13 +143,12 @@ def examined(
             (folder / path).write_text(text)
         given = FLAGS | {"total_steps": steps, "log_samples": 32, "eval_samples": 1} | flags
         given |= {"seed": seed, "output_dir": str(folder / "runs"), "run_name": "run"}
-        line = [sys.executable, script]
+        line = [str(folder / script)]
         for flag, value in given.items():
             line += [f"--{flag}", str(value)]
-        environment = os.environ | {"WANDB_MODE": "disabled"}
-        done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-        if done.returncode != 0:
-            raise RuntimeError(f"exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+        code, text = warm.run(line, folder / "log", os.environ | {"WANDB_MODE": "disabled"}, 600, cwd=folder)
+        if code != 0:
+            raise RuntimeError(f"exit code {code}: {text[-2000:]}")
         return examine(folder / "runs" / "run")
 
 

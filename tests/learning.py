@@ -13,11 +13,11 @@ import argparse
 import json
 import math
 import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "testbed-1"
@@ -213,23 +213,15 @@ def run(
             (folder / path).write_text(text)
         flags = FLAGS | SCRIPT_FLAGS[script] | COURSE_FLAGS[course] | changes
         flags |= {"seed": seed, "output_dir": str(folder / "runs"), "run_name": "run"}
-        line = [sys.executable, script]
+        line = [str(folder / script)]
         for flag, value in flags.items():
             line += [f"--{flag}", str(value)]
-        done = subprocess.run(
-            line,
-            cwd=folder,
-            env=os.environ | {"WANDB_MODE": "disabled"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=600,
-        )
+        code, text = warm.run(line, folder / "log", os.environ | {"WANDB_MODE": "disabled"}, 600, cwd=folder)
         left = []
         for file in ("metrics.jsonl", "eval.jsonl", "samples.jsonl"):
             path = folder / "runs" / "run" / file
             left.append([json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else [])
-    return Run(done.returncode, done.stdout[-4000:], *left)
+    return Run(code, text[-4000:], *left)
 
 
 def complaints(found: Run, script: str, course: str) -> list[str]:

@@ -30,15 +30,13 @@ class Server:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(line, env=environment, start_new_session=True, **pipes)
 
-    def run(self, line: list[str], ranks: int, log: Path, cwd: Path, timeout: float) -> list[int]:
-        """Exit code of each rank of a run; what rank R prints is in LOG.R. Raises AssertionError after the time-out."""
-        order = {"line": line, "ranks": ranks, "log": str(log), "cwd": str(cwd)}
+    def run(self, order: dict, timeout: float) -> list[int]:
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         if not select.select([self.process.stdout], [], [], timeout)[0]:
             os.killpg(self.process.pid, signal.SIGKILL)
             server.cache_clear()
-            raise AssertionError(f"no end after {timeout} s: {line}")
+            raise AssertionError(f"no end after {timeout} s: {order}")
         return json.loads(self.process.stdout.readline())
 
 
@@ -46,6 +44,20 @@ class Server:
 def server(vllm: bool, environment: tuple[tuple[str, str], ...]) -> Server:
     """The one of this process of pytest; it ends with its standard input, and so with this process."""
     return Server(vllm, dict(environment))
+
+
+def run(
+    line: list[str], log: Path, environment: dict[str, str], timeout: float, ranks: int = 1, cwd: Path = ROOT
+) -> tuple[int, str]:
+    """(the largest exit code, what was printed) of ``python LINE`` on so many ranks. AssertionError after the time-out.
+
+    What rank R prints is in LOG.R. ``environment``: what every run of this process of pytest has in common.
+    """
+    known = {name: value for name, value in environment.items() if name not in (*NEW, "PYTEST_CURRENT_TEST")}
+    codes = server("hf" not in line, tuple(sorted(known.items()))).run(
+        {"line": line, "ranks": ranks, "log": str(log), "cwd": str(cwd)}, timeout
+    )
+    return max(codes, key=abs), "".join(Path(f"{log}.{rank}").read_text() for rank in range(ranks))
 
 
 def import_libraries(vllm: bool) -> None:

@@ -1,4 +1,7 @@
-"""--vllm_mode dedicated for real, the last ranks of a launch only sampling: equal numbers, and how ranks end."""
+"""--vllm_mode dedicated for real, the last ranks of a launch only sampling: equal numbers, and how ranks end.
+
+tests/runs/test_faults.py kills either side.
+"""
 
 from __future__ import annotations
 
@@ -100,21 +103,6 @@ def sampling(tiny: Path, out: Path) -> Run:
     run = Run(command(tiny, out, *LONG, *ONE_ENGINE, ranks=2, rollout="vllm"), out / "log")
     run.until(lambda: logged(out) >= 2, 240)
     return run
-
-
-def test_an_engine_that_is_killed(tiny, tmp_path):
-    run = sampling(tiny, tmp_path)
-    os.kill(run.ranks()[1], signal.SIGKILL)
-    assert run.end(15) not in (0, 75)
-    assert "rank 0 failed: rank 1 (engine 0) is gone without a word" in run.text(), run.text()
-
-
-def test_a_trainer_that_is_killed(tiny, tmp_path):
-    """Its engine ends with it, long before the launcher would kill it."""
-    run = sampling(tiny, tmp_path)
-    os.kill(run.ranks()[0], signal.SIGKILL)
-    assert run.end(15) not in (0, 75)
-    assert "rank 1 failed: rank 0, which engine 0 samples for, is gone" in run.text(), run.text()
 
 
 STOPS = """

@@ -1,9 +1,11 @@
-"""Two nodes for real: namespaces of the network, joined by a link that is cut, that is slow, that loses packets."""
+"""Two nodes for real: namespaces of the network, joined by a link that is slow, that loses packets.
+
+tests/runs/test_faults.py cuts it, and has nodes that are not alike.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -59,19 +61,6 @@ def test_a_link_that_is_slow_and_loses_packets(on_one_node, tiny, tmp_path):
     check_equal(expected, tmp_path / "run")
 
 
-def test_the_link_is_cut(tiny, tmp_path):
-    """Each side learns by itself, and says within 30 s, that the other is out of reach; nothing is left."""
-    with Nodes() as nodes:
-        runs = training(nodes, tiny, tmp_path)
-        nodes.cut()
-        after = ends(runs, 30)
-        texts = [run.text() for run in runs]
-        assert all(run.end(10) not in (0, 75) for run in runs)
-    print(f"ended after {after[0]:.1f} and {after[1]:.1f} s")
-    assert f"rank 0 on node0 failed: rank 1 on node1 ({ADDRESSES[1]}) is gone without a word" in texts[0], texts[0]
-    assert f"rank 1 on node1 failed: no answer from {ADDRESSES[0]}" in texts[1], texts[1]
-
-
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_rank_on_either_node_is_killed(tiny, tmp_path, node):
     """The rank on the other node ends within 15 s, and says which one it missed."""
@@ -85,34 +74,3 @@ def test_a_rank_on_either_node_is_killed(tiny, tmp_path, node):
     seen = f"rank {node} on node{node} ({ADDRESSES[node]}) is gone without a word"
     told = f"rank {node} ended first, by signal 9 (Killed); see what node{node} printed"  # by node 1's launcher
     assert f"rank {1 - node} on node{1 - node} failed" in text and (seen in text or told in text), text
-
-
-def test_a_run_folder_that_the_nodes_do_not_share(tiny, tmp_path):
-    with Nodes() as nodes:
-        runs = nodes.launch(tiny, [tmp_path / "disk0", tmp_path / "disk1"], tmp_path, *STEPS)
-        ends(runs, 240)
-        assert [run.end(10) for run in runs] == [2, 2]
-    for run in runs:
-        assert "is not the same folder on all nodes: rank 1 on node1 cannot see" in run.text(), run.text()
-
-
-def test_a_node_without_the_model(tiny, tmp_path):
-    """What one node lacks it says itself, and the other does not wait for it."""
-    copy = tmp_path / "tiny"
-    shutil.copytree(tiny, copy)
-    hide = f"mount -t tmpfs none {copy}"
-    with Nodes() as nodes:
-        runs = nodes.launch(copy, [tmp_path, tmp_path], tmp_path, *STEPS, on_node_1=hide)
-        ends(runs, 120)
-        assert [run.end(10) for run in runs] == [1, 2]
-    assert f"error: --model_name_or_path {copy}: no config.json there" in runs[1].text()
-    assert "rank 1 ended first, with exit code 2; see what node1 printed" in runs[0].text(), runs[0].text()
-
-
-def test_an_interface_that_is_not_there(tiny, tmp_path):
-    with Nodes() as nodes:
-        runs = nodes.launch(tiny, [tmp_path, tmp_path], tmp_path, *STEPS, before=("GLOO_SOCKET_IFNAME=ib7",))
-        ends(runs, 120)
-        assert [run.end(10) for run in runs] == [2, 2]
-    for run in runs:
-        assert "GLOO_SOCKET_IFNAME ib7: this node has no such interface" in run.text(), run.text()

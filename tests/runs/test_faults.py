@@ -44,7 +44,7 @@ from helpers import (
     tiny_args,
     with_program,
 )
-from nodes import Nodes, ends, reason_for_none, training
+from nodes import ADDRESSES, Nodes, ends, reason_for_none, training
 
 import grpo
 import utils
@@ -585,8 +585,11 @@ def ended(run: Run, timeout: float = 30) -> str:
 def test_signals_and_two_runs(tiny, tmp_path):
     run = Run(command(tiny, tmp_path, *LONG), tmp_path / "log")
     run.until(lambda: logged(tmp_path) >= 1)
-    second = Run(command(tiny, tmp_path, *LONG), tmp_path / "second.log")
-    note("two runs in one folder", "the same command twice", ended(second), "is in use by a running process", REFUSED)
+    for more in ([], ["--overwrite"]):
+        second = Run(command(tiny, tmp_path, *LONG, *more), tmp_path / "second.log")
+        text = ended(second)
+        assert second.process.returncode == 2 and f"process {run.process.pid} on " in text and "--run_name" in text
+    note("two runs in one folder", "the same command twice", text, "is in use by a running process", REFUSED)
     os.kill(run.process.pid, signal.SIGUSR2)
     run.until(lambda: "most recent call first" in run.text(), 10)
     note("where is the run?", "SIGUSR2", run.text(), "most recent call first", GOES_ON)
@@ -665,17 +668,24 @@ def test_an_engine_on_a_rank_of_its_own(tiny, tmp_path):
     run = Run(with_program(line, tmp_path, RAISES), tmp_path / "log")
     run.until(lambda: "its engine is built again" in run.text() and logged(tmp_path) >= 2, 240)
     os.kill(run.ranks()[1], signal.SIGKILL)
-    text = ended(run)
+    text = ended(run, 15)
     own = "an engine on a rank of its own"
     note(f"{own} raises once", "an exception in its thread", text, "its engine is built again", GOES_ON)
     note(f"{own} is killed", "SIGKILL", text, "(engine 0) is gone without a word", ENDS)
 
 
 def test_the_trainer_of_an_engine_is_killed(tiny, tmp_path):
+    """Its engine ends with it, long before the launcher would kill it."""
     run = Run(command(tiny, tmp_path, *LONG, *ONE_ENGINE, ranks=2, rollout="vllm"), tmp_path / "log")
     run.until(lambda: logged(tmp_path) >= 1, 240)
     os.kill(run.ranks()[0], signal.SIGKILL)
-    note("the trainer of such an engine is killed", "SIGKILL", ended(run), "which engine 0 samples for, is gone", ENDS)
+    note(
+        "the trainer of such an engine is killed",
+        "SIGKILL",
+        ended(run, 15),
+        "rank 0, which engine 0 samples for, is gone",
+        ENDS,
+    )
 
 
 missing = reason_for_none()
@@ -689,26 +699,31 @@ def test_a_link_between_nodes_is_lost(tiny, tmp_path):
         nodes.cut()
         ends(runs, 30)
         first, other = (ended(run) for run in runs)
+        assert all(run.process.returncode != 75 for run in runs)
+    assert f"rank 0 on node0 failed: rank 1 on node1 ({ADDRESSES[1]}) is gone without a word" in first, first
+    assert f"rank 1 on node1 failed: no answer from {ADDRESSES[0]}" in other, other
     note("another node is lost", "`ip link set down`", first, "is gone without a word", ENDS)
     note("the node where the launch began is lost", "the same, on the other node", other, "no answer from", ENDS)
 
 
 @needs_nodes
 @pytest.mark.parametrize(
-    "fault, injection, outs, more, words",
+    "fault, injection, outs, more, codes, words",
     [
         (
             "nodes that do not share `--output_dir`",
             "a folder of its own on each",
             ("disk0", "disk1"),
             {},
-            "is not the same folder on all nodes",
+            (2, 2),
+            "is not the same folder on all nodes: rank 1 on node1 cannot see",
         ),
         (
             "a node without the model",
             "an empty folder in its place",
             ("disk", "disk"),
             {"on_node_1": "mount -t tmpfs none MODEL"},
+            (1, 2),
             "no config.json there",
         ),
         (
@@ -716,18 +731,23 @@ def test_a_link_between_nodes_is_lost(tiny, tmp_path):
             "`GLOO_SOCKET_IFNAME=ib7`",
             ("disk", "disk"),
             {"before": ("GLOO_SOCKET_IFNAME=ib7",)},
-            "GLOO_SOCKET_IFNAME ib7",
+            (2, 2),
+            "GLOO_SOCKET_IFNAME ib7: this node has no such interface",
         ),
     ],
     ids=["folders", "model", "interface"],
 )
-def test_nodes_that_are_not_alike(tiny, tmp_path, fault, injection, outs, more, words):
+def test_nodes_that_are_not_alike(tiny, tmp_path, fault, injection, outs, more, codes, words):
+    """What one node lacks it says itself, and the other does not wait for it."""
     model = shutil.copytree(tiny, tmp_path / "tiny")
     more = {key: value.replace("MODEL", str(model)) if key == "on_node_1" else value for key, value in more.items()}
     with Nodes() as nodes:
         runs = nodes.launch(model, [tmp_path / out for out in outs], tmp_path, **more)
         ends(runs, 240)
         texts = [ended(run) for run in runs]
+        assert tuple(run.process.returncode for run in runs) == codes
+    said = words if codes == (2, 2) else "rank 1 ended first, with exit code 2; see what node1 printed"
+    assert said in texts[0], texts[0]
     note(fault, injection, texts[1], words, REFUSED)
 
 

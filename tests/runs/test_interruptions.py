@@ -168,8 +168,8 @@ def test_killed_and_resumed_equals_straight(tiny, tmp_path, script, ranks, rollo
 
 
 @pytest.mark.slow
-def test_killed_at_twenty_moments(tiny, tmp_path):
-    """A run that saves after every step, killed 20 times, half of them in a save: each resume loses no saved step."""
+def test_killed_at_ten_moments(tiny, tmp_path):
+    """A run that saves after every step, killed 10 times, half of them in a save: each resume loses no saved step."""
     line = command(tiny, tmp_path, "--total_steps", "5000", "--save_every", "1", "--eval_prompts", "0")
     folder, r = tmp_path / "run" / "checkpoints", random.Random(0)
 
@@ -190,11 +190,11 @@ def test_killed_at_twenty_moments(tiny, tmp_path):
         return any(folder.glob("*.partial"))
 
     in_a_save, before = 0, 0
-    for k in range(20):
+    for k in range(10):
         in_a_save += one_life(k, before)
         before = saved(tmp_path)
-    print(f"20 kills, {in_a_save} of them in a save, {before} steps")
-    assert in_a_save >= 5
+    print(f"10 kills, {in_a_save} of them in a save, {before} steps")
+    assert in_a_save >= 3
     last = Run(line, tmp_path / "last.log")
     last.until(lambda: saved(tmp_path) > before)
     os.kill(last.process.pid, signal.SIGTERM)
@@ -246,17 +246,6 @@ def test_other_moments_and_signals(tiny, tmp_path):
     time.sleep(2.5)
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.end(10) == 75 and "nothing to save" in run.text(), run.text()
-
-
-@pytest.mark.slow
-def test_two_runs_in_one_folder(tiny, tmp_path):
-    first = Run(command(tiny, tmp_path, *LONG), tmp_path / "log")
-    first.until(lambda: logged(tmp_path) >= 1)
-    for more in ([], ["--overwrite"]):
-        second = Run(command(tiny, tmp_path, *LONG, *more), tmp_path / "second.log")
-        assert second.end(30) == 2
-        assert f"process {first.process.pid} on " in second.text() and "--run_name" in second.text()
-    first.kill()
 
 
 @pytest.mark.slow
