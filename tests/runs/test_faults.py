@@ -621,7 +621,9 @@ def test_a_run_that_stands_still(tiny, tmp_path):
     line = command(tiny, tmp_path, *LONG, "--stall_timeout", "12")
     run = Run(with_program(line, tmp_path, STALLS), tmp_path / "log")
     run.until(lambda: logged(tmp_path) == 2)
-    note("the main thread hangs", "a call that never returns", ended(run), "no progress on any rank for", ENDS)
+    text = ended(run)
+    assert "--stall_timeout 12" in text and "in stuck" in text, "the stack of the thread that stands still"
+    note("the main thread hangs", "a call that never returns", text, "no progress on any rank for", ENDS)
 
 
 def test_another_vllm(tiny, tmp_path):

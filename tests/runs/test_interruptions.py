@@ -274,10 +274,10 @@ def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_stands_still_says_where_and_ends(tiny, tmp_path, ranks):
+def test_a_run_that_stands_still_says_where_and_ends(tiny, tmp_path):
+    """On one rank of two; tests/runs/test_faults.py has a run of one."""
     (tmp_path / "stalls.py").write_text(STALLS)
-    line = command(tiny, tmp_path, *LONG, "--stall_timeout", "18", ranks=ranks)
+    line = command(tiny, tmp_path, *LONG, "--stall_timeout", "18", ranks=2)
     run = Run([str(tmp_path / "stalls.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "log")
     run.until(lambda: logged(tmp_path) == 2)
     begun = time.monotonic()
