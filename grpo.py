@@ -569,7 +569,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     reference = utils.load_reference(args, run)
     policy = utils.prepare_policy(model, args, run, stop_ids[0])
     optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
-    policy, optimizer = accelerator.prepare(policy, optimizer)
+    policy = utils.lean(accelerator.prepare(policy, optimizer)[0])
 
     kl = utils.make_kl(args)  # kl.loss, kl.reward
     full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None

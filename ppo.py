@@ -527,7 +527,7 @@ def make_critic(args: Args, run: utils.Run, vocabulary: int):
     critic = TokenValues(model, saved_head(Path(args.model_name_or_path))).to(run.device)
     config = utils.deepspeed_config(args, run.dtype, run.device.type == "cuda")
     optimizer = utils.make_optimizer(critic.parameters(), args.learning_rate, args)
-    return deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0]
+    return utils.lean(deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0])
 
 
 @torch.no_grad()
@@ -855,7 +855,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     reference = utils.load_reference(args, run)
     policy = utils.prepare_policy(model, args, run, stop_ids[0])
     optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
-    policy, optimizer = accelerator.prepare(policy, optimizer)
+    policy = utils.lean(accelerator.prepare(policy, optimizer)[0])
     critic = None
     if not args.disable_value:
         critic = make_critic(critic_args, run, model.config.get_text_config().vocab_size)

@@ -25,18 +25,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl, kl_setting_message, kl_values
-from runtime import data, flags, rundir, runlog
+from runtime import data, flags, machine, rundir, runlog
 from runtime.attention import attention_inputs, check_mask_size, choose_layout, grouped_attention, varlen_attention
 from runtime.batching import MicroBatch, flat, micro_batches, per_token, token_offsets
 from runtime.flags import check_override, is_dropout
 from runtime.memory import logit_block, reduce_bucket
-from runtime.process import refuse, resident_bytes, sync
+from runtime.process import refuse, resident_bytes, sync, trim_heap
 from runtime.records import Problem, Sample
 from runtime.watchdog import Watch
 from runtime.weights import ShardedWeights, current_weights, finish_gpu_work
@@ -50,9 +51,8 @@ if TYPE_CHECKING:
 def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     """(device of this rank, dtype of weights, attention implementation), with "auto" decided by the hardware.
 
-    A CPU without bf16 instructions multiplies bf16 a hundred times slower than fp32 (measured: 1 against 100 GFLOP/s
-    on two AVX2 cores); with those of AVX-512 alone it multiplied it at 150 against 220, and a step of the quickstart's
-    shape took 23.9 against 17.6 s. So "auto" takes bf16 on GPUs and CPUs with AMX.
+    A CPU takes the data type in which it multiplies faster: runtime/machine.py measures it. fp32 has to be much slower,
+    for bf16 rounds: the engine's log-probs differ from the trainer's by 3e-2 nats instead of 1e-5.
 
     On CPUs eager attention trained faster than sdpa in bf16 (750 against 600 tokens/s, SmolLM2-135M), and grouped than
     eager (an update 3.03 against 3.29 s, mean of eight); in fp32 neither was ahead at every micro-batch size. On GPUs
@@ -63,7 +63,7 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
         refuse(f"--vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} needs GPUs; on CPUs leave it at 1")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if args.dtype == "auto":
-        fast_bf16 = cuda or torch.cpu._is_amx_tile_supported()
+        fast_bf16 = cuda or machine.bf16_pays(machine.known_rates())
         dtype = torch.bfloat16 if fast_bf16 else torch.float32
     else:
         dtype = getattr(torch, args.dtype)
@@ -361,6 +361,23 @@ def make_accelerator(args, dtype: torch.dtype, device: torch.device):
     process_group = InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=patience)
     plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(args, dtype, cuda))
     return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[process_group])
+
+
+def lean(engine):
+    """A DeepSpeed engine, without what it holds twice. (Its numbers and checkpoints stay as they are.)
+
+    In fp32 the master weights of ZeRO 1 and 2 are a copy of weights that are masters already. On one rank both can be
+    the same memory; on several, a rank's part would be a view of all weights, and its checkpoint would hold them all.
+    Cutting up the weights has also left gaps in the heap, nearly as large as the optimizer's states.
+    """
+    zero = engine.optimizer
+    second_copy = hasattr(zero, "single_partition_of_fp32_groups") and not zero.cpu_offload
+    if second_copy and zero.dtype == torch.float32 and dist.get_world_size() == 1:
+        for master, weights in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups_flat, strict=True):
+            master.data = weights.data
+        zero._link_all_hp_params()  # the fragments by which DeepSpeed saves would keep the copy alive
+    trim_heap()
+    return engine
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], rate: float, args) -> torch.optim.Optimizer:

@@ -13,6 +13,7 @@ import torch
 
 from runtime.records import Sample
 
+CPU_ROW = 1024  # tokens of a shared row: its attention computes the whole square, siblings that are masked included
 ROW_MULTIPLE = 128  # positions: what a shared row on a GPU is padded to, and the block of FlexAttention
 
 
@@ -265,11 +266,16 @@ def micro_batches(
     and of calls of the output head, without asking each other; it makes tensors of its own share alone. A rank with
     fewer micro-batches repeats one whose tokens count nothing. Which rank and micro-batch a token lands in does not
     change its gradient. On a GPU shared rows are padded to a multiple of 128, the size of the kernels' blocks.
+    On a CPU they end at 1,024 tokens, if a sample is not longer.
     """
     multiple = ROW_MULTIPLE if device.type == "cuda" and layout == "shared" else 1
+    row_budget = budget
+    if device.type == "cpu" and layout == "shared":
+        longest = max((sample_length(samples[i]) for i in indices), default=0)
+        row_budget = min(budget, max(CPU_ROW, longest))
     rows: list[Row] = []
     most = -(-len(indices) // world_size)
-    for row in make_rows(samples, indices, layout, budget, most):
+    for row in make_rows(samples, indices, layout, row_budget, most):
         groups = [row] if layout == "shared" else [[i] for i in row]
         rows.append([PrefixTree(samples, members) for members in groups])
     rows.sort(key=lambda row: (-row_length(row), min(row[0].members)))

@@ -447,10 +447,16 @@ class Heap:
         self.steps += 1
         if self.steps == 2:  # the first has made the optimizer's states
             self.limit = self.GROWTH * resident_bytes()
-        libc = ctypes.CDLL(None)
-        if resident_bytes() > self.limit and hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(0)
+        if resident_bytes() > self.limit:
+            trim_heap()
             self.limit = max(self.limit, self.GROWTH * resident_bytes())
+
+
+def trim_heap() -> None:
+    """Give back the memory that was freed but kept (``prepare_environment``), where the C library can."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def resident_bytes() -> int:

@@ -96,7 +96,7 @@ class Args:
     model_name_or_path: str = "models/SmolLM2-135M-Instruct"
     """Model of all parts but the table."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of both sides. auto: that of grpo.py, bfloat16 on GPUs and CPUs with AMX."""
+    """Data type of both sides. auto: that of grpo.py."""
     avx2: bool = False
     """Have all sides do without AVX-512 and AMX, as on CPUs that have neither. With --dtype float32."""
     num_unique_prompts_rollout: int = 8

@@ -71,6 +71,20 @@ def close(a, b, tolerance=1e-5):
     assert error < tolerance, f"relative error {error:.2e}"
 
 
+def test_shared_rows_on_a_cpu_are_short():
+    """8 responses of 300 tokens: rows of at most 1,024 in one micro-batch; a sample of 1,500 is a row of that length."""
+    long = []
+    for number, length in enumerate([300] * 8):
+        ids = [10 + (7 * place + number) % 500 for place in range(length)]
+        long.append(Sample(0, number, [5] * 40, [20 + number, *ids[1:]], [0.0] * length, "stop", []))
+    (mb,) = batches(long, budget=3072)
+    assert mb.input_ids.shape == (3, 40 + 3 * 299)  # nothing is predicted from the last token
+    longest = Sample(0, 8, [5] * 40, [30] * 1460, [0.0] * 1460, "stop", [])
+    widths = [mb.input_ids.shape[1] for mb in batches([*long, longest], budget=3072)]
+    assert max(widths) == 1499
+    assert batches(long, layout="padded", budget=3072)[0].input_ids.shape == (8, 339)
+
+
 @pytest.mark.parametrize("norm", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("layout", ["shared", "padded", "packed"])
 def test_layouts_equal_plain_forward_passes(tiny_model, samples, layout, norm):

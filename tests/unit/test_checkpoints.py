@@ -67,6 +67,36 @@ def test_a_resumed_run_equals_the_straight_one(tiny, tmp_path, monkeypatch, caps
     assert len(set(moved)) > 1, "nothing was learned, so nothing could be lost"
 
 
+@pytest.mark.parametrize(
+    "script, changes, masters",
+    [("grpo", {}, [True]), ("ppo", {"zero_stage": 1}, [True, True]), ("grpo", {"dtype": "bfloat16"}, [False])],
+)
+def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script, changes, masters):
+    """DeepSpeed's second copy is gone; numbers, samples, weights and the files of a checkpoint are as with it."""
+    lean = utils.lean
+    shared = []
+
+    def look(engine):
+        zero = lean(engine).optimizer
+        shared.append(zero.single_partition_of_fp32_groups[0].data_ptr() == zero.bit16_groups_flat[0].data_ptr())
+        return engine
+
+    found = {}
+    for name, prepare in (("lean", look), ("whole", lambda engine: engine)):
+        monkeypatch.setattr(utils, "lean", prepare)
+        args = tiny_args(
+            tiny, tmp_path / name, script, **{**SMALL, "save_every": 2, "max_sampler_diff": 0.0, **changes}
+        )
+        run_here(args, script)
+        folder = folder_of(args, script)
+        newest = max((folder / "checkpoints").glob("step_*"))
+        sizes = {str(path.relative_to(newest)): path.stat().st_size for path in newest.rglob("*.pt")}
+        found[name] = record(folder), sizes
+    assert found["lean"] == found["whole"]
+    assert any("optim_states" in file for file in found["lean"][1])
+    assert shared == masters
+
+
 def test_bf16_masters_are_restored(tiny, tmp_path, monkeypatch):
     """bf16 weights alone would lose what the fp32 master weights hold; at this rate a bf16 weight rarely changes."""
     changes = {"dtype": "bfloat16", "max_sampler_diff": 0.0, **SMALL, "learning_rate": 1e-5}

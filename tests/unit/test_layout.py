@@ -23,6 +23,7 @@ RANKS = [
         "runtime.constraints",
         "runtime.gym_tasks",
         "runtime.cpu_norms",
+        "runtime.machine",
     },
     {
         "runtime.presets",
