@@ -72,7 +72,7 @@ def close(a, b, tolerance=1e-5):
 
 
 def test_shared_rows_on_a_cpu_are_short():
-    """8 responses of 300 tokens: rows of at most 1,024 in one micro-batch; a sample of 1,500 is a row of that length."""
+    """8 responses of 300 tokens: rows of at most 1,024 in one micro-batch; a sample of 1,500 makes a longer row."""
     long = []
     for number, length in enumerate([300] * 8):
         ids = [10 + (7 * place + number) % 500 for place in range(length)]
