@@ -385,8 +385,9 @@ def describe(prediction: Prediction, model: Model, process: float, card: float =
         f"memory     at most about {(prediction.peak + process) / GIB:.1f} GiB per rank, {libraries} "
         f"({model.parameters / 1e6:.0f}M parameters; docs/evidence/memory.md)",
         f"  phases   {', '.join(phases)}",
-        f"  parts    {', '.join(parts)}",
     ]
+    if parts:  # of a tiny model none is worth a number
+        lines.append(f"  parts    {', '.join(parts)}")
     if 0 < card < prediction.peak:
         worst = max(prediction.phases, key=prediction.phases.get)
         lines.append(

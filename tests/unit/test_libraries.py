@@ -85,7 +85,7 @@ OURS = (
     "KL: ",
     "eval after ",
 )
-OURS += ("step ", "  '", "warning: ", "resuming ")
+OURS += ("step ", "  '", "warning: ", "resuming ", "rows ", "sizes ", "  phases ", "  parts ")
 
 
 @pytest.mark.slow
