@@ -339,8 +339,11 @@ def openrlhf(jobs: list) -> dict:
 
 def areal(jobs: list) -> dict:
     """PPOActor._compute_advantages, grpo_loss_fn and ppo_critic_loss_fn, with the settings of its GSM8K examples."""
+    import logging.config
+
     import torch
 
+    logging.config.dictConfig = lambda config: None  # its colors need a package that is absent
     actor = load("areal.trainer.ppo.actor")
     fields = load("areal.api.cli_args")
     critic_loss = load("areal.utils.functional").ppo_critic_loss_fn

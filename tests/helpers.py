@@ -507,10 +507,16 @@ def finish(line: list[str], log: Path, timeout: float = 150) -> str:
 
 
 def alone(check, *arguments) -> None:
-    """Run a check in a process of its own: an engine keeps global state, and memory until the process ends."""
-    child = multiprocessing.get_context("spawn").Process(target=check, args=arguments)
+    """Run a check in a process of its own: an engine keeps global state, and memory until the process ends.
+
+    It is a fork of one that has imported vLLM, but for tests of a GPU, which a fork could not use.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads would be lost in a fork
+    multiprocessing.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "rewards"])
+    method = "spawn" if os.environ.get("CUDA_VISIBLE_DEVICES") != "" else "forkserver"
+    child = multiprocessing.get_context(method).Process(target=check, args=arguments)
     child.start()
-    child.join(timeout=240)
+    child.join(timeout=1200)
     if child.is_alive():
         child.kill()
         child.join()

@@ -55,8 +55,12 @@ def merged(records: Path) -> dict[str, dict]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of all children it has waited for."""
-    return sum(os.times()[:4])
+    """Of this process, of those that run below it, and of all that any of these has waited for."""
+    total = sum(os.times()[:4])
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(child.cpu_times()[:4])
+    return total
 
 
 def write(records: str | Path, **line) -> None:
@@ -83,7 +87,7 @@ def pytest_runtest_logreport(report):
         outcome = next(word for word in ("failed", "skipped", "passed") if word in found)
         numbers = {
             "seconds": round(sum(each.duration for each in REPORTS[report.nodeid]), 2),
-            "cpu": round(cpu_seconds() - BEGUN[report.nodeid], 2),
+            "cpu": round(max(0.0, cpu_seconds() - BEGUN[report.nodeid]), 2),
         }
         why = "\n".join(each.longreprtext for each in REPORTS[report.nodeid])
         write(os.environ["WHOLE_RECORDS"], test=report.nodeid, outcome=outcome, **numbers, why=why)
