@@ -11,7 +11,7 @@ from helpers import ROOT, run_environment
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script, steps", [("grpo.py", 200), ("ppo.py", 60)])
+@pytest.mark.parametrize("script, steps", [("grpo.py", 120), ("ppo.py", 60)])
 def test_soak(tmp_path, script, steps):
     """At least 30 faults of at least 15 kinds, and the metrics, samples and weights of the straight run bit for bit."""
     line = [sys.executable, str(ROOT / "tests" / "soak.py"), "--script", script, "--steps", str(steps)]
