@@ -48,23 +48,27 @@ def secret_values() -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
-def redact(text: str) -> str:
-    """Text with every secret in it replaced by ``HIDDEN``: values of variables by their names, others by their form."""
-    for value in secret_values().values():
+def redact(text: str, secrets: Mapping[str, str] | None = None) -> str:
+    """Text with every secret in it replaced by ``HIDDEN``: values of variables by their names, others by their form.
+
+    secrets: what ``secret_values`` has found a moment ago, for many texts in a row: it reads the whole environment.
+    """
+    for value in (secret_values() if secrets is None else secrets).values():
         text = text.replace(value, HIDDEN)
     for _, form in FORMS:
         text = form.sub(rf"\g<1>{HIDDEN}", text)
     return text
 
 
-def redact_values(value: Any) -> Any:
+def redact_values(value: Any, secrets: Mapping[str, str] | None = None) -> Any:
     """The same for every string in lists, tuples and dicts; a dict's value is hidden whole where its key names one."""
+    secrets = secret_values() if secrets is None else secrets
     if isinstance(value, str):
-        return redact(value)
+        return redact(value, secrets)
     if isinstance(value, Mapping):
-        return {k: HIDDEN if v and names_secret(k) else redact_values(v) for k, v in value.items()}
+        return {k: HIDDEN if v and names_secret(k) else redact_values(v, secrets) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(redact_values(v) for v in value)
+        return type(value)(redact_values(v, secrets) for v in value)
     return value
 
 

@@ -22,7 +22,7 @@ from runtime.flags import left_as_in_the_quickstart, recorded_steps
 from runtime.identity import code_of, recorded, script_of
 from runtime.process import FolderLock, Heap, Stop, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
-from runtime.redaction import redact, redact_words
+from runtime.redaction import redact, redact_words, secret_values
 from runtime.rundir import cut_back
 
 ZERO_STEPS = 5  # after this many steps without a score above 0 the run shows what was extracted and what was expected
@@ -326,7 +326,7 @@ class RunLog:
         if not self.is_main:
             return
         with open(self.folder / file, "a") as f:
-            f.write(json.dumps(_writable(record), default=np.ndarray.tolist) + "\n")
+            f.write(json.dumps(_writable(record, secret_values()), default=np.ndarray.tolist) + "\n")
         if self.wandb is not None and file in ("metrics.jsonl", "eval.jsonl"):
             self._track("log", {k: v for k, v in record.items() if k != "step"}, step=record["step"])
 
@@ -393,17 +393,17 @@ class RunLog:
         self.lock.release()
 
 
-def _writable(value: Any) -> Any:
+def _writable(value: Any, secrets: dict[str, str]) -> Any:
     """NaN and infinities as null, for which JSON has no word, and texts without secrets.
 
     Before they are JSON: a secret may end in a quote, and to hide that one's backslash would break the line.
     """
     if isinstance(value, dict):
-        return {_writable(k): _writable(v) for k, v in value.items()}
+        return {_writable(k, secrets): _writable(v, secrets) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_writable(v) for v in value]
+        return [_writable(v, secrets) for v in value]
     if isinstance(value, str):
-        return redact(value)
+        return redact(value, secrets)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

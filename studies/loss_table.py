@@ -734,7 +734,7 @@ def draw(rows: dict[tuple[str, str], Row], picture: str) -> None:
     figure.savefig(picture, dpi=120)
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description="Print the expected gradient of every policy loss.")
     parser.add_argument("--output", metavar="PNG", help="also draw bias and noise")
     parser.add_argument("--worlds", metavar="N", type=int, help="print medians over N random worlds")
@@ -744,3 +744,7 @@ if __name__ == "__main__":
     print_table(found)
     if args.output:
         draw(found, args.output)
+
+
+if __name__ == "__main__":
+    main()

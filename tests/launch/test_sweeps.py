@@ -14,10 +14,11 @@ import sys
 import time
 from pathlib import Path
 
+import finished as finished_program
 import loading
 import pytest
 from finished import LEAVE, RUN, state
-from helpers import ROOT, clean_environment, command, run_here, tiny_args
+from helpers import ROOT, clean_environment, command, main_here, run_here, tiny_args
 from jobs import job_of, script_of, submit
 
 import grpo
@@ -38,48 +39,81 @@ def sweep(name: str, *words, **environment) -> tuple[int, list[list[str]], str]:
     return done.returncode, commands, "\n".join(x for x in lines if not x.startswith(sys.executable)) + done.stderr
 
 
+@pytest.fixture
+def listener(tmp_path) -> Path:
+    """A PYTHON that prints what many.py would be given: its arguments, and its lines."""
+    python = tmp_path / "python"
+    text = 'echo "$@"\ncase $1 in scripts/many.py) cat ;; esac\n'
+    python.write_text(f"#!/bin/sh\n{text}")
+    python.chmod(0o755)
+    return python
+
+
+def many_lines(name: str, *words: object, **environment: str) -> tuple[list[str], list[list[str]]]:
+    """(what was said, the words of each line for many.py) of a sweep with LANES."""
+    env = os.environ | environment
+    folder = "studies" if name.startswith("study") else "scripts"
+    argv = ["bash", str(ROOT / folder / name), *map(str, words)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    runs = [shlex.split(line) for line in lines if "--seed" in line]
+    return [line for line in lines if "--seed" not in line], runs
+
+
 def test_bash_can_read_them():
     assert len(SWEEPS) == 3
     for path in [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "studies").glob("*.sh")]:
         assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True).stderr == ""
 
 
-@pytest.mark.parametrize("name, a_seed", [("sweep_kl.sh", 5), ("sweep_lr.sh", 2), ("sweep_batch.sh", 4)])
-def test_every_command_is_a_run_of_its_own(name, a_seed, tmp_path):
+def test_every_command_is_a_run_of_its_own(tmp_path):
     """Right numbers of commands, arguments that grpo.py accepts, and no two runs in one folder."""
-    import tyro
+    code, commands, said = sweep("sweep_lr.sh", "--seeds", "2..3", "--output_dir", tmp_path)
+    assert code == 0 and len(commands) == 4 and "4 started, 0 skipped, 0 failed" in said
+    assert {tuple(command[:2]) for command in commands} == {(sys.executable, "grpo.py")}
+    check_runs([command[2:] for command in commands], 4, tmp_path)
 
-    code, commands, said = sweep(name, "--seeds", "2..3", "--output_dir", tmp_path)
-    assert code == 0 and len(commands) == 2 * a_seed, said
-    assert f"{2 * a_seed} started, 0 skipped, 0 failed" in said
+
+@pytest.mark.parametrize("name, a_seed", [("sweep_kl.sh", 5), ("sweep_batch.sh", 4)])
+def test_every_line_is_a_run_of_its_own(name, a_seed, listener, tmp_path):
+    """The same of larger sweeps, whose lines no process has to look at."""
+    environment = SMALL | {"PYTHON": str(listener), "LANES": "2"}
+    _, lines = many_lines(name, "--seeds", "2..3", "--output_dir", tmp_path, **environment)
+    check_runs(lines, 2 * a_seed, tmp_path)
+
+
+def check_runs(lines: list[list[str]], count: int, out: Path) -> None:
+    assert len(lines) == count
     names = set()
-    for python, script, *words in commands:
-        assert (python, script) == (sys.executable, "grpo.py")
-        args = tyro.cli(grpo.Args, args=words)
+    for words in lines:
+        args = flags.parse(grpo.Args, None, words)
         flags.check(args, 1)
         flags.check_training(args)
         grpo.check_args(args)
-        assert args.output_dir == str(tmp_path) and args.seed in (2, 3)
+        assert args.output_dir == str(out) and args.seed in (2, 3)
         names.add(rundir.run_name(args, grpo.Args()))
-    assert len(names) == 2 * a_seed
+    assert len(names) == count
 
 
-def test_the_whole_grid_of_the_kl_sweep(tmp_path):
+def test_the_whole_grid_of_the_kl_sweep(listener, tmp_path):
     """4 estimators x 2 placements x 3 betas, and once without a KL term, which is measured all the same."""
-    code, commands, said = sweep("sweep_kl.sh", "--seeds", "1", "--output_dir", tmp_path, ESTIMATORS="", BETAS="")
-    assert code == 0 and len(commands) == 4 * 2 * 3 + 1, said
-    plain = [c for c in commands if "--beta" not in c]
-    assert ["--load_ref_policy" in c for c in plain] == [True], "the baseline would have no KL to compare"
-    for c in commands:
-        if "reward" in c:
-            assert c[c.index("--kl_reward_estimator") + 1] == c[c.index("--kl_estimator") + 1]
+    environment = {"PYTHON": str(listener), "LANES": "2"}
+    _, lines = many_lines("sweep_kl.sh", "--seeds", "1", "--output_dir", tmp_path, **environment)
+    assert len(lines) == 4 * 2 * 3 + 1
+    plain = [words for words in lines if "--beta" not in words]
+    assert ["--load_ref_policy" in words for words in plain] == [True], "the baseline would have no KL to compare"
+    for words in lines:
+        if "reward" in words:
+            assert words[words.index("--kl_reward_estimator") + 1] == words[words.index("--kl_estimator") + 1]
 
 
 @pytest.mark.parametrize("seeds, found", [("1..3", [1, 2, 3]), ("4", [4]), ("3,1", [3, 1]), (None, [1, 2, 3])])
-def test_seeds(seeds, found, tmp_path):
+def test_seeds(seeds, found, listener):
     words = [] if seeds is None else ["--seeds", seeds]
-    _, commands, _ = sweep("sweep_lr.sh", *words, "--output_dir", tmp_path, LEARNING_RATES="1e-5")
-    assert [int(c[c.index("--seed") + 1]) for c in commands] == found
+    environment = {"PYTHON": str(listener), "LANES": "2", "LEARNING_RATES": "1e-5"}
+    _, lines = many_lines("sweep_lr.sh", *words, **environment)
+    assert [int(line[line.index("--seed") + 1]) for line in lines] == found
 
 
 @pytest.mark.parametrize(
@@ -111,19 +145,19 @@ def test_what_says_whether_a_run_is_finished_may_fail(tmp_path):
     assert code == 1 and "started" not in said
 
 
-def test_where_the_runs_lie(tmp_path):
+def test_where_the_runs_lie(listener, tmp_path):
     """Said in every command: a submitted one would otherwise take its job's folder."""
+    lanes = {"PYTHON": str(listener), "LANES": "2", "LEARNING_RATES": "1e-5"}
     for words, environment, expected in (
         ([], {}, "runs"),
         ([], {"OUTPUT_DIR": str(tmp_path)}, str(tmp_path)),
         (["--output_dir", "here"], {}, "here"),
     ):
-        _, commands, _ = sweep("sweep_lr.sh", "--seeds", "91", *words, LEARNING_RATES="1e-5", **environment)
-        (command,) = commands
+        _, (command,) = many_lines("sweep_lr.sh", "--seeds", "91", *words, **lanes, **environment)
         assert command.count("--output_dir") == 1 and command[command.index("--output_dir") + 1] == expected
     for words in (["--output_dir=here"], ["--output-dir", "here"], ["--output-dir=here"]):
-        _, commands, _ = sweep("sweep_lr.sh", "--seeds", "91", *words, LEARNING_RATES="1e-5")
-        assert "--output_dir" not in commands[0]
+        _, (command,) = many_lines("sweep_lr.sh", "--seeds", "91", *words, **lanes)
+        assert command.count("--output_dir") == words.count("--output_dir")
 
 
 def test_in_front_of_every_command_stands_the_submission(tmp_path):
@@ -181,25 +215,41 @@ def test_an_unfinished_run_goes_on(finished, tmp_path, spoil, says):
     copy = tmp_path / folder.name
     shutil.copytree(folder, copy)
     spoil(copy)
-    common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
-    _, commands, _ = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
-    assert len(commands) == 1 and "--overwrite" not in commands[0]
+    code, said, _ = finished_here(folder, tmp_path, common)
+    assert code == RUN and said.startswith("begun: ") and says in said
     with open(copy / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
-    assert commands == [] and "skipped, running: " in said and says in said
+        code, said, _ = finished_here(folder, tmp_path, common)
+    assert code == LEAVE and said.startswith("running: ") and says in said
+
+
+def finished_here(folder: Path, place: Path, common: list[str]) -> tuple[int, str, str]:
+    """What scripts/finished.py, in this process, says of the copy of a run in a different folder."""
+    common = [str(place) if word == str(folder.parent) else word for word in common]
+    run = ["--exp_name", "sweep_lr", "--learning_rate", "1e-5", "--seed", "1"]
+    return main_here(finished_program, ROOT / "grpo.py", *run, *common)
 
 
 @pytest.mark.parametrize("config", ["", '{"args": null}', "[]"])
-def test_a_damaged_run_does_not_hold_up_the_others(finished, tmp_path, config):
-    """A config.json that a full disk or a hand has spoiled: its run is left alone, by name, and the sweep goes on."""
+def test_a_damaged_run_is_left_alone(finished, tmp_path, config):
+    """A config.json that a full disk or a hand has spoiled."""
     folder, common = finished
     copy = tmp_path / folder.name
     shutil.copytree(folder, copy)
     (copy / "config.json").write_text(config)
+    code, said, _ = finished_here(folder, tmp_path, common)
+    assert code == LEAVE and f"damaged: {copy}/config.json cannot be read" in said
+
+
+def test_a_damaged_run_does_not_hold_up_the_others(finished, tmp_path):
+    """Its run is left alone, by name, and the sweep goes on."""
+    folder, common = finished
+    copy = tmp_path / folder.name
+    shutil.copytree(folder, copy)
+    (copy / "config.json").write_text("")
     common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
     code, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5 3e-5")
-    assert code == 0 and len(commands) == 1
+    assert code == 0 and len(commands) == 1 and "--overwrite" not in commands[0]
     assert f"skipped, damaged: {copy}/config.json cannot be read" in said
 
 
@@ -252,34 +302,13 @@ def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
 # ----------------------------------------------------------------------------------------- side by side, in one process
 
 
-@pytest.fixture
-def listener(tmp_path) -> Path:
-    """A PYTHON that prints what many.py would be given: its arguments, and its lines."""
-    python = tmp_path / "python"
-    text = 'echo "$@"\ncase $1 in scripts/many.py) cat ;; esac\n'
-    python.write_text(f"#!/bin/sh\n{text}")
-    python.chmod(0o755)
-    return python
-
-
-def many_lines(name: str, *words: object, **environment: str) -> tuple[list[str], list[grpo.Args]]:
-    """(what was said, the arguments of each line for many.py) of a sweep with LANES."""
-    env = os.environ | environment
-    folder = "studies" if name.startswith("study") else "scripts"
-    argv = ["bash", str(ROOT / folder / name), *map(str, words)]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    runs = [flags.parse(grpo.Args, None, shlex.split(line)) for line in lines if "--seed" in line]
-    return [line for line in lines if "--seed" not in line], runs
-
-
 def test_with_lanes_a_sweep_hands_its_runs_to_many(listener, tmp_path):
     """The same runs as one after the other, also with arguments that a shell has to quote; RUN is not used."""
     words = ["--seeds", "2", "--output_dir", tmp_path]
     _, commands, _ = sweep("sweep_kl.sh", *words)
     environment = SMALL | {"PYTHON": str(listener), "LANES": "3", "SKIP": "names.txt", "RUN": "false"}
-    said, runs = many_lines("sweep_kl.sh", *words, "--stop", "it's", "$x y", "a\tb", **environment)
+    said, lines = many_lines("sweep_kl.sh", *words, "--stop", "it's", "$x y", "a\tb", **environment)
+    runs = [flags.parse(grpo.Args, None, line) for line in lines]
     assert said == ["scripts/many.py grpo.py --lanes 3 --skip names.txt"]
     assert {run.stop for run in runs} == {("it's", "$x y", "a\tb")}
     runs = [dataclasses.replace(run, stop=()) for run in runs]
@@ -298,7 +327,9 @@ def test_a_line_break_is_no_argument_of_a_line(listener):
 def test_the_study_begins_with_what_decides(real, decisive, all_runs, listener, tmp_path):
     """Every placement and gradient of a seed at a beta before another; nothing twice but what many.py then skips."""
     environment = {"PYTHON": str(listener), "OUTPUT_DIR": str(tmp_path / "runs")}
-    said, runs = many_lines("study_kl.sh", *["--real"] * real, "--seeds", "1", **environment)
+    said, lines = many_lines("study_kl.sh", *["--real"] * real, "--seeds", "1", **environment)
+    parsed = {line: flags.parse(grpo.Args, None, line) for line in map(tuple, lines)}
+    runs = [parsed[tuple(line)] for line in lines]
     assert {line for line in said if "many.py" in line} == {
         f"scripts/many.py grpo.py --lanes 2 --skip {tmp_path}/runs/skip.txt"
     }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from pathlib import Path
 
 import evaluate
 import pytest
-from helpers import ROOT, VERIFIERS, clean_environment, read_jsonl, run_here, script, tiny_args
+from helpers import ROOT, VERIFIERS, forked, main_here, read_jsonl, run_here, tiny_args
 
 import grpo
 import utils
@@ -122,24 +122,24 @@ def run(tiny, tmp_path_factory):
     return out / "run", seen, read_jsonl(out / "run" / "eval.jsonl")
 
 
-def call(*words: str) -> subprocess.CompletedProcess:
-    """The script as a user calls it, without what this process has in its environment for its own run."""
-    command = script("scripts/evaluate.py", *words)
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=clean_environment())
+def call(place: Path, *words: str) -> str:
+    """What the script prints that a user calls, without what this process has in its environment for its own run."""
+    (code,), text = forked([str(ROOT / "scripts" / "evaluate.py"), *words], place / "log")
+    assert code == 0, text
+    return text
 
 
 def test_equal_to_the_number_in_the_run(run, tmp_path):
     """Same weights, same seed: the same token ids and the same numbers, from the files that the run left alone."""
     folder, seen, records = run
-    done = call("--run", str(folder), "--output", str(tmp_path / "samples.jsonl"))
-    assert done.returncode == 0, done.stderr
+    said = call(tmp_path, "--run", str(folder), "--output", str(tmp_path / "samples.jsonl"))
     rows = read_jsonl(tmp_path / "samples.jsonl")
     assert [(r["problem"], r["sample"], r["response_ids"]) for r in rows] == [
         (s.prompt_id, s.sample_id, s.response_ids.tolist()) for s in seen[-1]
     ]
     last, first = ([s.response_ids.tolist() for s in samples] for samples in (seen[-1], seen[0]))
     assert last != first, "the weights have moved"
-    line = next(line for line in done.stdout.splitlines() if line.startswith("| chain_sum |"))
+    line = next(line for line in said.splitlines() if line.startswith("| chain_sum |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     last = records[-1]
     wanted = [f"{last['eval/' + name]:.3f}" for name in ("pass@1", "pass@k", "majority@k")]
@@ -189,9 +189,8 @@ def edited(tiny, tmp_path_factory):
 def test_a_run_is_evaluated_by_the_script_that_trained_it(edited, tmp_path):
     """A copy's own engine, its own way to collect and its own flags: a tool that it calls would be missing else."""
     folder, _ = edited
-    done = call("--run", str(folder), "--output", str(tmp_path / "samples.jsonl"))
-    assert done.returncode == 0, done.stderr
-    assert "the engine of a mark" in done.stdout and "warning: since the run" not in done.stderr
+    said = call(tmp_path, "--run", str(folder), "--output", str(tmp_path / "samples.jsonl"))
+    assert "the engine of a mark" in said and "warning: since the run" not in said
     rows = read_jsonl(tmp_path / "samples.jsonl")
     assert {row["response"] for row in rows} == {"a mark"}
     last = read_jsonl(folder / "eval.jsonl")[-1]
@@ -240,11 +239,11 @@ def test_other_files_that_have_changed_are_named_and_secrets_are_asked_for(edite
     assert evaluate.parse(["--run", str(tmp_path), "--mark", "given"])[0].mark == "given"
 
 
-def test_an_engine_that_is_only_asked_does_not_sleep(edited):
+def test_an_engine_that_is_only_asked_does_not_sleep(edited, tmp_path):
     """With --vllm_enable_sleep_mode a run's engine sleeps until the first push, and nothing is pushed here."""
     folder, _ = edited
-    done = call("--run", str(folder), "--vllm_enable_sleep_mode", "--output", str(folder / "awake.jsonl"))
-    assert done.returncode == 0 and "the engine of a mark, asleep False" in done.stdout, done.stderr
+    said = call(tmp_path, "--run", str(folder), "--vllm_enable_sleep_mode", "--output", str(folder / "awake.jsonl"))
+    assert "the engine of a mark, asleep False" in said
 
 
 def test_best_is_that_of_the_best_evaluation(run, tmp_path):
@@ -252,10 +251,8 @@ def test_best_is_that_of_the_best_evaluation(run, tmp_path):
     folder, seen, records = run
     values = [r["eval/pass@1"] for r in records]
     best = values.index(max(values))  # the first of equal ones
-    done = call(
-        "--run", str(folder), "--model_name_or_path", str(folder / "best"), "--output", str(tmp_path / "b.jsonl")
-    )
-    assert done.returncode == 0, done.stderr
+    best_weights = ("--model_name_or_path", str(folder / "best"))
+    call(tmp_path, "--run", str(folder), *best_weights, "--output", str(tmp_path / "b.jsonl"))
     ids = [s.response_ids.tolist() for s in seen[best]]
     assert [r["response_ids"] for r in read_jsonl(tmp_path / "b.jsonl")] == ids
 
@@ -268,14 +265,13 @@ def test_other_data(run, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     mixture = json.dumps({str(tmp_path / "a.jsonl"): 1.0, str(tmp_path / "b.jsonl"): 4})
     flags = ["--dataset_mixer", mixture, "--eval_prompts", "0", "--eval_temperature", "0", "--reward_fn", "None"]
-    done = call("--run", str(folder), *flags, "--verifier", "exact", "--output", str(tmp_path / "s.jsonl"))
-    assert done.returncode == 0, done.stderr
+    said = call(tmp_path, "--run", str(folder), *flags, "--verifier", "exact", "--output", str(tmp_path / "s.jsonl"))
     rows = read_jsonl(tmp_path / "s.jsonl")
     assert [r["source"] for r in rows] == ["a"] * 9 + ["b"] * 4 and {r["verifier"] for r in rows} == {"exact"}
     assert rows[0]["prompt"][-1]["content"] == "0 + a ="
-    table = [line.split("|")[1:3] for line in done.stdout.splitlines() if line.startswith("| ")]
+    table = [line.split("|")[1:3] for line in said.splitlines() if line.startswith("| ")]
     assert [[cell.strip() for cell in cells] for cells in table[1:]] == [["a", "9"], ["b", "4"], ["all", "13"]]
-    assert "greedy" in done.stdout
+    assert "greedy" in said
 
 
 def test_refusals(tmp_path):
@@ -288,8 +284,8 @@ def test_refusals(tmp_path):
         (["--model_name_or_path", str(tmp_path / "nothing")], "--model_name_or_path"),
         (["--eval_dataset", "other.jsonl"], "--eval_dataset is for a run"),
     ):
-        done = call(*words)
-        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+        code, _, said = main_here(evaluate, *words)
+        assert code == 2 and message in said
 
 
 @pytest.mark.parametrize("changes", [{"best_metric": "eval/pass"}, {"best_metric": "eval/pass@1", "eval_prompts": 0}])

@@ -14,17 +14,16 @@ import pytest
 import torch
 from helpers import (
     ACCELERATE_LAUNCH,
-    ROOT,
     VERIFIERS,
     command,
     descendants,
     finish,
     folder_of,
+    forked,
     read_jsonl,
     record,
     run_here,
     run_to_end,
-    script,
     tiny_args,
 )
 from safetensors.torch import load_file
@@ -608,35 +607,12 @@ def test_groups_of_equal_reward(tiny, tmp_path):
 # ------------------------------------------------------------------------------------------------- in other processes
 
 
-# The ranks of both runs as forks of one process, as scripts/many.py does it: importing vLLM is most of such a run.
-FORKED_RANKS = """
-import os, sys
-import many
-from runtime import flags
-
-script = many.load_script(many.Path("grpo.py"))
-for ranks in (1, 2):
-    for rank in range(ranks):
-        if os.fork() == 0:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-            sys.argv = ["grpo.py", *sys.argv[2:], "--output_dir", f"{sys.argv[1]}/{ranks}"]
-            args = flags.parse(script.Args, script.__doc__)
-            script.main(args, script.preflight(args))
-            sys.exit()
-    for rank in range(ranks):
-        assert os.wait()[1] == 0
-"""
-
-
-def test_two_ranks_equal_one(tiny, tmp_path):
-    """vLLM on each rank, its share of the prompts each: the same samples, loss and gradient as one rank."""
-    file = tmp_path / "forks.py"
-    file.write_text(f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'scripts')!r}]\n{FORKED_RANKS}")
-    words = command(tiny, tmp_path, rollout="vllm")[2:]
-    finish([*script(str(file), str(tmp_path)), *words], tmp_path / "log", 240)
+@pytest.mark.parametrize("rollout", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_two_ranks_equal_one(tiny, tmp_path, rollout):
+    """An engine on each rank, its share of the prompts each: the same samples, loss and gradient as one rank."""
     metrics = {}
     for ranks in (1, 2):
+        finish(command(tiny, tmp_path / str(ranks), rollout=rollout, ranks=ranks), tmp_path / f"log{ranks}", 240)
         folder = tmp_path / str(ranks) / "run"
         metrics[ranks] = read_jsonl(folder / "metrics.jsonl") + read_jsonl(folder / "eval.jsonl")
     for one, two in zip(metrics[1], metrics[2], strict=True):
@@ -669,10 +645,10 @@ def test_a_raising_verifier_is_refused(tiny, tmp_path, capsys):
 
 
 def test_a_raising_verifier_ends_every_rank(tiny, tmp_path):
-    """No process waits for another."""
-    line = command(tiny, tmp_path, "--reward_fn", f"{VERIFIERS}:raises", ranks=2, launcher=ACCELERATE_LAUNCH)
-    code, text = run_to_end(line, tmp_path / "log")
-    assert code == 1 and RAISES_ON_THE_TRUTH in text  # accelerate has one code for all that fails
+    """No process waits for another, with no launcher to end them."""
+    line = command(tiny, tmp_path, "--reward_fn", f"{VERIFIERS}:raises")
+    codes, text = forked(line[1:], tmp_path / "log", 2)
+    assert codes == [2, 2] and RAISES_ON_THE_TRUTH in text
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
     assert not left, "processes are left"
 
@@ -716,17 +692,14 @@ if __name__ == "__main__":  # the reward workers import this file
     ("lambda *a: sys.exit(3)", 1, "SystemExit"),
 ])  # fmt: skip
 def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
-    """Within 10 seconds, with the thread's own traceback, on every rank."""
+    """Within 10 seconds, with the thread's own traceback, on every rank, with no launcher to end them."""
     file = tmp_path / "dead.py"
     file.write_text(DEAD_THREAD.format(rank=ranks - 1, action=action, tiny=tiny, out=tmp_path / "runs"))
-    line = command(tiny, tmp_path, ranks=ranks, launcher=ACCELERATE_LAUNCH)
-    code, text = run_to_end([*line[: line.index(str(ROOT / "grpo.py"))], str(file)], tmp_path / "log")
+    codes, text = forked([str(file)], tmp_path / "log", ranks)
     ended = time.time()
-    assert code != 0 and word in text and "never reached" not in text
+    assert 0 not in codes and word in text and "never reached" not in text
     if "DIED AT" in text:
-        assert (
-            ended - float(text.split("DIED AT ")[1].split()[0]) < 20
-        )  # ten for a rank to notice, and a launcher that leaves on a busy machine
+        assert ended - float(text.split("DIED AT ")[1].split()[0]) < 20  # ten to notice it, on a busy machine
     for rank in range(ranks):
         assert f"rank {rank} failed" in text
         assert word in text.split(f"rank {rank} failed")[1]

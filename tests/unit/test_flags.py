@@ -16,7 +16,7 @@ from pathlib import Path
 
 import evaluate
 import pytest
-from helpers import ROOT, VERIFIERS, clean_environment, script, tiny_args
+from helpers import ROOT, VERIFIERS, clean_environment, forked, script, tiny_args
 
 import grpo
 import ppo
@@ -893,8 +893,8 @@ def test_import_starts_nothing():
 def test_dry_run(tiny, tmp_path):
     words = ["--dry_run", "--model_name_or_path", str(tiny), "--output_dir", str(tmp_path / "runs"), "--beta", "0.1"]
     words += ["--total_steps", "5", "--num_mini_batches", "2", "--num_epochs", "3"]
-    code, out, err, _ = call(*script("grpo.py", *words))
-    assert code == 0, err
+    (code,), out = forked([str(ROOT / "grpo.py"), *words], tmp_path / "log")
+    assert code == 0, out
     for line in (
         "8 prompts x 8 samples = 64 samples",
         "2048 new tokens, 6 optimizer step(s)",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -18,7 +17,7 @@ from functools import cache
 import loss_table
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, main_here
 from mutations import load_mutated
 from torch import Tensor
 
@@ -597,9 +596,13 @@ def page_cells() -> dict[str, list[str]]:
     return found
 
 
-def test_the_page_shows_the_numbers_of_the_script():
+@pytest.fixture(scope="module")
+def rows():
+    return loss_table.table()
+
+
+def test_the_page_shows_the_numbers_of_the_script(rows):
     cells = page_cells()
-    rows = loss_table.table()
     for name in loss_table.LOSSES:
         found = [rows[condition, name] for condition in loss_table.CONDITIONS]
         assert cells[name] == [f"{row.bias:.2f} {row.cosine:+.2f}" for row in found], name
@@ -613,11 +616,12 @@ def test_the_page_shows_the_numbers_of_the_script():
         assert cells[name][1:] == [*numbers, ascends], name
 
 
-def test_the_script_prints_every_row_and_draws_them(tmp_path):
+def test_the_script_prints_every_row_and_draws_them(rows, tmp_path, monkeypatch):
     picture = tmp_path / "losses.png"
-    line = [sys.executable, str(ROOT / "studies" / "loss_table.py"), "--output", str(picture)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True)
-    lines = done.stdout.splitlines()
+    monkeypatch.setattr(loss_table, "table", lambda: rows)
+    code, printed, _ = main_here(loss_table, "--output", picture)
+    lines = printed.splitlines()
+    assert code == 0
     assert all(len(line) <= 120 for line in lines)
     for name in loss_table.LOSSES:
         assert sum(line.startswith(f"{name:19}") for line in lines) == len(loss_table.CONDITIONS), name
