@@ -146,7 +146,8 @@ def examined(
         line = [str(folder / script)]
         for flag, value in given.items():
             line += [f"--{flag}", str(value)]
-        code, text = warm.run(line, folder / "log", os.environ | {"WANDB_MODE": "disabled"}, 600, cwd=folder)
+        environment = os.environ | {"WANDB_MODE": "disabled"}
+        (code,), text = warm.run(line, folder / "log", environment, 600, cwd=folder, vllm="hf" not in line)
         if code != 0:
             raise RuntimeError(f"exit code {code}: {text[-2000:]}")
         return examine(folder / "runs" / "run")

@@ -216,7 +216,8 @@ def run(
         line = [str(folder / script)]
         for flag, value in flags.items():
             line += [f"--{flag}", str(value)]
-        code, text = warm.run(line, folder / "log", os.environ | {"WANDB_MODE": "disabled"}, 600, cwd=folder)
+        environment = os.environ | {"WANDB_MODE": "disabled"}
+        (code,), text = warm.run(line, folder / "log", environment, 600, cwd=folder, vllm="hf" not in line)
         left = []
         for file in ("metrics.jsonl", "eval.jsonl", "samples.jsonl"):
             path = folder / "runs" / "run" / file

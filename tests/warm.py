@@ -6,7 +6,6 @@ For tests that compare what runs have left. Those of signals, of launchers and o
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import runpy
@@ -23,7 +22,7 @@ NEW = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "M
 
 
 class Server:
-    """The process that has imported the libraries, with vLLM or without, in a given environment."""
+    """The process that has imported the libraries, with vLLM or without."""
 
     def __init__(self, vllm: bool, environment: dict[str, str]):
         line = [sys.executable, str(Path(__file__).resolve()), *["vllm"] * vllm]
@@ -35,29 +34,34 @@ class Server:
         self.process.stdin.flush()
         if not select.select([self.process.stdout], [], [], timeout)[0]:
             os.killpg(self.process.pid, signal.SIGKILL)
-            server.cache_clear()
+            SERVERS.clear()
             raise AssertionError(f"no end after {timeout} s: {order}")
         return json.loads(self.process.stdout.readline())
 
 
-@functools.cache
-def server(vllm: bool, environment: tuple[tuple[str, str], ...]) -> Server:
-    """The one of this process of pytest; it ends with its standard input, and so with this process."""
-    return Server(vllm, dict(environment))
+SERVERS: dict[bool, Server] = {}  # of this process of pytest; each ends with its standard input, and so with it
 
 
 def run(
-    line: list[str], log: Path, environment: dict[str, str], timeout: float, ranks: int = 1, cwd: Path = ROOT
-) -> tuple[int, str]:
-    """(the largest exit code, what was printed) of ``python LINE`` on so many ranks. AssertionError after the time-out.
+    line: list[str],
+    log: Path,
+    environment: dict[str, str],
+    timeout: float,
+    ranks: int = 1,
+    *,
+    cwd: Path = ROOT,
+    vllm: bool,
+) -> tuple[list[int], str]:
+    """(exit code of each rank, what they printed) of ``python LINE`` on so many ranks.
 
-    What rank R prints is in LOG.R. ``environment``: what every run of this process of pytest has in common.
+    Raises AssertionError after the time-out. What rank R prints is in LOG.R. ``vllm``: whether the process has imported it before, too.
     """
     known = {name: value for name, value in environment.items() if name not in (*NEW, "PYTEST_CURRENT_TEST")}
-    codes = server("hf" not in line, tuple(sorted(known.items()))).run(
-        {"line": line, "ranks": ranks, "log": str(log), "cwd": str(cwd)}, timeout
-    )
-    return max(codes, key=abs), "".join(Path(f"{log}.{rank}").read_text() for rank in range(ranks))
+    if vllm not in SERVERS:
+        SERVERS[vllm] = Server(vllm, known)
+    order = {"line": line, "ranks": ranks, "log": str(log), "cwd": str(cwd), "environment": known}
+    codes = SERVERS[vllm].run(order, timeout)
+    return codes, "".join(Path(f"{log}.{rank}").read_text() for rank in range(ranks))
 
 
 def import_libraries(vllm: bool) -> None:
@@ -91,6 +95,8 @@ def be_rank(order: dict, rank: int, port: int) -> int:
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.chdir(order["cwd"])
+    os.environ.clear()  # runs in the tests' process leave marks in its environment, which is this one's
+    os.environ |= order["environment"]
     if (size := order["ranks"]) > 1:
         values = (rank, rank, size, size, "127.0.0.1", port)
         os.environ |= dict(zip(NEW, map(str, values), strict=True))

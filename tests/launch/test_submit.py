@@ -94,7 +94,8 @@ def test_words_arrive_in_array_tasks(backend, tmp_path):
 
 def test_nodes_that_saved_wait_for_the_others(tmp_path):
     """srun ends all nodes when one has left: the first to be done stays until the second has saved, too."""
-    job = job_of("slurm", "--num_nodes 2", ["bash", "-c", "sleep $WAIT; exit $CODE"])
+    ends = "until [[ $SLURM_NODEID == 0 || -e go ]]; do sleep 0.05; done; exit $CODE"
+    job = job_of("slurm", "--num_nodes 2", ["bash", "-c", ends])
     command, _ = script_of("slurm", submit.render(dataclasses.replace(job, workdir=None)))
     (tmp_path / job.run_dir).mkdir(parents=True)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -102,18 +103,21 @@ def test_nodes_that_saved_wait_for_the_others(tmp_path):
     def nodes(*codes: int) -> list[subprocess.Popen]:
         for left in (tmp_path / job.run_dir).glob("exit.*"):
             left.unlink()
-        envs = [{"SLURM_NODEID": str(i), "WAIT": str(3 * i), "CODE": str(c)} for i, c in enumerate(codes)]
+        envs = [{"SLURM_NODEID": str(i), "CODE": str(c)} for i, c in enumerate(codes)]
         return [subprocess.Popen(command, cwd=tmp_path, env=os.environ | place | env) for env in envs]
 
     first, second = nodes(75, 75)
     while not (tmp_path / job.run_dir / "exit.0").exists():
         assert first.poll() is None
         time.sleep(0.05)
-    time.sleep(1.5)
+    time.sleep(1)
     assert first.poll() is None, "the second is still busy"
+    (tmp_path / "go").touch()
     assert (first.wait(30), second.wait(30)) == (75, 75)
+    (tmp_path / "go").unlink()
     first, second = nodes(3, 75)  # a failure is told at once
     assert first.wait(30) == 3 and second.poll() is None
+    (tmp_path / "go").touch()
     assert second.wait(30) == 75
 
 
@@ -734,7 +738,7 @@ def test_the_folder_to_run_in(tmp_path):
 STUBBORN = """
 import signal, sys, time, pathlib
 def save(*_):
-    time.sleep(0.5); pathlib.Path("saved").write_text("yes"); sys.exit(75)
+    time.sleep(0.2); pathlib.Path("saved").write_text("yes"); sys.exit(75)
 signal.signal(signal.SIGTERM, save)
 pathlib.Path("ready").write_text(""); time.sleep(60)
 """
