@@ -54,7 +54,7 @@ def run(
 ) -> tuple[list[int], str]:
     """(exit code of each rank, what they printed) of ``python LINE`` on so many ranks.
 
-    Raises AssertionError after the time-out. What rank R prints is in LOG.R. ``vllm``: whether the process has imported it before, too.
+    Raises AssertionError after the time-out. What rank R prints is in LOG.R. ``vllm``: whether the process has it.
     """
     known = {name: value for name, value in environment.items() if name not in (*NEW, "PYTEST_CURRENT_TEST")}
     if vllm not in SERVERS:
