@@ -21,12 +21,13 @@ import typing
 from pathlib import Path
 from typing import NamedTuple
 
+import finished
 import frameworks
 import pytest
 import torch
 import transformers
 import yaml
-from helpers import ROOT, TINY_RUN, folder_of, interrupted, run_here, token_loss
+from helpers import ROOT, TINY_RUN, folder_of, interrupted, main_here, quick_start, run_here, token_loss
 from variant import names as variant_names
 from variant import variant as variant_text
 
@@ -127,7 +128,8 @@ def test_names_of_runs_and_their_folders(tmp_path):
 def test_the_start_says_what_is_set_what_was_given_and_what_differs(script, name, tiny, tmp_path, capsys):
     words = ["--dry_run", "--as", name, "--model_name_or_path", str(tiny), "--output_dir", str(tmp_path)]
     args = parse(script, *words, "--learning_rate", "0.5")
-    SCRIPTS[script].main(args, SCRIPTS[script].preflight(args))
+    with quick_start():
+        SCRIPTS[script].main(args, SCRIPTS[script].preflight(args))
     out = capsys.readouterr().out
     preset = presets.PRESETS[name]
     assert f"as         {preset.version}, instead of the defaults in parentheses: " in out
@@ -240,9 +242,8 @@ def test_a_run_with_a_preset_is_recorded_resumed_and_finished(tiny, tmp_path, mo
         grpo.preflight(parse("grpo", *words))
     assert end.value.code == 0
     for given, code, text in ((words, 0, "finished"), (words[2:], 4, "not begun")):
-        command = [sys.executable, str(ROOT / "scripts" / "finished.py"), str(ROOT / "grpo.py"), *given]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        assert (done.returncode, text in done.stdout) == (code, True), done.stdout + done.stderr
+        found, said, error = main_here(finished, ROOT / "grpo.py", *given)
+        assert (found, text in said) == (code, True), said + error
 
 
 def test_the_page_is_what_the_table_gives():
