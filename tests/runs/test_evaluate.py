@@ -8,7 +8,7 @@ from pathlib import Path
 
 import evaluate
 import pytest
-from helpers import ROOT, VERIFIERS, forked, main_here, read_jsonl, run_here, tiny_args
+from helpers import ROOT, VERIFIERS, forked, read_jsonl, run_here, tiny_args
 
 import grpo
 import utils
@@ -274,7 +274,7 @@ def test_other_data(run, tmp_path):
     assert "greedy" in said
 
 
-def test_refusals(tmp_path):
+def test_refusals(tmp_path, capsys):
     spoiled = tmp_path / "spoiled"
     spoiled.mkdir()
     (spoiled / "config.json").write_text("")
@@ -284,8 +284,9 @@ def test_refusals(tmp_path):
         (["--model_name_or_path", str(tmp_path / "nothing")], "--model_name_or_path"),
         (["--eval_dataset", "other.jsonl"], "--eval_dataset is for a run"),
     ):
-        code, _, said = main_here(evaluate, *words)
-        assert code == 2 and message in said
+        with pytest.raises(SystemExit) as end:
+            evaluate.parse(words)
+        assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("changes", [{"best_metric": "eval/pass"}, {"best_metric": "eval/pass@1", "eval_prompts": 0}])
