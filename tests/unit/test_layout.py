@@ -79,3 +79,36 @@ def test_imports_go_downward_in_no_circle_and_stand_at_the_top():
     edges = {name: {target for target, _ in imports} for name, imports in found.items()}
     order = tuple(graphlib.TopologicalSorter(edges).static_order())  # raises CycleError
     assert set(order) >= set(files)
+
+
+def lost_imports(program: Path, found: list[Path] | None = None) -> list[str]:
+    """Modules of the project that a program imports at its top from where Python does not look.
+
+    found: the folders in which it looks, to which ``sys.path.insert`` of the program and of its imports add.
+    """
+    found = [program.parent] if found is None else found
+    folders = (ROOT, ROOT / "scripts", ROOT / "studies")
+    values: dict[str, object] = {"Path": Path, "__file__": str(program), "str": str}
+    lost = []
+    for node in ast.parse(program.read_text()).body:
+        text = ast.unparse(node)
+        if text.startswith("sys.path.insert("):
+            found.append(Path(eval(ast.unparse(node.value.args[1]), values)))
+        elif isinstance(node, ast.Assign) and "__file__" in text:
+            values[node.targets[0].id] = eval(ast.unparse(node.value), values)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            for name in (name.split(".")[0] for name in names):
+                places = [place for place in folders if (place / f"{name}.py").exists() or (place / name).is_dir()]
+                if places and not set(places) & set(found):
+                    lost.append(name)
+                elif places and (places[0] / f"{name}.py").exists():
+                    lost += lost_imports(places[0] / f"{name}.py", found)
+    return lost
+
+
+def test_every_program_finds_its_modules_by_itself():
+    """Tests call most of them in their own process, which looks in all the folders."""
+    programs = [path for folder in ("scripts", "studies") for path in (ROOT / folder).glob("*.py")]
+    lost = {path.name: names for path in programs if (names := lost_imports(path))}
+    assert len(programs) > 20 and lost == {}
