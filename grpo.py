@@ -42,6 +42,7 @@ from rewards import Verifiers, check_reward_args, truth_error
 from runtime import data, flags, process, start
 from runtime.flags import RunFlags
 from runtime.records import Batch, Problem, Sample
+from runtime.sources import split_revision
 
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
 
@@ -97,8 +98,6 @@ class Args(RunFlags):
     """Weight a token's loss, KL included, by min(trainer / sampler probability, cap). Default: 2 with --async_steps."""
     importance_sampling_mask: tuple[float, float] | None = None
     """Weight a token's loss by that ratio where it is from LOW to HIGH, and by 0 elsewhere, e.g. 0.5 5 (IcePop)."""
-    max_sampler_diff: float = 0.1
-    """End the run when an engine and the trainer differ by more nats per token (fp32: a 1000th of it). 0 disables."""
 
     # ---- KL
     beta: float = 0.0
@@ -115,42 +114,31 @@ class Args(RunFlags):
     """Estimator of the KL in the reward: k1 is the only one with a KL's gradient there."""
     kl_reward_norm: Literal["outside", "inside"] = "outside"
     """In the reward: add after the group normalization (return-to-go), or to the reward before it (as verl does)."""
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: adjust a coefficient to keep the KL near kl_target: the reward's if the KL is there, or the loss's."""
-    kl_target: float = 6.0
-    """Target of the adaptive controller, in nats per kl_target_unit."""
-    kl_target_unit: Literal["sequence", "token"] = "sequence"
-    """Unit of kl_target: the sum over a response, or its mean over the tokens (as verl has it)."""
+    kl_target: float | None = None
+    """Adjust a coefficient to keep the KL near this, in nats per token: the reward's if the KL is there, or the loss's.
+    Default: off."""
     kl_horizon: float = 10000.0
-    """Horizon of the adaptive controller, in sequences."""
+    """Horizon of that controller, in sequences."""
     load_ref_policy: bool = False
     """Load the reference and log the KL even if every coefficient is 0."""
     ref_policy_update_freq: int = 0
     """Move the reference every N steps. 0 disables."""
     ref_policy_alpha: float = 1.0
     """Move the reference to alpha * policy + (1 - alpha) * reference. 1 copies the policy."""
-    kl_full_samples: int = 4
-    """Samples per step for which the exact full-vocabulary KL is logged, as ground truth for the estimators."""
 
     # ---- optimizer
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """torch.optim.AdamW (fused) or plain SGD."""
     learning_rate: float = 3e-5
     """Peak learning rate. 1e-6 is usual from 0.5B parameters on."""
-    adam_beta1: float = 0.9
-    """Decay of AdamW's mean of gradients."""
-    adam_beta2: float = 0.95
-    """Decay of AdamW's mean of squared gradients."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's mean of gradients, and of its mean of squared gradients."""
     adam_eps: float = 1e-8
     """Epsilon added to the root of AdamW's second moment."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Learning-rate schedule after the warm-up, over all optimizer steps of the run."""
-    warm_up_steps: int = 0
-    """Optimizer steps of linear warm-up."""
-    warm_up_ratio: float = 0.0
-    """The same as a fraction of all optimizer steps, instead of warm_up_steps."""
+    warm_up: float = 0.0
+    """Linear warm-up: from 1 on a number of optimizer steps, below 1 a fraction of them all."""
     lr_min_ratio: float = 0.3
     """Final learning rate of linear and cosine, as a fraction of learning_rate."""
     max_grad_norm: float = 1.0
@@ -350,9 +338,9 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
 
     The engine stands still by counting, never by the clock, so a run can be repeated: after a whole batch, and with
     --inflight_updates after the step that completes the batch of the last "until", whatever else is unfinished. Only in
-    flight on a rank of its own (--vllm_mode dedicated) it never stands still, and takes messages as they come.
+    flight on a rank of its own (--vllm_engines) it never stands still, and takes messages as they come.
     """
-    never_still = args.vllm_mode == "dedicated" and args.inflight_updates != "off"
+    never_still = args.vllm_engines > 0 and args.inflight_updates != "off"
     llm = None
     try:
         with process.without_collections():
@@ -433,39 +421,40 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         ExecutorWithExternalLauncher.determine_available_memory = UniProcExecutor.determine_available_memory
     sizes = flags.sizes(args, cuda)
     longest = args.max_prompt_length + args.max_response_length
-    memory = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization} if cuda else {}
-    if args.vllm_kv_cache_gb is not None or not cuda:
-        memory["kv_cache_memory_bytes"] = int((args.vllm_kv_cache_gb or 0.5) * 2**30)
-    kernels = {} if cuda else {"kernel_config": cpu_norms.kernel_config()}
+    name, revision = split_revision(args.model_name_or_path)
+    if cuda:
+        usual = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization}
+    else:
+        usual = {"kv_cache_memory_bytes": 2**29, "kernel_config": cpu_norms.kernel_config()}
+        usual["enforce_eager"] = True  # compiling takes longer than a short run
+        usual["block_size"] = 32  # the default of 128 would share no prompt shorter than that
+    given = usual | flags.engine_args(args.vllm_args)
+    given["max_num_seqs"] = sizes.vllm_max_num_seqs
+    tokens = max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, 0 if cuda else longest)
+    given["max_num_batched_tokens"] = tokens
     return LLM(
-        model=args.model_name_or_path,
-        revision=args.revision,
+        model=name,
+        revision=revision,
         tokenizer=args.tokenizer_name_or_path,
-        tokenizer_revision=args.revision if args.tokenizer_name_or_path is None else None,
+        tokenizer_revision=revision if args.tokenizer_name_or_path is None else None,
         skip_tokenizer_init=not args.stop,  # ids go in and come out: only to stop at strings it needs their text
-        load_format=args.vllm_load_format,
         trust_remote_code=args.trust_remote_code,
         hf_overrides=json.loads(args.override_config) if args.override_config else {},
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
         max_model_len=longest,
-        max_num_seqs=sizes.vllm_max_num_seqs,
-        max_num_batched_tokens=max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, 0 if cuda else longest),
         # False on CPUs: after a part of a prompt vLLM rewinds a generator, and knows only CUDA's.
         enable_chunked_prefill=None if cuda else False,
-        enforce_eager=not cuda if args.vllm_enforce_eager is None else args.vllm_enforce_eager,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         distributed_executor_backend="external_launcher" if world_size > 1 else None,
-        enable_sleep_mode=args.vllm_enable_sleep_mode and cuda,
+        enable_sleep_mode=args.sleep != "off" and cuda,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature applied
         generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
-        block_size=None if cuda else 32,  # the CPU's 128 would share no prompt shorter than that
         # In flight: else one step is under way when weights change, and its tokens are labeled with the new version.
         async_scheduling=None if args.inflight_updates == "off" else False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        **memory,
-        **kernels,
+        **given,
     )
 
 
@@ -521,23 +510,21 @@ def select(step: int, batch: Batch, queue: Queue, verifiers: Verifiers, clock, a
         source.record(more.chosen, more.samples)
         data.replace_groups(batch.problems, samples, more.problems, data.best_of(more.samples, group))
     metrics = data.draw_metrics(rounds, len(batch.problems)) if args.dynamic_sampling_rounds > 0 else {}
-    if args.dataset_max_filter_share > 0:
+    if args.dataset_filter is not None:
         metrics["data/problems"] = source.drop_solved()
     if queue.group > group:
         metrics["reward/generated_mean"] = utils.mean([s.reward for s in rounds[0]])
     return samples, metrics
 
 
-def evaluate(step: int, engine: Engine, verifiers, problems: list[Problem], policy, log, clock, args: Args) -> None:
+def evaluate(step: int, engine: Engine, verifiers, problems: list[Problem], log, clock, args: Args) -> None:
     """Answer the held-out problems with the weights after ``step``; the same seeds in every evaluation."""
     if not problems:
         return
     with clock("eval"):
         requests, sampling = data.eval_requests(len(problems), args)
         samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), clock)
-    found = utils.eval_metrics(samples, problems, step)
-    if log.evaluation(found):
-        utils.save_model(policy, engine.tokenizer, log.folder / "best", args.zero_stage, dist.get_rank(), found)
+    log.evaluation(utils.eval_metrics(samples, problems, step))
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
@@ -557,7 +544,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     group = args.num_samples_per_prompt_rollout
     updates = args.num_epochs * args.num_mini_batches  # optimizer steps on each batch
 
-    watch = watchdog.Watch(args.stall_timeout)  # from here on, a failure on one rank ends all of them
+    watch = watchdog.Watch(args.timeout)  # from here on, a failure on one rank ends all of them
     accelerator = utils.make_accelerator(args, run.dtype, device)
     verifiers = Verifiers(args, [*run.problems, *run.eval_problems], device, run.dtype)
     model = utils.load_model(args, run.dtype, run.attention)
@@ -589,7 +576,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     with clock("push"):
         engine.push(utils.engine_weights(policy, args))
     if done == 0:
-        evaluate(0, engine, verifiers, run.eval_problems, policy, log, clock, args)
+        evaluate(0, engine, verifiers, run.eval_problems, log, clock, args)
     queue.resume(done)
     clock.restart()
     for step in range(done + 1, run.total_steps + 1):
@@ -644,9 +631,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 for array in (old_N, ref_N, full_kl_N):  # every token was computed on one rank
                     dist.all_reduce(array)
             sampler_metrics = utils.check_engines(policy, engine, samples, with_gradient, step, args, run)
-            if reference is not None and args.kl_full_samples > 0:
-                few = with_gradient[: args.kl_full_samples]
-                kl_metrics |= utils.exact_kl(policy, reference, samples, few, run)
+            if reference is not None:
+                kl_metrics |= utils.exact_kl(policy, reference, samples, with_gradient, run)
 
         # 6 advantages: one per response, from its group's rewards; KL in the reward enters here, one value per token
         kind = args.advantage_normalization_type
@@ -662,7 +648,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 penalty_N = torch.zeros_like(penalty_N)
             kl_metrics["kl/reward_coef"] = kl.reward
             if known:
-                kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known, args.kl_target_unit)
+                kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known)
         for sample, advantage in zip(samples, advantages_PG.flatten().tolist(), strict=True):
             sample.advantage = advantage
         advantages_N = batching.per_token([s.advantage for s in samples], offsets, device) - penalty_N
@@ -714,11 +700,11 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         queue.look()
         if moving is not None and step % args.ref_policy_update_freq == 0:
             moving.move(policy, args.zero_stage)
-        kl.update(kl_metrics.get("kl/reward"), stats.mean_kl(args.kl_target_unit), len(samples))
+        kl.update(kl_metrics.get("kl/reward"), stats.mean_kl(), len(samples))
 
         # 9 record
         if args.eval_every > 0 and step % args.eval_every == 0 and step < run.total_steps:
-            evaluate(step, engine, verifiers, run.eval_problems, policy, log, clock, args)
+            evaluate(step, engine, verifiers, run.eval_problems, log, clock, args)
         metrics = {
             "step": step,
             "episode": step * prompts * group,
@@ -737,7 +723,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             break
 
     if not checkpoints.stopping:
-        evaluate(run.total_steps, engine, verifiers, run.eval_problems, policy, log, clock, args)
+        evaluate(run.total_steps, engine, verifiers, run.eval_problems, log, clock, args)
         utils.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
     for part in (engine, verifiers, log, watch):
         part.close()

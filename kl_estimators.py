@@ -134,15 +134,12 @@ def full_vocabulary_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     return (p * torch.where(p > 0, logp - ref, 0.0)).sum(-1)  # 0 log 0 = 0, for tokens masked by a logit of -inf
 
 
-def rollout_kl(kl_N: Tensor, offsets: list[int], responses: list[int], unit: str) -> float:
-    """The mean over these responses of their KL: the sum over their tokens (unit sequence) or the mean (unit token).
+def rollout_kl(kl_N: Tensor, offsets: list[int], responses: list[int]) -> float:
+    """The mean over these responses of the mean over their tokens, which verl feeds its controller with.
 
-    kl_N: per token, in nats; response i is offsets[i]:offsets[i + 1]. verl feeds its controller with unit token.
+    kl_N: per token, in nats; response i is offsets[i]:offsets[i + 1].
     """
-    total = 0.0
-    for i in responses:
-        own = kl_N[offsets[i] : offsets[i + 1]]
-        total += (own.mean() if unit == "token" else own.sum()).item()
+    total = sum(kl_N[offsets[i] : offsets[i + 1]].mean().item() for i in responses)
     return total / len(responses)
 
 

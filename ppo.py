@@ -43,9 +43,10 @@ from rewards import Verifiers, check_reward_args, truth_error
 from runtime import data, flags, process, start
 from runtime.flags import RunFlags
 from runtime.records import Batch, Problem, Sample
+from runtime.sources import split_revision
 
-# Settings of the optimizer that are the policy's, unless --critic_NAME gives the critic its own.
-CRITIC_SETTINGS = ("lr_scheduler_type", "warm_up_steps", "weight_decay", "max_grad_norm", "num_epochs")
+CRITIC_SETTINGS = ("model_name_or_path", "lr_scheduler_type", "warm_up", "weight_decay", "max_grad_norm", "num_epochs")
+SCHEDULES = ("constant", "linear", "cosine")
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
 
 
@@ -96,8 +97,6 @@ class Args(RunFlags):
     """Weight a token's loss, KL included, by min(trainer / sampler probability, cap). Default: 2 with --async_steps."""
     importance_sampling_mask: tuple[float, float] | None = None
     """Weight a token's loss by that ratio where it is from LOW to HIGH, and by 0 elsewhere, e.g. 0.5 5 (IcePop)."""
-    max_sampler_diff: float = 0.1
-    """End the run when an engine and the trainer differ by more nats per token (fp32: a 1000th of it). 0 disables."""
 
     # ---- KL
     beta: float = 0.0
@@ -112,29 +111,21 @@ class Args(RunFlags):
     """Coefficient of the KL in the reward, if it is not to be beta."""
     kl_reward_estimator: KLEstimator = "k1"
     """Estimator of the KL in the reward: k1 is the only one with a KL's gradient there."""
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: adjust a coefficient to keep the KL near kl_target: the reward's if the KL is there, or the loss's."""
-    kl_target: float = 6.0
-    """Target of the adaptive controller, in nats per kl_target_unit."""
-    kl_target_unit: Literal["sequence", "token"] = "sequence"
-    """Unit of kl_target: the sum over a response, or its mean over the tokens (as verl has it)."""
+    kl_target: float | None = None
+    """Adjust a coefficient to keep the KL near this, in nats per token: the reward's if the KL is there, or the loss's.
+    Default: off."""
     kl_horizon: float = 10000.0
-    """Horizon of the adaptive controller, in sequences."""
+    """Horizon of that controller, in sequences."""
     load_ref_policy: bool = False
     """Load the reference and log the KL even if every coefficient is 0."""
     ref_policy_update_freq: int = 0
     """Move the reference every N steps. 0 disables."""
     ref_policy_alpha: float = 1.0
     """Move the reference to alpha * policy + (1 - alpha) * reference. 1 copies the policy."""
-    kl_full_samples: int = 4
-    """Samples per step for which the exact full-vocabulary KL is logged, as ground truth for the estimators."""
 
     # ---- critic
     disable_value: bool = False
     """Train no critic: in GAE every value is 0, which leaves the discounted reward still to come."""
-    value_model_name_or_path: str | None = None
-    """Transformer of the policy's vocabulary to start the critic from, with its head if it is an earlier critic or a
-    reward model in a local folder. Default: the policy's weights."""
     gamma: float = 1.0
     """Discount per token."""
     gae_lambda: float = 1.0
@@ -145,18 +136,10 @@ class Args(RunFlags):
     """Whiten the advantages over the tokens of all responses of the step, truncated ones included, or of a prompt."""
     critic_learning_rate: float = 1e-4
     """Peak learning rate of the critic."""
-    critic_lr_scheduler_type: Literal["constant", "linear", "cosine"] | None = None
-    """Learning-rate schedule of the critic. Default: lr_scheduler_type."""
-    critic_warm_up_steps: int | None = None
-    """Optimizer steps of linear warm-up of the critic. Default: the policy's."""
-    critic_weight_decay: float | None = None
-    """Decoupled weight decay of the critic. Default: weight_decay."""
-    critic_max_grad_norm: float | None = None
-    """Clip the critic's global gradient norm to this. Default: max_grad_norm."""
-    critic_num_epochs: int | None = None
-    """Epochs of the critic over each batch of samples. Default: num_epochs."""
-    value_coef: float = 1.0
-    """Coefficient of the critic's loss. AdamW cancels it except for gradient clipping: prefer critic_learning_rate."""
+    critic: tuple[str, ...] = ()
+    """NAME=VALUE: what differs from the policy's, of model_name_or_path (a transformer of its vocabulary, with its head
+    if it is an earlier critic or a reward model in a local folder), lr_scheduler_type, warm_up, weight_decay,
+    max_grad_norm, num_epochs."""
     value_clip: float | None = 0.5
     """Clip the value loss to this distance from the old value (PPO value clipping). Default 0.5; None is off."""
     critic_warmup: int = 0
@@ -171,24 +154,18 @@ class Args(RunFlags):
     """Give the scores of rewards.Reward.steps to the tokens where they stand, as they are or as gains over the last."""
 
     # ---- optimizer
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """torch.optim.AdamW (fused) or plain SGD."""
     learning_rate: float = 3e-5
     """Peak learning rate. 1e-6 is usual from 0.5B parameters on."""
-    adam_beta1: float = 0.9
-    """Decay of AdamW's mean of gradients."""
-    adam_beta2: float = 0.95
-    """Decay of AdamW's mean of squared gradients."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's mean of gradients, and of its mean of squared gradients."""
     adam_eps: float = 1e-8
     """Epsilon added to the root of AdamW's second moment."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Learning-rate schedule after the warm-up, over all optimizer steps of the run."""
-    warm_up_steps: int = 0
-    """Optimizer steps of linear warm-up."""
-    warm_up_ratio: float = 0.0
-    """The same as a fraction of all optimizer steps, instead of warm_up_steps."""
+    warm_up: float = 0.0
+    """Linear warm-up: from 1 on a number of optimizer steps, below 1 a fraction of them all."""
     lr_min_ratio: float = 0.3
     """Final learning rate of linear and cosine, as a fraction of learning_rate."""
     max_grad_norm: float = 1.0
@@ -224,23 +201,16 @@ def check_args(args: Args) -> None:
                 f"--importance_sampling_mask {mask}: give LOW from 0 to below 1 and HIGH above 1, e.g. 0.5 5",
             ),
             (
-                args.disable_value
-                and (args.bootstrap_truncated or args.critic_warmup > 0 or args.value_model_name_or_path is not None),
-                "--bootstrap_truncated, --critic_warmup and --value_model_name_or_path need a critic, and "
-                "--disable_value is set",
+                args.disable_value and (args.bootstrap_truncated or args.critic_warmup > 0 or args.critic != ()),
+                "--bootstrap_truncated, --critic_warmup and --critic need a critic, and --disable_value is set",
             ),
             (
                 args.total_epochs is None and args.critic_warmup >= max(1, flags.total_steps(args, 0)),
                 f"--critic_warmup {args.critic_warmup} leaves no step for the policy, of {flags.total_steps(args, 0)}",
             ),
             (
-                0 in (args.critic_learning_rate, args.value_clip, args.value_coef, args.critic_num_epochs),
-                "--critic_learning_rate, --critic_num_epochs, --value_coef and --value_clip must be above 0 (no clip: "
-                "--value_clip None)",
-            ),
-            (
-                args.disable_value and any(getattr(args, f"critic_{name}") is not None for name in CRITIC_SETTINGS),
-                f"--critic_{', --critic_'.join(CRITIC_SETTINGS)} are settings of a critic, and --disable_value is set",
+                0 in (args.critic_learning_rate, args.value_clip),
+                "--critic_learning_rate and --value_clip must be above 0 (no clip: --value_clip None)",
             ),
             (
                 args.bootstrap_truncated and args.mask_truncated_completions,
@@ -248,8 +218,34 @@ def check_args(args: Args) -> None:
             ),
         ]
     )
-    if args.value_model_name_or_path is not None:
-        flags.check_model(args, "value_model_name_or_path")
+    critic = settings_of_critic(args)
+    if critic.model_name_or_path != args.model_name_or_path:
+        flags.check_model(critic, "--critic model_name_or_path")
+
+
+def settings_of_critic(args: Args) -> Args:
+    """The arguments as the critic's model and optimizer take them. Refuses a --critic of any other form."""
+    changes = {"learning_rate": args.critic_learning_rate}
+    for word in args.critic:
+        name, _, value = word.partition("=")
+        if name not in CRITIC_SETTINGS:
+            process.refuse(f"--critic {word}: give NAME=VALUE with a NAME of {', '.join(CRITIC_SETTINGS)}")
+        kind = type(getattr(Args, name))
+        try:
+            changes[name] = kind(value)
+        except ValueError:
+            process.refuse(f"--critic {word}: {value!r} is not a {'whole number' if kind is int else 'number'}")
+        if kind is not str and not 0 <= changes[name] < math.inf:
+            process.refuse(f"--critic {word}: must be 0 or more")
+    if "model_name_or_path" in changes:
+        changes["override_config"] = None
+    found = replace(args, **changes)
+    if found.lr_scheduler_type not in SCHEDULES:
+        process.refuse(f"--critic lr_scheduler_type={found.lr_scheduler_type}: give one of {', '.join(SCHEDULES)}")
+    if found.num_epochs == 0:
+        process.refuse("--critic num_epochs=0: must be above 0")
+    flags.check_warm_up("--critic warm_up=", found.warm_up)
+    return found
 
 
 def preflight(args: Args) -> tuple[list[Problem], list[Problem], Path, Path | None] | None:
@@ -492,24 +488,11 @@ def save_critic(
         tokenizer.save_pretrained(beside)
 
 
-def settings_of_critic(args: Args) -> Args:
-    """The arguments as the critic's model and optimizer take them."""
-    changes = {"learning_rate": args.critic_learning_rate}
-    for name in CRITIC_SETTINGS:
-        if getattr(args, f"critic_{name}") is not None:
-            changes[name] = getattr(args, f"critic_{name}")
-    if args.critic_warm_up_steps is not None:
-        changes["warm_up_ratio"] = 0.0
-    if args.value_model_name_or_path is not None:
-        changes |= {"model_name_or_path": args.value_model_name_or_path, "revision": None, "override_config": None}
-    return replace(args, **changes)
-
-
 def make_critic(args: Args, run: utils.Run, vocabulary: int):
     """The critic that starts from ``--model_name_or_path``, under a DeepSpeed engine with the settings in ``args``.
 
     An engine of its own, as accelerate prepares one model. Refuses a model that has another vocabulary than the policy
-    or cannot take the rows of this layout: ``--value_model_name_or_path`` named it.
+    or cannot take the rows of this layout: ``--critic model_name_or_path=`` named it.
     """
     import deepspeed
 
@@ -517,7 +500,7 @@ def make_critic(args: Args, run: utils.Run, vocabulary: int):
     size = model.config.get_text_config().vocab_size
     if size != vocabulary:
         process.refuse(
-            f"--value_model_name_or_path {args.model_name_or_path}: {size} tokens, the policy has {vocabulary}"
+            f"--critic model_name_or_path={args.model_name_or_path}: {size} tokens, the policy has {vocabulary}"
         )
     longest = args.max_prompt_length + args.max_response_length
     checked = utils.TokenLogprobs(model.to(run.device), 1.0, run.sizes.logprob_chunk)
@@ -635,9 +618,9 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
 
     The engine stands still by counting, never by the clock, so a run can be repeated: after a whole batch, and with
     --inflight_updates after the step that completes the batch of the last "until", whatever else is unfinished. Only in
-    flight on a rank of its own (--vllm_mode dedicated) it never stands still, and takes messages as they come.
+    flight on a rank of its own (--vllm_engines) it never stands still, and takes messages as they come.
     """
-    never_still = args.vllm_mode == "dedicated" and args.inflight_updates != "off"
+    never_still = args.vllm_engines > 0 and args.inflight_updates != "off"
     llm = None
     try:
         with process.without_collections():
@@ -718,39 +701,40 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         ExecutorWithExternalLauncher.determine_available_memory = UniProcExecutor.determine_available_memory
     sizes = flags.sizes(args, cuda)
     longest = args.max_prompt_length + args.max_response_length
-    memory = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization} if cuda else {}
-    if args.vllm_kv_cache_gb is not None or not cuda:
-        memory["kv_cache_memory_bytes"] = int((args.vllm_kv_cache_gb or 0.5) * 2**30)
-    kernels = {} if cuda else {"kernel_config": cpu_norms.kernel_config()}
+    name, revision = split_revision(args.model_name_or_path)
+    if cuda:
+        usual = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization}
+    else:
+        usual = {"kv_cache_memory_bytes": 2**29, "kernel_config": cpu_norms.kernel_config()}
+        usual["enforce_eager"] = True  # compiling takes longer than a short run
+        usual["block_size"] = 32  # the default of 128 would share no prompt shorter than that
+    given = usual | flags.engine_args(args.vllm_args)
+    given["max_num_seqs"] = sizes.vllm_max_num_seqs
+    tokens = max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, 0 if cuda else longest)
+    given["max_num_batched_tokens"] = tokens
     return LLM(
-        model=args.model_name_or_path,
-        revision=args.revision,
+        model=name,
+        revision=revision,
         tokenizer=args.tokenizer_name_or_path,
-        tokenizer_revision=args.revision if args.tokenizer_name_or_path is None else None,
+        tokenizer_revision=revision if args.tokenizer_name_or_path is None else None,
         skip_tokenizer_init=not args.stop,  # ids go in and come out: only to stop at strings it needs their text
-        load_format=args.vllm_load_format,
         trust_remote_code=args.trust_remote_code,
         hf_overrides=json.loads(args.override_config) if args.override_config else {},
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
         max_model_len=longest,
-        max_num_seqs=sizes.vllm_max_num_seqs,
-        max_num_batched_tokens=max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, 0 if cuda else longest),
         # False on CPUs: after a part of a prompt vLLM rewinds a generator, and knows only CUDA's.
         enable_chunked_prefill=None if cuda else False,
-        enforce_eager=not cuda if args.vllm_enforce_eager is None else args.vllm_enforce_eager,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         distributed_executor_backend="external_launcher" if world_size > 1 else None,
-        enable_sleep_mode=args.vllm_enable_sleep_mode and cuda,
+        enable_sleep_mode=args.sleep != "off" and cuda,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature applied
         generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
-        block_size=None if cuda else 32,  # the CPU's 128 would share no prompt shorter than that
         # In flight: else one step is under way when weights change, and its tokens are labeled with the new version.
         async_scheduling=None if args.inflight_updates == "off" else False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        **memory,
-        **kernels,
+        **given,
     )
 
 
@@ -806,23 +790,21 @@ def select(step: int, batch: Batch, queue: Queue, verifiers: Verifiers, clock, a
         source.record(more.chosen, more.samples)
         data.replace_groups(batch.problems, samples, more.problems, data.best_of(more.samples, group))
     metrics = data.draw_metrics(rounds, len(batch.problems)) if args.dynamic_sampling_rounds > 0 else {}
-    if args.dataset_max_filter_share > 0:
+    if args.dataset_filter is not None:
         metrics["data/problems"] = source.drop_solved()
     if queue.group > group:
         metrics["reward/generated_mean"] = utils.mean([s.reward for s in rounds[0]])
     return samples, metrics
 
 
-def evaluate(step: int, engine: Engine, verifiers, problems: list[Problem], policy, log, clock, args: Args) -> None:
+def evaluate(step: int, engine: Engine, verifiers, problems: list[Problem], log, clock, args: Args) -> None:
     """Answer the held-out problems with the weights after ``step``; the same seeds in every evaluation."""
     if not problems:
         return
     with clock("eval"):
         requests, sampling = data.eval_requests(len(problems), args)
         samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), clock)
-    found = utils.eval_metrics(samples, problems, step)
-    if log.evaluation(found):
-        utils.save_model(policy, engine.tokenizer, log.folder / "best", args.zero_stage, dist.get_rank(), found)
+    log.evaluation(utils.eval_metrics(samples, problems, step))
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
@@ -843,7 +825,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     updates = args.num_epochs * args.num_mini_batches  # optimizer steps on each batch
     critic_args = settings_of_critic(args)
 
-    watch = watchdog.Watch(args.stall_timeout)  # from here on, a failure on one rank ends all of them
+    watch = watchdog.Watch(args.timeout)  # from here on, a failure on one rank ends all of them
     accelerator = utils.make_accelerator(args, run.dtype, device)
     verifiers = Verifiers(args, [*run.problems, *run.eval_problems], device, run.dtype)
     model = utils.load_model(args, run.dtype, run.attention)
@@ -880,7 +862,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     with clock("push"):
         engine.push(utils.engine_weights(policy, args))
     if done == 0:
-        evaluate(0, engine, verifiers, run.eval_problems, policy, log, clock, args)
+        evaluate(0, engine, verifiers, run.eval_problems, log, clock, args)
     queue.resume(done)
     clock.restart()
     for step in range(done + 1, run.total_steps + 1):
@@ -929,9 +911,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 for array in (old_N, ref_N, full_kl_N):  # every token was computed on one rank
                     dist.all_reduce(array)
             sampler_metrics = utils.check_engines(policy, engine, samples, in_loss, step, args, run)
-            if reference is not None and args.kl_full_samples > 0:
-                few = in_loss[: args.kl_full_samples]
-                kl_metrics |= utils.exact_kl(policy, reference, samples, few, run)
+            if reference is not None:
+                kl_metrics |= utils.exact_kl(policy, reference, samples, in_loss, run)
 
         # 5 values: of the state before each token, and after the last one where a truncated response is bootstrapped
         outputs_N = torch.zeros(offsets[-1], device=device)
@@ -950,7 +931,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             kl_N = kl_reward(old_N, ref_N, all_N, estimator=args.kl_reward_estimator, full_kl=full_kl_N)
             task_rewards_N -= kl.reward * kl_N[:-1].double().cpu()
             kl_metrics["kl/reward_coef"] = kl.reward
-            kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known, args.kl_target_unit)
+            kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known)
         values_N = normalizer.denormalize(outputs_N.double().cpu())
         after_B = torch.where(torch.tensor(bootstrap), normalizer.denormalize(after_B.double().cpu()), 0.0)
         token_advantages_N, returns_N = gae(task_rewards_N, values_N, after_B, offsets, args.gamma, args.gae_lambda)
@@ -995,7 +976,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     loss_T, clipped_T = value_loss(
                         critic(mb), outputs_N[mb.tokens], targets_N[mb.tokens], args.value_clip
                     )
-                    loss = args.value_coef * (loss_T * weights_T).sum() * run.world_size
+                    loss = (loss_T * weights_T).sum() * run.world_size
                     values = {"tokens": torch.ones_like(loss_T), "loss": loss_T * weights_T, "clipped": clipped_T}
                     value_stats.add(weights_T > 0, values)
                     is_last = mb is micro_batches[-1]
@@ -1052,11 +1033,11 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         queue.look()
         if moving is not None and step % args.ref_policy_update_freq == 0:
             moving.move(policy, args.zero_stage)
-        kl.update(kl_metrics.get("kl/reward"), stats.mean_kl(args.kl_target_unit), len(samples))
+        kl.update(kl_metrics.get("kl/reward"), stats.mean_kl(), len(samples))
 
         # 9 record
         if args.eval_every > 0 and step % args.eval_every == 0 and step < run.total_steps:
-            evaluate(step, engine, verifiers, run.eval_problems, policy, log, clock, args)
+            evaluate(step, engine, verifiers, run.eval_problems, log, clock, args)
         metrics = {
             "step": step,
             "episode": step * prompts * group,
@@ -1080,7 +1061,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             break
 
     if not checkpoints.stopping:
-        evaluate(run.total_steps, engine, verifiers, run.eval_problems, policy, log, clock, args)
+        evaluate(run.total_steps, engine, verifiers, run.eval_problems, log, clock, args)
         utils.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
         if critic is not None:
             save_critic(critic, normalizer, run.tokenizer, run.folder / "critic", args.zero_stage, run.rank)

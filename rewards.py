@@ -67,6 +67,7 @@ from runtime.gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.process import refuse
 from runtime.redaction import redact
 from runtime.sandbox import Sandbox
+from runtime.sources import split_revision
 from runtime.workers import Nursery, loaded_code
 
 STATUSES = ("ok", "timeout", "crash", "unscorable")
@@ -766,19 +767,18 @@ def check_reward_args(args) -> None:
     """Refuse verifiers that do not exist and weights that mean nothing: exit code 2."""
     code_of_run()
     sys.set_int_max_str_digits(0)  # the rows that are checked next may hold numbers of any length
-    for flag in ("verifier", "reward_fn"):
-        for name in names_of(getattr(args, flag) or "exact"):
-            try:
-                find_verifier(name)
-            except ValueError as error:
-                refuse(f"--{flag}: {error}")
-            if name == "reward_model" and args.reward_model_name_or_path is None:
-                refuse(f"--{flag} reward_model: there is none; give --reward_model_name_or_path, or another verifier")
+    for name in names_of(args.verifier or "exact"):
+        try:
+            find_verifier(name)
+        except ValueError as error:
+            refuse(f"--verifier: {error}")
+        if name == "reward_model" and args.reward_model_name_or_path is None:
+            refuse("--verifier reward_model: there is none; give --reward_model_name_or_path, or another verifier")
     try:
         weights = parse_weights(args.reward_weights)
     except ValueError as error:
         refuse(f"--reward_weights: {error}; for example --reward_weights math=1 format=0.1")
-    named = {*VERIFIERS, *names_of(args.reward_fn or args.verifier or "exact"), "reward_model"}
+    named = {*VERIFIERS, *names_of(args.verifier or "exact"), "reward_model"}
     if unknown := [name for name in weights if name not in named and ":" not in name]:
         refuse(f"--reward_weights: no verifier {unknown[0]!r}; known: {', '.join(VERIFIERS)}, reward_model")
     if weights.get("reward_model", 1.0) is None:
@@ -1035,8 +1035,6 @@ def shape_reward(sample, found: Reward, args) -> None:
     reward = (sample.score - args.reward_bias) * args.reward_scaling
     reward -= truncated * args.non_stop_penalty
     reward -= overlong_penalty(len(sample.response_ids), args.max_response_length, args.overlong_buffer)
-    if args.repetition_max_penalty:
-        reward -= args.repetition_max_penalty * repetition(sample.response_ids)
     if args.max_reward_clip is not None:
         reward = max(-args.max_reward_clip, min(args.max_reward_clip, reward))
     sample.reward = reward
@@ -1055,8 +1053,8 @@ class RewardModel:
     def __init__(self, args, device, dtype):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        name = args.reward_model_name_or_path
-        where = {"revision": args.reward_model_revision or "main", "trust_remote_code": args.trust_remote_code}
+        name, revision = split_revision(args.reward_model_name_or_path)
+        where = {"revision": revision, "trust_remote_code": args.trust_remote_code}
         self.tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False, **where)  # as load_tokenizer says
         self.device = device
         self.budget = sizes(args, "cuda" in str(device)).logprob_micro_batch_tokens
@@ -1130,7 +1128,7 @@ class Verifiers:
         )
         wrong = self.pool.check(problems)
         if wrong:
-            refuse(f"--reward_fn: {wrong}")
+            refuse(f"--verifier: {wrong}")
         self.reward_model = None
         if args.reward_model_name_or_path is not None:
             self.reward_model = RewardModel(args, device, dtype)

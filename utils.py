@@ -36,9 +36,10 @@ from runtime import data, flags, machine, rundir, runlog
 from runtime.attention import attention_inputs, check_mask_size, choose_layout, grouped_attention, varlen_attention
 from runtime.batching import MicroBatch, flat, micro_batches, per_token, token_offsets
 from runtime.flags import check_override, is_dropout
-from runtime.memory import logit_block, reduce_bucket
+from runtime.memory import FULL_KL_SAMPLES, logit_block, reduce_bucket
 from runtime.process import refuse, resident_bytes, sync, trim_heap
 from runtime.records import Problem, Sample
+from runtime.sources import split_revision
 from runtime.watchdog import Watch
 from runtime.weights import ShardedWeights, current_weights, finish_gpu_work
 
@@ -82,15 +83,16 @@ def load_model(args, dtype: torch.dtype, attention: str):
 
     register_attention()
     unset_hf_deepspeed_config()  # under ZeRO-3 it would load every model in pieces, also those DeepSpeed never sees
-    shared = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    name, revision = split_revision(args.model_name_or_path)
+    shared = {"revision": revision, "trust_remote_code": args.trust_remote_code}
     override = check_override(args.override_config) if args.override_config else {}
-    config = AutoConfig.from_pretrained(args.model_name_or_path, **shared)
+    config = AutoConfig.from_pretrained(name, **shared)
     for key, value in override.items():
         if not hasattr(config, key):
-            refuse(f"--override_config: the config of {args.model_name_or_path} has no field {key!r}")
+            refuse(f"--override_config: the config of {name} has no field {key!r}")
         setattr(config, key, value)
     model = AutoModelForCausalLM.from_pretrained(
-        args.model_name_or_path,
+        name,
         config=config,
         dtype=dtype,
         attn_implementation=attention_for(config, attention, args.attn_implementation),
@@ -260,7 +262,7 @@ def kl_lines(args) -> list[str]:
         getattr(args, "kl_reward_norm", "outside"),  # PPO has no group statistics
         reward_coef=args.kl_reward_coef,
         reward_estimator=args.kl_reward_estimator,
-        adaptive=args.kl_controller == "adaptive",
+        adaptive=args.kl_target is not None,
         measured=args.load_ref_policy,
         stale=args.async_steps > 0,
         cap=args.truncated_importance_sampling_ratio_cap,
@@ -274,7 +276,7 @@ def kl_lines(args) -> list[str]:
 def make_kl(args) -> KLCoefficients:
     """The coefficients of the KL as the flags set them; ``kl.loss`` and ``kl.reward`` may move during the run."""
     loss, reward = flags.kl_coefficients(args)
-    if args.kl_controller == "fixed":
+    if args.kl_target is None:
         return KLCoefficients((loss, reward))
     return KLCoefficients((loss, reward), AdaptiveKLController(reward or loss, args.kl_target, args.kl_horizon))
 
@@ -289,13 +291,13 @@ def open_log(args, run: Run) -> runlog.RunLog:
 
 
 def load_reference(args, run: Run) -> TokenLogprobs | None:
-    """The reference, frozen, or None where no flag asks for one; with --offload_ref in CPU memory."""
+    """The reference, frozen, or None where no flag asks for one; with --offload ref in CPU memory."""
     if not flags.loads_reference(args):
         return None
     model = load_model(args, run.dtype, run.attention).eval()
     reference = TokenLogprobs(model, args.temperature, run.sizes.logprob_chunk)
-    reference.requires_grad_(False).to("cpu" if args.offload_ref else run.device)
-    if args.offload_ref:
+    reference.requires_grad_(False).to("cpu" if "ref" in args.offload else run.device)
+    if "ref" in args.offload:
         pin(reference)
     return reference
 
@@ -326,9 +328,9 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
     }
-    if args.offload_optimizer:
+    if "optimizer" in args.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
-    if args.offload_param:
+    if "param" in args.offload:
         zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -381,13 +383,11 @@ def lean(engine):
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], rate: float, args) -> torch.optim.Optimizer:
-    """The optimizer that ``--optimizer`` names, at the learning rate ``rate``."""
-    if args.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=rate, weight_decay=args.weight_decay)
+    """AdamW as the flags set it, at the learning rate ``rate``."""
     return torch.optim.AdamW(
         parameters,
         lr=rate,
-        betas=(args.adam_beta1, args.adam_beta2),
+        betas=args.adam_betas,
         eps=args.adam_eps,
         weight_decay=args.weight_decay,
         fused=True,  # on CPUs, too: eight passes over the memory of an offloaded optimizer become one
@@ -399,7 +399,7 @@ def learning_rate(optimizer_step: int, total: int, args) -> float:
 
     The minimum ``lr_min_ratio * learning_rate`` is reached at step ``total``, one after the last, as in transformers.
     """
-    warm_up = args.warm_up_steps + round(args.warm_up_ratio * total)  # one of them is 0
+    warm_up = round(args.warm_up * total if args.warm_up < 1 else args.warm_up)
     if optimizer_step < warm_up:
         return args.learning_rate * (optimizer_step + 1) / (warm_up + 1)
     progress = (optimizer_step - warm_up) / max(1, total - warm_up)
@@ -693,13 +693,13 @@ def engine_weights(policy, args) -> list[tuple[str, torch.Tensor]] | ShardedWeig
     vLLM wants the names of checkpoint files, not those of modules. Where every rank has an engine, what ZeRO 3 has
     sharded is gathered as the engines load it.
     """
-    return current_weights(policy, args.zero_stage, args.rollout == "vllm", args.vllm_mode == "thread")
+    return current_weights(policy, args.zero_stage, args.rollout == "vllm", args.vllm_engines == 0)
 
 
 def clear_dropped_gradients(engine) -> None:
     """Forget the gradients of the last optimizer step if DeepSpeed dropped it. ``backward`` calls it after each.
 
-    DeepSpeed 0.19.8 does so itself except in bf16 under ZeRO 1 and 2 with ``offload_optimizer``: there the sums of
+    DeepSpeed 0.19.8 does so itself except in bf16 under ZeRO 1 and 2 with the optimizer offloaded: there the sums of
     averaged gradients keep their NaN, which would also drop every later step.
     """
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -948,11 +948,9 @@ class UpdateStats:
             self.skipped += 1
             skips.policy += 1
 
-    def mean_kl(self, unit: str) -> float | None:
-        """k1 over the update, in nats per response (sequence) or per token; None without an optimizer step."""
-        if self.totals["rounds"] == 0:
-            return None
-        return self.totals["k1"] / self.totals["tokens" if unit == "token" else "samples"]
+    def mean_kl(self) -> float | None:
+        """k1 over the update, in nats per token; None without an optimizer step."""
+        return self.totals["k1"] / self.totals["tokens"] if self.totals["rounds"] > 0 else None
 
     def metrics(self, lr: float) -> dict[str, float]:
         """The metrics of the update; docs/metrics.md has their units."""
@@ -982,24 +980,24 @@ class UpdateStats:
         }
         if self.has_reference:
             metrics |= {f"kl/{name}": totals[name] / tokens for name in ("k1", "k2", "k3", "k4", "abs")}
-            metrics["kl/sequence"] = self.mean_kl("sequence")
+            metrics["kl/sequence"] = totals["k1"] / totals["samples"]
         return metrics
 
 
 @torch.no_grad()
 def exact_kl(
-    policy, reference, samples: list[Sample], few: list[int], run: Run, own_N: torch.Tensor | None = None
+    policy, reference, samples: list[Sample], members: list[int], run: Run, own_N: torch.Tensor | None = None
 ) -> dict[str, float]:
     """Metrics of the KL over the whole vocabulary, in both directions: the truth that the estimators are compared with.
 
-    ``few``: the samples it is computed for. ``own_N``: the tokens that count, [N + 1]; all, by default. Every rank must
-    call.
+    ``members``: the samples of which the first few are taken. ``own_N``: the tokens that count, [N + 1]; all, by
+    default. Every rank must call.
     """
     end = token_offsets(samples)[-1]
     sums = torch.zeros(3, device=run.device)  # both directions, tokens
     largest = torch.zeros(1, device=run.device)  # of a token
     budget = run.sizes.logprob_micro_batch_tokens
-    for mb in micro_batches(samples, few, budget=budget, **run.cutting):
+    for mb in micro_batches(samples, members[:FULL_KL_SAMPLES], budget=budget, **run.cutting):
         real_T = mb.tokens < end
         if own_N is not None:
             real_T = real_T & own_N[mb.tokens]
@@ -1153,9 +1151,9 @@ class Stopwatch:
         return metrics
 
 
-# What computes in a phase, and so has to be on the GPU. The rest may leave: the engine by --vllm_enable_sleep_mode
-# (until the next push), the trainers' states by --deepspeed_enable_sleep_mode, the reference by --offload_ref. In a
-# phase that is missing here, "save", everything stays where it is.
+# What computes in a phase, and so has to be on the GPU. The rest may leave: the engine by --sleep engine and all
+# (until the next push), the trainers' states by --sleep all, the reference by --offload ref. In a phase that is
+# missing here, "save", everything stays where it is.
 COMPUTES = {
     "generate": {"engine"},
     "score": {"engine"},
@@ -1172,9 +1170,9 @@ class Phases(Stopwatch):
 
     def __init__(self, args, engine: Engine, reference: TokenLogprobs | None, trainers: list, device: torch.device):
         super().__init__()
-        self.engine = engine if args.vllm_enable_sleep_mode else None
-        self.trainers = trainers if args.deepspeed_enable_sleep_mode else []
-        self.reference = reference if args.offload_ref else None
+        self.engine = engine if args.sleep != "off" else None
+        self.trainers = trainers if args.sleep == "all" else []
+        self.reference = reference if "ref" in args.offload else None
         self.device = device
         self.full_kl = flags.kl_coefficients(args)[0] > 0 and args.kl_estimator == "full"
         self.present = {"trainers"}

@@ -119,8 +119,6 @@ class Checkpoints:
             module.load_state_dict(weights)
         for name, thing in self.plain.items():
             vars(thing).update(state["parts"].get(name, {}))  # earlier code may not have had this part
-        best = rundir.best_so_far(self.log.folder, self.args) if self.rank == 0 else None
-        self.log.best = self._gather(best)[0]
         if self.rank < ranks:
             states = torch.load(start / f"rng_{self.rank}.pt", map_location="cpu", weights_only=True)
             set_random_states(states)
@@ -138,7 +136,7 @@ class Checkpoints:
         Not with engines on ranks of their own: those leave signals to the trainers, and would take this for a failure.
         """
         process.Stop.last_step_done = True
-        process.Stop.last_step_saved = saved and self.args.vllm_mode != "dedicated"
+        process.Stop.last_step_saved = saved and self.args.vllm_engines == 0
 
     def _check_folder_is_shared(self) -> None:
         """Refuse a folder that not all nodes see: each rank writes its part of a checkpoint there. Exit code 2."""

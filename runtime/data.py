@@ -34,12 +34,12 @@ from runtime.sources import (
     first_line,
     gym_rows,
     int_lists,
+    json_object,
     read_source,
     refuse_broken_line,
     rows_of,
     source_name,
-    takes_split,
-    unique,
+    split_revision,
 )
 
 # For data sets, or verifiers chosen by the columns, that say nothing about the form of an answer. The example of the
@@ -174,7 +174,7 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
     prompt, truth, verifier, verifier_key = known_columns(seen, args)
     prompt = args.prompt_key or prompt
     truth = args.ground_truth_key or truth
-    names_verifiers = args.verifier_key if source == args.dataset and args.dataset_mixer is None else None
+    names_verifiers = args.verifier_key if source == args.dataset else None
     has: dict[str, None] = {}  # the names of all columns, in order
     for rows in itertools.chain([seen], batches):
         for row in rows:
@@ -182,7 +182,7 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
                 has |= dict.fromkeys(row)
         if _is_column(prompt, has) and _is_column(truth, has) and (names_verifiers is None or names_verifiers in has):
             break
-    given = args.reward_fn or args.verifier
+    given = args.verifier
     without_truth = args.ground_truth_key is None and given and not check(given, "", seen[0] if seen else {})
     for flag, key in (("--prompt_key", prompt), ("--ground_truth_key", truth)):
         if has and not _is_column(key, has) and not (flag == "--ground_truth_key" and without_truth):
@@ -199,8 +199,8 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
     system = args.system_prompt
     if system is None:
         system = SYSTEM_PROMPTS.get(source.split("?")[0])
-    if system is None and not args.verifier:
-        system = SYSTEM_PROMPTS.get(given or verifier)
+    if system is None and not given:
+        system = SYSTEM_PROMPTS.get(verifier)
     return Columns(prompt, truth, given or verifier, verifier_key, system, args.system_prompt is not None)
 
 
@@ -343,7 +343,7 @@ def report_bad_rows(bad: BadRows, count: int, source: str, args) -> None:
     )
     if args.bad_rows == "raise":
         alone = ", --verifier reward_model for that model alone" if args.reward_model_name_or_path else ""
-        refuse(f"{found}; repair them, choose other columns, --verifier or --reward_fn{alone}, or add --bad_rows drop")
+        refuse(f"{found}; repair them, choose other columns or a --verifier{alone}, or add --bad_rows drop")
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: --bad_rows drop: {found}")
 
@@ -386,7 +386,7 @@ def _batches(raws: list, size: int = 1000) -> Iterator[list]:
 def check_rows(source: str, raws: list, args, check: Check):
     """A data set with the columns CHECKED, one row for each of the source's: by several processes, and cached.
 
-    What a row becomes follows from the data, the arguments, and the code here, of ``check`` and of ``--reward_fn``:
+    What a row becomes follows from the data, the arguments, and the code here, of ``check`` and of ``--verifier``:
     a change of any of them is checked again.
     """
     import datasets
@@ -414,7 +414,7 @@ def check_rows(source: str, raws: list, args, check: Check):
 
 def _prepared(row: dict[str, Any], args) -> Problem:
     """A row that scripts/prepare_data.py wrote, but for its ``prompt_ids``."""
-    verifier = args.reward_fn or args.verifier or row["verifier"]
+    verifier = args.verifier or row["verifier"]
     messages = json.loads(row["messages"])
     original = json.loads(row["row"])
     return Problem(messages, row["truth"], verifier, original, source=row["source"], prepared_for=row["prepared_for"])
@@ -463,8 +463,8 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
         prepared = ["prepared_for" in raw.column_names for raw, _ in raws if len(raw)]
         if any(prepared) and not all(prepared):
             refuse(
-                f"--dataset {source}: some files are from scripts/prepare_data.py, others are not; mix them by "
-                f"--dataset_mixer"
+                f"--dataset {source}: some files are from scripts/prepare_data.py, others are not; mix them by a "
+                f"JSON object of sources"
             )
         if any(prepared):
             problems = [problem for raw, _ in raws if len(raw) for problem in _read_prepared(raw, args)]
@@ -484,32 +484,31 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
 # ------------------------------------------------------------------------------------------------- mixtures and splits
 
 
-def mixture(text: str, flag: str) -> dict[str, float | int]:
-    """Source -> fraction of its problems, at most 1.0, or their number. ``text`` is the JSON given to ``flag``."""
-    form = """for example '{"gsm8k.jsonl": 1.0, "math.jsonl": 500}': a fraction has a point, a count has none"""
-    try:
-        mixer = json.loads(text, object_pairs_hook=unique)
-    except ValueError as error:
-        refuse(f"{flag}: not valid JSON ({error}); {form}")
-    if not isinstance(mixer, dict) or not mixer:
-        refuse(f"{flag}: must be a JSON object; {form}")
+def mixture(text: str, flag: str) -> dict[str, float | int] | None:
+    """Source -> fraction of its problems, at most 1.0, or their number, where ``flag`` was given these; else None."""
+    if not text.lstrip().startswith("{"):
+        return None
+    example = '{"gsm8k.jsonl": 1.0, "math.jsonl": 500}'
+    mixer = json_object(flag, text, example)
+    if not mixer:
+        refuse(f"{flag}: names no source; for example '{example}'")
     for source, part in mixer.items():
         count = type(part) is int and part > 0
         fraction = type(part) is float and 0 < part <= 1
         if not count and not fraction:
             refuse(
-                f"{flag}: {source!r} has {part!r}, which is neither a fraction in (0, 1] nor a count above 0; {form}"
+                f"{flag}: {source!r} has {part!r}, which is neither a fraction in (0, 1] nor a count above 0; for "
+                f"example '{example}': a fraction has a point, a count has none"
             )
     return mixer
 
 
-def _mix(text: str, flag: str, args, check: Check, pick: Pick) -> dict[str, Problem]:
+def _mix(parts: dict[str, float | int], flag: str, args, check: Check, pick: Pick) -> dict[str, Problem]:
     """The problems of a mixture, source by source; the key says which prompts are equal: they count for the first.
 
     ``pick`` chooses among the problems of a source where fewer than all are wanted.
     """
     problems: dict[str, Problem] = {}
-    parts = mixture(text, flag)
     names = Counter(map(source_name, parts))
     for source, part in parts.items():
         own = read_problems(source, args, check)
@@ -529,53 +528,39 @@ def _mix(text: str, flag: str, args, check: Check, pick: Pick) -> dict[str, Prob
 
 
 def mixed_problems(args, check: Check) -> dict[str, Problem]:
-    """The problems of ``--dataset`` or ``--dataset_mixer``, where ``--seed`` draws them; the key is the prompt."""
-    if args.dataset_mixer is None:
+    """The problems of ``--dataset``, where ``--seed`` draws those of a mixture; the key is the prompt."""
+    parts = mixture(args.dataset, "--dataset")
+    if parts is None:
         return read_problems(args.dataset, args, check)
 
     def draw(source: str, keys: list[str], count: int) -> list[str]:
         return random.Random(f"{args.seed}/{source}").sample(keys, count)
 
-    return _mix(args.dataset_mixer, "--dataset_mixer", args, check, draw)
+    return _mix(parts, "--dataset", args, check, draw)
 
 
 def evaluation_problems(args, check: Check) -> dict[str, Problem] | None:
-    """The first problems of ``--eval_dataset``, or of each source of ``--eval_dataset_mixer``.
+    """The first problems of ``--eval_dataset``, or of each of its sources.
 
-    None where neither is given: then a part of the training data is held out.
+    None where it is not given: then a part of the training data is held out.
     """
-    if args.eval_dataset is not None and args.eval_dataset_mixer is not None:
-        refuse("--eval_dataset and --eval_dataset_mixer: give one of them")
-    if args.eval_dataset_mixer is not None:
+    if args.eval_dataset is None:
+        return None
+    parts = mixture(args.eval_dataset, "--eval_dataset")
+    if parts is not None:
 
         def first(source: str, keys: list[str], count: int) -> list[str]:
             return keys[:count]
 
-        found = _mix(args.eval_dataset_mixer, "--eval_dataset_mixer", args, check, first)
+        found = _mix(parts, "--eval_dataset", args, check, first)
         return found if args.eval_prompts > 0 else {}
-    if args.eval_dataset is not None:
-        found = read_problems(args.eval_dataset, args, check)
-        if args.eval_prompts > 0 and args.eval_prompts != len(found) and os.environ.get("RANK", "0") == "0":
-            which = "all" if args.eval_prompts > len(found) else f"the first {args.eval_prompts}"
-            mixer = json.dumps({args.eval_dataset: 1.0})
-            every = f"; --eval_dataset_mixer '{mixer}' takes all" if args.eval_prompts < len(found) else ""
-            print(f"--eval_prompts {args.eval_prompts}: {which} of the {len(found)} of {args.eval_dataset}{every}")
-        return dict(itertools.islice(found.items(), args.eval_prompts))
-    return None
-
-
-def check_split(args) -> None:
-    """Refuse a split where no source has one to choose."""
-    sources = [args.dataset] if args.dataset_mixer is None else list(mixture(args.dataset_mixer, "--dataset_mixer"))
-    if args.eval_dataset is not None:
-        sources.append(args.eval_dataset)
-    if args.eval_dataset_mixer is not None:
-        sources += mixture(args.eval_dataset_mixer, "--eval_dataset_mixer")
-    if args.dataset_split != "train" and not any(map(takes_split, sources)):
-        refuse(
-            f"--dataset_split {args.dataset_split}: nothing to choose it from: a file or a task has no splits, and "
-            f"@SPLIT has chosen one; leave it out"
-        )
+    found = read_problems(args.eval_dataset, args, check)
+    if args.eval_prompts > 0 and args.eval_prompts != len(found) and os.environ.get("RANK", "0") == "0":
+        which = "all" if args.eval_prompts > len(found) else f"the first {args.eval_prompts}"
+        mixer = json.dumps({args.eval_dataset: 1.0})
+        every = f"; --eval_dataset '{mixer}' takes all" if args.eval_prompts < len(found) else ""
+        print(f"--eval_prompts {args.eval_prompts}: {which} of the {len(found)} of {args.eval_dataset}{every}")
+    return dict(itertools.islice(found.items(), args.eval_prompts))
 
 
 def load_problems(args, check: Check) -> tuple[list[Problem], list[Problem]]:
@@ -585,7 +570,6 @@ def load_problems(args, check: Check) -> tuple[list[Problem], list[Problem]]:
     distinct prompts are for evaluation, the rest for training, unless evaluation data are given. Ends with exit code 2
     for an unknown data set or column and when too few problems are left.
     """
-    check_split(args)
     problems = mixed_problems(args, check)
     apart = evaluation_problems(args, check)
     for same in apart or ():
@@ -606,13 +590,13 @@ def check_enough(training: list[Problem], evaluation: list[Problem], args) -> No
     """Refuse too few problems for one step, or none to evaluate on where evaluation was asked for."""
     if len(training) < args.num_unique_prompts_rollout:
         filtered = " left by --overlong_prompts filter" if args.overlong_prompts == "filter" else ""
-        if args.eval_dataset is not None or args.eval_dataset_mixer is not None:
+        if args.eval_dataset is not None:
             has = f"{len(training)} distinct problems{filtered} that are not evaluated on"
         else:
             has = f"{len(training) + len(evaluation)} distinct problems{filtered}"
             has += f"; --eval_prompts {args.eval_prompts} leaves {len(training)}"
         refuse(
-            f"--dataset {args.dataset_mixer or args.dataset} has {has}, fewer than "
+            f"--dataset {args.dataset} has {has}, fewer than "
             f"--num_unique_prompts_rollout {args.num_unique_prompts_rollout}"
         )
     if args.eval_prompts > 0 and not evaluation:
@@ -640,7 +624,7 @@ def check_sandbox(problems: list[Problem], args) -> None:
 
 def chat_template(args) -> str | None:
     """The Jinja text that ``--chat_template`` names, or None for the tokenizer's own."""
-    if args.chat_template is None:
+    if args.chat_template is None or args.chat_template.startswith("{"):
         return None
     if args.chat_template in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[args.chat_template]
@@ -649,41 +633,34 @@ def chat_template(args) -> str | None:
     refuse(f"--chat_template {args.chat_template}: neither a file nor one of {', '.join(CHAT_TEMPLATES)}")
 
 
-# What chat_template_kwargs cannot set: render does.
+# Variables that --chat_template cannot set: render does.
 TEMPLATE_ARGUMENTS = (
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("return_dict", "return_assistant_tokens_mask", "strftime_now"),
 )
 
 
-def template_kwargs(args) -> dict[str, Any]:
-    """The variables of ``--chat_template_kwargs``. Ends with exit code 2 where it is no JSON object of such."""
-    if args.chat_template_kwargs is None:
+def template_variables(args) -> dict[str, Any]:
+    """The variables of the tokenizer's own template in ``--chat_template``. Exits with code 2 for anything else."""
+    if args.chat_template is None or not args.chat_template.startswith("{"):
         return {}
-    example = """for example '{"enable_thinking": false}'"""
-    try:
-        found = json.loads(args.chat_template_kwargs, object_pairs_hook=unique)
-    except ValueError as error:
-        refuse(f"--chat_template_kwargs: not valid JSON ({error}); {example}")
-    if not isinstance(found, dict):
-        refuse(f"--chat_template_kwargs: must be a JSON object of the template's variables; {example}")
+    found = json_object("--chat_template", args.chat_template, '{"enable_thinking": false}')
     for name, value in found.items():
         if isinstance(value, str) and value.lower() in ("true", "false", "none", "null"):
-            refuse(f"--chat_template_kwargs: {name} is the text {value!r}, which counts as true; {example}")
+            refuse(f"--chat_template: {name} is the text {value!r}, which counts as true; give it without quotes")
     if taken := found.keys() & set(TEMPLATE_ARGUMENTS):
-        refuse(f"--chat_template_kwargs: {min(taken)} is set here, and not for a template to choose; leave it out")
+        refuse(f"--chat_template: {min(taken)} is set here, and not for a template to choose; leave it out")
     return found
 
 
-def check_template_kwargs(tokenizer, args) -> None:
+def check_template_variables(tokenizer, args) -> None:
     """Refuse a variable that the chat template does not read: a misspelled one would change nothing."""
-    for name in template_kwargs(args):
-        template = chat_template(args) or tokenizer.get_chat_template()
-        if not re.search(rf"\b{re.escape(name)}\b", template):
-            where = f"--chat_template {args.chat_template}"
-            if args.chat_template is None:
-                where = f"the template of {args.tokenizer_name_or_path or args.model_name_or_path}"
-            refuse(f"--chat_template_kwargs: {where} has no variable {name!r}; leave it out, or spell it as there")
+    for name in template_variables(args):
+        if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
+            owner = args.tokenizer_name_or_path or args.model_name_or_path
+            refuse(
+                f"--chat_template: the template of {owner} has no variable {name!r}; leave it out, or spell it as there"
+            )
 
 
 def load_tokenizer(args):
@@ -694,8 +671,7 @@ def load_tokenizer(args):
     """
     from transformers import AutoTokenizer
 
-    name = args.tokenizer_name_or_path or args.model_name_or_path
-    revision = args.revision if args.tokenizer_name_or_path is None else None
+    name, revision = split_revision(args.tokenizer_name_or_path or args.model_name_or_path)
     where = {"revision": revision, "trust_remote_code": args.trust_remote_code}
     return AutoTokenizer.from_pretrained(name, mistral_format=False, **where)
 
@@ -705,7 +681,7 @@ def prompt_key(tokenizer, args) -> str:
     given = chat_template(args)
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    values = [template_kwargs(args), str(TODAY)]
+    values = [template_variables(args), str(TODAY)]
     text = json.dumps([state, given or tokenizer.get_chat_template(), given is None, special, values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -765,7 +741,7 @@ def render_cached(dataset, tokenizer, args) -> list[list[int]]:
     """``render`` of the column ``messages`` (JSON) of a data set: by several processes, and cached."""
     import datasets
 
-    how = {"tokenizer": tokenizer, "template": chat_template(args), "variables": template_kwargs(args)}
+    how = {"tokenizer": tokenizer, "template": chat_template(args), "variables": template_variables(args)}
     function = functools.partial(_render_batch, **how)
     kinds = {"ids": datasets.List(datasets.Value("int32"))}
     key = digest(prompt_key(tokenizer, args).encode(), dataset._fingerprint.encode())
@@ -796,7 +772,7 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
             f"--dataset {args.dataset} was prepared for another tokenizer or --chat_template (or its variables) than "
             f"that of --model_name_or_path {args.model_name_or_path}; run scripts/prepare_data.py with these"
         )
-    check_template_kwargs(tokenizer, args)
+    check_template_variables(tokenizer, args)
     warn_of_special_tokens(problems, tokenizer, args)
     missing = [problem for problem in problems if not problem.prepared_for]
     try:
@@ -807,7 +783,7 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
             found = render_cached(datasets.Dataset.from_dict({"messages": texts}), tokenizer, args)
         else:
             conversations = [problem.messages for problem in missing]
-            found = render(conversations, tokenizer, chat_template(args), template_kwargs(args))
+            found = render(conversations, tokenizer, chat_template(args), template_variables(args))
     except Unrenderable as error:
         refuse(str(error))
     for problem, ids in zip(missing, found, strict=True):
@@ -872,15 +848,14 @@ def render_problems(training: list[Problem], evaluation: list[Problem], tokenize
 
 
 @functools.lru_cache(maxsize=2)  # a step that is not larger than the data meets at most two epochs
-def _epoch_order(number: int, problems: int, seed: int, shuffle: bool) -> list[int]:
+def _epoch_order(number: int, problems: int, seed: int) -> list[int]:
     """The order of one epoch over the data."""
     order = list(range(problems))
-    if shuffle:
-        random.Random(f"{seed}/{number}").shuffle(order)
+    random.Random(f"{seed}/{number}").shuffle(order)
     return order
 
 
-def prompts_at(position: int, count: int, num_problems: int, seed: int, shuffle: bool) -> list[int]:
+def prompts_at(position: int, count: int, num_problems: int, seed: int) -> list[int]:
     """Indices of ``count`` problems, the first being number ``position`` of the run: a pure function of a counter.
 
     Every epoch has a permutation of its own, seeded by ``seed`` and its number; a step may span two epochs.
@@ -888,7 +863,7 @@ def prompts_at(position: int, count: int, num_problems: int, seed: int, shuffle:
     found = []
     for place in range(position, position + count):
         epoch, index = divmod(place, num_problems)
-        found.append(_epoch_order(epoch, num_problems, seed, shuffle)[index])
+        found.append(_epoch_order(epoch, num_problems, seed)[index])
     return found
 
 
@@ -922,8 +897,8 @@ def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
     count = args.eval_samples if args.eval_temperature > 0 else 1
     sampling = {
         "temperature": args.eval_temperature,
-        "top_p": args.eval_top_p,
-        "top_k": args.eval_top_k,
+        "top_p": 1.0,
+        "top_k": 0,
         "max_tokens": args.max_response_length,
         "stop": list(args.stop),
         "ignore_eos": args.ignore_eos,
@@ -1049,8 +1024,8 @@ class DrawState:
 class Prompts:
     """Draws the training problems of a run, in an order that depends only on ``--seed`` and ``state``.
 
-    The solved-problem filter (``--dataset_max_filter_share``, ``--dataset_filter_threshold``) drops problems at the end
-    of an epoch; the shorter list then starts a new one. Put ``state`` into the parts of ``Checkpoints``.
+    The solved-problem filter (``--dataset_filter``) drops problems at the end of an epoch; the shorter list then starts
+    a new one. Put ``state`` into the parts of ``Checkpoints``.
     """
 
     def __init__(self, problems: list[Problem], args):
@@ -1062,7 +1037,7 @@ class Prompts:
     def draw(self, count: int) -> tuple[list[int], list[Problem]]:
         """The next ``count`` problems: (their indices, the problems). Identical on every rank."""
         state = self.state
-        places = prompts_at(state.position, count, len(state.kept), self.args.seed, self.args.shuffle)
+        places = prompts_at(state.position, count, len(state.kept), self.args.seed)
         state.position += count
         chosen = [state.kept[place] for place in places]
         return chosen, [self.problems[i] for i in chosen]
@@ -1081,7 +1056,8 @@ class Prompts:
         epoch = state.position // len(state.kept)
         if epoch > state.epoch:
             state.epoch = epoch
-            left = drop_solved(state.kept, state.rates, args.dataset_filter_threshold, args.dataset_max_filter_share)
+            share, threshold = args.dataset_filter
+            left = drop_solved(state.kept, state.rates, threshold, share)
             if len(left) < len(state.kept):
                 state.kept = left
                 state.position = 0

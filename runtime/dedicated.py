@@ -1,4 +1,4 @@
-"""--vllm_mode dedicated: engines in ranks of their own, the last of an ordinary launch; no Ray, no server.
+"""--vllm_engines: engines in ranks of their own, the last of an ordinary launch; no Ray, no server.
 
     trainers, ranks 0 to T - 1            lines of messages             engines, ranks T to N - 1
     ``Engines.relay`` is the thread that  <------------------------->   ``serve`` runs the script's thread
@@ -11,6 +11,7 @@ torch.distributed itself, it is for a network that you trust.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import secrets
@@ -39,7 +40,7 @@ def weights_group(store: dist.Store, rank: int, size: int, timeout: float) -> di
     It is nobody's default group, so DeepSpeed has the trainers' and vLLM the engine's.
     """
     shared = dist.PrefixStore("weights", store)
-    patience = timedelta(seconds=timeout)
+    patience = timedelta(seconds=timeout) if timeout > 0 else timedelta(days=365)
     if torch.cuda.is_available():
         return dist.ProcessGroupNCCL(shared, rank, size, patience)
     return dist.ProcessGroupGloo(shared, rank, size, patience)
@@ -81,7 +82,7 @@ class Engines:
         self.trainers = int(os.environ["WORLD_SIZE"])
         self.count = args.vllm_engines
         self.shards = args.vllm_tensor_parallel_size
-        self.timeout = args.rollout_timeout
+        self.timeout = args.timeout
         self.watch = watch
         self.store = board(watch.host, watch.port)  # a wait there would hold up the watchdog's connection
         self.lines: dict[Connection, int] = {}  # -> place among the ranks of engines
@@ -119,13 +120,13 @@ class Engines:
 
     def _connect(self) -> None:
         """Call every rank of this trainer's engines, and stand in the group of weights. Raises TimeoutError."""
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + (self.timeout or math.inf)
         for engine in range(self.rank, self.count, self.trainers):
             for place in range(engine * self.shards, (engine + 1) * self.shards):
                 key = f"engine/{place}"
                 while not self.store.check([key]):
                     if time.monotonic() > deadline:
-                        raise TimeoutError(f"{self._name(place)} did not come within --rollout_timeout")
+                        raise TimeoutError(f"{self._name(place)} did not come within --timeout {self.timeout:g}")
                     time.sleep(0.1)
                 address, port, secret = self.store.get(key).decode().split()
                 line = keep_watch(Client((address, int(port)), authkey=bytes.fromhex(secret)))
@@ -247,7 +248,7 @@ def serve(args, thread: Callable) -> None:
 
     Returns when its trainer says stop. Ends the process when the trainer, or any other rank, is gone.
     """
-    watch = Watch(args.stall_timeout)
+    watch = Watch(args.timeout)
     shards = args.vllm_tensor_parallel_size
     ranks = args.vllm_engines * shards
     trainers = launch_size() - ranks
@@ -255,7 +256,7 @@ def serve(args, thread: Callable) -> None:
     engine, shard = divmod(place, shards)
     store = board(watch.host, watch.port)  # a wait there would hold up the watchdog's connection
     line = answer_call(store, place)
-    group = weights_group(store, 1 + place, 1 + ranks, args.rollout_timeout)
+    group = weights_group(store, 1 + place, 1 + ranks, args.timeout)
     if shards > 1:
         join_shards(store, engine, shard)
     os.environ |= {"RANK": str(shard), "WORLD_SIZE": str(shards)}

@@ -17,12 +17,14 @@ from runtime import data, dedicated, watchdog
 from runtime.records import Batch, Problem, Sample
 from runtime.weights import ShardedWeights, copied_to_cpu, weight_bytes
 
+RESTARTS = 2  # times that a failed engine is built again
+
 
 class Engine:
     """vLLM (or transformers' generate) in a thread of this process; the thread alone touches it.
 
     Ranks that share an engine by tensor parallelism all run the same requests; the first of them reports the samples.
-    With --vllm_mode dedicated: this rank's part of the engines, which answer the same messages from ranks of their own.
+    With --vllm_engines: this rank's part of the engines, which answer the same messages from ranks of their own.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Engine:
         self.own = range(index, index + 1)  # the engines that this rank asks
         self.reports = shard == 0
         self.target = thread
-        if args.vllm_mode == "dedicated":
+        if args.vllm_engines > 0:
             self.count = args.vllm_engines
             self.own = range(rank, self.count, world_size)
             self.reports = True
@@ -49,12 +51,12 @@ class Engine:
         self.arguments = (args, dtype, rank, world_size, stop_ids)
         self.tokenizer = tokenizer
         self.watch = watch
-        self.timeout = args.rollout_timeout
+        self.timeout = args.timeout or math.inf
         # The ranks of a tensor-parallel engine would have to fail together, and under ZeRO 3 none has all weights.
-        self.restarts = args.engine_restarts if args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 else 0
+        self.restarts = RESTARTS if args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 else 0
         # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
-        beside_training = args.async_steps > 0 and (args.inflight_updates == "off" or args.vllm_mode == "dedicated")
-        self.copies_weights = beside_training or args.deepspeed_enable_sleep_mode
+        beside_training = args.async_steps > 0 and (args.inflight_updates == "off" or args.vllm_engines > 0)
+        self.copies_weights = beside_training or args.sleep == "all"
         self.numbers = itertools.count()
         self.batches: dict[int, Batch] = {}  # asked for and not whole, by their numbers
         self.arrived: deque[tuple[Batch, Sample]] = deque()  # and not handed on
@@ -67,7 +69,7 @@ class Engine:
         self.tokens = 0  # that arrived since the last push
         self.metrics: dict[str, float] = {}  # of the time between the last two pushes
         self.start()
-        if args.vllm_enable_sleep_mode:  # until the first push: room for the trainer
+        if args.sleep != "off":  # until the first push: room for the trainer
             self.sleep()
 
     def start(self) -> None:
@@ -82,7 +84,7 @@ class Engine:
     def receive(self, what: str, request: tuple | None = None) -> tuple:
         """The thread's next message. ``request``: what it answers, for an engine that has to be built again.
 
-        Raises what the thread raised, and TimeoutError after --rollout_timeout, once --engine_restarts are used up.
+        Raises what the thread raised, and TimeoutError after --timeout, once RESTARTS are used up.
         """
         while True:
             try:

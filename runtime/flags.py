@@ -5,7 +5,10 @@ Imports no torch: a wrong argument is answered in a second or two, with exit cod
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import difflib
+import importlib.util
 import itertools
 import json
 import math
@@ -19,10 +22,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from runtime import presets
-from runtime.data import CHAT_TEMPLATES, chat_template, template_kwargs
+from runtime.data import CHAT_TEMPLATES, chat_template, template_variables
 from runtime.foreign import refuse_foreign
 from runtime.process import refuse
-from runtime.sources import unique
+from runtime.sources import json_object, split_revision
 
 # Three groups of arguments that are no part of a run's name or identity; docs/checkpoints.md gives the reasons.
 # Where and how a run is shown, saved and resumed. No number of the run depends on them.
@@ -32,40 +35,29 @@ PRESENTATION = (
     "dry_run",
     "overwrite",
     "track",
-    "wandb_project",
-    "wandb_entity",
     "log_samples",
-    "log_samples_every",
     "record_batches",
     "save_every",
     "save_minutes",
     "keep_checkpoints",
-    "best_metric",
     "resume",
-    "accept_changed_code",
     "reward_workers",
 )
 # Memory, speed, and limits that only end a run: results are the same bit for bit, or up to rounding.
 RESOURCES = (
     "micro_batch_tokens",
     "logprob_micro_batch_tokens",
-    "logprob_chunk",
     "gradient_checkpointing",
-    "offload_ref",
-    "offload_optimizer",
+    "offload",
     "vllm_gpu_memory_utilization",
-    "vllm_kv_cache_gb",
-    "vllm_enforce_eager",
-    "vllm_max_num_seqs",
-    "vllm_max_num_batched_tokens",
-    "vllm_load_format",
-    "vllm_enable_sleep_mode",
-    "deepspeed_enable_sleep_mode",
-    "vllm_engines",
-    "rollout_timeout",
-    "engine_restarts",
-    "stall_timeout",
+    "sleep",
+    "timeout",
     "max_sampler_diff",
+)
+# Those of --vllm_args for which the same holds.
+VLLM_RESOURCES = (
+    *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size"),
+    *("enforce_eager", "load_format", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
 )
 # How long a run is. The learning rate of a step depends on it, unless --lr_scheduler_type is constant.
 LENGTH = ("total_steps", "total_episodes", "total_epochs")
@@ -74,13 +66,10 @@ MAY_CHANGE = (*PRESENTATION, *RESOURCES, *LENGTH)  # between the parts of a run 
 MUST_BE_POSITIVE = (
     *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "num_mini_batches", "num_epochs"),
     *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate", "reward_timeout"),
-    *("reward_workers", "logprob_chunk", "eval_samples", "vllm_max_num_seqs", "vllm_tensor_parallel_size"),
+    *("reward_workers", "eval_samples", "vllm_tensor_parallel_size"),
 )
 MAY_BE_NEGATIVE = ("reward_scaling", "reward_bias", "entropy_coeff")
-AT_MOST_ONE = (
-    *("eval_top_p", "lr_min_ratio", "warm_up_ratio", "adam_beta1", "adam_beta2", "ref_policy_alpha"),
-    *("gamma", "gae_lambda", "value_norm_beta", "dataset_max_filter_share"),
-)
+AT_MOST_ONE = (*("lr_min_ratio", "ref_policy_alpha", "gamma", "gae_lambda", "value_norm_beta"),)
 LFS_POINTER = b"version https://git-lfs"  # how it begins
 # The type of the field as_: "as" is a word of Python's own, so that only the command line can have it.
 As = Annotated[str | None, tyro.conf.arg(name="as", metavar="NAME")]
@@ -95,8 +84,6 @@ class RunFlags:
     """Seed of the data split, the order of prompts, every sample, and the shuffling of mini-batches."""
     eval_every: int = 0
     """Evaluate every N steps, in addition to before the first and after the last. 0 disables."""
-    best_metric: str | None = None
-    """Keep the weights of the evaluation with the highest value of this metric (e.g. eval/pass@1) in best/."""
     save_every: int = 0
     """Write a checkpoint every N steps. 0 disables."""
     save_minutes: float = 30.0
@@ -104,11 +91,10 @@ class RunFlags:
     keep_checkpoints: int = 2
     """Number of recent checkpoints to keep, in addition to the best by evaluation. 0 keeps all."""
     resume: str = "auto"
-    """auto: resume from the newest intact checkpoint of this run. never. Or the folder of a checkpoint."""
-    accept_changed_code: bool = False
-    """Resume although the script, or a project file that it imports, has changed since the checkpoint."""
-    stall_timeout: float = 1800.0
-    """Abort with a stack trace of every thread after this many seconds without progress. 0 disables."""
+    """auto: resume from the newest intact checkpoint of this run, if the code is the same. never: refuse to. Or the
+    folder of a checkpoint: resume from there, also by changed code."""
+    timeout: float = 1800.0
+    """End the run after this many seconds without progress on any rank, or an answer of an engine. 0 disables."""
     output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
     """Folder that holds the folders of runs. Default: RUN_DIR, which scripts/submit.py sets, or runs."""
     run_name: str | None = None
@@ -118,23 +104,15 @@ class RunFlags:
     dry_run: bool = False
     """Check everything, print the derived sizes and the first prompt, load no model, and stop."""
     track: bool = False
-    """Log to Weights & Biases as well. Without network the run tracks offline and warns."""
-    wandb_project: str = "rlvr"
-    """Weights & Biases project."""
-    wandb_entity: str | None = None
-    """Weights & Biases team or user. Default: yours."""
+    """Log to Weights & Biases as well, to WANDB_PROJECT (rlvr) of WANDB_ENTITY. Without network: offline, and warn."""
     log_samples: int = 4
-    """Samples per step written to samples.jsonl."""
-    log_samples_every: int = 10
-    """Show some samples on the console every N steps. 0 disables."""
+    """Samples per step written to samples.jsonl; of step 1 and every 10th some are on the console, unless it is 0."""
     record_batches: int = 0
     """Keep N batches, evenly spread over the steps, and the weights of those steps, for scripts/replay.py. 0: none."""
 
     # ---- model
     model_name_or_path: str = "models/SmolLM2-135M-Instruct"
-    """Local folder or hub id of the policy."""
-    revision: str | None = None
-    """Branch, tag or commit on the hub."""
+    """Local folder or hub id of the policy; ID@REVISION is a branch, tag or commit on the hub."""
     tokenizer_name_or_path: str | None = None
     """Local folder or hub id of the tokenizer and its chat template. Default: the model's own."""
     trust_remote_code: bool = False
@@ -154,15 +132,11 @@ class RunFlags:
 
     # ---- data
     dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
-    """reasoning_gym:NAME?key=value, .jsonl, .json, .parquet or .csv files, a folder saved by datasets, or a hub id."""
-    dataset_mixer: str | None = None
-    """Mix several sources instead, as JSON: {"a": 1.0, "b": 500} takes all problems of a and 500 of b."""
-    dataset_split: str = "train"
-    """Split of a hub data set or of a saved folder."""
+    """reasoning_gym:NAME?key=value, .jsonl, .json, .parquet or .csv files, a folder saved by datasets, or a hub id
+    (ID:CONFIGURATION, ID@SPLIT; the split is train). Several as JSON: {"a": 1.0, "b": 500}, all of a and 500 of b."""
     eval_dataset: str | None = None
-    """Evaluation data set; its first eval_prompts problems are excluded from training. Default: a part of dataset."""
-    eval_dataset_mixer: str | None = None
-    """Several evaluation sources instead, as JSON: {"a": 32, "b": 1.0} takes the first 32 problems of a, all of b."""
+    """Data set whose first eval_prompts problems are the evaluation, and excluded from training. Several as JSON: {"a":
+    32, "b": 1.0}, the first 32 of a and all of b. Default: a part of dataset."""
     prompt_key: str | None = None
     """Column of the prompt: text or a list of chat messages. Default: question; known for MATH and countdown."""
     ground_truth_key: str | None = None
@@ -170,33 +144,28 @@ class RunFlags:
     system_prompt: str | None = None
     """System message before every prompt; "" for none. Default: the one runtime/data.py has for it, if any."""
     chat_template: str | None = None
-    """A Jinja file, chatml, tulu, r1 (with think tags), question_answer, or none. Default: the tokenizer's own."""
-    chat_template_kwargs: str | None = None
-    """JSON object of variables that the chat template reads, for example {"enable_thinking": false} for Qwen3."""
+    """A Jinja file, chatml, tulu, r1 (with think tags), question_answer, or none. Default: the tokenizer's own, for
+    which a JSON object has variables: {"enable_thinking": false} for Qwen3."""
     max_prompt_length: int = 256
     """Maximum prompt length in tokens, chat template included."""
     overlong_prompts: Literal["error", "filter", "left", "right"] = "error"
     """Longer prompts: end the run at the start, leave them out, or truncate them on the left or on the right."""
     bad_rows: Literal["raise", "drop"] = "raise"
     """Rows without a prompt, or whose ground truth its verifier rejects: end the run at the start, or drop them."""
-    shuffle: bool = True
-    """Take the prompts in a new random order in every epoch over the data."""
     generation_size: int | None = None
     """Sample this many responses per prompt and keep the num_samples_per_prompt_rollout of highest reward."""
     dynamic_sampling_rounds: int = 0
     """Replace groups of equal reward by new prompts, up to this many times per step (DAPO). 0 disables."""
-    dataset_max_filter_share: float = 0.0
-    """After each epoch over the data, drop at most this fraction of the problems: those answered best. 0 disables."""
-    dataset_filter_threshold: float = 1.0
-    """Drop only problems with at least this fraction of correct answers."""
+    dataset_filter: tuple[float, float] | None = None
+    """SHARE THRESHOLD: after each epoch over the data, drop at most SHARE of the problems, those answered best, and of
+    them only those with at least THRESHOLD correct answers, e.g. 0.1 1. Default: off."""
 
     # ---- rewards
     verifier: str | None = None
-    """Verifier by its name in docs/rewards.md (math, code, ...), or several with commas. Default: by the columns."""
+    """Verifier by its name in docs/rewards.md (math, code, ...), or your own, path/to/file.py:function, called as
+    function(response, ground_truth, row); or several with commas. Default: by the columns."""
     verifier_key: str | None = None
     """Column that names the verifiers of a row; where it is empty --verifier applies."""
-    reward_fn: str | None = None
-    """Your own verifier: path/to/file.py:function, called as function(response, ground_truth, row)."""
     reward_weights: tuple[str, ...] = ()
     """NAME=NUMBER per verifier or reward_model (default 1); NAME=gate: others count only where this one scores 1."""
     reward_timeout: float = 10.0
@@ -208,9 +177,8 @@ class RunFlags:
     allow_unsafe_code_exec: bool = False
     """Let the code verifier run programs with resource limits only where the kernel provides no namespaces."""
     reward_model_name_or_path: str | None = None
-    """Sequence classifier with one output; its score, times its weight, is added to the verifiers' score."""
-    reward_model_revision: str | None = None
-    """Branch, tag or commit of the reward model on the hub."""
+    """Sequence classifier with one output; its score, times its weight, is added to the verifiers' score. A local
+    folder, or ID@REVISION on the hub."""
     reward_model_max_length: int | None = None
     """Tokens of a conversation that the reward model reads, its last ones. Default: as many as the model takes."""
     reward_scaling: float = 1.0
@@ -225,8 +193,6 @@ class RunFlags:
     """Subtract this from the reward of a truncated response."""
     overlong_buffer: int = 0
     """Tokens before max_response_length over which up to 1 is subtracted from the reward (DAPO). 0 disables."""
-    repetition_max_penalty: float = 0.0
-    """Subtract this times the fraction of repeated 8-grams in a response from its reward. 0 disables."""
 
     # ---- evaluation
     eval_prompts: int = 64
@@ -235,10 +201,6 @@ class RunFlags:
     """Responses per evaluation problem."""
     eval_temperature: float = 1.0
     """Sampling temperature in evaluation. 0 is greedy, with one response per problem whatever eval_samples says."""
-    eval_top_p: float = 1.0
-    """Nucleus sampling in evaluation."""
-    eval_top_k: int = 0
-    """Top-k sampling in evaluation. 0 disables."""
 
     # ---- generation
     max_response_length: int = 32
@@ -251,56 +213,37 @@ class RunFlags:
     """Sample up to this many batches ahead of training: samples are at most that many steps old. 0: always fresh."""
     inflight_updates: Literal["off", "recompute", "keep"] = "off"
     """Push weights while sequences run; recompute their keys and values, or keep the old. off: between batches."""
-    rollout_timeout: float = 1800.0
-    """Take an engine for failed after this many seconds without a finished sample."""
-    engine_restarts: int = 2
-    """Rebuild a failed engine up to this many times; then end the run. No effect with tensor parallel or ZeRO 3."""
+    max_sampler_diff: float = 0.1
+    """End the run when an engine and the trainer differ by more nats per token (fp32: a 1000th of it). 0 disables."""
     stop: tuple[str, ...] = ()
     """Strings that end a response; they stay part of it."""
     ignore_eos: bool = False
     """Ignore EOS and always generate max_response_length tokens (for benchmarking)."""
-    vllm_mode: Literal["thread", "dedicated"] = "thread"
-    """thread: an engine beside each trainer. dedicated: the last ranks of the launch only sample."""
     vllm_engines: int = 0
-    """Engines of --vllm_mode dedicated, each of vllm_tensor_parallel_size ranks."""
-    vllm_gpu_memory_utilization: float = 0.4
-    """Fraction of a GPU's memory for vLLM's weights and KV cache (on CPUs vllm_kv_cache_gb applies instead)."""
-    vllm_kv_cache_gb: float | None = None
-    """Exact size of the KV cache in GiB. Default: from vllm_gpu_memory_utilization on GPUs, 0.5 on CPUs."""
-    vllm_enforce_eager: bool | None = None
-    """Disable compilation and CUDA graphs. Default: on for CPUs, where compiling takes longer than a short run."""
+    """Engines on ranks of their own, the last of the launch, which only sample. 0: one beside each trainer."""
     vllm_tensor_parallel_size: int = 1
     """Ranks that share one engine."""
-    vllm_max_num_seqs: int | None = None
-    """Responses that one engine decodes at the same time. Default: 1024 on GPUs, 128 on CPUs."""
-    vllm_max_num_batched_tokens: int | None = None
-    """Tokens per engine step. Default: 16384 on GPUs, 8192 on CPUs."""
-    vllm_load_format: Literal["auto", "dummy"] = "auto"
-    """dummy: start the engine with random weights, which the first push replaces, and read the model from disk once."""
-    vllm_enable_sleep_mode: bool = False
-    """On a GPU: release the engine's memory to the trainer between generation phases."""
-
-    deepspeed_enable_sleep_mode: bool = False
-    """On a GPU: keep weights, master weights and optimizer states in CPU memory while the engine samples (ZeRO 2)."""
+    vllm_gpu_memory_utilization: float = 0.4
+    """Fraction of a GPU's memory for vLLM's weights and KV cache; on CPUs the cache has 0.5 GiB."""
+    vllm_args: str | None = None
+    """JSON object of vLLM's own arguments, for example {"max_num_seqs": 512, "enforce_eager": true}."""
+    sleep: Literal["off", "engine", "all"] = "off"
+    """On a GPU: engine releases the engine's memory to the trainer between generation phases. all: also keep weights,
+    master weights and optimizer states in CPU memory while the engine samples (ZeRO 2)."""
 
     # ---- memory and parallelism
     micro_batch_tokens: int | None = None
     """Tokens per forward and backward pass on one device, padding included. Default: 16384 on GPUs, 3072 on CPUs."""
     logprob_micro_batch_tokens: int | None = None
     """The same for passes without gradient (old and reference log-probs)."""
-    logprob_chunk: int | None = None
-    """Response tokens whose logits exist at the same time. Default: 4096 on GPUs, 2048 on CPUs."""
     batch_layout: Literal["auto", "shared", "padded", "packed"] = "auto"
     """shared: one row per group, common prefixes once. padded: one row per sample. packed: no padding. auto: shared,
     unless the device or the lengths are against it (docs/evidence/layouts.md)."""
     zero_stage: Literal[1, 2, 3] = 2
     """DeepSpeed ZeRO: 1 shards optimizer states, 2 gradients as well, 3 parameters as well. (0 has no NaN check.)"""
-    offload_optimizer: bool = False
-    """Keep master weights and optimizer states in CPU memory."""
-    offload_param: bool = False
-    """Keep parameters in CPU memory (ZeRO 3)."""
-    offload_ref: bool = False
-    """On a GPU: keep the reference model in CPU memory between its passes."""
+    offload: tuple[Literal["optimizer", "param", "ref"], ...] = ()
+    """Keep in CPU memory: master weights and optimizer states (optimizer), parameters (param, ZeRO 3), and on a GPU the
+    reference between its passes (ref)."""
 
 
 # ------------------------------------------------------------------------------------------------------- command line
@@ -329,21 +272,7 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
     if name is not None:
         default = presets.apply(cls() if default is None else default, name)
     options = {} if default is None else {"default": default}
-    words = with_values(words, fields)
     return tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
-
-
-def with_values(words: list[str], fields: dict[str, dataclasses.Field]) -> list[str]:
-    """Write switches of three states (on, off, default) as tyro takes them: --x as --x=True, --no-x as --x=False."""
-    found = []
-    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
-        name = word.removeprefix("--").replace("-", "_")
-        flag = name if name in fields else name.removeprefix("no_")
-        alone = word.startswith("--") and following not in ("True", "False")
-        if alone and flag in fields and fields[flag].type == "bool | None":
-            word = f"--{flag}={flag == name}"
-        found.append(word)
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -358,6 +287,7 @@ def check(args: RunFlags, world_size: int) -> None:
     check_words(args)
     check_numbers(args)
     check_engine(args, world_size)
+    check_engine_args(args.vllm_args)
     check_dedicated(args, world_size)
     check_asynchrony(args)
     check_model(args)
@@ -397,8 +327,69 @@ def sizes(args: Any, cuda: bool) -> Sizes:
         vllm_max_num_seqs=1024 if cuda else 128,
         vllm_max_num_batched_tokens=16384 if cuda else 8192,
     )
-    given = {name: getattr(args, name) for name in vars(default) if getattr(args, name) is not None}
-    return replace(default, **given)
+    own = engine_args(args.vllm_args)
+    given = {name: getattr(args, name, own.get(name.removeprefix("vllm_"))) for name in vars(default)}
+    return replace(default, **{name: value for name, value in given.items() if value is not None})
+
+
+# Arguments of vLLM that --vllm_args leaves alone, and what sets them.
+VLLM_TAKEN = {
+    "model": "--model_name_or_path",
+    "revision": "--model_name_or_path ID@REVISION",
+    "tokenizer": "--tokenizer_name_or_path",
+    "tokenizer_revision": "--model_name_or_path ID@REVISION",
+    "skip_tokenizer_init": "--stop",
+    "trust_remote_code": "--trust_remote_code",
+    "hf_overrides": "--override_config",
+    "dtype": "--dtype",
+    "seed": "--seed",
+    "max_model_len": "--max_prompt_length and --max_response_length",
+    "tensor_parallel_size": "--vllm_tensor_parallel_size",
+    "distributed_executor_backend": "--num_processes of accelerate launch",
+    "gpu_memory_utilization": "--vllm_gpu_memory_utilization",
+    "enable_sleep_mode": "--sleep",
+    "async_scheduling": "--inflight_updates",
+    "enable_chunked_prefill": "the script, which needs it off on CPUs",
+    "logprobs_mode": "the script: the log-probs of training are those of the distribution sampled from",
+    "generation_config": "the script: a model's own changes how it is sampled from",
+    "disable_log_stats": "the script",
+    "use_tqdm_on_load": "the script",
+}
+
+
+def engine_args(text: str | None) -> dict[str, Any]:
+    """What ``--vllm_args`` gives vLLM's ``LLM``. Ends with exit code 2 where it is no JSON object."""
+    if text is None:
+        return {}
+    return json_object("--vllm_args", text, '{"max_num_seqs": 512, "enforce_eager": true}')
+
+
+def what_counts(name: str, value: Any) -> Any:
+    """What makes a run another run, of the value of an argument that may change in part."""
+    if name == "vllm_engines" and value is not None:
+        return value > 0
+    if name == "vllm_args":
+        return {key: given for key, given in engine_args(value).items() if key not in VLLM_RESOURCES} or None
+    return value
+
+
+def check_engine_args(args: Any) -> None:
+    """Refuse arguments that vLLM does not have, and those that something else sets. vLLM's import takes seconds."""
+    given = engine_args(args.vllm_args)
+    vllm = importlib.util.find_spec("vllm")
+    known = dict.fromkeys(given)
+    if given and vllm is not None:
+        source = ast.parse((Path(vllm.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+        classes = {node.name: node.body for node in source.body if isinstance(node, ast.ClassDef)}
+        known = {line.target.id: None for line in classes["EngineArgs"] if isinstance(line, ast.AnnAssign)}
+    for name, value in given.items():
+        if name in VLLM_TAKEN:
+            refuse(f"--vllm_args: {name} is set by {VLLM_TAKEN[name]}; leave it out")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+            refuse(f"--vllm_args: vLLM has no argument {name!r}; the nearest name is {near}")
+        if name in VLLM_RESOURCES and type(value) is int and value <= 0:
+            refuse(f"--vllm_args: {name} {value}: must be above 0")
 
 
 def kl_coefficients(args: Any) -> tuple[float, float]:
@@ -476,14 +467,11 @@ def check_training(args: RunFlags) -> None:
     group = args.num_samples_per_prompt_rollout
     longest = args.max_prompt_length + args.max_response_length
     sample = f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length}"
-    measured = ["eval/pass@1", "eval/pass@k", "eval/majority@k"]
     episodes = args.total_episodes
+    dropped = args.dataset_filter
+    check_warm_up("--warm_up ", args.warm_up)
     refuse_first(
         [
-            (
-                args.dataset_mixer is not None and args.dataset != RunFlags.dataset,
-                f"--dataset {args.dataset} and --dataset_mixer: give one of them",
-            ),
             (
                 args.num_mini_batches > prompts,
                 f"--num_mini_batches {args.num_mini_batches} is more than --num_unique_prompts_rollout {prompts}: the "
@@ -502,10 +490,6 @@ def check_training(args: RunFlags) -> None:
                 episodes is not None and args.total_epochs is not None,
                 "--total_episodes and --total_epochs both set the length of the run: give one of them",
             ),
-            (
-                args.warm_up_steps > 0 and args.warm_up_ratio > 0,
-                "--warm_up_steps and --warm_up_ratio both set the length of the warm-up: give one of them",
-            ),
             *(
                 (
                     getattr(args, name) is not None and getattr(args, name) < longest,
@@ -519,10 +503,6 @@ def check_training(args: RunFlags) -> None:
                 "--no-mask_truncated_completions",
             ),
             (
-                args.best_metric is not None and (args.best_metric not in measured or args.eval_prompts == 0),
-                f"--best_metric {args.best_metric}: give one of {', '.join(measured)}, with --eval_prompts above 0",
-            ),
-            (
                 args.overlong_buffer >= args.max_response_length,
                 f"--overlong_buffer {args.overlong_buffer} must be below --max_response_length "
                 f"{args.max_response_length}: the penalty would start before the first token",
@@ -533,11 +513,21 @@ def check_training(args: RunFlags) -> None:
                 f"which are kept",
             ),
             (
-                args.dataset_max_filter_share == 1 or not 0 < args.dataset_filter_threshold <= 1,
-                "--dataset_max_filter_share must be below 1, --dataset_filter_threshold above 0 and at most 1",
+                dropped is not None and not (0 < dropped[0] < 1 and 0 < dropped[1] <= 1),
+                f"--dataset_filter {dropped}: give a SHARE above 0 and below 1, and a THRESHOLD above 0 and at most 1",
+            ),
+            (
+                not all(0 <= beta <= 1 for beta in args.adam_betas),
+                f"--adam_betas {args.adam_betas}: both must be between 0 and 1",
             ),
         ]
     )
+
+
+def check_warm_up(flag: str, value: float) -> None:
+    """Refuse one and a half optimizer steps of warm-up."""
+    if value > 1 and value != int(value):
+        refuse(f"{flag}{value:g}: from 1 on it counts optimizer steps; give a whole number, or a fraction below 1")
 
 
 def check_kl(args: Any) -> None:
@@ -545,7 +535,7 @@ def check_kl(args: Any) -> None:
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     in_reward = args.kl_placement in ("reward", "both")
     loss_coef, reward_coef = kl_coefficients(args)
-    adaptive = args.kl_controller == "adaptive"
+    adaptive = args.kl_target is not None
     refuse_first(
         [
             (
@@ -560,7 +550,7 @@ def check_kl(args: Any) -> None:
             ),
             (
                 adaptive and not ((reward_coef if in_reward else loss_coef) > 0 < args.kl_target),
-                f"--kl_controller adaptive moves the coefficient in the {'reward' if in_reward else 'loss'}: it needs "
+                f"--kl_target moves the coefficient in the {'reward' if in_reward else 'loss'}: it needs "
                 f"--{'kl_reward_coef or --' if in_reward else ''}beta, --kl_target and --kl_horizon above 0, and a "
                 f"--kl_placement",
             ),
@@ -591,7 +581,7 @@ def left_as_in_the_quickstart(args: RunFlags, parameters: int, epochs: float) ->
     ``parameters``: of the model, 0 if not known. ``epochs``: of the data in the whole run.
     """
     default = type(args)()
-    other_data = args.dataset != default.dataset or args.dataset_mixer is not None
+    other_data = args.dataset != default.dataset
     length = (args.total_steps, args.total_episodes, args.total_epochs)
     cases = [
         (
@@ -632,21 +622,16 @@ def check_engine(args: RunFlags, world_size: int) -> None:
                 "--dtype float32: flash attention has no such kernel; use bfloat16 or --attn_implementation sdpa",
             ),
             (
-                args.offload_param and args.zero_stage != 3,
-                f"--offload_param needs --zero_stage 3, not {args.zero_stage}",
+                "param" in args.offload and args.zero_stage != 3,
+                f"--offload param needs --zero_stage 3, not {args.zero_stage}",
             ),
             (
-                args.deepspeed_enable_sleep_mode and args.zero_stage != 2,
-                f"--deepspeed_enable_sleep_mode needs --zero_stage 2: DeepSpeed does not move the states of stage "
-                f"{args.zero_stage}",
-            ),
-            (
-                args.deepspeed_enable_sleep_mode and args.rollout == "vllm" and not args.vllm_enable_sleep_mode,
-                "--deepspeed_enable_sleep_mode makes room that vLLM takes when it wakes; add --vllm_enable_sleep_mode",
+                args.sleep == "all" and args.zero_stage != 2,
+                f"--sleep all needs --zero_stage 2: DeepSpeed does not move the states of stage {args.zero_stage}",
             ),
             (args.rollout == "hf" and bool(args.stop), "--stop works with --rollout vllm only"),
             (
-                (world_size % tp != 0 and args.vllm_mode == "thread") or (args.rollout == "hf" and tp > 1),
+                (world_size % tp != 0 and args.vllm_engines == 0) or (args.rollout == "hf" and tp > 1),
                 f"--vllm_tensor_parallel_size {tp} must divide the {world_size} rank(s), and needs --rollout vllm",
             ),
         ]
@@ -659,25 +644,17 @@ def check_dedicated(args: RunFlags, world_size: int) -> None:
     world_size: of the launch, trainers and engines.
     """
     tp = args.vllm_tensor_parallel_size
-    apart = args.vllm_mode == "dedicated"
+    apart = args.vllm_engines > 0
     refuse_first(
         [
             (
-                apart and args.vllm_engines == 0,
-                "--vllm_mode dedicated needs --vllm_engines 1 or more: the last ranks of the launch, which only sample",
-            ),
-            (
-                not apart and args.vllm_engines > 0,
-                f"--vllm_engines {args.vllm_engines} needs --vllm_mode dedicated: in thread mode every trainer has one",
-            ),
-            (
                 apart and args.rollout != "vllm",
-                f"--vllm_mode dedicated needs --rollout vllm, not {args.rollout}",
+                f"--vllm_engines {args.vllm_engines} needs --rollout vllm, not {args.rollout}",
             ),
             (
-                apart and args.vllm_enable_sleep_mode,
-                "--vllm_enable_sleep_mode with --vllm_mode dedicated: an engine on a GPU of its own has nobody to "
-                "release memory to; leave it out",
+                apart and args.sleep != "off",
+                f"--sleep {args.sleep} with --vllm_engines {args.vllm_engines}: an engine on a GPU of its own has "
+                f"nobody to release memory to; leave it out",
             ),
             (
                 args.vllm_engines * tp >= world_size and apart,
@@ -686,7 +663,7 @@ def check_dedicated(args: RunFlags, world_size: int) -> None:
             ),
             (
                 apart and tp > 1 and args.inflight_updates != "off",
-                f"--vllm_tensor_parallel_size {tp} with --vllm_mode dedicated and --inflight_updates "
+                f"--vllm_tensor_parallel_size {tp} with --vllm_engines {args.vllm_engines} and --inflight_updates "
                 f"{args.inflight_updates}: the ranks of an engine would take weights after different steps; give "
                 f"--vllm_tensor_parallel_size 1 or --inflight_updates off",
             ),
@@ -717,35 +694,30 @@ def check_asynchrony(args: RunFlags) -> None:
                 f"change weights in the middle of a response",
             ),
             (
-                ahead and args.vllm_enable_sleep_mode,
-                "--vllm_enable_sleep_mode drops the sequences that --async_steps has running during an update; give "
-                "one of them",
+                ahead and args.sleep != "off",
+                f"--sleep {args.sleep} drops the sequences that --async_steps has running during an update, and all "
+                f"takes the trainer off the GPU while they run; give one of them",
             ),
             (
-                ahead and args.deepspeed_enable_sleep_mode,
-                "--deepspeed_enable_sleep_mode takes the trainer off the GPU while the engine samples, and with "
-                "--async_steps it samples while the trainer works; give one of them",
-            ),
-            (
-                ahead and args.dataset_max_filter_share > 0,
-                "--dataset_max_filter_share with --async_steps: prompts that were asked for ahead come from the list "
-                "before the filter; give one of them",
+                ahead and args.dataset_filter is not None,
+                "--dataset_filter with --async_steps: prompts that were asked for ahead come from the list before the "
+                "filter; give one of them",
             ),
         ]
     )
 
 
-def check_model(args: RunFlags, flag: str = "model_name_or_path") -> None:
+def check_model(args: RunFlags, flag: str = "--model_name_or_path") -> None:
     """Refuse a model that cannot serve, before anything is loaded: no weights, too short a context, no chat template.
 
-    ``flag``: the argument that names it. Only the policy, which is the default, needs a template.
+    args: ``model_name_or_path`` names it, which ``flag`` gave. Only the policy, of the default flag, needs a template.
     """
-    name = getattr(args, flag)
-    revision = args.revision if flag == "model_name_or_path" else None
-    config, tokenizer_config, files = read_configs(args, flag, revision)
+    name = args.model_name_or_path
+    is_policy = flag == "--model_name_or_path"
+    config, tokenizer_config, files = read_configs(name, flag, args.dry_run)
     if args.override_config is not None:
         config |= check_override(args.override_config)
-    if flag == "model_name_or_path" and args.tokenizer_name_or_path is not None:
+    if is_policy and args.tokenizer_name_or_path is not None:
         tokenizer_config, files = read_tokenizer(args.tokenizer_name_or_path)
     context = config.get("max_position_embeddings")
     wanted = args.max_prompt_length + args.max_response_length
@@ -754,43 +726,42 @@ def check_model(args: RunFlags, flag: str = "model_name_or_path") -> None:
             f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} = "
             f"{wanted} tokens, but the context of {name} is {context}; shorten one of them"
         )
-    if flag == "model_name_or_path" and args.revision is not None and Path(name).is_dir():
-        refuse(
-            f"--revision {args.revision} is of a model on the hub, but --model_name_or_path {name} is a folder here, "
-            f"which is loaded as it is; leave it out"
-        )
+    if not is_policy:
+        return
     check_reward_model(args)
-    template_kwargs(args)
     own_template = not files or "chat_template.jinja" in files or tokenizer_config.get("chat_template")
-    if flag == "model_name_or_path" and chat_template(args) is None and not own_template:
+    template_variables(args)
+    if chat_template(args) is None and not own_template:
         known = ", ".join(CHAT_TEMPLATES)
         owner = args.tokenizer_name_or_path or name
         refuse(f"--chat_template: the tokenizer of {owner} has no template of its own; give a file or one of {known}")
 
 
-def read_configs(args: RunFlags, flag: str, revision: str | None) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+def read_configs(model: str, flag: str, dry_run: bool) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
     """(config.json, tokenizer_config.json, names of the files) of a local model; no names for a model on the hub."""
-    name = getattr(args, flag)
+    name, revision = split_revision(model)
     folder = Path(name)
     hint = "give a local folder or a hub id; `make setup` prepares the default model"
     if folder.exists():
+        if revision is not None:
+            refuse(f"{flag} {model}: {name} is a folder here, which is loaded as it is; leave out @{revision}")
         files = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
         if "config.json" not in files:
-            refuse(f"--{flag} {name}: no config.json there; {hint}")
-        if not any(f.endswith((".safetensors", ".bin")) for f in files) and not args.dry_run:
-            refuse(f"--{flag} {name}: no weights (*.safetensors or *.bin) there; {hint}")
+            refuse(f"{flag} {name}: no config.json there; {hint}")
+        if not any(f.endswith((".safetensors", ".bin")) for f in files) and not dry_run:
+            refuse(f"{flag} {name}: no weights (*.safetensors or *.bin) there; {hint}")
         check_files(folder, files, flag)
         config = json.loads((folder / "config.json").read_text())
         tokenizer_config = folder / "tokenizer_config.json"
         return config, json.loads(tokenizer_config.read_text()) if tokenizer_config.is_file() else {}, files
     if name.startswith((".", "/", "~")) or (folder.parent != Path() and folder.parent.is_dir()):
-        refuse(f"--{flag} {name}: no such folder; {hint}")
+        refuse(f"{flag} {name}: no such folder; {hint}")
     from huggingface_hub import hf_hub_download
 
     try:
         config = json.loads(Path(hf_hub_download(name, "config.json", revision=revision)).read_text())
     except Exception as error:  # offline, gated, misspelled: the hub client has a class for each
-        refuse(f"--{flag} {name}: no such folder, and not on the hub ({error}); {hint}")
+        refuse(f"{flag} {name}: no such folder, and not on the hub ({error}); {hint}")
     return config, {}, set()
 
 
@@ -802,10 +773,10 @@ def check_files(folder: Path, files: set[str], flag: str) -> None:
         with open(folder / name, "rb") as file:
             start = file.read(len(LFS_POINTER))
         if start == LFS_POINTER:
-            refuse(f"--{flag} {folder}: {name} is a pointer of Git LFS, not the file; run `git lfs pull` there")
+            refuse(f"{flag} {folder}: {name} is a pointer of Git LFS, not the file; run `git lfs pull` there")
         header = int.from_bytes(start[:8], "little")  # a safetensors file begins with the length of its header
         if name.endswith(".safetensors") and not 1 < header <= (folder / name).stat().st_size - 8:
-            refuse(f"--{flag} {folder}: {name} is empty or only a part of a safetensors file; copy it again")
+            refuse(f"{flag} {folder}: {name} is empty or only a part of a safetensors file; copy it again")
 
 
 def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:
@@ -817,7 +788,7 @@ def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:
             refuse(
                 f"--tokenizer_name_or_path {name}: no tokenizer.json there; give a folder that save_pretrained wrote"
             )
-        check_files(folder, files, "tokenizer_name_or_path")
+        check_files(folder, files, "--tokenizer_name_or_path")
         file = folder / "tokenizer_config.json"
         return json.loads(file.read_text()) if file.is_file() else {}, files
     if name.startswith((".", "/", "~")) or (folder.parent != Path() and folder.parent.is_dir()):
@@ -833,12 +804,7 @@ def is_dropout(name: str, value: object) -> bool:
 
 def check_override(text: str) -> dict[str, Any]:
     """The fields of ``--override_config``. Ends with exit code 2 where it is no JSON object, or asks for dropout."""
-    try:
-        override = json.loads(text, object_pairs_hook=unique)
-    except ValueError as error:
-        refuse(f"--override_config: not valid JSON ({error}); for example '{{\"rope_theta\": 10000}}'")
-    if not isinstance(override, dict):
-        refuse("--override_config: must be a JSON object of fields of the model's config")
+    override = json_object("--override_config", text, '{"rope_theta": 10000}')
     parts = [override, *(part for part in override.values() if isinstance(part, dict))]
     for key, value in (item for part in parts for item in part.items()):
         if is_dropout(key, value):
@@ -854,13 +820,12 @@ def check_reward_model(args: RunFlags) -> None:
     name = args.reward_model_name_or_path
     length = args.reward_model_max_length
     if name is None:
-        for flag in ("reward_model_revision", "reward_model_max_length"):
-            if getattr(args, flag) is not None:
-                refuse(f"--{flag}: there is no reward model; give --reward_model_name_or_path, or leave it out")
+        if length is not None:
+            refuse(
+                "--reward_model_max_length: there is no reward model; give --reward_model_name_or_path, or leave it out"
+            )
         return
-    if args.reward_model_revision is not None and Path(name).exists():
-        refuse(f"--reward_model_revision: {name} is a local folder, which has one version; leave it out")
-    config = read_configs(args, "reward_model_name_or_path", args.reward_model_revision)[0]
+    config = read_configs(name, "--reward_model_name_or_path", args.dry_run)[0]
     if not any("SequenceClassification" in a for a in config.get("architectures") or ()):
         refuse(
             f"--reward_model_name_or_path {name}: {config.get('architectures')} is no sequence classifier; its scores "

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.flags import MAY_CHANGE, PRESENTATION
+from runtime.flags import MAY_CHANGE, PRESENTATION, what_counts
 from runtime.process import file_digest
 from runtime.redaction import redact_values
 
@@ -36,7 +36,8 @@ def changed_arguments(theirs: dict[str, Any], args) -> tuple[list[str], list[str
     for name, value in ours.items():
         if value != theirs.get(name):
             words = f"--{name.rstrip('_')} {theirs.get(name)} there, {value} here"
-            (allowed if name in MAY_CHANGE else other).append(words)
+            same = name in MAY_CHANGE or what_counts(name, value) == what_counts(name, theirs.get(name))
+            (allowed if same else other).append(words)
     return other, allowed
 
 
@@ -56,12 +57,11 @@ def code_of(args) -> dict[str, str]:
     """SHA-256 of the script and of every project file that it imports, by path relative to the project.
 
     The script is the file that defines the class of ``args``, so a copy of grpo.py counts as itself. Files of
-    ``--reward_fn``, ``--verifier`` and ``--external_lib`` count as imported. Imports are read from the source, without
-    running it. Files are read once per process, at the start: an edit during a run is not code of that run.
+    ``--verifier`` and ``--external_lib`` count as imported. Imports are read from the source, without running it. Files
+    are read once per process, at the start: an edit during a run is not code of that run.
     """
     script = (PROJECT / script_of(args)).resolve()
-    verifiers = [args.reward_fn or "", args.verifier or ""]
-    named = [name.rpartition(":")[0] for flag in verifiers for name in flag.split(",")]
+    named = [name.rpartition(":")[0] for name in (args.verifier or "").split(",")]
     extra = tuple(Path(name).resolve() for name in named if name.endswith(".py"))
     return dict(_digests(script, extra, args.external_lib))
 

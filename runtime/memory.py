@@ -13,9 +13,11 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from runtime.flags import loads_reference, sizes
+from runtime.flags import engine_args, loads_reference, sizes
+from runtime.sources import split_revision
 
 GIB = 2**30
+FULL_KL_SAMPLES = 4  # of a step, for which the exact KL is logged
 MAX_LIVE = 10**9  # weights that DeepSpeed's stage 3 keeps gathered by default: stage3_max_live_parameters
 # Bytes resident with --rollout hf and vllm on CPUs besides what is predicted: the interpreter, libraries, their caches,
 # gaps between tensors. docs/evidence/memory.md says what was measured.
@@ -69,7 +71,8 @@ def read_model(name: str | Path) -> Model | None:
     folder = Path(name)
     file = folder / "config.json"
     if not folder.is_dir():
-        found = try_to_load_from_cache(str(name), "config.json")
+        hub_id, revision = split_revision(str(name))
+        found = try_to_load_from_cache(hub_id, "config.json", revision=revision)
         file = Path(found if isinstance(found, str) else "")
     if not file.is_file():
         return None
@@ -127,26 +130,25 @@ def trainer_states(args, parameters: int, setting: Setting) -> dict[str, float]:
     """Bytes that DeepSpeed keeps on a rank for a trained model, by part.
 
     Every ZeRO stage shards fp32 master weights and two moments (DeepSpeed copies the master weights of an fp32 model,
-    too). Stages 2 and 3 keep this rank's partition of the gradients, in fp32, with --offload_optimizer in CPU memory;
+    too). Stages 2 and 3 keep this rank's partition of the gradients, in fp32, with --offload optimizer in CPU memory;
     stage 1 keeps all of them, under bf16 in both types. Stage 3 shards the weights. tests/unit/test_memory.py measures
     this.
     """
     if args.zero_stage == 1:
         gradients = 6 if setting.bf16 else 4
-    elif args.offload_optimizer:
+    elif "optimizer" in args.offload:
         gradients = 0
     else:
         gradients = 4 / setting.ranks
     weights = setting.size / setting.ranks if args.zero_stage == 3 else setting.size
-    if args.offload_param:
+    if "param" in args.offload:
         weights = 0
-    kept = 0 if args.offload_optimizer else 4 / setting.ranks
-    moments = 2 if args.optimizer == "adamw" else 0
+    kept = 0 if "optimizer" in args.offload else 4 / setting.ranks
     return {
         "weights": parameters * weights,
         "gradients": parameters * gradients,
         "master weights": parameters * kept,
-        "moments": parameters * kept * moments,
+        "moments": parameters * kept * 2,
     }
 
 
@@ -260,7 +262,7 @@ def logits(chunk: int, model: Model, setting: Setting, shape: Shape, gradient: b
 
 def reference_logits(args, chunk: int, model: Model, setting: Setting) -> float:
     """Bytes of the head for the exact KL of a step's first samples: logits of both models, and seven fp32 arrays."""
-    samples = -(-args.kl_full_samples // setting.ranks)
+    samples = -(-FULL_KL_SAMPLES // setting.ranks)
     count = min(chunk, samples * args.max_response_length) * model.vocabulary
     return (setting.size + 28) * count
 
@@ -329,7 +331,7 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
     parts |= engine(args, model, setting)
     parts["activations"] = activations(args, model, setting, shape)
     parts["logits"] = logits(size.logprob_chunk, model, setting, shape, gradient=True)
-    parts["flat gradients"] = 0 if args.offload_optimizer else 4 * model.parameters / setting.ranks
+    parts["flat gradients"] = 0 if "optimizer" in args.offload else 4 * model.parameters / setting.ranks
 
     # Stage 3 keeps a bucket, and gathers weights where a pass needs them, which stay until the step if they are few.
     gathered = min(model.parameters, max(MAX_LIVE, model.head)) * (setting.ranks > 1)
@@ -339,9 +341,9 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
     states = sum(parts[name] for name in ("weights", "master weights", "moments", "bucket"))
     states += standing * (1 + setting.critic)
     sampler = parts["engine"] + parts["KV cache"]
-    beside = 0 if on_gpu and args.vllm_enable_sleep_mode else sampler
-    left = 0 if on_gpu and args.deepspeed_enable_sleep_mode else states
-    reference = 0 if on_gpu and args.offload_ref else parts["reference"]
+    beside = 0 if on_gpu and args.sleep != "off" else sampler
+    left = 0 if on_gpu and args.sleep == "all" else states
+    reference = 0 if on_gpu and "ref" in args.offload else parts["reference"]
     phases = {"generate": left + reference + sampler}
     if parts["reference"] or setting.critic or args.num_epochs * args.num_mini_batches > 1:
         head = logits(size.logprob_chunk, model, setting, no_gradient, gradient=False)
@@ -353,7 +355,7 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
     backward = training + earlier + parts["activations"] + parts["gathered weights"] + parts["logits"]
     phases["update"] = max(backward, training + gradients + reduction(args, model, setting))
     # DeepSpeed's norm has one gradient in fp64, and its step one flat copy of its partition in fp32.
-    norm = 0 if args.offload_optimizer else 8 * min(model.head, model.parameters / setting.ranks)
+    norm = 0 if "optimizer" in args.offload else 8 * min(model.head, model.parameters / setting.ranks)
     phases["step"] = training + gradients + max(parts["flat gradients"], norm)
     return Prediction(parts, phases)
 
@@ -361,14 +363,16 @@ def predict(args, model: Model, setting: Setting) -> Prediction:
 def engine(args, model: Model, setting: Setting) -> dict[str, float]:
     """Bytes of the engine beside a trainer: its weights, and its KV cache.
 
-    On a GPU without --vllm_kv_cache_gb vLLM fills its share of the card, --vllm_gpu_memory_utilization, with the cache.
+    On a GPU without kv_cache_memory_bytes in --vllm_args vLLM fills its share of the card,
+    --vllm_gpu_memory_utilization, with the cache.
     """
-    if args.vllm_mode == "dedicated":
+    if args.vllm_engines > 0:
         return {"engine": 0, "KV cache": 0}
     weights = model.parameters * setting.size / args.vllm_tensor_parallel_size
     cache = 0
-    if args.rollout == "vllm" and args.vllm_kv_cache_gb is not None:
-        cache = args.vllm_kv_cache_gb * GIB
+    given = engine_args(args.vllm_args).get("kv_cache_memory_bytes")
+    if args.rollout == "vllm" and given is not None:
+        cache = given
     elif args.rollout == "vllm" and setting.device == "cpu":
         cache = 0.5 * GIB
     elif args.rollout == "vllm":
@@ -392,7 +396,6 @@ def describe(prediction: Prediction, model: Model, process: float, card: float =
         worst = max(prediction.phases, key=prediction.phases.get)
         lines.append(
             f"warning: the GPU has {card / GIB:.1f} GiB, and the phase {worst} may need {prediction.peak / GIB:.1f}; "
-            f"see --gradient_checkpointing, --micro_batch_tokens, --vllm_enable_sleep_mode, "
-            f"--deepspeed_enable_sleep_mode, --offload_ref, --vllm_gpu_memory_utilization"
+            f"see --gradient_checkpointing, --micro_batch_tokens, --sleep, --offload, --vllm_gpu_memory_utilization"
         )
     return lines

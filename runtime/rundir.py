@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import presets
-from runtime.flags import MAY_CHANGE, NAME_BYTES, total_steps
+from runtime.flags import MAY_CHANGE, NAME_BYTES, total_steps, what_counts
 from runtime.identity import changed_arguments, changed_code, code_of, ignored_changes
 from runtime.process import file_digest, lock_holder, refuse, versions, write_whole
 from runtime.records import Problem
@@ -25,7 +24,7 @@ from runtime.redaction import redact_values
 # What a run writes in its folder and changes or renames when it starts again.
 WRITTEN = (
     *("config.json", "metrics.jsonl", "samples.jsonl", "eval.jsonl"),
-    *("model", "critic", "best", "batches", "checkpoints"),
+    *("model", "critic", "batches", "checkpoints"),
 )
 
 
@@ -46,8 +45,9 @@ def run_name(args, defaults) -> str:
     parts = []
     defaults = presets.apply(defaults, args.as_)
     for f in dataclasses.fields(args):
-        value = redact_values({f.name: getattr(args, f.name)})[f.name]
-        if f.name not in (*MAY_CHANGE, "exp_name", "seed") and value != getattr(defaults, f.name):
+        value = redact_values({f.name: what_counts(f.name, getattr(args, f.name))})[f.name]
+        default = what_counts(f.name, getattr(defaults, f.name))
+        if f.name not in (*MAY_CHANGE, "exp_name", "seed") and value != default:
             parts.append(f"{f.name.rstrip('_')}={value}")
     text = "__".join(parts)
     safe = "".join(c if c.isalnum() or c in "=_.,+-" else "-" for c in text)
@@ -152,7 +152,7 @@ def check_earlier_run(folder: Path, args) -> None:
     if args.resume != "auto" or unfinished(folder, args):
         return
     changed = changed_code(config.get("code"), code_of(args))
-    if changed and not args.accept_changed_code:
+    if changed:
         refuse(
             f"{folder} is finished, but by other code: {', '.join(changed[:5])}. To train with the new code choose "
             f"another --exp_name or --run_name, or --overwrite to replace the old run"
@@ -181,14 +181,12 @@ def check_writable(folder: Path, args) -> None:
 def check_disk(args, folder: Path) -> None:
     """Refuse a disk that cannot take the trained weights: better in the first second than after the last step.
 
-    Counts model/, best/, batches/ and critic/ at the size of the given weights (safetensors of a local folder; the size
+    Counts model/, batches/ and critic/ at the size of the given weights (safetensors of a local folder; the size
     of a model on the hub is unknown). What the folder of the run holds already is not counted again. Checkpoints are
     left out: with several ranks each node may have a disk of its own. A dry run writes nothing and is only warned.
     """
     weights = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
     copies = 1
-    if args.best_metric is not None and (args.overwrite or not (folder / "best").is_dir()):
-        copies += 1
     batches = min(args.record_batches, total_steps(args, sys.maxsize))  # the steps of epochs are unknown here
     kept = batches * (2 if args.ref_policy_update_freq > 0 else 1)
     copies += max(0, kept - sum(1 for _ in (folder / "batches").glob("step_*/*/*.safetensors")))
@@ -197,7 +195,8 @@ def check_disk(args, folder: Path) -> None:
         place = place.parent
     needed = weights * copies
     if not getattr(args, "disable_value", True):  # ppo.py, with a critic
-        critic = Path(args.value_model_name_or_path or args.model_name_or_path)
+        given = dict(word.split("=", 1) for word in args.critic)
+        critic = Path(given.get("model_name_or_path", args.model_name_or_path))
         needed += sum(f.stat().st_size for f in critic.glob("*.safetensors"))
     free = shutil.disk_usage(place).free
     if args.overwrite and folder.is_dir():  # RunLog removes the old run before anything is written
@@ -254,17 +253,6 @@ def cut_back(file: Path, last: int) -> None:
         if step is not None and step <= last:
             kept.append(line.rstrip("\n") + "\n")
     write_whole(file, "".join(kept))
-
-
-def best_so_far(folder: Path, args) -> float:
-    """The --best_metric of the weights in best/; minus infinity without any.
-
-    Their step may come after the checkpoint that a run resumes from: eval.jsonl no longer has it then.
-    """
-    file = folder / "best" / "evaluation.json"
-    if args.best_metric is None or not file.is_file():
-        return -math.inf
-    return json.loads(file.read_text()).get(args.best_metric, -math.inf)
 
 
 def data_digest(*parts: Sequence[Problem]) -> str:
@@ -372,9 +360,9 @@ def check_same_run(start: Path, state: dict[str, Any], args) -> None:
     if other:
         refuse(f"{start} belongs to a run of another configuration ({', '.join(other[:5])}); choose another --run_name")
     changed = changed_code(state.get("code"), code_of(args))
-    if changed and not args.accept_changed_code:
+    if changed and args.resume == "auto":
         refuse(
-            f"{start} was saved by other code: {', '.join(changed[:5])}. --accept_changed_code resumes it with the new "
+            f"{start} was saved by other code: {', '.join(changed[:5])}. --resume {start} resumes it with the new "
             f"code, --exp_name or --run_name start another run, --overwrite starts this one from scratch"
         )
 

@@ -25,6 +25,7 @@ from runtime.records import Problem, Sample
 from runtime.redaction import redact, redact_words, secret_values
 from runtime.rundir import cut_back
 
+SHOW_SAMPLES = 10  # steps from one look at samples on the console to the next
 ZERO_STEPS = 5  # after this many steps without a score above 0 the run shows what was extracted and what was expected
 
 # ------------------------------------------------------------------------------------------------ before the first step
@@ -51,9 +52,8 @@ def print_header(
     updates = args.num_epochs * args.num_mini_batches
     epochs = total_steps * prompts / len(problems)
     longest = max(len(p.prompt_ids) for p in problems)
-    apart = args.eval_dataset or args.eval_dataset_mixer
-    evaluation = "evaluation on other data" if apart else f"{args.eval_prompts} more held out"
-    engines = f"; {args.vllm_engines} engine(s) on ranks of their own" if args.vllm_mode == "dedicated" else ""
+    evaluation = "evaluation on other data" if args.eval_dataset else f"{args.eval_prompts} more held out"
+    engines = f"; {args.vllm_engines} engine(s) on ranks of their own" if args.vllm_engines > 0 else ""
     origins = Counter(f"{p.source} ({p.verifier})" for p in problems)
     lines = [
         f"run        {folder}",
@@ -212,7 +212,6 @@ class RunLog:
         self.zero_steps = 0  # in a row, without a score above 0
         self.first = 0  # the step after which the run resumed
         self.scores: dict[int, float | None] = {}  # step -> pass@1 of the evaluation after it
-        self.best = -math.inf  # the best evaluation so far, by --best_metric
         self.needless: Path | None = None  # a checkpoint that a finished run does not need
         self.begun = time.monotonic()
         self.heap = Heap()
@@ -286,7 +285,7 @@ class RunLog:
     def _start_wandb(self, config: dict) -> None:
         import wandb
 
-        options = {"project": self.args.wandb_project, "entity": self.args.wandb_entity, "name": self.folder.name}
+        options = {"project": os.environ.get("WANDB_PROJECT", "rlvr"), "name": self.folder.name}
         options |= {"config": config, "dir": str(self.folder)}
         if self.wandb_id is not None:
             options |= {"id": self.wandb_id, "resume": "allow"}
@@ -330,15 +329,11 @@ class RunLog:
         if self.wandb is not None and file in ("metrics.jsonl", "eval.jsonl"):
             self._track("log", {k: v for k, v in record.items() if k != "step"}, step=record["step"])
 
-    def evaluation(self, result: dict[str, Any]) -> bool:
-        """Write one evaluation to eval.jsonl and the console. True, on all ranks, if it is the best so far."""
+    def evaluation(self, result: dict[str, Any]) -> None:
+        """Write one evaluation to eval.jsonl and the console."""
         self.write("eval.jsonl", result)
         self.scores[result["step"]] = result.get("eval/pass@1")
         self._say(eval_line(result))
-        if self.args.best_metric is None or result[self.args.best_metric] <= self.best:
-            return False
-        self.best = result[self.args.best_metric]
-        return True
 
     def step(self, metrics: dict[str, Any], samples: list[Sample], batch: list[Problem]) -> None:
         """Write one step: metrics.jsonl, a few samples to samples.jsonl, and a line on the console."""
@@ -357,7 +352,7 @@ class RunLog:
                 self._say(explain_zeros(samples, batch, self.zero_steps))
         remaining = (time.monotonic() - self.begun) / (step - self.first) * (self.total - step)
         self._say(step_line(metrics, self.total, remaining, self.args.mask_truncated_completions))
-        if self.args.log_samples_every > 0 and (step == 1 or step % self.args.log_samples_every == 0):
+        if step == 1 or step % SHOW_SAMPLES == 0:
             for s in shown:
                 problem = batch[s.prompt_id]
                 self._say(

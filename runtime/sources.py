@@ -54,11 +54,12 @@ def local_files(source: str) -> list[Path]:
     return found
 
 
-def takes_split(source: str) -> bool:
-    """Whether ``--dataset_split`` chooses a part of a source: a hub id, or a saved folder, without @SPLIT."""
-    if source.startswith(GYM) or local_files(source):
-        return False
-    return Path(source).is_dir() or "@" not in source
+def split_revision(name: str) -> tuple[str, str | None]:
+    """ID@REVISION of a model on the hub as (ID, REVISION); None without one. A folder may have an @ in its name."""
+    if "@" not in name or Path(name).exists():
+        return name, None
+    name, _, revision = name.rpartition("@")
+    return name, revision
 
 
 def source_name(source: str) -> str:
@@ -106,6 +107,17 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def json_object(flag: str, text: str, example: str) -> dict[str, Any]:
+    """The JSON object that was given to a flag. Ends with exit code 2 for anything else."""
+    try:
+        found = json.loads(text, object_pairs_hook=unique)
+    except ValueError as error:
+        refuse(f"{flag}: not valid JSON ({error}); for example '{example}'")
+    if not isinstance(found, dict):
+        refuse(f"{flag}: must be a JSON object; for example '{example}'")
+    return found
+
+
 def gym_rows(source: str, seed: int) -> list[dict[str, Any]]:
     """The rows of ``reasoning_gym:NAME?key=value&key=value``."""
     name, _, query = source.removeprefix(GYM).partition("?")
@@ -130,7 +142,7 @@ def read_source(source: str, args) -> list[tuple[Any, list[Path]]]:
         return [(_as_json(gym_rows(source, args.seed)), [])]
     files = local_files(source)
     if not files:
-        return [(_saved_or_hub(source, args.dataset_split), [])]
+        return [(_saved_or_hub(source), [])]
     found = []
     for suffix, group in itertools.groupby(files, lambda path: path.suffix):
         found += _read_files(list(group), suffix)
@@ -233,12 +245,12 @@ def _parquet_schema(path: Path) -> str:
     return str(about.schema.to_arrow_schema().remove_metadata()) if about.num_rows else ""
 
 
-def _saved_or_hub(source: str, split: str):
-    """A folder saved by ``datasets``, or a hub data set ID[:CONFIGURATION]; @SPLIT at its end replaces ``split``."""
+def _saved_or_hub(source: str):
+    """A folder saved by ``datasets``, or a hub data set ID[:CONFIGURATION], each with @SPLIT at its end or train."""
     import datasets
 
     quiet()
-    name = source
+    name, split = source, "train"
     if not Path(source).is_dir() and "@" in source:
         name, _, split = source.rpartition("@")
     try:

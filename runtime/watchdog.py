@@ -48,9 +48,7 @@ def explain_restart(error: Exception, left: int) -> None:
     """Print why an engine failed, and let go of what its traceback holds: the engine, with all its memory."""
     print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
     name = f"rank {torch.distributed.get_rank()}"
-    print(
-        f"warning: {name}: {redact(str(error))}; its engine is built again (--engine_restarts, {left} left)", flush=True
-    )
+    print(f"warning: {name}: {redact(str(error))}; its engine is built again ({left} more time(s) at most)", flush=True)
     cause = error.__cause__
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
@@ -66,19 +64,19 @@ class Watch:
     traceback, and every rank looks there twice a second. A rank inside a collective learns of it by the lost connection
     and reads the reason there, or its watchdog thread ends it. That thread also ends a run whose next rank was killed,
     is on a node that does not answer for ``network.SILENCE`` seconds, or does not come; and a run in which no rank has
-    made progress (a message, a forward pass, a phase, a file) for ``stall_timeout`` seconds (0 disables). A rank that
+    made progress (a message, a forward pass, a phase, a file) for ``timeout`` seconds (0 disables). A rank that
     waits for a slower one is not stalled: progress is counted on the board, for all ranks together; nor is one that
-    waits for its engine, which --rollout_timeout limits. A second thread ends a rank that the board itself does not
-    answer.
+    waits for its engine, which has the same limit of its own. A second thread ends a rank that the board itself does
+    not answer.
     """
 
     progress: float | None = None  # time of the last progress; None before the first
     current: Watch | None = None  # the one that watches this process
 
-    def __init__(self, stall_timeout: float) -> None:
+    def __init__(self, timeout: float) -> None:
         self.rank = int(os.environ["RANK"])
         self.count = launch_size()
-        self.limit = stall_timeout
+        self.limit = timeout
         self.ended = threading.Event()
         self.name = f"rank {self.rank}"
         if several_nodes():
@@ -126,7 +124,7 @@ class Watch:
                     raise EngineFailed(f"the rollout thread ended without a message while {what} was due") from None
                 self.beat()  # this wait has a limit of its own
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"no {what} within --rollout_timeout {timeout:.0f} s") from None
+                    raise TimeoutError(f"no {what} within --timeout {timeout:g} s") from None
                 continue
             if message[0] == "error":
                 raise EngineFailed("the rollout thread failed") from message[1]
@@ -165,7 +163,7 @@ class Watch:
             if neighbor_gone > 4 and not self.ended.is_set():  # for two seconds: it could have said why
                 self.abort(f"{self.name} failed: {self._loss()}")
             now = time.monotonic()
-            limit = f"--stall_timeout {self.limit:g}"
+            limit = f"--timeout {self.limit:g}"
             if self.count > 1 and self.neighbor is None and 0 < self.limit < now - begun:
                 self.abort(
                     f"{self.name} failed: {self._next_rank()} did not come within {limit} s; see what it printed"

@@ -144,7 +144,7 @@ def reward_falls(case: Case) -> Finding | None:
 def extraction(case: Case) -> Finding | None:
     """Half of the complete responses of the last third have nothing that the verifier takes for an answer.
 
-    A verifier that looks for an answer reports the part ``format``; a plain --reward_fn has none, and extracts nothing.
+    A verifier that looks for an answer reports the part ``format``; a function of yours may have none.
     """
     after = case.step_at(2 / 3)
     complete = [s for s in case.samples if s["finish_reason"] == "stop" and "format" in s.get("reward_parts", {})]

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/loading.py
 import loading
 
 from rewards import Verifiers, check_reward_args, truth_error
-from runtime import data, flags, identity, process, rundir
+from runtime import data, flags, identity, process, rundir, sources
 from runtime.flags import RunFlags
 from runtime.records import Problem, Sample
 from runtime.redaction import HIDDEN
@@ -59,6 +59,7 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--run", type=Path)
     own.add_argument("--output", type=Path)
+    own.add_argument("--accept_changed_code", action="store_true")
     given, words = own.parse_known_args(words)
     defaults = Args()
     config = {}
@@ -68,17 +69,17 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
         defaults = arguments_of_run(given.run, script, config["args"])
     args = flags.parse(type(defaults), __doc__, words, defaults)
     if given.run is not None:
-        check_code(given.run, config, defaults, args.accept_changed_code)
+        check_code(given.run, config, defaults, given.accept_changed_code)
         unknown = [f"--{name}" for name, value in vars(args).items() if value == HIDDEN]
         if unknown:
             process.refuse(f"{', '.join(unknown)}: a secret, which the run did not write down; give it here as well")
-    if args.vllm_load_format == "dummy":
+    if flags.engine_args(args.vllm_args).get("load_format") == "dummy":
         process.refuse(
-            "--vllm_load_format dummy: nothing trains here and would push the real weights; leave it at auto"
+            "--vllm_args: load_format dummy: nothing trains here and would push the real weights; leave it out"
         )
     output = given.output or (given.run or Path(args.output_dir)) / "eval_samples.jsonl"
-    same_data = (args.dataset, args.dataset_mixer) == (defaults.dataset, defaults.dataset_mixer)
-    return args, output, defaults if given.run is not None and same_data else None, script
+    held_out = defaults if given.run is not None and args.dataset == defaults.dataset else None
+    return args, output, held_out, script
 
 
 def find_run(folder: Path) -> tuple[dict, Path]:
@@ -106,10 +107,9 @@ def arguments_of_run(folder: Path, script: Path, stored: dict) -> RunFlags:
     for name, value in stored.items():
         if name in known:
             values[name] = tuple(value) if isinstance(value, list) else value
-    values |= {"model_name_or_path": str(folder / "model"), "revision": None}
-    values |= {"tokenizer_name_or_path": None, "vllm_load_format": "auto"}
-    values |= {"vllm_mode": "thread", "vllm_engines": 0}
-    return kind(**values)
+    engine = flags.engine_args(values.get("vllm_args")) | {"load_format": "auto"}
+    values |= {"model_name_or_path": str(folder / "model"), "tokenizer_name_or_path": None, "sleep": "off"}
+    return kind(**values | {"vllm_engines": 0, "vllm_args": json.dumps(engine)})
 
 
 def check_code(folder: Path, config: dict, args: RunFlags, accept: bool) -> None:
@@ -139,8 +139,8 @@ def problems_of(args: RunFlags, held_out: RunFlags | None) -> list[Problem]:
             )
         problems = problems[: args.eval_prompts]
     else:
-        if args.eval_dataset is not None or args.eval_dataset_mixer is not None:
-            process.refuse("--eval_dataset is for a run; name what to evaluate on by --dataset or --dataset_mixer")
+        if args.eval_dataset is not None:
+            process.refuse("--eval_dataset is for a run; name what to evaluate on by --dataset")
         problems = list(data.mixed_problems(args, truth_error).values())[: args.eval_prompts or None]
         data.check_sandbox(problems, args)
     if not problems:
@@ -219,17 +219,17 @@ def table(samples: list[Sample], problems: list[Problem], result: dict[str, floa
 def answer(script: ModuleType, args: RunFlags, problems: list[Problem], tokenizer) -> list[Sample]:
     """All samples of all problems, scored, on all ranks, by the engine of ``script``, as in an evaluation of a run."""
     device, dtype, _ = utils.resolve_device(args)
-    watch = watchdog.Watch(args.stall_timeout)
+    watch = watchdog.Watch(args.timeout)
     torch.distributed.init_process_group("gloo")
     verifiers = Verifiers(args, problems, device, dtype)
-    where = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
-    config = AutoConfig.from_pretrained(args.model_name_or_path, **where)
+    name, revision = sources.split_revision(args.model_name_or_path)
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     try:
-        generation = GenerationConfig.from_pretrained(args.model_name_or_path, revision=args.revision)
+        generation = GenerationConfig.from_pretrained(name, revision=revision)
     except OSError:  # a model without such a file
         generation = GenerationConfig.from_model_config(config)
     stop_ids = utils.stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
-    args = dataclasses.replace(args, vllm_enable_sleep_mode=False)  # it would sleep until a first push
+    args = dataclasses.replace(args, sleep="off")  # it would sleep until a first push
     thread = script.vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, dtype, tokenizer, stop_ids, watch)
     requests, sampling = data.eval_requests(len(problems), args)

@@ -35,7 +35,7 @@ def state(args, defaults) -> tuple[int, str]:
     if other:
         return LEAVE, f"another run: {folder}: {', '.join(other[:5])}"
     changed = identity.changed_code(config.get("code"), identity.code_of(args))
-    if changed and not args.accept_changed_code:
+    if changed and args.resume in ("auto", "never"):
         return LEAVE, f"other code: {folder}: {', '.join(changed[:5])}"
     lacks = rundir.unfinished(folder, args)
     if not lacks:

@@ -169,9 +169,9 @@ def run_setting(folder: Path, recorded: Recorded) -> Setting:
     for line in changed_code(config["code"], code_of(args)):
         if line.startswith(("kl_estimators", "utils", recorded.script)):
             print(f"warning: since the run, {line}")
-    if args.kl_controller == "adaptive":
+    if args.kl_target is not None:
         in_both = args.kl_placement == "both"
-        own = {"kl_controller": "fixed", "beta": recorded.loss_coef or recorded.reward_coef}
+        own = {"kl_target": None, "beta": recorded.loss_coef or recorded.reward_coef}
         own["kl_reward_coef"] = recorded.reward_coef if in_both else None
         args = replace(args, **own)
     return Setting("run", script, args)
@@ -304,15 +304,15 @@ class Replay:
             return utils.TokenLogprobs(model.to(self.device), args.temperature, sizes.logprob_chunk)
 
         # A saved config has the changes of --override_config in it.
-        self.policy = load(model_name_or_path=str(recorded.folder / "model"), revision=None, override_config=None)
+        self.policy = load(model_name_or_path=str(recorded.folder / "model"), override_config=None)
         self.reference = None
         if with_reference:
             name = recorded.reference or args.model_name_or_path
             teacher = getattr(args, "teacher_name_or_path", None)  # of variants/distill.patch: its reference
             if teacher is not None:
-                place = {"model_name_or_path": teacher, "revision": None, "override_config": None}
+                place = {"model_name_or_path": teacher, "override_config": None}
             elif recorded.reference == "reference":
-                place = {"model_name_or_path": str(recorded.folder / name), "revision": None, "override_config": None}
+                place = {"model_name_or_path": str(recorded.folder / name), "override_config": None}
             else:
                 place = {"model_name_or_path": name}
             self.reference = load(**place).requires_grad_(False)

@@ -255,7 +255,7 @@ class Bench:
     """The ways of sampling that are compared, on one ``grpo.Engine``."""
 
     def __init__(self, run: grpo.Args, dtype: torch.dtype, tokenizer, stop_ids: list[int]):
-        self.watch = watchdog.Watch(run.stall_timeout)
+        self.watch = watchdog.Watch(run.timeout)
         self.engine = grpo.Engine(grpo.vllm_thread, run, dtype, tokenizer, stop_ids, self.watch)
 
     def call(self, function: Callable[[Any], Any]) -> Any:
@@ -486,7 +486,7 @@ def main(args: Args) -> None:
     group = args.num_samples_per_prompt_rollout
     cap = args.max_response_length
     problems = data.load_problems(run, truth_error)[0]
-    chosen = data.prompts_at(0, prompts, len(problems), run.seed, run.shuffle)
+    chosen = data.prompts_at(0, prompts, len(problems), run.seed)
     problems = [problems[i] for i in chosen]
 
     device, dtype, attention = utils.resolve_device(run)

@@ -169,7 +169,7 @@ def measure(kind: str, name: str, script: str, ranks: int, words: tuple[str, ...
     (folder / "coin.py").write_text(COIN)
     line = [
         *RUN,
-        "--reward_fn",
+        "--verifier",
         f"{folder / 'coin.py'}:coin",
         "--output_dir",
         str(folder),
@@ -265,7 +265,7 @@ REMEDIES = (
     ("plain", {}),
     ("checkpointing", {"gradient_checkpointing": True}),
     ("ZeRO 3", {"gradient_checkpointing": True, "zero_stage": 3}),
-    ("offload", {"gradient_checkpointing": True, "zero_stage": 3, "offload_optimizer": True}),
+    ("offload", {"gradient_checkpointing": True, "zero_stage": 3, "offload": ("optimizer",)}),
 )
 SIZES = {
     "num_unique_prompts_rollout": 64,

@@ -66,7 +66,7 @@ class Args:
     """Responses per prompt."""
     max_response_length: int = 128
     """Most tokens per response."""
-    vllm_kv_cache_gb: float | None = None
+    vllm_args: str | None = None
     """As in grpo.py."""
     update_seconds: float = 2.0
     """Seconds of the update that the stand-in takes the place of."""
@@ -120,7 +120,7 @@ def counted(llm) -> list[int]:
 
 def measure(run: grpo.Args, problems: list[Problem], model, tokenizer, update: Callable, steps: int) -> Measured:
     """The loop of grpo.py in one mode: ask, collect, update, push."""
-    watch = watchdog.Watch(run.stall_timeout)
+    watch = watchdog.Watch(run.timeout)
     dtype = model.dtype
     stop_ids = utils.stop_token_ids(model, tokenizer)
     engine = grpo.Engine(grpo.vllm_thread, run, dtype, tokenizer, stop_ids, watch)
@@ -137,7 +137,7 @@ def measure(run: grpo.Args, problems: list[Problem], model, tokenizer, update: C
         before = decodes[0]
         started = time.perf_counter()
         for later in range(step + len(waiting), step + run.async_steps + 1):
-            chosen = data.prompts_at((later - 1) * prompts, prompts, len(problems), run.seed, run.shuffle)
+            chosen = data.prompts_at((later - 1) * prompts, prompts, len(problems), run.seed)
             requests = data.requests(chosen, run.num_samples_per_prompt_rollout, run.seed, later)
             waiting.append((engine.ask([problems[i] for i in chosen], requests, sampling), []))
         batch, samples = waiting.popleft()

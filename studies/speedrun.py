@@ -56,7 +56,7 @@ TRACKS = {
         words="--model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k:main "
         "--eval_dataset openai/gsm8k:main@test --eval_prompts 1319 --eval_temperature 0 --max_prompt_length 512 "
         "--max_response_length 512 --num_unique_prompts_rollout 32 --total_steps 200 --eval_every 20 "
-        "--learning_rate 2e-6 --micro_batch_tokens 16384 --vllm_max_num_seqs 512",
+        "--learning_rate 2e-6 --micro_batch_tokens 16384 --vllm_args '{\"max_num_seqs\": 512}'",
         target=0.55,
         limit=3600.0,
     ),

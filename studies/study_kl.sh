@@ -15,7 +15,7 @@ export LANES=${LANES:-2}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCHDYNAMO_DISABLE=${TORCHDYNAMO_DISABLE:-1} # vLLM compiles one small function: half a second of every run
 loss="loss/k1/naive loss/k2/naive loss/k3/naive loss/k3/unbiased loss/k4/naive"
-flags=(--num_unique_prompts_rollout 4 --save_minutes 0 --log_samples_every 0 --kl_full_samples 0)
+flags=(--num_unique_prompts_rollout 4 --save_minutes 0)
 if [[ ${1:-} == --real ]]; then
     shift
     export EXP_NAME=study_real OUTPUT_DIR=${OUTPUT_DIR:-runs/study_kl_real} MINI_BATCHES=2
@@ -35,7 +35,7 @@ else
     flags+=(
         --model_name_or_path models/testbed-1
         --dataset "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
-        --dtype float32 --total_steps 40 --learning_rate 2e-4 --lr_min_ratio 0 --eval_prompts 64 --vllm_kv_cache_gb 0.1
+        --dtype float32 --total_steps 40 --learning_rate 2e-4 --lr_min_ratio 0 --eval_prompts 64 --vllm_args '{"kv_cache_memory_bytes":107374182}'
     )
 fi
 
