@@ -34,7 +34,7 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import TimeoutError, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -1011,14 +1011,6 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
         return 0.0
     beyond = max(0.0, length - (longest - buffer))
     return min(1.0, beyond / buffer)
-
-
-def repetition(ids: Sequence[int], n: int = 8) -> float:
-    """Fraction of the ``n``-grams that occurred earlier in the response; 0 for fewer than two n-grams."""
-    if len(ids) < n:
-        return 0.0
-    grams = np.lib.stride_tricks.sliding_window_view(np.asarray(ids), n)
-    return 1 - len(np.unique(grams, axis=0)) / len(grams)
 
 
 def shape_reward(sample, found: Reward, args) -> None:

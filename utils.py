@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import math
 import os
 import random
@@ -26,7 +25,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -788,28 +786,14 @@ class MovingReference(nn.Module):
                 weight.copy_(targets[name])
 
 
-def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int, evaluation: dict | None = None) -> None:
-    """Weights, config and tokenizer in Hugging Face format, whole or not at all. Every rank must call.
-
-    ``evaluation``: what was found of these weights, for ``evaluation.json`` beside them; a full disk then costs the
-    folder, not the run.
-    """
+def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
+    """Weights, config and tokenizer in Hugging Face format, whole or not at all. Every rank must call."""
     weights = current_weights(policy, zero_stage)  # every rank takes part
     if rank != 0:
         return
-    try:
-        with written_whole(folder) as beside:
-            policy.module.model.save_pretrained(beside, state_dict=dict(weights))
-            tokenizer.save_pretrained(beside)
-            if evaluation is not None:
-                (beside / "evaluation.json").write_text(json.dumps(evaluation))
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these
-        if evaluation is None:
-            raise
-        shutil.rmtree(folder.with_name(folder.name + ".partial"), ignore_errors=True)
-        print(
-            f"WARNING: {folder.name}/ NOT SAVED after step {evaluation['step']}; the run goes on. {error}", flush=True
-        )
+    with written_whole(folder) as beside:
+        policy.module.model.save_pretrained(beside, state_dict=dict(weights))
+        tokenizer.save_pretrained(beside)
 
 
 @contextmanager

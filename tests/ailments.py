@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from doctor import RULES, Finding, examine
 
-# What --reward_fn names in the ailments below.
+# What --verifier names in the ailments below.
 REWARDS = """
 import random
 import time
@@ -73,13 +73,13 @@ def breakage(what: str) -> tuple[tuple[str, str, str], ...]:
 
 
 AILMENTS = (
-    Ailment("reward_flat", "the reward is a coin", {"reward_fn": "rewards_of_ailments.py:noise"}),
+    Ailment("reward_flat", "the reward is a coin", {"verifier": "rewards_of_ailments.py:noise"}),
     Ailment("reward_falls", "wrong sign of the advantage", edits=breakage("sign of the advantage")),
     Ailment("extraction", "a verifier of another format", {"verifier": "math"}, steps=15),
     Ailment(
         "verifier_failures",
         "three responses in a hundred hang their verifier",
-        {"reward_fn": "rewards_of_ailments.py:sometimes_hangs", "reward_timeout": 0.5},
+        {"verifier": "rewards_of_ailments.py:sometimes_hangs", "reward_timeout": 0.5},
         steps=6,
     ),
     Ailment("equal_groups", "hardly any temperature", {"temperature": 0.02}, steps=15),
@@ -87,12 +87,12 @@ AILMENTS = (
     Ailment(
         "length_growth",
         "the reward is the length",
-        {"reward_fn": "rewards_of_ailments.py:length", "learning_rate": 3e-4, "max_response_length": 200},
+        {"verifier": "rewards_of_ailments.py:length", "learning_rate": 3e-4, "max_response_length": 200},
     ),
     Ailment(
         "entropy_collapse",
         "a coin for a reward, and entropy is punished",
-        {"entropy_coeff": -1.0, "learning_rate": 3e-4, "reward_fn": "rewards_of_ailments.py:noise"},
+        {"entropy_coeff": -1.0, "learning_rate": 3e-4, "verifier": "rewards_of_ailments.py:noise"},
     ),
     Ailment(
         "mismatch_growth",
@@ -119,7 +119,7 @@ AILMENTS = (
         {"async_steps": 1, "learning_rate": 3e-4},
         breakage("stale weights: only the first push arrives"),
     ),
-    Ailment("throughput_loss", "a verifier that gets slow", {"reward_fn": "rewards_of_ailments.py:ever_slower"}),
+    Ailment("throughput_loss", "a verifier that gets slow", {"verifier": "rewards_of_ailments.py:ever_slower"}),
 )
 # The same task learned without a KL, held by one, and with a critic.
 HEALTHY = (

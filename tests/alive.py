@@ -65,7 +65,6 @@ OBSERVABLES = {
     "critic weights": "of the final critic: eight numbers of every tensor",
     "training passes": "rows x positions of every forward pass with gradient",
     "log-prob passes": "rows x positions of every forward pass without gradient",
-    "rows of logits": "most rows of logits that existed at one time",
     "bytes kept for backward": "by autograd, the most of any forward pass",
     "dtype of the policy": "of the weights under DeepSpeed",
     "attention of the policy": "the implementation that transformers runs",
@@ -78,10 +77,8 @@ OBSERVABLES = {
     "vllm.LLM": "calls of the constructor",
     "vllm.LLM(...)": "an argument of the constructor",
     "blocks of the KV cache": "as vLLM has allocated them",
-    "engines built": "by the run, and again after a failure",
     "engine steps": "of vLLM, in the whole run",
     "wandb.init": "calls of the real one, offline",
-    "wandb.init(...)": "an argument of it",
     "files": "names in --output_dir, three levels deep",
     "rows of samples.jsonl": "their number",
     "samples on the console": "lines that show one",
@@ -118,8 +115,6 @@ def prepare(files: Path) -> None:
         tokenizer.save_pretrained(files / name)
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     tokenizer.save_pretrained(files / "tokenizer")
-    thinking = "{{ messages[-1]['content'] }}{% if enable_thinking | default(true) %} <think>{% endif %}"
-    (files / "thinking.jinja").write_text(thinking)
     prepare_hub(files)
     prepare_custom(files)
     prepare_data(files)
@@ -235,9 +230,6 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
         seen.setdefault("ground truths", []).extend(problem.truth for problem in problems)
         seen.setdefault("seeds of requests", []).extend(map(list, requests))
 
-    def note_start(*_) -> None:
-        seen["engines built"] = seen.get("engines built", 0) + 1
-
     def note_collected(samples, engine, verifiers, batch, *rest) -> None:
         ids = [s.response_ids.tolist() for s in samples]
         if evaluating:
@@ -268,7 +260,6 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
         seen.setdefault("steps", []).append(metrics["step"])
 
     spy(patch, module.Engine, "ask", note_asked)
-    spy(patch, module.Engine, "start", note_start)
     spy(patch, module, "collect", note_collected)
     patch.setattr(module, "evaluate", note_evaluation)
     spy(patch, rewards.Verifiers, "collect", lambda _, verifiers, *rest: note_workers(_, verifiers))
@@ -315,10 +306,6 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
             kind = "training passes" if torch.is_grad_enabled() else "log-prob passes"
             seen.setdefault(kind, []).append("x".join(map(str, batch.input_ids.shape)))
 
-    def note_logits(logits_UV, *rest) -> None:
-        if in_main_thread():
-            seen["rows of logits"] = max(seen.get("rows of logits", 0), len(logits_UV))
-
     def note_move(_, model, *device) -> None:
         if not any(weight.requires_grad for weight in model.parameters()):
             seen.setdefault("moves of the reference", []).append(str(*device))
@@ -340,7 +327,6 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
         return result
 
     spy(patch, utils.TokenLogprobs, "hidden", note_pass)
-    spy(patch, utils.TokenLogprobs, "_logits", note_logits)
     spy(patch, utils.TokenLogprobs, "to", note_move)
     spy(patch, utils, "borrow_device", note_move)
     spy(patch, utils, "return_device", note_move)
@@ -355,8 +341,6 @@ def observe_libraries(seen: dict[str, Any], patch) -> None:
 
     def note_tracking(_, **named) -> None:
         seen["wandb.init"] = seen.get("wandb.init", 0) + 1
-        for name in ("project", "entity"):
-            seen[f"wandb.init({name})"] = named[name]
 
     def note_engine(llm, **named) -> None:
         note_arguments(seen, named)
@@ -463,29 +447,10 @@ def build_on_gpus(module, args, seen: dict[str, Any], patch, count: int) -> None
 
 def hinder(stage: str, patch) -> None:
     """What a stage does to the process of a run."""
-    import utils
     from runtime import sandbox
 
     if stage == "no namespaces":
         patch.setattr(sandbox, "namespaces_refused", lambda: "as this test pretends")
-    if stage == "slow sampler":
-        generate = utils._generate
-
-        def slow(*arguments):
-            time.sleep(1.5)
-            yield from generate(*arguments)
-
-        patch.setattr(utils, "_generate", slow)
-    if stage == "failing sampler":
-        failures = [RuntimeError("as this test pretends")]
-        healthy = utils._generate
-
-        def failing(*arguments):
-            if failures:
-                raise failures.pop()
-            yield from healthy(*arguments)
-
-        patch.setattr(utils, "_generate", failing)
 
 
 def run_observed(script: str, arguments: dict[str, Any], stage: str, seen: dict[str, Any], patch) -> None:
@@ -571,12 +536,11 @@ class Runs:
     def _begin(self, key: str, script: str, arguments: dict[str, Any], stage: str) -> None:
         place = Path(tempfile.mkdtemp(dir=self.folder))
         (place / "out").mkdir()
-        shutil.copy(self.files / "own.py", place / "out" / "own.py")
         parts = [arguments]
         if stage == "repeated":
             parts = [arguments | {"overwrite": False}, arguments]
-        elif stage in ("resumed", "edited"):
-            parts = [arguments | {"total_steps": 2, "resume": "auto", "accept_changed_code": False}, arguments]
+        elif stage == "resumed":
+            parts = [arguments | {"total_steps": 2, "resume": "auto"}, arguments]
         self._fork(key, script, parts, stage, place)
 
     def _fork(self, key: str, script: str, parts: list[dict[str, Any]], stage: str, place: Path) -> None:
@@ -599,9 +563,6 @@ class Runs:
             del self.started[pid]
             script, rest, stage = after
             if rest:
-                if stage == "edited":
-                    with open(place / "out" / "own.py", "a") as code:
-                        code.write("# edited\n")
                 self._fork(key, script, rest, stage, place)
                 continue
             self._take(key, place, os.waitstatus_to_exitcode(status))
@@ -648,7 +609,7 @@ def complaints(flag: str, row: Row, without: dict[str, Any], tried: dict[str, An
     for found in (without, tried):
         if found["exit"] != 0 and "exit" not in row.changes:
             wrong.append(f"exit code {found['exit']}: {found['console'][-600:]}")
-        elif found["exit"] != 0 and flag not in found["last words"] and row.stage != "failing sampler":
+        elif found["exit"] != 0 and flag not in found["last words"]:
             wrong.append(f"a run ends, and its message does not name {typed(flag)}: {found['last words']}")
     return wrong
 
@@ -837,7 +798,7 @@ def warm(flags: list[str], files: Path) -> None:
     from runtime import identity
 
     for script in SCRIPTS:
-        args = importlib.import_module(script).Args(reward_fn=located(BASE["reward_fn"], {"FILES": str(files)}))
+        args = importlib.import_module(script).Args(verifier=located(BASE["verifier"], {"FILES": str(files)}))
         identity.code_of(args)  # is kept: reading the sources would take a quarter of a run
     rows = [EVIDENCE[flag] for flag in flags if flag in EVIDENCE]
     if any("vllm" in (row.tried, row.given.get("rollout")) or "GPU" in row.stage for row in rows):

@@ -155,8 +155,7 @@ TINY_RUN = {
     "logprob_micro_batch_tokens": 256,
     "mask_no_eos_with_zero": False,
     "mask_truncated_completions": False,  # a random model seldom ends by itself
-    "reward_fn": f"{VERIFIERS}:parity",
-    "log_samples_every": 0,
+    "verifier": f"{VERIFIERS}:parity",
 }
 
 
@@ -340,11 +339,11 @@ TINY_COMMAND = TINY_RUN | {
     "learning_rate": 1e-3,
     "eval_every": 2,
     "log_samples": 16,
-    "vllm_kv_cache_gb": 0.1,
+    "vllm_args": '{"kv_cache_memory_bytes": 107374182}',
     "run_name": "run",
 }
 LONG = ("--total_steps", "500")
-ONE_ENGINE = ("--vllm_mode", "dedicated", "--vllm_engines", "1")  # for the last of two ranks
+ONE_ENGINE = ("--vllm_engines", "1")  # for the last of two ranks
 LAUNCH = [str(ROOT / "scripts" / "launch.py")]
 ACCELERATE_LAUNCH = ["-m", "accelerate.commands.launch"]
 

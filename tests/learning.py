@@ -36,9 +36,8 @@ FLAGS = {
     "max_sampler_diff": 0,
     "eval_prompts": 128,
     "eval_samples": 4,
-    "vllm_kv_cache_gb": 0.1,
+    "vllm_args": '{"kv_cache_memory_bytes": 107374182}',
     "log_samples": 128,
-    "log_samples_every": 0,
     "save_minutes": 0,
 }
 SCRIPT_FLAGS = {

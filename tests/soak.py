@@ -233,9 +233,9 @@ class Soak:
         self.lost: Counter = Counter()
         flags = ["--total_steps", str(steps), "--eval_prompts", "0", "--track"]
         flags += ["--save_every", "2", "--keep_checkpoints", "0", "--num_mini_batches", "2", "--beta", "0.1"]
-        flags += ["--rollout_timeout", "40", "--stall_timeout", "60", "--engine_restarts", "1000"]
+        flags += ["--timeout", "40"]
         flags += ["--reward_timeout", "10", "--reward_workers", "2", "--async_steps", "1"]
-        flags += ["--reward_fn", f"{ROOT / 'tests' / 'verifiers.py'}:parity_or_hangs"]
+        flags += ["--verifier", f"{ROOT / 'tests' / 'verifiers.py'}:parity_or_hangs"]
         os.environ["SOAK_ORDERS"] = str(self.orders)
         self.line = command(tiny, self.out, *flags, script=script)
         self.straight = command(tiny, place / "straight", *flags, script=script)
@@ -648,7 +648,7 @@ def engine_dies(soak: Soak) -> str:
 
 
 def engine_hangs(soak: Soak) -> str:
-    """The engine hangs. For longer than --rollout_timeout."""
+    """The engine hangs. For longer than --timeout."""
     words = soak.says("its engine is built again")
     soak.order("engine_hangs")
     soak.until(words)
@@ -664,7 +664,7 @@ def sampler_nan(soak: Soak) -> str:
 
 
 def stalled(soak: Soak) -> str:
-    """The main thread hangs. For longer than --stall_timeout."""
+    """The main thread hangs. For longer than --timeout."""
     soak.order("stall")
     code = soak.ends(1)
     assert "no progress on any rank for" in soak.run.text()

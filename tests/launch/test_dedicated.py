@@ -1,4 +1,4 @@
-"""--vllm_mode dedicated for real, the last ranks of a launch only sampling: equal numbers, and how ranks end.
+"""--vllm_engines for real, the last ranks of a launch only sampling: equal numbers, and how ranks end.
 
 tests/runs/test_faults.py kills either side.
 """
@@ -78,7 +78,7 @@ def test_an_engine_that_raises_is_built_again_in_its_rank(in_thread, tiny, tmp_p
 def test_other_numbers_of_trainers_and_engines(in_thread, tiny, tmp_path, trainers, engines):
     """Every sample is still drawn once, from its own seed, whichever engine draws it."""
     expected = in_thread()
-    shape = ["--vllm_mode", "dedicated", "--vllm_engines", str(engines)]
+    shape = ["--vllm_engines", str(engines)]
     line = command(tiny, tmp_path, *STEPS, *shape, ranks=trainers + engines, rollout="vllm")
     finish(line, tmp_path / "log", 400)
     got = record(tmp_path / "run")

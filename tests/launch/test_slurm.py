@@ -78,7 +78,7 @@ def slowly(response, truth, row):
 def test_grpo_preempted(slurm, tiny, tmp_path):
     """grpo.py itself, two steps, stopped in the first: afterwards every number is that of a run that was let alone."""
     (tmp_path / "slowly.py").write_text(SLOWLY)
-    more = ["--total_steps", "2", "--beta", "0.1", "--reward_fn", f"{tmp_path}/slowly.py:slowly"]
+    more = ["--total_steps", "2", "--beta", "0.1", "--verifier", f"{tmp_path}/slowly.py:slowly"]
     finish(command(tiny, tmp_path / "straight", *more), tmp_path / "straight.log")
     job = slurm.submit(tmp_path, "--run_dir", "parts", "--", *command(tiny, tmp_path / "parts", *more))
     log = tmp_path / "parts" / f"slurm-{job}.out"
@@ -151,7 +151,7 @@ def test_array_and_dependency(slurm, tmp_path):
 @pytest.mark.skipif(bool(nodes.reason_for_none()), reason=nodes.reason_for_none() or "there are nodes")
 def test_one_job_over_two_nodes(tiny, tmp_path):
     """A rank on each node of the job, stopped and requeued: the numbers of an undisturbed run on one node."""
-    more = ["--total_steps", "4", "--beta", "0.1", "--reward_fn", f"{tmp_path}/slowly.py:slowly"]
+    more = ["--total_steps", "4", "--beta", "0.1", "--verifier", f"{tmp_path}/slowly.py:slowly"]
     (tmp_path / "slowly.py").write_text(SLOWLY)
     finish(command(tiny, tmp_path / "one", *more, ranks=2), tmp_path / "one.log", 300)
     with Nodes() as pair:

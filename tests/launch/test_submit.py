@@ -393,7 +393,7 @@ MASON = (
     "--max_retries 1 --budget ai2/oe-adapt --gpus 8 --image me/rlvr "
     "--mount oe-adapt-default:/weka/oe-adapt-default -- "
     "source configs/beaker_configs/ray_node_setup.sh '&&' uv run python grpo.py --exp_name 0130_kl_scan_k1_0.03_16_7 "
-    "--beta 0.03 --dataset_mixer '{\"ai2-adapt-dev/math_ground_truth_zs\": 1.0}' --kl_estimator k1"
+    "--beta 0.03 --dataset '{\"ai2-adapt-dev/math_ground_truth_zs\": 1.0}' --kl_estimator k1"
 )
 
 
@@ -412,7 +412,7 @@ def test_the_line_of_open_instruct_is_submitted_as_it_stands():
         "source configs/beaker_configs/ray_node_setup.sh &&",
         "begin_command uv run python scripts/launch.py --config_file scripts/zero2.yaml --num_machines 1 "
         '--num_processes 8 --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port '
-        '"$MASTER_PORT" grpo.py --exp_name 0130_kl_scan_k1_0.03_16_7 --beta 0.03 --dataset_mixer '
+        '"$MASTER_PORT" grpo.py --exp_name 0130_kl_scan_k1_0.03_16_7 --beta 0.03 --dataset '
         """'{"ai2-adapt-dev/math_ground_truth_zs": 1.0}' --kl_estimator k1""",
     ]
     assert "# grpo-" in script, "the job is named after the program, not after the set-up"

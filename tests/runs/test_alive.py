@@ -123,7 +123,7 @@ def test_a_flag_that_is_not_read_is_found_dead(seen_here, monkeypatch):
 
     monkeypatch.setattr(utils, "make_optimizer", make_otherwise)
     row = evidence.EVIDENCE["adam_eps"]
-    tried = seen_here(adam_eps=row.tried, wandb_project="another key")
+    tried = seen_here(adam_eps=row.tried, exp_name="another key")
     assert "weights is the same" in "".join(alive.complaints("adam_eps", row, seen_here(), tried))
 
 

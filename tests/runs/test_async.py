@@ -31,11 +31,17 @@ from helpers import (
 
 import grpo
 import utils
+from runtime import engine as engines
 from runtime import flags, watchdog
 from runtime.records import Problem, Sample
 
 AHEAD = SMALL | {"async_steps": 1, "num_mini_batches": 1}
-IN_FLIGHT = ["--max_response_length", "24", "--vllm_max_num_seqs", "10"]  # fewer than a step's 16 samples
+IN_FLIGHT = [
+    "--max_response_length",
+    "24",
+    "--vllm_args",
+    '{"kv_cache_memory_bytes": 107374182, "max_num_seqs": 10}',
+]  # fewer than a step's 16 samples
 IN_FLIGHT += ["--async_steps", "2", "--inflight_updates"]
 
 
@@ -165,7 +171,8 @@ def test_an_engine_that_is_built_again_gets_weights_and_every_unfinished_batch(m
         monkeypatch, generate=generate, until=until, weights=lambda version, tensors: [("weights", version, 0.0)]
     )
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    engine = script.engine(engine_restarts=1)
+    monkeypatch.setattr(engines, "RESTARTS", 1)
+    engine = script.engine()
     engine.version = 4
     engine.push([("a", torch.ones(2))])
     first, second = engine.ask(PROBLEMS, REQUESTS, {}), engine.ask(PROBLEMS[:1], REQUESTS[:2], {"top_k": 3})
@@ -189,7 +196,6 @@ def test_an_engine_that_is_built_again_gets_weights_and_every_unfinished_batch(m
     "changes, restarts, copied",
     [
         ({}, 2, False),
-        ({"engine_restarts": 0}, 0, None),
         ({"async_steps": 1}, 2, True),
         ({"async_steps": 2, "inflight_updates": "recompute"}, 2, False),
         ({"zero_stage": 3}, 0, None),
@@ -304,7 +310,7 @@ def test_one_batch_ahead(tiny, tmp_path, script):
 
 
 RESUMED = [
-    ("grpo", {"dynamic_sampling_rounds": 2, "beta": 0.1, "kl_controller": "adaptive"}, 1),
+    ("grpo", {"dynamic_sampling_rounds": 2, "beta": 0.1, "kl_target": 0.01}, 1),
     pytest.param("grpo", {"generation_size": 6, "num_mini_batches": 2}, 2, marks=SLOW),
     ("ppo", {"beta": 0.1, "kl_placement": "reward", "value_norm": "exp"}, 3),
 ]
@@ -337,8 +343,8 @@ def test_what_cannot_be_combined(tiny, tmp_path, capsys):
         ({"async_steps": 2}, ["--async_steps 2", "--inflight_updates off", "--async_steps 1"]),
         ({"inflight_updates": "keep"}, ["--inflight_updates keep", "--async_steps 1"]),
         ({"async_steps": 1, "inflight_updates": "recompute"}, ["--inflight_updates recompute", "--rollout vllm"]),
-        ({"async_steps": 1, "vllm_enable_sleep_mode": True}, ["--vllm_enable_sleep_mode", "--async_steps"]),
-        ({"async_steps": 1, "dataset_max_filter_share": 0.5}, ["--dataset_max_filter_share", "--async_steps"]),
+        ({"async_steps": 1, "sleep": "engine"}, ["--sleep engine", "--async_steps"]),
+        ({"async_steps": 1, "dataset_filter": (0.5, 1.0)}, ["--dataset_filter", "--async_steps"]),
         ({"async_steps": -1}, ["--async_steps -1", "0 or more"]),
     ):
         with pytest.raises(SystemExit) as end:
@@ -397,7 +403,7 @@ def test_an_engine_that_hangs_is_built_again(straight, tiny, tmp_path, monkeypat
     expected = straight("grpo", AHEAD)
     hangs = threading.Event()
     fail_at(monkeypatch, 7, how=lambda: hangs.wait(60))
-    failing = tiny_args(tiny, tmp_path / "failing", **AHEAD, rollout_timeout=2.0)
+    failing = tiny_args(tiny, tmp_path / "failing", **AHEAD, timeout=2.0)
     run_here(failing)
     hangs.set()
     same(expected, folder_of(failing))
@@ -406,7 +412,7 @@ def test_an_engine_that_hangs_is_built_again(straight, tiny, tmp_path, monkeypat
 def test_after_the_last_restart_the_run_ends(tiny, tmp_path, monkeypatch, capfd):
     fail_at(monkeypatch, *range(5, 40))
     with pytest.raises(RuntimeError, match="the rollout thread failed"):
-        run_here(tiny_args(tiny, tmp_path, **SMALL, engine_restarts=2))
+        run_here(tiny_args(tiny, tmp_path, **SMALL))
     text = capfd.readouterr()
     assert text.out.count("its engine is built again") == 2 and "broke on purpose" in text.err
 
@@ -508,9 +514,10 @@ if __name__ == "__main__":  # the reward workers import this file
 
     def train(name, fails_at, hang):
         state.update(steps=0, fails_at=fails_at, hang=hang)
-        settings = {"run_name": "run", "rollout": "vllm", "vllm_kv_cache_gb": 0.1, "learning_rate": 1e-3}
+        settings = {"run_name": "run", "rollout": "vllm", "learning_rate": 1e-3}
+        settings |= {"vllm_args": '{"kv_cache_memory_bytes": 107374182}'}
         settings |= {"total_steps": 6, "eval_every": 2, "log_samples": 16, "max_response_length": 12}
-        settings["rollout_timeout"] = 60.0 if hang else 600.0
+        settings["timeout"] = 60.0 if hang else 600.0
         run_here(tiny_args(tiny, out / name, **settings, **changes))
         (out / name / "steps").write_text(str(state["steps"]))
 

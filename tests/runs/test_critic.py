@@ -14,7 +14,7 @@ from runtime import batching
 
 # A run in which all of them can be seen: two optimizer steps a batch, a decay and a clip that hold, a falling rate.
 RUN = {"eval_prompts": 0, "num_mini_batches": 2, "learning_rate": 1e-3, "critic_learning_rate": 1e-3}
-RUN |= {"weight_decay": 0.1, "warm_up_steps": 1, "lr_scheduler_type": "linear"}
+RUN |= {"weight_decay": 0.1, "warm_up": 1, "lr_scheduler_type": "linear"}
 
 
 class Watched:
@@ -57,18 +57,18 @@ def run(tiny, out, monkeypatch, **changes) -> tuple[Watched, list[dict], dict]:
 
 
 @pytest.mark.parametrize(
-    "flag, value, column",
+    "setting, value, column",
     [
-        ("critic_lr_scheduler_type", "constant", 0),
-        ("critic_warm_up_steps", 3, 0),
-        ("critic_weight_decay", 0.0, 1),
-        ("critic_max_grad_norm", 1e-3, 2),
+        ("lr_scheduler_type", "constant", 0),
+        ("warm_up", 3, 0),
+        ("weight_decay", 0.0, 1),
+        ("max_grad_norm", 1e-3, 2),
     ],
 )
-def test_a_setting_of_the_critic_changes_the_critic_alone(tiny, tmp_path, monkeypatch, plain, flag, value, column):
-    """The column that the flag names, and with it the trained critic; the policy's steps stay, bit for bit."""
+def test_a_setting_of_the_critic_changes_the_critic_alone(tiny, tmp_path, monkeypatch, plain, setting, value, column):
+    """The column that the setting names, and with it the trained critic; the policy's steps stay, bit for bit."""
     shared, metrics, weights = plain
-    own, other, changed = run(tiny, tmp_path, monkeypatch, **{flag: value})
+    own, other, changed = run(tiny, tmp_path, monkeypatch, critic=(f"{setting}={value}",))
     assert own.steps["policy"] == shared.steps["policy"]
     assert own.steps["critic"] != shared.steps["critic"]
     for ours, theirs in zip(own.steps["critic"], shared.steps["critic"], strict=True):
@@ -95,9 +95,9 @@ def test_deepspeed_is_told_of_the_same_device_for_policy_and_critic(tiny, tmp_pa
 
 def test_the_warm_up_of_the_critic_is_the_policys_unless_it_has_one(tiny, tmp_path, monkeypatch):
     """4 optimizer steps, half of them warm-up: 1/3, 2/3; with 1 of its own, which the ratio does not lengthen, 1/2."""
-    changes = {"warm_up_steps": 0, "warm_up_ratio": 0.5, "lr_scheduler_type": "constant"}
+    changes = {"warm_up": 0.5, "lr_scheduler_type": "constant"}
     shared, _, _ = run(tiny, tmp_path / "shared", monkeypatch, **changes)
-    own, _, _ = run(tiny, tmp_path / "own", monkeypatch, critic_warm_up_steps=1, **changes)
+    own, _, _ = run(tiny, tmp_path / "own", monkeypatch, critic=("warm_up=1",), **changes)
     rates = [rate / 1e-3 for rate, *_ in shared.steps["critic"]]
     assert rates == pytest.approx([1 / 3, 2 / 3, 1, 1])
     assert [rate / 1e-3 for rate, *_ in own.steps["critic"]] == pytest.approx([1 / 2, 1, 1, 1])
@@ -106,7 +106,7 @@ def test_the_warm_up_of_the_critic_is_the_policys_unless_it_has_one(tiny, tmp_pa
 @pytest.mark.parametrize("epochs, policy_epochs", [(3, 1), (1, 2)])
 def test_the_critic_has_epochs_of_its_own(tiny, tmp_path, monkeypatch, epochs, policy_epochs):
     """More than the policy, or fewer: each schedule runs over its own optimizer steps, to the same last fraction."""
-    changes = {"critic_num_epochs": epochs, "num_epochs": policy_epochs, "entropy_coeff": 1e-3}
+    changes = {"critic": (f"num_epochs={epochs}",), "num_epochs": policy_epochs, "entropy_coeff": 1e-3}
     watched, metrics, _ = run(tiny, tmp_path, monkeypatch, **changes)
     assert len(watched.steps["critic"]) == 2 * 2 * epochs  # steps x mini-batches x epochs
     assert len(watched.steps["policy"]) == 2 * 2 * policy_epochs
@@ -165,7 +165,7 @@ def test_the_trained_critic_is_a_model_that_transformers_loads(tiny, tmp_path, m
 
 
 def test_a_run_continues_from_a_saved_critic(tiny, tmp_path, monkeypatch):
-    """--value_model_name_or_path critic/ starts with its values, head included; a model without head starts near 0."""
+    """--critic model_name_or_path=critic/ starts with its values, head included; a model without head starts near 0."""
     first = {"run_name": "first"}
     watched, _, _ = run(tiny, tmp_path, monkeypatch, **first)
     samples = make_samples()
@@ -175,9 +175,8 @@ def test_a_run_continues_from_a_saved_critic(tiny, tmp_path, monkeypatch):
     again, metrics, _ = run(
         *(tiny, tmp_path, monkeypatch),
         run_name="second",
-        value_model_name_or_path=str(critic),
+        critic=(f"model_name_or_path={critic}", "weight_decay=0"),
         critic_learning_rate=1e-30,
-        critic_weight_decay=0.0,
         total_steps=1,
     )
     assert torch.allclose(outputs(again.critic, samples), trained, atol=1e-6)
@@ -187,7 +186,7 @@ def test_a_run_continues_from_a_saved_critic(tiny, tmp_path, monkeypatch):
 def test_a_critic_of_another_model_keeps_its_own_config(tiny):
     """--override_config is for the policy: a number of layers, or a rope theta, of its own."""
     changed = Args(
-        model_name_or_path="policy", override_config='{"rope_theta": 5e5}', value_model_name_or_path=str(tiny)
+        model_name_or_path="policy", override_config='{"rope_theta": 5e5}', critic=(f"model_name_or_path={tiny}",)
     )
     assert ppo.settings_of_critic(changed).override_config is None
     same = Args(model_name_or_path=str(tiny), override_config='{"rope_theta": 5e5}')
@@ -218,10 +217,15 @@ def test_an_extended_run_sets_the_earlier_critic_aside(tiny, tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"critic_num_epochs": 0}, ["--critic_num_epochs", "above 0"]),
-        ({"critic_weight_decay": -0.1}, ["--critic_weight_decay -0.1", "0 or more"]),
-        ({"critic_warm_up_steps": 2, "disable_value": True}, ["--critic_warm_up_steps", "--disable_value"]),
-        ({"critic_max_grad_norm": 1.0, "disable_value": True}, ["--critic_max_grad_norm", "--disable_value"]),
+        ({"critic": ("num_epochs=0",)}, ["--critic num_epochs=0", "above 0"]),
+        ({"critic": ("num_epochs=1.5",)}, ["--critic num_epochs=1.5", "whole number"]),
+        ({"critic": ("weight_decay=-0.1",)}, ["--critic weight_decay=-0.1", "0 or more"]),
+        ({"critic": ("weight_decay=much",)}, ["--critic weight_decay=much", "'much' is not a number"]),
+        ({"critic": ("warm_up=1.5",)}, ["--critic warm_up=1.5", "whole number"]),
+        ({"critic": ("lr_scheduler_type=step",)}, ["--critic lr_scheduler_type=step", "constant, linear, cosine"]),
+        ({"critic": ("epochs=2",)}, ["--critic epochs=2", "a NAME of", "num_epochs"]),
+        ({"critic": ("warm_up=2",), "disable_value": True}, ["--critic", "--disable_value"]),
+        ({"critic": ("model_name_or_path=./nowhere",)}, ["--critic model_name_or_path ./nowhere", "no such folder"]),
     ],
 )
 def test_settings_of_the_critic_are_refused(tiny, tmp_path, capsys, changes, words):

@@ -33,7 +33,12 @@ def engine(tiny):
     """The thread and its queues, as main starts them, and the trainer's copy of the model."""
     from transformers import AutoModelForCausalLM
 
-    args = grpo.Args(model_name_or_path=str(tiny), dtype="float32", max_response_length=24, vllm_kv_cache_gb=0.1)
+    args = grpo.Args(
+        model_name_or_path=str(tiny),
+        dtype="float32",
+        max_response_length=24,
+        vllm_args='{"kv_cache_memory_bytes": 107374182}',
+    )
     args.stop = ("</s>",)  # no request asks for it, but with a stop string the engine has a tokenizer
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     thread = threading.Thread(
@@ -525,15 +530,19 @@ def test_the_gpu_has_finished_when_weights_change_hands(monkeypatch, tiny_model)
 
 @pytest.mark.slow
 def test_an_engine_of_random_weights_samples_as_one_that_read_the_model(tiny):
-    """--vllm_load_format dummy: before the first push its log-probs are not the model's; after it the ids are equal."""
+    """load_format dummy: before the first push its log-probs are not the model's; after it the ids are equal."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager")
     weights = [(name, weight) for name, weight in model.state_dict().items()]
     answers = {}
     for form in ("auto", "dummy"):
-        args = grpo.Args(model_name_or_path=str(tiny), dtype="float32", max_response_length=24, vllm_kv_cache_gb=0.1)
-        args.vllm_load_format = form
+        args = grpo.Args(
+            model_name_or_path=str(tiny),
+            dtype="float32",
+            max_response_length=24,
+            vllm_args=json.dumps({"kv_cache_memory_bytes": 107374182, "load_format": form}),
+        )
         inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
         arguments = (args, torch.float32, 0, 1, [EOS], inbox, outbox)
         thread = threading.Thread(target=grpo.vllm_thread, args=arguments, daemon=True)
@@ -554,6 +563,7 @@ def test_an_engine_of_random_weights_samples_as_one_that_read_the_model(tiny):
 @pytest.mark.slow
 def test_a_step_may_have_more_prompt_tokens_than_the_engine_takes_at_once(tiny, tmp_path):
     """On CPUs prompts are not split: after a part of one, vLLM would rewind a generator as only CUDA's can."""
-    sizes = "--vllm_max_num_batched_tokens 100 --vllm_max_num_seqs 16 --max_prompt_length 90 --total_steps 1"
-    line = command(tiny, tmp_path, *sizes.split(), rollout="vllm")
+    sizes = '{"kv_cache_memory_bytes": 107374182, "max_num_batched_tokens": 100, "max_num_seqs": 16}'
+    shape = ["--vllm_args", sizes, "--max_prompt_length", "90", "--total_steps", "1"]
+    line = command(tiny, tmp_path, *shape, rollout="vllm")
     assert "step 1/1" in finish(line, tmp_path / "log")

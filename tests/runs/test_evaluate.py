@@ -13,7 +13,7 @@ from helpers import ROOT, VERIFIERS, clean_environment, forked, read_jsonl, run_
 
 import grpo
 import utils
-from runtime import data, flags, identity, records
+from runtime import data, identity, records
 
 
 def answers(verdicts: list[list], problems: list[records.Problem] | None = None) -> list[records.Sample]:
@@ -116,7 +116,6 @@ def run(tiny, tmp_path_factory):
         options = {
             "learning_rate": 1e-2,
             "lr_scheduler_type": "constant",
-            "best_metric": "eval/pass@1",
             "eval_every": 1,
         }
         run_here(tiny_args(tiny, out, run_name="run", eval_prompts=6, eval_samples=4, seed=5, **options))
@@ -160,7 +159,7 @@ COPY = (
     (
         "def vllm_thread(",
         "def vllm_thread(args, *line) -> None:\n"
-        "    print(f'the engine of {args.mark}, asleep {args.vllm_enable_sleep_mode}')\n"
+        "    print(f'the engine of {args.mark}, asleep {args.sleep}')\n"
         "    utils.hf_thread(args, *line)\n\n\ndef plain_thread(",
     ),
     (
@@ -241,21 +240,10 @@ def test_other_files_that_have_changed_are_named_and_secrets_are_asked_for(edite
 
 
 def test_an_engine_that_is_only_asked_does_not_sleep(edited, tmp_path):
-    """With --vllm_enable_sleep_mode a run's engine sleeps until the first push, and nothing is pushed here."""
+    """With --sleep engine a run's engine sleeps until the first push, and nothing is pushed here."""
     folder, _ = edited
-    said = call(tmp_path, "--run", str(folder), "--vllm_enable_sleep_mode", "--output", str(folder / "awake.jsonl"))
-    assert "the engine of a mark, asleep False" in said
-
-
-def test_best_is_that_of_the_best_evaluation(run, tmp_path):
-    """best/ holds the weights whose evaluation was the best: asked again, they give those very responses."""
-    folder, seen, records = run
-    values = [r["eval/pass@1"] for r in records]
-    best = values.index(max(values))  # the first of equal ones
-    best_weights = ("--model_name_or_path", str(folder / "best"))
-    call(tmp_path, "--run", str(folder), *best_weights, "--output", str(tmp_path / "b.jsonl"))
-    ids = [s.response_ids.tolist() for s in seen[best]]
-    assert [r["response_ids"] for r in read_jsonl(tmp_path / "b.jsonl")] == ids
+    said = call(tmp_path, "--run", str(folder), "--sleep", "engine", "--output", str(folder / "awake.jsonl"))
+    assert "the engine of a mark, asleep off" in said
 
 
 def test_other_data(run, tmp_path):
@@ -265,7 +253,7 @@ def test_other_data(run, tmp_path):
         content = [{"question": f"{i} + {name} =", "answer": "1"} for i in range(9)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     mixture = json.dumps({str(tmp_path / "a.jsonl"): 1.0, str(tmp_path / "b.jsonl"): 4})
-    flags = ["--dataset_mixer", mixture, "--eval_prompts", "0", "--eval_temperature", "0", "--reward_fn", "None"]
+    flags = ["--dataset", mixture, "--eval_prompts", "0", "--eval_temperature", "0"]
     said = call(tmp_path, "--run", str(folder), *flags, "--verifier", "exact", "--output", str(tmp_path / "s.jsonl"))
     rows = read_jsonl(tmp_path / "s.jsonl")
     assert [r["source"] for r in rows] == ["a"] * 9 + ["b"] * 4 and {r["verifier"] for r in rows} == {"exact"}
@@ -288,13 +276,6 @@ def test_refusals(tmp_path):
         line = script("scripts/evaluate.py", *words)  # a process of its own: no refusal waits for the slow imports
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200, env=clean_environment())
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("changes", [{"best_metric": "eval/pass"}, {"best_metric": "eval/pass@1", "eval_prompts": 0}])
-def test_best_by_what_is_not_measured(changes, capsys):
-    with pytest.raises(SystemExit) as end:
-        flags.check_training(grpo.Args(**changes))
-    assert end.value.code == 2 and "--best_metric" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------- dynamic sampling
@@ -345,7 +326,7 @@ def test_dynamic_sampling_in_a_run(tiny, tmp_path, monkeypatch):
 def test_all_solved_does_not_go_on_for_ever(tiny, tmp_path):
     """Every group equal, whatever is drawn: the rounds end, the step is recorded, and nothing moves."""
     fn = f"{VERIFIERS}:always"
-    metrics = run_here(tiny_args(tiny, tmp_path, dynamic_sampling_rounds=3, reward_fn=fn, eval_prompts=0))
+    metrics = run_here(tiny_args(tiny, tmp_path, dynamic_sampling_rounds=3, verifier=fn, eval_prompts=0))
     assert [m["data/rounds"] for m in metrics] == [3, 3]
     assert [m["data/dropped"] for m in metrics] == [12, 12]
     assert [m["data/zero_std_frac"] for m in metrics] == [1, 1]

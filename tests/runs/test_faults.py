@@ -48,6 +48,7 @@ from nodes import ADDRESSES, Nodes, ends, reason_for_none, training
 
 import grpo
 import utils
+from runtime import engine as engines
 from runtime import flags, process
 
 pytestmark = pytest.mark.slow
@@ -155,7 +156,7 @@ INPUTS = [
         {"attn_implementation": "flash_attention_2", "batch_layout": "shared"},
         "--batch_layout packed",
     ),
-    Input("a verifier that does not exist", "`--verifier maths`", {"verifier": "maths", "reward_fn": None}, "'maths'"),
+    Input("a verifier that does not exist", "`--verifier maths`", {"verifier": "maths"}, "'maths'"),
 ]
 
 
@@ -250,7 +251,7 @@ def hf_thread_with(monkeypatch, change: Callable) -> None:
 
 def test_a_weight_push_that_never_ends(small, capfd, monkeypatch):
     hf_thread_with(monkeypatch, lambda m: None if m[0] == "weights" else m)
-    text = fails(small(rollout_timeout=3.0), capfd)
+    text = fails(small(timeout=3.0), capfd)
     note(
         "the engine hangs while it takes weights",
         "an engine that does not answer",
@@ -274,7 +275,8 @@ def test_an_engine_that_ends_in_a_push(small, capfd, monkeypatch):
         return ("stop",) if sum(pushes) == 2 else message
 
     hf_thread_with(monkeypatch, end_in_the_second)
-    text = fails(small(engine_restarts=0), capfd)
+    monkeypatch.setattr(engines, "RESTARTS", 0)
+    text = fails(small(), capfd)
     note("the engine ends in a push", "its thread returns", text, "the rollout thread ended", ENDS)
 
 
@@ -331,13 +333,13 @@ def test_stale_weights_of_samples_that_are_stale_anyway(small, capfd, monkeypatc
 
 @pytest.mark.parametrize(
     "changes",
-    [{"reward_fn": f"{VERIFIERS}:zero"}, {"mask_truncated_completions": True}, {"filter_zero_std_samples": True}],
+    [{"verifier": f"{VERIFIERS}:zero"}, {"mask_truncated_completions": True}, {"filter_zero_std_samples": True}],
     ids=["equal", "truncated", "filtered"],
 )
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_an_engine_with_other_weights_is_noticed_where_nothing_is_trained(tiny, tmp_path, monkeypatch, script, changes):
     """Such an engine's answers are garbage, so all rewards are equal, or no response ends, and there is no gradient."""
-    changes = {"reward_fn": f"{VERIFIERS}:zero", "eval_prompts": 0, **changes}
+    changes = {"verifier": f"{VERIFIERS}:zero", "eval_prompts": 0, **changes}
     hf_thread_with(monkeypatch, lambda m: (*m[:2], [(n, w + 1) for n, w in m[2]]) if m[0] == "weights" else m)
     with pytest.raises(RuntimeError, match="the engine has stale weights or a different model"):
         run_here(tiny_args(tiny, tmp_path, script, **changes), script)
@@ -345,7 +347,7 @@ def test_an_engine_with_other_weights_is_noticed_where_nothing_is_trained(tiny, 
 
 def test_a_healthy_engine_is_compared_in_every_step(tiny, tmp_path):
     """Also where nothing is trained on, or nothing that is fresh; and 0 looks at nothing."""
-    quiet = {"reward_fn": f"{VERIFIERS}:zero", "filter_zero_std_samples": True, "eval_prompts": 0}
+    quiet = {"verifier": f"{VERIFIERS}:zero", "filter_zero_std_samples": True, "eval_prompts": 0}
     for changes in (quiet, {"async_steps": 1, "total_steps": 4, "learning_rate": 1e-2, "eval_prompts": 0}):
         for metrics in run_here(tiny_args(tiny, tmp_path, **changes)):
             assert 0 <= metrics["sampler/logprob_diff_mean"] < 1e-4
@@ -394,10 +396,10 @@ def test_losses_that_are_not_finite(small, capfd, monkeypatch):
 
 def test_a_verifier_raises(small, capfd):
     with pytest.raises(SystemExit) as ended:
-        run_here(small(reward_fn=f"{ROOT}/tests/verifiers.py:raises"))
+        run_here(small(verifier=f"{ROOT}/tests/verifiers.py:raises"))
     assert ended.value.code == 2
     text = "".join(capfd.readouterr())
-    note("a verifier raises", "`1 / 0` in a verifier", text, "error: --reward_fn: the verifier", REFUSED)
+    note("a verifier raises", "`1 / 0` in a verifier", text, "error: --verifier: the verifier", REFUSED)
 
 
 def test_flash_attention_is_missing(small, capfd):
@@ -428,7 +430,7 @@ def test_one_loss_that_is_not_finite(small, capfd, monkeypatch):
 
 
 def test_all_rewards_zero(small, capfd):
-    args = small(reward_fn=None, verifier="exact", total_steps=5)
+    args = small(verifier="exact", total_steps=5)
     metrics, text = goes_on(args, capfd)
     assert all(m["reward/zero_std_frac"] == 1 and m["optim/steps"] == 0 for m in metrics)
     said = "no score of the last 5 steps is above 0"
@@ -494,7 +496,7 @@ def test_verifiers_that_cost_a_sample(small, capfd, fault, injection, verifier, 
         "reward_workers": 2,
         "reward_timeout": 1,
     }
-    args = small(reward_fn=f"{ROOT}/tests/verifiers.py:{verifier}", **sizes)
+    args = small(verifier=f"{ROOT}/tests/verifiers.py:{verifier}", **sizes)
     metrics, text = goes_on(args, capfd)
     assert metrics[0][metric] == 2
     note(fault, injection, text, words, GOES_ON)
@@ -618,7 +620,7 @@ def test_the_port_is_taken(tiny, tmp_path, monkeypatch):
 
 
 def test_a_run_that_stands_still(tiny, tmp_path):
-    line = command(tiny, tmp_path, *LONG, "--stall_timeout", "12")
+    line = command(tiny, tmp_path, *LONG, "--timeout", "12")
     run = Run(with_program(line, tmp_path, STALLS), tmp_path / "log")
     run.until(lambda: logged(tmp_path) == 2)
     text = ended(run)
@@ -652,10 +654,11 @@ if __name__ == "__main__":  # the reward workers import this file
 
 def test_the_real_engine(tiny, tmp_path):
     """Too little memory for its cache; a prefix cache that it does not drop."""
-    line = command(tiny, tmp_path, *LONG, "--vllm_kv_cache_gb", "0.00001", rollout="vllm")
+    too_little = '{"kv_cache_memory_bytes": 10000}'
+    line = command(tiny, tmp_path, *LONG, "--vllm_args", too_little, rollout="vllm")
     text = ended(Run(line, tmp_path / "memory.log"), 120)
     cause = text.partition("The above exception was the direct cause")[0]
-    note("vLLM has too little memory", "`--vllm_kv_cache_gb 0.00001`", cause, "Error: ", ENDS)
+    note("vLLM has too little memory", f"`--vllm_args '{too_little}'`", cause, "Error: ", ENDS)
     line = command(tiny, tmp_path, *LONG, rollout="vllm")
     run = Run(with_program(line, tmp_path, VLLM), tmp_path / "keeps.log")
     note("the prefix cache outlives a push", "an engine that keeps it", ended(run, 120), "kept its prefix cache", ENDS)

@@ -123,11 +123,16 @@ def test_a_model_whose_layout_is_wrong_is_refused(place, tmp_path, monkeypatch, 
 # ------------------------------------------------------------------------------------------------ the engine, the push
 
 
-def start_engine(folder: str, place: str, **changes) -> grpo.Engine:
-    """A vLLM engine as a run has it, for a model without a tokenizer of its own."""
+def start_engine(folder: str, place: str, **vllm) -> grpo.Engine:
+    """A vLLM engine as a run has it, for a model without a tokenizer of its own. ``vllm``: for --vllm_args."""
     tokenizer = str(ROOT / "models" / "SmolLM2-135M-Instruct")
-    settings = {"vllm_kv_cache_gb": 0.1, "max_prompt_length": 128, "max_response_length": 24, "ignore_eos": True}
-    settings |= {"tokenizer_name_or_path": tokenizer, "engine_restarts": 0, "vllm_max_num_seqs": 16} | changes
+    settings = {
+        "vllm_args": json.dumps({"kv_cache_memory_bytes": 107374182, "max_num_seqs": 16} | vllm),
+        "max_prompt_length": 128,
+        "max_response_length": 24,
+        "ignore_eos": True,
+    }
+    settings |= {"tokenizer_name_or_path": tokenizer}
     args = grpo.Args(model_name_or_path=folder, **settings)
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo" if place == "cpu" else "nccl")
@@ -189,7 +194,7 @@ def test_the_engine_samples_with_the_trainers_weights(place, eager, tmp_path):
 
 def check_agreement(place: str, eager: bool, tmp_path: Path) -> None:
     folder = random_model(tmp_path, "qwen2", tie_word_embeddings=True)
-    engine = start_engine(folder, place, vllm_enforce_eager=eager)
+    engine = start_engine(folder, place, enforce_eager=eager)
     policy = policy_of(folder, place)
     push(engine, policy)
     assert difference(policy, sampled(engine)) < AGREES[place]
@@ -274,7 +279,7 @@ def test_a_sample_depends_on_its_seed_alone(place, tmp_path):
 
 def check_seeds(place: str, tmp_path: Path) -> None:
     folder = random_model(tmp_path, "llama", tie_word_embeddings=True)
-    engine = start_engine(folder, place, vllm_max_num_seqs=256)
+    engine = start_engine(folder, place, max_num_seqs=256)
     few = sampled(engine, 2)
     many = {(s.prompt_id, s.sample_id): s for s in sampled(engine, {"cpu": 16, "cuda": 128}[place])}
     pairs = [zip(s.response_ids, many[s.prompt_id, s.sample_id].response_ids, strict=True) for s in few]
@@ -289,7 +294,7 @@ def check_seeds(place: str, tmp_path: Path) -> None:
 
 @on_both
 def test_a_borrowed_device_keeps_nothing(place):
-    """--offload_ref: the same numbers, the weights where they were, and what is written to them stays."""
+    """--offload ref: the same numbers, the weights where they were, and what is written to them stays."""
     module = torch.nn.Linear(64, 64)
     utils.pin(module)
     homes = [p.data_ptr() for p in module.parameters()]
@@ -309,8 +314,8 @@ def test_a_borrowed_device_keeps_nothing(place):
 
 
 SLEEPS = {
-    "cpu": ("--deepspeed_enable_sleep_mode", "--vllm_enable_sleep_mode"),
-    "cuda": ("--deepspeed_enable_sleep_mode", "--vllm_enable_sleep_mode", "--vllm_gpu_memory_utilization", "0.85"),
+    "cpu": ("--sleep", "all"),
+    "cuda": ("--sleep", "all", "--vllm_gpu_memory_utilization", "0.85"),
 }
 
 
@@ -355,7 +360,7 @@ def live_bytes(place: str) -> int:
 
 
 def check_memory(place: str, offload: bool, expected: float) -> None:
-    args = grpo.Args(dtype="bfloat16", offload_optimizer=offload)
+    args = grpo.Args(dtype="bfloat16", offload=("optimizer",) * offload)
     plain = utils.deepspeed_config
 
     def small_buckets(*rest):

@@ -138,7 +138,7 @@ def test_ctrl_c_on_a_pipeline_saves(tiny, tmp_path, ranks):
     """The terminal's signal ends `tee` too: what is said after it has no reader, and the checkpoint is written."""
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    run = Run(command(tiny, tmp_path, *LONG, "--log_samples_every", "1", ranks=ranks), tmp_path / "pipe")
+    run = Run(command(tiny, tmp_path, *LONG, ranks=ranks), tmp_path / "pipe")
     run.log = tmp_path / "log"  # of nothing, for the messages of this test: the run speaks to the pipe
     run.log.touch()
     run.until(lambda: logged(tmp_path) >= 2)
@@ -230,7 +230,7 @@ def test_a_signal_with_two_ranks(tiny, tmp_path, whom):
 @pytest.mark.slow
 def test_other_moments_and_signals(tiny, tmp_path):
     """SIGUSR2 prints stacks and the run goes on; a second signal ends at once; before the first step one is enough."""
-    run = Run(command(tiny, tmp_path, *LONG, "--reward_fn", f"{ROOT}/tests/verifiers.py:slow"), tmp_path / "log")
+    run = Run(command(tiny, tmp_path, *LONG, "--verifier", f"{ROOT}/tests/verifiers.py:slow"), tmp_path / "log")
     run.until(lambda: (tmp_path / "run" / "config.json").exists() and len(descendants(run.process.pid)) > 1)
     time.sleep(3)  # in the evaluation before the first step, whose samples take 5 seconds each to verify
     os.kill(run.process.pid, signal.SIGUSR2)
@@ -254,7 +254,7 @@ def test_other_moments_and_signals(tiny, tmp_path):
 def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
     """kill -9 in the middle of a verification that never ends: no process, and the folder can be used again."""
     hangs = [
-        "--reward_fn",
+        "--verifier",
         f"{ROOT}/tests/verifiers.py:hangs_on_a_response",
         "--reward_timeout",
         "600",
@@ -277,13 +277,13 @@ def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
 def test_a_run_that_stands_still_says_where_and_ends(tiny, tmp_path):
     """On one rank of two; tests/runs/test_faults.py has a run of one."""
     (tmp_path / "stalls.py").write_text(STALLS)
-    line = command(tiny, tmp_path, *LONG, "--stall_timeout", "18", ranks=2)
+    line = command(tiny, tmp_path, *LONG, "--timeout", "18", ranks=2)
     run = Run([str(tmp_path / "stalls.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "log")
     run.until(lambda: logged(tmp_path) == 2)
     begun = time.monotonic()
     assert run.end(40) == 1, run.text()
     assert time.monotonic() - begun < 18 + 12
-    assert "--stall_timeout 18" in run.text() and "no progress on any rank for " in run.text()
+    assert "--timeout 18" in run.text() and "no progress on any rank for " in run.text()
     assert "in stuck" in run.text(), "the stack of the thread that stands still"
 
 
@@ -417,9 +417,9 @@ if __name__ == "__main__":  # the reward workers import this file
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_a_slower_one_is_not_stalled(tiny, tmp_path):
-    """Rank 1 works 30 s longer than rank 0, with --stall_timeout 18: nobody is stalled, the run finishes."""
+    """Rank 1 works 30 s longer than rank 0, with --timeout 18: nobody is stalled, the run finishes."""
     (tmp_path / "imbalance.py").write_text(IMBALANCE)
-    line = command(tiny, tmp_path, "--total_steps", "3", "--stall_timeout", "18", ranks=2)
+    line = command(tiny, tmp_path, "--total_steps", "3", "--timeout", "18", ranks=2)
     line = [str(tmp_path / "imbalance.py") if word == str(ROOT / "grpo.py") else word for word in line]
     assert "step 3/3" in finish(line, tmp_path / "log")
 

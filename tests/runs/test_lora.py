@@ -33,7 +33,11 @@ class Policy:
 def engine(lora, tiny):
     """The engine's thread and its queues, as main starts them."""
     args = lora.Args(
-        model_name_or_path=str(tiny), dtype="float32", max_response_length=24, vllm_kv_cache_gb=0.1, lora_rank=RANK
+        model_name_or_path=str(tiny),
+        dtype="float32",
+        max_response_length=24,
+        vllm_args='{"kv_cache_memory_bytes": 107374182}',
+        lora_rank=RANK,
     )
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     line = (args, torch.float32, 0, 1, [2], inbox, outbox)
@@ -125,7 +129,7 @@ def test_a_run_trains_adapters_alone(tiny, tmp_path, apart):
     [
         ({"rollout": "hf"}, "adapters alone are pushed"),
         ({"zero_stage": 3}, "adapters alone are pushed"),
-        ({"vllm_enable_sleep_mode": True}, "adapters alone are pushed"),
+        ({"sleep": "engine"}, "adapters alone are pushed"),
         ({"ref_policy_update_freq": 1, "beta": 0.1}, "--ref_policy_update_freq is for whole weights, not adapters"),
         ({"record_batches": 1}, "--record_batches is for whole weights, not adapters"),
     ],

@@ -40,7 +40,7 @@ def test_a_forked_run_is_the_run_of_the_command(tiny, tmp_path):
     for name in names:
         words = command(tiny, tmp_path, *more, name, rollout="vllm")[2:]
         if name == "bad":  # found out in the run itself, by the verifier's process
-            words += ["--reward_fn", f"{ROOT}/tests/verifiers.py:raises"]
+            words += ["--verifier", f"{ROOT}/tests/verifiers.py:raises"]
         lines.append(shlex.join(words))
     (tmp_path / "skip.txt").write_text("two\n")
     first = ("grpo.py", "--lanes", "2", "--skip", tmp_path / "skip.txt")

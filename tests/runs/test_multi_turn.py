@@ -32,7 +32,10 @@ def multi_turn(tmp_path_factory):
 def turns(multi_turn, tiny):
     """(samples, prompts that vLLM was given by request, ids of the tool's answer) of a real engine."""
     args = multi_turn.Args(
-        model_name_or_path=str(tiny), dtype="float32", max_response_length=LONGEST, vllm_kv_cache_gb=0.1
+        model_name_or_path=str(tiny),
+        dtype="float32",
+        max_response_length=LONGEST,
+        vllm_args='{"kv_cache_memory_bytes": 107374182}',
     )
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     line = (args, torch.float32, 0, 1, [2], inbox, outbox)
@@ -196,18 +199,16 @@ def test_the_tool_s_tokens_count_in_no_mean_of_the_kl(multi_turn, tiny, tmp_path
     flags = {
         "beta": 0.1,
         "kl_placement": "reward",
-        "kl_target_unit": unit,
-        "kl_full_samples": 16,
         "num_mini_batches": 2,
+        "kl_target": 6.0,
     }
-    flags |= {"stop": (), "learning_rate": 1e-2, "eval_prompts": 0, "kl_controller": "adaptive"}
+    flags |= {"stop": (), "learning_rate": 1e-2, "eval_prompts": 0}
+    monkeypatch.setattr(utils, "FULL_KL_SAMPLES", 16)
     metrics = run_here(tiny_args(tiny, tmp_path, "variant_multi_turn", **flags), "variant_multi_turn")
     for step, (masks, kl_N) in enumerate(zip(own, sums, strict=True)):
         parts = kl_N[:-1].split([len(mask) for mask in masks])
         assert all(part[~mask].abs().sum() == 0 for part, mask in zip(parts, masks, strict=True))
-        values = [
-            (part[mask].mean() if unit == "token" else part.sum()) for part, mask in zip(parts, masks, strict=True)
-        ]
+        values = [part[mask].mean() for part, mask in zip(parts, masks, strict=True)]
         assert metrics[step]["kl/reward"] == pytest.approx(torch.stack(values).mean().item(), rel=1e-5)
     share = torch.cat(own[-1]).double().mean().item()
     one, other, both = [part["kl/full"] for part in exact[-1]]

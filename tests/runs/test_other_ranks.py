@@ -99,6 +99,8 @@ def be_rank(rank, port):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     script = {"grpo": grpo, "ppo": ppo}[order["script"]]
     script.Checkpoints = Watched
+    if "an edit to SGD" in order["words"]:
+        utils.make_optimizer = lambda parameters, rate, args: torch.optim.SGD(parameters, lr=rate)
     sys.argv = [script.__file__, *order["words"]]
     try:
         args = tyro.cli(script.Args)
@@ -142,6 +144,7 @@ if __name__ == "__main__":  # the reward workers import this file
 
     watched.serve()
 """
+SGD = "an edit to SGD"  # the name of a run whose optimizer is edited to be that
 STEPS = ["--total_steps", "3", "--save_every", "1", "--keep_checkpoints", "0", "--eval_prompts", "0"]
 
 
@@ -246,9 +249,9 @@ def test_other_ranks_in_the_middle(watched, tmp_path, script, stage, ranks, othe
     "more",
     [
         ["--zero_stage", "1", "--dtype", "bfloat16", "--max_sampler_diff", "0"],
-        ["--zero_stage", "3", "--dtype", "bfloat16", "--max_sampler_diff", "0", "--offload_param"],
-        ["--zero_stage", "2", "--offload_optimizer"],
-        ["--zero_stage", "3", "--optimizer", "sgd", "--learning_rate", "0.1"],
+        ["--zero_stage", "3", "--dtype", "bfloat16", "--max_sampler_diff", "0", "--offload", "param"],
+        ["--zero_stage", "2", "--offload", "optimizer"],
+        ["--zero_stage", "3", "--learning_rate", "0.1", "--exp_name", SGD],
     ],
     ids=" ".join,
 )

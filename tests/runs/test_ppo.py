@@ -100,7 +100,7 @@ def test_the_loop_of_ppo_has_every_line_of_grpo_but_those_about_groups():
         "known = list(range(len(samples)))  # controller and group statistics have the KL of every response",
         "kind = args.advantage_normalization_type",
         "if known:",
-        'kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known, args.kl_target_unit)',
+        'kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known)',
         "groups = sorted({samples[i].prompt_id for i in in_loss})",
         "lr = utils.learning_rate(optimizer_step, run.total_steps * updates, args)",
         "if not mini_in_loss or stats.stopped:",
@@ -249,7 +249,7 @@ def test_dense_rewards():
 
 
 DENSE_SHAPING = {
-    "penalties": {"overlong_buffer": 28, "max_response_length": 32, "repetition_max_penalty": 0.5},
+    "penalties": {"overlong_buffer": 28, "max_response_length": 32},
     "truncation": {"finish": "length", "mask_no_eos_with_zero": False, "non_stop_penalty": 2},
     "another verifier or a reward model": {"score": 1.3},
     "a shut gate": {"score": 0.0},
@@ -537,7 +537,7 @@ def test_the_critic_learns(tiny, tmp_path):
         critic_learning_rate=3e-3,
         num_samples_per_prompt_rollout=1,
         num_unique_prompts_rollout=16,
-        reward_fn=f"{ROOT}/tests/verifiers.py:addition",
+        verifier=f"{ROOT}/tests/verifiers.py:addition",
         dataset=ppo.Args.dataset,  # of 200 rows it saw each prompt more than once
     )
     metrics = run_here(args, "ppo")
@@ -551,7 +551,7 @@ def test_dense_rewards_reach_the_advantages(tiny, tmp_path, monkeypatch, dense, 
     seen, plain = [], ppo.gae
     monkeypatch.setattr(ppo, "gae", lambda *a: (seen.append(a), plain(*a))[1])
     verifier = f"{ROOT}/tests/verifiers.py:stepwise"
-    run_here(tiny_ppo(tiny, tmp_path, dense_reward=dense, reward_fn=verifier, total_steps=1), "ppo")
+    run_here(tiny_ppo(tiny, tmp_path, dense_reward=dense, verifier=verifier, total_steps=1), "ppo")
     rewards, _, _, offsets = seen[0][:4]
     for a, b in itertools.pairwise(offsets):
         assert rewards[a:b].sum().item() == pytest.approx(total)
@@ -640,11 +640,10 @@ def test_values_of_all_ranks_are_summed(critic, monkeypatch):
 def test_many_switches_at_once(tiny, tmp_path):
     args = tiny_ppo(
         *(tiny, tmp_path),
-        value_model_name_or_path=str(tiny),
+        critic=(f"model_name_or_path={tiny}", "num_epochs=1", "warm_up=2"),
         gamma=0.99,
         gae_lambda=0.9,
         adv_norm="group",
-        value_coef=0.5,
         value_clip=0.1,
         value_norm="exp",
         value_norm_beta=0.5,
@@ -653,20 +652,17 @@ def test_many_switches_at_once(tiny, tmp_path):
         check_verifier_status=True,
         entropy_coeff=0.01,
         clip_ratio_c=3.0,
-        dataset_max_filter_share=0.5,
-        dataset_filter_threshold=0.5,
+        dataset_filter=(0.5, 0.5),
         dataset=str(questions(tmp_path, 8)),
         beta=0.05,
         kl_placement="both",
-        kl_controller="adaptive",
         kl_target=1e-6,
         kl_horizon=50,
         ref_policy_update_freq=1,
         ref_policy_alpha=0.5,
         num_mini_batches=2,
         num_epochs=2,
-        optimizer="sgd",
-        critic_learning_rate=0.1,
+        critic_learning_rate=1e-3,
         batch_layout="packed",
         gradient_checkpointing=True,
         total_steps=6,
@@ -710,9 +706,9 @@ def test_one_sample_a_prompt(tiny, tmp_path):
 
 def test_all_rewards_zero_end_the_run_if_asked(tiny, tmp_path):
     """Wrong answers score 0 with some verifiers and -1 with others: no signal either way."""
-    zero = {"reward_fn": None, "verifier": "exact"}
+    zero = {"verifier": "exact"}
     run_here(tiny_ppo(tiny, tmp_path, **zero), "ppo")
-    for changes in (zero, {"reward_fn": f"{VERIFIERS}:minus_one"}):
+    for changes in (zero, {"verifier": f"{VERIFIERS}:minus_one"}):
         with pytest.raises(RuntimeError, match="--check_verifier_status"):
             run_here(tiny_ppo(tiny, tmp_path, check_verifier_status=True, **changes), "ppo")
 
@@ -729,10 +725,10 @@ def test_all_rewards_zero_end_the_run_if_asked(tiny, tmp_path):
         ({"critic_learning_rate": 0.0}, "--critic_learning_rate"),
         ({"bootstrap_truncated": True, "mask_truncated_completions": True}, "--mask_truncated_completions"),
         ({"generation_size": 3}, "--generation_size"),
-        ({"dataset_max_filter_share": 1.0}, "--dataset_max_filter_share"),
+        ({"dataset_filter": (1.0, 1.0)}, "--dataset_filter"),
         ({"gae_lambda": 1.1}, "--gae_lambda"),
         ({"gamma": -0.1}, "--gamma"),
-        ({"value_model_name_or_path": "./nowhere"}, "--value_model_name_or_path"),
+        ({"critic": ("model_name_or_path=./nowhere",)}, "--critic model_name_or_path"),
     ],
     ids=str,
 )

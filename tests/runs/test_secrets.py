@@ -144,7 +144,7 @@ def judged(tmp_path, monkeypatch):
         "judge_url": f"https://me:{PLANTED['password in a URL']}@judge.example.com/v1",
         "judge_headers": f"Authorization: Bearer {PLANTED['token in a header']}",
         "judge_api_key": PLANTED["key in a flag"],
-        "reward_fn": f"{tmp_path / 'judge.py'}:judge",
+        "verifier": f"{tmp_path / 'judge.py'}:judge",
     }
     sys.modules.pop("judged", None)
     identity._digests.cache_clear()
@@ -263,7 +263,7 @@ def test_what_is_no_secret_stays():
         "docker://ubuntu@sha256:0123456789abcdef",
         "git+ssh://git@example.com/me/rlvr",
         "tokens per second, the token's key, sk-learn, https://example.com/a@b",
-        "--prompt_key question --kl_target_unit token",
+        "--prompt_key question --max_prompt_length 9 tokens",
     ):
         assert redaction.redact(text) == text and redaction.form_of_secret(text.split()) == ""
 

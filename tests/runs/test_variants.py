@@ -210,7 +210,6 @@ def test_maxrl_learns_from_no_reward_below_0(modules):
     [
         ({"non_stop_penalty": 0.5}, "give rewards down to -0.5: MaxRL divides by their mean"),
         ({"overlong_buffer": 4}, "give rewards down to -1: MaxRL divides by their mean"),
-        ({"repetition_max_penalty": 0.25}, "give rewards down to -0.25: MaxRL divides by their mean"),
         ({"reward_bias": 0.5, "reward_scaling": 2.0}, "give rewards down to -1: MaxRL divides by their mean"),
         ({"reward_scaling": -1.0}, "give rewards down to -1: MaxRL divides by their mean"),
         ({"beta": 0.1, "kl_placement": "reward", "kl_reward_norm": "inside"}, "--kl_reward_norm inside gives rewards"),
@@ -218,14 +217,14 @@ def test_maxrl_learns_from_no_reward_below_0(modules):
 )
 def test_maxrl_refuses_flags_that_make_rewards_negative(modules, tiny, tmp_path, capsys, change, words):
     """With scores from 0 to 1, which own functions need not have; a constant that makes up for a penalty is enough."""
-    args = tiny_args(tiny, tmp_path, "variant_maxrl", reward_fn=None)
+    args = tiny_args(tiny, tmp_path, "variant_maxrl", verifier=None)
     modules["maxrl"].check_args(args)
     with pytest.raises(SystemExit) as ended:
         modules["maxrl"].check_args(dataclasses.replace(args, **change))
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
     modules["maxrl"].check_args(dataclasses.replace(args, non_stop_penalty=0.5, reward_bias=-0.5))
-    modules["maxrl"].check_args(dataclasses.replace(args, non_stop_penalty=0.5, reward_fn="mine.py:one_to_two"))
+    modules["maxrl"].check_args(dataclasses.replace(args, non_stop_penalty=0.5, verifier="mine.py:one_to_two"))
 
 
 @pytest.mark.parametrize("placement", ["reward", "both"])

@@ -319,7 +319,7 @@ from runtime import batching
 deepspeed.ops.__compatible_ops__ = {}
 torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=3600))
 rank = torch.distributed.get_rank()
-args = SimpleNamespace(zero_stage=3, offload_optimizer=False, offload_param=False, max_grad_norm=0.0)
+args = SimpleNamespace(zero_stage=3, offload=(), max_grad_norm=0.0)
 # Hidden size 256: smaller embeddings are below DeepSpeed's threshold for sharding, and no call gathers them.
 config = LlamaConfig(
     vocab_size=600, hidden_size=256, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,

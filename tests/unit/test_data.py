@@ -97,7 +97,7 @@ def test_sources(tmp_path, suffix):
 
 def test_columns_verifier_and_system_prompt(tmp_path):
     content = [{"task": row["question"], "gold": 7} for row in rows()]
-    options = {"prompt_key": "task", "ground_truth_key": "gold", "system_prompt": "Be brief.", "reward_fn": MINE}
+    options = {"prompt_key": "task", "ground_truth_key": "gold", "system_prompt": "Be brief.", "verifier": MINE}
     problem = from_file(tmp_path, content, **options)[0][0]
     assert problem.messages[0] == {"role": "system", "content": "Be brief."}
     assert [m["role"] for m in problem.messages] == ["system", "user"]
@@ -173,33 +173,28 @@ def test_prompts_as_the_template_writes_them(tokenizer, tmp_path):
 # ------------------------------------------------------------------------------------------------ order of the prompts
 
 
-def order(steps: int, problems: int, prompts: int, seed: int = 1, shuffle: bool = True) -> list[int]:
-    return [
-        i
-        for step in range(1, steps + 1)
-        for i in data.prompts_at((step - 1) * prompts, prompts, problems, seed, shuffle)
-    ]
+def order(steps: int, problems: int, prompts: int, seed: int = 1) -> list[int]:
+    return [i for step in range(1, steps + 1) for i in data.prompts_at((step - 1) * prompts, prompts, problems, seed)]
 
 
 def test_order_is_a_pure_function():
     import random
 
-    forward = [data.prompts_at(step * 4 - 4, 4, 10, 1, True) for step in range(1, 9)]
+    forward = [data.prompts_at(step * 4 - 4, 4, 10, 1) for step in range(1, 9)]
     random.seed(5)
-    backward = [data.prompts_at(step * 4 - 4, 4, 10, 1, True) for step in range(8, 0, -1)]
+    backward = [data.prompts_at(step * 4 - 4, 4, 10, 1) for step in range(8, 0, -1)]
     assert forward == backward[::-1]
-    assert forward != [data.prompts_at(step * 4 - 4, 4, 10, 2, True) for step in range(1, 9)]
+    assert forward != [data.prompts_at(step * 4 - 4, 4, 10, 2) for step in range(1, 9)]
 
 
 def test_every_pass_is_a_permutation_of_its_own():
     passes = [order(10, 10, 4)[i : i + 10] for i in range(0, 40, 10)]  # steps of 4 cross the borders of 10
     assert all(sorted(p) == list(range(10)) for p in passes)
     assert len({tuple(p) for p in passes}) == 4
-    assert order(5, 10, 4, shuffle=False) == [*range(10), *range(10)]
 
 
 def test_batch_larger_than_the_data():
-    assert sorted(data.prompts_at(0, 7, 3, 1, True)[:6]) == [0, 0, 1, 1, 2, 2]
+    assert sorted(data.prompts_at(0, 7, 3, 1)[:6]) == [0, 0, 1, 1, 2, 2]
 
 
 def answered(place: int, scores: list[float]) -> list[records.Sample]:
@@ -229,24 +224,24 @@ def numbered(count: int) -> list[records.Problem]:
 
 def test_prompts_without_filter_are_the_pure_function():
     prompts = data.Prompts(numbered(10), ppo.Args())
-    assert [i for chosen in draws(prompts, 9) for i in chosen] == data.prompts_at(0, 36, 10, 1, True)
+    assert [i for chosen in draws(prompts, 9) for i in chosen] == data.prompts_at(0, 36, 10, 1)
 
 
 def test_prompts_drop_solved_problems_after_an_epoch():
     """At most the share, the best solved first; the shorter list starts an epoch of its own."""
-    options = {"dataset_max_filter_share": 0.3, "dataset_filter_threshold": 0.9}
+    options = {"dataset_filter": (0.3, 0.9)}
     prompts = data.Prompts(numbered(10), ppo.Args(**options))
     found = [i for chosen in draws(prompts, 9) for i in chosen]
-    assert found[:12] == data.prompts_at(0, 12, 10, 1, True)
+    assert found[:12] == data.prompts_at(0, 12, 10, 1)
     kept = [i for i in range(10) if i not in (0, 3, 6)]
-    assert found[12:20] == [kept[place] for place in data.prompts_at(0, 8, 7, 1, True)]
+    assert found[12:20] == [kept[place] for place in data.prompts_at(0, 8, 7, 1)]
     kept.remove(9)
     assert prompts.state.kept == kept, "one more of seven after the second epoch"
 
 
 def test_prompts_continue_from_their_state():
     """What a checkpoint keeps, through JSON, is enough: the draws after it are those of the run that never stopped."""
-    args = ppo.Args(dataset_max_filter_share=0.3, dataset_filter_threshold=0.9)
+    args = ppo.Args(dataset_filter=(0.3, 0.9))
     whole = draws(data.Prompts(numbered(10), args), 12)
     for stop in range(12):
         first = data.Prompts(numbered(10), args)
@@ -319,10 +314,9 @@ def test_the_form_of_a_name():
     assert rundir.run_name(Args(beta=0.1, seed=3, exp_name="kl"), Args()) == "kl__beta=0.1__seed=3"
     assert rundir.run_name(Args(run_name="mine", beta=0.1), Args()) == "mine"
     assert set(flags.PRESENTATION) == {
-        *("output_dir", "run_name", "dry_run", "overwrite", "track", "wandb_project", "wandb_entity"),
-        *("log_samples", "log_samples_every", "save_every", "best_metric", "reward_workers"),
+        *("output_dir", "run_name", "dry_run", "overwrite", "track", "log_samples", "save_every", "reward_workers"),
         "record_batches",
-        *("resume", "accept_changed_code", "save_minutes", "keep_checkpoints"),
+        *("resume", "save_minutes", "keep_checkpoints"),
     }, "whatever is added here no longer separates two runs: it must not change what a run computes"
 
 
@@ -377,13 +371,13 @@ def test_every_field_has_its_docstring(script):
 
 
 def new_log(folder: Path, **changes) -> runlog.RunLog:
-    return runlog.RunLog(folder, Args(log_samples_every=0, **changes), 2, 10, True)
+    return runlog.RunLog(folder, Args(**changes), 2, 10, True)
 
 
 def test_config(tmp_path):
     new_log(tmp_path / "run", beta=0.5)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["args"] == json.loads(json.dumps(dataclasses.asdict(Args(log_samples_every=0, beta=0.5))))
+    assert config["args"] == json.loads(json.dumps(dataclasses.asdict(Args(beta=0.5))))
     assert config["world_size"] == 2
     assert {"python", "torch", "transformers"} <= set(config["versions"])
 
@@ -567,7 +561,7 @@ def test_code_without_namespaces(tmp_path, capsys, monkeypatch):
 
 def test_zeros_are_explained(tmp_path, capsys):
     training, _ = from_file(tmp_path, rows())
-    samples, args = make_samples(), Args(output_dir=str(tmp_path), log_samples_every=0)
+    samples, args = make_samples(), Args(output_dir=str(tmp_path))
     for s in samples:
         s.response, s.extracted = "It is 77", "77"
     log = runlog.RunLog(tmp_path / "run", args, 1, 20, True)

@@ -72,7 +72,7 @@ def test_what_deepspeed_is_told():
     assert config(zero_stage=3)["zero_optimization"]["stage"] == 3
     assert not {"offload_optimizer", "offload_param"} & plain["zero_optimization"].keys()
     for cuda in (False, True):
-        zero = config(cuda=cuda, zero_stage=3, offload_optimizer=True, offload_param=True)["zero_optimization"]
+        zero = config(cuda=cuda, zero_stage=3, offload=("optimizer", "param"))["zero_optimization"]
         assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": cuda}
 
 
@@ -139,7 +139,7 @@ def test_an_offloaded_optimizer_is_fused():
     """One pass over memory in place of eight; the steps of DeepSpeed's offloading with it are in test_models.py."""
     parameters = [torch.nn.Parameter(torch.ones(4))]
     for offload in (False, True):
-        optimizer = utils.make_optimizer(parameters, 0.1, grpo.Args(offload_optimizer=offload))
+        optimizer = utils.make_optimizer(parameters, 0.1, grpo.Args(offload=("optimizer",) * offload))
         assert optimizer.defaults["fused"] is True
 
 

@@ -31,10 +31,10 @@ def folder(tiny, tmp_path_factory):
         "eval_every": 1,
         "save_every": 1,
         "filter_zero_std_samples": False,
-        "reward_fn": None,
+        "verifier": None,
     }
-    options |= {"dynamic_sampling_rounds": 1, "best_metric": "eval/pass@1"}
-    options |= {"generation_size": 5, "dataset_max_filter_share": 0.01, "truncated_importance_sampling_ratio_cap": 2.0}
+    options |= {"dynamic_sampling_rounds": 1}
+    options |= {"generation_size": 5, "dataset_filter": (0.01, 1.0), "truncated_importance_sampling_ratio_cap": 2.0}
     options |= {"importance_sampling_mask": (0.5, 5.0)}
     run_here(tiny_args(tiny, out, run_name="run", **options))
     return out / "run"
@@ -62,7 +62,7 @@ def test_every_name_that_a_script_writes_down_is_documented():
 def test_config_and_files(folder):
     config = json.loads((folder / "config.json").read_text())
     assert set(config) == set(documented("config.json"))
-    assert config["args"]["batch_layout"] == "auto" and config["args"]["logprob_chunk"] is None
+    assert config["args"]["batch_layout"] == "auto" and config["args"]["vllm_args"] is None
     resolved = {"batch_layout": "shared", "attn_implementation": "sdpa", "micro_batch_tokens": 256}
     resolved |= {"logprob_micro_batch_tokens": 256, "logprob_chunk": 2048}
     resolved |= {"vllm_max_num_seqs": 128, "vllm_max_num_batched_tokens": 8192}

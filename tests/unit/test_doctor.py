@@ -158,7 +158,7 @@ def test_responses_without_an_answer_are_found():
 
 @pytest.mark.parametrize("reward", [1.0, 0.0, -0.5])
 def test_a_reward_function_extracts_nothing_whatever_it_pays(reward):
-    """A plain --reward_fn reports no format; a Reward of one's own may report a good format and no answer."""
+    """A plain --verifier reports no format; a Reward of one's own may report a good format and no answer."""
     metrics, samples = healthy()
     for parts in ({"correct": float(reward == 1)}, {}, {"correct": float(reward == 1), "format": 1.0}):
         plain = {"extracted": "", "reward": reward, "reward_parts": parts}

@@ -5,7 +5,11 @@ tests/runs/test_engine.py has the real one; what a GPU alone would do (memory th
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import itertools
+import json
 import threading
 import time
 from types import SimpleNamespace
@@ -16,7 +20,7 @@ from helpers import run_here, tiny_args
 
 import grpo
 import ppo
-from runtime import dedicated, watchdog, weights
+from runtime import dedicated, flags, watchdog, weights
 
 SCRIPTS = pytest.mark.parametrize("script", [grpo, ppo])
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 4, "ignore_eos": False, "stop": []}
@@ -148,21 +152,21 @@ def test_what_arrives_before_the_engine_sleeps_is_passed_over(script):
 @pytest.mark.parametrize(
     "rank, world, changes, expected",
     [
-        (1, 4, {}, {"count": 4, "own": [1], "reports": True, "restarts": 1, "copies_weights": False}),
+        (1, 4, {}, {"count": 4, "own": [1], "reports": True, "restarts": 2, "copies_weights": False}),
         (3, 4, {"vllm_tensor_parallel_size": 2}, {"count": 2, "own": [1], "reports": False, "restarts": 0}),
         (2, 4, {"vllm_tensor_parallel_size": 2}, {"count": 2, "own": [1], "reports": True, "restarts": 0}),
-        (1, 2, {"vllm_mode": "dedicated", "vllm_engines": 3}, {"count": 3, "own": [1], "reports": True}),
+        (1, 2, {"vllm_engines": 3}, {"count": 3, "own": [1], "reports": True}),
         (
             *(1, 2),
-            {"vllm_mode": "dedicated", "vllm_engines": 2, "vllm_tensor_parallel_size": 2},
+            {"vllm_engines": 2, "vllm_tensor_parallel_size": 2},
             {"count": 2, "own": [1], "reports": True},
         ),
         (0, 1, {"zero_stage": 3}, {"restarts": 0}),
         (0, 1, {"async_steps": 1}, {"copies_weights": True}),
         (0, 1, {"async_steps": 1, "inflight_updates": "keep"}, {"copies_weights": False}),
-        (0, 1, {"async_steps": 1, "inflight_updates": "keep", "vllm_mode": "dedicated"}, {"copies_weights": True}),
-        (0, 1, {"deepspeed_enable_sleep_mode": True}, {"copies_weights": True}),
-        (0, 1, {"rollout_timeout": 7.0}, {"timeout": 7.0}),
+        (0, 1, {"async_steps": 1, "inflight_updates": "keep", "vllm_engines": 1}, {"copies_weights": True}),
+        (0, 1, {"sleep": "all"}, {"copies_weights": True}),
+        (0, 1, {"timeout": 7.0}, {"timeout": 7.0}),
     ],
 )
 def test_which_engines_a_rank_asks_and_what_it_keeps_for_them(script, monkeypatch, rank, world, changes, expected):
@@ -170,9 +174,7 @@ def test_which_engines_a_rank_asks_and_what_it_keeps_for_them(script, monkeypatc
     monkeypatch.setattr(script.dist, "get_world_size", lambda: world)
     monkeypatch.setattr(script.Engine, "start", lambda self: None)
     monkeypatch.setattr(dedicated, "Engines", lambda args, watch: SimpleNamespace(relay=None))
-    engine = script.Engine(
-        script.vllm_thread, script.Args(engine_restarts=1, **changes), torch.float32, None, [0], None
-    )
+    engine = script.Engine(script.vllm_thread, script.Args(**changes), torch.float32, None, [0], None)
     values = {name: getattr(engine, name) for name in expected}
     if "own" in values:
         values["own"] = list(values["own"])
@@ -196,15 +198,15 @@ def test_the_engines_thread_does_not_keep_a_process_alive(script):
 
 
 @SCRIPTS
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("asked", ["off", "engine"])
 def test_an_engine_sleeps_before_the_first_push_and_in_every_update(tiny, tmp_path, monkeypatch, script, asked):
     seen = []
     plain = script.Engine.push
     monkeypatch.setattr(script.Engine, "sleep", lambda engine: seen.append("sleep"))
     monkeypatch.setattr(script.Engine, "push", lambda engine, *rest: (seen.append("push"), plain(engine, *rest))[1])
-    args = tiny_args(tiny, tmp_path, script.__name__, total_steps=2, eval_prompts=0, vllm_enable_sleep_mode=asked)
+    args = tiny_args(tiny, tmp_path, script.__name__, total_steps=2, eval_prompts=0, sleep=asked)
     run_here(args, script.__name__)
-    assert seen == (["sleep", "push"] * 3 if asked else ["push"] * 3)
+    assert seen == (["sleep", "push"] * 3 if asked == "engine" else ["push"] * 3)
 
 
 # ------------------------------------------------------------------------------------------------ what vLLM is built by
@@ -226,27 +228,58 @@ def test_the_memory_of_an_engine(script, monkeypatch):
     """A fraction of a GPU, or a size; half a GiB on CPUs, where a fraction of all memory would be too much."""
     cpu = built(script, monkeypatch, False)
     assert cpu["kv_cache_memory_bytes"] == 2**29 and "gpu_memory_utilization" not in cpu
-    assert built(script, monkeypatch, False, vllm_kv_cache_gb=2.0)["kv_cache_memory_bytes"] == 2**31
+    assert (
+        built(script, monkeypatch, False, vllm_args='{"kv_cache_memory_bytes": 2147483648}')["kv_cache_memory_bytes"]
+        == 2**31
+    )
     gpu = built(script, monkeypatch, True)
     assert gpu["gpu_memory_utilization"] == 0.4 and "kv_cache_memory_bytes" not in gpu
-    assert built(script, monkeypatch, True, vllm_kv_cache_gb=2.0)["kv_cache_memory_bytes"] == 2**31
+    assert (
+        built(script, monkeypatch, True, vllm_args='{"kv_cache_memory_bytes": 2147483648}')["kv_cache_memory_bytes"]
+        == 2**31
+    )
 
 
 @SCRIPTS
 def test_what_an_engine_does_only_on_a_gpu(script, monkeypatch):
-    for cuda, asked in itertools.product((False, True), repeat=2):
-        given = built(script, monkeypatch, cuda, vllm_enable_sleep_mode=asked)
-        assert given["enable_sleep_mode"] == (cuda and asked)
+    for cuda, asked in itertools.product((False, True), ("off", "engine", "all")):
+        given = built(script, monkeypatch, cuda, sleep=asked)
+        assert given["enable_sleep_mode"] == (cuda and asked != "off")
         assert given["enforce_eager"] == (not cuda)
         assert given["max_num_seqs"] == (1024 if cuda else 128)
         assert given["max_num_batched_tokens"] == (16384 if cuda else 8192)
-        assert given["block_size"] == (None if cuda else 32)
+        assert given.get("block_size") == (None if cuda else 32)
 
 
 @SCRIPTS
 def test_the_revision_of_a_tokenizer_is_that_of_the_model_it_comes_with(script, monkeypatch):
-    given = built(script, monkeypatch, False, revision="abc")
+    given = built(script, monkeypatch, False, model_name_or_path="me/model@abc")
     assert (given["revision"], given["tokenizer"], given["tokenizer_revision"]) == ("abc", None, "abc")
-    given = built(script, monkeypatch, False, revision="abc", tokenizer_name_or_path="other")
+    assert given["model"] == "me/model"
+    given = built(script, monkeypatch, False, model_name_or_path="me/model@abc", tokenizer_name_or_path="other")
     assert (given["revision"], given["tokenizer"], given["tokenizer_revision"]) == ("abc", "other", None)
     assert given["dtype"] == "bfloat16"
+
+
+@SCRIPTS
+def test_arguments_of_vllm_reach_it_and_win_over_what_is_usual_here(script, monkeypatch):
+    own = {"enforce_eager": False, "block_size": 64, "max_num_seqs": 7, "max_num_batched_tokens": 300, "seed_x": 1}
+    given = built(script, monkeypatch, False, vllm_args=json.dumps(own))
+    assert {name: given[name] for name in own} == own
+    assert built(script, monkeypatch, True, vllm_args='{"max_num_seqs": 20000}')["max_num_batched_tokens"] == 20000
+
+
+@SCRIPTS
+def test_what_the_script_gives_vllm_is_refused_beside_it(script):
+    """Every keyword of the call, but for those that --vllm_args may change; all are arguments that vLLM has."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    call = next(
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(script.build_vllm)))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LLM"
+    )
+    names = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+    assert names | {"gpu_memory_utilization"} == set(flags.VLLM_TAKEN)
+    fields = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert {*flags.VLLM_TAKEN, *flags.VLLM_RESOURCES} - fields == set()

@@ -75,7 +75,7 @@ def service(monkeypatch):
 
 @pytest.fixture
 def remote(tmp_path) -> str:
-    """The page's verifier as --reward_fn takes it, with shorter waits."""
+    """The page's verifier as --verifier takes it, with shorter waits."""
     (tmp_path / "remote.py").write_text(program("rewards.md", "def remote", FAST))
     return f"{tmp_path / 'remote.py'}:remote"
 
@@ -153,7 +153,7 @@ def test_the_service_of_the_page(tmp_path, monkeypatch, remote):
 
 @pytest.mark.slow
 def test_a_run_with_a_remote_verifier(service, remote, tiny, tmp_path):
-    steps = run_here(tiny_args(tiny, tmp_path / "runs", reward_fn=remote, reward_workers=2))
+    steps = run_here(tiny_args(tiny, tmp_path / "runs", verifier=remote, reward_workers=2))
     assert [step["reward/unscorable"] for step in steps] == [0, 0]
     assert len(service.attempts) > 32
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -127,17 +127,19 @@ CASES = {
         {"total_episodes": 640, "total_epochs": 2},
         ["--total_episodes", "--total_epochs", "one of"],
     ),
-    "two warm-ups": ({"warm_up_steps": 2, "warm_up_ratio": 0.1}, ["--warm_up_steps", "--warm_up_ratio", "one of"]),
-    "warm-up above the run": ({"warm_up_ratio": 1.5}, ["--warm_up_ratio 1.5", "between 0 and 1"]),
+    "a step and a half of warm-up": ({"warm_up": 1.5}, ["--warm_up 1.5", "whole number", "fraction below 1"]),
+    "a negative warm-up": ({"warm_up": -0.1}, ["--warm_up -0.1", "0 or more"]),
+    "a beta of Adam above 1": ({"adam_betas": (0.9, 1.1)}, ["--adam_betas (0.9, 1.1)", "between 0 and 1"]),
+    "a filter of all problems": ({"dataset_filter": (1.0, 0.5)}, ["--dataset_filter (1.0, 0.5)", "below 1"]),
+    "a filter of none": ({"dataset_filter": (0.5, 0.0)}, ["--dataset_filter (0.5, 0.0)", "THRESHOLD above 0"]),
     "a penalty that pays": (
         {"non_stop_penalty": -1.0},
         ["--non_stop_penalty -1: is subtracted", "--non_stop_penalty 1 with --mask_no_eos_with_zero"],
     ),
-    "a revision of no reward model": (
-        {"reward_model_revision": "v2"},
-        ["--reward_model_revision: there is no reward model", "give --reward_model_name_or_path"],
+    "a length of no reward model": (
+        {"reward_model_max_length": 9},
+        ["--reward_model_max_length needs --reward_model_name_or_path"],
     ),
-    "a length of no reward model": ({"reward_model_max_length": 9}, ["--reward_model_max_length: there is no"]),
     "group of one": ({"num_samples_per_prompt_rollout": 1}, ["--num_samples_per_prompt_rollout 1", "at least 2"]),
     "micro-batch too small": (
         {"micro_batch_tokens": 287},
@@ -152,8 +154,7 @@ CASES = {
         for name in (
             *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "num_mini_batches", "num_epochs"),
             *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate"),
-            *("reward_timeout", "reward_workers", "logprob_chunk", "eval_samples", "vllm_max_num_seqs"),
-            "vllm_tensor_parallel_size",
+            *("reward_timeout", "reward_workers", "eval_samples", "vllm_tensor_parallel_size"),
         )
     },
     "negative temperature": ({"temperature": -1.0}, ["--temperature -1.0", "above 0"]),
@@ -203,29 +204,24 @@ CASES = {
         for name in ("empty_weights", "half_a_copy", "page")
     },
     "template variables are not JSON": (
-        {"chat_template_kwargs": "{enable_thinking: false}"},
-        ["--chat_template_kwargs: not valid JSON", "for example '{\"enable_thinking\": false}'"],
+        {"chat_template": "{enable_thinking: false}"},
+        ["--chat_template: not valid JSON", "for example '{\"enable_thinking\": false}'"],
     ),
     "a template variable twice": (
-        {"chat_template_kwargs": '{"enable_thinking": true, "enable_thinking": false}'},
-        ["--chat_template_kwargs: not valid JSON ('enable_thinking' is there twice)"],
+        {"chat_template": '{"enable_thinking": true, "enable_thinking": false}'},
+        ["--chat_template: not valid JSON ('enable_thinking' is there twice)"],
     ),
     "a template variable in quotes": (
-        {"chat_template_kwargs": '{"enable_thinking": "False"}'},
-        ["--chat_template_kwargs: enable_thinking is the text 'False', which counts as true", "for example"],
+        {"chat_template": '{"enable_thinking": "False"}'},
+        ["--chat_template: enable_thinking is the text 'False', which counts as true", "without quotes"],
     ),
     "a field of the config twice": (
         {"override_config": '{"rope_theta": 1, "rope_theta": 2}'},
         ["--override_config: not valid JSON ('rope_theta' is there twice)"],
     ),
-    "data beside a mixture": (
-        {"dataset": "a.jsonl", "dataset_mixer": '{"b.jsonl": 1.0}'},
-        ["--dataset a.jsonl and --dataset_mixer: give one of them"],
-    ),
-    "template variables are no object": ({"chat_template_kwargs": "[1]"}, ["--chat_template_kwargs", "JSON object"]),
     "a template variable of ours": (
-        {"chat_template_kwargs": '{"add_generation_prompt": false}'},
-        ["--chat_template_kwargs: add_generation_prompt is set here", "leave it out"],
+        {"chat_template": '{"add_generation_prompt": false}'},
+        ["--chat_template: add_generation_prompt is set here", "leave it out"],
     ),
     "no config": ({"model_name_or_path": "PLACE/no_config"}, ["--model_name_or_path", "no config.json", "hub id"]),
     "empty folder": ({"model_name_or_path": "PLACE/empty"}, ["--model_name_or_path", "no config.json"]),
@@ -237,7 +233,10 @@ CASES = {
         | {"logprob_micro_batch_tokens": 9999},
         ["--max_prompt_length 1200", "--max_response_length 1200", "2400", "2048", "shorten"],
     ),
-    "revision of a folder": ({"revision": "v2"}, ["--revision v2", "--model_name_or_path", "folder", "leave it out"]),
+    "revision of a folder": (
+        {"model_name_or_path": "PLACE/model@v2"},
+        ["--model_name_or_path", "model is a folder here", "leave out @v2"],
+    ),
     "context overridden": ({"override_config": '{"max_position_embeddings": 100}'}, ["288", "100", "shorten"]),
     "override is not JSON": ({"override_config": "{rope_theta: 1}"}, ["--override_config", "not valid JSON", "for ex"]),
     "dropout": ({"override_config": '{"attention_dropout": 0.3}'}, ["attention_dropout 0.3", "without dropout"]),
@@ -249,18 +248,33 @@ CASES = {
     # sampling and engine
     "nothing to train": ({"ignore_eos": True}, ["--ignore_eos", "--no-mask_truncated_completions"]),
     "stop strings without vLLM": ({"rollout": "hf", "stop": ("\n",)}, ["--stop", "--rollout vllm"]),
-    "dedicated without engines": ({"vllm_mode": "dedicated"}, ["--vllm_mode dedicated needs --vllm_engines 1"]),
-    "engines without dedicated": ({"vllm_engines": 2}, ["--vllm_engines 2 needs --vllm_mode dedicated"]),
+    "arguments of vLLM are not JSON": ({"vllm_args": "max_num_seqs=4"}, ["--vllm_args: not valid JSON", "for example"]),
+    "arguments of vLLM are no object": ({"vllm_args": "[1]"}, ["--vllm_args: must be a JSON object"]),
+    "an argument of vLLM that it does not have": (
+        {"vllm_args": '{"max_num_seq": 4}'},
+        ["--vllm_args: vLLM has no argument 'max_num_seq'; the nearest name is max_num_seqs"],
+    ),
+    "an argument of vLLM that is below 1": (
+        {"vllm_args": '{"max_num_seqs": 0}'},
+        ["--vllm_args: max_num_seqs 0: must be above 0"],
+    ),
+    **{
+        f"an argument of vLLM that is set: {name}": (
+            {"vllm_args": json.dumps({name: 1})},
+            [f"--vllm_args: {name} is set by {setter}; leave it out"],
+        )
+        for name, setter in flags.VLLM_TAKEN.items()
+    },
     "dedicated, hf": (
-        {"vllm_mode": "dedicated", "vllm_engines": 1, "rollout": "hf"},
-        ["--vllm_mode dedicated needs --rollout vllm"],
+        {"vllm_engines": 1, "rollout": "hf"},
+        ["--vllm_engines 1 needs --rollout vllm"],
     ),
     "dedicated, asleep": (
-        {"vllm_mode": "dedicated", "vllm_engines": 1, "vllm_enable_sleep_mode": True},
-        ["--vllm_enable_sleep_mode with --vllm_mode dedicated", "leave it out"],
+        {"vllm_engines": 1, "sleep": "engine"},
+        ["--sleep engine with --vllm_engines 1", "leave it out"],
     ),
     "no trainer": (
-        {"vllm_mode": "dedicated", "vllm_engines": 1},
+        {"vllm_engines": 1},
         ["--vllm_engines 1", "no trainer in a launch of 1", "--num_processes 2"],
     ),
     "tensor parallel": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size 2", "must divide the 1 rank"]),
@@ -278,31 +292,27 @@ CASES = {
         ["--dtype float32", "bfloat16", "--attn_implementation sdpa"],
     ),
     "sleep with ZeRO 3": (
-        {"deepspeed_enable_sleep_mode": True, "zero_stage": 3, "rollout": "hf"},
-        ["--deepspeed_enable_sleep_mode", "--zero_stage 2", "stage 3"],
+        {"sleep": "all", "zero_stage": 3, "rollout": "hf"},
+        ["--sleep all", "--zero_stage 2", "stage 3"],
     ),
     "sleep ahead of training": (
-        {"deepspeed_enable_sleep_mode": True, "async_steps": 1, "rollout": "hf"},
-        ["--deepspeed_enable_sleep_mode", "--async_steps", "one of them"],
+        {"sleep": "all", "async_steps": 1, "rollout": "hf"},
+        ["--sleep all", "--async_steps", "one of them"],
     ),
-    "sleep beside an engine that does not": (
-        {"deepspeed_enable_sleep_mode": True},
-        ["--deepspeed_enable_sleep_mode", "--vllm_enable_sleep_mode"],
-    ),
-    "offload without ZeRO 3": ({"offload_param": True}, ["--offload_param", "--zero_stage 3", "not 2"]),
+    "offload without ZeRO 3": ({"offload": ("param",)}, ["--offload param", "--zero_stage 3", "not 2"]),
     # verifiers
     "unknown verifier": ({"verifier": "maths"}, ["--verifier", "'maths'", "last_number", "exact"]),
     "no reward model to be alone": (
         {"verifier": "reward_model"},
         ["--verifier reward_model", "give --reward_model_name_or_path"],
     ),
-    "unknown verifier file": ({"reward_fn": "nothing.py:score"}, ["--reward_fn", "no file 'nothing.py'", "'score'"]),
+    "unknown verifier file": ({"verifier": "nothing.py:score"}, ["--verifier", "no file 'nothing.py'", "'score'"]),
     "a verifier file without .py": (
-        {"reward_fn": "PLACE/problems.jsonl:score"},
-        ["--reward_fn", "problems.jsonl' is not named as Python's are", "problems.jsonl.py"],
+        {"verifier": "PLACE/problems.jsonl:score"},
+        ["--verifier", "problems.jsonl' is not named as Python's are", "problems.jsonl.py"],
     ),
-    "unknown function": ({"reward_fn": f"{VERIFIERS}:nothing"}, ["--reward_fn", "no function 'nothing'"]),
-    "function is none": ({"reward_fn": f"{VERIFIERS}:__name__"}, ["--reward_fn", "no function '__name__'"]),
+    "unknown function": ({"verifier": f"{VERIFIERS}:nothing"}, ["--verifier", "no function 'nothing'"]),
+    "function is none": ({"verifier": f"{VERIFIERS}:__name__"}, ["--verifier", "no function '__name__'"]),
     "one of two verifiers": ({"verifier": "math,maths"}, ["--verifier", "'maths'"]),
     "weights": ({"reward_weights": ("math",)}, ["--reward_weights", "'math'", "NAME=NUMBER"]),
     "weight of nothing": ({"reward_weights": ("maths=1",)}, ["--reward_weights", "'maths'", "last_number"]),
@@ -318,17 +328,17 @@ CASES = {
     "mask without an end": ({"importance_sampling_mask": (0.5, math.inf)}, ["--importance_sampling_mask", "HIGH"]),
     # KL
     "negative beta": ({"beta": -0.1}, ["--beta -0.1", "0 or more"]),
-    "adaptive without KL": ({"kl_controller": "adaptive"}, ["--kl_controller adaptive", "--beta"]),
+    "adaptive without KL": ({"kl_target": 6.0}, ["--kl_target", "--beta"]),
     "adaptive, target zero": (
-        {"kl_controller": "adaptive", "beta": 0.1, "kl_target": 0.0},
-        ["--kl_controller adaptive", "--kl_target"],
+        {"beta": 0.1, "kl_target": 0.0},
+        ["--kl_target", "above 0"],
     ),
     "adaptive without place": (
-        {"kl_controller": "adaptive", "beta": 0.1, "kl_placement": "none"},
-        ["--kl_controller adaptive", "--kl_placement"],
+        {"kl_target": 6.0, "beta": 0.1, "kl_placement": "none"},
+        ["--kl_target", "--kl_placement"],
     ),
     "adaptive, short horizon": (
-        {"kl_controller": "adaptive", "beta": 0.1, "kl_horizon": 12.0},
+        {"kl_target": 6.0, "beta": 0.1, "kl_horizon": 12.0},
         ["--kl_horizon 12", "64 samples"],
     ),
     "coefficient of no reward": ({"beta": 0.1, "kl_reward_coef": 0.1}, ["--kl_reward_coef", "is loss", "both"]),
@@ -341,8 +351,8 @@ CASES = {
         ["--beta 0.1", "--kl_reward_coef 0.2", "--kl_placement both"],
     ),
     "adaptive, reward's coefficient zero": (
-        {"kl_controller": "adaptive", "beta": 0.1, "kl_reward_coef": 0.0, "kl_placement": "both"},
-        ["--kl_controller adaptive", "--kl_reward_coef", "in the reward"],
+        {"kl_target": 6.0, "beta": 0.1, "kl_reward_coef": 0.0, "kl_placement": "both"},
+        ["--kl_target", "--kl_reward_coef", "in the reward"],
     ),
     # places
     "a run's name from a variable that is not set": (
@@ -361,7 +371,7 @@ CASES = {
     "no folder of runs": ({"output_dir": ""}, ["--output_dir: is empty", "RUN_DIR"]),
     "a home that no shell has replaced": ({"output_dir": "~/runs"}, ["--output_dir ~/runs", "write out"]),
     "a home in a list": ({"dataset": "a.jsonl, ~/b.jsonl"}, ["--dataset a.jsonl, ~/b.jsonl: no shell", "write out"]),
-    "a home in a mixture": ({"dataset_mixer": '{"~/b.jsonl": 1.0}'}, ["--dataset_mixer", "no shell", "write out"]),
+    "a home in a mixture": ({"dataset": '{"~/b.jsonl": 1.0}'}, ["--dataset", "no shell", "write out"]),
     "a home of a model": ({"model_name_or_path": "~/model"}, ["--model_name_or_path ~/model: no shell"]),
     "a variable that is not set": ({"eval_dataset": ""}, ["--eval_dataset: is empty", "leave the flag out"]),
     "one of several is not set": ({"reward_weights": ("math=1", "")}, ["--reward_weights: is empty"]),
@@ -416,7 +426,7 @@ def test_one_rank_of_a_node_speaks(place, nothing_is_loaded, capsys, monkeypatch
 
 def test_dedicated_engines_leave_a_trainer(place, nothing_is_loaded, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    changes = {"vllm_mode": "dedicated", "vllm_engines": 2, "vllm_tensor_parallel_size": 2}
+    changes = {"vllm_engines": 2, "vllm_tensor_parallel_size": 2}
     message = refusal(arguments(place, changes), capsys)
     assert "--vllm_engines 2 of 2 rank(s) leave no trainer in a launch of 4" in message
     assert "--num_processes 5" in message
@@ -447,23 +457,24 @@ def test_what_a_rank_sees_of_a_launch_with_engines(as_rank, monkeypatch):
             assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("5", "4" if rank < 4 else "1")
 
 
-def test_the_revision_is_that_of_the_policy(place, monkeypatch):
-    """The critic of another repository is loaded, and looked for, without it."""
-    asked = {}
-    plain = flags.read_configs
+def test_a_revision_is_looked_for_where_its_model_is(place, monkeypatch):
+    """ID@REVISION of the hub; a folder may have an @ in its name, and the critic has a revision of its own."""
+    import huggingface_hub
 
-    def spy(args, flag, revision):
-        asked[flag] = revision
-        return plain(args, flag, None)
+    asked = []
 
-    monkeypatch.setattr(flags, "read_configs", spy)
-    args = arguments(place, {})
-    args.revision = "v1"
-    args.value_model_name_or_path = args.model_name_or_path
-    with contextlib.suppress(SystemExit):  # --revision is refused for a local folder
-        flags.check_model(args)
-    flags.check_model(args, "value_model_name_or_path")
-    assert asked == {"model_name_or_path": "v1", "value_model_name_or_path": None}
+    def download(name: str, file: str, revision: str | None) -> str:
+        asked.append((name, file, revision))
+        return str(place / "model" / file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    args = ppo.Args(model_name_or_path="me/model@v1", critic=("model_name_or_path=me/critic@v2",))
+    flags.check_model(args)
+    ppo.check_args(args)
+    assert asked == [("me/model", "config.json", "v1"), ("me/critic", "config.json", "v2")]
+    shutil.copytree(place / "model", place / "model@home", dirs_exist_ok=True)
+    flags.check_model(ppo.Args(model_name_or_path=str(place / "model@home")))
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("visible, shown", [(None, "2"), ("4,5,6,7", "6"), ("", "")])
@@ -486,7 +497,7 @@ def test_an_engine_of_ppo_has_nothing_to_wait_for(as_rank, place, monkeypatch):
     calls = []
     monkeypatch.setattr(process, "listen_for_signals", lambda: calls.append("signals"))
     monkeypatch.setattr(flags, "check", lambda *rest: calls.append("flags"))
-    changes = {"vllm_mode": "dedicated", "vllm_engines": 1, "dry_run": True}
+    changes = {"vllm_engines": 1, "dry_run": True}
     usual = arguments(place, changes)
     names = ("model_name_or_path", "dataset", "eval_prompts", "output_dir", *changes)
     with pytest.raises(SystemExit) as end:
@@ -497,7 +508,7 @@ def test_an_engine_of_ppo_has_nothing_to_wait_for(as_rank, place, monkeypatch):
 @pytest.mark.parametrize("finished", [False, True])
 def test_an_engine_has_nothing_to_wait_for(as_rank, place, nothing_is_loaded, monkeypatch, finished):
     """Its trainers end at once after --dry_run, or where the run is finished, and nobody else would tell it."""
-    changes = {"seed": 11, "vllm_mode": "dedicated", "vllm_engines": 1}
+    changes = {"seed": 11, "vllm_engines": 1}
     as_rank(1, size=2, on_node=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(rundir, "unfinished", lambda folder, args: not finished)
@@ -518,10 +529,10 @@ def earlier_run(place: Path, changes: dict) -> None:
 
 
 def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
-    """Weights larger than what is free (a hole in a file takes no room); with a best/ too, twice the weights."""
+    """Weights larger than what is free (a hole in a file takes no room); with a recorded batch, twice the weights."""
     model = shutil.copytree(place / "model", tmp_path / "model")
     free = shutil.disk_usage(tmp_path).free
-    for size, changes in ((free + 2**30, {}), (free // 2 + 2**30, {"best_metric": "eval/pass@1"})):
+    for size, changes in ((free + 2**30, {}), (free // 2 + 2**30, {"record_batches": 1})):
         os.truncate(model / "model.safetensors", size)
         args = arguments(place, {"model_name_or_path": str(model), "output_dir": str(tmp_path / "runs/new"), **changes})
         message = refusal(args, capsys)
@@ -709,7 +720,7 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
     assert "runtime" in imported(err), "the option was not heeded"
     assert not imported(err) & HEAVY
     if words == ("--help",):
-        assert out.index("│ --num_unique_prompts_rollout") < out.index("│ --beta") < out.index("│ --vllm_max_num_seqs")
+        assert out.index("│ --num_unique_prompts_rollout") < out.index("│ --beta") < out.index("│ --vllm_args")
         assert call(*script("grpo.py", *words))[3] < 3
 
 
@@ -717,11 +728,11 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
     ("words", "remedy"),
     [
         (("--top_p", "0.9"), "--top_p 0.9 -> fixed here: training samples from the whole distribution"),
-        (("--top-k", "50"), "--eval_top_k"),
+        (("--top-k", "50"), "it is off, in evaluation as well"),
         (("--grad_clip", "1"), "-> --max_grad_norm (verl: actor.grad_clip (1.0))"),
         (("--min_p", "0.1"), "leave the flag out"),
         (("--min_new_tokens", "8"), "--min_new_tokens 8 -> fixed here"),
-        (("--repetition_penalty", "1.1"), "--repetition_max_penalty"),
+        (("--repetition_penalty", "1.1"), "fixed here"),
         (("--no-do_sample",), "--eval_temperature 0"),
         (("--num_generations", "4"), "-> --num_samples_per_prompt_rollout (TRL: num_generations (8))"),
         (("--number_samples_per_prompt=4",), "--num_samples_per_prompt_rollout"),
@@ -733,19 +744,20 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
         (("--reward_model_multiplier", "0.0"), "-> --reward_weights reward_model=NUMBER (open-instruct: "),
         (("--num_evals", "1000"), "-> --eval_every: in steps"),
         (("--whiten_rewards",), "-> no flag: not here: whitened rewards"),
-        (("--load_format", "dummy"), "-> --vllm_load_format (verl: "),
-        (("--param_offload",), "-> --deepspeed_enable_sleep_mode: "),
+        (("--load_format", "dummy"), "-> --vllm_args, load_format (verl: "),
+        (("--param_offload",), "-> --sleep all: "),
         (("--overwrite", "true"), "switches take no value; give --overwrite"),
-        (("--shuffle", "False"), "switches take no value; give --no-shuffle"),
-        (("--shuffle=False",), "switches take no value; give --no-shuffle"),
+        (("--track", "False"), "switches take no value; give --no-track"),
+        (("--track=False",), "switches take no value; give --no-track"),
+        (("actor.shuffle=False",), "-> --shuffle_mini_batches (verl: actor.shuffle, critic.shuffle (False))"),
         (("--gradient-checkpointing=1", "--track"), "switches take no value; give --gradient_checkpointing"),
         (("--local_rollout_batch_size", "8"), "local_rollout_batch_size, of a device, times the devices"),
-        (("--target_kl", "0.1"), "algorithm.kl_ctrl.target_kl (0.1), with --kl_target_unit token"),
+        (("--target_kl", "0.1"), "-> --kl_target (verl: algorithm.kl_ctrl.target_kl (0.1)"),
         (("--lr_warmup_steps", "5"), "steps of the loop, so times --num_mini_batches x --num_epochs here"),
         (("--kl_coef", "0.1"), "--kl_reward_coef, with --kl_placement reward (verl: algorithm.kl_ctrl.kl_coef"),
         (("--warmup_style", "cosine"), "-> --lr_scheduler_type (verl: "),
         (("--val_before_train", "False"), "-> no flag: always: an evaluation before the first step"),
-        (("--actor_num_gpus_per_node", "6"), "-> --vllm_mode dedicated, --vllm_engines (open-instruct: "),
+        (("--actor_num_gpus_per_node", "6"), "-> --vllm_engines (open-instruct: "),
         (("--behav_imp_weight_cap", "5"), "-> --importance_sampling_mask (AReaL: "),
         (("data.train_batch_size=1024",), "-> --num_unique_prompts_rollout (verl: "),
         (("+trainer.val_before_train=False",), "-> no flag: always: "),
@@ -771,7 +783,7 @@ def test_flags_of_other_frameworks_and_values_of_switches_get_a_hint(words, reme
 # Whole command lines, in the words of those who wrote them.
 THREAD = """
 --exp_name 0130_kl_scan --beta 0.03 --local_mini_batch_size 24 --number_samples_per_prompt 16 --output_dir models
---dataset_mixer '{"ai2-adapt-dev/math_ground_truth_zs": 1.0}' --dataset_train_splits train
+--dataset '{"ai2-adapt-dev/math_ground_truth_zs": 1.0}' --dataset_train_splits train
 --dataset_eval_mixer '{"ai2-adapt-dev/math_ground_truth_zs": 32}' --dataset_eval_splits train --max_token_length 2048
 --max_prompt_token_length 2048 --response_length 2048 --model_name_or_path allenai/Llama-3.1-Tulu-3-8B-DPO
 --non_stop_penalty --stop_token eos --temperature 1.0 --ground_truths_key ground_truth --chat_template tulu
@@ -854,12 +866,12 @@ def test_a_whole_command_line_of_others_is_answered_at_once(script, line, count,
 
 
 @pytest.mark.parametrize("line", [
-    "--reward_weights exact=0 math=gate --stop a x=c --no-shuffle",
-    "--no-vllm_enforce_eager --as verl --beta=0.1 --vllm-max-num-seqs 4",
-    "--importance_sampling_mask 0.5 5 --seed 2 --reward_fn file.py:f",
+    "--reward_weights exact=0 math=gate --stop a x=c --no-shuffle_mini_batches",
+    """--as verl --beta=0.1 --vllm-args '{"max_num_seqs": 4}' --adam_betas 0.9 0.99 --offload ref optimizer""",
+    "--importance_sampling_mask 0.5 5 --seed 2 --verifier file.py:f",
 ])  # fmt: skip
 def test_values_of_our_own_flags_are_not_taken_for_words_of_others(line):
-    flags.parse(grpo.Args, words=line.split())
+    flags.parse(grpo.Args, words=shlex.split(line))
 
 
 def test_without_its_docs_a_copy_still_knows_what_is_fixed(monkeypatch, tmp_path, capsys):
@@ -870,15 +882,85 @@ def test_without_its_docs_a_copy_still_knows_what_is_fixed(monkeypatch, tmp_path
     assert "fixed here" in capsys.readouterr().err
 
 
-def test_a_switch_of_three_states_is_a_switch():
-    """--vllm_enforce_eager, whose default depends on the device, is given like every other switch."""
-    from runtime import flags
+# Every flag that an earlier version had, with a value that it took, and a part of the answer.
+EARLIER = {
+    "accept_changed_code": ("", "--resume FOLDER"),
+    "adam_beta1": ("0.8", "--adam_betas 0.8 BETA2"),
+    "adam_beta2": ("0.99", "--adam_betas BETA1 0.99"),
+    "best_metric": ("eval/pass@1", "--save_every as --eval_every"),
+    "chat_template_kwargs": ('{"enable_thinking": false}', """--chat_template '{"enable_thinking": false}'"""),
+    "critic_lr_scheduler_type": ("constant", "--critic lr_scheduler_type=constant"),
+    "critic_max_grad_norm": ("0.5", "--critic max_grad_norm=0.5"),
+    "critic_num_epochs": ("2", "--critic num_epochs=2"),
+    "critic_warm_up_steps": ("3", "--critic warm_up=3"),
+    "critic_weight_decay": ("0.1", "--critic weight_decay=0.1"),
+    "dataset_filter_threshold": ("0.9", "--dataset_filter SHARE 0.9"),
+    "dataset_max_filter_share": ("0.1", "--dataset_filter 0.1 1"),
+    "dataset_mixer": ('{"a": 1.0, "b": 5}', """--dataset '{"a": 1.0, "b": 5}'"""),
+    "dataset_split": ("test", "--dataset ID@test"),
+    "deepspeed_enable_sleep_mode": ("", "--sleep all"),
+    "engine_restarts": ("3", "up to 2 times"),
+    "eval_dataset_mixer": ('{"a": 32}', """--eval_dataset '{"a": 32}'"""),
+    "eval_top_k": ("5", "fixed here"),
+    "eval_top_p": ("0.9", "fixed here"),
+    "kl_controller": ("adaptive", "--kl_target NATS_PER_TOKEN"),
+    "kl_full_samples": ("8", "4 samples a step"),
+    "kl_target_unit": ("token", "--kl_target in nats per token"),
+    "log_samples_every": ("5", "--log_samples 0"),
+    "logprob_chunk": ("512", "follows from the device"),
+    "offload_optimizer": ("", "--offload optimizer"),
+    "offload_param": ("", "--offload param"),
+    "offload_ref": ("", "--offload ref"),
+    "optimizer": ("sgd", "make_optimizer"),
+    "repetition_max_penalty": ("0.5", "--verifier file.py:function"),
+    "revision": ("v2", "--model_name_or_path ID@v2"),
+    "reward_fn": ("mine.py:f", "--verifier mine.py:f"),
+    "reward_model_revision": ("v2", "--reward_model_name_or_path ID@v2"),
+    "rollout_timeout": ("60", "--timeout 60"),
+    "shuffle": ("", "every epoch has an order of its own"),
+    "stall_timeout": ("90", "--timeout 90"),
+    "value_coef": ("0.5", "--critic_learning_rate"),
+    "value_model_name_or_path": ("me/critic", "--critic model_name_or_path=me/critic"),
+    "vllm_enable_sleep_mode": ("", "--sleep engine"),
+    "vllm_enforce_eager": ("", """--vllm_args '{"enforce_eager": true}'"""),
+    "vllm_kv_cache_gb": ("2", """--vllm_args '{"kv_cache_memory_bytes": BYTES}', of 2 GiB"""),
+    "vllm_load_format": ("dummy", """--vllm_args '{"load_format": "dummy"}'"""),
+    "vllm_max_num_batched_tokens": ("4096", """--vllm_args '{"max_num_batched_tokens": 4096}'"""),
+    "vllm_max_num_seqs": ("64", """--vllm_args '{"max_num_seqs": 64}'"""),
+    "vllm_mode": ("dedicated", "--vllm_engines N"),
+    "wandb_entity": ("team", "WANDB_ENTITY=team in the environment"),
+    "wandb_project": ("mine", "WANDB_PROJECT=mine in the environment"),
+    "warm_up_ratio": ("0.03", "--warm_up 0.03"),
+    "warm_up_steps": ("20", "--warm_up 20"),
+}
 
-    found = []
-    for words in ([], ["--vllm_enforce_eager", "--track"], ["--track", "--no-vllm-enforce-eager"]):
-        args = flags.parse(Args, words=words)
-        found.append((args.vllm_enforce_eager, args.track))
-    assert found == [(None, False), (True, True), (False, True)]
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_a_flag_of_an_earlier_version_is_answered_with_what_it_is_now(name, capsys):
+    """With a space and with =, with underscores and with dashes; a switch also where it is turned off."""
+    value, now = EARLIER[name]
+    dashes = name.replace("_", "-")
+    if value:
+        lines = [[f"--{name}", value], [f"--{name}={value}"], [f"--{dashes}", value], [f"--{dashes}={value}"]]
+    else:
+        lines = [[f"--{name}"], [f"--{dashes}"], [f"--no-{dashes}"], [f"--no_{name}"]]
+    for line in lines:
+        for kind in (grpo.Args, ppo.Args):
+            with pytest.raises(SystemExit) as end:
+                flags.parse(kind, words=["--beta", "0.1", *line, "--seed", "3"])
+            answers = capsys.readouterr().err.splitlines()
+            head = f"  {' '.join(line)[:60]} -> "
+            assert end.value.code == 2
+            assert [now in answer for answer in answers if answer.startswith(head)] == [True], answers
+
+
+def test_the_table_of_earlier_flags_has_no_flag_of_today_and_is_tested_whole():
+    today = {f.name for script in (grpo, ppo) for f in dataclasses.fields(script.Args)}
+    earlier = {name for name, text in foreign.ANSWERS.items() if text != foreign.WHOLE or name.startswith("eval_")}
+    assert earlier - {"do_sample"} == set(EARLIER)
+    assert not set(foreign.ANSWERS) & today
+    named = {name for text in foreign.ANSWERS.values() for name in re.findall(r"--(\w+)", text)}
+    assert named - today - {"verifier"} == set()
 
 
 def test_import_starts_nothing():
@@ -924,7 +1006,7 @@ def test_dry_run(tiny, tmp_path):
     ({}, 1_540_000_000, 1.6, ["--learning_rate 3e-05"]),
     ({"learning_rate": 1e-6}, 1_540_000_000, 1.6, []),
     ({"dataset": "openai/gsm8k:main@train"}, 0, 0.03, ["--max_response_length 32", "--total_steps 28"]),
-    ({"dataset_mixer": '{"a": 1.0}'}, 494_000_000, 2, ["--learning_rate 3e-05", "--max_response_length 32"]),
+    ({"dataset": '{"a": 1.0}'}, 494_000_000, 2, ["--learning_rate 3e-05", "--max_response_length 32"]),
     ({"dataset": "a.jsonl", "max_response_length": 512, "total_epochs": 1}, 0, 0.03, []),
     ({"dataset": "a.jsonl", "max_response_length": 512, "total_steps": 20}, 0, 0.03, []),
 ])  # fmt: skip
@@ -950,10 +1032,10 @@ def test_sizes_that_are_left_open_follow_the_device():
     sizes = {name: vars(flags.sizes(Args(), cuda)) for name, cuda in (("cpu", False), ("gpu", True))}
     assert list(sizes["cpu"].values()) == [3072, 3072, 2048, 128, 8192]
     assert list(sizes["gpu"].values()) == [16384, 16384, 4096, 1024, 16384]
-    assert all(getattr(Args(), name) is None for name in sizes["cpu"])
-    given = {name: 7 + i for i, name in enumerate(sizes["cpu"])}
-    for cuda in (False, True):
-        assert vars(flags.sizes(Args(**given), cuda)) == given
+    own = '{"max_num_seqs": 9, "max_num_batched_tokens": 10}'
+    given = Args(micro_batch_tokens=7, logprob_micro_batch_tokens=8, vllm_args=own)
+    for cuda, chunk in ((False, 2048), (True, 4096)):
+        assert list(vars(flags.sizes(given, cuda)).values()) == [7, 8, chunk, 9, 10]
     long = flags.sizes(Args(max_prompt_length=2000, max_response_length=20000), True)
     assert (long.micro_batch_tokens, long.logprob_micro_batch_tokens, long.logprob_chunk) == (22000, 22000, 4096)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -95,8 +96,8 @@ def test_copy_edit_run_edit_run(tiny, tmp_path, mine, capsys):
     assert len(run_here(again, "mine")) == 2
 
 
-def test_a_resumed_run_of_changed_code_needs_a_flag(tiny, tmp_path, mine, monkeypatch, capsys):
-    """The refusal names the file; --accept_changed_code continues, and the next checkpoint is of the new code."""
+def test_a_resumed_run_of_changed_code_needs_its_checkpoint(tiny, tmp_path, mine, monkeypatch, capsys):
+    """The refusal names the file; --resume CHECKPOINT continues, and the next checkpoint is of the new code."""
     edit(mine, 1.0)
     args = tiny_args(tiny, tmp_path / "runs", "mine", **SMALL, save_every=1)
     folder = interrupted(args, monkeypatch, after=2, script="mine")
@@ -108,9 +109,10 @@ def test_a_resumed_run_of_changed_code_needs_a_flag(tiny, tmp_path, mine, monkey
     assert end.value.code == 2
     assert "step_000002 was saved by other code:" in message
     assert "mine.py has changed." in message
-    assert "--accept_changed_code" in message
+    checkpoint = folder / "checkpoints" / "step_000002"
+    assert f"--resume {checkpoint} resumes it with the new code" in message
     assert len(read_jsonl(folder / "metrics.jsonl")) == 2
-    args.accept_changed_code = True
+    args.resume = str(checkpoint)
     assert len(run_here(args, "mine")) == 4
     assert "mine.py has changed" in capsys.readouterr().out
     state = json.loads((folder / "checkpoints" / "step_000004" / "state.json").read_text())
@@ -167,7 +169,7 @@ def test_the_files_that_count(tiny, tmp_path):
     (tmp_path / "parts" / "unused.py").touch()
     (tmp_path / "helper.py").write_text("import json, torch\n\ndef f():\n    import parts.deep\n")
     (tmp_path / "verifier.py").write_text("import helper\n")
-    args = grpo.Args(reward_fn=f"{tmp_path}/verifier.py:score,{ROOT}/tests/verifiers.py:parity")
+    args = grpo.Args(verifier=f"{tmp_path}/verifier.py:score,{ROOT}/tests/verifiers.py:parity")
     names = set(identity.code_of(args))
     assert names >= {"grpo.py", "utils.py", "rewards.py", "kl_estimators.py", "tests/verifiers.py"}
     assert names >= {f"runtime/{path.name}" for path in (ROOT / "runtime").glob("*.py")}
@@ -206,9 +208,10 @@ def test_copy_edit_run_edit_resume_as_a_user_does(tiny, tmp_path):
     edit(script, -1.0)
     refused = Run(line, tmp_path / "second.log")
     assert refused.end(60) == 2
-    assert "mine.py has changed. --accept_changed_code resumes it" in refused.text()
+    assert "mine.py has changed. --resume " in refused.text()
     done = logged(tmp_path / "runs")
-    accepted = Run([*line, "--accept_changed_code"], tmp_path / "third.log")
+    newest = re.search(r"--resume (\S+) resumes it", refused.text())[1]
+    accepted = Run([*line, "--resume", newest], tmp_path / "third.log")
     accepted.until(lambda: logged(tmp_path / "runs") > done)
     accepted.kill()
 
@@ -219,9 +222,9 @@ def test_copy_edit_run_edit_resume_as_a_user_does(tiny, tmp_path):
 def test_memory_flags_can_change_when_a_run_is_resumed(stopped, tmp_path, capsys):
     """After running out of memory the same run continues with the flags that the error advises, by its default name."""
     args = copy_of(stopped, tmp_path)
-    advised = {"micro_batch_tokens": 160, "logprob_micro_batch_tokens": 160, "logprob_chunk": 8}
-    advised |= {"gradient_checkpointing": True, "offload_optimizer": True, "vllm_gpu_memory_utilization": 0.3}
-    advised |= {"vllm_kv_cache_gb": 0.25, "rollout_timeout": 60.0, "stall_timeout": 60.0}
+    advised = {"micro_batch_tokens": 160, "logprob_micro_batch_tokens": 160}
+    advised |= {"gradient_checkpointing": True, "offload": ("optimizer",), "vllm_gpu_memory_utilization": 0.3}
+    advised |= {"vllm_args": '{"kv_cache_memory_bytes": 268435456, "max_num_seqs": 9}', "timeout": 60.0}
     for name, value in advised.items():
         setattr(args, name, value)
     assert len(run_here(args)) == 4
@@ -231,6 +234,12 @@ def test_memory_flags_can_change_when_a_run_is_resumed(stopped, tmp_path, capsys
     default = tiny_args(tiny_folder(args), tmp_path)
     changed = tiny_args(tiny_folder(args), tmp_path, **advised, total_steps=99)
     assert rundir.run_name(changed, grpo.Args()) == rundir.run_name(default, grpo.Args())
+    quantized = tiny_args(tiny_folder(args), tmp_path, vllm_args='{"max_num_seqs": 9, "quantization": "fp8"}')
+    assert "quantization" in rundir.run_name(quantized, grpo.Args())
+    assert identity.changed_arguments(identity.recorded(default), quantized)[0] != []
+    several, other = (tiny_args(tiny_folder(args), tmp_path, vllm_engines=count) for count in (1, 2))
+    assert identity.changed_arguments(identity.recorded(several), other)[0] == []
+    assert identity.changed_arguments(identity.recorded(several), default)[0] != []
 
 
 def tiny_folder(args) -> Path:
@@ -262,12 +271,11 @@ ROUNDING = 1e-4
     "changes, tolerance",
     [
         ({"gradient_checkpointing": True}, 0.0),
-        ({"offload_ref": True}, 0.0),
+        ({"offload": ("ref",)}, 0.0),
         ({"max_sampler_diff": 0.0}, 0.0),
         ({"micro_batch_tokens": 160}, ROUNDING),
         ({"logprob_micro_batch_tokens": 160}, ROUNDING),
-        ({"logprob_chunk": 8}, ROUNDING),
-        ({"offload_optimizer": True}, ROUNDING),
+        ({"offload": ("optimizer",)}, ROUNDING),
     ],
     ids=str,
 )

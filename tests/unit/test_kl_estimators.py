@@ -603,11 +603,10 @@ def test_the_message_explains_both_places():
 
 
 def test_the_kl_of_a_rollout_by_hand():
-    """Per response the sum, or the mean over its tokens, then the mean over the responses that are asked for."""
+    """Per response the mean over its tokens, then the mean over the responses that are asked for."""
     token_kl = f64([1.0, 2, 3, 10, 7, 7])
-    assert kl.rollout_kl(token_kl, [0, 3, 4, 6], [0, 1, 2], "sequence") == (6 + 10 + 14) / 3
-    assert kl.rollout_kl(token_kl, [0, 3, 4, 6], [0, 1, 2], "token") == (2 + 10 + 7) / 3
-    assert kl.rollout_kl(token_kl, [0, 3, 4, 6], [0, 2], "token") == 4.5
+    assert kl.rollout_kl(token_kl, [0, 3, 4, 6], [0, 1, 2]) == (2 + 10 + 7) / 3
+    assert kl.rollout_kl(token_kl, [0, 3, 4, 6], [0, 2]) == 4.5
 
 
 def test_the_message_names_the_bounds_of_the_weight():

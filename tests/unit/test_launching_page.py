@@ -46,7 +46,7 @@ def test_the_example_of_trainers_and_engines():
         flags.check_engine(args, 16)
         flags.check_dedicated(args, 16)
         flags.check_asynchrony(args)
-        assert (args.vllm_mode, args.vllm_engines * args.vllm_tensor_parallel_size) == ("dedicated", 8)
+        assert args.vllm_engines * args.vllm_tensor_parallel_size == 8
     words = shlex.split(submitted.replace("...", ""))
     job = submit.make_job(*submit.parse(words[words.index("--backend") :]))
     assert (job.num_nodes, job.gpus, job.processes) == (2, 8, 16)

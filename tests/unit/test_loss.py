@@ -480,7 +480,7 @@ def test_kl_in_reward_outside_is_linear_in_beta_and_inside_is_not():
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warm_up, minimum", [(0, 0.0), (5, 0.1)])
 def test_learning_rate_is_the_formula(kind, warm_up, minimum):
-    args = Args(learning_rate=2.0, lr_scheduler_type=kind, warm_up_steps=warm_up, lr_min_ratio=minimum)
+    args = Args(learning_rate=2.0, lr_scheduler_type=kind, warm_up=warm_up, lr_min_ratio=minimum)
     for step in range(20):
         if step < warm_up:
             expected = 2.0 * (step + 1) / (warm_up + 1)

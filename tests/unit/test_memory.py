@@ -101,21 +101,28 @@ MODEL = memory.Model(
         ({}, memory.Setting(4, "cuda", False), {"weights": 4, "gradients": 1, "master weights": 1, "moments": 2}),
         ({"zero_stage": 3}, memory.Setting(4, "cuda", True), {"weights": 0.5, "gradients": 1, "moments": 2}),
         ({"zero_stage": 1}, memory.Setting(4, "cuda", True), {"weights": 2, "gradients": 6, "moments": 2}),
-        ({"offload_optimizer": True}, memory.Setting(4, "cuda", True), {"master weights": 0, "gradients": 0}),
-        ({"offload_optimizer": True}, memory.Setting(4, "cuda", True), {"moments": 0, "flat gradients": 0}),
+        ({"offload": ("optimizer",)}, memory.Setting(4, "cuda", True), {"master weights": 0, "gradients": 0}),
+        ({"offload": ("optimizer",)}, memory.Setting(4, "cuda", True), {"moments": 0, "flat gradients": 0}),
         ({}, memory.Setting(4, "cuda", True), {"bucket": 0}),
         ({"zero_stage": 3}, memory.Setting(4, "cpu", False), {"bucket": 0.08, "gathered weights": 4}),
         ({"zero_stage": 3}, memory.Setting(1, "cpu", False), {"gradients": 4, "gathered weights": 0}),
         ({"zero_stage": 3}, memory.Setting(4, "cpu", False, critic=True), {"gradients": 2}),
-        ({"optimizer": "sgd"}, memory.Setting(1, "cuda", True), {"master weights": 4, "moments": 0}),
         ({}, memory.Setting(1, "cuda", True, critic=True), {"weights": 4, "gradients": 4, "moments": 16}),
         ({"beta": 0.1}, memory.Setting(4, "cuda", True), {"reference": 2, "engine": 2, "KV cache": 0}),
         ({"vllm_tensor_parallel_size": 4}, memory.Setting(4, "cuda", True), {"reference": 0, "engine": 0.5}),
-        ({"vllm_mode": "dedicated"}, memory.Setting(4, "cuda", True), {"engine": 0, "KV cache": 0}),
-        ({"vllm_kv_cache_gb": 3}, memory.Setting(1, "cuda", True), {"KV cache": 3 * 2**30 / 10**9}),
+        ({"vllm_engines": 1}, memory.Setting(4, "cuda", True), {"engine": 0, "KV cache": 0}),
+        (
+            {"vllm_args": f'{{"kv_cache_memory_bytes": {3 * 2**30}}}'},
+            memory.Setting(1, "cuda", True),
+            {"KV cache": 3 * 2**30 / 10**9},
+        ),
         ({}, memory.Setting(1, "cuda", True, card=80e9), {"engine": 2, "KV cache": 0.4 * 80 - 2}),
-        ({"vllm_kv_cache_gb": 3}, memory.Setting(1, "cuda", True, card=80e9), {"KV cache": 3 * 2**30 / 10**9}),
-        ({"vllm_mode": "dedicated"}, memory.Setting(1, "cuda", True, card=80e9), {"engine": 0, "KV cache": 0}),
+        (
+            {"vllm_args": f'{{"kv_cache_memory_bytes": {3 * 2**30}}}'},
+            memory.Setting(1, "cuda", True, card=80e9),
+            {"KV cache": 3 * 2**30 / 10**9},
+        ),
+        ({"vllm_engines": 1}, memory.Setting(1, "cuda", True, card=80e9), {"engine": 0, "KV cache": 0}),
         ({"rollout": "hf"}, memory.Setting(1, "cuda", True, card=80e9), {"engine": 2, "KV cache": 0}),
     ],
 )
@@ -126,8 +133,8 @@ def test_parts_are_parameters_times_bytes(changes, setting, expected):
 
 def test_two_that_sleep_in_turns_are_not_there_at_the_same_time():
     """Bytes per parameter: 14 of weights, master weights and moments, 4 of gradients in the update, 2 of the engine."""
-    both = {"vllm_enable_sleep_mode": True, "deepspeed_enable_sleep_mode": True}
-    for changes, sampling, training in ((both, 2, 18), ({"vllm_enable_sleep_mode": True}, 16, 18), ({}, 16, 20)):
+    both = {"sleep": "all"}
+    for changes, sampling, training in ((both, 2, 18), ({"sleep": "engine"}, 16, 18), ({}, 16, 20)):
         args = grpo.Args(micro_batch_tokens=8192, num_unique_prompts_rollout=512, **changes)
         found = memory.predict(args, MODEL, memory.Setting(1, "cuda", True))
         update = found.phases["update"] - found.parts["activations"] - found.parts["logits"]

@@ -471,7 +471,7 @@ def test_the_state_of_a_moving_reference_is_whole(tmp_path):
 
 @pytest.mark.parametrize("changes", [
     {"dtype": "bfloat16", "zero_stage": 3, "ref_policy_alpha": 0.1},
-    {"dtype": "bfloat16", "offload_ref": True, "ref_policy_alpha": 0.1},
+    {"dtype": "bfloat16", "offload": ("ref",), "ref_policy_alpha": 0.1},
     {"zero_stage": 3, "ref_policy_alpha": 1.0},
 ], ids=str)  # fmt: skip
 def test_runs_with_a_moving_reference_resume_exactly(tiny, tmp_path, monkeypatch, changes):
@@ -507,6 +507,6 @@ def test_a_dropped_step_is_over(tiny, tmp_path, monkeypatch, stage, dtype, offlo
         return loss * (float("nan") if next(calls) == 0 else 1.0), parts
 
     monkeypatch.setattr(grpo, "token_loss", poisoned)
-    flags = {"zero_stage": stage, "dtype": dtype, "offload_optimizer": offload, "micro_batch_tokens": 150}
+    flags = {"zero_stage": stage, "dtype": dtype, "offload": ("optimizer",) * offload, "micro_batch_tokens": 150}
     metrics = run_here(tiny_args(tiny, tmp_path, learning_rate=1e-3, eval_prompts=0, **flags))
     assert [(m["optim/skipped"], m["optim/steps"]) for m in metrics] == [(1, 0), (0, 1)]

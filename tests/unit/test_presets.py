@@ -57,7 +57,7 @@ def test_a_preset_sets_every_flag_that_it_lists(script, name):
     args = parse(script, "--as", name)
     assert args.as_ == name
     fields = {f.name for f in dataclasses.fields(args)}
-    settings = presets.PRESETS[name].settings
+    settings = presets.PRESETS[name].flags
     assert len({s.flag for s in settings}) == len(settings), "a flag is set twice"
     for setting in settings:
         if setting.flag in fields:
@@ -70,14 +70,14 @@ def test_a_preset_sets_every_flag_that_it_lists(script, name):
 def test_every_setting_is_a_flag_of_a_script_of_its_preset():
     for name, preset in presets.PRESETS.items():
         fields = {f.name for script in preset.scripts for f in dataclasses.fields(SCRIPTS[script].Args)}
-        assert {s.flag for s in preset.settings} - fields == set(), name
+        assert {s.flag for s in preset.flags} - fields == set(), name
 
 
 @pytest.mark.parametrize("script, name", PAIRS)
 def test_flags_given_beside_a_preset_win_in_any_order_also_with_our_default(script, name):
     """Every setting that differs from our default is given our default's value, before and after --as."""
     default = SCRIPTS[script].Args()
-    changed = [s for s in presets.PRESETS[name].settings if getattr(default, s.flag, s.value) != s.value]
+    changed = [s for s in presets.PRESETS[name].flags if getattr(default, s.flag, s.value) != s.value]
     assert len(changed) > 5
     words = []
     for setting in changed:
@@ -133,7 +133,7 @@ def test_the_start_says_what_is_set_what_was_given_and_what_differs(script, name
     out = capsys.readouterr().out
     preset = presets.PRESETS[name]
     assert f"as         {preset.version}, instead of the defaults in parentheses: " in out
-    rate = next(s.value for s in preset.settings if s.flag == "learning_rate")
+    rate = next(s.value for s in preset.flags if s.flag == "learning_rate")
     assert f"given    --learning_rate 0.5 (there {rate})" in out
     assert "--mask_truncated_completions False (True)" in out
     mine = [d for d in preset.differences if d.script in ("", script)]
@@ -165,13 +165,13 @@ def test_a_preset_leaves_what_makes_a_variant(name, preset):
     both = {f.name for f in dataclasses.fields(base)} & {f.name for f in dataclasses.fields(own)} - {"exp_name"}
     changed = {name for name in both if getattr(own, name) != getattr(base, name)}
     args = flags.parse(args_of, words=["--as", preset])
-    for setting in presets.PRESETS[preset].settings:
+    for setting in presets.PRESETS[preset].flags:
         if hasattr(own, setting.flag):
             expected = getattr(own, setting.flag) if setting.flag in changed else setting.value
             assert getattr(args, setting.flag) == expected, setting.flag
     said = "\n".join(presets.explain(args))
-    for flag in changed & {s.flag for s in presets.PRESETS[preset].settings}:
-        there = next(s.value for s in presets.PRESETS[preset].settings if s.flag == flag)
+    for flag in changed & {s.flag for s in presets.PRESETS[preset].flags}:
+        there = next(s.value for s in presets.PRESETS[preset].flags if s.flag == flag)
         assert there == getattr(own, flag) or f"--{flag} {getattr(own, flag)} (there {there})" in said
     hints = typing.get_type_hints(args_of)
     for flag, hint in hints.items():
@@ -200,7 +200,7 @@ def test_the_warm_up_differs_by_what_the_table_says():
         for total in (20, 100, 499, 1000):
             parameter = torch.nn.Parameter(torch.zeros(1))
             optimizer = torch.optim.SGD([parameter], lr=args.learning_rate)
-            warm_up = count(args.warm_up_ratio * total)
+            warm_up = count(args.warm_up * total)
             schedule = transformers.get_scheduler(
                 "cosine_with_min_lr" if name == "openrlhf" else "constant_with_warmup",
                 optimizer,
@@ -518,7 +518,7 @@ def test_a_wrong_setting_is_caught_by_the_comparison(name, theirs):
     _, results = theirs(name)
     numbers = frameworks.cases()
     wrong = WRONG | ({"clip_ratio_c": None} if name == "verl" else {})
-    flags_here = {s.flag for s in presets.PRESETS[name].settings}
+    flags_here = {s.flag for s in presets.PRESETS[name].flags}
     others = {"max_reward_clip", "reward_scaling", "importance_sampling_mask"}
     assert set(wrong) - flags_here <= others
     for flag, value in wrong.items():
@@ -615,7 +615,7 @@ def test_defaults_stand_where_the_table_says(name, theirs):
     """Every setting's file and line in the wheel have the field and its default. AReaL's examples are in no wheel."""
     folder, _ = theirs(name)
     checked = 0
-    for setting in presets.PRESETS[name].settings:
+    for setting in presets.PRESETS[name].flags:
         file = setting.file or presets.PRESETS[name].file
         if not setting.theirs or file.startswith("examples/"):
             continue

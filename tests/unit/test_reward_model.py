@@ -125,9 +125,9 @@ from rewards import RewardModel
 from runtime import flags
 
 found = []
-for changes in ({}, {"reward_model_revision": "v2"}, {"reward_model_revision": "own", "trust_remote_code": True},
-                {"reward_model_revision": "own"}):
-    args = Args(reward_model_name_or_path="me/scorer", logprob_micro_batch_tokens=1000, **changes)
+for revision, trust in (("", False), ("@v2", False), ("@own", True), ("@own", False)):
+    args = Args(reward_model_name_or_path=f"me/scorer{revision}", logprob_micro_batch_tokens=1000)
+    args.trust_remote_code = trust
     flags.check_reward_model(args)
     try:
         score = RewardModel(args, "cpu", torch.float32).score([([{"role": "user", "content": "1 + 1"}], "2")])[0]
@@ -201,9 +201,8 @@ def test_refused(classifier, tiny, tmp_path, capsys):
         ({"reward_model_name_or_path": str(tiny)}, "--reward_model_name_or_path", "no sequence classifier"),
         ({"reward_model_name_or_path": str(tmp_path / "none")}, "--reward_model_name_or_path", "no such folder"),
         ({"reward_model_name_or_path": str(two)}, "--reward_model_name_or_path", "2 outputs"),
-        ({"reward_model_revision": "v2"}, "--reward_model_revision", "give --reward_model_name_or_path"),
-        ({"reward_model_max_length": 9}, "--reward_model_max_length", "give --reward_model_name_or_path"),
-        (known | {"reward_model_revision": "v2"}, "--reward_model_revision", "local folder, which has one version"),
+        ({"reward_model_max_length": 9}, "--reward_model_max_length", "needs --reward_model_name_or_path"),
+        ({"reward_model_name_or_path": f"{classifier}@v2"}, "--reward_model_name_or_path", "leave out @v2"),
         (known | {"reward_model_max_length": 0}, "--reward_model_max_length", "must be above 0"),
         (known | {"reward_model_max_length": 257}, "--reward_model_max_length", "at most the 256 tokens"),
     ]
@@ -222,7 +221,7 @@ def test_run(classifier, tiny, tmp_path):
     args = tiny_args(tiny, tmp_path, reward_model_name_or_path=str(classifier), reward_weights=("reward_model=2",))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"question": f"Say {i}."}) + "\n" for i in range(12)))
-    args.dataset, args.verifier, args.reward_fn = str(prompts), "reward_model", None
+    args.dataset, args.verifier, args.verifier = str(prompts), "reward_model", None
     steps = run_here(args)
     assert len(steps) == 2 and all(s["reward/std"] > 0 and s["reward/zero_std_frac"] == 0 for s in steps)
 

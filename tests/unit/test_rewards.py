@@ -583,7 +583,7 @@ def test_a_run_does_not_start_with_a_verifier_that_raises(capsys):
     args = Args(reward_workers=1, reward_timeout=20.0)
     with pytest.raises(SystemExit) as end:
         rewards.Verifiers(args, [problem(f"{MINE}:raises")], "cpu", None)
-    assert end.value.code == 2 and f"--reward_fn: the verifier {MINE}:raises raises" in capsys.readouterr().err
+    assert end.value.code == 2 and f"--verifier: the verifier {MINE}:raises raises" in capsys.readouterr().err
 
 
 def test_pool_serves_threads(pool):
@@ -717,19 +717,13 @@ def test_overlong_penalty():
     assert rewards.overlong_penalty(100, 100, 0) == 0.0
 
 
-def test_repetition():
-    assert rewards.repetition(list(range(100))) == rewards.repetition([1] * 8) == rewards.repetition([]) == 0.0
-    assert rewards.repetition([1] * 9) == 0.5
-    assert rewards.repetition(list(range(20)) * 2) == pytest.approx(1 - 20 / 33)
-
-
 def test_shape_penalties():
     sample = make_samples(1, 2)[0]
     sample.finish_reason, sample.response_ids = "stop", [1] * 30
     found = Reward(1.0, {"correct": 1.0}, extracted="7")
-    args = Args(max_response_length=32, overlong_buffer=4, repetition_max_penalty=0.5)
+    args = Args(max_response_length=32, overlong_buffer=4)
     rewards.shape_reward(sample, found, args)
-    assert sample.reward == pytest.approx(1 - 0.5 - 0.5 * 22 / 23) and (sample.score, sample.extracted) == (1.0, "7")
+    assert sample.reward == pytest.approx(1 - 0.5) and (sample.score, sample.extracted) == (1.0, "7")
     rewards.shape_reward(sample, found, Args())
     assert sample.reward == 1.0
 

@@ -52,23 +52,25 @@ def test_the_engine_and_the_evaluation_get_it(tiny, tmp_path, monkeypatch):
 
     given = {}
     monkeypatch.setattr("vllm.LLM", lambda **named: given.update(named))
-    args = tiny_args(tiny, tmp_path, tokenizer_name_or_path="somewhere", revision="main", vllm_load_format="dummy")
+    args = tiny_args(tiny, tmp_path, tokenizer_name_or_path="somewhere", vllm_args='{"load_format": "dummy"}')
+    args.model_name_or_path = "me/model@main"
     grpo.build_vllm(args, torch.float32, 0, 1)
     assert (given["tokenizer"], given["tokenizer_revision"], given["revision"]) == ("somewhere", None, "main")
     assert given["load_format"] == "dummy" and given["skip_tokenizer_init"]
-    grpo.build_vllm(tiny_args(tiny, tmp_path, revision="main"), torch.float32, 0, 1)
-    assert (given["tokenizer"], given["tokenizer_revision"], given["load_format"]) == (None, "main", "auto")
+    given.clear()
+    grpo.build_vllm(dataclasses.replace(args, tokenizer_name_or_path=None, vllm_args=None), torch.float32, 0, 1)
+    assert (given["tokenizer"], given["tokenizer_revision"]) == (None, "main") and "load_format" not in given
     grpo.build_vllm(tiny_args(tiny, tmp_path, stop=(".",)), torch.float32, 0, 1)
     assert not given["skip_tokenizer_init"]
     (tmp_path / "config.json").write_text(json.dumps({"args": dataclasses.asdict(args), "script": "grpo.py"}))
     evaluation, *_ = evaluate.parse(["--run", str(tmp_path)])
-    assert evaluation.tokenizer_name_or_path is None and evaluation.vllm_load_format == "auto"
+    assert evaluation.tokenizer_name_or_path is None and json.loads(evaluation.vllm_args) == {"load_format": "auto"}
 
 
 def test_random_weights_are_not_evaluated(capsys):
     with pytest.raises(SystemExit) as end:
-        evaluate.parse(["--vllm_load_format", "dummy"])
-    assert end.value.code == 2 and "leave it at auto" in capsys.readouterr().err
+        evaluate.parse(["--vllm_args", '{"load_format": "dummy"}'])
+    assert end.value.code == 2 and "load_format dummy" in capsys.readouterr().err
 
 
 def refusal(args, capsys) -> str:
