@@ -287,7 +287,7 @@ def check(args: RunFlags, world_size: int) -> None:
     check_words(args)
     check_numbers(args)
     check_engine(args, world_size)
-    check_engine_args(args.vllm_args)
+    check_engine_args(args)
     check_dedicated(args, world_size)
     check_asynchrony(args)
     check_model(args)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import finished
 import frameworks
+import presets_page
 import pytest
 import torch
 import transformers
@@ -58,32 +59,32 @@ def test_a_preset_sets_every_flag_that_it_lists(script, name):
     assert args.as_ == name
     fields = {f.name for f in dataclasses.fields(args)}
     settings = presets.PRESETS[name].flags
-    assert len({s.flag for s in settings}) == len(settings), "a flag is set twice"
-    for setting in settings:
-        if setting.flag in fields:
-            assert getattr(args, setting.flag) == setting.value, setting.flag
+    for flag, value in settings.items():
+        if flag in fields:
+            assert getattr(args, flag) == value, flag
     default = SCRIPTS[script].Args()
-    untouched = fields - {s.flag for s in settings} - {"as_"}
+    untouched = fields - {*settings, "as_"}
     assert {f for f in untouched if getattr(args, f) != getattr(default, f)} == set()
 
 
 def test_every_setting_is_a_flag_of_a_script_of_its_preset():
     for name, preset in presets.PRESETS.items():
         fields = {f.name for script in preset.scripts for f in dataclasses.fields(SCRIPTS[script].Args)}
-        assert {s.flag for s in preset.flags} - fields == set(), name
+        assert preset.flags.keys() - fields == set(), name
 
 
 @pytest.mark.parametrize("script, name", PAIRS)
 def test_flags_given_beside_a_preset_win_in_any_order_also_with_our_default(script, name):
     """Every setting that differs from our default is given our default's value, before and after --as."""
     default = SCRIPTS[script].Args()
-    changed = [s for s in presets.PRESETS[name].flags if getattr(default, s.flag, s.value) != s.value]
+    changed = [flag for flag, there in presets.PRESETS[name].flags.items() if getattr(default, flag, there) != there]
     assert len(changed) > 5
     words = []
-    for setting in changed:
-        value = getattr(default, setting.flag)
-        switch = f"--{setting.flag}" if value else f"--no-{setting.flag}"
-        words += [switch] if isinstance(value, bool) else [f"--{setting.flag}", str(value)]
+    for flag in changed:
+        value = getattr(default, flag)
+        switch = f"--{flag}" if value else f"--no-{flag}"
+        given = map(str, value if isinstance(value, tuple) else (value,))
+        words += [switch] if isinstance(value, bool) else [f"--{flag}", *given]
     for given in (["--as", name, *words], [*words, f"--as={name}"]):
         args = parse(script, *given)
         assert dataclasses.replace(args, as_=None) == default
@@ -133,7 +134,7 @@ def test_the_start_says_what_is_set_what_was_given_and_what_differs(script, name
     out = capsys.readouterr().out
     preset = presets.PRESETS[name]
     assert f"as         {preset.version}, instead of the defaults in parentheses: " in out
-    rate = next(s.value for s in preset.flags if s.flag == "learning_rate")
+    rate = preset.flags["learning_rate"]
     assert f"given    --learning_rate 0.5 (there {rate})" in out
     assert "--mask_truncated_completions False (True)" in out
     mine = [d for d in preset.differences if d.script in ("", script)]
@@ -165,13 +166,13 @@ def test_a_preset_leaves_what_makes_a_variant(name, preset):
     both = {f.name for f in dataclasses.fields(base)} & {f.name for f in dataclasses.fields(own)} - {"exp_name"}
     changed = {name for name in both if getattr(own, name) != getattr(base, name)}
     args = flags.parse(args_of, words=["--as", preset])
-    for setting in presets.PRESETS[preset].flags:
-        if hasattr(own, setting.flag):
-            expected = getattr(own, setting.flag) if setting.flag in changed else setting.value
-            assert getattr(args, setting.flag) == expected, setting.flag
+    settings = presets.PRESETS[preset].flags
+    for flag, value in settings.items():
+        if hasattr(own, flag):
+            assert getattr(args, flag) == (getattr(own, flag) if flag in changed else value), flag
     said = "\n".join(presets.explain(args))
-    for flag in changed & {s.flag for s in presets.PRESETS[preset].flags}:
-        there = next(s.value for s in presets.PRESETS[preset].flags if s.flag == flag)
+    for flag in changed & settings.keys():
+        there = settings[flag]
         assert there == getattr(own, flag) or f"--{flag} {getattr(own, flag)} (there {there})" in said
     hints = typing.get_type_hints(args_of)
     for flag, hint in hints.items():
@@ -248,7 +249,7 @@ def test_a_run_with_a_preset_is_recorded_resumed_and_finished(tiny, tmp_path, mo
 
 def test_the_page_is_what_the_table_gives():
     page = ROOT / "docs" / "evidence" / "presets.md"
-    assert page.read_text() == presets.page(), "run: python studies/presets_page.py"
+    assert page.read_text() == presets_page.page(), "run: python studies/presets_page.py"
 
 
 def test_advantage_eps_is_added_to_the_deviation():
@@ -518,7 +519,7 @@ def test_a_wrong_setting_is_caught_by_the_comparison(name, theirs):
     _, results = theirs(name)
     numbers = frameworks.cases()
     wrong = WRONG | ({"clip_ratio_c": None} if name == "verl" else {})
-    flags_here = {s.flag for s in presets.PRESETS[name].flags}
+    flags_here = set(presets.PRESETS[name].flags)
     others = {"max_reward_clip", "reward_scaling", "importance_sampling_mask"}
     assert set(wrong) - flags_here <= others
     for flag, value in wrong.items():
@@ -609,27 +610,39 @@ def default_of(config: dict, path: str):
     return config
 
 
+def sources(name: str) -> list[tuple[str, presets_page.Source]]:
+    """(flag, source) of every setting that the framework has."""
+    return [(setting.flag, source) for setting in presets_page.settings(name) for source in setting.sources]
+
+
+def test_every_setting_of_the_table_has_its_source_or_says_that_there_is_none():
+    for name, preset in presets.PRESETS.items():
+        listed = presets_page.settings(name)
+        assert {setting.flag: setting.value for setting in listed} == preset.flags
+        assert len(sources(name)) > 20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHEELS)
 def test_defaults_stand_where_the_table_says(name, theirs):
     """Every setting's file and line in the wheel have the field and its default. AReaL's examples are in no wheel."""
     folder, _ = theirs(name)
     checked = 0
-    for setting in presets.PRESETS[name].flags:
-        file = setting.file or presets.PRESETS[name].file
-        if not setting.theirs or file.startswith("examples/"):
+    for field, (theirs, file, number) in sources(name):
+        if file.startswith("examples/"):
             continue
         root = Path(transformers.__file__).parent.parent if file.startswith("transformers/") else folder
         text = (root / file).read_text()
-        field, equals, value = setting.theirs.partition("=")
-        window = " ".join(text.splitlines()[setting.line - 1 : setting.line + 4])
+        lines = text.splitlines()
+        where = (field, file, number)
+        field, equals, value = theirs.partition("=")
         if file.endswith(".yaml"):
             assert str(default_of(yaml.safe_load(text), field)).lower() in (value, str(yaml.safe_load(value)).lower())
             field = field.split(".")[-1] if not field[-1].isdigit() else value
-            assert field in text.splitlines()[setting.line - 1], setting
+            assert field in lines[number - 1], where
         elif equals and re.fullmatch(r"[-.\w]+", field):
-            assert field in text.splitlines()[setting.line - 1] and value in window, setting
+            assert field in lines[number - 1] and value in " ".join(lines[number - 1 : number + 4]), where
         else:
-            assert setting.theirs in text.splitlines()[setting.line - 1], setting
+            assert theirs in lines[number - 1], where
         checked += 1
     assert checked >= (10 if name == "areal" else 20)
