@@ -48,7 +48,6 @@ RESOURCES = (
     "micro_batch_tokens",
     "logprob_micro_batch_tokens",
     "gradient_checkpointing",
-    "offload",
     "vllm_gpu_memory_utilization",
     "sleep",
     "timeout",
@@ -368,6 +367,8 @@ def what_counts(name: str, value: Any) -> Any:
     """What makes a run another run, of the value of an argument that may change in part."""
     if name == "vllm_engines" and value is not None:
         return value > 0
+    if name == "offload" and value is not None:
+        return "param" in value
     if name == "vllm_args":
         return {key: given for key, given in engine_args(value).items() if key not in VLLM_RESOURCES} or None
     return value
