@@ -412,25 +412,6 @@ def check_rows(source: str, raws: list, args, check: Check):
     return datasets.concatenate_datasets(checked)
 
 
-def _prepared(row: dict[str, Any], args) -> Problem:
-    """A row that scripts/prepare_data.py wrote, but for its ``prompt_ids``."""
-    verifier = args.verifier or row["verifier"]
-    messages = json.loads(row["messages"])
-    original = json.loads(row["row"])
-    return Problem(messages, row["truth"], verifier, original, source=row["source"], prepared_for=row["prepared_for"])
-
-
-def _read_prepared(raw, args) -> list[Problem]:
-    """The problems of a file that scripts/prepare_data.py wrote."""
-    for flag in ("prompt_key", "ground_truth_key", "verifier_key", "system_prompt"):
-        if getattr(args, flag) is not None:
-            refuse(f"--{flag} belongs to scripts/prepare_data.py, which made --dataset {args.dataset}; give it there")
-    problems = [_prepared(row, args) for row in raw.remove_columns("prompt_ids").to_list()]
-    for problem, ids in zip(problems, int_lists(raw, "prompt_ids"), strict=True):
-        problem.prompt_ids = ids
-    return problems
-
-
 def _read_checked(source: str, raws: list, args, check: Check) -> list[Problem]:
     """The usable problems of a large source, through the cache."""
     checked = check_rows(source, raws, args, check).to_dict()
@@ -460,15 +441,7 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
         problems = _read_small(source, gym_rows(source, args.seed), args, check)
     else:
         raws = read_source(source, args)
-        prepared = ["prepared_for" in raw.column_names for raw, _ in raws if len(raw)]
-        if any(prepared) and not all(prepared):
-            refuse(
-                f"--dataset {source}: some files are from scripts/prepare_data.py, others are not; mix them by a "
-                f"JSON object of sources"
-            )
-        if any(prepared):
-            problems = [problem for raw, _ in raws if len(raw) for problem in _read_prepared(raw, args)]
-        elif sum(len(raw) for raw, _ in raws) >= LARGE:
+        if sum(len(raw) for raw, _ in raws) >= LARGE:
             problems = _read_checked(source, raws, args, check)
         else:
             rows = [row for batch in _batches(raws) for row in batch]
@@ -748,48 +721,29 @@ def render_cached(dataset, tokenizer, args) -> list[list[int]]:
     return int_lists(cached_map(dataset, function, kinds, key, "tokenizing prompts"), "ids")
 
 
-def shorten(ids: list[int], args) -> list[int] | None:
-    """A prompt as ``--overlong_prompts`` leaves it: whole, truncated at one end, or None where it is left out."""
-    most = args.max_prompt_length
-    if len(ids) <= most:
-        return ids
-    if args.overlong_prompts == "left":
-        return ids[-most:]
-    if args.overlong_prompts == "right":
-        return ids[:most]
-    return None
-
-
 def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     """Fill ``prompt_ids``: one tokenization for sampler and trainer, special tokens as the template wrote them.
 
     Returns the problems that ``--overlong_prompts`` keeps. A prompt longer than ``--max_prompt_length`` ends the run
     with exit code 2 (error), is left out (filter), or is truncated (left, right).
     """
-    makers = {problem.prepared_for for problem in problems} - {""}
-    if makers and makers != {prompt_key(tokenizer, args)}:
-        refuse(
-            f"--dataset {args.dataset} was prepared for another tokenizer or --chat_template (or its variables) than "
-            f"that of --model_name_or_path {args.model_name_or_path}; run scripts/prepare_data.py with these"
-        )
     check_template_variables(tokenizer, args)
     warn_of_special_tokens(problems, tokenizer, args)
-    missing = [problem for problem in problems if not problem.prepared_for]
     try:
-        if len(missing) >= LARGE:
+        if len(problems) >= LARGE:
             import datasets
 
-            texts = [json.dumps(problem.messages) for problem in missing]
+            texts = [json.dumps(problem.messages) for problem in problems]
             found = render_cached(datasets.Dataset.from_dict({"messages": texts}), tokenizer, args)
         else:
-            conversations = [problem.messages for problem in missing]
+            conversations = [problem.messages for problem in problems]
             found = render(conversations, tokenizer, chat_template(args), template_variables(args))
     except Unrenderable as error:
         refuse(str(error))
-    for problem, ids in zip(missing, found, strict=True):
+    for problem, ids in zip(problems, found, strict=True):
         problem.prompt_ids = ids
-    chats = {json.dumps(problem.messages) for problem in missing}
-    if missing and (not all(found) or (len(chats) > 1 and len(set(map(tuple, found))) == 1)):
+    chats = {json.dumps(problem.messages) for problem in problems}
+    if problems and (not all(found) or (len(chats) > 1 and len(set(map(tuple, found))) == 1)):
         template = f"--chat_template {args.chat_template}" if args.chat_template else "the tokenizer's chat template"
         refuse(f"{template} leaves out what the messages say: it must write message['content'] for message in messages")
     return _without_overlong(problems, args)
@@ -831,8 +785,9 @@ def _without_overlong(problems: list[Problem], args) -> list[Problem]:
         refuse(f"{words}. Raise --max_prompt_length, or choose --overlong_prompts filter, left or right")
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: --overlong_prompts {how}: {words}")
+    kept = {"filter": slice(0), "left": slice(-most, None), "right": slice(most)}[how]
     for problem in long:
-        problem.prompt_ids = shorten(problem.prompt_ids, args) or []
+        problem.prompt_ids = problem.prompt_ids[kept]
     return [problem for problem in problems if problem.prompt_ids]
 
 

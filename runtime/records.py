@@ -18,7 +18,6 @@ class Problem:
     row: dict[str, Any]
     prompt_ids: list[int] = field(default_factory=list)
     source: str = ""  # short name of the data set it comes from
-    prepared_for: str = ""  # data.prompt_key() of the tokenizer, where scripts/prepare_data.py made prompt_ids
 
 
 @dataclass

@@ -844,7 +844,7 @@ def test_prompts_do_not_depend_on_the_day(tiny, tmp_path, monkeypatch, cache, ca
 
 
 def test_the_date_is_part_of_the_key(tokenizer, monkeypatch):
-    """What is cached or prepared with one date is not taken for another."""
+    """What is cached with one date is not taken for another."""
     before = data.prompt_key(tokenizer, Args())
     monkeypatch.setattr(data, "TODAY", datetime.datetime(2030, 1, 1))
     assert data.prompt_key(tokenizer, Args()) != before
@@ -1124,54 +1124,3 @@ def test_prompt_key(tokenizer, tiny):
     other.add_tokens(["+ 1"])
     keys = {data.prompt_key(t, Args(chat_template=c)) for t in (tokenizer, other) for c in (None, "tulu", "r1")}
     assert len(keys) == 6
-
-
-# ------------------------------------------------------------------------------------------------------- prepared data
-
-
-def prepare(tiny: Path, source: str, output: Path, *words: str) -> subprocess.CompletedProcess:
-    command = script(
-        "scripts/prepare_data.py", "--dataset", source, "--model_name_or_path", str(tiny), "--output", str(output)
-    )
-    return subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=200)
-
-
-def test_prepared_data_is_the_same_data(tiny, tokenizer, tmp_path, capsys, monkeypatch):
-    """Also with a library that is imported before the tokenizer, as a run imports it."""
-    (tmp_path / "own_library.py").write_text("print('own_library is there')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    content = [*rows(50), rows(1)[0], {"question": None, "answer": "1"}, {"question": "one " * 200, "answer": "1"}]
-    source, output = write(tmp_path / "sums.jsonl", content), tmp_path / "prepared.parquet"
-    flags = ["--overlong_prompts", "filter", "--bad_rows", "drop", "--system_prompt", "Add."]
-    done = prepare(tiny, source, output, *flags, "--external_lib", "own_library")
-    assert done.returncode == 0, done.stderr
-    assert "own_library is there" in done.stdout
-    for words in ("50 of 53 rows", "1 could not be used", "1 repeat an earlier prompt", "1 are longer"):
-        assert words in done.stdout
-    plain = Args(dataset=source, overlong_prompts="filter", bad_rows="drop", system_prompt="Add.", eval_prompts=5)
-    ready = Args(dataset=str(output), eval_prompts=5)
-    wanted = [data.render_prompts(part, tokenizer, plain) for part in data.load_problems(plain, truth_error)]
-    problems = data.load_problems(ready, truth_error)
-    assert all(p.prompt_ids for part in problems for p in part), "nothing is left to be tokenised"
-    found = [data.render_prompts(part, tokenizer, ready) for part in problems]
-    show = lambda p: (p.messages, p.truth, p.verifier, p.row, p.prompt_ids, p.source)  # noqa: E731
-    by_text = lambda part: sorted(map(show, part), key=str)  # noqa: E731
-    assert by_text(found[0] + found[1]) == by_text(wanted[0] + wanted[1])
-    capsys.readouterr()
-    other = Args(dataset=str(output), chat_template="tulu", eval_prompts=5)
-    message = refusal(
-        capsys, other, lambda args: data.render_prompts(data.load_problems(args, truth_error)[0], tokenizer, args)
-    )
-    assert "prepared for another tokenizer or --chat_template" in message and "prepare_data.py" in message
-    assert "--system_prompt" in refusal(capsys, Args(dataset=str(output), system_prompt="Add."))
-
-
-def test_preparing_stops_at_what_is_wrong(tiny, tmp_path):
-    source = write(tmp_path / "a.jsonl", [*rows(5), {"question": None, "answer": "1"}])
-    for words, message in (
-        ([], "row 5 has an empty 'question'"),
-        (["--bad_rows", "drop", "--max_prompt_length", "3"], "3"),
-    ):
-        done = prepare(tiny, source, tmp_path / "p.parquet", *words)
-        assert done.returncode == 2 and message in done.stderr
-        assert not (tmp_path / "p.parquet").exists()
