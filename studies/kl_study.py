@@ -17,6 +17,7 @@ a slope of 0 stand for no effect.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -33,7 +34,7 @@ import pandas as pd
 import plot
 
 import grpo
-from runtime import process
+from runtime import process, rundir
 from runtime.flags import PRESENTATION
 
 matplotlib.use("Agg")  # no display on a cluster
@@ -117,6 +118,24 @@ def add(table: pd.DataFrame, folders: list[Path]) -> pd.DataFrame:
 def read(path: Path) -> pd.DataFrame:
     """The table in a file; an empty one where there is none yet."""
     return pd.read_csv(path, dtype={"commit": str}) if path.is_file() else pd.DataFrame({"run": []})
+
+
+def names(table: pd.DataFrame) -> list[str]:
+    """The names of its runs, as the flags of today make them; the run without a KL term only measures it."""
+    found = []
+    for run in table.to_dict("records"):
+        given = {"exp_name": run["run"].partition("__")[0], "model_name_or_path": f"models/{run['model']}"}
+        for field in dataclasses.fields(grpo.Args):
+            value = run.get(field.name)
+            if value is not None and not pd.isna(value):
+                given[field.name] = int(value) if isinstance(field.default, int) else value
+        if run["beta"] < NONE:
+            given = {name: value for name, value in given.items() if not name.startswith("kl_")}
+            given |= {"beta": 0.0, "load_ref_policy": True}
+        elif run["kl_placement"] == "reward":
+            given["kl_reward_estimator"] = run["kl_estimator"]
+        found.append(rundir.run_name(grpo.Args(**given), grpo.Args()))
+    return found
 
 
 def write(table: pd.DataFrame, path: Path) -> None:
@@ -411,7 +430,7 @@ def main() -> None:
     args = parser.parse_args()
     table = read(args.table)
     if args.names:
-        print("\n".join(table["run"]))
+        print("\n".join(names(table)))
         return
     if args.add:
         table = add(table, args.add)
