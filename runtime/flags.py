@@ -822,9 +822,7 @@ def check_reward_model(args: RunFlags) -> None:
     length = args.reward_model_max_length
     if name is None:
         if length is not None:
-            refuse(
-                "--reward_model_max_length: there is no reward model; give --reward_model_name_or_path, or leave it out"
-            )
+            refuse("--reward_model_max_length needs --reward_model_name_or_path; give it, or leave this out")
         return
     config = read_configs(name, "--reward_model_name_or_path", args.dry_run)[0]
     if not any("SequenceClassification" in a for a in config.get("architectures") or ()):
