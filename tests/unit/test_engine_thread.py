@@ -173,6 +173,7 @@ def test_which_engines_a_rank_asks_and_what_it_keeps_for_them(script, monkeypatc
     monkeypatch.setattr(script.dist, "get_rank", lambda: rank)
     monkeypatch.setattr(script.dist, "get_world_size", lambda: world)
     monkeypatch.setattr(script.Engine, "start", lambda self: None)
+    monkeypatch.setattr(script.Engine, "sleep", lambda self: None)
     monkeypatch.setattr(dedicated, "Engines", lambda args, watch: SimpleNamespace(relay=None))
     engine = script.Engine(script.vllm_thread, script.Args(**changes), torch.float32, None, [0], None)
     values = {name: getattr(engine, name) for name in expected}
@@ -245,7 +246,7 @@ def test_what_an_engine_does_only_on_a_gpu(script, monkeypatch):
     for cuda, asked in itertools.product((False, True), ("off", "engine", "all")):
         given = built(script, monkeypatch, cuda, sleep=asked)
         assert given["enable_sleep_mode"] == (cuda and asked != "off")
-        assert given["enforce_eager"] == (not cuda)
+        assert given.get("enforce_eager", False) == (not cuda)
         assert given["max_num_seqs"] == (1024 if cuda else 128)
         assert given["max_num_batched_tokens"] == (16384 if cuda else 8192)
         assert given.get("block_size") == (None if cuda else 32)

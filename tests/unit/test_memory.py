@@ -282,11 +282,11 @@ def test_a_model_without_files_is_counted_by_its_config(monkeypatch, tmp_path):
     for kind, more in (("qwen2", {}), ("llama", {"tie_word_embeddings": True}), ("qwen3_moe", experts)):
         config = AutoConfig.for_model(kind, **QWEN3_MOE, **more)
         (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-        monkeypatch.setattr(memory, "try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+        monkeypatch.setattr(memory, "try_to_load_from_cache", lambda name, file, revision: str(tmp_path / file))
         found = memory.read_model("someone/model")
         count = AutoModelForCausalLM.from_config(config).num_parameters()
         assert found.parameters == pytest.approx(count, rel=0.01), kind
-    monkeypatch.setattr(memory, "try_to_load_from_cache", lambda name, file: None)
+    monkeypatch.setattr(memory, "try_to_load_from_cache", lambda name, file, revision: None)
     assert memory.read_model("someone/model") is None
 
 

@@ -207,7 +207,7 @@ def test_without_sleeping_in_turns_a_line_does_not_fit():
     line = "--num_samples_per_prompt_rollout 1 --num_unique_prompts_rollout 64 --gradient_checkpointing --beta 0.005"
     line += " --kl_placement reward --sleep engine --vllm_gpu_memory_utilization 0.5"
     plain = plan.planned("ppo.py", line.split(), model, 8, 80)
-    moved = plan.planned("ppo.py", [*line.split(), "--sleep all", "--offload ref"], model, 8, 80)
+    moved = plan.planned("ppo.py", [*line.replace("engine", "all").split(), "--offload", "ref"], model, 8, 80)
     assert plain.phases["generate"] > 80e9 > 72e9 > moved.peak
     assert plain.phases["generate"] - moved.phases["generate"] == pytest.approx(7e9 * (4 + 24 / 8 + 2))
     assert moved.phases["generate"] == pytest.approx(0.5 * 80e9)
