@@ -624,7 +624,7 @@ def test_a_run_that_stands_still(tiny, tmp_path):
     run = Run(with_program(line, tmp_path, STALLS), tmp_path / "log")
     run.until(lambda: logged(tmp_path) == 2)
     text = ended(run)
-    assert "--stall_timeout 12" in text and "in stuck" in text, "the stack of the thread that stands still"
+    assert "--timeout 12" in text and "in stuck" in text, "the stack of the thread that stands still"
     note("the main thread hangs", "a call that never returns", text, "no progress on any rank for", ENDS)
 
 

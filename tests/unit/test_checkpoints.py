@@ -33,6 +33,7 @@ from helpers import (
 )
 
 import grpo
+import utils
 from runtime import checkpoints, process, rundir, runlog
 
 KL = {"beta": 0.1, "kl_target": 0.01, "kl_horizon": 100.0, "ref_policy_update_freq": 1}
