@@ -185,7 +185,7 @@ EVIDENCE: dict[str, Row] = {
     "bootstrap_truncated": row(True, "value/return_mean"),
     "adv_norm": row("none", "token advantages"),
     "critic_learning_rate": row(1e-2, "value/lr", "critic weights"),
-    "critic": row(("lr_scheduler_type=constant", "weight_decay=0.5"), "value/lr", "critic weights"),
+    "critic": row(("lr_scheduler_type=constant",), "value/lr", "critic weights"),
     "value_clip": row(1e-5, "value/clip_frac", "loss/value", num_mini_batches=2),
     "critic_warmup": row(1, "optim/steps"),
     "value_norm": row("running", "loss/value"),
@@ -194,7 +194,7 @@ EVIDENCE: dict[str, Row] = {
     "dense_reward": row("sum", "token advantages", verifier="FILES/own.py:stepwise"),
     # ---- optimizer
     "learning_rate": row(1e-2, "optim/lr", "weights"),
-    "adam_betas": row((0.5, 0.5), "weights"),
+    "adam_betas": row((0.5, 0.95), "weights"),
     "adam_eps": row(1e-2, "weights"),
     "weight_decay": row(0.5, "weights"),
     "lr_scheduler_type": row("constant", "optim/lr", "weights"),
