@@ -124,13 +124,18 @@ def names(table: pd.DataFrame) -> list[str]:
     """The names of its runs, as the flags of today make them; the run without a KL term only measures it."""
     found = []
     for run in table.to_dict("records"):
-        given = {"exp_name": run["run"].partition("__")[0], "model_name_or_path": f"models/{run['model']}"}
+        given = {"exp_name": run["run"].partition("__")[0]}
+        given["model_name_or_path"] = f"models/{run['model']}"
         for field in dataclasses.fields(grpo.Args):
-            value = run.get(field.name)
-            if value is not None and not pd.isna(value):
-                given[field.name] = int(value) if isinstance(field.default, int) else value
+            value = run.get(field.name, float("nan"))
+            if pd.isna(value):
+                continue
+            if isinstance(field.default, int):
+                value = int(value)
+            given[field.name] = value
         if run["beta"] < NONE:
-            given = {name: value for name, value in given.items() if not name.startswith("kl_")}
+            for name in ("kl_placement", "kl_estimator", "kl_gradient"):
+                given.pop(name, None)
             given |= {"beta": 0.0, "load_ref_policy": True}
         elif run["kl_placement"] == "reward":
             given["kl_reward_estimator"] = run["kl_estimator"]
