@@ -103,8 +103,7 @@ def run(script: ModuleType, words: list[str], log: Path) -> int:
 class Lanes:
     """The runs that are going on, as processes, and what became of those that ended."""
 
-    def __init__(self, script: ModuleType) -> None:
-        self.script = script
+    def __init__(self) -> None:
         self.going: dict[int, tuple[str, float]] = {}  # process -> (name of the run, when it started)
         self.done = 0
         self.failed = 0
@@ -116,22 +115,22 @@ class Lanes:
         for pid in self.going:
             os.kill(pid, signum)
 
-    def start(self, words: list[str], folder: Path) -> None:
+    def start(self, script: ModuleType, words: list[str], folder: Path) -> None:
         """Fork a run."""
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                code = run(self.script, words, folder.with_name(f"{folder.name}.log"))
+                code = run(script, words, folder.with_name(f"{folder.name}.log"))
                 sys.stdout.flush()
                 sys.stderr.flush()
             finally:
                 os._exit(code)  # never back into the loop of the parent
         self.going[pid] = (folder.name, time.monotonic())
 
-    def wait(self) -> None:
-        """Wait for the end of a run, and report it."""
+    def wait(self) -> tuple[str, int]:
+        """Wait for the end of a run, and report it. Returns its name and exit code."""
         pid, status, usage = os.wait3(0)
         while pid not in self.going:  # a child of the shell that became this process
             pid, status, usage = os.wait3(0)
@@ -144,6 +143,7 @@ class Lanes:
         elif not (self.stopped and code == STOPPED):
             self.failed += 1
             print(f"failed with exit code {code} after {seconds}: {name}; see its .log", flush=True)
+        return name, code
 
 
 def main() -> int:
@@ -160,7 +160,7 @@ def main() -> int:
     runs = read_lines(options.script, [line for line in options.lines.read().splitlines() if line.strip()])
     script = load_script(options.script)
     elsewhere = set(options.skip.read_text().split()) if options.skip else set()
-    lanes = Lanes(script)
+    lanes = Lanes()
     skipped = 0
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lanes.stop)
@@ -174,7 +174,7 @@ def main() -> int:
         if folder.name in elsewhere:
             state, said = finished.FINISHED, f"named in {options.skip}: {folder.name}"
         if state == finished.RUN or (state == finished.LEAVE and args.overwrite):
-            lanes.start(words, folder)
+            lanes.start(script, words, folder)
         else:
             skipped += 1
             print(f"skipped, {said}", flush=True)

@@ -78,7 +78,7 @@ import os, sys
 sys.path.insert(0, "scripts")
 from many import Lanes
 os.spawnlp(os.P_NOWAIT, "true", "true")
-lanes = Lanes(None)
+lanes = Lanes()
 pid = os.fork()
 if pid == 0:
     import time
