@@ -1,4 +1,4 @@
-"""studies/part.py: it names the step, the phase and the number in which two runs part, and refuses what it cannot run."""
+"""studies/part.py: it names step, phase and number in which two runs part, and refuses what it cannot run."""
 
 from __future__ import annotations
 
