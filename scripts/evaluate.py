@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/loading.py
 import loading
 
 from rewards import Verifiers, check_reward_args, truth_error
-from runtime import data, flags, identity, process, rundir, sources
+from runtime import data, flags, foreign, identity, process, rundir, sources
 from runtime.flags import RunFlags
 from runtime.records import Problem, Sample
 from runtime.redaction import HIDDEN
@@ -103,6 +103,12 @@ def arguments_of_run(folder: Path, script: Path, stored: dict) -> RunFlags:
     """The run's arguments, of its script's own class, with its final model and an engine that nobody trains beside."""
     kind = loading.load_arguments(script).Args
     known = {f.name for f in dataclasses.fields(kind)}
+    earlier = [f"--{name}" for name in stored if name in foreign.ANSWERS and name not in known]
+    if earlier:
+        process.refuse(
+            f"--run {folder}: has flags of an earlier version ({', '.join(earlier[:3])}); evaluate it with the code of "
+            f"its commit, or its weights by --model_name_or_path {folder / 'model'}"
+        )
     values = {}
     for name, value in stored.items():
         if name in known:

@@ -223,6 +223,18 @@ def test_a_script_that_is_gone_or_another_one_is_refused(edited, capsys):
         identity._digests.cache_clear()
 
 
+def test_a_run_with_flags_of_an_earlier_version_is_refused(run, tmp_path, capsys):
+    """Its verifier and its data had other names then, and would be left out."""
+    folder = run[0]
+    config = json.loads((folder / "config.json").read_text())
+    config["args"]["reward_fn"] = config["args"].pop("verifier")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as end:
+        evaluate.parse(["--run", str(tmp_path)])
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and "flags of an earlier version (--reward_fn)" in message and "commit" in message
+
+
 def test_other_files_that_have_changed_are_named_and_secrets_are_asked_for(edited, tmp_path, capsys):
     """A reward function that was edited gives other scores; a flag that was hidden in config.json is not its value."""
     folder, _ = edited
