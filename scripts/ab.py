@@ -42,8 +42,8 @@ from runtime import flags, process, rundir
 TESTBED = (
     "--model_name_or_path models/testbed-1 --dtype float32 --total_steps 40 --num_unique_prompts_rollout 4 "
     "--dataset reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1 --eval_prompts 64 "
-    "--learning_rate 2e-4 --lr_min_ratio 0 --vllm_kv_cache_gb 0.1 --save_minutes 0 --log_samples_every 0 "
-    "--output_dir runs/ab"
+    "--learning_rate 2e-4 --lr_min_ratio 0 --save_minutes 0 --output_dir runs/ab "
+    """--vllm_args '{"kv_cache_memory_bytes": 107374182}'"""
 )
 ERROR = 0.05  # the chance of a false alarm, however often one looks
 UNDECIDED = 3

@@ -32,8 +32,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "studies"), str(ROO
 STEPS = 4
 FLAGS = (
     f"--total_steps {STEPS} --rollout hf --dtype float32 --num_unique_prompts_rollout 2 --max_response_length 8 "
-    "--num_samples_per_prompt_rollout 4 --max_prompt_length 128 --eval_prompts 0 --log_samples_every 0 "
-    "--save_minutes 0 --dataset reasoning_gym:chain_sum?size=200 --reward_fn tests/verifiers.py:parity "
+    "--num_samples_per_prompt_rollout 4 --max_prompt_length 128 --eval_prompts 0 "
+    "--save_minutes 0 --dataset reasoning_gym:chain_sum?size=200 --verifier tests/verifiers.py:parity "
     "--no-mask_no_eos_with_zero --no-mask_truncated_completions --beta 0.1 --num_mini_batches 2 "
     "--learning_rate 1e-3 --save_every 1"
 )
