@@ -532,8 +532,9 @@ def test_the_critic_learns(tiny, tmp_path):
     """On a policy that stands still and rewards that the prompt decides: it comes to explain most of their variance."""
     args = tiny_ppo(
         *(tiny, tmp_path),
-        critic_warmup=20,
-        total_steps=21,
+        critic_warmup=15,
+        total_steps=16,
+        max_response_length=2,
         critic_learning_rate=3e-3,
         num_samples_per_prompt_rollout=1,
         num_unique_prompts_rollout=16,

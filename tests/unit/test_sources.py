@@ -164,8 +164,8 @@ TWO_STARTS = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from grpo import Args
 from runtime import data
+from runtime.flags import RunFlags as Args
 
 def check(verifier, truth, row):
     with open(sys.argv[3], "a") as log:
