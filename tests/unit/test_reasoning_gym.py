@@ -89,14 +89,32 @@ def counts(name: str) -> tuple[int, int, int, int]:
     return len(found), right, len(wrong), sum(wrong)
 
 
+def rows_here(name: str, options: dict) -> list[dict]:
+    return json.loads(json.dumps(gym_tasks._rows_here(name, json.dumps(options, sort_keys=True))))
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Rows made in this process: that of a run, which it starts for them, takes seconds to import what makes them."""
+    monkeypatch.setattr(gym_tasks, "gym_rows", rows_here)
+
+
 QUICK = ["ab", "arc_agi", "chain_sum", "composite", "graph_color", "intermediate_integration", "prime_factorization"]
 QUICK += ["propositional_logic", "rearc", "rubiks_cube", "spell_backward", "time_intervals"]
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_the_answer_of_a_data_set_scores_one_and_another_does_not(name):
+def test_the_answer_of_a_data_set_scores_one_and_another_does_not(name, here):
     rows, right, _, wrong = counts(name)
     assert (right, wrong) == (rows, 0)
+
+
+@pytest.mark.parametrize("name", ["composite", "spell_backward"])
+def test_the_rows_of_the_process_that_a_run_starts_are_those_made_here(name):
+    rows, right, _, wrong = counts(name)
+    assert (right, wrong) == (rows, 0)
+    options = json.loads(json.loads(problems(name)[0].row["reasoning_gym"])["options"])
+    assert gym_tasks.gym_rows(name, options) == rows_here(name, options)
 
 
 # These choose from sets: their problems follow from Python's hash seed, which every process draws for itself.
@@ -157,14 +175,10 @@ def test_every_process_has_the_same_problems_of_every_data_set():
 
 
 @pytest.mark.slow
-def test_every_installed_data_set_works_or_is_refused(capsys, monkeypatch):
-    """And the table in docs/rewards.md says so: this test writes it. The rows are made here: QUICK starts processes."""
+def test_every_installed_data_set_works_or_is_refused(capsys, here):
+    """And the table in docs/rewards.md says so: this test writes it."""
     from reasoning_gym.factory import DATASETS
 
-    def rows_here(name: str, options: dict) -> list[dict]:
-        return json.loads(json.dumps(gym_tasks._rows_here(name, json.dumps(options, sort_keys=True))))
-
-    monkeypatch.setattr(gym_tasks, "gym_rows", rows_here)
     lines = ["| data set | rows | own answer scores 1 | wrong answers | of these score 1 |", "|---|---|---|---|---|"]
     bad, works = {}, 0
     for name in sorted(DATASETS):
@@ -187,7 +201,7 @@ def test_every_installed_data_set_works_or_is_refused(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", GYM_UNSUPPORTED)
-def test_an_unsupported_data_set_is_refused_with_the_reason(name, capsys):
+def test_an_unsupported_data_set_is_refused_with_the_reason(name, here, capsys):
     with pytest.raises(SystemExit) as ended:
         problems(name)
     assert ended.value.code == 2
@@ -195,7 +209,7 @@ def test_an_unsupported_data_set_is_refused_with_the_reason(name, capsys):
     assert f"{name} cannot be used" in said and GYM_UNSUPPORTED[name] in said
 
 
-def test_the_scorer_has_the_configuration_of_the_run():
+def test_the_scorer_has_the_configuration_of_the_run(here):
     """Not the default one, whatever the data set is."""
     (problem,) = problems("fraction_simplification", 1, '&styles=["plain"]')
     assert score(problem, oracle(problem)) == 1
@@ -204,7 +218,7 @@ def test_the_scorer_has_the_configuration_of_the_run():
     assert gym_tasks.gym_dataset(scoring["dataset"], scoring["options"]).config.styles == ["plain"]
 
 
-def test_the_integral_of_the_task_is_no_answer_to_it():
+def test_the_integral_of_the_task_is_no_answer_to_it(here):
     """Its derivative is the integrand, whatever that is: the scorer would be content."""
     found = problems("intermediate_integration", 6)
     for problem in found:
@@ -224,7 +238,7 @@ def test_tuples_and_keys_of_metadata_survive_the_way_to_the_worker():
     assert isinstance(problem.row["metadata"], dict), "and for people it is plain"
 
 
-def test_the_default_verifier_of_words_is_the_scorer_of_the_data_set():
+def test_the_default_verifier_of_words_is_the_scorer_of_the_data_set(here):
     def verifier(source: str) -> tuple[str, str]:
         (problem,) = data.read_problems(f"reasoning_gym:{source}?size=1", Args(), truth_error).values()
         return problem.verifier, problem.messages[0]["content"]
@@ -251,7 +265,7 @@ ODD = [
 ]
 
 
-def test_no_answer_ends_a_run_in_the_data_sets_where_one_did():
+def test_no_answer_ends_a_run_in_the_data_sets_where_one_did(here):
     pool = RewardPool(1, 10.0, ("reasoning_gym",))
     jobs = []
     for name in ("prime_factorization", "game_of_life", "coin_flip", "calendar_arithmetic", "time_intervals"):
