@@ -574,9 +574,9 @@ def messages(text: str) -> list[str]:
     return kept
 
 
-# A run that stands still after its second step.
+# A run that stands still after its second step, and from then on may for 12 seconds: its start depends on the machine.
 STALLS = """
-from runtime import process, runlog
+from runtime import process, runlog, watchdog
 process.prepare_environment()
 import sys, time
 import tyro
@@ -588,6 +588,7 @@ if __name__ == "__main__":  # the reward workers import this file
     def stuck(self, metrics, *rest):
         plain(self, metrics, *rest)
         if metrics["step"] == 2 and self.is_main:
+            watchdog.Watch.current.limit = 12
             time.sleep(3600)
 
     runlog.RunLog.step = stuck

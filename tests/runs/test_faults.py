@@ -620,8 +620,7 @@ def test_the_port_is_taken(tiny, tmp_path, monkeypatch):
 
 
 def test_a_run_that_stands_still(tiny, tmp_path):
-    line = command(tiny, tmp_path, *LONG, "--timeout", "12")
-    run = Run(with_program(line, tmp_path, STALLS), tmp_path / "log")
+    run = Run(with_program(command(tiny, tmp_path, *LONG), tmp_path, STALLS), tmp_path / "log")
     run.until(lambda: logged(tmp_path) == 2)
     text = ended(run)
     assert "--timeout 12" in text and "in stuck" in text, "the stack of the thread that stands still"

@@ -277,13 +277,11 @@ def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
 def test_a_run_that_stands_still_says_where_and_ends(tiny, tmp_path):
     """On one rank of two; tests/runs/test_faults.py has a run of one."""
     (tmp_path / "stalls.py").write_text(STALLS)
-    line = command(tiny, tmp_path, *LONG, "--timeout", "18", ranks=2)
+    line = command(tiny, tmp_path, *LONG, ranks=2)
     run = Run([str(tmp_path / "stalls.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "log")
     run.until(lambda: logged(tmp_path) == 2)
-    begun = time.monotonic()
-    assert run.end(40) == 1, run.text()
-    assert time.monotonic() - begun < 18 + 12
-    assert "--timeout 18" in run.text() and "no progress on any rank for " in run.text()
+    assert run.end(30) == 1, run.text()
+    assert "--timeout 12" in run.text() and "no progress on any rank for " in run.text()
     assert "in stuck" in run.text(), "the stack of the thread that stands still"
 
 
@@ -404,7 +402,8 @@ if __name__ == "__main__":  # the reward workers import this file
 
     def late(samples):
         calls.append(1)
-        for _ in range(60 if len(calls) == 3 and os.environ["RANK"] == "1" else 0):
+        Watch.current.limit = 8  # of a step: the start depends on the machine
+        for _ in range(32 if len(calls) == 3 and os.environ["RANK"] == "1" else 0):
             time.sleep(0.5)
             Watch.beat()
         return plain(samples)
@@ -417,9 +416,9 @@ if __name__ == "__main__":  # the reward workers import this file
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_a_slower_one_is_not_stalled(tiny, tmp_path):
-    """Rank 1 works 30 s longer than rank 0, with --timeout 18: nobody is stalled, the run finishes."""
+    """Rank 1 works 16 s longer than rank 0, with a limit of 8: nobody is stalled, the run finishes."""
     (tmp_path / "imbalance.py").write_text(IMBALANCE)
-    line = command(tiny, tmp_path, "--total_steps", "3", "--timeout", "18", ranks=2)
+    line = command(tiny, tmp_path, "--total_steps", "3", ranks=2)
     line = [str(tmp_path / "imbalance.py") if word == str(ROOT / "grpo.py") else word for word in line]
     assert "step 3/3" in finish(line, tmp_path / "log")
 
