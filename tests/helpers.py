@@ -446,7 +446,7 @@ class Run:
                 line, cwd=cwd, env=run_environment(), stdout=out, stderr=out, start_new_session=True
             )
 
-    def until(self, condition, timeout: float = 150) -> None:
+    def until(self, condition, timeout: float = 600) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             self.seen |= set(descendants(self.process.pid))
@@ -490,7 +490,7 @@ class Run:
         return found
 
 
-def run_to_end(line: list[str], log: Path, timeout: float = 240) -> tuple[int, str]:
+def run_to_end(line: list[str], log: Path, timeout: float = 600) -> tuple[int, str]:
     """(exit code, everything printed) of a run in processes of its own, none of which is left over."""
     run = Run(line, log)
     deadline = time.monotonic() + timeout
@@ -505,7 +505,7 @@ def forked(line: list[str], log: Path, ranks: int = 1, *, vllm: bool = False, ti
     return warm.run(line, log, run_environment(), timeout, ranks, vllm=vllm)
 
 
-def finish(line: list[str], log: Path, timeout: float = 150) -> str:
+def finish(line: list[str], log: Path, timeout: float = 600) -> str:
     """What a run printed that must end well: a fork of a process that has imported the libraries, if it can be."""
     ranks, rest = 1, line[1:]
     if rest[:1] == LAUNCH:  # as `command` has it

@@ -615,7 +615,7 @@ def test_the_port_is_taken(tiny, tmp_path, monkeypatch):
         taken.listen()
         port = str(taken.getsockname()[1])
         line = ["env", f"MASTER_PORT={port}", "MASTER_ADDR=127.0.0.1", *command(tiny, tmp_path, *LONG)]
-        text = ended(Run(line, tmp_path / "log"), 60)
+        text = ended(Run(line, tmp_path / "log"), 240)
     note("the port is taken", "`MASTER_PORT` of another process", text, "address already in use", ENDS)
 
 
@@ -632,7 +632,7 @@ def test_another_vllm(tiny, tmp_path):
     (tmp_path / "vllm" / "__init__.py").write_text("__version__ = '9.9'\n")
     line = ["env", f"PYTHONPATH={tmp_path}:{ROOT}", *command(tiny, tmp_path, *LONG, rollout="vllm")]
     note(
-        "another vLLM", "one without the class LLM", ended(Run(line, tmp_path / "log"), 60), "cannot import name", ENDS
+        "another vLLM", "one without the class LLM", ended(Run(line, tmp_path / "log"), 240), "cannot import name", ENDS
     )
 
 
@@ -655,12 +655,12 @@ def test_the_real_engine(tiny, tmp_path):
     """Too little memory for its cache; a prefix cache that it does not drop."""
     too_little = '{"kv_cache_memory_bytes": 10000}'
     line = command(tiny, tmp_path, *LONG, "--vllm_args", too_little, rollout="vllm")
-    text = ended(Run(line, tmp_path / "memory.log"), 120)
+    text = ended(Run(line, tmp_path / "memory.log"), 240)
     cause = text.partition("The above exception was the direct cause")[0]
     note("vLLM has too little memory", f"`--vllm_args '{too_little}'`", cause, "Error: ", ENDS)
     line = command(tiny, tmp_path, *LONG, rollout="vllm")
     run = Run(with_program(line, tmp_path, VLLM), tmp_path / "keeps.log")
-    note("the prefix cache outlives a push", "an engine that keeps it", ended(run, 120), "kept its prefix cache", ENDS)
+    note("the prefix cache outlives a push", "an engine that keeps it", ended(run, 240), "kept its prefix cache", ENDS)
 
 
 # -------------------------------------------------------------------------------- engines of their own, several nodes
