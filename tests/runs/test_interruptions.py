@@ -247,7 +247,7 @@ def test_other_moments_and_signals(tiny, tmp_path):
     run = Run(command(tiny, tmp_path / "early", *LONG), tmp_path / "early.log")
     run.until(lambda: (tmp_path / "early" / "run" / "config.json").exists())
     os.kill(run.process.pid, signal.SIGTERM)
-    assert run.end(60) == 75 and "nothing to save" in run.text(), run.text()
+    assert run.end(300) == 75 and "nothing to save" in run.text(), run.text()
 
 
 @pytest.mark.slow
