@@ -127,7 +127,7 @@ def measure(folder: Path, count: int) -> dict[str, float]:
     if not problems:
         process.refuse(f"{folder}: the run held no problems out (--eval_prompts 0)")
     problems = data.render_prompts(problems, tokenizer, args)
-    final = dataclasses.replace(args, model_name_or_path=str(folder / "model"), revision=None)
+    final = dataclasses.replace(args, model_name_or_path=str(folder / "model"))
     with torch.no_grad():
         policy = utils.TokenLogprobs(utils.load_model(final, torch.float32, "sdpa").eval(), args.temperature, 4096)
         start = utils.TokenLogprobs(utils.load_model(args, torch.float32, "sdpa").eval(), args.temperature, 4096)
