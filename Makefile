@@ -1,7 +1,7 @@
 # Every target sets the project up first; when that is done already it takes no time.
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: setup quickstart testbed test test-all test-gpu lint bench bench-gate compare speedrun
+.PHONY: setup quickstart testbed test test-all test-gpu gpu-day lint bench bench-gate compare speedrun
 
 setup:
 	@scripts/setup.sh
@@ -25,6 +25,10 @@ test-all: setup
 # What only a GPU can decide (docs/gpu.md); skipped, with the reason, on a machine without one
 test-gpu: setup
 	$(PYTHON_BIN) -m pytest -v -rs -m gpu $(ARGS)
+
+# The first ten minutes with a GPU: tests, a learning curve, phases, TRL; all that comes of it is in gpu-day/
+gpu-day: setup
+	$(PYTHON_BIN) studies/gpu_day.py $(ARGS)
 
 lint: setup
 	$(PYTHON_BIN) -m ruff check .

@@ -30,7 +30,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -413,7 +412,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     """vLLM's ``LLM`` in this process, in the thread that will use it."""
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # a thread starts on device 0
+        utils.take_gpu(args)  # a thread starts on device 0, and on the trainer's stream
     from vllm import LLM
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
@@ -423,7 +422,8 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     longest = args.max_prompt_length + args.max_response_length
     name, revision = split_revision(args.model_name_or_path)
     if cuda:
-        usual = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization}
+        usual = {"gpu_memory_utilization": utils.engine_share(args, dtype, world_size)}
+        usual["kernel_config"] = {"enable_flashinfer_autotune": False}  # minutes, where it is found
     else:
         usual = {"kv_cache_memory_bytes": 2**29, "kernel_config": cpu_norms.kernel_config()}
         usual["enforce_eager"] = True  # compiling takes longer than a short run

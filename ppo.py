@@ -22,7 +22,7 @@ at its end, for the micro-batches that only keep a rank in step with the others.
     one GPU              python ppo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 \\
                              --dataset openai/gsm8k:main@train --critic_learning_rate 1e-5 --gradient_checkpointing \\
                              --num_unique_prompts_rollout 256 --num_samples_per_prompt_rollout 1 \\
-                             --max_response_length 512 --total_steps 200
+                             --max_response_length 512 --total_steps 200 --sleep engine
     N GPUs               accelerate launch --config_file scripts/zero2.yaml --num_processes N ppo.py ...
 """
 
@@ -31,7 +31,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -693,7 +692,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     """vLLM's ``LLM`` in this process, in the thread that will use it."""
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # a thread starts on device 0
+        utils.take_gpu(args)  # a thread starts on device 0, and on the trainer's stream
     from vllm import LLM
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
@@ -703,7 +702,8 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     longest = args.max_prompt_length + args.max_response_length
     name, revision = split_revision(args.model_name_or_path)
     if cuda:
-        usual = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization}
+        usual = {"gpu_memory_utilization": utils.engine_share(args, dtype, world_size)}
+        usual["kernel_config"] = {"enable_flashinfer_autotune": False}  # minutes, where it is found
     else:
         usual = {"kv_cache_memory_bytes": 2**29, "kernel_config": cpu_norms.kernel_config()}
         usual["enforce_eager"] = True  # compiling takes longer than a short run
@@ -816,7 +816,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     if ready is None:
         dedicated.serve(args, vllm_thread)
         return
-    run = utils.begin(args, ready, not args.disable_value)  # prints sizes and what the KL setting means
+    run = utils.begin(args, ready)  # prints sizes and what the KL setting means
     if args.dry_run:
         return
     device = run.device

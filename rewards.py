@@ -1108,6 +1108,12 @@ class RewardModel:
 # ------------------------------------------------------------------------------------------------- all of it, for a run
 
 
+def default_workers() -> int:
+    """Verifier processes of this rank: its part of the cores, less two for trainer and engine; from 1 to 8."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks - 2))
+
+
 class Verifiers:
     """What scores the samples of a run: verifier processes, a reward model if there is one, and shaping."""
 
@@ -1115,9 +1121,8 @@ class Verifiers:
         self.args = args
         self.weights = parse_weights(args.reward_weights)
         names = {problem.verifier for problem in problems}
-        self.pool = RewardPool(
-            args.reward_workers, args.reward_timeout, names, self.weights, args.allow_unsafe_code_exec
-        )
+        workers = args.reward_workers or default_workers()
+        self.pool = RewardPool(workers, args.reward_timeout, names, self.weights, args.allow_unsafe_code_exec)
         wrong = self.pool.check(problems)
         if wrong:
             refuse(f"--verifier: {wrong}")

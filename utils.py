@@ -30,11 +30,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl, kl_setting_message, kl_values
-from runtime import data, flags, machine, rundir, runlog
+from runtime import data, fitting, flags, machine, rundir, runlog
 from runtime.attention import attention_inputs, check_mask_size, choose_layout, grouped_attention, varlen_attention
-from runtime.batching import MicroBatch, flat, micro_batches, per_token, token_offsets
+from runtime.batching import ROW_MULTIPLE, MicroBatch, flat, micro_batches, per_token, token_offsets
 from runtime.flags import check_override, is_dropout
-from runtime.memory import FULL_KL_SAMPLES, logit_block, reduce_bucket
+from runtime.memory import FULL_KL_SAMPLES, Setting, logit_block, read_model, reduce_bucket
 from runtime.process import refuse, resident_bytes, sync, trim_heap
 from runtime.records import Problem, Sample
 from runtime.sources import split_revision
@@ -61,6 +61,11 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     if not cuda and args.vllm_tensor_parallel_size > 1:  # its shared memory has one name and outlives a killed run
         refuse(f"--vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} needs GPUs; on CPUs leave it at 1")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda and args.dtype != "float32" and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        refuse(
+            f"--dtype {args.dtype}: {torch.cuda.get_device_name(device)} has compute capability "
+            f"{'.'.join(map(str, capability))} and no bfloat16, which begins with 8.0; give --dtype float32"
+        )
     if args.dtype == "auto":
         fast_bf16 = cuda or machine.bf16_pays(machine.known_rates())
         dtype = torch.bfloat16 if fast_bf16 else torch.float32
@@ -209,7 +214,36 @@ class Run:
         return {"layout": self.layout, "rank": self.rank, "world_size": self.world_size, "device": self.device}
 
 
-def begin(args, ready: tuple, has_critic: bool = False) -> Run:
+def take_gpu(args) -> None:
+    """Give the calling thread, which will build an engine, this rank's GPU.
+
+    With --async_steps beside a trainer it gets a CUDA stream of its own and the higher priority: on the default one a
+    decode step would wait behind all kernels that the trainer has started. vLLM follows the stream that is set after
+    its import.
+    """
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if args.async_steps > 0 and args.vllm_engines == 0:
+        importlib.import_module("vllm")
+        torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
+
+
+def memory_setting(args, dtype: torch.dtype, world_size: int) -> Setting:
+    """What the memory of a rank depends on here. The GPU is the smallest of this node: all ranks have one size."""
+    cards = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    critic = not getattr(args, "disable_value", True)
+    return Setting(world_size, dtype.itemsize == 2, min(cards, default=0), critic)
+
+
+def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
+    """The fraction of a GPU's memory that an engine takes: beside a trainer what leaves it room."""
+    if args.vllm_engines > 0:
+        return flags.sizes(args, True).vllm_gpu_memory_utilization
+    model = read_model(args.model_name_or_path)
+    sizes, _ = fitting.sizes_for(args, model, memory_setting(args, dtype, world_size))
+    return sizes.vllm_gpu_memory_utilization
+
+
+def begin(args, ready: tuple) -> Run:
     """Choose device, sizes and layout, and tokenize the prompts.
 
     Rank 0 prints all this, with what the KL setting means. ``ready``: what ``preflight`` found.
@@ -218,8 +252,11 @@ def begin(args, ready: tuple, has_critic: bool = False) -> Run:
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
     device, dtype, attention = resolve_device(args)
-    sizes = flags.sizes(args, device.type == "cuda")
-    layout, attention, reason = choose_layout(args, sizes, device.type == "cuda", dtype, attention)
+    world_size = int(os.environ["WORLD_SIZE"])
+    model = read_model(args.model_name_or_path)
+    setting = memory_setting(args, dtype, world_size)
+    sizes, reason = fitting.sizes_for(args, model, setting)
+    layout, attention, layout_reason = choose_layout(args, sizes, device.type == "cuda", dtype, attention)
     tokenizer = data.load_tokenizer(args)
     problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args)
     run = Run(
@@ -230,7 +267,7 @@ def begin(args, ready: tuple, has_critic: bool = False) -> Run:
         tokenizer=tokenizer,
         total_steps=flags.total_steps(args, len(problems)),
         rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
+        world_size=world_size,
         device=device,
         dtype=dtype,
         sizes=sizes,
@@ -239,12 +276,10 @@ def begin(args, ready: tuple, has_critic: bool = False) -> Run:
     )
     if run.rank == 0:
         hardware = f"{device.type} {dtype}"
-        rows = (layout, attention)
-        runlog.print_header(
-            args, folder, problems, tokenizer, run.total_steps, run.world_size, hardware, rows, has_critic
-        )
-        print(f"rows       {layout} ({reason}), {attention} attention")
-        print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(sizes).items())}")
+        whole = (problems, eval_problems)
+        runlog.print_header(args, folder, *whole, tokenizer, run.total_steps, hardware, model, setting, sizes)
+        print(f"rows       {layout} ({layout_reason}), {attention} attention")
+        print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(sizes).items())} ({reason})")
         print("\n".join(kl_lines(args)), flush=True)
     return run
 
@@ -660,7 +695,7 @@ def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> 
             samples,
             [0, 1],
             layout=layout,
-            budget=4 * (len(prompt) + 10),
+            budget=max(ROW_MULTIPLE, 4 * (len(prompt) + 10)),  # so that a GPU computes it as the rows of a run
             rank=0,
             world_size=1,
             device=parameter.device,

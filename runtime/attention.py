@@ -19,6 +19,7 @@ from runtime.flags import Sizes
 from runtime.process import refuse
 
 MASK_LIMIT = 2**30  # bytes of a dense mask; that of one row of 16,384 tokens in fp32
+SMALL_MASK = 2**28  # bytes, and 2048 places: below both FlexAttention's compilation costs more than it saves
 MASKLESS = ("flex_attention", "varlen", "flash_attention_2", "flash_attention_3")
 
 
@@ -238,7 +239,8 @@ def choose_layout(
     """(layout of the rows, attention implementation, why) for ``--batch_layout`` and ``--attn_implementation``.
 
     attention: as ``utils.resolve_device`` has it, by the device alone. On GPUs FlexAttention computes shared rows
-    without a mask in memory. Packed rows take their place where there is hardly a prompt to share: a group of one, or
+    without a mask in memory, once its four to seven kernels are compiled; sdpa takes their place where masks are small.
+    Packed rows take their place where there is hardly a prompt to share: a group of one, or
     prompts below a sixteenth of the responses. On CPUs rows are shared as long as their dense masks are small.
     """
     short = 16 * args.max_prompt_length < args.max_response_length
@@ -258,7 +260,7 @@ def choose_layout(
         reason = "there is hardly a prompt to share"
     elif free or attention == "flex_attention":
         layout = "shared"
-        reason = "on a GPU, without masks in memory"
+        reason = "on a GPU"
     elif mask <= MASK_LIMIT:
         layout = "shared"
         reason = f"masks of at most {mask / 2**20:.0f} MiB"
@@ -267,7 +269,10 @@ def choose_layout(
         reason = f"masks of shared rows could take {mask / 2**30:.1f} GiB"
     if free:
         packed = "varlen" if half else "sdpa"
-        attention = {"shared": "flex_attention", "packed": packed, "padded": "sdpa"}[layout]
+        widest = min(budget, args.max_prompt_length + args.num_samples_per_prompt_rollout * args.max_response_length)
+        small = mask_bytes("shared", "sdpa", budget, dtype, args) <= SMALL_MASK and widest <= 2048
+        shared = "sdpa" if small else "flex_attention"
+        attention = {"shared": shared, "packed": packed, "padded": "sdpa"}[layout]
     return layout, attention, reason
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -53,7 +54,11 @@ class Engine:
         self.watch = watch
         self.timeout = args.timeout or math.inf
         # The ranks of a tensor-parallel engine would have to fail together, and under ZeRO 3 none has all weights.
-        self.restarts = RESTARTS if args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 else 0
+        # vLLM gives its sleeping memory to one engine of a process.
+        sleeps = args.sleep != "off" and torch.cuda.is_available()
+        able = args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 and not sleeps
+        self.restarts = RESTARTS if able else 0
+        self.beside = args.async_steps > 0 and args.vllm_engines == 0  # it samples while this rank trains
         # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
         beside_training = args.async_steps > 0 and (args.inflight_updates == "off" or args.vllm_engines > 0)
         self.copies_weights = beside_training or args.sleep == "all"
@@ -64,6 +69,7 @@ class Engine:
         self.looks: list[Sample] = []  # what has arrived of it
         self.version = 0  # of the weights that were pushed last: step s begins with version s
         self.weights: list[tuple[str, torch.Tensor]] = []  # these, for an engine that has to be built again
+        self.spare: list[tuple[str, torch.Tensor]] = []  # copies whose memory the next ones may take
         self.acknowledged = 0
         self.pushed_at = time.perf_counter()
         self.tokens = 0  # that arrived since the last push
@@ -74,6 +80,10 @@ class Engine:
 
     def start(self) -> None:
         """Build the engine in a thread of its own, and wait until it stands."""
+        if self.beside:
+            # Both threads need Python's lock for microseconds, and each would wait 5 ms for it: a backward pass under
+            # DeepSpeed runs hundreds of hooks. tests/unit/test_engine_thread.py has the ratio.
+            sys.setswitchinterval(2e-4)
         self.inbox = watchdog.Mailbox()
         self.outbox = watchdog.Mailbox()
         arguments = (*self.arguments, self.inbox, self.outbox)
@@ -105,6 +115,7 @@ class Engine:
         self.start()
         if self.weights:
             self.inbox.put(("weights", self.version, self.weights))
+            self.spare = []  # the new engine may read them for a while
         for batch in self.batches.values():
             batch.unfinished = {key for key, _, _ in batch.requests}
             self.inbox.put(("generate", batch.number, batch.requests, batch.sampling))
@@ -196,7 +207,8 @@ class Engine:
         started = time.perf_counter()
         self.version += 1
         if self.restarts > 0:
-            self.weights = copied_to_cpu(weights) if self.copies_weights else weights
+            self.weights = copied_to_cpu(weights, self.spare) if self.copies_weights else weights
+            self.spare = self.weights
         self.inbox.put(("weights", self.version, weights))
         while self.acknowledged != self.version:
             self.take("acknowledgement of new weights")

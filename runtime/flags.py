@@ -17,7 +17,7 @@ import re
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
@@ -69,6 +69,8 @@ MUST_BE_POSITIVE = (
 )
 MAY_BE_NEGATIVE = ("reward_scaling", "reward_bias", "entropy_coeff")
 AT_MOST_ONE = (*("lr_min_ratio", "ref_policy_alpha", "gamma", "gae_lambda", "value_norm_beta"),)
+# What follows from model and data where it is not given: runtime/defaults.py.
+OPEN = ("learning_rate", "critic_learning_rate", "max_prompt_length", "max_response_length", "total_steps")
 LFS_POINTER = b"version https://git-lfs"  # how it begins
 # The type of the field as_: "as" is a word of Python's own, so that only the command line can have it.
 As = Annotated[str | None, tyro.conf.arg(name="as", metavar="NAME")]
@@ -77,6 +79,8 @@ As = Annotated[str | None, tyro.conf.arg(name="as", metavar="NAME")]
 @dataclass
 class RunFlags:
     """Everything about a run that is not the algorithm."""
+
+    given: ClassVar[frozenset[str] | None] = None  # by ``parse``: what the command line sets; None: all of it is meant
 
     # ---- run
     seed: int = 1
@@ -169,8 +173,8 @@ class RunFlags:
     """NAME=NUMBER per verifier or reward_model (default 1); NAME=gate: others count only where this one scores 1."""
     reward_timeout: float = 10.0
     """Seconds per verification; then its process is killed and the score is 0."""
-    reward_workers: int = 1
-    """Verifier processes per rank."""
+    reward_workers: int | None = None
+    """Verifier processes per rank. Default: this rank's part of the cores, less two; from 1 to 8."""
     check_verifier_status: bool = False
     """End the run when no score of a step is above 0: the verifier fails, or the prompt does."""
     allow_unsafe_code_exec: bool = False
@@ -222,8 +226,9 @@ class RunFlags:
     """Engines on ranks of their own, the last of the launch, which only sample. 0: one beside each trainer."""
     vllm_tensor_parallel_size: int = 1
     """Ranks that share one engine."""
-    vllm_gpu_memory_utilization: float = 0.4
-    """Fraction of a GPU's memory for vLLM's weights and KV cache; on CPUs the cache has 0.5 GiB."""
+    vllm_gpu_memory_utilization: float | None = None
+    """Fraction of a GPU's memory for vLLM; on CPUs the cache has 0.5 GiB. Default: 0.4, less where a GPU is small, more
+    for an engine that sleeps or is alone."""
     vllm_args: str | None = None
     """JSON object of vLLM's own arguments, for example {"max_num_seqs": 512, "enforce_eager": true}."""
     sleep: Literal["off", "engine", "all"] = "off"
@@ -232,7 +237,8 @@ class RunFlags:
 
     # ---- memory and parallelism
     micro_batch_tokens: int | None = None
-    """Tokens per forward and backward pass on one device, padding included. Default: 16384 on GPUs, 3072 on CPUs."""
+    """Tokens per forward and backward pass on one device, padding included. Default: on GPUs as many of 16384 as fit
+    (docs/evidence/memory.md), 3072 on CPUs."""
     logprob_micro_batch_tokens: int | None = None
     """The same for passes without gradient (old and reference log-probs)."""
     batch_layout: Literal["auto", "shared", "padded", "packed"] = "auto"
@@ -271,7 +277,19 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
     if name is not None:
         default = presets.apply(cls() if default is None else default, name)
     options = {} if default is None else {"default": default}
-    return tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
+    args = tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
+    named = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    changed = {key for key in fields if default is not None and getattr(default, key) != getattr(cls, key, None)}
+    args.given = frozenset(named | changed)
+    return args
+
+
+def is_open(args: Any, name: str) -> bool:
+    """Whether a flag was left to follow from model and data. Arguments that were made in Python are all meant."""
+    lengths = ("total_steps", "total_episodes", "total_epochs")
+    names = lengths if name == "total_steps" else (name,)
+    known = name in OPEN and hasattr(args, name) and args.given is not None
+    return known and not args.given.intersection(names)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -306,12 +324,14 @@ class Sizes:
     micro_batch_tokens: int
     logprob_micro_batch_tokens: int
     logprob_chunk: int
+    vllm_gpu_memory_utilization: float
     vllm_max_num_seqs: int
     vllm_max_num_batched_tokens: int
 
 
 def sizes(args: Any, cuda: bool) -> Sizes:
-    """The sizes of these flags on a GPU or a CPU; a micro-batch holds at least the longest sample there can be.
+    """The sizes of these flags on a CPU, or on a GPU that is large enough; a micro-batch holds at least the longest
+    sample there can be. runtime/fitting.py has those of the GPU that is there.
 
     A GPU needs about 16,000 tokens to be busy for longer than it takes to start its kernels. A CPU core is busy with a
     thousand, but every micro-batch also adds a gradient as large as the model. The engine's are vLLM's own for GPUs of
@@ -323,6 +343,7 @@ def sizes(args: Any, cuda: bool) -> Sizes:
         micro_batch_tokens=micro_batch,
         logprob_micro_batch_tokens=micro_batch,
         logprob_chunk=4096 if cuda else 2048,
+        vllm_gpu_memory_utilization=0.9 if args.vllm_engines > 0 else 0.4,
         vllm_max_num_seqs=1024 if cuda else 128,
         vllm_max_num_batched_tokens=16384 if cuda else 8192,
     )
@@ -574,32 +595,6 @@ def total_steps(args: RunFlags, problems: int) -> int:
     if args.total_episodes is not None:
         return args.total_episodes // (args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout)
     return args.total_steps
-
-
-def left_as_in_the_quickstart(args: RunFlags, parameters: int, epochs: float) -> list[str]:
-    """Warnings about defaults that suit the quickstart's model and task alone, where others are trained with them.
-
-    ``parameters``: of the model, 0 if not known. ``epochs``: of the data in the whole run.
-    """
-    default = type(args)()
-    other_data = args.dataset != default.dataset
-    length = (args.total_steps, args.total_episodes, args.total_epochs)
-    cases = [
-        (
-            parameters >= 4e8 and args.learning_rate == default.learning_rate,
-            f"--learning_rate {args.learning_rate:g} is for the quickstart's 135M parameters; 1e-6 is usual from 0.5B",
-        ),
-        (
-            other_data and args.max_response_length == default.max_response_length,
-            f"--max_response_length {args.max_response_length} is for the quickstart's sums; longer responses are cut, "
-            f"and cut ones score 0",
-        ),
-        (
-            other_data and epochs < 0.5 and length == (default.total_steps, None, None),
-            f"--total_steps {args.total_steps} is the quickstart's, {epochs:.2f} epochs here; see --total_epochs",
-        ),
-    ]
-    return [f"warning: {text}" for wrong, text in cases if wrong]
 
 
 def recorded_steps(count: int, total: int) -> list[int]:

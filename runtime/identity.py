@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.flags import MAY_CHANGE, PRESENTATION, what_counts
+from runtime.flags import MAY_CHANGE, PRESENTATION, is_open, what_counts
 from runtime.process import file_digest
 from runtime.redaction import redact_values
 
@@ -34,7 +34,8 @@ def changed_arguments(theirs: dict[str, Any], args) -> tuple[list[str], list[str
     other = []
     allowed = []
     for name, value in ours.items():
-        if value != theirs.get(name):
+        follows = is_open(args, name) and value == getattr(type(args), name)  # from model and data, not read here
+        if value != theirs.get(name) and not follows:
             words = f"--{name.rstrip('_')} {theirs.get(name)} there, {value} here"
             same = name in MAY_CHANGE or what_counts(name, value) == what_counts(name, theirs.get(name))
             (allowed if same else other).append(words)

@@ -410,6 +410,7 @@ def prepare_environment(dtype: str = "auto") -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no orphans, and weights by reference
         "TOKENIZERS_PARALLELISM": "false",  # its threads and the workers' spawn do not mix
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # where nvcc is found, vLLM would try and compile kernels at every start
         "VLLM_NO_USAGE_STATS": "1",  # it would report model and hardware over the network
         "RANK": "0",
         "LOCAL_RANK": "0",

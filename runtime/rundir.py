@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import presets
-from runtime.flags import MAY_CHANGE, NAME_BYTES, total_steps, what_counts
+from runtime.flags import MAY_CHANGE, NAME_BYTES, is_open, total_steps, what_counts
 from runtime.identity import changed_arguments, changed_code, code_of, ignored_changes
 from runtime.process import file_digest, lock_holder, refuse, versions, write_whole
 from runtime.records import Problem
@@ -37,8 +37,9 @@ def say(text: str) -> None:
 def run_name(args, defaults) -> str:
     """Name of a run: its ``exp_name``, every argument of its identity that differs from its default, and the seed.
 
-    With ``--as NAME`` the defaults are those that it sets. The same command always has the same name, and a command
-    that computes something else never has it. A long name ends in a hash of the rest.
+    With ``--as NAME`` the defaults are those that it sets. What follows from model and data is not named. The same
+    command always has the same name, and a command that computes something else never has it. A long name ends in a
+    hash of the rest.
     """
     if args.run_name is not None:
         return args.run_name
@@ -47,7 +48,8 @@ def run_name(args, defaults) -> str:
     for f in dataclasses.fields(args):
         value = redact_values({f.name: what_counts(f.name, getattr(args, f.name))})[f.name]
         default = what_counts(f.name, getattr(defaults, f.name))
-        if f.name not in (*MAY_CHANGE, "exp_name", "seed") and value != default:
+        unnamed = f.name in (*MAY_CHANGE, "exp_name", "seed") or is_open(args, f.name)
+        if not unnamed and value != default:
             parts.append(f"{f.name.rstrip('_')}={value}")
     text = "__".join(parts)
     safe = "".join(c if c.isalnum() or c in "=_.,+-" else "-" for c in text)
@@ -232,7 +234,10 @@ def last_step(path: Path) -> int:
 
 def unfinished(folder: Path, args) -> str:
     """What the run in ``folder`` still lacks of what only its end writes; "" when it is finished."""
-    steps = total_steps(args, json.loads((folder / "config.json").read_text()).get("problems", 0))
+    config = json.loads((folder / "config.json").read_text())
+    steps = total_steps(args, config.get("problems", 0))
+    if is_open(args, "total_steps"):
+        steps = config["args"]["total_steps"]
     reached = last_step(folder / "metrics.jsonl")
     if reached < steps:
         return f"is at step {max(reached, 0)} of {steps}"

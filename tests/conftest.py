@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config, items):
     """A test that hangs is ended with its process; pyproject.toml has its stacks printed before."""
     config.stash[COLLECTED] = list(items)
     for item in items:
-        long = item.get_closest_marker("slow") or item.get_closest_marker("learn")
+        long = any(item.get_closest_marker(name) for name in ("slow", "learn", "gpu"))
         item.add_marker(pytest.mark.timeout(1800 if long else 300, method="thread"))
 
 

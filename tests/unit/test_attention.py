@@ -30,7 +30,8 @@ from runtime import attention, batching, flags
 from runtime.records import Sample
 
 CPU = torch.device("cpu")
-SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 320}
+# FlexAttention takes no heads of less than 16 on a GPU.
+SHAPE = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 320}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.2}
 
 
@@ -235,8 +236,13 @@ LONG = {"max_prompt_length": 512, "max_response_length": 8192}
         (choice(False, micro_batch_tokens=32768), ("shared", "sdpa")),  # a group has no more than 512 tokens
         (choice(False, micro_batch_tokens=32768, **LONG), ("padded", "sdpa")),
         (choice(False, attn_implementation="flash_attention_2", resolved="flash_attention_2")[:1], ("packed",)),
-        (choice(True, HALF), ("shared", "flex_attention")),
-        (choice(True), ("shared", "flex_attention")),
+        (choice(True, HALF), ("shared", "sdpa")),  # 512 places: no kernel is compiled for such masks
+        (choice(True), ("shared", "sdpa")),
+        (choice(True, HALF, max_response_length=224), ("shared", "sdpa")),
+        (choice(True, HALF, max_response_length=225), ("shared", "flex_attention")),  # more than 2048 places
+        (choice(True, HALF, max_response_length=1024), ("shared", "flex_attention")),
+        (choice(True, max_response_length=1024), ("shared", "flex_attention")),
+        (choice(True, max_response_length=200, micro_batch_tokens=65536), ("shared", "flex_attention")),  # 464 MiB
         (choice(True, HALF, num_samples_per_prompt_rollout=1), ("packed", "varlen")),
         (choice(True, HALF, max_prompt_length=256, max_response_length=8192), ("packed", "varlen")),
         (choice(True, max_prompt_length=256, max_response_length=8192), ("shared", "flex_attention")),
@@ -313,6 +319,12 @@ def test_flags_that_a_cpu_cannot_serve_are_refused(capsys):
         with pytest.raises(SystemExit):
             utils.resolve_device(Args(attn_implementation=name))
         assert f"--attn_implementation {name} needs a GPU" in capsys.readouterr().err
+
+
+def test_the_models_of_these_tests_have_heads_for_flex_attention():
+    """Of 16 numbers at least, which its kernels ask for on a GPU."""
+    config = model_with("sdpa").config
+    assert config.hidden_size // config.num_attention_heads >= 16
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ import torch
 from helpers import ROOT, clean_environment, folder_of, record, run_here, tiny_args
 
 import grpo
+import rewards
 import utils
 from runtime.weights import _is_renamed
 
@@ -50,6 +51,37 @@ def test_vllm_sends_no_usage_report():
     prepare = "from runtime import process; process.prepare_environment(); "
     assert python(prepare + ask).endswith("False")
     assert python(ask).endswith("True")
+
+
+def test_gpus_without_bf16_are_refused_early(monkeypatch, capsys):
+    """A T4 or V100, before a model is loaded, with the remedy; vLLM would name a flag that is none here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    for capability, dtypes in (((7, 5), ("auto", "bfloat16")), ((7, 0), ("auto",))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        for dtype in dtypes:
+            with pytest.raises(SystemExit) as stop:
+                utils.resolve_device(grpo.Args(dtype=dtype))
+            said = capsys.readouterr().err
+            assert stop.value.code == 2 and "Tesla T4" in said and "give --dtype float32" in said
+        assert utils.resolve_device(grpo.Args(dtype="float32"))[1] == torch.float32
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert utils.resolve_device(grpo.Args())[1] == torch.bfloat16
+
+
+@pytest.mark.parametrize("cores, ranks, expected", [(2, 1, 1), (4, 1, 2), (16, 1, 8), (64, 8, 6), (8, 8, 1)])
+def test_verifiers_have_the_cores_that_are_left(monkeypatch, cores, ranks, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert rewards.default_workers() == expected
+    started = []
+    monkeypatch.setattr(rewards, "RewardPool", lambda workers, *rest: started.append(workers) or IDLE)
+    for given in (None, 3):
+        rewards.Verifiers(grpo.Args(reward_workers=given), [], None, None)
+    assert started == [expected, 3]
+
+
+IDLE = SimpleNamespace(check=lambda problems: "")
 
 
 @pytest.mark.parametrize("world_size, overlaps", [("1", False), ("2", True)])
@@ -173,6 +205,75 @@ def test_a_gpu_that_does_not_answer_fails_the_setup():
     done = subprocess.run(line, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 1
     assert "finds no GPU here; does the driver know CUDA 13.0?" in done.stderr
+
+
+def verification(tmp_path, header: bool, path: str) -> subprocess.CompletedProcess:
+    """The check of scripts/setup.sh for CUDA on a machine without a GPU, with or without Python.h and compilers."""
+    text = (ROOT / "scripts" / "setup.sh").read_text()
+    check = re.search(r"<<'EOF'\n(.*?)\nEOF\n", text, re.DOTALL)[1]
+    (tmp_path / "include").mkdir(exist_ok=True)
+    (tmp_path / "include" / "Python.h").touch() if header else (tmp_path / "include" / "Python.h").unlink(True)
+    fake = f"""
+import sys, sysconfig, torch, importlib.metadata
+torch.version.cuda = "13.0"
+sysconfig.get_paths = lambda: {{"include": {str(tmp_path / "include")!r}}}
+importlib.metadata.version = lambda name: "1"
+sys.argv = ["-", "cuda", "no"]
+"""
+    environment = os.environ | {"PATH": path}
+    environment.pop("CC", None)
+    line = [sys.executable, "-c", fake + check]
+    return subprocess.run(line, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_what_triton_compiles_with_is_checked_by_the_setup(tmp_path):
+    """A C compiler and Python.h: else the engine's thread would end in a page of traceback."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gcc").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "gcc").chmod(0o755)
+    assert verification(tmp_path, True, str(tmp_path / "bin")).returncode == 0
+    for header, path, said in ((True, "/nowhere", "neither gcc nor clang"), (False, str(tmp_path / "bin"), "Python.h")):
+        done = verification(tmp_path, header, path)
+        assert done.returncode == 1 and said in done.stderr and "apt install gcc python3" in done.stderr
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in
+    -L) echo "GPU 0: NVIDIA A100" ;;
+    *driver_version*) echo "{driver}" ;;
+    *) echo "| NVIDIA-SMI {driver}   Driver Version: {driver}   CUDA Version: {cuda} |" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "code"),
+    [
+        ("535.183.01", "12.2", 1),
+        ("570.124.06", "12.8", 1),
+        ("580.65.06", "13.0", 0),
+        ("535.183.01", "13.0", 0),  # with the libraries of forward compatibility
+        (None, None, 0),
+    ],
+)
+def test_a_driver_that_is_too_old_ends_the_setup_before_a_download(tmp_path, driver, cuda, code):
+    """Saying what to do; without a GPU, as on a login node, there is nothing to check."""
+    text = (ROOT / "scripts" / "setup.sh").read_text()
+    functions = re.search(r"^fail\(\) \{.*?^\}\n", text, re.DOTALL | re.MULTILINE)[0]
+    functions += re.search(r"^check_driver\(\) \{.*?^\}\n", text, re.DOTALL | re.MULTILINE)[0]
+    if driver is not None:
+        (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI.format(driver=driver, cuda=cuda))
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    line = ["bash", "-euo", "pipefail", "-c", f"{functions}check_driver\necho checked"]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("checked" in done.stdout) == (code == 0)
+    if code:
+        for words in (driver, f"CUDA {cuda.split('.')[0]}", "580 or later", "cuda-compat-13-0", "FLAVOR=cpu"):
+            assert words in done.stderr
+    before, after = text.index("[[ $flavor == cpu ]] || check_driver"), text.index("rm -rf .venv")
+    assert before < after, "nothing is removed or fetched before"
 
 
 # ------------------------------------------------------------------------------------------------------ pushes, weights

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import itertools
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -21,6 +25,7 @@ from helpers import run_here, tiny_args
 import grpo
 import ppo
 from runtime import dedicated, flags, watchdog, weights
+from runtime.engine import Engine
 
 SCRIPTS = pytest.mark.parametrize("script", [grpo, ppo])
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 4, "ignore_eos": False, "stop": []}
@@ -220,6 +225,8 @@ def built(script, monkeypatch, cuda: bool, **changes) -> dict:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=int(80e9)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
     monkeypatch.setattr(vllm, "LLM", lambda **given: given, raising=False)
     return script.build_vllm(script.Args(**changes), torch.bfloat16, 0, 1)
 
@@ -250,6 +257,98 @@ def test_what_an_engine_does_only_on_a_gpu(script, monkeypatch):
         assert given["max_num_seqs"] == (1024 if cuda else 128)
         assert given["max_num_batched_tokens"] == (16384 if cuda else 8192)
         assert given.get("block_size") == (None if cuda else 32)
+
+
+@SCRIPTS
+def test_an_engine_on_a_gpu_starts_without_trying_kernels(script, monkeypatch):
+    """FlashInfer would be tried and compiled where nvcc is on PATH, for minutes, and not elsewhere."""
+    from vllm import EngineArgs
+
+    given = built(script, monkeypatch, True)["kernel_config"]
+    assert given == {"enable_flashinfer_autotune": False}
+    assert EngineArgs(model="x", kernel_config=given).kernel_config.enable_flashinfer_autotune is False
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+
+
+@SCRIPTS
+def test_an_engine_beside_a_trainer_has_a_stream_of_its_own(script, monkeypatch):
+    """Set in the engine's thread after vLLM's import, of the higher priority; not where nothing runs beside it."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: ("stream", priority))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: seen.append((stream, threading.current_thread().name)))
+    plain = importlib.import_module
+
+    def noted(name, *rest):
+        seen.append(name)
+        return plain(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", noted)
+    for changes in ({}, {"async_steps": 1, "vllm_engines": 1}):
+        built(script, monkeypatch, True, **changes)
+        assert not [word for word in seen if isinstance(word, tuple)]
+    seen.clear()
+    thread = threading.Thread(target=built, args=(script, monkeypatch, True), kwargs={"async_steps": 1}, name="rollout")
+    thread.start()
+    thread.join()
+    assert seen == ["vllm", (("stream", -1), "rollout")]
+
+
+HOOKS = """
+import ctypes, sys, threading, time
+def busy(stop):
+    while not stop:
+        sum(range(1000))
+def hooks():
+    sleep = ctypes.CDLL(None).usleep
+    started = time.perf_counter()
+    for _ in range(300):
+        sleep(100)
+    return time.perf_counter() - started
+stop = []
+thread = threading.Thread(target=busy, args=(stop,))
+thread.start()
+found = []
+for interval in (None, 2e-4):
+    if interval is not None:
+        sys.setswitchinterval(interval)
+    found.append(min(hooks() for _ in range(3)))
+stop.append(1)
+print(found[0] / found[1])
+"""
+
+
+def test_a_thread_that_computes_does_not_hold_back_the_other(monkeypatch):
+    """300 calls that leave Python's lock for 0.1 ms, beside a thread that computes: as an engine beside the trainer.
+
+    With Python's own interval of 5 ms they take several times as long as with the one that a run sets.
+    """
+    ratio = float(subprocess.run([sys.executable, "-c", HOOKS], capture_output=True, text=True, check=True).stdout)
+    print(f"{ratio:.1f} times as long")
+    assert ratio > 2
+    before = sys.getswitchinterval()
+    monkeypatch.setattr("runtime.engine.watchdog.Watch.receive", lambda *rest: ("ready",))
+    monkeypatch.setattr("runtime.engine.dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
+    try:
+        for changes, expected in (({}, 5e-3), ({"async_steps": 1}, 2e-4)):
+            sys.setswitchinterval(5e-3)
+            Engine(lambda *rest: None, grpo.Args(**changes), torch.float32, None, [2], watchdog.Watch(0))
+            assert sys.getswitchinterval() == pytest.approx(expected)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_copies_of_pushed_weights_take_the_memory_of_earlier_ones():
+    """Tied weights are copied once; other shapes get memory of their own."""
+    one = torch.ones(4)
+    first = weights.copied_to_cpu([("a", one), ("b", one), ("c", torch.zeros(2))], [])
+    assert first[0][1] is first[1][1]
+    places = [tensor.data_ptr() for _, tensor in first]
+    one += 1
+    second = weights.copied_to_cpu([("a", one), ("b", one), ("c", torch.zeros(2))], first)
+    assert [tensor.data_ptr() for _, tensor in second] == places
+    assert second[0][1].tolist() == [2.0] * 4
+    third = weights.copied_to_cpu([("a", torch.zeros(5))], second)
+    assert third[0][1].data_ptr() not in places
 
 
 @SCRIPTS

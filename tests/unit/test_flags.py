@@ -998,24 +998,6 @@ def test_dry_run(tiny, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("changes, parameters, epochs, said", [
-    ({}, 135_000_000, 1.6, []),
-    ({}, 0, 0.03, []),
-    ({}, 1_540_000_000, 1.6, ["--learning_rate 3e-05"]),
-    ({"learning_rate": 1e-6}, 1_540_000_000, 1.6, []),
-    ({"dataset": "openai/gsm8k:main@train"}, 0, 0.03, ["--max_response_length 32", "--total_steps 28"]),
-    ({"dataset": '{"a": 1.0}'}, 494_000_000, 2, ["--learning_rate 3e-05", "--max_response_length 32"]),
-    ({"dataset": "a.jsonl", "max_response_length": 512, "total_epochs": 1}, 0, 0.03, []),
-    ({"dataset": "a.jsonl", "max_response_length": 512, "total_steps": 20}, 0, 0.03, []),
-])  # fmt: skip
-@pytest.mark.parametrize("script", [grpo, ppo])
-def test_defaults_of_the_quickstart_are_named_where_another_model_or_task_has_them(
-    script, changes, parameters, epochs, said
-):
-    warnings = flags.left_as_in_the_quickstart(script.Args(**changes), parameters, epochs)
-    assert [" ".join(w.split()[1:3]) for w in warnings] == said
-
-
 def test_algorithms_as_in_their_papers_leave_no_response_out():
     """GRPO, Dr. GRPO and RLOO train on truncated responses, too; the page's flags say so."""
     page = (ROOT / "docs" / "grpo.md").read_text()
@@ -1028,12 +1010,12 @@ def test_algorithms_as_in_their_papers_leave_no_response_out():
 def test_sizes_that_are_left_open_follow_the_device():
     """None is never a size; what is given holds on any device, and a micro-batch holds the longest sample."""
     sizes = {name: vars(flags.sizes(Args(), cuda)) for name, cuda in (("cpu", False), ("gpu", True))}
-    assert list(sizes["cpu"].values()) == [3072, 3072, 2048, 128, 8192]
-    assert list(sizes["gpu"].values()) == [16384, 16384, 4096, 1024, 16384]
+    assert list(sizes["cpu"].values()) == [3072, 3072, 2048, 0.4, 128, 8192]
+    assert list(sizes["gpu"].values()) == [16384, 16384, 4096, 0.4, 1024, 16384]
     own = '{"max_num_seqs": 9, "max_num_batched_tokens": 10}'
-    given = Args(micro_batch_tokens=7, logprob_micro_batch_tokens=8, vllm_args=own)
+    given = Args(micro_batch_tokens=7, logprob_micro_batch_tokens=8, vllm_args=own, vllm_gpu_memory_utilization=0.3)
     for cuda, chunk in ((False, 2048), (True, 4096)):
-        assert list(vars(flags.sizes(given, cuda)).values()) == [7, 8, chunk, 9, 10]
+        assert list(vars(flags.sizes(given, cuda)).values()) == [7, 8, chunk, 0.3, 9, 10]
     long = flags.sizes(Args(max_prompt_length=2000, max_response_length=20000), True)
     assert (long.micro_batch_tokens, long.logprob_micro_batch_tokens, long.logprob_chunk) == (22000, 22000, 4096)
 

@@ -36,6 +36,7 @@ RANKS = [
     },
     {"runtime.flags", "runtime.elastic", "runtime.workers"},
     {"runtime.identity", "runtime.attention", "runtime.memory"},
+    {"runtime.fitting", "runtime.defaults"},
     {"runtime.rundir", "runtime.runlog", "runtime.checkpoints", "runtime.recorder", "runtime.weights"},
     {"kl_estimators", "rewards", "runtime.dedicated", "runtime.start"},
     {"runtime.engine"},

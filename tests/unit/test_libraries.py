@@ -86,6 +86,7 @@ OURS = (
     "eval after ",
 )
 OURS += ("step ", "  '", "warning: ", "resuming ", "rows ", "sizes ", "  phases ", "  parts ")
+OURS += ("defaults ", "  --")
 
 
 @pytest.mark.slow

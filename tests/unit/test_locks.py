@@ -34,6 +34,15 @@ def test_every_package_has_hashes_and_no_address(name):
     assert not re.search(r"://|index-url|find-links", (ROOT / "locks" / name).read_text())
 
 
+def test_the_setup_installs_the_lock_of_gpus():
+    """And that lock has one CUDA: the files of cuda-python 12 would lie on those of cuda-bindings 13."""
+    setup = (ROOT / "scripts" / "setup.sh").read_text()
+    assert "pip_install --no-deps --require-hashes -r locks/cuda.txt" in setup
+    cuda = blocks("cuda.txt")
+    major = {cuda[name][0].split(".")[0] for name in ("cuda-python", "cuda-bindings", "cuda-toolkit")}
+    assert major == {"13"}
+
+
 def test_locks_have_the_versions_of_the_requirements():
     """After an edit of a requirement the lock must be made again; setup would install the old version."""
     cpu = {package: version for package, (version, _) in blocks("cpu.txt").items()}

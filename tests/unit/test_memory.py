@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import random
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from helpers import ROOT
 
 import grpo
 import utils
-from runtime import batching, memory
+from runtime import batching, flags, memory
 from runtime.records import Sample
 
 spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "studies" / "memory.py")
@@ -82,8 +83,8 @@ def test_the_estimate_is_what_deepspeed_keeps(tmp_path, stage, dtype):
     found = [text for text in done.stdout.splitlines() if text.startswith("BYTES")]
     assert found, done.stderr[-3000:]
     measured = float(found[0].split()[1])
-    setting = memory.Setting(2, "cpu", dtype == "bfloat16")
-    estimate = sum(memory.trainer_states(grpo.Args(**changes), 10**6, setting).values()) / 10**6
+    setting = memory.Setting(2, dtype == "bfloat16")
+    estimate = sum(memory.trainer_states(grpo.Args(**changes), MODEL, setting).values()) / MODEL.parameters
     print(f"ZeRO {stage} {dtype}: measured {measured:.3f} bytes per parameter, estimated {estimate:.3f}")
     assert estimate == pytest.approx(measured, rel=0.03)
 
@@ -93,37 +94,31 @@ MODEL = memory.Model(
 )
 
 
+CPU = memory.Setting(1, True)
+GPU = memory.Setting(1, True, 80e9)
+FOUR = memory.Setting(4, True, 80e9)
+
+
 @pytest.mark.parametrize(
     ("changes", "setting", "expected"),
     [
-        ({}, memory.Setting(1, "cuda", True), {"weights": 2, "gradients": 4, "master weights": 4, "moments": 8}),
-        ({}, memory.Setting(4, "cuda", True), {"weights": 2, "gradients": 1, "master weights": 1, "moments": 2}),
-        ({}, memory.Setting(4, "cuda", False), {"weights": 4, "gradients": 1, "master weights": 1, "moments": 2}),
-        ({"zero_stage": 3}, memory.Setting(4, "cuda", True), {"weights": 0.5, "gradients": 1, "moments": 2}),
-        ({"zero_stage": 1}, memory.Setting(4, "cuda", True), {"weights": 2, "gradients": 6, "moments": 2}),
-        ({"offload": ("optimizer",)}, memory.Setting(4, "cuda", True), {"master weights": 0, "gradients": 0}),
-        ({"offload": ("optimizer",)}, memory.Setting(4, "cuda", True), {"moments": 0, "flat gradients": 0}),
-        ({}, memory.Setting(4, "cuda", True), {"bucket": 0}),
-        ({"zero_stage": 3}, memory.Setting(4, "cpu", False), {"bucket": 0.08, "gathered weights": 4}),
-        ({"zero_stage": 3}, memory.Setting(1, "cpu", False), {"gradients": 4, "gathered weights": 0}),
-        ({"zero_stage": 3}, memory.Setting(4, "cpu", False, critic=True), {"gradients": 2}),
-        ({}, memory.Setting(1, "cuda", True, critic=True), {"weights": 4, "gradients": 4, "moments": 16}),
-        ({"beta": 0.1}, memory.Setting(4, "cuda", True), {"reference": 2, "engine": 2, "KV cache": 0}),
-        ({"vllm_tensor_parallel_size": 4}, memory.Setting(4, "cuda", True), {"reference": 0, "engine": 0.5}),
-        ({"vllm_engines": 1}, memory.Setting(4, "cuda", True), {"engine": 0, "KV cache": 0}),
-        (
-            {"vllm_args": f'{{"kv_cache_memory_bytes": {3 * 2**30}}}'},
-            memory.Setting(1, "cuda", True),
-            {"KV cache": 3 * 2**30 / 10**9},
-        ),
-        ({}, memory.Setting(1, "cuda", True, card=80e9), {"engine": 2, "KV cache": 0.4 * 80 - 2}),
-        (
-            {"vllm_args": f'{{"kv_cache_memory_bytes": {3 * 2**30}}}'},
-            memory.Setting(1, "cuda", True, card=80e9),
-            {"KV cache": 3 * 2**30 / 10**9},
-        ),
-        ({"vllm_engines": 1}, memory.Setting(1, "cuda", True, card=80e9), {"engine": 0, "KV cache": 0}),
-        ({"rollout": "hf"}, memory.Setting(1, "cuda", True, card=80e9), {"engine": 2, "KV cache": 0}),
+        ({}, GPU, {"weights": 2, "gradients": 4, "optimizer": 12}),
+        ({}, FOUR, {"weights": 2, "gradients": 1, "optimizer": 3}),
+        ({}, dataclasses.replace(FOUR, bf16=False), {"weights": 4, "gradients": 1, "optimizer": 3}),
+        ({"zero_stage": 3}, FOUR, {"weights": 0.5, "gradients": 1, "optimizer": 3, "gathered": 2}),
+        ({"zero_stage": 3}, GPU, {"gradients": 4, "gathered": 0}),
+        ({"zero_stage": 1}, FOUR, {"weights": 2, "gradients": 6, "optimizer": 3}),
+        ({"offload": ("optimizer",)}, FOUR, {"optimizer": 0, "gradients": 0, "flat gradients": 0}),
+        ({"offload": ("optimizer",)}, CPU, {"optimizer": 12, "gradients": 4, "flat gradients": 4}),
+        ({"zero_stage": 3}, dataclasses.replace(FOUR, critic=True), {"gradients": 2}),
+        ({}, dataclasses.replace(GPU, critic=True), {"weights": 4, "gradients": 4, "optimizer": 24}),
+        ({"beta": 0.1}, FOUR, {"reference": 2}),
+        ({"vllm_engines": 1}, FOUR, {"engine": 0, "KV cache": 0}),
+        ({}, CPU, {"engine": 2, "KV cache": 0.5 * 2**30 / 1e9}),
+        ({"vllm_args": f'{{"kv_cache_memory_bytes": {3 * 2**30}}}'}, CPU, {"KV cache": 3 * 2**30 / 1e9}),
+        ({}, GPU, {"engine": 2 + memory.ENGINE_WORK / 1e9, "KV cache": 0.4 * 80 - 2 - memory.ENGINE_WORK / 1e9}),
+        ({"vllm_args": f'{{"kv_cache_memory_bytes": {3 * 2**30}}}'}, GPU, {"KV cache": 3 * 2**30 / 1e9}),
+        ({"rollout": "hf"}, GPU, {"engine": 2, "KV cache": 0}),
     ],
 )
 def test_parts_are_parameters_times_bytes(changes, setting, expected):
@@ -132,14 +127,13 @@ def test_parts_are_parameters_times_bytes(changes, setting, expected):
 
 
 def test_two_that_sleep_in_turns_are_not_there_at_the_same_time():
-    """Bytes per parameter: 14 of weights, master weights and moments, 4 of gradients in the update, 2 of the engine."""
-    both = {"sleep": "all"}
-    for changes, sampling, training in ((both, 2, 18), ({"sleep": "engine"}, 16, 18), ({}, 16, 20)):
-        args = grpo.Args(micro_batch_tokens=8192, num_unique_prompts_rollout=512, **changes)
-        found = memory.predict(args, MODEL, memory.Setting(1, "cuda", True))
-        update = found.phases["update"] - found.parts["activations"] - found.parts["logits"]
-        assert found.phases["generate"] / 10**9 == pytest.approx(sampling)
-        assert update / 10**9 == pytest.approx(training)
+    """Each takes out of the other's phase what it holds itself."""
+    found = {}
+    for sleep in ("off", "engine", "all"):
+        found[sleep] = memory.predict(grpo.Args(sleep=sleep), MODEL, GPU).phases
+    assert found["off"]["training"] - found["engine"]["training"] == pytest.approx(0.4 * 80e9)
+    assert found["engine"]["sampling"] - found["all"]["sampling"] == pytest.approx(14e9)
+    assert found["engine"]["training"] == found["all"]["training"]
 
 
 def samples_of(lengths: list[int], vocabulary: int) -> list[Sample]:
@@ -158,8 +152,8 @@ def one_batch(samples: list[Sample], layout: str) -> batching.MicroBatch:
     return batch
 
 
-def kept_by_autograd(config, dtype: torch.dtype, attention: str, layout: str) -> tuple[int, int, int]:
-    """(bytes of different tensors kept for the backward pass, tokens, width) of a forward pass of a random Llama."""
+def kept_by_autograd(config, dtype: torch.dtype, attention: str, layout: str) -> tuple[int, int]:
+    """(bytes of different tensors kept for the backward pass, tokens) of a forward pass of a random Llama."""
     from transformers import LlamaForCausalLM
 
     utils.register_attention()
@@ -178,33 +172,38 @@ def kept_by_autograd(config, dtype: torch.dtype, attention: str, layout: str) ->
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         utils.TokenLogprobs(model, 1.0, 1024)(batch)
     kept = sum(storage.nbytes() for storage in seen.values()) - parameters
-    return kept, batch.input_ids.numel(), batch.input_ids.shape[1]
+    return kept, batch.input_ids.numel()
 
 
 @pytest.mark.parametrize("layout", ["shared", "padded", "packed"])
 @pytest.mark.parametrize("attention", ["eager", "grouped", "sdpa"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_layer_keeps_what_the_formula_says(dtype, attention, layout):
-    """Bytes that autograd keeps of a layer, as the difference of a model with three layers and one with one: exact."""
+def test_a_layer_keeps_less_than_the_formula_says(dtype, attention, layout):
+    """Bytes that autograd keeps of a layer, as the difference of a model with three layers and one with one."""
     from transformers import LlamaConfig
 
     shape = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
     found = []
+    said = []
+    setting = memory.Setting(1, dtype == "bfloat16")
     for layers in (1, 3):
         config = LlamaConfig(vocab_size=512, head_dim=32, num_hidden_layers=layers, **shape)
-        kept, tokens, width = kept_by_autograd(config, getattr(torch, dtype), attention, layout)
+        kept, tokens = kept_by_autograd(config, getattr(torch, dtype), attention, layout)
         found.append(kept)
-    args = grpo.Args(dtype=dtype, attn_implementation=attention, batch_layout=layout)
-    model = memory.model_of(config.to_dict(), 1)
-    setting = memory.Setting(1, "cpu", dtype == "bfloat16")
-    assert (found[1] - found[0]) / 2 / tokens == memory.layer_activations(args, model, setting, width)
+        args = grpo.Args(attn_implementation=attention, batch_layout=layout, max_prompt_length=20)
+        args.max_response_length = 33
+        args.num_samples_per_prompt_rollout = 4
+        said.append(memory.activations(args, memory.model_of(config.to_dict(), 1), setting, tokens))
+    measured, bound = found[1] - found[0], said[1] - said[0]
+    print(f"{dtype} {attention} {layout}: {measured / bound:.2f} of the bound")
+    assert 0.7 * bound < measured <= bound
 
 
 @pytest.mark.parametrize("chunk", [1024, 4096])
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_head_holds_what_the_formula_says(monkeypatch, dtype, gradient, chunk):
-    """The most that is allocated at a time by a model that is all head: within 5 %, with one chunk and with several."""
+def test_the_head_holds_less_than_the_formula_says(monkeypatch, dtype, gradient, chunk):
+    """The most that is allocated at a time by a model that is all head, with one chunk and with several."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     monkeypatch.setattr(memory, "logit_block", lambda on_gpu: 2**20)  # of 128 rows
@@ -221,41 +220,35 @@ def test_the_head_holds_what_the_formula_says(monkeypatch, dtype, gradient, chun
             logprobs.sum().backward()
     peak = script.allocation_peaks(profiler, [("all", began, script.time.time_ns())])["all"]
     model = dataclasses.replace(MODEL, vocabulary=8192)
-    shape = memory.Shape(7, 320, len(batch.targets), alone=True)
-    setting = memory.Setting(1, "cpu", dtype == "bfloat16")
-    assert memory.logits(chunk, model, setting, shape, gradient) == pytest.approx(peak, rel=0.05)
+    args = grpo.Args(max_prompt_length=20, max_response_length=300, num_unique_prompts_rollout=1)
+    args.num_samples_per_prompt_rollout = 7
+    args.micro_batch_tokens = len(batch.targets)
+    setting = memory.Setting(1, dtype == "bfloat16")
+    size = dataclasses.replace(flags.sizes(args, False), logprob_chunk=chunk)
+    bound = memory.passes(args, model, setting, size)["logits"]
+    print(f"{dtype} gradient {gradient} chunk {chunk}: {peak / bound:.2f} of the bound")
+    assert peak <= bound and (not gradient or peak > 0.8 * bound)
 
 
-def test_the_largest_micro_batch_is_the_one_that_batching_makes():
-    """Rows, width and predictions of full-length responses, in every layout, budget and number of ranks."""
-    samples = []
-    for prompt in range(4):
-        for k in range(4):
-            response = [100 * prompt + k, *range(1, 16)]
-            samples.append(Sample(prompt, k, [prompt] * 20, response, [0.0] * 16, "length", []))
+def test_no_micro_batch_is_larger_than_the_bound():
+    """Drawn lengths fill a budget that full ones would not: the tokens of every micro-batch, in every layout."""
+    draw = random.Random(0)
+    fullest = 0
     for layout in ("shared", "padded", "packed"):
-        for budget in (36, 100, 200, 1000):
-            for ranks in (1, 2):
-                args = grpo.Args(
-                    num_unique_prompts_rollout=4,
-                    num_samples_per_prompt_rollout=4,
-                    max_response_length=16,
-                    batch_layout=layout,
-                )
-                setting = memory.Setting(ranks, "cpu", True, prompt=20)
-                expected = memory.largest_batch(args, setting, budget)
-                made = batching.micro_batches(
-                    samples,
-                    list(range(16)),
-                    layout=layout,
-                    budget=budget,
-                    rank=0,
-                    world_size=ranks,
-                    device=torch.device("cpu"),
-                )
-                largest = max(made, key=lambda batch: batch.input_ids.numel())
-                found = (*largest.input_ids.shape, len(largest.targets), len(made) == 1)
-                assert dataclasses.astuple(expected) == found, (layout, budget, ranks)
+        for ranks in (1, 2, 3):
+            args = grpo.Args(num_unique_prompts_rollout=6, num_samples_per_prompt_rollout=8, max_response_length=1024)
+            samples = []
+            for prompt in range(6):
+                for k in range(8):
+                    length = draw.randint(100, 1024)
+                    response = [prompt, k, *range(length - 2)]
+                    samples.append(Sample(prompt, k, [7] * 256, response, [0.0] * length, "stop", []))
+            options = {"layout": layout, "budget": 4096, "rank": 0, "world_size": ranks}
+            made = batching.micro_batches(samples, list(range(48)), **options, device=torch.device("cpu"))
+            largest = max(batch.input_ids.numel() for batch in made)
+            fullest = max(fullest, largest)
+            assert largest <= memory.most_tokens(args, 4096, ranks), (layout, ranks)
+    assert fullest > 3 * 1280, "responses of full length would make no more, and this shows nothing"
 
 
 def test_the_model_is_read_from_its_folder(tiny):
@@ -264,8 +257,8 @@ def test_the_model_is_read_from_its_folder(tiny):
 
     found = memory.read_model(tiny)
     assert found.parameters == AutoModelForCausalLM.from_pretrained(tiny).num_parameters()
-    assert (found.layers, found.hidden, found.keys, found.queries) == (2, 64, 32, 64)
-    assert found.tied and found.head == found.vocabulary * 64
+    assert (found.layers, found.hidden) == (2, 64)
+    assert (found.kv_heads * found.head_size, found.heads * found.head_size) == (32, 64)
     assert memory.read_model(ROOT / "docs") is None
     assert memory.model_of({"d_model": 512}, 10) is None
 
@@ -291,24 +284,25 @@ def test_a_model_without_files_is_counted_by_its_config(monkeypatch, tmp_path):
 
 
 def test_more_than_the_card_is_a_warning():
-    """Only with a card, and only above it; it names the phase."""
-    found = memory.predict(grpo.Args(), MODEL, memory.Setting(1, "cuda", True, card=24e9))
-    lines = memory.describe(found, MODEL, 0, 24e9)
-    assert lines[-1].startswith("warning: the GPU has 22.4 GiB, and the phase step may need ")
-    for card in (0, found.peak):
-        assert len(memory.describe(found, MODEL, 0, card)) == 3
+    """Only with a card, and only above it."""
+    card = dataclasses.replace(GPU, card=24e9)
+    found = memory.predict(grpo.Args(), MODEL, card)
+    assert memory.describe(found, MODEL, card)[-1].startswith("warning: the GPU has 22.4 GiB, and ")
+    for setting in (CPU, GPU):
+        assert len(memory.describe(memory.predict(grpo.Args(), MODEL, setting), MODEL, setting)) == 3
 
 
 def test_the_plan_of_a_command_line(tiny, capsys):
     """The lines of the start for a card that is not here; exit code 1 where it does not fit."""
     words = ["--gpus", "2", "--gpu_gb", "24", "ppo.py", "--model_name_or_path", str(tiny), "--beta", "0.1"]
     assert script.plan(words) == 0
-    assert "KV cache 8.9" in capsys.readouterr().out
+    assert "micro_batch_tokens 16384" in capsys.readouterr().out
     assert script.plan([*words, "--vllm_gpu_memory_utilization", "0.95"]) == 1
 
 
 def test_the_table_of_the_page_is_what_the_command_prints():
     assert script.table() in (ROOT / "docs" / "evidence" / "memory.md").read_text()
+    assert script.first_runs() in (ROOT / "docs" / "gpu.md").read_text()
 
 
 @pytest.mark.slow
@@ -316,12 +310,12 @@ def test_the_table_of_the_page_is_what_the_command_prints():
 def test_a_run_holds_what_was_predicted(tmp_path, configuration):
     """Runs of two steps of a random model of 17M parameters.
 
-    Within 10 % of what each rank's main thread allocates, within 15 % of what is resident.
+    What each rank's main thread allocates, and what is resident, is below the bound, and at least two thirds of it.
     """
     folder = script.small_model(tmp_path / "model")
     for row in script.compare(configuration, folder, tmp_path, runs=1):
-        assert row.predicted == pytest.approx(row.allocated, rel=0.1)
-        assert row.predicted_resident == pytest.approx(row.resident, rel=0.15)
+        assert row.predicted / 1.5 < row.allocated <= row.predicted
+        assert row.predicted_resident / 1.5 < row.resident <= row.predicted_resident
 
 
 @pytest.mark.slow
@@ -334,11 +328,11 @@ def test_a_run_holds_what_was_predicted(tmp_path, configuration):
         (2, ("--zero_stage", "2", "--micro_batch_tokens", "160")),
     ],
 )
-def test_the_end_of_a_backward_pass_is_predicted(tmp_path, ranks, words):
-    """Where the peak is DeepSpeed's reduction, or stands on stage 1's sums: within 5 % of the rank that holds most."""
+def test_the_end_of_a_backward_pass_is_below_the_bound(tmp_path, ranks, words):
+    """Where the peak is DeepSpeed's reduction, or stands on stage 1's sums."""
     folder = script.small_model(tmp_path / "model")
-    rows = script.compare((" ".join(words), "grpo", ranks, words), folder, tmp_path, runs=1)
-    assert rows[0].predicted == pytest.approx(max(row.allocated for row in rows), rel=0.05)
+    for row in script.compare((" ".join(words), "grpo", ranks, words), folder, tmp_path, runs=1):
+        assert row.predicted / 1.5 < row.allocated <= row.predicted
 
 
 FRAGMENTS = """
