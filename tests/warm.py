@@ -28,6 +28,7 @@ class Server:
         line = [sys.executable, str(Path(__file__).resolve()), *["vllm"] * vllm]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(line, env=environment, start_new_session=True, **pipes)
+        assert self.process.stdout.readline() == "ready\n", "the libraries cannot be imported: stderr has the reason"
 
     def run(self, order: dict, timeout: float) -> list[int]:
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -136,4 +137,5 @@ def serve() -> None:
 
 if __name__ == "__main__":
     import_libraries("vllm" in sys.argv)
+    print("ready", flush=True)
     serve()
