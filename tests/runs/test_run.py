@@ -183,7 +183,7 @@ def test_kl_in_loss_and_reward_has_two_coefficients_and_two_estimators(tiny, tmp
     assert abs(penalty) > 0.1
     assert task - advantages.sum().item() == pytest.approx(penalty, abs=1e-3)
     assert (second["kl/coef"], second["kl/reward_coef"]) == (0.3, 0.5)
-    assert second["kl/reward"] == pytest.approx(d.sum().item() / 16, rel=1e-3), "before the update, k1 per response"
+    assert second["kl/reward"] == pytest.approx(d.mean().item(), rel=1e-3), "before the update, k1 per token"
     assert first["kl/reward"] == 0
 
 
