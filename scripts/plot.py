@@ -42,16 +42,19 @@ from runtime.runlog import own_pieces
 matplotlib.use("Agg")  # no display on a cluster
 import matplotlib.pyplot as plt
 
+# Okabe and Ito's colors: told apart by people who do not see red and green alike, and in gray.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+plt.rcParams["axes.prop_cycle"] = plt.cycler(color=COLORS)
 PHASES = ("generate", "score", "logprobs", "update", "push", "eval", "save")
 # title -> (metric, word of the legend, line style)
 PANELS = {
-    "reward, with pass@1 on held-out problems": [
+    "reward": [
         ("reward/mean", "reward", "-"),
         ("reward/correct", "correct", ":"),
     ],
-    "response length, truncated fraction": [
+    "response length": [
         ("completions/length_mean", "tokens", "-"),
-        ("completions/truncated_frac", "truncated", ":"),
+        ("completions/truncated_frac", "truncated fraction (right)", ":"),
     ],
     "entropy (nats per token)": [("policy/entropy", "entropy", "-")],
     "KL to the reference (nats per sequence)": [("kl/sequence", "KL", "-")],
@@ -236,27 +239,38 @@ def draw(runs: dict[str, Run], output: Path, x: str = "step") -> None:
     for key in own_pieces(logged):
         panels[key] = [(key, key.removeprefix("policy/"), "-")]
     rows = math.ceil(len(panels) / 2)
-    figure, axes = plt.subplots(rows, 2, figsize=(13, 3.1 * rows))
+    figure, axes = plt.subplots(rows, 2, figsize=(13, 3.1 * rows), layout="constrained")
+    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=False):
+        draw_panel(axis, title, lines, runs, x)
+        axis.set_xlabel(X_LABELS[x])
     for axis in axes.flat[len(panels) :]:
         axis.remove()
-    for number, (axis, (title, lines)) in enumerate(zip(axes.flat, panels.items(), strict=False)):
-        draw_panel(axis, title, lines, runs, x, legend=len(runs) == 1 or number == 0)
-    for axis in axes[-1]:
-        axis.set_xlabel(X_LABELS[x])
-    names = " and ".join(runs) if len(runs) < 3 else f"{len(runs)} runs"
-    figure.suptitle(names, fontsize=11)
-    figure.tight_layout(rect=(0, 0, 1, 0.99))
+    if len(runs) == 1:
+        figure.suptitle(*runs, fontsize=11)
+    else:  # names are long: above the panels, one to a line
+        handles = [plt.Line2D([], [], color=f"C{r}", label=name) for r, name in enumerate(runs)]
+        figure.legend(handles=handles, loc="outside upper center", fontsize=9)
     save(figure, output)
 
 
-def draw_panel(
-    axis: plt.Axes, title: str, lines: list[tuple[str, str, str]], runs: dict[str, Run], x: str, legend: bool
-) -> None:
-    """Draw one panel of ``draw``: its lines as in PANELS."""
+def legend_words(curves: dict[str, pd.Series]) -> dict[str, pd.Series]:
+    """Curves by the words of a legend. One that coincides with an earlier one is named beside it."""
+    found: dict[str, pd.Series] = {}
+    for word, curve in curves.items():
+        twin = next((words for words, other in found.items() if curve.equals(other)), None)
+        if twin is None:
+            found[word] = curve
+        else:
+            found = {f"{words} = {word}" if words == twin else words: other for words, other in found.items()}
+    return found
+
+
+def draw_panel(axis: plt.Axes, title: str, lines: list[tuple[str, str, str]], runs: dict[str, Run], x: str) -> None:
+    """Draw one panel of ``draw``: its lines as in PANELS, and for one run its legend above the data."""
     several = len(runs) > 1
     if several and title.startswith("reward"):
         lines = lines[:1]
-    axis.set_title(title, fontsize=10)
+    axis.set_title(title, fontsize=10, loc="left")
     axis.grid(alpha=0.25)
     axis.xaxis.get_major_locator().set_params(integer=x != "time")
     right = axis
@@ -265,18 +279,14 @@ def draw_panel(
         right.set_ylim(-0.02, 1.02)
     if title.startswith("sampler"):
         axis.set_yscale("log", nonpositive="mask")
-    for r, (name, run) in enumerate(runs.items()):
+    for r, run in enumerate(runs.values()):
         if title == "seconds per step" and not several:
             stack(axis, run, x)
             continue
-        for i, (key, word, style) in enumerate(lines):
-            curve = run.curve(key, x)
+        curves = legend_words({word: run.curve(key, x) for key, word, _ in lines})
+        for i, ((label, curve), (_, _, style)) in enumerate(zip(curves.items(), lines, strict=False)):
             if curve.empty:
                 continue
-            if not several:
-                label = word
-            else:
-                label = name if i == 0 else None
             target = right if i > 0 else axis
             target.plot(
                 curve,
@@ -287,11 +297,12 @@ def draw_panel(
                 marker="." if len(curve) < 2 else "",
             )
         if title.startswith("reward"):
+            evaluations = run.curve("eval/pass@1", x)
             axis.plot(
-                run.curve("eval/pass@1", x),
-                "o--",
-                color=f"C{r if several else 3}",
-                label=None if several else "eval pass@1",
+                evaluations,
+                "o--" if len(evaluations) > 2 else "o",  # a line through two says nothing of what is between them
+                color=f"C{r if several else 1}",
+                label="held-out pass@1",
                 ms=5,
                 lw=0.8,
             )
@@ -300,16 +311,27 @@ def draw_panel(
         more_handles, more_words = right.get_legend_handles_labels()
         handles += more_handles
         words += more_words
-    if len(handles) > 1 and legend:
-        axis.legend(handles, words, fontsize=8, framealpha=0.6)
+    if len(handles) > 1 and not several:
+        axis.legend(
+            handles,
+            words,
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            borderaxespad=0.1,
+            ncols=len(handles),
+            fontsize=8,
+            frameon=False,
+            handlelength=1.5,
+            columnspacing=1,
+        )
 
 
 def stack(axis: plt.Axes, run: Run, x: str) -> None:
-    """Draw the seconds of the phases one on the other, up to the whole step."""
+    """Draw the seconds of the phases one on the other, up to the whole step; less than a hundredth is in the rest."""
     frame = pd.DataFrame(run.metrics).set_index("step")
     layers = {}
     for phase in PHASES:
-        if f"time/{phase}" in frame:
+        if f"time/{phase}" in frame and frame[f"time/{phase}"].sum() > 0.01 * frame["time/step"].sum():
             layers[phase] = frame[f"time/{phase}"].astype(float).fillna(0)
     rest = frame["time/step"].astype(float) - sum(layers.values())
     layers["rest"] = rest.clip(lower=0)
@@ -520,7 +542,7 @@ def draw_comparison(runs: list[Run], by: list[str], keys: list[str], x: str, out
     lines = labels(runs, by[:1])
     columns = labels(runs, by[1:])
     places = [place for (place,) in labels(runs, [x])]
-    styles = [{"color": f"C{n % 10}", "ls": "-" if n < 10 else "--"} for n in range(len(lines))]
+    styles = [{"color": f"C{n}", "ls": ("-", "--", ":")[n // len(COLORS) % 3]} for n in range(len(lines))]
     figure, axes = plt.subplots(
         len(keys),
         len(columns),
@@ -532,14 +554,19 @@ def draw_comparison(runs: list[Run], by: list[str], keys: list[str], x: str, out
     for (row, key), (column, values) in itertools.product(enumerate(keys), enumerate(columns)):
         axis = axes[row][column]
         axis.grid(alpha=0.25)
+        middles = {}
         for number, line in enumerate(lines):
             if over_argument:
                 cells = [groups.get((*line, *values, place), []) for place in places]
                 shift = (number - (len(lines) - 1) / 2) / len(lines)  # keeps the intervals of the lines apart
                 draw_finals(axis, cells, key, 0.12 * shift, styles[number])
             else:
-                members = groups.get((*line, *values), [])
-                draw_band(axis, band(members, key, x), styles[number])
+                points = band(groups.get((*line, *values), []), key, x)
+                draw_band(axis, points, styles[number])
+                middles[" ".join(line)] = points["mean"]
+        same = coinciding(middles)
+        if same:
+            axis.set_title("one line: " + "; ".join(map(", ".join, same)), fontsize=8, loc="right")
         if over_argument:
             axis.set_xticks(range(len(places)), places)
         if column == 0:
@@ -561,6 +588,23 @@ def draw_comparison(runs: list[Run], by: list[str], keys: list[str], x: str, out
     )
     figure.set_layout_engine("constrained")
     save(figure, output)
+
+
+def coinciding(middles: dict[str, pd.Series]) -> list[list[str]]:
+    """The names of curves that lie on one another, by less than a 200th of the height of their panel."""
+    drawn = {name: curve for name, curve in middles.items() if not curve.empty}
+    if len(drawn) < 2:
+        return []
+    height = max(curve.max() for curve in drawn.values()) - min(curve.min() for curve in drawn.values())
+    groups: list[list[str]] = []
+    for name, curve in drawn.items():
+        for group in groups:
+            if curve.index.equals(drawn[group[0]].index) and (curve - drawn[group[0]]).abs().max() <= height / 200:
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return [group for group in groups if len(group) > 1]
 
 
 def draw_band(axis: plt.Axes, points: pd.DataFrame, style: dict[str, str]) -> None:

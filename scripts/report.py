@@ -19,14 +19,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/plot.py
 
 from plot import PHASES, find_runs, read, read_config, series, summary
 
-# The curves shown at first; all others appear with "all metrics".
+# The curves shown at first, in this order, unless they are constant; all others appear with "all metrics".
 FIRST = (
-    "reward/",
-    "kl/sequence",
-    "policy/entropy",
-    "completions/",
+    "reward/mean",
     "eval/pass@1",
+    "completions/length_mean",
+    "policy/entropy",
+    "kl/sequence",
     "optim/grad_norm",
+    "reward/",
+    "completions/",
     "time/step",
 )
 NO_CURVE = ("step", "episode", "eval/problems", "eval/samples", "eval/weights_version")

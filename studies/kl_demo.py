@@ -37,6 +37,7 @@ CURVES = [
     ("k3", "unbiased"),
 ]
 BETAS = [0.1, 0.3, 1.0]
+MARKS = [("o", "#D55E00"), ("s", "#0072B2"), ("^", "#E69F00"), ("D", "#009E73"), ("v", "#000000")]  # of the curves
 
 
 def sample(sampler: Tensor, prompt: Tensor, seeds: int, rng: torch.Generator) -> Tensor:
@@ -181,6 +182,7 @@ def demo(picture: str) -> bool:
     """Print and draw the KL over beta; True if more beta means more KL with k1 as written, and less with the others."""
     import matplotlib.pyplot as plt
 
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
     settings = [("k1", "naive", 0.0)]  # without KL the estimator does not matter
     for name, gradient in CURVES:
         for beta in BETAS:
@@ -203,11 +205,13 @@ def demo(picture: str) -> bool:
             print(f"{name} {gradient:9} beta {beta:<4}{mean:6.2f} +- {sd:.2f}  {solved:.2f}")
         means = kl[rows].mean(1)
         sds = kl[rows].std(1)
-        plt.errorbar(betas, means, sds, label=f"{name} {gradient}")
-    plt.xlabel("beta")
-    plt.ylabel("KL of a sequence (nats)")
-    plt.legend()
-    plt.savefig(picture, dpi=120)
+        places = [beta + 0.008 * (i - len(CURVES) / 2) for beta in betas]  # keeps bars that coincide apart
+        marker, color = MARKS[i]
+        axis.errorbar(places, means, sds, label=f"{name} {gradient}", marker=marker, ms=4, color=color, capsize=2)
+    axis.set_xlabel("beta")
+    axis.set_ylabel("KL of a sequence (nats), mean and sd over seeds")
+    figure.legend(loc="outside upper center", ncols=len(CURVES), fontsize=8)
+    figure.savefig(picture, dpi=120)
     verdict = "PASS" if passed else "FAIL"
     print(f"{verdict}: with k1 more beta means more KL, with the others less; drawn in {picture}")
     return passed

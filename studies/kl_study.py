@@ -59,19 +59,19 @@ RESULTS = (
     "time/step",
 )
 NONE = 1e-6  # a beta below stands for none: the KL is measured, but has no effect
-STYLES = {  # one color per estimator, dashed where the gradient is unbiased
-    "k1, naive": ("C3", "-"),
-    "k1, unbiased": ("C3", "--"),
+STYLES = {  # one of scripts/plot.py's colors per estimator, dashed where the gradient is unbiased
+    "k1, naive": ("C1", "-"),
+    "k1, unbiased": ("C1", "--"),
     "k2, naive": ("C0", "-"),
     "k2, unbiased": ("C0", "--"),
-    "k3, naive": ("C1", "-"),
-    "k3, unbiased": ("C1", "--"),
+    "k3, naive": ("C4", "-"),
+    "k3, unbiased": ("C4", "--"),
     "k4, naive": ("C2", "-"),
     "k4, unbiased": ("C2", "--"),
-    "full": ("k", "-"),
-    "k1": ("C3", "-"),
+    "full": ("C6", "-"),
+    "k1": ("C1", "-"),
     "k2": ("C0", "-"),
-    "k3": ("C1", "-"),
+    "k3": ("C4", "-"),
     "k4": ("C2", "-"),
 }
 
@@ -221,6 +221,18 @@ def panels(table: pd.DataFrame, height: float) -> tuple[plt.Figure, list[tuple[p
     return figure, places
 
 
+def add_legend(figure: plt.Figure, places: list[tuple[pd.DataFrame, str, plt.Axes]]) -> None:
+    """One legend above all panels, where it hides no data: every setting, in the order of STYLES. In the reward the
+    estimators have the colors of the loss's naive ones."""
+    found = {}
+    for *_, axis in places:
+        for handle, word in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(f"{word}, naive" if f"{word}, naive" in STYLES else word, handle)
+    words = [word for word in ("no KL", *STYLES) if word in found]
+    shown = [word.replace(", naive", ", naive or in the reward") for word in words]
+    figure.legend([found[word] for word in words], shown, loc="outside upper center", ncols=4, fontsize=8)
+
+
 def draw_kl(table: pd.DataFrame, output: Path) -> None:
     """Final exact KL over beta, a small dot per run; the band is the interval without a KL term."""
     figure, places = panels(table, 3.2)
@@ -250,10 +262,13 @@ def draw_kl(table: pd.DataFrame, output: Path) -> None:
             )
         axis.set_xscale("log")
         axis.set_yscale("log")
+        betas = sorted(runs["beta"][runs["setting"] != ""].unique())
+        axis.set_xticks(betas, [f"{beta:g}" for beta in betas])
+        axis.set_xticks([], minor=True)
         axis.set_xlabel("beta")
-        axis.legend(fontsize=7)
         if placement == "loss":
             axis.set_ylabel("exact KL (nats per sequence)")
+    add_legend(figure, places)
     plot.save(figure, output)
 
 
@@ -283,9 +298,9 @@ def draw_frontier(table: pd.DataFrame, output: Path) -> None:
         axis.set_xlim(runs["kl/exact"].min() / 2, runs["kl/exact"].max() * 2)  # as in the other figure
         axis.set_ylim(-0.03, 1.03)
         axis.set_xlabel("exact KL (nats per sequence)")
-        axis.legend(fontsize=7)
         if placement == "loss":
             axis.set_ylabel("pass@1")
+    add_legend(figure, places)
     plot.save(figure, output)
 
 

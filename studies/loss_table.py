@@ -727,7 +727,8 @@ def draw(rows: dict[tuple[str, str], Row], picture: str) -> None:
         axis.imshow(grid, cmap="YlOrRd", vmin=0, vmax=largest, aspect="auto")
         for y, line in enumerate(grid):
             for x, value in enumerate(line):
-                axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8)
+                color = "white" if value > 0.6 * largest else "black"
+                axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
         axis.set_title(title, fontsize=10)
         axis.set_xticks(range(len(CONDITIONS)), CONDITIONS)
         axis.set_yticks(range(len(LOSSES)), LOSSES)

@@ -1,0 +1,300 @@
+"""PPO with a critic, whole and in one small file: one device, no resume, only the algorithm. Read it top to bottom.
+
+    1 prompts -> 2 generate -> 3 score -> 4 log-probs, values -> 5 advantages -> 6 update -> 7 push, and again
+
+PPO asks of every token whether the response went better from there than expected. The critic says what to expect: a
+second transformer, whose head predicts before each token the reward still to come. Generalized advantage estimation
+sums its surprises to the end of the response. Each batch is used several times, and the clip keeps the policy near the
+one that sampled it. dr_grpo_min.py is the same without a critic: there the mean of a group says what to expect, and
+there it says what is kept and why. Old log-probs are the trainer's. What ppo.py has beyond both: a KL,
+value clipping, mini-batches, several devices, checkpoints, bf16, verifiers in processes of their own, the mask of
+truncated responses, shared rows.
+
+Source   PPO, arXiv 1707.06347, and GAE, arXiv 1506.02438.
+Use it   to learn what PPO is, or to start from the least code.
+Measured its gradients equal those of ppo.py with --value_clip None --no_mask_truncated_completions.
+
+    python variants/ppo_min.py                            SmolLM2-135M on one-digit sums
+    make testbed                                          makes models/testbed-1, in minutes
+    python variants/ppo_min.py --model_name_or_path models/testbed-1 --learning_rate 1e-4 --samples 16 --steps 40
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # where rewards.py is; a copy beside it finds it, too
+
+from rewards import last_number
+from runtime import data, process
+from runtime.sources import gym_rows
+
+
+@dataclass
+class Args:
+    model_name_or_path: str = "models/SmolLM2-135M-Instruct"
+    """Local folder or hub id of the policy; the critic starts from the same weights."""
+    dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
+    """A task of reasoning-gym whose answers are numbers: reasoning_gym:NAME?key=value."""
+    steps: int = 28
+    """Batches to sample and train on."""
+    prompts: int = 8
+    """Prompts per step."""
+    samples: int = 8
+    """Responses to each of them."""
+    epochs: int = 2
+    """Optimizer steps per batch, each on the whole batch. With 1 the ratio is 1 and nothing is clipped."""
+    max_response_length: int = 32
+    """Longest response in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+    gae_lambda: float = 1.0
+    """1: unbiased advantages from the reward to come; less: less noisy ones that lean on the critic."""
+    clip: float = 0.2
+    """Clip the ratio to 1 - clip and 1 + clip."""
+    learning_rate: float = 3e-5
+    """Constant learning rate of the policy's AdamW. 1e-6 is usual from 0.5B parameters on."""
+    critic_learning_rate: float = 1e-4
+    """Constant learning rate of the critic's AdamW."""
+    micro_batch: int = 16
+    """Responses per backward pass: memory only, since no weight depends on it."""
+    eval_prompts: int = 64
+    """Held-out prompts, answered four times each before and after training."""
+    seed: int = 1
+    """Seed of tasks and samples."""
+    output: str = "runs/ppo_min"
+    """Folder for the trained model."""
+
+
+if __name__ == "__main__":  # --help comes before the slow imports
+    args = tyro.cli(Args, description=__doc__)
+
+process.prepare_environment()  # vLLM in this process: it has to be said before the import
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+
+import utils  # noqa: E402
+from runtime.weights import push_weights  # noqa: E402
+
+# In shapes: B responses of a micro-batch, S places of its longest row, T response tokens of one response or of all B.
+
+
+@dataclass
+class Response:
+    """What the engine drew, and what is found out about it: a number per token."""
+
+    prompt: list[int]
+    ids: list[int]
+    sampler: list[float]
+    reward: float
+    old: list[float] | None = None
+    values: list[float] | None = None
+    advantages: list[float] | None = None
+    returns: list[float] | None = None
+
+
+class Critic(torch.nn.Module):
+    """A transformer with a scalar head for the reward still to come. Its values start near 0."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.transformer = model.base_model
+        size = model.config.get_text_config().hidden_size
+        self.head = torch.nn.Linear(size, 1)
+        torch.nn.init.normal_(self.head.weight, std=1 / (size + 1), generator=torch.Generator().manual_seed(0))
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, responses: list[Response]) -> torch.Tensor:
+        """The values before all tokens of the responses, one response after another: [T]."""
+        ids_BS, predicts_BS = rows_of(responses, self.head.weight.device)
+        hidden_TD = self.transformer(ids_BS, use_cache=False).last_hidden_state[predicts_BS]
+        return self.head(hidden_TD)[:, 0]
+
+
+def make_engine(args: Args) -> LLM:
+    """vLLM in fp32 in this process. On a GPU it shares the memory with the trainer."""
+    cuda = torch.cuda.is_available()
+    return LLM(
+        args.model_name_or_path,
+        dtype="float32",
+        seed=args.seed,
+        max_model_len=256 + args.max_response_length,
+        enforce_eager=not cuda,
+        logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: temperature applied
+        generation_config="vllm",  # else a model's own file changes the sampling unasked
+        **({"gpu_memory_utilization": 0.3} if cuda else {"kv_cache_memory_bytes": 2**29}),
+    )
+
+
+def generate(llm: LLM, rows: list[dict], samples: int, stop_ids: list[int], args: Args) -> list[Response]:
+    """``samples`` responses to the prompt of each row, with their rewards: 1 where the last number is the answer."""
+    params = SamplingParams(
+        n=samples,
+        temperature=args.temperature,
+        max_tokens=args.max_response_length,
+        stop_token_ids=stop_ids,
+        logprobs=0,  # of the token drawn alone
+    )
+    prompts = [{"prompt_token_ids": row["ids"]} for row in rows]
+    responses = []
+    for row, output in zip(rows, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        for one in output.outputs:
+            ids = list(one.token_ids)
+            logprobs = [entry[token].logprob for entry, token in zip(one.logprobs, ids, strict=True)]
+            reward = last_number(one.text, row["answer"], row).score
+            responses.append(Response(row["ids"], ids, logprobs, reward))
+    return responses
+
+
+def rows_of(responses: list[Response], device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids, padded at the end, where causal attention needs no mask; and which places predict a response token."""
+    longest = max(len(r.prompt) + len(r.ids) for r in responses)
+    ids_BS = torch.zeros(len(responses), longest, dtype=torch.long)
+    predicts_BS = torch.zeros(len(responses), longest, dtype=torch.bool)
+    for i, r in enumerate(responses):
+        end = len(r.prompt) + len(r.ids)
+        ids_BS[i, :end] = torch.tensor(r.prompt + r.ids)
+        predicts_BS[i, len(r.prompt) - 1 : end - 1] = True
+    return ids_BS.to(device), predicts_BS.to(device)
+
+
+def token_logprobs(model, responses: list[Response], temperature: float) -> torch.Tensor:
+    """Log-probs of all tokens of the responses, one response after another: [T]."""
+    ids_BS, predicts_BS = rows_of(responses, model.device)
+    logprobs_TV = (model(ids_BS, use_cache=False).logits[predicts_BS] / temperature).log_softmax(-1)
+    targets_T = torch.tensor([token for r in responses for token in r.ids], device=model.device)
+    return logprobs_TV.gather(-1, targets_T[:, None])[:, 0]
+
+
+def gae(reward: float, values: list[float], lam: float) -> tuple[list[float], list[float]]:
+    """A_t = r_t + V_t+1 - V_t + lam A_t+1, and the returns A_t + V_t, of a response whose reward comes at its end."""
+    advantages = []
+    following, next_value = 0.0, 0.0  # nothing comes after the end
+    for value in reversed(values):
+        following = reward + next_value - value + lam * following
+        advantages.insert(0, following)
+        reward, next_value = 0.0, value
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+def prepare(model, critic: Critic, responses: list[Response], args: Args) -> float:
+    """Fill in what the updates need; the mean |trainer - sampler| of all tokens, in nats."""
+    with torch.no_grad():
+        for start in range(0, len(responses), args.micro_batch):
+            part = responses[start : start + args.micro_batch]
+            lengths = [len(r.ids) for r in part]
+            old = token_logprobs(model, part, args.temperature).split(lengths)
+            values = critic(part).split(lengths)
+            for r, old_T, values_T in zip(part, old, values, strict=True):
+                r.old = old_T.tolist()
+                r.values = values_T.tolist()
+                r.advantages, r.returns = gae(r.reward, r.values, args.gae_lambda)
+    every = torch.tensor([a for r in responses for a in r.advantages], dtype=torch.float64)
+    mean, std = every.mean().item(), (every.var() + 1e-8).sqrt().item()
+    for r in responses:
+        r.advantages = [(a - mean) / std for a in r.advantages]
+    differences = [abs(a - b) for r in responses for a, b in zip(r.old, r.sampler, strict=True)]
+    return sum(differences) / len(differences)
+
+
+def add_gradients(model, critic: Critic, responses: list[Response], args: Args) -> None:
+    """Add the gradients of the batch to the policy's and to the critic's: means over all its tokens."""
+    tokens = sum(len(r.ids) for r in responses)
+    for start in range(0, len(responses), args.micro_batch):
+        part = responses[start : start + args.micro_batch]
+        advantages_T = torch.tensor([x for r in part for x in r.advantages], device=model.device)
+        returns_T = torch.tensor([x for r in part for x in r.returns], device=model.device)
+        old_T = torch.tensor([x for r in part for x in r.old], device=model.device)
+
+        ratio_T = (token_logprobs(model, part, args.temperature) - old_T).exp()
+        clipped_T = ratio_T.clamp(1 - args.clip, 1 + args.clip)
+        loss_T = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
+        (loss_T.sum() / tokens).backward()
+
+        error_T = critic(part) - returns_T
+        (error_T.square().sum() / 2 / tokens).backward()
+
+
+def evaluate(step: int, llm: LLM, rows: list[dict], stop_ids: list[int], args: Args) -> None:
+    """Print pass@1 on the held-out rows: four responses to each, with the weights after ``step``."""
+    scores = [r.reward for r in generate(llm, rows, 4, stop_ids, args)]
+    print(f"after step {step}: pass@1 {sum(scores) / len(scores):.3f} of {len(rows)} problems", flush=True)
+
+
+def load_rows(tokenizer, args: Args) -> list[dict]:
+    """The task's rows in random order, each prompt once, with its token ids."""
+    system = data.SYSTEM_PROMPTS.get(args.dataset.split("?")[0], "")
+    rows = list({row["question"]: row for row in gym_rows(args.dataset, args.seed)}.values())
+    for row in rows:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": row["question"]}]
+        (row["ids"],) = data.render([messages], tokenizer, None)
+    random.Random(args.seed).shuffle(rows)
+    return rows
+
+
+def load(args: Args):
+    """The model's fp32 weights on the device, without dropout."""
+    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
+    utils.switch_off_dropout(model)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").train()
+
+
+def main(args: Args) -> None:
+    """Train, print a line per step, and save the policy."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+    rows = load_rows(tokenizer, args)
+    held_out = rows[: args.eval_prompts]
+    training = rows[args.eval_prompts :]
+
+    llm = make_engine(args)
+    model = load(args)
+    critic = Critic(load(args)).to(model.device)
+    stop_ids = utils.stop_token_ids(model, tokenizer)
+    groups = [{"params": model.parameters(), "lr": args.learning_rate}]
+    groups += [{"params": critic.parameters(), "lr": args.critic_learning_rate}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+
+    evaluate(0, llm, held_out, stop_ids, args)
+    for step in range(1, args.steps + 1):
+        # 1 prompts: the next ones, over and over
+        batch = [training[i % len(training)] for i in range((step - 1) * args.prompts, step * args.prompts)]
+
+        # 2 generate, 3 score
+        responses = generate(llm, batch, args.samples, stop_ids, args)
+
+        # 4 log-probs and values, 5 advantages
+        difference = prepare(model, critic, responses, args)
+        if difference > 1e-3:
+            raise RuntimeError(f"engine and trainer differ by {difference:.2g} nats per token: stale weights?")
+
+        # 6 update
+        for _ in range(args.epochs):
+            optimizer.zero_grad()
+            add_gradients(model, critic, responses, args)
+            torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        # 7 push: the engine answers the next prompts with the new weights
+        push_weights(llm, list(model.state_dict().items()))
+
+        count = len(responses)
+        reward = sum(r.reward for r in responses) / count
+        expected = sum(r.values[0] for r in responses) / count
+        length = sum(len(r.ids) for r in responses) / count
+        line = f"step {step}/{args.steps} | reward {reward:.3f}, expected {expected:.3f} | length {length:.1f}"
+        print(f"{line} | gradient {norm:.2e} | difference {difference:.1e}", flush=True)
+    evaluate(args.steps, llm, held_out, stop_ids, args)
+    model.save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+
+
+if __name__ == "__main__":
+    main(args)
