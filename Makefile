@@ -22,7 +22,7 @@ test: setup
 test-all: setup
 	$(PYTHON_BIN) tests/whole.py $(ARGS)
 
-# What only a GPU can decide (docs/gpu.md); skipped, with the reason, on a machine without one
+# What only a GPU can decide (docs/evidence/gpu.md); skipped, with the reason, on a machine without one
 test-gpu: setup
 	$(PYTHON_BIN) -m pytest -v -rs -m gpu $(ARGS)
 

@@ -27,7 +27,7 @@ from runtime.foreign import refuse_foreign
 from runtime.process import refuse
 from runtime.sources import json_object, split_revision
 
-# Three groups of arguments that are no part of a run's name or identity; docs/checkpoints.md gives the reasons.
+# Three groups of arguments that are no part of a run's name or identity; the reasons: docs/evidence/checkpoints.md.
 # Where and how a run is shown, saved and resumed. No number of the run depends on them.
 PRESENTATION = (
     "output_dir",
@@ -165,7 +165,7 @@ class RunFlags:
 
     # ---- rewards
     verifier: str | None = None
-    """Verifier by its name in docs/rewards.md (math, code, ...), or your own, path/to/file.py:function, called as
+    """Verifier by its name in docs/data_and_rewards.md (math, code, ...), or your own, path/to/file.py:function, called as
     function(response, ground_truth, row); or several with commas. Default: by the columns."""
     verifier_key: str | None = None
     """Column that names the verifiers of a row; where it is empty --verifier applies."""

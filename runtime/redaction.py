@@ -1,7 +1,7 @@
 """What must not be written down: secrets, taken out of text and arguments before a run or a submission leaves them.
 
 The one place of it, so that a file of a run, a warning and a record of a submission hide the same. Standard library
-only: scripts/submit.py imports it on login nodes. docs/security.md says what is covered.
+only: scripts/submit.py imports it on login nodes. docs/evidence/security.md says what is covered.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def ends_all_ranks(main: Callable) -> Callable:
             text = f"{Watch.current.name} failed:\n{redact(''.join(traceback.format_exception(error)))}"
             if "OutOfMemoryError" in text:
                 text += "lower --micro_batch_tokens, --logprob_micro_batch_tokens or --vllm_gpu_memory_utilization, or "
-                text += "add --gradient_checkpointing; docs/faq.md has more"
+                text += "add --gradient_checkpointing; docs/run.md has more"
             Watch.current.abort(text)
             raise
         finally:

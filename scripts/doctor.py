@@ -4,7 +4,7 @@
     python scripts/doctor.py runs                the newest run in that folder
 
 It reads metrics.jsonl, samples.jsonl and config.json, also of a run that is still going. The exit code is 0 if nothing
-was found, 1 if something was, 2 for wrong arguments. docs/doctor.md lists the rules, their bounds and how they were
+was found, 1 if something was, 2 for wrong arguments. The rules: docs/evidence/doctor.md, with how they were
 tested. Trends compare the last third of the steps with the first ones, so they need TREND_STEPS steps.
 """
 

@@ -1,4 +1,4 @@
-"""What only a GPU can decide: `make test-gpu`. docs/gpu.md says what each test shows and where it has run.
+"""What only a GPU can decide: `make test-gpu`. docs/evidence/gpu.md says what each test shows and where it has run.
 
 Every test runs twice, by the same function: on "cpu", with smaller sizes, as a part of the other tests (the halves that
 start vLLM or several processes are slow), and on "cuda", marked gpu. A limit that differs stands in a table by place.

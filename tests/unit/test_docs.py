@@ -117,10 +117,10 @@ def test_frames_of_a_traceback_are_no_messages(text, expected):
 
 
 def test_the_loss_on_the_page_is_gspo():
-    """The ratio of docs/adding_a_loss.md: exp of the mean log-ratio of each response, and its gradient."""
+    """The ratio of docs/grpo.md: exp of the mean log-ratio of each response, and its gradient."""
     import torch
 
-    text = (ROOT / "docs" / "adding_a_loss.md").read_text()
+    text = (ROOT / "docs" / "grpo.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
     logprobs = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
     tokens = SimpleNamespace(
@@ -137,7 +137,7 @@ def test_the_page_s_way_to_allow_a_negative_flag():
     """Without it a copy's number below 0 is refused, with the flag's name; the words are those of the page."""
     from runtime import flags
 
-    (line,) = [x for x in (ROOT / "docs" / "adding_a_loss.md").read_text().splitlines() if "MAY_BE_NEGATIVE" in x]
+    (line,) = [x for x in (ROOT / "docs" / "grpo.md").read_text().splitlines() if "MAY_BE_NEGATIVE" in x]
     args = SimpleNamespace(non_stop_penalty=0.0, seed=1, slope_bias=-1.0)
     before = flags.MAY_BE_NEGATIVE
     with pytest.raises(SystemExit):
