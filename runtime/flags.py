@@ -165,7 +165,7 @@ class RunFlags:
 
     # ---- rewards
     verifier: str | None = None
-    """Verifier by its name in docs/data_and_rewards.md (math, code, ...), or your own, path/to/file.py:function, called as
+    """Verifier by its name in docs/data_and_rewards.md, or your own, path/to/file.py:function, called as
     function(response, ground_truth, row); or several with commas. Default: by the columns."""
     verifier_key: str | None = None
     """Column that names the verifiers of a row; where it is empty --verifier applies."""

@@ -1,0 +1,141 @@
+"""README and docs: short pages, links that lead somewhere, and command lines that the programs take."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+from jobs import submit
+
+import grpo
+import ppo
+from runtime import flags
+
+USER = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*USER, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "evidence").glob("*.md"))]
+TABLES = {"flags.md", "metrics.md"}  # references: a row per flag, a row per metric
+STARTS = ("python ", "make ", "accelerate ", "scripts/", "studies/")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_pages_are_short():
+    lengths = {page.name: len(page.read_text().splitlines()) for page in USER}
+    assert lengths.pop("README.md") <= 80
+    assert {name: count for name, count in lengths.items() if count > 200 and name not in TABLES} == {}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    """To a file, and to a heading where one is named. The same of a link's own page and of pictures."""
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+            dead.append(target)
+    assert dead == []
+
+
+def test_pages_that_are_named_are_there():
+    """In the sources, in messages and in the pages themselves."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    missing = {}
+    for name in listed:
+        if name == "CHANGELOG.md" or not name.endswith((".py", ".sh", ".md", ".patch", ".html", "Makefile")):
+            continue
+        for found in re.findall(r"(?<![\w/.])docs/[\w/]+\.(?:md|png|log)", (ROOT / name).read_text()):
+            if not (ROOT / found).exists():
+                missing.setdefault(found, []).append(name)
+    assert missing == {}
+
+
+def test_the_first_page_leads_to_every_user_page():
+    """In one click."""
+    links = set(re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / "README.md").read_text()))
+    assert {name_of(page) for page in USER[1:]} - links == set()
+
+
+def commands(page: Path) -> list[str]:
+    """The command lines of a page: in its blocks, and those that stand in a sentence."""
+    text = page.read_text()
+    found = []
+    for block in re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+            found += [part.strip() for part in re.split(r" && |; |\bdo\b", line)]
+    found += [" ".join(inline.split()) for inline in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+    return [line for line in found if line.startswith(STARTS) and "[flags]" not in line]
+
+
+def words_of(line: str) -> list[str]:
+    """The words of a command line, without its comment, its redirections and its ellipses."""
+    words = shlex.split(line.split("   ")[0], comments=True)
+    if ">" in words:
+        words = words[: words.index(">")]
+    return [word for word in words if word not in ("...", "FLAGS")]
+
+
+def takes(words: list[str]) -> bool:
+    """Whether the program takes these words. A script's are parsed; another program has every flag in its source."""
+    if words[0] == "make":
+        return re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE) is not None
+    if "scripts/submit.py" in words and "--" in words:
+        at = words.index("--")
+        submit.parse([*words[words.index("scripts/submit.py") + 1 : at], *words[at:]])
+        words = words[at + 1 :]
+        if "&&" in words:  # set-up before the command
+            words = words[words.index("&&") + 1 :]
+    file = next((i for i, word in enumerate(words) if re.search(r"\.(py|sh)$", word)), None)
+    if file is None:
+        return words[1:2] == ["-m"] or words[0] == "accelerate" or (ROOT / words[0]).is_file()
+    name = words[file]
+    rest = [re.sub("^[A-Z]+$", "1", word) for word in words[file + 1 :]]  # what a reader fills in
+    options = [word.split("=")[0].removeprefix("--") for word in rest if word.startswith("--") and word != "--"]
+    if name in ("grpo.py", "ppo.py", "mine.py", "VARIANT.py"):
+        script = ppo if name == "ppo.py" else grpo
+        if "$" in " ".join(rest):  # a loop gives the values
+            return {option.replace("-", "_") for option in options} <= set(script.Args.__dataclass_fields__)
+        flags.parse(script.Args, words=rest)
+        return True
+    source = (ROOT / name).read_text()
+    return all(option.replace("-", "_") in source.replace("-", "_") for option in options)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_command_lines_are_taken(page):
+    refused = []
+    for line in commands(page):
+        try:
+            if not takes(words_of(line)):
+                refused.append(line)
+        except SystemExit as end:
+            if end.code not in (0, None):  # 0: --help
+                refused.append(line)
+        except (OSError, ValueError) as problem:
+            refused.append(f"{line}: {problem!r}")
+    assert refused == []
+
+
+@pytest.mark.parametrize("page", [page for page in USER if page.name not in TABLES], ids=name_of)
+def test_flags_that_are_named_exist(page):
+    """Every `--flag` is one of the scripts, or of a program of this project. Tables have the names of others, too."""
+    programs = [*(ROOT / "scripts").glob("*.*"), *(ROOT / "studies").glob("*.py"), *(ROOT / "variants").glob("*")]
+    sources = "\n".join(path.read_text() for path in programs)
+    known = {field for script in (grpo, ppo) for field in script.Args.__dataclass_fields__} | {"help", "as"}
+    known |= set(re.findall(r"--(\w+)", sources)) | set(re.findall(r"^    (\w+): ", sources, re.MULTILINE))
+    named = set(re.findall(r"`--(?:no-)?([a-z_]+)(?![\w.])", page.read_text()))
+    assert named - known == set()
