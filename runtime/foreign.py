@@ -1,4 +1,4 @@
-"""Words that are no flags here, answered all at once: those of other frameworks with their rows of docs/fields.md,
+"""Words that are no flags here, answered all at once: those of other frameworks with their rows of docs/flags.md,
 what is fixed here and what flags were called before by one table.
 
 Both spellings are known, by name and by path: ``--num_generations 8``, ``--algorithm.kl_ctrl.kl_coef=0.005``,
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from runtime.process import refuse
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "fields.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 PATH = re.compile(r"[+~]{0,2}([A-Za-z_][\w.]*)=")  # a word that sets a field by its path, as Hydra has it
 SWITCH = {"true": "", "yes": "", "1": "", "false": "no-", "no": "no-", "0": "no-"}
 
@@ -233,4 +233,4 @@ def refuse_foreign(words: list[str], fields: dict[str, dataclasses.Field]) -> No
     if not any(answers.values()):
         return
     lines = [f"{text[:60]} -> {found or 'not known'}" for text, found in answers.items()]
-    refuse("\n  ".join(["written otherwise here (docs/fields.md has other frameworks' names):", *lines]))
+    refuse("\n  ".join(["written otherwise here (docs/flags.md has other frameworks' names):", *lines]))

@@ -2,7 +2,7 @@
 
     python tests/alive.py                       every flag of both scripts, a line each; exit code 1 where one is dead
     python tests/alive.py --only gamma beta     these flags
-    python tests/alive.py --write               every flag, and docs/flags.md anew
+    python tests/alive.py --write               every flag, and docs/evidence/flags.md anew
     python tests/alive.py --unhooked            unhook flags in copies of the project: each must be found dead
 
 A row is two runs of a script on a tiny random model, equal but for the flag. Each is a child forked from this process,
@@ -42,7 +42,7 @@ from evidence import BASE, EVIDENCE, Row  # noqa: E402
 from helpers import read_jsonl  # noqa: E402
 
 SCRIPTS = ("grpo", "ppo")
-PAGE = ROOT / "docs" / "flags.md"
+PAGE = ROOT / "docs" / "evidence" / "flags.md"
 PATIENCE = 240.0  # seconds for one run; the usual one takes three
 CLOSE = 1e-6  # numbers that differ by less, relative to the larger one or to 1, count as equal
 
@@ -700,7 +700,7 @@ def control(runs: Runs, scripts: tuple[str, ...]) -> Results:
     return results
 
 
-# -------------------------------------------------------------------------------------------------------- docs/flags.md
+# ----------------------------------------------------------------------------------------------- docs/evidence/flags.md
 
 
 def literal(value: Any) -> str:
@@ -734,7 +734,7 @@ def every_flag() -> list[str]:
 
 
 def write_page(results: Results) -> None:
-    """Put the tables of flags and of observables into docs/flags.md, between their marks."""
+    """Put the tables of flags and of observables into docs/evidence/flags.md, between their marks."""
     lines = ["| flag | scripts | default | tried | with | seen to change |", "|---|---|---|---|---|---|"]
     for flag in every_flag():
         changed = next(results[script, flag][1] for script in SCRIPTS if (script, flag) in results)
@@ -825,7 +825,7 @@ def main() -> int:
     parser.add_argument("--script", choices=SCRIPTS, help="this script only (default: both)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--write", action="store_true", help="write docs/flags.md")
+    parser.add_argument("--write", action="store_true", help="write docs/evidence/flags.md")
     parser.add_argument("--unhooked", action="store_true", help="unhook flags in copies: each must be found dead")
     args = parser.parse_args()
     if args.write and (args.only or args.script):

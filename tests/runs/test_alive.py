@@ -1,4 +1,4 @@
-"""Every argument of the scripts does something: docs/flags.md has a row for each, and tests/alive.py the evidence.
+"""Every argument of the scripts does something: docs/evidence/flags.md has a row for each.
 
 python -m pytest tests/runs/test_alive.py -m slow    every flag of both scripts, and flags unhooked in copies
 """
@@ -23,7 +23,7 @@ CASES = [(script, flag) for script in alive.SCRIPTS for flag in alive.flags_of(s
 
 
 def table(mark: str) -> list[list[str]]:
-    """The rows of a table of docs/flags.md, cell by cell, without its header."""
+    """The rows of a table of docs/evidence/flags.md, cell by cell, without its header."""
     text = alive.PAGE.read_text()
     text = text.split(f"<!-- {mark} -->\n")[1]
     text = text.split(f"<!-- end of {mark} -->")[0]

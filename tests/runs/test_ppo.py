@@ -129,7 +129,7 @@ def test_docs_name_the_metrics_and_the_arguments():
     ]
     assert written[0] - documented == set()
     assert written[0] - written[1] == own
-    table = (ROOT / "docs" / "fields.md").read_text()
+    table = (ROOT / "docs" / "flags.md").read_text()
     named = {
         flag
         for row in re.findall(r"^\| (`--[^|]*) \|", table, flags=re.MULTILINE)
@@ -137,7 +137,7 @@ def test_docs_name_the_metrics_and_the_arguments():
     }
     known = {f.name for module in (grpo, ppo) for f in dataclasses.fields(module.Args)}
     assert named - known == set()
-    assert set(fields(ppo)) - set(fields(grpo)) - named == set(), "an argument of the critic is not in docs/fields.md"
+    assert set(fields(ppo)) - set(fields(grpo)) - named == set(), "an argument of the critic is not in docs/flags.md"
 
 
 # -------------------------------------------------------------------------------------------------------- arithmetic

@@ -1,4 +1,4 @@
-"""The command lines of docs/migrating.md: bash expands them as they stand there, and each passes a dry run."""
+"""The command lines of docs/flags.md: bash expands them as they stand there, and each passes a dry run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ plan = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = plan
 spec.loader.exec_module(plan)
 
-PAGE = (ROOT / "docs" / "migrating.md").read_text()
+PAGE = (ROOT / "docs" / "flags.md").read_text()
 # What the page calls, as functions that print the words they got: a NUL after each, \1 after the last.
 RECORD = """
 python() { printf '%s\\0' python "$@" $'\\1'; }
