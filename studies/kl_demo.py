@@ -37,7 +37,13 @@ CURVES = [
     ("k3", "unbiased"),
 ]
 BETAS = [0.1, 0.3, 1.0]
-MARKS = [("o", "#D55E00"), ("s", "#0072B2"), ("^", "#E69F00"), ("D", "#009E73"), ("v", "#000000")]  # of the curves
+MARKS = [  # of the curves
+    ("o", "#D55E00"),
+    ("s", "#0072B2"),
+    ("^", "#E69F00"),
+    ("D", "#009E73"),
+    ("v", "#000000"),
+]
 
 
 def sample(sampler: Tensor, prompt: Tensor, seeds: int, rng: torch.Generator) -> Tensor:
@@ -207,7 +213,16 @@ def demo(picture: str) -> bool:
         sds = kl[rows].std(1)
         places = [beta + 0.008 * (i - len(CURVES) / 2) for beta in betas]  # keeps bars that coincide apart
         marker, color = MARKS[i]
-        axis.errorbar(places, means, sds, label=f"{name} {gradient}", marker=marker, ms=4, color=color, capsize=2)
+        axis.errorbar(
+            places,
+            means,
+            sds,
+            label=f"{name} {gradient}",
+            marker=marker,
+            ms=4,
+            color=color,
+            capsize=2,
+        )
     axis.set_xlabel("beta")
     axis.set_ylabel("KL of a sequence (nats), mean and sd over seeds")
     figure.legend(loc="outside upper center", ncols=len(CURVES), fontsize=8)

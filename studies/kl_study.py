@@ -230,7 +230,14 @@ def add_legend(figure: plt.Figure, places: list[tuple[pd.DataFrame, str, plt.Axe
             found.setdefault(f"{word}, naive" if f"{word}, naive" in STYLES else word, handle)
     words = [word for word in ("no KL", *STYLES) if word in found]
     shown = [word.replace(", naive", ", naive or in the reward") for word in words]
-    figure.legend([found[word] for word in words], shown, loc="outside upper center", ncols=4, fontsize=8)
+    handles = [found[word] for word in words]
+    figure.legend(
+        handles,
+        shown,
+        loc="outside upper center",
+        ncols=4,
+        fontsize=8,
+    )
 
 
 def draw_kl(table: pd.DataFrame, output: Path) -> None:
@@ -263,7 +270,8 @@ def draw_kl(table: pd.DataFrame, output: Path) -> None:
         axis.set_xscale("log")
         axis.set_yscale("log")
         betas = sorted(runs["beta"][runs["setting"] != ""].unique())
-        axis.set_xticks(betas, [f"{beta:g}" for beta in betas])
+        labels = [f"{beta:g}" for beta in betas]
+        axis.set_xticks(betas, labels)
         axis.set_xticks([], minor=True)
         axis.set_xlabel("beta")
         if placement == "loss":
