@@ -1,8 +1,8 @@
 """Memory of a run: the table by model and GPU, and what runs really hold against what runtime/memory.py predicts.
 
     python studies/memory.py table                 what fits where, as in docs/evidence/memory.md
-    python studies/memory.py first                 commands of a first GPU run, for docs/gpu.md
-    python studies/memory.py defaults              what a bare command takes for ten models and data sets (docs/gpu.md)
+    python studies/memory.py first                 commands of a first GPU run, for docs/evidence/gpu.md
+    python studies/memory.py defaults              what a bare command takes for ten models and data sets
     python studies/memory.py plan --gpus 8 --gpu_gb 80 ppo.py FLAGS    what that command line needs of these GPUs
     python studies/memory.py measure               six configurations on this machine's CPU: a table
 

@@ -187,4 +187,4 @@ def test_a_bare_command_says_what_it_chose(gsm8k, tiny, tmp_path):
 
 
 def test_the_table_of_defaults_is_what_the_command_prints():
-    assert script.defaults_table() in (ROOT / "docs" / "gpu.md").read_text()
+    assert script.defaults_table() in (ROOT / "docs" / "evidence" / "gpu.md").read_text()

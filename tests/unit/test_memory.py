@@ -302,7 +302,7 @@ def test_the_plan_of_a_command_line(tiny, capsys):
 
 def test_the_table_of_the_page_is_what_the_command_prints():
     assert script.table() in (ROOT / "docs" / "evidence" / "memory.md").read_text()
-    assert script.first_runs() in (ROOT / "docs" / "gpu.md").read_text()
+    assert script.first_runs() in (ROOT / "docs" / "evidence" / "gpu.md").read_text()
 
 
 @pytest.mark.slow
