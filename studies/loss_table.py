@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
@@ -227,8 +228,13 @@ def from_grpo(b: Batch, **settings) -> Tensor:
 
 def token_loss(logprobs: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor, args: grpo.Args) -> Tensor:
     """grpo.py's own loss of each token, [N], without KL and entropy; all weigh alike."""
+    return grpo.token_loss(tokens_of(logprobs, old, sampler, advantages), 0.0, args)[0]
+
+
+def tokens_of(logprobs: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> grpo.Tokens:
+    """What grpo.py's token loss takes, without reference and entropy."""
     nothing = torch.zeros_like(old)
-    tokens = grpo.Tokens(
+    return grpo.Tokens(
         logprobs_T=logprobs,
         old_T=old,
         ref_T=nothing,
@@ -238,7 +244,6 @@ def token_loss(logprobs: Tensor, old: Tensor, sampler: Tensor, advantages: Tenso
         entropy_T=nothing,
         full_kl_T=None,
     )
-    return grpo.token_loss(tokens, 0.0, args)[0]
 
 
 def sequence_mismatch(b: Batch) -> Tensor:
@@ -499,6 +504,169 @@ def loss_row(name: str, world: World, policies: Policies) -> Row:
     return summarize(updates, drawn, world, policies, responses=1, zero=zero.item())
 
 
+# ------------------------------------------------------------------------------------------------- self-distillation
+
+# The teacher is the policy itself, shown a hint: a right answer of another sample. For each hint it is a policy of its
+# own, here the sampler's table plus noise of that hint. A hint is drawn like a sample, from the right ones.
+
+
+class Distillation(NamedTuple):
+    """A self-distillation loss under a condition."""
+
+    descends: str  # the objective whose gradient is the expected one
+    bias: float  # |expected gradient - that of the KL of whole responses| / |the latter|
+    cosine: float  # between the two
+
+
+class Hinted(NamedTuple):
+    """One prompt with one hint: the policies, and the teacher that has read the hint."""
+
+    world: World
+    policies: Policies
+    weights: Tensor  # [N], of the tokens of this prompt's responses: probability of the response and of the hint
+    teacher: Tensor  # logits [rows, vocabulary]
+
+    def old(self) -> Tensor:
+        return self.world.token_logprobs(self.policies.old)
+
+    def sampler(self) -> Tensor:
+        return self.world.token_logprobs(self.policies.sampler)
+
+    def taught(self) -> Tensor:
+        """The teacher's log-probs of the tokens, [N]."""
+        return self.world.token_logprobs(self.teacher)
+
+    def next_token(self, values: Tensor) -> Tensor:
+        """The sum over the vocabulary after each token's prefix: [rows, vocabulary] -> [N]."""
+        return values.sum(-1)[self.world.rows]
+
+
+def hints_of(world: World, policies: Policies) -> list[Hinted]:
+    """Every hint: a right response, as often as the sampler draws it among the right ones of its prompt."""
+    drawn = world.probabilities(policies.sampler)
+    right = drawn * world.rewards
+    share = torch.zeros(PROMPTS, dtype=F64)
+    share.index_add_(0, world.prompts, right)
+    rng = torch.Generator().manual_seed(5)
+    found = []
+    for i in torch.nonzero(right).flatten():
+        prompt = world.prompts[i]
+        chance = right[i] / share[prompt]
+        own = (world.prompts == prompt).to(F64)
+        weights = chance * own * drawn
+        teacher = policies.sampler + world.noise(1.0, rng)
+        found.append(Hinted(world, policies, weights[world.owner], teacher))
+    return found
+
+
+def sampled_token(pi: Tensor, h: Hinted) -> Tensor:
+    """SDPO, arXiv 2601.20802, as variants/sdpo.patch: grpo.py's unbiased k1 with the teacher as the reference."""
+    logprobs = h.world.token_logprobs(pi)
+    tokens = tokens_of(logprobs, h.old(), h.sampler(), torch.zeros_like(logprobs))
+    tokens.ref_T = h.taught()
+    args = grpo.Args(kl_estimator="k1", kl_gradient="unbiased")
+    return grpo.token_loss(tokens, 1.0, args)[0]
+
+
+def naive_k1(pi: Tensor, h: Hinted) -> Tensor:
+    """The same formula, differentiated as it stands."""
+    return h.world.token_logprobs(pi) - h.taught()
+
+
+def reverse_kl(pi: Tensor, h: Hinted) -> Tensor:
+    """SDFT, arXiv 2601.19897: KL(pi || teacher) of the next token, over the vocabulary."""
+    logp = pi.log_softmax(-1)
+    logq = h.teacher.log_softmax(-1)
+    return h.next_token(logp.exp() * (logp - logq))
+
+
+def forward_kl(pi: Tensor, h: Hinted) -> Tensor:
+    """OPSD, arXiv 2601.18734, with KL(teacher || pi)."""
+    logp = pi.log_softmax(-1)
+    logq = h.teacher.log_softmax(-1)
+    return h.next_token(logq.exp() * (logq - logp))
+
+
+def jensen_shannon(pi: Tensor, h: Hinted) -> Tensor:
+    """OPSD with half of the KL of each to the mean of both."""
+    logp = pi.log_softmax(-1)
+    logq = h.teacher.log_softmax(-1)
+    logm = torch.logaddexp(logp, logq) - math.log(2)
+    both = logp.exp() * (logp - logm) + logq.exp() * (logq - logm)
+    return h.next_token(both) / 2
+
+
+def kl_in_reward(pi: Tensor, h: Hinted) -> Tensor:
+    """--kl_placement reward: each token is charged with the k1 of all tokens from it on."""
+    charges = h.old() - h.taught()
+    before = charges.cumsum(0) - charges
+    ends = h.world.lengths.cumsum(0)[h.world.owner]
+    to_go = F.pad(charges.cumsum(0), (1, 0))[ends] - before
+    ratio = (h.world.token_logprobs(pi) - h.old()).exp()
+    return to_go * ratio
+
+
+DISTILLATIONS: dict[str, Callable[[Tensor, Hinted], Tensor]] = {
+    "SDPO, sampled tokens": sampled_token,
+    "the same, naive": naive_k1,
+    "SDFT, reverse KL": reverse_kl,
+    "OPSD, forward KL": forward_kl,
+    "OPSD, Jensen-Shannon": jensen_shannon,
+    "KL in the reward": kl_in_reward,
+}
+
+
+def whole_kl(pi: Tensor, h: Hinted) -> Tensor:
+    """KL(pi || teacher) of whole responses, once averaged over the sampler's."""
+    moved = h.world.token_logprobs(pi) - h.sampler()
+    ratio = h.world.sum_over_response(moved).exp()
+    return ratio[h.world.owner] * naive_k1(pi, h)
+
+
+def own_likelihood(pi: Tensor, h: Hinted) -> Tensor:
+    """log pi of what was sampled, whatever the teacher says."""
+    return h.world.token_logprobs(pi)
+
+
+WHOLE = "KL(pi||T) of responses"
+DESCENDED = {
+    WHOLE: whole_kl,
+    "KL(pi||T) after sampled prefixes": reverse_kl,
+    "KL(T||pi) after sampled prefixes": forward_kl,
+    "JS(pi,T) after sampled prefixes": jensen_shannon,
+    "log pi of the samples": own_likelihood,
+}
+
+
+def hinted_gradient(loss: Callable[[Tensor, Hinted], Tensor], world: World, policies: Policies) -> Tensor:
+    """The expected gradient at pi of a loss of each token, over prompts, hints and the sampler's responses."""
+    hints = hints_of(world, policies)
+
+    def expected(pi: Tensor) -> Tensor:
+        return torch.stack([h.weights @ loss(pi, h) for h in hints]).sum()
+
+    return world.gradient(expected, policies.pi)
+
+
+def distillation_row(name: str, world: World, policies: Policies) -> Distillation:
+    """The row of a self-distillation loss."""
+    mean = hinted_gradient(DISTILLATIONS[name], world, policies)
+    whole = hinted_gradient(whole_kl, world, policies)
+    size = whole.norm()
+    descends = UNNAMED
+    for objective, loss in DESCENDED.items():
+        known = hinted_gradient(loss, world, policies)
+        if (mean - known).norm() < 1e-6 * size:
+            descends = objective
+    if mean.norm() < 1e-6 * size:
+        descends = "nothing"
+    return Distillation(
+        descends=descends,
+        bias=((mean - whole).norm() / size).item(),
+        cosine=torch.cosine_similarity(mean, whole, dim=0).item(),
+    )
+
+
 # ------------------------------------------------------------------------------------- aggregation, advantages, filter
 
 GROUP = 4  # responses per prompt
@@ -655,7 +823,7 @@ def recipe_row(name: str, world: World, policies: Policies) -> Row:
 # ---------------------------------------------------------------------------------------------------------- the table
 
 
-def table() -> dict[tuple[str, str], Row]:
+def table() -> dict[tuple[str, str], Row | Distillation]:
     """(condition, loss or recipe) -> its row."""
     world = World(max_length=4)
     small_world = World(max_length=2)  # small enough for all pairs of groups
@@ -664,6 +832,8 @@ def table() -> dict[tuple[str, str], Row]:
         policies = policies_of(world, condition)
         for name in LOSSES:
             rows[condition, name] = loss_row(name, world, policies)
+        for name in DISTILLATIONS:
+            rows[condition, name] = distillation_row(name, world, policies)
     for condition in RECIPE_CONDITIONS:
         policies = policies_of(small_world, condition)
         for name in RECIPES:
@@ -702,6 +872,11 @@ def print_table(rows: dict[tuple[str, str], Row]) -> None:
         print("loss                  bias  cosine   size   noise   zero  ascends")
         for name in LOSSES:
             print(format_row(name, rows[condition, name]))
+        if (condition, "SDPO, sampled tokens") in rows:
+            print("self-distillation                 bias  cosine  descends")
+            for name in DISTILLATIONS:
+                row = rows[condition, name]
+                print(f"{name:29}{row.bias:9.3f}{row.cosine:+8.3f}  {row.descends}")
         if (condition, "GRPO") in rows:
             print(f"recipe (groups of {GROUP})")
             for name in RECIPES:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
 import shutil
 import subprocess
 import sys
 
+import frameworks
 import loss_table
 import pytest
 import torch
@@ -18,7 +20,7 @@ from helpers import ROOT, load_variant, make_samples, run_here, tiny_args, token
 from transformers import AutoConfig
 
 import utils
-from runtime import batching
+from runtime import batching, data, presets, records
 
 NAMES = variant.names()
 WHOLE = variant.whole_names()
@@ -32,6 +34,7 @@ ROWS = {
     "reinforce_pp": ("PPO clip", {}),
     "maxrl": ("PPO clip", {}),
     "lora": ("PPO clip", {}),
+    "sdpo": ("PPO clip", {}),
     "multi_turn": ("PPO clip", {}),
 }
 # These need vLLM for a step; their own files have such runs.
@@ -265,6 +268,88 @@ def test_distill_leaves_the_teacher_s_config_as_it_is(modules, tiny, tmp_path, m
     run_here(tiny_args(tiny, tmp_path, "variant_distill", total_steps=1, eval_prompts=0, **flags), "variant_distill")
     assert configs[str(tiny)] == 0.5
     assert configs[str(teacher)] == AutoConfig.from_pretrained(teacher).rms_norm_eps != 0.5
+
+
+def test_sdpo_shows_a_right_answer_of_another_sample(modules, tiny):
+    """Each sample with a right sibling reads it in a row of its own; the only right one of a group has none."""
+    args = modules["sdpo"].Args(model_name_or_path=str(tiny))
+    tokenizer = data.load_tokenizer(args)
+    messages = [{"role": "user", "content": "1 + 1 = "}]
+    problems = [records.Problem(messages, truth, "last_number", {"solution": "count"}) for truth in ("2", "3")]
+    samples = make_samples(prompts=2, group=3)
+    for place, sample in enumerate(samples):
+        sample.response = f"answer {place}"
+        sample.reward_parts = {"correct": float(place in (1, 3, 5))}
+    shown, having = modules["sdpo"].hinted(samples, problems, tokenizer, args)
+    assert having == [0, 2, 3, 4, 5]
+    seen = [tokenizer.decode(sample.prompt_ids) for sample in shown]
+    told = [next((k for k in range(6) if f"answer {k}" in text), None) for text in seen]
+    assert told == [1, None, 1, 5, 3, 3]
+    assert "1 + 1 = \n\nA right answer:" in seen[0] and seen[0].endswith("assistant\n")
+    assert shown[1].prompt_ids == samples[1].prompt_ids
+    assert len({sample.prompt_id for sample in shown}) == 6  # the layout shares a prompt among equal ids
+    assert all((a.response_ids == b.response_ids).all() for a, b in zip(shown, samples, strict=True))
+    for source, hint in (("truth", "3"), ("solution", "count")):
+        args = dataclasses.replace(args, hint_from=source)
+        shown, having = modules["sdpo"].hinted(samples, problems, tokenizer, args)
+        assert having == list(range(6))
+        assert f"answer:\n\n{hint}\n\n" in tokenizer.decode(shown[5].prompt_ids)
+
+
+TRL_LOSS = """
+import sys
+import torch
+import frameworks
+
+sys.path.append(sys.argv[1])
+sys.meta_path.append(frameworks.ABSENT)
+trl = frameworks.load("trl.experimental.sdpo.loss_utils")
+given = torch.load(sys.argv[2])
+student = given["student"].requires_grad_()
+ids = given["ids"]
+loss = trl.compute_sampled_token_self_distillation_loss(student, given["teacher"], ids, distillation_alpha=1.0)
+logps = student.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+loss = trl.apply_importance_sampling_clipping(loss, logps, given["old"], 10.0)
+torch.save(torch.autograd.grad(loss.sum(), student)[0], sys.argv[3])
+"""
+
+
+@pytest.mark.slow
+def test_sdpo_s_gradient_is_that_of_trl_s_own_functions(modules, tmp_path):
+    """Fresh and stale: of the logits, on random numbers; TRL's cap of the ratio is set to ours."""
+    version = presets.PRESETS["trl"].version.split()[1]
+    reason = frameworks.install("trl", version, tmp_path / "trl")
+    if reason:
+        pytest.skip(reason)
+    rng = torch.Generator().manual_seed(1)
+    student, teacher, moved = torch.randn(3, 4, 9, 7, generator=rng, dtype=torch.float64)
+    ids = torch.randint(7, (4, 9), generator=rng)
+
+    def chosen(logits):
+        return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+
+    for old in (chosen(student), chosen(student + 0.3 * moved)):
+        torch.save({"student": student, "teacher": teacher, "ids": ids, "old": old}, tmp_path / "given.pt")
+        line = [sys.executable, "-c", TRL_LOSS, *(str(tmp_path / name) for name in ("trl", "given.pt", "found.pt"))]
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        leaf = student.clone().requires_grad_()
+        given = {"logprobs_T": chosen(leaf), "old_T": old, "sampler_T": old, "ref_T": chosen(teacher)}
+        given |= {"advantages_T": torch.zeros_like(old)}
+        loss, _ = token_loss(modules["sdpo"], 1.0, modules["sdpo"].Args(), **given)
+        (gradient,) = torch.autograd.grad(loss.sum(), leaf)
+        assert torch.allclose(gradient, torch.load(tmp_path / "found.pt"), rtol=1e-9, atol=1e-12)
+
+
+def test_sdpo_refuses_a_kl_that_is_not_its_loss(modules, tiny, tmp_path, capsys):
+    args = tiny_args(tiny, tmp_path, "variant_sdpo")
+    modules["sdpo"].check_args(args)
+    for change in ({"beta": 0.0}, {"kl_placement": "reward"}, {"kl_estimator": "full"}):
+        with pytest.raises(SystemExit) as ended:
+            modules["sdpo"].check_args(dataclasses.replace(args, **change))
+        assert ended.value.code == 2
+        assert "the KL of sampled tokens is the loss" in capsys.readouterr().err
 
 
 def test_dppo_refuses_the_mask_that_its_own_stands_for(modules, tiny, tmp_path, capsys):

@@ -606,6 +606,9 @@ def test_the_page_shows_the_numbers_of_the_script(rows):
     for name in loss_table.LOSSES:
         found = [rows[condition, name] for condition in loss_table.CONDITIONS]
         assert cells[name] == [f"{row.bias:.2f} {row.cosine:+.2f}" for row in found], name
+    for name in loss_table.DISTILLATIONS:
+        found = [rows[condition, name] for condition in loss_table.CONDITIONS]
+        assert cells[name][:-1] == [f"{row.bias:.2f} {row.cosine:+.2f}" for row in found], name
     dropped = {"TRM": [0.51, 0.87], "DPPO": [0.18, 0.25], "PPO clip": [0.20, 0.14]}
     for name, fractions in dropped.items():
         assert [round(rows[condition, name].zero, 2) for condition in ("stale", "async")] == fractions, name
@@ -748,3 +751,97 @@ def test_a_mutation_of_a_formula_changes_its_row(row, file, old, new, monkeypatc
         for a, b in zip(row_found, row_wanted, strict=True):
             differences.append(abs(a - b))
     assert max(differences) > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------- self-distillation
+
+
+def hinted_by_hand(
+    condition: str, coefficient: Callable[[list[float], list[float], list[float], int], float]
+) -> Tensor:
+    """The expected gradient over prompts, hints and responses: of coefficient(pi, old, teacher, t) x grad log pi."""
+    world = loss_table.World(max_length=3)
+    policies = loss_table.policies_of(world, condition)
+    scores = world.scores(policies.pi)
+    expected = torch.zeros(scores.shape[1], dtype=F64)
+    first = [0, *itertools.accumulate(world.lengths.tolist())]
+    for hint in loss_table.hints_of(world, policies):
+        pi, old, teacher = (world.token_logprobs(x).tolist() for x in (policies.pi, policies.old, hint.teacher))
+        for i in range(len(world.responses)):
+            tokens = slice(first[i], first[i + 1])
+            for t in range(first[i + 1] - first[i]):
+                found = coefficient(pi[tokens], old[tokens], teacher[tokens], t)
+                expected += hint.weights[first[i] + t] * found * scores[first[i] + t]
+    return expected
+
+
+BY_HAND = {
+    "SDPO, sampled tokens": lambda pi, old, teacher, t: math.exp(pi[t] - old[t]) * (pi[t] - teacher[t]),
+    "the same, naive": lambda pi, old, teacher, t: 1.0,
+    "KL in the reward": lambda pi, old, teacher, t: math.exp(pi[t] - old[t]) * (sum(old[t:]) - sum(teacher[t:])),
+}
+
+
+@pytest.mark.parametrize("condition", loss_table.CONDITIONS)
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_self_distillation_has_the_gradient_derived_by_hand(name, condition):
+    world = loss_table.World(max_length=3)
+    policies = loss_table.policies_of(world, condition)
+    found = loss_table.hinted_gradient(loss_table.DISTILLATIONS[name], world, policies)
+    assert torch.allclose(found, hinted_by_hand(condition, BY_HAND[name]), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("condition", loss_table.CONDITIONS)
+def test_hints_are_the_right_responses_as_often_as_they_are_drawn(condition):
+    """The weights of all hints of a prompt add up to the probabilities of its responses."""
+    world = loss_table.World(max_length=3)
+    policies = loss_table.policies_of(world, condition)
+    hints = loss_table.hints_of(world, policies)
+    assert len(hints) == world.rewards.sum()
+    total = torch.stack([hint.weights for hint in hints]).sum(0)
+    assert torch.allclose(total, world.probabilities(policies.sampler)[world.owner])
+
+
+def test_what_self_distillation_descends():
+    """Fresh: sampled tokens and the sum over the vocabulary descend the same; only KL in the reward, that of responses.
+
+    Differentiated as it stands, the formula of sampled tokens descends nothing, and once pi has moved it lowers the
+    likelihood of what was sampled, whoever the teacher is.
+    """
+    world = loss_table.World(max_length=3)
+    rows = {}
+    for condition in ("fresh", "stale"):
+        policies = loss_table.policies_of(world, condition)
+        for name in loss_table.DISTILLATIONS:
+            rows[condition, name] = loss_table.distillation_row(name, world, policies)
+    per_token = "KL(pi||T) after sampled prefixes"
+    for condition in ("fresh", "stale"):
+        for name in ("SDPO, sampled tokens", "SDFT, reverse KL"):
+            assert rows[condition, name].descends == per_token
+            assert 0.1 < rows[condition, name].bias < 0.9
+        assert rows[condition, "OPSD, forward KL"].descends == "KL(T||pi) after sampled prefixes"
+        assert rows[condition, "OPSD, Jensen-Shannon"].descends == "JS(pi,T) after sampled prefixes"
+    assert rows["fresh", "KL in the reward"].descends == loss_table.WHOLE
+    assert rows["fresh", "KL in the reward"].bias < 1e-9
+    assert rows["fresh", "the same, naive"].descends == "nothing"
+    assert rows["stale", "the same, naive"].descends == "log pi of the samples"
+    assert rows["stale", "the same, naive"].cosine < 0
+
+
+def test_many_hints_are_one_teacher():
+    """The KL to teachers averaged is the KL to their geometric mean: what differs does not depend on pi."""
+    world = loss_table.World(max_length=3)
+    policies = loss_table.policies_of(world, "fresh")
+    hints = [hint for hint in loss_table.hints_of(world, policies) if hint.weights[0] > 0]
+    shares = torch.stack([hint.weights[0] for hint in hints])
+    logs = torch.stack([hint.teacher.log_softmax(-1) for hint in hints])
+    mean = (shares[:, None, None] / shares.sum() * logs).sum(0)
+    total = torch.stack([hint.weights for hint in hints]).sum(0)
+    one = loss_table.Hinted(world, policies, total, mean)
+
+    def of_all(pi: Tensor) -> Tensor:
+        return torch.stack([hint.weights @ loss_table.reverse_kl(pi, hint) for hint in hints]).sum()
+
+    each = world.gradient(of_all, policies.pi)
+    together = world.gradient(lambda pi: one.weights @ loss_table.reverse_kl(pi, one), policies.pi)
+    assert torch.allclose(each, together, rtol=1e-9, atol=1e-12)
