@@ -12,7 +12,9 @@ a response is its reward compared with the rewards of its group. What was chosen
 * With one optimizer step per batch there is no pass for old log-probs: the ratio is 1, its gradient that of log pi.
 * KL to a reference is off (``--beta 0``, and no reference is loaded). When it is on, you choose the estimator, its
   gradient, and where it goes: into the loss, into the reward, or both. docs/kl.md says what each combination does.
-* Left out: a critic (ppo.py), tools and several turns, tensor-parallel training.
+* Of several turns (``--environment``) a sample is all ids from the first to the last. What an environment wrote is
+  context: T and N count the model's tokens alone, so it is in no loss, KL, ratio or mean.
+* Left out: a critic (ppo.py), tensor-parallel training.
 
 Tensor names end in their dimensions: P prompts of a step, G samples of a group, N response tokens of a step, T response
 tokens of a micro-batch, E engines. A flat array of a step, such as ``old_N``, has one more slot at its end, for the
@@ -194,6 +196,7 @@ from kl_estimators import kl_reward, rollout_kl  # noqa: E402
 from runtime import batching, cpu_norms, dedicated, watchdog  # noqa: E402
 from runtime.checkpoints import Checkpoints  # noqa: E402
 from runtime.engine import Engine, Queue  # noqa: E402
+from runtime.episodes import Episode, Episodes  # noqa: E402
 from runtime.recorder import Recorder  # noqa: E402
 from runtime.weights import push_weights, release_vllm  # noqa: E402
 
@@ -227,7 +230,7 @@ def loss_weights(samples: list[Sample], in_loss: list[int], args: Args) -> torch
 
     Computed from the counts of all ranks before anything is cut into micro-batches, so cutting changes nothing.
     """
-    lengths = [len(s.response_ids) for s in samples]
+    lengths = [s.length for s in samples]
     tokens = sum(lengths[i] for i in in_loss)
     weights = [0.0] * len(samples)
     for i in in_loss:
@@ -329,16 +332,18 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
 def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
     """Builds the engine and is the only one to touch it. Messages, taken while it stands still:
 
-    in   ("generate", batch, [(key, prompt ids, seed)], sampling), ("until", batch), ("weights", version, [(name,
-         tensor)]), ("sleep",), ("stop",), ("call", function): for programs that measure or compare
-    out  ("ready",), ("sample", batch, key, response ids, log-probs, finish reason, [(version, first token)]),
-         ("weights", version, seconds in which the engine computed), ("slept",), ("called", function(llm)),
-         ("error", exception): whatever goes wrong here is raised again in the main thread
+    in   ("generate", batch, [(key, prompt ids, seed)], sampling), a request for an episode with its row; ("until",
+         batch), ("weights", version, [(name, tensor)]), ("sleep",), ("stop",), ("call", function): to measure something
+    out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds in which the engine
+         computed), ("slept",), ("called", function(llm)), ("error", exception): whatever goes wrong here is raised
+         again in the main thread
 
     The engine stands still by counting, never by the clock, so a run can be repeated: after a whole batch, and with
     --inflight_updates after the step that completes the batch of the last "until", whatever else is unfinished. Only in
     flight on a rank of its own (--vllm_engines) it never stands still, and takes messages as they come.
+    Of several turns (--environment), those that wait for their tools are set aside while the engine steps the others.
     """
+    episodes = Episodes(args)
     never_still = args.vllm_engines > 0 and args.inflight_updates != "off"
     llm = None
     try:
@@ -349,13 +354,12 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
         version = 0
         asleep = False
         busy = 0.0
-        keys: dict[str, tuple] = {}  # request id -> (batch, key), while the request runs
-        names = itertools.count()
+        running: dict[str, Episode] = {}  # by the name of the turn that the engine computes
         left: Counter[int | None] = Counter()  # batch -> requests that it still waits for
         until = None
         outbox.put(("ready",))
         while True:
-            while (not keys or not inbox.empty()) if never_still else left[until] == 0:
+            while (left.total() == 0 or not inbox.empty()) if never_still else left[until] == 0:
                 match inbox.get():
                     case ("stop",):
                         return
@@ -378,30 +382,29 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                     case ("until", batch):
                         until = batch
                     case ("generate", batch, requests, sampling):
-                        for key, prompt_ids, seed in requests:
-                            name = str(next(names))
-                            keys[name] = (batch, key)
-                            # The salt keeps a prompt from keys and values that older weights left in the prefix cache.
-                            prompt = {"prompt_token_ids": prompt_ids, "cache_salt": str(version)}
-                            engine.add_request(name, prompt, vllm_params(sampling, seed, stop_ids))
+                        for key, prompt_ids, seed, *row in requests:
+                            episode = Episode(batch, key, prompt_ids, seed, sampling, *row)
+                            running[episode.name] = begin_turn(engine, episode, version, stop_ids)
                         left[batch] += len(requests)
                         if args.inflight_updates == "off":
                             until = batch
             if outbox.abandoned:
                 raise RuntimeError("another engine has taken the place of this one, which had answered nothing")
-            started = time.perf_counter()
-            outputs = engine.step()
-            busy += time.perf_counter() - started
-            for output in outputs:
-                batch, key = keys.pop(output.request_id)
-                answer = output.outputs[0]
-                ids = list(answer.token_ids)
-                logprobs = list(answer.logprobs.logprobs)[: len(ids)]
-                versions = [(int(span.version), span.start) for span in answer.weight_versions]
-                left[batch] -= 1
-                outbox.put(("sample", batch, key, ids, logprobs, answer.finish_reason, versions))
+            if running:
+                started = time.perf_counter()
+                outputs = engine.step()
+                busy += time.perf_counter() - started
+                for output in outputs:
+                    episodes.turn_ended(running.pop(output.request_id), output.outputs[0])
+            for episode in episodes.due(idle=not running):
+                if episode.finish_reason is None:
+                    running[episode.name] = begin_turn(engine, episode, version, stop_ids)
+                    continue
+                left[episode.batch] -= 1
+                outbox.put(("sample", episode.batch, episode.key, *episode.found()))
     except BaseException as error:
         try:
+            episodes.close()
             if llm is not None:
                 release_vllm(llm)
         finally:  # a device in error refuses that as well
@@ -456,6 +459,15 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         use_tqdm_on_load=False,
         **given,
     )
+
+
+def begin_turn(engine, episode: Episode, version: int, stop_ids: list[int]) -> Episode:
+    """Have the engine compute the next turn of an episode."""
+    ids, sampling, seed = episode.request()
+    # The salt keeps a prompt from keys and values that older weights left in the prefix cache.
+    prompt = {"prompt_token_ids": ids, "cache_salt": str(version)}
+    engine.add_request(episode.name, prompt, vllm_params(sampling, seed, stop_ids))
+    return episode
 
 
 def vllm_params(sampling: dict, seed: int, stop_ids: list[int]):

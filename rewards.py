@@ -44,7 +44,7 @@ from types import ModuleType
 
 import numpy as np
 
-from runtime import process, sandbox
+from runtime import episodes, process, sandbox
 from runtime.algebra import parse_math, parts_of
 from runtime.answers import (
     LONGEST_ANSWER,
@@ -200,11 +200,13 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
 def needs_no_truth(verifier: str, row: dict) -> bool:
     """Whether a row can be scored without an answer.
 
-    Some scorers of reasoning-gym check the response itself; form and instructions have no right answer, and a reward
-    model looks at none.
+    Some scorers of reasoning-gym check the response itself; form and instructions have no right answer, and neither a
+    reward model nor an environment looks at one.
     """
     names = names_of(verifier)
-    return set(names) <= {"format", "ifeval", "reward_model"} or (names == ["reasoning_gym"] and "reasoning_gym" in row)
+    return set(names) <= {"format", "ifeval", "reward_model", "environment"} or (
+        names == ["reasoning_gym"] and "reasoning_gym" in row
+    )
 
 
 def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
@@ -620,6 +622,12 @@ def reward_model_alone(response: str, truth: str, row: dict) -> Reward:
     return Reward(0.0)
 
 
+def environment(response: str, truth: str, row: dict) -> Reward | float:
+    """``--verifier environment``, the default where --environment has a get_reward: what that returned."""
+    found = row["episode"]["outcome"]
+    return found["score"] if found.keys() == {"score"} else Reward(**found)
+
+
 def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     """A verifier by its name here, or from a file of the user's: ``path/to/file.py:function``.
 
@@ -629,6 +637,8 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
         return VERIFIERS[name]
     if name == "reward_model":
         return reward_model_alone
+    if name == "environment":
+        return environment
     path, _, function = name.rpartition(":")
     if not path:
         raise ValueError(f"no verifier {name!r}; known: {', '.join(VERIFIERS)}, or path/to/file.py:function")
@@ -766,19 +776,22 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
 def check_reward_args(args) -> None:
     """Refuse verifiers that do not exist and weights that mean nothing: exit code 2."""
     code_of_run()
+    episodes.check(args)
     sys.set_int_max_str_digits(0)  # the rows that are checked next may hold numbers of any length
     for name in names_of(args.verifier or "exact"):
         try:
             find_verifier(name)
         except ValueError as error:
             refuse(f"--verifier: {error}")
+        if name == "environment" and args.environment is None:
+            refuse("--verifier environment: there is none; give --environment, or another verifier")
         if name == "reward_model" and args.reward_model_name_or_path is None:
             refuse("--verifier reward_model: there is none; give --reward_model_name_or_path, or another verifier")
     try:
         weights = parse_weights(args.reward_weights)
     except ValueError as error:
         refuse(f"--reward_weights: {error}; for example --reward_weights math=1 format=0.1")
-    named = {*VERIFIERS, *names_of(args.verifier or "exact"), "reward_model"}
+    named = {*VERIFIERS, *names_of(args.verifier or "exact"), "reward_model", "environment"}
     if unknown := [name for name in weights if name not in named and ":" not in name]:
         refuse(f"--reward_weights: no verifier {unknown[0]!r}; known: {', '.join(VERIFIERS)}, reward_model")
     if weights.get("reward_model", 1.0) is None:
@@ -1123,7 +1136,8 @@ class Verifiers:
         names = {problem.verifier for problem in problems}
         workers = args.reward_workers or default_workers()
         self.pool = RewardPool(workers, args.reward_timeout, names, self.weights, args.allow_unsafe_code_exec)
-        wrong = self.pool.check(problems)
+        trial = {} if args.environment is None else {"episode": {"turns": [], "outcome": {"score": 0.0}}}
+        wrong = self.pool.check(replace(problem, row=problem.row | trial) for problem in problems)
         if wrong:
             refuse(f"--verifier: {wrong}")
         self.reward_model = None
@@ -1131,8 +1145,14 @@ class Verifiers:
             self.reward_model = RewardModel(args, device, dtype)
 
     def submit(self, sample, problem) -> tuple:
-        """Begin to verify a sample, in another process: (sample, problem, future), for ``collect``."""
-        future = self.pool.submit(problem.verifier, sample.response, problem.truth, problem.row)
+        """Begin to verify a sample, in another process: (sample, problem, future), for ``collect``.
+
+        Of several turns the verifier gets the last one as the response, and all as ``row["episode"]["turns"]``.
+        """
+        row = problem.row
+        if sample.turns:
+            row = row | {"episode": {"turns": sample.turns, "outcome": sample.outcome}}
+        future = self.pool.submit(problem.verifier, sample.response, problem.truth, row)
         return sample, problem, future
 
     def collect(self, submitted: list[tuple], on_result: Callable[[], None]) -> list:

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl, kl_setting_message, kl_values
-from runtime import data, fitting, flags, machine, rundir, runlog
+from runtime import data, episodes, fitting, flags, machine, rundir, runlog
 from runtime.attention import attention_inputs, check_mask_size, choose_layout, grouped_attention, varlen_attention
 from runtime.batching import ROW_MULTIPLE, MicroBatch, flat, micro_batches, per_token, token_offsets
 from runtime.flags import check_override, is_dropout
@@ -258,7 +258,8 @@ def begin(args, ready: tuple) -> Run:
     sizes, reason = fitting.sizes_for(args, model, setting)
     layout, attention, layout_reason = choose_layout(args, sizes, device.type == "cuda", dtype, attention)
     tokenizer = data.load_tokenizer(args)
-    problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args)
+    tools = episodes.first_turns([*problems, *eval_problems], tokenizer, args)
+    problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args, tools)
     run = Run(
         folder=folder,
         start=start,
@@ -281,6 +282,8 @@ def begin(args, ready: tuple) -> Run:
         print(f"rows       {layout} ({layout_reason}), {attention} attention")
         print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(sizes).items())} ({reason})")
         print("\n".join(kl_lines(args)), flush=True)
+        if args.environment is not None:
+            print("\n".join(episodes.describe_turns(problems[0], tokenizer, args)), flush=True)
     return run
 
 
@@ -1004,13 +1007,10 @@ class UpdateStats:
 
 
 @torch.no_grad()
-def exact_kl(
-    policy, reference, samples: list[Sample], members: list[int], run: Run, own_N: torch.Tensor | None = None
-) -> dict[str, float]:
+def exact_kl(policy, reference, samples: list[Sample], members: list[int], run: Run) -> dict[str, float]:
     """Metrics of the KL over the whole vocabulary, in both directions: the truth that the estimators are compared with.
 
-    ``members``: the samples of which the first few are taken. ``own_N``: the tokens that count, [N + 1]; all, by
-    default. Every rank must call.
+    ``members``: the samples of which the first few are taken. Every rank must call.
     """
     end = token_offsets(samples)[-1]
     sums = torch.zeros(3, device=run.device)  # both directions, tokens
@@ -1018,8 +1018,6 @@ def exact_kl(
     budget = run.sizes.logprob_micro_batch_tokens
     for mb in micro_batches(samples, members[:FULL_KL_SAMPLES], budget=budget, **run.cutting):
         real_T = mb.tokens < end
-        if own_N is not None:
-            real_T = real_T & own_N[mb.tokens]
         full_kl_T = policy(mb, reference)[2] * real_T
         forward_kl_T = policy(mb, reference, forward_kl=True)[2] * real_T
         sums += torch.stack([full_kl_T.sum(), forward_kl_T.sum(), real_T.sum()])
@@ -1070,7 +1068,6 @@ def check_engines(policy, engine: Engine, samples: list[Sample], trained: list[i
     offsets = token_offsets(looks)
     sampler_N = flat([s.sampler_logprobs for s in looks], run.device)
     fresh_N = flat([s.token_versions() == step for s in looks], run.device)
-    fresh_N &= sampler_N < 0.5  # a log-prob: what a tool has added to a response has none
     engine_N = per_token([s.engine for s in looks], offsets, run.device)
     stats = TokenStats(run.device, engine.count)
     budget = run.sizes.logprob_micro_batch_tokens
@@ -1221,7 +1218,7 @@ class Phases(Stopwatch):
 
 def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -> dict[str, float | None]:
     """The metrics that follow from a step's samples alone, whatever is then made of them."""
-    lengths = [len(s.response_ids) for s in samples]
+    lengths = [s.length for s in samples]
     staleness_N = step - np.concatenate([s.token_versions() for s in samples])
     solved = {s.prompt_id for s in samples if is_right(s)}
     parts = sorted({name for s in samples for name in s.reward_parts})[:32]  # a verifier may take names from a response
@@ -1242,6 +1239,20 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
         "sampler/staleness": staleness_N.mean().item(),
         "sampler/staleness_max": staleness_N.max().item(),
         "sampler/versions": mean([len(s.weight_versions) for s in samples]),
+        **(episode_metrics(samples) if any(s.turns for s in samples) else {}),
+    }
+
+
+def episode_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Means per episode of what its environment was asked and said; of failures the number in all."""
+    turns = [[turn for turn in s.turns if turn["role"] == "assistant"] for s in samples]
+    answers = [[turn for turn in s.turns if turn["role"] != "assistant"] for s in samples]
+    return {
+        "env/turns": mean([len(own) for own in turns]),
+        "env/tool_calls": mean([sum(len(turn.get("calls", ())) for turn in own) for own in turns]),
+        "env/failures": sum(turn["failures"] for own in answers for turn in own),
+        "env/tool_seconds": mean([sum(turn["seconds"] for turn in own) for own in answers]),
+        "env/tokens": mean([len(s.response_ids) - s.length for s in samples]),
     }
 
 
@@ -1344,7 +1355,7 @@ def _group_metrics(groups: list[list[Sample]]) -> dict[str, float]:
     for name, k in sizes.items():
         metrics[f"pass@{name}"] = mean([pass_at_k(c, count, k) for c in right])
     metrics["majority@k"] = mean([majority(group) for group in groups])
-    metrics["length_mean"] = mean([len(s.response_ids) for s in samples])
+    metrics["length_mean"] = mean([s.length for s in samples])
     metrics["truncated_frac"] = mean([s.finish_reason == "length" for s in samples])
     metrics["problems"] = len(groups)
     return metrics

@@ -51,10 +51,10 @@ class MicroBatch:
 
 
 def token_offsets(samples: list[Sample]) -> list[int]:
-    """Where each sample's response begins in the flat per-token arrays; the last entry is their length N."""
+    """Where each sample's tokens begin in the flat arrays, which hold the model's own; the last entry is their N."""
     offsets = [0]
     for sample in samples:
-        offsets.append(offsets[-1] + len(sample.response_ids))
+        offsets.append(offsets[-1] + sample.length)
     return offsets
 
 
@@ -96,6 +96,7 @@ class PrefixTree:
         if len(members) > 1:
             self.members.sort(key=lambda i: samples[i].response_ids.tobytes())
         self.responses = [samples[i].response_ids for i in self.members]
+        self.own = [samples[i].own() for i in self.members]
         self.kept: list[int] = []  # tokens that each response has in common with the one before
         leaves = 0
         before = np.empty(0, dtype=np.int32)
@@ -129,7 +130,7 @@ class PrefixTree:
             own = np.arange(starts[j], starts[j + 1])
             path = np.concatenate([path[:kept], own])
             depth = np.arange(kept, len(response))
-            paths.append(path)
+            paths.append(path[self.own[j]])
             parents.append(np.concatenate([[-1], path])[kept:-1])
             depths.append(depth)
             tokens.append(response[kept:])
@@ -164,7 +165,7 @@ class TreeArrays:
     ends: np.ndarray  # [L] place after the last token that sees this one
     predict: np.ndarray  # [U] place whose logits predict the token
     targets: np.ndarray  # [U] the token
-    paths: list[np.ndarray]  # for each member, which of the U its response is
+    paths: list[np.ndarray]  # for each member, which of the U its own tokens are: what an environment wrote is in none
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:

@@ -450,7 +450,8 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
     distinct: dict[str, Problem] = {}
     for problem in problems:
         problem.source = problem.source or name
-        distinct.setdefault(json.dumps(problem.messages), problem)
+        key = problem.messages if args.environment is None else [problem.messages, problem.row]
+        distinct.setdefault(json.dumps(key, default=str), problem)
     return distinct
 
 
@@ -710,19 +711,21 @@ def _render_batch(batch: dict[str, list], places: list[int], **how) -> dict[str,
     return {"ids": render([json.loads(text) for text in batch["messages"]], **how)}
 
 
-def render_cached(dataset, tokenizer, args) -> list[list[int]]:
+def render_cached(dataset, tokenizer, args, more: dict[str, Any]) -> list[list[int]]:
     """``render`` of the column ``messages`` (JSON) of a data set: by several processes, and cached."""
     import datasets
 
-    how = {"tokenizer": tokenizer, "template": chat_template(args), "variables": template_variables(args)}
+    how = {"tokenizer": tokenizer, "template": chat_template(args), "variables": template_variables(args) | more}
     function = functools.partial(_render_batch, **how)
     kinds = {"ids": datasets.List(datasets.Value("int32"))}
-    key = digest(prompt_key(tokenizer, args).encode(), dataset._fingerprint.encode())
+    key = digest(prompt_key(tokenizer, args).encode(), json.dumps(more).encode(), dataset._fingerprint.encode())
     return int_lists(cached_map(dataset, function, kinds, key, "tokenizing prompts"), "ids")
 
 
-def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
+def render_prompts(problems: list[Problem], tokenizer, args, more: dict[str, Any] | None = None) -> list[Problem]:
     """Fill ``prompt_ids``: one tokenization for sampler and trainer, special tokens as the template wrote them.
+
+    ``more``: what the template is given beside the messages and --chat_template_kwargs.
 
     Returns the problems that ``--overlong_prompts`` keeps. A prompt longer than ``--max_prompt_length`` ends the run
     with exit code 2 (error), is left out (filter), or is truncated (left, right).
@@ -734,10 +737,10 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
             import datasets
 
             texts = [json.dumps(problem.messages) for problem in problems]
-            found = render_cached(datasets.Dataset.from_dict({"messages": texts}), tokenizer, args)
+            found = render_cached(datasets.Dataset.from_dict({"messages": texts}), tokenizer, args, more or {})
         else:
             conversations = [problem.messages for problem in problems]
-            found = render(conversations, tokenizer, chat_template(args), template_variables(args))
+            found = render(conversations, tokenizer, chat_template(args), template_variables(args) | (more or {}))
     except Unrenderable as error:
         refuse(str(error))
     for problem, ids in zip(problems, found, strict=True):
@@ -791,10 +794,12 @@ def _without_overlong(problems: list[Problem], args) -> list[Problem]:
     return [problem for problem in problems if problem.prompt_ids]
 
 
-def render_problems(training: list[Problem], evaluation: list[Problem], tokenizer, args) -> tuple[list, list]:
+def render_problems(
+    training: list[Problem], evaluation: list[Problem], tokenizer, args, more: dict[str, Any] | None = None
+) -> tuple[list, list]:
     """``render_prompts`` of a run's problems: those that are kept of both kinds, or exit code 2 where too few are."""
-    training = render_prompts(training, tokenizer, args)
-    evaluation = render_prompts(evaluation, tokenizer, args)
+    training = render_prompts(training, tokenizer, args, more)
+    evaluation = render_prompts(evaluation, tokenizer, args, more)
     check_enough(training, evaluation, args)
     return training, evaluation
 
@@ -873,7 +878,7 @@ def token_rewards(samples: list[Sample], decode: Callable[..., str], args) -> np
         if args.dense_reward != "none" and sample.reward_steps and not masked:
             rewards = _dense_rewards(sample, decode, args)
         else:
-            rewards = np.zeros(len(sample.response_ids))
+            rewards = np.zeros(sample.length)
             rewards[-1] = sample.reward
         found.append(rewards)
     return np.concatenate(found)
@@ -885,7 +890,7 @@ def _dense_rewards(sample: Sample, decode: Callable[..., str], args) -> np.ndarr
     sum: every score counts in full. difference: what a score adds to the one before; the rewards sum to the response's
     reward. What the last score does not hold (penalties, other verifiers, a reward model) is on the last token.
     """
-    ids = sample.response_ids
+    ids = sample.response_ids[sample.own()]
     limit = args.max_reward_clip or math.inf
 
     def shaped(score: float) -> float:

@@ -53,6 +53,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.watch = watch
         self.timeout = args.timeout or math.inf
+        self.episodes = args.environment is not None
         # The ranks of a tensor-parallel engine would have to fail together, and under ZeRO 3 none has all weights.
         # vLLM gives its sleeping memory to one engine of a process.
         sleeps = args.sleep != "off" and torch.cuda.is_available()
@@ -117,7 +118,7 @@ class Engine:
             self.inbox.put(("weights", self.version, self.weights))
             self.spare = []  # the new engine may read them for a while
         for batch in self.batches.values():
-            batch.unfinished = {key for key, _, _ in batch.requests}
+            batch.unfinished = {request[0] for request in batch.requests}
             self.inbox.put(("generate", batch.number, batch.requests, batch.sampling))
         if request is not None:
             self.inbox.put(request)
@@ -136,7 +137,8 @@ class Engine:
         mine = []
         for place, number, seed in requests:
             if place % self.count in self.own:
-                mine.append(((place, number), problems[place].prompt_ids, seed))
+                row = [problems[place].row] if self.episodes and not sampling["ignore_eos"] else []
+                mine.append(((place, number), problems[place].prompt_ids, seed, *row))
         batch = Batch(next(self.numbers), problems, chosen or [], mine, sampling)
         if mine:
             self.batches[batch.number] = batch
@@ -175,7 +177,7 @@ class Engine:
         Raises RuntimeError for log-probs that are not finite.
         """
         match self.receive(what, request):
-            case ("sample", number, key, ids, logprobs, finish_reason, versions):
+            case ("sample", number, key, ids, logprobs, finish_reason, versions, *episode):
                 if not math.isfinite(sum(logprobs)):
                     raise RuntimeError("the sampler's log-probs are not finite: its weights are broken")
                 batch = self.batches[number]
@@ -186,10 +188,10 @@ class Engine:
                     return
                 batch.arrived.add(key)
                 prompt_ids = batch.problems[key[0]].prompt_ids
-                sample = Sample(*key, prompt_ids, ids, logprobs, finish_reason, versions)
-                sample.response = self.tokenizer.decode(ids, skip_special_tokens=True)
+                sample = Sample(*key, prompt_ids, ids, logprobs, finish_reason, versions, *episode)
+                sample.response = self.tokenizer.decode(sample.last_turn(), skip_special_tokens=True)
                 sample.engine = key[0] % self.count
-                self.tokens += len(ids)
+                self.tokens += sample.length
                 if self.reports and batch is self.look_batch:
                     self.looks.append(sample)
                 elif self.reports:

@@ -65,7 +65,7 @@ MAY_CHANGE = (*PRESENTATION, *RESOURCES, *LENGTH)  # between the parts of a run 
 MUST_BE_POSITIVE = (
     *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "num_mini_batches", "num_epochs"),
     *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate", "reward_timeout"),
-    *("reward_workers", "eval_samples", "vllm_tensor_parallel_size"),
+    *("max_turns", "turn_timeout", "reward_workers", "eval_samples", "vllm_tensor_parallel_size"),
 )
 MAY_BE_NEGATIVE = ("reward_scaling", "reward_bias", "entropy_coeff")
 AT_MOST_ONE = (*("lr_min_ratio", "ref_policy_alpha", "gamma", "gae_lambda", "value_norm_beta"),)
@@ -196,6 +196,16 @@ class RunFlags:
     """Subtract this from the reward of a truncated response."""
     overlong_buffer: int = 0
     """Tokens before max_response_length over which up to 1 is subtracted from the reward (DAPO). 0 disables."""
+
+    # ---- environments
+    environment: str | None = None
+    """Responses of several turns: path/to/file.py:Class, whose reset(...), tools and get_reward() play each of them."""
+    max_turns: int = 8
+    """Turns of the model in a response; max_response_length is for all turns together, the environment's included."""
+    turn_timeout: float = 10.0
+    """Seconds for each answer of an environment; then its process is killed, and the model is told."""
+    turn_lag: int = 8
+    """Engine steps after which an answer is taken, however early it came: counted, so that a run can be repeated."""
 
     # ---- evaluation
     eval_prompts: int = 64

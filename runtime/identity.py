@@ -58,11 +58,12 @@ def code_of(args) -> dict[str, str]:
     """SHA-256 of the script and of every project file that it imports, by path relative to the project.
 
     The script is the file that defines the class of ``args``, so a copy of grpo.py counts as itself. Files of
-    ``--verifier`` and ``--external_lib`` count as imported. Imports are read from the source, without running it. Files
-    are read once per process, at the start: an edit during a run is not code of that run.
+    ``--verifier``, ``--environment`` and ``--external_lib`` count as imported. Imports are read from the source,
+    without running it. Files are read once per process, at the start: an edit during a run is not code of that run.
     """
     script = (PROJECT / script_of(args)).resolve()
-    named = [name.rpartition(":")[0] for name in (args.verifier or "").split(",")]
+    flags = f"{args.verifier or ''},{args.environment or ''}"
+    named = [name.rpartition(":")[0] for name in flags.split(",")]
     extra = tuple(Path(name).resolve() for name in named if name.endswith(".py"))
     return dict(_digests(script, extra, args.external_lib))
 

@@ -39,6 +39,7 @@ def schema():
             "engine": pyarrow.int32(),
             "prompt_ids": ids,
             "response_ids": ids,
+            "observed": pyarrow.list_(ids),  # first and end of each span of response_ids that an environment wrote
             "sampler_logprobs": numbers,
             "old_logprobs": numbers,
             "ref_logprobs": numbers,
@@ -171,6 +172,7 @@ def rows(samples: list[Sample], known: set[int], arrays: dict[str, list | None])
         for name, values in arrays.items():
             own = values is not None and (i in known or name == "advantages")
             row[name] = values[offsets[i] : offsets[i + 1]] if own else None
+        row["observed"] = [list(span) for span in sample.observed]
         row["finish_reason"] = sample.finish_reason
         row["versions"] = [version for version, _ in sample.weight_versions]
         row["version_starts"] = [start for _, start in sample.weight_versions]
@@ -206,8 +208,9 @@ def read(folder: Path) -> Recorded:
     for row in table:
         versions = list(zip(row["versions"], row["version_starts"], strict=True))
         values = {name: value for name, value in row.items() if name in names}
+        values["observed"] = [tuple(span) for span in row.get("observed", ())]  # older batches have no such column
         samples.append(Sample(**values, weight_versions=versions))
         for name, flat in arrays.items():
-            flat += [math.nan] * len(row["response_ids"]) if row[name] is None else row[name]
+            flat += [math.nan] * len(row["sampler_logprobs"]) if row[name] is None else row[name]
     flat = [torch.tensor([*values, 0.0]) for values in arrays.values()]
     return Recorded(folder, **about, samples=samples, old_N=flat[0], ref_N=flat[1], advantages_N=flat[2])

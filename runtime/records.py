@@ -24,17 +24,22 @@ class Problem:
 class Sample:
     """One response on its way through a step. Token ids are the sampler's own, never recomputed from text.
 
-    What there is per token is an array: a list of Python numbers takes 30 to 40 bytes for each.
+    What there is per token is an array: a list of Python numbers takes 30 to 40 bytes for each. Of several turns,
+    ``response_ids`` are all ids from the first to the last, also the L - T that an environment wrote. Nothing else is
+    about those: N, T and every flat array count the model's tokens alone.
     """
 
     prompt_id: int  # index of the problem in its list
     sample_id: int  # 0 .. samples per prompt - 1
     prompt_ids: list[int]
-    response_ids: np.ndarray  # [T] int32; a list becomes one
+    response_ids: np.ndarray  # [L] int32; a list becomes one
     sampler_logprobs: np.ndarray  # [T] float32; natural log, at the sampling temperature; a list becomes one
     finish_reason: str  # "stop": it ended by itself; "length": truncated at max_response_length
-    weight_versions: list[tuple[int, int]]  # (version, first token) of each run of tokens sampled by one version
-    response: str = ""
+    weight_versions: list[tuple[int, int]]  # (version, first of the T) of each run of tokens sampled by one version
+    observed: list[tuple[int, int]] = field(default_factory=list)  # spans of response_ids that an environment wrote
+    turns: list[dict[str, Any]] = field(default_factory=list)  # for people: who said what
+    outcome: dict[str, Any] | None = None  # the environment's reward: fields of a rewards.Reward
+    response: str = ""  # of several turns: the last
     score: float = 0.0  # the verifier's, unshaped
     reward: float = 0.0  # what is optimized: scaled, penalties taken off, clipped
     reward_parts: dict[str, float] = field(default_factory=dict)
@@ -48,11 +53,27 @@ class Sample:
         self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
         self.sampler_logprobs = np.asarray(self.sampler_logprobs, dtype=np.float32)
 
+    @property
+    def length(self) -> int:
+        """T: the tokens that the model wrote."""
+        return len(self.response_ids) - sum(end - start for start, end in self.observed)
+
+    def own(self) -> np.ndarray:
+        """Which of ``response_ids`` the model wrote, [L]."""
+        own = np.ones(len(self.response_ids), dtype=bool)
+        for start, end in self.observed:
+            own[start:end] = False
+        return own
+
+    def last_turn(self) -> np.ndarray:
+        """The ids of the model's last turn."""
+        return self.response_ids[self.observed[-1][1] if self.observed else 0 :]
+
     def token_versions(self) -> np.ndarray:
         """The version of the weights that sampled each token, [T]: s for those that step s begins with."""
         versions = [version for version, _ in self.weight_versions]
         starts = [start for _, start in self.weight_versions]
-        return np.repeat(versions, np.diff([*starts, len(self.response_ids)]))
+        return np.repeat(versions, np.diff([*starts, self.length]))
 
 
 @dataclass
@@ -62,11 +83,11 @@ class Batch:
     number: int  # counts all that this rank's engine was asked for
     problems: list[Problem]
     chosen: list[int]  # their indices in the training data; empty for an evaluation
-    requests: list[tuple[tuple[int, int], list[int], int]]  # (key, prompt ids, seed) of this rank's engine
+    requests: list[tuple]  # (key, prompt ids, seed) of this rank's engine, and the row if it is an episode
     sampling: dict[str, Any]
     scoring: list[tuple] = field(default_factory=list)  # what the verifiers have of this rank's samples
     samples: list[Sample] | None = None  # of all ranks, scored, once they are whole
 
     def __post_init__(self) -> None:
-        self.unfinished = {key for key, _, _ in self.requests}  # key: (place in ``problems``, sample number)
+        self.unfinished = {request[0] for request in self.requests}  # key: (place in ``problems``, sample number)
         self.arrived: set[tuple[int, int]] = set()

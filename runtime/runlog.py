@@ -173,6 +173,7 @@ def sample_row(step: int, s: Sample, problem: Problem) -> dict[str, Any]:
         "advantage": s.advantage,
         "finish_reason": s.finish_reason,
         "weight_versions": s.weight_versions,
+        **({"turns": s.turns} if s.turns else {}),
     }
 
 

@@ -13,6 +13,7 @@ import ctypes
 import gc
 import multiprocessing
 import multiprocessing.context
+import multiprocessing.reduction
 import os
 import select
 import signal
@@ -28,7 +29,8 @@ from runtime import process
 from runtime.libraries import LIBRARIES
 from runtime.sandbox import children
 
-ONE_THREAD = "OPENBLAS_NUM_THREADS"  # NumPy's own arithmetic: a thread per core is none that a fork could keep
+# NumPy's own arithmetic: a thread per core is none that a fork could keep. The order of a set of strings: alike in all.
+VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
 def loaded_files() -> list[Path]:
@@ -55,19 +57,21 @@ class BareProcess(multiprocessing.context.SpawnProcess):
         """Start it. A main module of the name __main__ (``python -m package``) is what spawn leaves alone."""
         main = sys.modules["__main__"]
         spec = main.__spec__
-        threads = os.environ.get(ONE_THREAD)
+        missing = VARIABLES.keys() - os.environ.keys()
         main.__spec__ = ModuleSpec("__main__", None)
-        os.environ[ONE_THREAD] = threads or "1"
+        os.environ |= {name: VARIABLES[name] for name in missing}
         try:
             super().start()
         finally:
             main.__spec__ = spec
-            if threads is None:
-                del os.environ[ONE_THREAD]
+            for name in missing:
+                del os.environ[name]
 
 
 class Nursery(multiprocessing.context.SpawnContext):
     """The context of a pebble.ProcessPool whose workers all run the same function: its ``Process`` is a fork.
+
+    Or, without pebble: ``worker`` starts one with a line of its own to it.
 
     ``prepare`` is called in the nursery with ``arguments``: for what all workers import. ``code``: what
     ``loaded_code`` said when the run began.
@@ -109,13 +113,25 @@ class Nursery(multiprocessing.context.SpawnContext):
             if not self.changed:
                 raise
 
-    def ask(self, word: str, pid: int = 0) -> int:
-        """Have the nursery "start" a worker, for its pid, or "end" one, for its exit code.
+    def worker(self, target: Callable) -> tuple[Worker, Connection]:
+        """Start a worker that runs ``target``(its end of a line); the worker, and the other end."""
+        worker = self.Process(target, "worker", (), {})
+        ours, theirs = self.Pipe()
+        try:
+            worker.start(theirs)
+        finally:
+            theirs.close()
+        return worker, ours
+
+    def ask(self, word: str, pid: int = 0, line: Connection | None = None) -> int:
+        """Have the nursery "start" a worker, with a ``line`` or without, for its pid; or "end" one, for its exit code.
 
         Raises OSError or EOFError when the nursery has ended.
         """
         with self.lock:
-            self.control.send((word, pid))
+            self.control.send((word, pid, line is not None))
+            if line is not None:
+                multiprocessing.reduction.send_handle(self.control, line.fileno(), self.process.pid)
             return self.control.recv()
 
     def close(self) -> None:
@@ -138,9 +154,9 @@ class Worker:
         self.code: int | None = None
         self.descriptor = -1
 
-    def start(self) -> None:
+    def start(self, line: Connection | None = None) -> None:
         """Fork it."""
-        self.pid = self.nursery.ask("start")
+        self.pid = self.nursery.ask("start", line=line)
         self.descriptor = os.pidfd_open(self.pid)
 
     def is_alive(self) -> bool:
@@ -171,7 +187,11 @@ class Worker:
         os.close(self.descriptor)
 
     def join(self, timeout: float | None = None) -> None:
-        """``terminate`` has waited."""
+        """Wait for its end, up to ``timeout`` seconds. None: ``terminate`` has waited."""
+        if timeout is not None and self.code is None:
+            ended = select.poll()
+            ended.register(self.descriptor, select.POLLIN)
+            ended.poll(1000 * timeout)
 
 
 def _serves_sandboxes(pid: int) -> bool:
@@ -230,7 +250,8 @@ def _nurse(
     nursery = os.getpid()
     while True:
         try:
-            word, pid = control.recv()
+            word, pid, has_line = control.recv()
+            line = [Connection(multiprocessing.reduction.recv_handle(control))] if has_line else []
         except (EOFError, OSError):
             for worker in workers:
                 kill_tree(worker)
@@ -241,7 +262,10 @@ def _nurse(
             pid = os.fork()
             if pid == 0:
                 control.close()
-                _work(nursery, *work)
+                target, args, kwargs = work
+                _work(nursery, target, (*args, *line), kwargs)
+            for end in line:
+                end.close()
             workers.add(pid)
             control.send(pid)
         else:

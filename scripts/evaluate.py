@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/loading.py
 import loading
 
 from rewards import Verifiers, check_reward_args, truth_error
-from runtime import data, flags, foreign, identity, process, rundir, sources
+from runtime import data, episodes, flags, foreign, identity, process, rundir, sources
 from runtime.flags import RunFlags
 from runtime.records import Problem, Sample
 from runtime.redaction import HIDDEN
@@ -277,7 +277,7 @@ def main(args: RunFlags, output: Path, problems: list[Problem], path: Path) -> d
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
     tokenizer = data.load_tokenizer(args)
-    problems = data.render_prompts(problems, tokenizer, args)
+    problems = data.render_prompts(problems, tokenizer, args, episodes.first_turns(problems, tokenizer, args))
     script = loading.load_script(path, ("vllm_thread", "collect"))
     samples = answer(script, args, problems, tokenizer)
     result = utils.eval_metrics(samples, problems, step=0)

@@ -339,8 +339,8 @@ class Replay:
     def agreement(self) -> dict[str, float]:
         """Largest differences, in nats, between recorded log-probs and those of the weights; -1 where none is known.
 
-        The sampler's and the advantages are compared for the tokens in the loss: what a tool wrote was not sampled, and
-        the KL in the reward of samples that are left out is not recorded.
+        The sampler's and the advantages are compared for the tokens in the loss: the KL in the reward of samples that
+        are left out is not recorded.
         """
         recorded = self.recorded
         counted_N = self.slopes(self.base).weights_N.cpu() > 0

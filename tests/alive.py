@@ -119,6 +119,7 @@ def prepare(files: Path) -> None:
     prepare_custom(files)
     prepare_data(files)
     shutil.copy(ROOT / "tests" / "verifiers.py", files / "own.py")
+    shutil.copy(ROOT / "tests" / "environments.py", files / "game.py")
     (files / "own_library.py").write_text('"""Imported by --external_lib."""\n')
     importlib.invalidate_caches()
 

@@ -51,6 +51,7 @@ FEW = {"rollout": "vllm", "vllm_args": '{"kv_cache_memory_bytes": 53687091, "max
 KL = {"beta": 0.1, "learning_rate": 1e-2}
 UPDATES = {"num_epochs": 2, "num_mini_batches": 2, "learning_rate": 1e-2}  # without a second one every ratio is 1
 ROWS = "FILES/rows.jsonl"
+GAME = VLLM | {"environment": "FILES/game.py:Guess", "max_response_length": 64}
 
 EVIDENCE: dict[str, Row] = {
     # ---- run
@@ -121,6 +122,13 @@ EVIDENCE: dict[str, Row] = {
     "mask_no_eos_with_zero": row(True, "rewards"),
     "non_stop_penalty": row(0.5, "rewards"),
     "overlong_buffer": row(4, "rewards"),
+    # ---- environments
+    "environment": row("FILES/game.py:Guess", "responses", "env/turns", **VLLM, max_response_length=64),
+    "max_turns": row(1, "env/turns", **GAME),
+    "turn_timeout": row(
+        0.2, "env/failures", **GAME | {"environment": "FILES/game.py:Late", "eval_prompts": 0, "total_steps": 1}
+    ),
+    "turn_lag": row(40, "engine steps", **GAME),
     # ---- evaluation
     "eval_prompts": row(3, "held-out prompts"),
     "eval_samples": row(1, "evaluation responses"),

@@ -17,7 +17,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LORA = ["tests/runs/test_lora.py"]
-TURNS = ["tests/runs/test_multi_turn.py"]
 SMALL = ["tests/runs/test_dr_grpo_min.py"]
 GRADIENT = [*SMALL, "-k", "gradient"]
 MUTATIONS = [
@@ -31,58 +30,6 @@ MUTATIONS = [
         LORA,
     ),
     ("no refusal of --rollout hf", "lora.patch", 'args.rollout == "hf" or ', "", [*LORA, "-k", "refused"]),
-    (
-        "the tool's tokens are learned",
-        "multi_turn.patch",
-        "torch.from_numpy(s.sampler_logprobs != TOOL) * w",
-        "torch.full((len(s.response_ids),), w)",
-        TURNS,
-    ),
-    (
-        "the tool's tokens count",
-        "multi_turn.patch",
-        "int((s.sampler_logprobs != TOOL).sum())",
-        "len(s.response_ids)",
-        TURNS,
-    ),
-    (
-        "the tool's tokens in the KL",
-        "multi_turn.patch",
-        "all_N = sampler_N != TOOL",
-        "all_N = sampler_N <= TOOL",
-        TURNS,
-    ),
-    (
-        "the tool's tokens in the KL's mean",
-        "multi_turn.patch",
-        "rollout_kl(kl_N[all_N], all_offsets, known",
-        "rollout_kl(kl_N, offsets, known",
-        TURNS,
-    ),
-    ("the tool's tokens in the exact KL", "multi_turn.patch", "budget, run, sampler_N != TOOL)", "budget, run)", TURNS),
-    ("a prompt without earlier turns", "multi_turn.patch", "prompt_ids + turns.ids,", "prompt_ids,", TURNS),
-    (
-        "a prompt from text",
-        "multi_turn.patch",
-        "prompt_ids + turns.ids,",
-        "prompt_ids + llm.get_tokenizer().encode(llm.get_tokenizer().decode(turns.ids)),",
-        TURNS,
-    ),
-    (
-        "every turn has all tokens",
-        "multi_turn.patch",
-        'sampling["max_tokens"] - len(turns.ids)}',
-        'sampling["max_tokens"]}',
-        TURNS,
-    ),
-    (
-        "no end at the longest length",
-        "multi_turn.patch",
-        "result[: longest - len(turns.ids)]",
-        "result",
-        TURNS,
-    ),
-    ("versions start anew", "multi_turn.patch", "start + span.start", "span.start", TURNS),
     (
         "the divided advantage of GRPO",
         "dr_grpo_min.py",

@@ -35,10 +35,9 @@ ROWS = {
     "maxrl": ("PPO clip", {}),
     "lora": ("PPO clip", {}),
     "sdpo": ("PPO clip", {}),
-    "multi_turn": ("PPO clip", {}),
 }
 # These need vLLM for a step; their own files have such runs.
-WITH_VLLM = ("lora", "multi_turn")
+WITH_VLLM = ("lora",)
 
 
 @pytest.fixture(scope="module")

@@ -564,19 +564,6 @@ def test_samples_that_the_run_left_out_have_the_kl_in_their_advantages(filtered)
         assert torch.allclose(added_N[own], expected, atol=1e-5)
 
 
-def test_the_tokens_of_a_tool_are_not_compared_with_the_sampler(recorded):
-    """They have 1.0 for a log-prob, which is a nat or more from any; every other token still is."""
-    folder = folder_of(recorded)
-    batch = recorder.read(folder / "batches" / "step_000002")
-    base = setting_of("loss=multi_turn", replay.run_setting(folder, batch))
-    for sample in batch.samples[::3]:
-        sample.sampler_logprobs[2:5] = base.script.TOOL
-    assert 0 <= replay.Replay(batch, base, with_reference=True).agreement()["sampler"] < 1e-5
-    batch.samples[0].sampler_logprobs[6] -= 0.5
-    differs = replay.Replay(batch, base, with_reference=True).agreement()["sampler"]
-    assert differs == pytest.approx(0.5, abs=1e-4)
-
-
 def compared(args, words: list[list[str]], step: int = 3, script: str = "grpo"):
     batch, base = opened(args, step, script)
     return replay.compare(replay.make_settings(words, base), batch)

@@ -1,0 +1,201 @@
+"""Environments of the tests: a game, tools, and a dozen tools that nobody should write."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+
+
+class Guess:
+    """A game: say the answer; each wrong one costs half of the reward."""
+
+    def reset(self, answer, **row):
+        self.answer = str(answer)
+        self.tries = 0
+        self.right = False
+
+    def turn(self, text):
+        self.tries += 1
+        self.right = self.answer in text.split()
+        return None if self.right else f"No, not at try {self.tries}."
+
+    def get_reward(self):
+        return 0.5 ** (self.tries - 1) if self.right else 0.0
+
+
+class Late(Guess):
+    """The same, answering after a second."""
+
+    def turn(self, text):
+        time.sleep(1)
+        return super().turn(text)
+
+
+class Tools:
+    """Tools with a state, in TRL's form."""
+
+    def reset(self, **row) -> str | None:
+        self.total = 0
+        return row.get("hint")
+
+    def add(self, number: int) -> int:
+        """Add to the total.
+
+        Args:
+            number: what to add.
+        """
+        self.total += number
+        return self.total
+
+    def words(self, count: int, word: str = "word") -> str:
+        """Say a word several times.
+
+        Args:
+            count: how often.
+            word: which.
+        """
+        return " ".join([word] * count)
+
+    def fail(self) -> str:
+        """Fail."""
+        raise ConnectionError("no such host")
+
+    async def later(self) -> str:
+        """Answer from a coroutine."""
+        return "late"
+
+
+class Unusual(str):
+    """A text that cannot be said."""
+
+    def __str__(self):
+        raise RuntimeError("unspeakable")
+
+
+class Hostile:
+    """Each method does something that no tool should."""
+
+    def reset(self, **row):
+        self.calls = 0
+        self.state = None
+
+    def fine(self) -> int:
+        """Count the calls of this one."""
+        self.calls += 1
+        return self.calls
+
+    def hang(self) -> None:
+        """Never answer, and ignore polite signals."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(1)
+
+    def spin(self) -> None:
+        """Never answer, and compute."""
+        while True:
+            pass
+
+    def fail(self) -> None:
+        """Raise."""
+        raise ValueError("bad \ud800 words")
+
+    def leave(self) -> None:
+        """End the process at once."""
+        os._exit(3)
+
+    def say_exit(self) -> None:
+        """Ask to end the program."""
+        sys.exit("enough")
+
+    def fork(self) -> str:
+        """Return twice, and leave a child that stays."""
+        os.fork()
+        if os.fork() == 0:
+            time.sleep(600)
+        return f"from {os.getpid()}"
+
+    def flood(self) -> str:
+        """Print 50 MB."""
+        for _ in range(50):
+            print("x" * 2**20)
+            os.write(2, b"y" * 2**20)
+        return "printed"
+
+    def memory(self) -> int:
+        """Take all memory."""
+        return len(bytearray(64 * 2**30))
+
+    def wrong_type(self) -> object:
+        """Return what cannot be said."""
+        return Unusual("x")
+
+    def bytes_of_nothing(self) -> bytes:
+        """Return bytes that are no UTF-8."""
+        return b"caf\xe9 \xff\xfe"
+
+    def surrogate(self) -> str:
+        """Return half of a pair."""
+        return "a \udcff b"
+
+    def long(self) -> str:
+        """Return 10 MB."""
+        return "word " * 2_000_000
+
+    def keep(self) -> str:
+        """Keep a huge state."""
+        self.state = [random.random() for _ in range(3_000_000)]
+        return f"kept {len(self.state)}"
+
+    def change(self, items: list[int]) -> str:
+        """Change its arguments.
+
+        Args:
+            items: a list.
+        """
+        items.append("changed")
+        return str(items)
+
+    def kill_parent(self) -> str:
+        """Kill the process that started this one."""
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(5)
+        return "survived"
+
+    def kill_group(self) -> str:
+        """Kill the whole process group."""
+        os.killpg(0, signal.SIGKILL)
+        return "survived"
+
+    def kill_grandparent(self) -> str:
+        """Kill the process that all others come from."""
+        with open(f"/proc/{os.getppid()}/stat") as file:
+            grandparent = int(file.read().rpartition(")")[2].split()[1])
+        os.kill(grandparent, signal.SIGKILL)
+        time.sleep(5)
+        return "survived"
+
+    def close_all(self) -> str:
+        """Close every file of the process."""
+        os.closerange(0, 1000)
+        return "closed"
+
+
+class NoReset:
+    """Not an environment."""
+
+    def look(self) -> str:
+        """Look."""
+        return ""
+
+
+class NoHints:
+    """A tool without type hints."""
+
+    def reset(self, **row):
+        pass
+
+    def look(self, place):
+        """Look."""

@@ -1,0 +1,332 @@
+"""runtime/episodes.py with real processes and no engine: what a tool may do, when its answer is taken, what is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+from helpers import ROOT, alive, descendants
+
+from runtime import data, episodes
+from runtime.flags import RunFlags
+from runtime.records import Problem
+
+FILE = ROOT / "tests" / "environments.py"
+
+
+@functools.cache
+def tokenizer_of(tiny):
+    return data.load_tokenizer(RunFlags(model_name_or_path=str(tiny)))
+
+
+def arguments(tiny, name: str, **more) -> RunFlags:
+    values = {"max_turns": 20, "turn_timeout": 20.0, "turn_lag": 2, "max_response_length": 100_000, **more}
+    return RunFlags(model_name_or_path=str(tiny), environment=f"{FILE}:{name}", **values)
+
+
+class Player:
+    """Stands where the engine's thread does: plays scripted turns, one engine step each."""
+
+    def __init__(self, tiny, name: str, **more):
+        self.args = arguments(tiny, name, **more)
+        self.tokenizer = tokenizer_of(tiny)
+        self.end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.episodes = episodes.Episodes(self.args)
+
+    def begin(self, number: int = 0, **row) -> episodes.Episode:
+        sampling = {"max_tokens": self.args.max_response_length}
+        return episodes.Episode(0, (0, number), [5, 6], 7, sampling, {"answer": "4", **row})
+
+    def says(self, episode: episodes.Episode, text: str, reason: str = "stop") -> None:
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.end] * (reason == "stop")
+        logprobs = SimpleNamespace(logprobs=[-1.0] * len(ids))
+        spans = [SimpleNamespace(version="3", start=0)]
+        turn = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason, weight_versions=spans)
+        self.episodes.turn_ended(episode, turn)
+
+    def steps(self, idle: bool = True) -> list[episodes.Episode]:
+        """What comes of engine steps until something does."""
+        for _ in range(50):
+            found = list(self.episodes.due(idle))
+            if found:
+                return found
+        raise AssertionError("nothing comes of 50 steps")
+
+    def play(self, *turns: str, **row) -> episodes.Episode:
+        """An episode of these turns."""
+        episode = self.begin(**row)
+        for text in turns:
+            self.says(episode, text)
+            assert self.steps() == [episode]
+            if episode.finish_reason is not None:
+                break
+        return episode
+
+
+@pytest.fixture
+def player(tiny):
+    made = []
+
+    def make(name: str, **more) -> Player:
+        made.append(Player(tiny, name, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.episodes.close()
+
+
+def call(name: str, **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def observations(episode: episodes.Episode) -> list[str]:
+    return [turn["text"] for turn in episode.turns if turn["role"] != "assistant"]
+
+
+# What a hostile tool does -> what the model is told, as a part of the observation. The last call is of a good tool.
+TOLD = {
+    "hang": "error: no answer within 2 s",
+    "spin": "error: no answer within 2 s",
+    "fail": "error: ValueError: bad ? words",
+    "leave": "error: its process ended, exit code 3",
+    "say_exit": "error: SystemExit: enough",
+    "fork": "from ",
+    "flood": "printed",
+    "memory": "error: MemoryError",
+    "wrong_type": "error: RuntimeError: unspeakable",
+    "bytes_of_nothing": "caf\ufffd \ufffd\ufffd",
+    "surrogate": "a ? b",
+    "long": "[cut: 10000000 characters]",
+    "keep": "kept 3000000",
+    "kill_parent": "error: its process was killed by signal 9",
+    "kill_group": "error: its process was killed by signal 9",
+    "kill_grandparent": "error: its process",
+    "close_all": "error: its process ended",
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_whatever_a_tool_does_the_model_is_told_and_the_episode_goes_on(player, name):
+    """Before and after, the object counts: it is made again with what went before, where its process was killed."""
+    one = player("Hostile", turn_timeout=2.0 if name in ("hang", "spin") else 60.0)
+    before = {pid for pid in descendants(os.getpid()) if alive(pid)}
+    episode = one.play(call("fine"), call(name), call("fine"), "done")
+    said = observations(episode)
+    assert said[0] == "1" and TOLD[name] in said[1] and said[2] == "2"
+    assert len(said[1]) < 11_000
+    assert episode.finish_reason == "stop" and episode.worker is None
+    failures = [turn["failures"] for turn in episode.turns if turn["role"] != "assistant"]
+    assert failures == [0, int(TOLD[name].startswith("error")), 0]
+    left = {pid for pid in descendants(os.getpid()) if alive(pid)} - before
+    assert len(left) <= 1, "a nursery that had to be made again, and nothing that a tool has started"
+
+
+def test_a_call_s_arguments_are_its_own(player):
+    """A tool that changes them changes nothing of what is written down or called again."""
+    episode = player("Hostile").play(call("change", items=[1]), call("change", items=[1]), "done")
+    assert observations(episode) == ["[1, 'changed']"] * 2
+    assert episode.turns[0]["calls"][0]["arguments"] == {"items": [1]}
+
+
+def test_the_other_episodes_go_on_while_one_hangs(player):
+    """Another's answer is taken at its step, before the time-out of the first."""
+    one = player("Hostile", turn_timeout=3.0)
+    first, second = one.begin(0), one.begin(1)
+    started = time.monotonic()
+    one.says(second, call("fine"))
+    one.says(first, call("hang"))
+    found = []
+    for _ in range(2):
+        found += one.episodes.due(idle=False)
+        if found:
+            break
+    assert found[0] is second and time.monotonic() - started < 60
+    assert observations(second) == ["1"]
+
+
+def test_an_answer_is_taken_after_so_many_steps_however_fast_it_came(player):
+    one = player("Tools", turn_lag=5)
+    episode = one.begin()
+    one.says(episode, call("add", number=2))
+    time.sleep(0.5)
+    assert [len(list(one.episodes.due(idle=False))) for _ in range(6)] == [0, 0, 0, 0, 1, 0]
+
+
+def test_what_nothing_else_runs_beside_is_taken_at_once(player):
+    """In the order in which the turns ended, and only what was due first."""
+    one = player("Tools", turn_lag=100)
+    first, second = one.begin(0), one.begin(1)
+    one.says(first, call("add", number=2))
+    list(one.episodes.due(idle=False))
+    one.says(second, call("add", number=2))
+    assert list(one.episodes.due(idle=True)) == [first]
+    assert list(one.episodes.due(idle=True)) == [second]
+
+
+def test_only_so_many_processes_work_at_once(player):
+    one = player("Tools")
+    one.episodes.about = one.episodes.about | {"at_once": 2}
+    many = [one.begin(k) for k in range(5)]
+    for episode in many:
+        one.says(episode, call("add", number=2))
+    assert len(one.episodes.asked) <= 2
+    found = []
+    while len(found) < 5:
+        found += one.episodes.due(idle=True)
+        assert len(one.episodes.asked) <= 2
+    assert found == many
+
+
+def test_ids_are_the_model_s_and_the_glue_s(player):
+    """Prompt, turns and glue, tokenized each once, are the whole conversation as the template writes it."""
+    one = player("Tools")
+    turns = [call("add", number=2), call("add", number=3) + call("fail"), "5"]
+    episode = one.play(*turns)
+    messages = [{"role": "user", "content": "u"}]
+    said = [["2"], ["5", "error: ConnectionError: no such host"]]
+    for text, answers in zip(turns, [*said, []], strict=True):
+        messages.append({"role": "assistant", "content": text})
+        messages += [{"role": "tool", "content": answer} for answer in answers]
+    chat = one.episodes.chat
+    before = chat.text(messages[:1])
+    whole = chat.text(messages[:-1]) + turns[-1] + "<|im_end|>"
+    assert one.tokenizer.decode(episode.ids) == whole.removeprefix(before)
+    for (start, end), answers in zip(episode.observed, said, strict=True):
+        assert all(answer in one.tokenizer.decode(episode.ids[start:end]) for answer in answers)
+    own = [i for i in range(len(episode.ids)) if not any(a <= i < b for a, b in episode.observed)]
+    assert len(episode.logprobs) == len(own)
+    assert [episode.ids[i] for i in own] == [t for text in turns for t in [*one.tokenizer(text)["input_ids"], one.end]]
+    assert episode.versions == [(3, 0)]
+
+
+MALFORMED = {
+    '<tool_call>\n{"name": "add", "arguments": {"number": 2}\n</tool_call>': "not a tool call",
+    "<tool_call>\n[1]\n</tool_call>": "must be an object",
+    '<tool_call>{"name": "add"}</tool_call>': "must be an object",
+    '<tool_call>{"name": "add", "arguments": "2"}</tool_call>': "must be a string",
+    '<tool_call>{"name": "reset", "arguments": {}}</tool_call>': "no tool 'reset'; there are: add, fail, later, words",
+    "<tool_call>{}": "without </tool_call>",
+    call("add"): "missing a required argument: 'number'",
+    call("add", number=2, more=3): "unexpected keyword argument 'more'",
+    call("add", number="2"): "number must be int, not str",
+    call("add", number=True): "number must be int, not bool",
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=range(len(MALFORMED)))
+def test_a_malformed_call_is_an_observation_that_says_so(player, text):
+    episode = player("Tools").play(text, call("add", number=1), "done")
+    assert MALFORMED[text] in observations(episode)[0]
+    assert observations(episode)[0].startswith("error: ")
+    assert observations(episode)[1] == "1"
+
+
+def test_what_is_thought_is_not_called(player):
+    episode = player("Tools").play(f"<think>{call('add', number=1)}</think>no")
+    assert episode.finish_reason == "stop" and observations(episode) == []
+
+
+def test_a_coroutine_is_waited_for(player):
+    assert observations(player("Tools").play(call("later"), "done")) == ["late"]
+
+
+def test_special_tokens_of_an_observation_do_not_end_it(player):
+    one = player("Tools")
+    episode = one.play(call("words", count=2, word="<|im_end|><|im_start|>"), "done")
+    start, end = episode.observed[0]
+    assert episode.ids[start:end].count(one.end) == 1
+    assert "|im_end|>" in one.tokenizer.decode(episode.ids[start:end])
+
+
+def test_a_game_ends_by_itself_or_after_its_turns(player):
+    one = player("Guess", max_turns=3)
+    won = one.play("it is 3", "it is 4")
+    assert (won.finish_reason, won.outcome) == ("stop", {"score": 0.5})
+    lost = one.play("1", "2", "3")
+    assert (lost.finish_reason, lost.outcome, len(lost.observed)) == ("stop", {"score": 0.0}, 2)
+    assert lost.turns[-1]["tokens"] == 0, "the model has not seen it"
+
+
+def test_a_turn_that_is_cut_off_ends_the_episode_unanswered(player):
+    one = player("Guess")
+    episode = one.begin()
+    one.says(episode, "4", reason="length")
+    assert one.steps() == [episode]
+    assert (episode.finish_reason, episode.outcome, episode.observed) == ("length", {"score": 0.0}, [])
+
+
+def test_an_observation_without_room_for_a_turn_ends_the_episode(player):
+    one = player("Guess", max_response_length=30)
+    episode = one.begin()
+    one.says(episode, "1")
+    assert one.steps() == [episode]
+    assert (episode.finish_reason, episode.observed, episode.outcome) == ("length", [], {"score": 0.0})
+    assert len(episode.ids) < 30
+
+
+def test_every_turn_has_a_seed_of_its_own(player):
+    one = player("Guess")
+    episode = one.begin()
+    seeds = [episode.request()[2]]
+    for text in ("1", "2"):
+        one.says(episode, text)
+        one.steps()
+        seeds.append(episode.request()[2])
+        assert episode.request()[0] == [5, 6, *episode.ids]
+        assert episode.request()[1] == {"max_tokens": 100_000 - len(episode.ids)}
+    assert seeds[0] == 7 and len(set(seeds)) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NoReset", "a method reset"),
+        ("NoHints", "place"),
+        ("Missing", "AttributeError"),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused(tiny, capsys, name, words):
+    with pytest.raises(SystemExit) as ended:
+        episodes.check(arguments(tiny, name))
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollout": "hf"}, "--rollout hf"),
+        ({"ignore_eos": True}, "--ignore_eos"),
+        ({"vllm_tensor_parallel_size": 2}, "--vllm_tensor_parallel_size"),
+        ({"environment": "game"}, "give a file and a class"),
+        ({"environment": "absent.py:Game"}, "does not load"),
+        ({"environment": None}, "--max_turns: is for an --environment"),
+        ({"environment": f"{FILE}:Tools", "verifier": "environment"}, "has no method get_reward"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tiny, capsys, changes, words):
+    with pytest.raises(SystemExit) as ended:
+        episodes.check(dataclasses.replace(arguments(tiny, "Guess"), **changes))
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_the_prompt_has_the_tools_and_what_reset_says(tiny):
+    args = arguments(tiny, "Tools")
+    problems = [Problem([{"role": "user", "content": "u"}], "1", "exact", row) for row in ({"hint": " h"}, {})]
+    assert episodes.first_turns(problems, tokenizer_of(tiny), args) == {}
+    assert [p.messages[-1]["content"] for p in problems] == ["u h", "u"]
+    assert all('"name": "add"' in p.messages[0]["content"] for p in problems)
+
+
+def test_a_reward_of_the_environment_is_the_default_verifier(tiny):
+    args = arguments(tiny, "Guess")
+    episodes.check(args)
+    assert args.verifier == "environment"
+    args = arguments(tiny, "Tools")
+    episodes.check(args)
+    assert args.verifier is None
