@@ -25,8 +25,9 @@ def tokenizer_of(tiny):
 
 
 def arguments(tiny, name: str, **more) -> RunFlags:
-    values = {"max_turns": 20, "turn_timeout": 20.0, "turn_lag": 2, "max_response_length": 100_000, **more}
-    return RunFlags(model_name_or_path=str(tiny), environment=f"{FILE}:{name}", **values)
+    values = {"max_turns": 20, "turn_timeout": 20.0, "turn_lag": 2, "max_response_length": 100_000}
+    values |= {"environment": f"{FILE}:{name}", **more}
+    return RunFlags(model_name_or_path=str(tiny), **values)
 
 
 class Player:
@@ -321,6 +322,17 @@ def test_the_prompt_has_the_tools_and_what_reset_says(tiny):
     assert episodes.first_turns(problems, tokenizer_of(tiny), args) == {}
     assert [p.messages[-1]["content"] for p in problems] == ["u h", "u"]
     assert all('"name": "add"' in p.messages[0]["content"] for p in problems)
+
+
+def test_the_page_begins_with_a_game_that_can_be_played(tiny, tmp_path):
+    code = (ROOT / "docs" / "environments.md").read_text().partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "guess.py").write_text(code)
+    one = Player(tiny, "Guess", environment=f"{tmp_path / 'guess.py'}:Guess")
+    turns = ["none", *(str(number) for number in range(1, 21))]
+    episode = one.play(*turns, game=7)
+    said = observations(episode)
+    assert said[0] == "That is no number." and set(said[1:]) == {"higher"}
+    assert episode.outcome == {"score": 1 / (len(said) + 1)}
 
 
 def test_a_reward_of_the_environment_is_the_default_verifier(tiny):
