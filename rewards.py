@@ -875,7 +875,10 @@ def _verify(
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is still set would strike another sample
         if failed:
             raised.add(name)
-    return combine(found, weights), raised
+    reward = combine(found, weights)
+    if not math.isfinite(reward.score):
+        reward = replace(reward, score=0.0, steps=(), status="unscorable", detail="scores times weights overflow")
+    return reward, raised
 
 
 MANY = 16  # responses on each of which a verifier of the user's own must have raised before the run ends

@@ -1340,6 +1340,7 @@ def eval_metrics(samples: list[Sample], problems: list[Problem], step: int) -> d
             for name, value in _group_metrics(own).items():
                 result[f"eval/{source}/{name}"] = value
     result["eval/samples"] = len(groups[0])
+    result["eval/right"] = [sum(is_right(sample) for sample in group) for group in groups]
     (result["eval/weights_version"],) = versions
     return result
 

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -323,11 +323,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that a crash leaves the old text or the new one, never a part."""
+def write_whole(path: Path, text: str | Iterable[str]) -> None:
+    """Write a file, of a text or of lines, so that a crash leaves the old text or the new one, never a part."""
     beside = path.with_name(path.name + ".partial")
     with open(beside, "w") as f:
-        f.write(text)
+        f.writelines([text] if isinstance(text, str) else text)
         f.flush()
         os.fsync(f.fileno())
     os.replace(beside, path)

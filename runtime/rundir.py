@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,13 @@ from runtime.redaction import redact_values
 
 # What a run writes in its folder and changes or renames when it starts again.
 WRITTEN = (
-    *("config.json", "metrics.jsonl", "samples.jsonl", "eval.jsonl"),
+    *("config.json", "metrics.jsonl", "samples.jsonl", "eval.jsonl", "verdict.json"),
     *("model", "critic", "batches", "checkpoints"),
+)
+# What else it leaves there, and what the programs that read it do: --overwrite removes all this and nothing else.
+LEFT = (
+    *(*WRITTEN, "libraries.log", "bad_batch.jsonl", "wandb"),
+    *("curves.png", "report.html", "eval_samples.jsonl", "replay.png", "measured_kl.json"),
 )
 
 
@@ -76,7 +82,7 @@ def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
     if args.overwrite and args.resume not in ("auto", "never"):
         refuse(f"--overwrite starts from scratch and --resume {args.resume} continues: give one of them")
     check_is_a_run(folder, args)
-    check_apart(folder, args)
+    check_apart(folder)
     if args.overwrite:
         return folder, None
     if (folder / "config.json").exists():
@@ -92,8 +98,7 @@ def check_is_a_run(folder: Path, args) -> None:
     A run is known by the arguments in its config.json, or, where that is lost, by a checkpoint.
     """
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    mine = {"lock", "config.json.partial"}  # all that a run that ended before config.json has left
-    in_the_way = found - mine if args.overwrite else found & set(WRITTEN)
+    in_the_way = found & set(LEFT if args.overwrite else WRITTEN)
     if not in_the_way or saved_steps(folder):
         return
     config = folder / "config.json"
@@ -119,16 +124,17 @@ def is_a_run(folder: Path) -> bool:
         return False
 
 
-def check_apart(folder: Path, args) -> None:
-    """Refuse a run inside the folder of another, which --overwrite would remove with it."""
+def left_by_a_run(folder: Path) -> list[Path]:
+    """What --overwrite removes; config.json last, by which the folder is known as a run's wherever this ends."""
+    found = [path for path in folder.iterdir() if path.name.removesuffix(".aside").removesuffix(".partial") in LEFT]
+    return sorted(found, key=lambda path: path.name == "config.json")
+
+
+def check_apart(folder: Path) -> None:
+    """Refuse a run inside the folder of another, where each would take the other's files for its own."""
     outer = [parent for parent in folder.absolute().parents if is_a_run(parent)]
     if outer:
         refuse(f"{folder} lies in the folder of a run, {outer[0]}; choose another --run_name or --output_dir")
-    if not args.overwrite:
-        return
-    inner = [file.parent for file in folder.glob("*/**/config.json") if is_a_run(file.parent)]
-    if inner:
-        refuse(f"--overwrite of {folder} would remove another run, {inner[0]}; move it, or choose another --run_name")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -219,16 +225,22 @@ FIRST_FIELD = re.compile(r'\{"step": (-?\d+),')
 
 def step_of(line: str) -> int | None:
     """Step of a line of a .jsonl file, also of one that is no JSON but whole; None for half a line."""
+    found = FIRST_FIELD.match(line) if line.endswith("\n") else None
+    if found:
+        return int(found[1])
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        found = FIRST_FIELD.match(line) if line.endswith("\n") else None
-        return int(found[1]) if found else None
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def last_step(path: Path) -> int:
-    """Step of the last whole line of a .jsonl file; -1 without any."""
-    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
+    """Step of the last whole line of a .jsonl file; -1 without any among the last hundred."""
+    if not path.is_file():
+        return -1
+    with open(path, errors="replace") as file:
+        lines = deque(file, maxlen=100)
     return next((step for line in reversed(lines) if (step := step_of(line)) is not None), -1)
 
 
@@ -252,12 +264,9 @@ def cut_back(file: Path, last: int) -> None:
     """Leave the whole lines of a .jsonl file up to step ``last``; later steps are done again."""
     if not file.exists():
         return
-    kept = []
-    for line in file.read_text(errors="replace").splitlines(keepends=True):
-        step = step_of(line)
-        if step is not None and step <= last:
-            kept.append(line.rstrip("\n") + "\n")
-    write_whole(file, "".join(kept))
+    with open(file, errors="replace") as lines:
+        steps = ((step_of(line), line) for line in lines)  # one at a time: samples may fill gigabytes
+        write_whole(file, (line.rstrip("\n") + "\n" for step, line in steps if step is not None and step <= last))
 
 
 def data_digest(*parts: Sequence[Problem]) -> str:

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from runtime import defaults, libraries, memory, presets
+from runtime import defaults, libraries, memory, presets, verdict
 from runtime.flags import Sizes, recorded_steps
 from runtime.identity import code_of, recorded, script_of
 from runtime.process import FolderLock, Heap, Stop, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
 from runtime.redaction import redact, redact_words, secret_values
-from runtime.rundir import cut_back
+from runtime.rundir import cut_back, left_by_a_run
 
 SHOW_SAMPLES = 10  # steps from one look at samples on the console to the next
 ZERO_STEPS = 5  # after this many steps without a score above 0 the run shows what was extracted and what was expected
@@ -219,8 +219,11 @@ class RunLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = FolderLock(folder)
         self.lock.acquire()
-        if args.overwrite:
-            self._empty_folder()
+        for path in left_by_a_run(folder) if args.overwrite else ():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         self.code = code_of(args)
         if start is not None:
             self._check_data(data)
@@ -228,6 +231,7 @@ class RunLog:
             self.first = state["step"]
             self.wandb_id = state.get("wandb_id")
         self._drop_later_steps(start is not None)
+        (folder / verdict.FILE).unlink(missing_ok=True)
         config = {
             "args": recorded(args),
             "resolved": resolved or {},
@@ -246,16 +250,6 @@ class RunLog:
         libraries.write_to(folder)
         if args.track:
             self._start_wandb(config)
-
-    def _empty_folder(self) -> None:
-        """Remove all but the lock; config.json last, by which the folder is known as a run's wherever this ends."""
-        for path in sorted(self.folder.iterdir(), key=lambda path: path.name == "config.json"):
-            if path.name == "lock":
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
 
     def _check_data(self, data: str) -> None:
         """Refuse to resume on other problems: their order and what is held out would be others."""
@@ -325,7 +319,8 @@ class RunLog:
         with open(self.folder / file, "a") as f:
             f.write(json.dumps(_writable(record, secret_values()), default=np.ndarray.tolist) + "\n")
         if self.wandb is not None and file in ("metrics.jsonl", "eval.jsonl"):
-            self._track("log", {k: v for k, v in record.items() if k != "step"}, step=record["step"])
+            numbers = {k: v for k, v in record.items() if k not in ("step", "eval/right")}
+            self._track("log", numbers, step=record["step"])
 
     def evaluation(self, result: dict[str, Any]) -> None:
         """Write one evaluation to eval.jsonl and the console."""
@@ -373,12 +368,21 @@ class RunLog:
         for sample in samples:
             self.write(file, {"step": -1, **dataclasses.asdict(sample)})
 
+    def _judge(self) -> None:
+        """Say whether the run has learned. What goes wrong here costs the verdict, not the run, which is saved."""
+        try:
+            self._say(verdict.write(self.folder, self.total))
+        except Exception as error:
+            self._say(f"warning: no verdict ({type(error).__name__}: {error})")
+
     def close(self) -> None:
         """Finish wandb, and let other runs have the folder."""
         if self.wandb is not None:
             self._track("finish")
         if not self.is_main:
             return
+        if (self.folder / "model").is_dir():
+            self._judge()
         if self.needless is not None and (self.folder / "model").is_dir():
             Stop.last_step_saved = False
             shutil.rmtree(self.needless, ignore_errors=True)

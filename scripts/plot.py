@@ -21,7 +21,6 @@ token_loss returned (policy/NAME) has a panel of its own.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import math
@@ -37,6 +36,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
 from runtime.flags import PRESENTATION
+from runtime.reading import PHASES, read, read_config, series
 from runtime.runlog import own_pieces
 
 matplotlib.use("Agg")  # no display on a cluster
@@ -45,7 +45,6 @@ import matplotlib.pyplot as plt
 # Okabe and Ito's colors: told apart by people who do not see red and green alike, and in gray.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 plt.rcParams["axes.prop_cycle"] = plt.cycler(color=COLORS)
-PHASES = ("generate", "score", "logprobs", "update", "push", "eval", "save")
 # title -> (metric, word of the legend, line style)
 PANELS = {
     "reward": [
@@ -91,52 +90,6 @@ def fail(message: str) -> NoReturn:
 # ------------------------------------------------------------------------------------------------------ files of a run
 
 
-@functools.cache
-def warn(message: str) -> None:
-    """Print a warning, once, however often a file is read."""
-    print(f"warning: {message}", file=sys.stderr)
-
-
-def read(path: Path) -> list[dict]:
-    """The objects of a .jsonl file; none when it does not exist. A line that is none is left out, with a warning.
-
-    The last line may be half written: that is no news of a run that is still going.
-    """
-    lines = path.read_text(errors="replace").rstrip("\n").split("\n") if path.is_file() else []
-    records = []
-    broken = []
-    for number, line in enumerate(lines, 1):
-        record = parsed(line)
-        if record:
-            records.append(record)
-        elif line and number < len(lines):
-            broken.append(number)
-    if broken:
-        warn(f"{path}: {len(broken)} line(s) are no JSON objects and left out, the first of them line {broken[0]}")
-    return records
-
-
-def parsed(text: str) -> dict:
-    """The JSON object in a text; {} where there is none."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a run; {} where there is none, or with a warning none that can be read."""
-    path = folder / "config.json"
-    if not path.is_file():
-        return {}
-    config = parsed(path.read_text(errors="replace"))
-    if not config or not isinstance(config.get("args", {}), dict):
-        warn(f"{path} is no JSON object of a run; the arguments of this run are unknown")
-        return {}
-    return config
-
-
 def find_runs(paths: list[Path]) -> list[Path]:
     """The folders of the runs that are meant: those given, or the newest in the one folder given."""
     folder = paths[0]
@@ -168,21 +121,6 @@ def positions(metrics: list[dict], x: str) -> dict[int, float]:
     else:
         places = [r[x] for r in metrics]
     return dict(zip([0, *steps], [0, *places], strict=True))
-
-
-def series(records: list[dict], key: str, at: dict[int, float] | None = None) -> pd.Series:
-    """A metric over the steps in which it was logged; null, which stands for not finite, becomes a gap (NaN).
-
-    at: the place of each step on the horizontal axis, from ``positions``; a step without a place is left out.
-    """
-    logged = [r for r in records if key in r]
-    if at is not None:
-        logged = [r for r in logged if r["step"] in at]
-    values = [r[key] for r in logged]
-    places = [r["step"] for r in logged]
-    if at is not None:
-        places = [at[step] for step in places]
-    return pd.Series(values, index=places, dtype=float)
 
 
 @dataclass

@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/plot.py
 
 from plot import PHASES, find_runs, read, read_config, series, summary
 
+from runtime.reading import records, thin
+
 # The curves shown at first, in this order, unless they are constant; all others appear with "all metrics".
 FIRST = (
     "reward/mean",
@@ -31,21 +33,24 @@ FIRST = (
     "completions/",
     "time/step",
 )
-NO_CURVE = ("step", "episode", "eval/problems", "eval/samples", "eval/weights_version")
+NO_CURVE = ("step", "episode", "eval/problems", "eval/samples", "eval/right", "eval/weights_version")
+
+POINTS = 2_000  # of a curve at most
+CHARACTERS = 30_000_000  # of samples at most: what a browser opens
 
 PAGE = Path(__file__).with_suffix(".html")
 
 
-def contents(folder: Path) -> dict:
-    """Everything the page shows, as plain data."""
-    metrics = read(folder / "metrics.jsonl")
-    evals = read(folder / "eval.jsonl")
+def contents(folder: Path, metrics: list[dict], evals: list[dict]) -> dict:
+    """Everything the page shows, as plain data: of a very long run every 2nd, 4th, 8th ... point and sample."""
     config = read_config(folder)
     curves: dict[str, list] = {}
     for record in (*metrics, *evals):
         for name, value in record.items():
             if name not in NO_CURVE:
                 curves.setdefault(name, []).append([record["step"], value])
+    curves = {name: thin(points, POINTS)[0] for name, points in curves.items()}
+    samples, stride = thin(records(folder / "samples.jsonl"), CHARACTERS, size=_characters)
     seconds = {phase: series(metrics, f"time/{phase}").sum() for phase in PHASES}
     whole = series(metrics, "time/step").sum()
     seconds["rest"] = max(0.0, whole - sum(seconds.values()))
@@ -57,11 +62,17 @@ def contents(folder: Path) -> dict:
         "curves": curves,
         "first": FIRST,
         "phases": [[name, float(s)] for name, s in seconds.items() if s > 0],
-        "samples": read(folder / "samples.jsonl"),
+        "samples": samples,
+        "stride": stride,
         "args": config.get("args", {}),
         "given": given,
         "origin": {name: config[name] for name in origin if name in config},
     }
+
+
+def _characters(sample: dict) -> int:
+    """About how much of the page a sample takes."""
+    return 300 + sum(len(value) for value in sample.values() if isinstance(value, str))
 
 
 def _flags(name: str) -> set[str]:
@@ -72,8 +83,10 @@ def _flags(name: str) -> set[str]:
 
 def page(folder: Path) -> str:
     """The page. Nothing in the data can end the script element that contains it: < is written as an escape."""
-    data = json.dumps(contents(folder)).replace("<", "\\u003c")
-    text = summary(read(folder / "metrics.jsonl"), read(folder / "eval.jsonl"))
+    metrics = read(folder / "metrics.jsonl")
+    evals = read(folder / "eval.jsonl")
+    data = json.dumps(contents(folder, metrics, evals)).replace("<", "\\u003c")
+    text = summary(metrics, evals)
     result = PAGE.read_text()
     result = result.replace("@TITLE@", html.escape(folder.resolve().name))
     result = result.replace("@SUMMARY@", html.escape(text))

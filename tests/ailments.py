@@ -19,9 +19,9 @@ from pathlib import Path
 import warm
 from learning import BREAKAGES, FLAGS, ROOT, SCRIPT_FLAGS, Breakage, edited, project_files
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT))
 
-from doctor import RULES, Finding, examine
+from runtime.findings import RULES, Case, Finding, examine
 
 # What --verifier names in the ailments below.
 REWARDS = """
@@ -150,7 +150,7 @@ def examined(
         (code,), text = warm.run(line, folder / "log", environment, 600, cwd=folder, vllm="hf" not in line)
         if code != 0:
             raise RuntimeError(f"exit code {code}: {text[-2000:]}")
-        return examine(folder / "runs" / "run")
+        return examine(Case.of(folder / "runs" / "run"))
 
 
 def main() -> int:

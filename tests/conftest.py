@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -19,6 +20,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a core and a port of its own for each
         os.environ.pop("MASTER_PORT", None)
 CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # the cache of datasets, also of the processes tests start
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
+
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.path.join(CACHE.name, "hypothesis"))
+# The same few cases in every run of the fast suite; --hypothesis-profile long draws 50,000 new ones for each property.
+plain = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck), "database": None}
+hypothesis.settings.register_profile("fast", max_examples=25, derandomize=True, **plain)
+hypothesis.settings.register_profile("long", max_examples=int(os.environ.get("CASES", "50000")), **plain)
+hypothesis.settings.load_profile("fast")
 
 pytest.register_assert_rewrite("helpers")
 import learning  # noqa: E402

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ailments
 import learning
 import pytest
-from doctor import RULES
 from helpers import ROOT
+
+from runtime.findings import RULES
 
 
 def test_every_ailment_still_applies():

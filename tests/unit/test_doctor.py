@@ -7,6 +7,8 @@ import random
 import doctor
 import pytest
 
+from runtime.findings import RULES, Case, Finding, examine
+
 STEPS = 60
 ARGS = {"num_unique_prompts_rollout": 8, "num_samples_per_prompt_rollout": 16, "max_response_length": 64}
 
@@ -52,9 +54,8 @@ def healthy() -> tuple[list[dict], list[dict]]:
     return metrics, samples
 
 
-def findings(metrics: list[dict], samples: list[dict]) -> list[doctor.Finding]:
-    case = doctor.Case(ARGS, metrics, samples)
-    return [found for rule in doctor.RULES if (found := rule(case)) is not None]
+def findings(metrics: list[dict], samples: list[dict]) -> list[Finding]:
+    return examine(Case(ARGS, metrics, samples))
 
 
 def late(step: int) -> float:
@@ -204,7 +205,7 @@ def test_a_kl_that_falls_is_no_runaway():
 
 
 def test_every_rule_has_a_trial():
-    assert {rule.__name__ for rule in doctor.RULES} == {*FAULTS, "extraction"}
+    assert {rule.__name__ for rule in RULES} == {*FAULTS, "extraction"}
 
 
 def test_a_rate_too_small_to_move_anything_is_found():

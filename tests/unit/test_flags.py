@@ -541,11 +541,28 @@ def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
         start(arguments(place, {"model_name_or_path": str(model)}))
 
 
-@pytest.mark.parametrize("name", ["notes", "model", "torn", "data"])
+def test_overwrite_leaves_the_users_files(place, nothing_is_loaded, tmp_path):
+    """Notes, and a run of its own, in the folder of the run; or alone in the folder that a first run is to have."""
+    changes = {"output_dir": str(tmp_path), "run_name": "mine"}
+    folder = tmp_path / "mine"
+    own = {"notes.txt": "mine", "model.txt": "", "plots/curves.png": "", "other/config.json": '{"args": {}}'}
+    for file, text in own.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+    earlier_run(place, {**changes, "overwrite": True})
+    for file in ("metrics.jsonl", "report.html", "model/config.json", "model.aside/config.json", "wandb/latest"):
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text("")
+    earlier_run(place, {**changes, "overwrite": True})
+    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert left == {*own, "config.json", "lock"}
+    assert all((folder / file).read_text() == text for file, text in own.items())
+
+
+@pytest.mark.parametrize("name", ["model", "torn", "data"])
 def test_a_folder_that_holds_no_run_is_not_touched(place, nothing_is_loaded, tmp_path, capsys, name):
-    """Files of the user, a model, a run whose config.json is torn; without --overwrite, data that is named as ours."""
+    """A model, a run whose config.json is torn; without --overwrite, data that is named as ours."""
     contents = {
-        "notes": {"notes.txt": "mine", "a/model/config.json": "{}"},
         "model": {"config.json": '{"model_type": "llama"}', "model.safetensors": ""},
         "torn": {"config.json": "", "metrics.jsonl": '{"step": 1}'},
         "data": {"samples.jsonl": '{"question": "1 + 1"}'},
@@ -558,16 +575,13 @@ def test_a_folder_that_holds_no_run_is_not_touched(place, nothing_is_loaded, tmp
     message = refusal(arguments(place, {**place_of_it, "overwrite": name != "data"}), capsys)
     assert "there is not the folder of a run" in message and "choose another --run_name" in message
     assert {str(f.relative_to(tmp_path / "there")) for f in tmp_path.rglob("*") if f.is_file()} == set(contents)
-    if name == "notes":  # nothing of it would be lost
-        with pytest.raises(AssertionError, match="went on"):
-            start(arguments(place, place_of_it))
 
 
 def test_an_overwriting_that_was_cut_short_can_be_repeated(place, nothing_is_loaded, tmp_path, monkeypatch):
     """config.json goes last, so what is left is still known as a run's."""
     changes = {"output_dir": str(tmp_path), "run_name": "mine"}
     earlier_run(place, changes)
-    for file in ("a", "z"):
+    for file in ("bad_batch.jsonl", "metrics.jsonl"):
         (tmp_path / "mine" / file).write_text("")
     plain = Path.unlink
     removed = []
@@ -581,22 +595,21 @@ def test_an_overwriting_that_was_cut_short_can_be_repeated(place, nothing_is_loa
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "unlink", killed)
         earlier_run(place, {**changes, "overwrite": True})
-    assert sorted(removed) == ["a", "z"]
+    assert sorted(removed) == ["bad_batch.jsonl", "metrics.jsonl"]
     with pytest.raises(AssertionError, match="went on"):
         start(arguments(place, {**changes, "overwrite": True}))
 
 
 @pytest.mark.parametrize("inner", ["mine/other", "mine/sweep/other"])
 def test_no_run_inside_a_run(place, nothing_is_loaded, tmp_path, capsys, inner):
-    """--overwrite of the one outside would remove the other, in whichever order the two were made."""
+    """Each would take the other's files for its own; --overwrite of the one outside leaves the other."""
     earlier_run(place, {"output_dir": str(tmp_path / "first"), "run_name": "mine"})
     message = refusal(arguments(place, {"output_dir": str(tmp_path / "first"), "run_name": inner}), capsys)
     assert f"/{inner} lies in the folder of a run, {tmp_path}/first/mine" in message
     earlier_run(place, {"output_dir": str(tmp_path), "run_name": inner})
     outside = {"output_dir": str(tmp_path), "run_name": "mine"}
     earlier_run(place, outside)
-    message = refusal(arguments(place, {**outside, "overwrite": True}), capsys)
-    assert f"would remove another run, {tmp_path}/{inner}" in message
+    earlier_run(place, {**outside, "overwrite": True})
     assert (tmp_path / inner / "config.json").is_file()
 
 
