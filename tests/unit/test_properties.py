@@ -158,6 +158,10 @@ def changed_flags(draw) -> dict[str, object]:
     return {name: draw(values_of(HINTS[name])) for name in names}
 
 
+# What else follows from the model and the data.
+GIVEN = {"total_steps": 4, "max_prompt_length": 64, "max_response_length": 8, "learning_rate": 1e-5}
+
+
 def checked(args, script) -> int:
     """What a start does with its flags; the number of its steps."""
     flags.check(args, 1)
@@ -172,7 +176,8 @@ def checked(args, script) -> int:
 def test_flags_mean_something_or_are_refused(tiny, changes, script):
     """Steps, samples and a run's name follow from what is accepted, and what is refused is named."""
     known = {field.name for field in dataclasses.fields(script.Args)}
-    args = script.Args(model_name_or_path=str(tiny), **{k: v for k, v in changes.items() if k in known})
+    given = {k: v for k, v in (GIVEN | changes).items() if k in known}
+    args = script.Args(model_name_or_path=str(tiny), **given)
     steps, refusal = end_of(checked, args, script)
     event("refused" if steps is None else "accepted")
     if steps is None:

@@ -99,7 +99,7 @@ def test_a_run_ends_with_its_verdict(tiny, tmp_path, capfd):
     assert [f["rule"] for f in found["findings"]] == ["truncation"]
     assert f"verdict    {found['outcome']}: {found['why']}" in printed
     assert printed.rstrip().splitlines()[-1].startswith("doctor     truncation: ")
-    still = tiny_args(tiny, tmp_path, eval_prompts=4, reward_fn=f"{VERIFIERS}:zero", filter_zero_std_samples=True)
+    still = tiny_args(tiny, tmp_path, eval_prompts=4, verifier=f"{VERIFIERS}:zero", filter_zero_std_samples=True)
     run_here(still)
     assert verdict.outcome_of(folder_of(still)) == verdict.NOT_LEARNED
 
