@@ -245,7 +245,7 @@ def test_whatever_a_verifier_returns_is_a_number_or_unscorable(found, weights):
     event(reward.status)
     assert reward.status in rewards.STATUSES
     assert math.isfinite(reward.score) and all(map(math.isfinite, reward.parts.values()))
-    text = json.dumps(runlog._writable(dataclasses.asdict(reward)), allow_nan=False)
+    text = json.dumps(runlog._writable(dataclasses.asdict(reward), {}), allow_nan=False)
     assert json.loads(text)["status"] == reward.status
     plain = isinstance(found, (bool, int, float)) and not isinstance(found, type) and abs(found) < 1e100
     if plain and math.isfinite(found) and not weights:
