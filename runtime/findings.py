@@ -46,8 +46,13 @@ class Case:
     @classmethod
     def of(cls, folder: Path) -> Case:
         """The run in ``folder``, which may still be going, with some of its samples where it has many."""
-        few, _ = thin(map(brief, records(folder / "samples.jsonl")), SAMPLES)
-        return cls(read_config(folder).get("args", {}), read(folder / "metrics.jsonl"), few)
+        samples = map(brief, records(folder / "samples.jsonl"))
+        few, _ = thin(samples, SAMPLES)
+        return cls(
+            args=read_config(folder).get("args", {}),
+            metrics=read(folder / "metrics.jsonl"),
+            samples=few,
+        )
 
     def curve(self, name: str) -> pd.Series:
         """A metric over the steps that have a finite value of it."""
@@ -88,7 +93,10 @@ class Case:
 
     def equal(self) -> str:
         """The metric of groups of equal reward among all that were drawn."""
-        return "data/zero_std_frac" if len(self.curve("data/zero_std_frac")) else "reward/zero_std_frac"
+        of_all_drawn = "data/zero_std_frac"
+        if len(self.curve(of_all_drawn)):
+            return of_all_drawn
+        return "reward/zero_std_frac"
 
     def solved(self) -> bool:
         return self.last("reward/correct").mean() > SOLVED
@@ -164,8 +172,14 @@ def extraction(case: Case) -> Finding | None:
 
 def brief(sample: dict) -> dict:
     """What ``extraction`` needs of a sample, which may be long."""
-    kept = {name: sample.get(name) for name in ("step", "finish_reason", "extracted", "reward_parts")}
-    return kept | {"response": sample.get("response", "")[-60:], "extracted": (sample.get("extracted") or "")[:1]}
+    extracted = sample.get("extracted") or ""
+    return {
+        "step": sample.get("step"),
+        "finish_reason": sample.get("finish_reason"),
+        "extracted": extracted[:1],
+        "reward_parts": sample.get("reward_parts"),
+        "response": sample.get("response", "")[-60:],
+    }
 
 
 def _unanswered(sample: dict) -> bool:

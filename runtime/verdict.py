@@ -40,7 +40,14 @@ def evaluations(folder: Path, last: int) -> dict[str, Any] | None:
         return None
     gain, low, high = paired_gain(*rates)
     before, after = (sum(rate) / len(rate) for rate in rates)
-    return {"problems": len(rates[0]), "before": before, "after": after, "gain": gain, "low": low, "high": high}
+    return {
+        "problems": len(rates[0]),
+        "before": before,
+        "after": after,
+        "gain": gain,
+        "low": low,
+        "high": high,
+    }
 
 
 def judge(case: Case, rules: set[str], pair: dict[str, Any] | None) -> tuple[str, str]:
@@ -77,7 +84,13 @@ def verdict(folder: Path, last: int) -> dict[str, Any]:
         "skipped_steps": case.curve("optim/skipped").sum(),
     }
     known = {name: float(value) for name, value in facts.items() if math.isfinite(value)}
-    return {"outcome": outcome, "why": why, "evaluation": pair} | known | {"findings": [vars(f) for f in findings]}
+    return {
+        "outcome": outcome,
+        "why": why,
+        "evaluation": pair,
+        **known,
+        "findings": [vars(finding) for finding in findings],
+    }
 
 
 def in_words(found: dict[str, Any]) -> str:
