@@ -28,6 +28,11 @@ def test_an_edit_whose_text_is_gone_is_an_error():
         learning.edited(files, learning.BREAKAGES[0], "grpo.py")
 
 
+def test_a_copy_has_every_file_that_a_run_reads():
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "runtime").iterdir() if path.is_file()}
+    assert there <= learning.project_files(ROOT).keys()
+
+
 @pytest.mark.learn
 @pytest.mark.parametrize("course", learning.COURSE_FLAGS)
 @pytest.mark.parametrize("script", learning.SCRIPT_FLAGS)
