@@ -737,10 +737,11 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     if not checkpoints.stopping:
         evaluate(run.total_steps, engine, verifiers, run.eval_problems, log, clock, args)
         utils.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
+    code = utils.exit_code(log, checkpoints.stopping)
     for part in (engine, verifiers, log, watch):
         part.close()
-    if checkpoints.stopping:
-        raise SystemExit(75)  # EX_TEMPFAIL: saved, start me again
+    if code != 0:
+        raise SystemExit(code)
 
 
 if __name__ == "__main__":

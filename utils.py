@@ -326,6 +326,13 @@ def open_log(args, run: Run) -> runlog.RunLog:
     return runlog.RunLog(run.folder, args, size, run.total_steps, is_main, run.start, digest, len(run.problems), chosen)
 
 
+def exit_code(log: runlog.RunLog, stopping: bool) -> int:
+    """75 for a run that is saved and to be started again, or what its verdict makes of it. Every rank must call."""
+    code = [75 if stopping else log.end()]
+    dist.broadcast_object_list(code)  # rank 0 has written the verdict
+    return code[0]
+
+
 def load_reference(args, run: Run) -> TokenLogprobs | None:
     """The reference, frozen, or None where no flag asks for one; with --offload ref in CPU memory."""
     if not flags.loads_reference(args):

@@ -34,6 +34,7 @@ PRESENTATION = (
     "run_name",
     "dry_run",
     "overwrite",
+    "require_learning",
     "track",
     "log_samples",
     "record_batches",
@@ -104,6 +105,8 @@ class RunFlags:
     """Folder of this run in output_dir. Default: exp_name, the arguments that differ from their defaults, the seed."""
     overwrite: bool = False
     """Replace the folder of an earlier run of this name."""
+    require_learning: bool = False
+    """End with exit code 3 if the verdict at the end is that the run did not learn (docs/evidence/doctor.md)."""
     dry_run: bool = False
     """Check everything, print the derived sizes and the first prompt, load no model, and stop."""
     track: bool = False

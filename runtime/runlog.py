@@ -19,7 +19,7 @@ import numpy as np
 from runtime import defaults, libraries, memory, presets, verdict
 from runtime.flags import Sizes, recorded_steps
 from runtime.identity import code_of, recorded, script_of
-from runtime.process import FolderLock, Heap, Stop, git_state, refuse, versions, write_whole
+from runtime.process import UNLEARNED, FolderLock, Heap, Stop, git_state, refuse, versions, write_whole
 from runtime.records import Problem, Sample
 from runtime.redaction import redact, redact_words, secret_values
 from runtime.rundir import cut_back, left_by_a_run
@@ -368,12 +368,17 @@ class RunLog:
         for sample in samples:
             self.write(file, {"step": -1, **dataclasses.asdict(sample)})
 
-    def _judge(self) -> None:
-        """Say whether the run has learned. What goes wrong here costs the verdict, not the run, which is saved."""
-        try:
-            self._say(verdict.write(self.folder, self.total))
-        except Exception as error:
-            self._say(f"warning: no verdict ({type(error).__name__}: {error})")
+    def end(self) -> int:
+        """Say whether the run, which is at its end, has learned. The exit code of rank 0.
+
+        What goes wrong here costs the verdict, not the run, which is saved.
+        """
+        if self.is_main:
+            try:
+                self._say(verdict.write(self.folder, self.total))
+            except Exception as error:
+                self._say(f"warning: no verdict ({type(error).__name__}: {error})")
+        return UNLEARNED if self.args.require_learning and verdict.refused(self.folder) else 0
 
     def close(self) -> None:
         """Finish wandb, and let other runs have the folder."""
@@ -381,8 +386,6 @@ class RunLog:
             self._track("finish")
         if not self.is_main:
             return
-        if (self.folder / "model").is_dir():
-            self._judge()
         if self.needless is not None and (self.folder / "model").is_dir():
             Stop.last_step_saved = False
             shutil.rmtree(self.needless, ignore_errors=True)

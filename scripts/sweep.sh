@@ -73,7 +73,8 @@ run() {
     elif ${RUN:-} "$PYTHON" "$SCRIPT" "$@" "${common[@]}"; then # RUN is several words
         started=$((started + 1))
     else
-        echo "failed with exit code $?: $*" >&2
+        state=$?
+        ((state == 3)) && echo "did not learn: $*" >&2 || echo "failed with exit code $state: $*" >&2
         failed=$((failed + 1))
     fi
 }

@@ -40,7 +40,7 @@ run() { # run NUMBER: run command_NUMBER, unless it finished before a restart of
         finish
         code=$?
         case $code in
-        0 | 2 | 75) ;; # 2: its arguments are wrong, and would be again
+        0 | 2 | 3 | 75) ;; # its arguments are wrong (2), or it did not learn (3), and it would be so again
         *)
             if [ -e "$begun" ] && [ "$RUN_DIR/saved" -nt "$begun" ]; then # it came further than at its last start
                 echo "exit code $code after a checkpoint: counts as 75" >&2

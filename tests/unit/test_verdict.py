@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from helpers import VERIFIERS, folder_of, read_jsonl, run_here, tiny_args
 from test_doctor import ARGS, healthy
 
-from runtime import verdict
+from runtime import process, verdict
 from runtime.findings import Case, examine
 
 
@@ -102,6 +103,11 @@ def test_a_run_ends_with_its_verdict(tiny, tmp_path, capfd):
     still = tiny_args(tiny, tmp_path, eval_prompts=4, verifier=f"{VERIFIERS}:zero", filter_zero_std_samples=True)
     run_here(still)
     assert verdict.outcome_of(folder_of(still)) == verdict.NOT_LEARNED
+    for _ in ("a run", "the finished run, started again"):
+        with pytest.raises(SystemExit) as end:
+            run_here(dataclasses.replace(still, exp_name="strict", require_learning=True))
+        assert end.value.code == process.UNLEARNED
+    run_here(tiny_args(tiny, tmp_path, eval_prompts=0, require_learning=True))  # nothing can be told
 
 
 def test_a_verdict_that_cannot_be_made_costs_no_run(tiny, tmp_path, capfd, monkeypatch):
