@@ -23,7 +23,15 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "sync",
+        "off",
+        pytest.param("recompute", marks=pytest.mark.slow),
+        pytest.param("keep", marks=pytest.mark.slow),
+    ],
+)
 def test_ten_broken_engines_are_named_within_one_step(tiny, tmp_path, monkeypatch, mode):
     """With --rollout hf, whose thread takes weights between batches only; what is compared is that of the mode."""
     monkeypatch.setattr(flags, "check_asynchrony", lambda args: None)
