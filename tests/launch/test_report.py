@@ -433,7 +433,8 @@ def test_the_page_in_a_browser(folder, tmp_path):
         browser.value("document.getElementById('all').click()")
         names = browser.value("[...document.querySelectorAll('.curve b')].map(e => e.textContent)")
         logged = {k for f in ("metrics.jsonl", "eval.jsonl") for r in read_jsonl(folder / f) for k in r}
-        assert set(names) == logged - {"step", "episode", "eval/problems", "eval/samples", "eval/weights_version"}
+        no_curve = {"step", "episode", "eval/problems", "eval/samples", "eval/right", "eval/weights_version"}
+        assert set(names) == logged - no_curve
 
         browser.type("q", "NEEDLE")
         assert browser.value(count) == f"2 of {len(samples)}"
