@@ -10,6 +10,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,7 +92,6 @@ def test_the_loop_of_ppo_has_every_line_of_grpo_but_those_about_groups():
     )
     others = [line for line in removed if not line.startswith("#") and not any(word in line for word in about_groups)]
     assert others == [
-        "run = utils.begin(args, ready)  # prints sizes and what the KL setting means",
         "skips = SimpleNamespace(policy=0)  # optimizer steps in a row that were not applied",
         "clock = utils.Phases(args, engine, reference, [policy], device)",
         "in_loss = list(range(len(samples)))",
@@ -226,7 +226,7 @@ def test_the_reward_is_on_exactly_the_last_token(length, finish):
 def dense(finish: str = "stop", score: float = 1.0, steps=((2, 0.5), (4, 0.25), (9, 1.0)), **changes):
     """(the shaped reward, the token rewards) of one response of five tokens."""
     sample = make_samples(1, 1)[0]
-    sample.response_ids, sample.finish_reason = [0, 1, 2, 3, 9], finish
+    sample.response_ids, sample.finish_reason = np.array([0, 1, 2, 3, 9]), finish
     words = ["a", "bcd", "", "efghi", ""]  # ends after 1, 4, 4, 9, 9 characters
     args = Args(**{"dense_reward": "sum", **changes})
     rewards.shape_reward(sample, rewards.Reward(score, steps=steps), args)
