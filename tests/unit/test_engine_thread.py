@@ -195,6 +195,7 @@ def test_the_engines_thread_does_not_keep_a_process_alive(script):
     engine.target = lambda inbox, outbox: leave.wait(20)
     engine.arguments = ()
     engine.timeout = 5.0
+    engine.beside = False
     told = []
     engine.watch = SimpleNamespace(receive=lambda *given: told.append(given))
     engine.start()
