@@ -18,6 +18,7 @@ neighboring measurements hardly does. Exit code 1: the two layouts do not give t
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -465,7 +466,7 @@ def print_floors(bound: dict[str, float], timings: Timings) -> None:
 def checked_run(args: Args) -> grpo.Args:
     """The arguments of the run whose phases are timed. Ends with exit code 2 for arguments that do not fit together."""
     own = ("repeats", "skip_engine", "json")
-    shared = {name: value for name, value in vars(args).items() if name not in own}
+    shared = {name: value for name, value in dataclasses.asdict(args).items() if name not in own}
     # A stop string that no request asks for: with one the engine has a tokenizer, which llm.chat needs.
     run = grpo.Args(**shared, ignore_eos=True, mask_truncated_completions=False, stop=("</s>",))
     flags.check(run, 1)
@@ -552,7 +553,7 @@ def main(args: Args) -> None:
             "load": load,
             "versions": process.versions(),
             "dtype": dtype_name,
-            "arguments": vars(args),
+            "arguments": dataclasses.asdict(args),
             "flop_per_second": flops,
             "bytes_per_second": bandwidth,
             "seconds": timings.seconds,

@@ -18,6 +18,7 @@ For turns there is no formula: what they save is the tail of a batch. The decode
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -163,7 +164,7 @@ def measure(run: grpo.Args, problems: list[Problem], model, tokenizer, update: C
 def checked_run(args: Args) -> grpo.Args:
     """The arguments of the run whose loop is timed. Ends with exit code 2 for those that do not fit together."""
     own = ("update_seconds", "steps", "json")
-    run = grpo.Args(**{name: value for name, value in vars(args).items() if name not in own})
+    run = grpo.Args(**{name: value for name, value in dataclasses.asdict(args).items() if name not in own})
     flags.check(run, 1)
     flags.check_training(run)
     if args.update_seconds <= 0 or args.steps < 1:
@@ -205,7 +206,7 @@ def main(args: Args) -> None:
                 f"{found.busy:12.0%}{found.decodes:14.0f}{found.staleness:11.2f}"
             )
     if args.json is not None:
-        numbers = {"arguments": vars(args), "versions": process.versions(), "results": results}
+        numbers = {"arguments": dataclasses.asdict(args), "versions": process.versions(), "results": results}
         Path(args.json).write_text(json.dumps(numbers, indent=1))
 
 

@@ -31,6 +31,7 @@ FLAGS = {
     "total_steps": STEPS,
     "num_unique_prompts_rollout": 8,
     "num_samples_per_prompt_rollout": 16,
+    "max_response_length": 32,
     "learning_rate": 1e-4,
     "lr_scheduler_type": "constant",
     "max_sampler_diff": 0,

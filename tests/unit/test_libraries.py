@@ -85,7 +85,19 @@ OURS = (
     "KL: ",
     "eval after ",
 )
-OURS += ("step ", "  '", "warning: ", "resuming ", "rows ", "sizes ", "  phases ", "  parts ")
+OURS += (
+    "step ",
+    "  '",
+    "warning: ",
+    "resuming ",
+    "rows ",
+    "sizes ",
+    "  phases ",
+    "  parts ",
+    "verdict ",
+    "           ",
+    "  doctor ",
+)
 OURS += ("defaults ", "  --")
 
 
