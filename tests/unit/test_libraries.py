@@ -85,20 +85,8 @@ OURS = (
     "KL: ",
     "eval after ",
 )
-OURS += (
-    "step ",
-    "  '",
-    "warning: ",
-    "resuming ",
-    "rows ",
-    "sizes ",
-    "  phases ",
-    "  parts ",
-    "verdict ",
-    "           ",
-    "  doctor ",
-)
-OURS += ("defaults ", "  --")
+OURS += ("step ", "  '", "warning: ", "resuming ", "rows ", "sizes ", "  phases ", "  parts ", "defaults ", "  --")
+OURS += ("verdict ", "           ", "doctor ")
 
 
 @pytest.mark.slow
