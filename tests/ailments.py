@@ -30,7 +30,7 @@ import time
 
 from rewards import Reward
 
-START = time.monotonic()
+calls = []
 
 
 def noise(response, truth, row):
@@ -48,8 +48,9 @@ def sometimes_hangs(response, truth, row):
 
 
 def ever_slower(response, truth, row):
-    if time.monotonic() - START > 10:
-        time.sleep(0.1)
+    calls.append(1)
+    if len(calls) > 1500:  # after a dozen steps
+        time.sleep(0.02)
     return float(response.endswith(truth))
 """
 
@@ -83,7 +84,7 @@ AILMENTS = (
         steps=6,
     ),
     Ailment("equal_groups", "hardly any temperature", {"temperature": 0.02}, steps=15),
-    Ailment("truncation", "no room for an answer", {"max_response_length": 3}, steps=15),
+    Ailment("truncation", "no room for an answer", {"max_response_length": 2}, steps=15),
     Ailment(
         "length_growth",
         "the reward is the length",
@@ -116,10 +117,14 @@ AILMENTS = (
     Ailment(
         "stale_samples",
         "an engine that keeps its first weights, and the weight of old / sampler",
-        {"async_steps": 1, "learning_rate": 3e-4},
+        {"async_steps": 1, "learning_rate": 1e-3},
         breakage("stale weights: only the first push arrives"),
     ),
-    Ailment("throughput_loss", "a verifier that gets slow", {"verifier": "rewards_of_ailments.py:ever_slower"}),
+    Ailment(
+        "throughput_loss",
+        "a verifier that gets slow",
+        {"verifier": "rewards_of_ailments.py:ever_slower", "reward_workers": 1},
+    ),
 )
 # The same task learned without a KL, held by one, and with a critic.
 HEALTHY = (
