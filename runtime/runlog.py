@@ -378,7 +378,10 @@ class RunLog:
                 self._say(verdict.write(self.folder, self.total))
             except Exception as error:
                 self._say(f"warning: no verdict ({type(error).__name__}: {error})")
-        return UNLEARNED if self.args.require_learning and verdict.refused(self.folder) else 0
+        if not self.args.require_learning or not verdict.refused(self.folder):
+            return 0
+        self._say(f"--require_learning: the run did not learn, so it ends with exit code {UNLEARNED}")
+        return UNLEARNED
 
     def close(self) -> None:
         """Finish wandb, and let other runs have the folder."""
