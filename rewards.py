@@ -517,10 +517,16 @@ def _run_tests(program: str, tests: CodeTests) -> str:
 
 
 def _try_tests(tests: CodeTests) -> str:
-    """What is wrong with test code that no program is there for; "" if nothing shows when it is run without one."""
-    with Sandbox(tests.seconds) as judge:
-        judge.start("try", tests.check, tests.before, tests.entry)
-        line = judge.ask(b"")
+    """What is wrong with test code that no program is there for; "" if nothing shows when it is run without one.
+
+    What ends without a word is tried once more: on a busy machine a test may not even have been loaded in its time.
+    """
+    for _ in range(2):
+        with Sandbox(tests.seconds) as judge:
+            judge.start("try", tests.check, tests.before, tests.entry)
+            line = judge.ask(b"")
+        if line:
+            break
     verdict = json.loads(line) if line else {}
     return verdict["why"] if verdict.get("verdict") == "unusable" else ""
 

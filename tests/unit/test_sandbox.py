@@ -530,6 +530,22 @@ def test_a_judge_is_burnt_not_the_worker():
     pool.close()
 
 
+def test_a_trial_that_a_busy_machine_ended_is_repeated(monkeypatch):
+    """The first ends without a word; a test that never ends has nothing wrong with it, twice."""
+    ask = rewards.Sandbox.ask
+    asked = []
+
+    def busy(self, line):
+        asked.append(line)
+        return b"" if len(asked) == 1 else ask(self, line)
+
+    monkeypatch.setattr(rewards.Sandbox, "ask", busy)
+    assert "no function" in rewards.truth_error("code", "def check(f):\n    pass\n", {"entry_point": "f"})
+    assert len(asked) == 2
+    forever = {"entry_point": "f", "time_limit": 1.0}
+    assert rewards.truth_error("code", "def check(f):\n    while True:\n        f(1)\n", forever) == ""
+
+
 def test_tests_that_are_none():
     for tests, row in (
         ("[]", ADD),
