@@ -539,11 +539,15 @@ def alone(check, *arguments) -> None:
 def end_engine(inbox, thread: threading.Thread) -> None:
     """End an engine's thread, and the process group that vLLM made or found: later runs of this process make their own.
 
-    The garbage collector would end it at any later moment, and DeepSpeed would keep the groups of the one that is gone.
+    The garbage collector would end it at any later moment, and with it the process group of the run that has one by
+    then; DeepSpeed would keep the groups of the one that is gone.
     """
     from deepspeed.utils import groups
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    from runtime.weights import release_vllm
+
+    inbox.put(("call", release_vllm))
     inbox.put(("stop",))
     thread.join(timeout=60)
     assert not thread.is_alive()
