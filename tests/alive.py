@@ -332,7 +332,7 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
     spy(patch, utils, "borrow_device", note_move)
     spy(patch, utils, "return_device", note_move)
     for name in ("leave_gpu", "return_to_gpu"):
-        spy(patch, utils, name, lambda _, *rest: seen.setdefault("moves of the trainer", []).append(len(rest)))
+        spy(patch, utils, name, lambda _, engines: seen.setdefault("moves of the trainer", []).append(len(engines)))
     patch.setattr(utils.TokenLogprobs, "forward", measured)
 
 
