@@ -330,7 +330,7 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
 
 
 def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
-    """Builds the engine and is the only one to touch it. Messages, taken while it stands still:
+    """Builds the engine and is the only one to touch it. Messages, taken while it pauses:
 
     in   ("generate", batch, [(key, prompt ids, seed)], sampling), a request for an episode with its row; ("until",
          batch), ("weights", version, [(name, tensor)]), ("sleep",), ("stop",), ("call", function): to measure something
@@ -338,10 +338,10 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
          computed), ("slept",), ("called", function(llm)), ("error", exception): whatever goes wrong here is raised
          again in the main thread
 
-    The engine stands still by counting, never by the clock, so a run can be repeated: after a whole batch, and with
-    --inflight_updates after the step that completes the batch of the last "until", whatever else is unfinished. Only in
-    flight on a rank of its own (--vllm_engines) it never stands still, and takes messages as they come.
-    Of several turns (--environment), those that wait for their tools are set aside while the engine steps the others.
+    Counting decides when the engine pauses, never the clock, so a run can be repeated: after each whole batch, or, with
+    --inflight_updates, after the step that completes the batch named by the last "until". An engine in flight on a rank
+    of its own (--vllm_engines) never pauses, and takes messages as they arrive.
+    Responses of several turns (--environment) that wait for their tools are set aside while it steps the others.
     """
     episodes = Episodes(args)
     never_still = args.vllm_engines > 0 and args.inflight_updates != "off"

@@ -98,7 +98,7 @@ class RunFlags:
     """auto: resume from the newest intact checkpoint of this run, if the code is the same. never: refuse to. Or the
     folder of a checkpoint: resume from there, also by changed code."""
     timeout: float = 1800.0
-    """End the run after this many seconds without progress on any rank, or an answer of an engine. 0 disables."""
+    """End the run after this many seconds without progress on any rank or an answer from any engine. 0 disables."""
     output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
     """Folder that holds the folders of runs. Default: RUN_DIR, which scripts/submit.py sets, or runs."""
     run_name: str | None = None
@@ -112,7 +112,7 @@ class RunFlags:
     track: bool = False
     """Log to Weights & Biases as well, to WANDB_PROJECT (rlvr) of WANDB_ENTITY. Without network: offline, and warn."""
     log_samples: int = 4
-    """Samples per step written to samples.jsonl; of step 1 and every 10th some are on the console, unless it is 0."""
+    """Samples per step written to samples.jsonl; step 1 and every 10th step also print some. 0 disables both."""
     record_batches: int = 0
     """Keep N batches, evenly spread over the steps, and the weights of those steps, for scripts/replay.py. 0: none."""
 
@@ -177,7 +177,7 @@ class RunFlags:
     reward_timeout: float = 10.0
     """Seconds per verification; then its process is killed and the score is 0."""
     reward_workers: int | None = None
-    """Verifier processes per rank. Default: this rank's part of the cores, less two; from 1 to 8."""
+    """Verifier processes per rank. Default: this rank's share of the cores minus two, at least 1 and at most 8."""
     check_verifier_status: bool = False
     """End the run when no score of a step is above 0: the verifier fails, or the prompt does."""
     allow_unsafe_code_exec: bool = False
@@ -230,7 +230,8 @@ class RunFlags:
     inflight_updates: Literal["off", "recompute", "keep"] = "off"
     """Push weights while sequences run; recompute their keys and values, or keep the old. off: between batches."""
     max_sampler_diff: float = 0.1
-    """End the run when an engine and the trainer differ by more nats per token (fp32: a 1000th of it). 0 disables."""
+    """End the run if the mean log-prob gap between an engine and the trainer exceeds this many nats per token (in fp32:
+    a thousandth of it). 0 disables."""
     stop: tuple[str, ...] = ()
     """Strings that end a response; they stay part of it."""
     ignore_eos: bool = False

@@ -575,7 +575,7 @@ def losses(results: dict) -> list[str]:
     for name, entry in results["cells"].items():
         records = entry["records"]
         ours = Summary.of(records["ours"])
-        for side in set(records) - set(OURS):
+        for side in sorted(set(records) - set(OURS)):
             theirs = Summary.of(records[side])
             behind = []
             if theirs.seconds < ours.seconds:
@@ -600,10 +600,10 @@ def page(measurements: list[dict]) -> str:
     lines = [
         "# Performance",
         "",
-        "A step of `grpo.py` beside a step of TRL's GRPOTrainer, on the same work, in one go. This page is written by",
+        "One training step of grpo.py and of TRL's GRPOTrainer, timed on the same work, one after the other. Made by",
         "`python studies/compare.py --json data/compare.json --also data/compare_earlier.json data/compare_fp32.json",
         "data/compare_avx2.json --markdown performance.md`, with the paths of docs/evidence; the head of that",
-        "script says what is held equal and how TRL is tuned. Run it on your machine: the ratios are of this one.",
+        "script says what is held equal and how TRL is tuned. The ratios hold for this machine; measure your own.",
         "",
         "Times are seconds. `log-probs` is what TRL does before the update besides sampling: batches, advantages, old",
         "log-probs where it needs them. Peak memory is the process's resident memory, on a GPU what torch allocated.",
@@ -619,7 +619,7 @@ def page(measurements: list[dict]) -> str:
 NOTES = {
     "async": [
         "With `--async_steps 1` the engine samples the next batch while this one trains, so a batch is of the weights",
-        "before the last update: another algorithm. [async.md](../async.md) compares what it learns. TRL's GRPOTrainer",
+        "before the last update: another algorithm. [async.md](async.md) compares what it learns. TRL's GRPOTrainer",
         "samples, then trains.",
         "",
     ]

@@ -5,17 +5,15 @@
 PPO asks of every token whether the response went better from there than expected. The critic says what to expect: a
 second transformer, whose head predicts before each token the reward still to come. Generalized advantage estimation
 sums its surprises to the end of the response. Each batch is used several times, and the clip keeps the policy near the
-one that sampled it. dr_grpo_min.py is the same without a critic: there the mean of a group says what to expect, and
-there it says what is kept and why. Old log-probs are the trainer's. What ppo.py has beyond both: a KL,
-value clipping, mini-batches, several devices, checkpoints, bf16, verifiers in processes of their own, the mask of
-truncated responses, shared rows.
+one that sampled it. In dr_grpo_min.py, the same without a critic, the mean of a group says what to expect; that file
+explains what both keep and why. ppo.py adds a KL, value clipping, mini-batches, several devices, checkpoints, bf16,
+verifiers in processes of their own, the mask of truncated responses, and shared rows.
 
 Source   PPO, arXiv 1707.06347, and GAE, arXiv 1506.02438.
 Use it   to learn what PPO is, or to start from the least code.
 Measured its gradients equal those of ppo.py with --value_clip None --no_mask_truncated_completions.
 
     python variants/ppo_min.py                            SmolLM2-135M on one-digit sums
-    make testbed                                          makes models/testbed-1, in minutes
     python variants/ppo_min.py --model_name_or_path models/testbed-1 --learning_rate 1e-4 --samples 16 --steps 40
 """
 
@@ -88,16 +86,16 @@ from runtime.weights import push_weights  # noqa: E402
 
 @dataclass
 class Response:
-    """What the engine drew, and what is found out about it: a number per token."""
+    """What the engine drew, and what is found out about it: tensors [T], a number per token."""
 
     prompt: list[int]
     ids: list[int]
-    sampler: list[float]
+    sampler: torch.Tensor
     reward: float
-    old: list[float] | None = None
-    values: list[float] | None = None
-    advantages: list[float] | None = None
-    returns: list[float] | None = None
+    old: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
 
 class Critic(torch.nn.Module):
@@ -108,7 +106,8 @@ class Critic(torch.nn.Module):
         self.transformer = model.base_model
         size = model.config.get_text_config().hidden_size
         self.head = torch.nn.Linear(size, 1)
-        torch.nn.init.normal_(self.head.weight, std=1 / (size + 1), generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        torch.nn.init.normal_(self.head.weight, std=1 / (size + 1), generator=generator)
         torch.nn.init.zeros_(self.head.bias)
 
     def forward(self, responses: list[Response]) -> torch.Tensor:
@@ -149,59 +148,61 @@ def generate(llm: LLM, rows: list[dict], samples: int, stop_ids: list[int], args
             ids = list(one.token_ids)
             logprobs = [entry[token].logprob for entry, token in zip(one.logprobs, ids, strict=True)]
             reward = last_number(one.text, row["answer"], row).score
-            responses.append(Response(row["ids"], ids, logprobs, reward))
+            responses.append(Response(row["ids"], ids, torch.tensor(logprobs), reward))
     return responses
 
 
 def rows_of(responses: list[Response], device) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids, padded at the end, where causal attention needs no mask; and which places predict a response token."""
-    longest = max(len(r.prompt) + len(r.ids) for r in responses)
-    ids_BS = torch.zeros(len(responses), longest, dtype=torch.long)
-    predicts_BS = torch.zeros(len(responses), longest, dtype=torch.bool)
-    for i, r in enumerate(responses):
-        end = len(r.prompt) + len(r.ids)
-        ids_BS[i, :end] = torch.tensor(r.prompt + r.ids)
-        predicts_BS[i, len(r.prompt) - 1 : end - 1] = True
-    return ids_BS.to(device), predicts_BS.to(device)
+    rows = [torch.tensor(r.prompt + r.ids) for r in responses]
+    ids_BS = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+    predicts_BS = torch.zeros_like(ids_BS, dtype=torch.bool)
+    for predicts_S, r in zip(predicts_BS, responses, strict=True):
+        first = len(r.prompt) - 1
+        predicts_S[first : first + len(r.ids)] = True
+    return ids_BS, predicts_BS
 
 
 def token_logprobs(model, responses: list[Response], temperature: float) -> torch.Tensor:
     """Log-probs of all tokens of the responses, one response after another: [T]."""
     ids_BS, predicts_BS = rows_of(responses, model.device)
-    logprobs_TV = (model(ids_BS, use_cache=False).logits[predicts_BS] / temperature).log_softmax(-1)
-    targets_T = torch.tensor([token for r in responses for token in r.ids], device=model.device)
+    logits_TV = model(ids_BS, use_cache=False).logits[predicts_BS]
+    logprobs_TV = (logits_TV / temperature).log_softmax(-1)
+    targets_T = ids_BS[predicts_BS.roll(1, dims=1)]  # each at the place after
     return logprobs_TV.gather(-1, targets_T[:, None])[:, 0]
 
 
-def gae(reward: float, values: list[float], lam: float) -> tuple[list[float], list[float]]:
-    """A_t = r_t + V_t+1 - V_t + lam A_t+1, and the returns A_t + V_t, of a response whose reward comes at its end."""
-    advantages = []
-    following, next_value = 0.0, 0.0  # nothing comes after the end
-    for value in reversed(values):
-        following = reward + next_value - value + lam * following
-        advantages.insert(0, following)
-        reward, next_value = 0.0, value
-    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+def gae(reward: float, values_T: torch.Tensor, lam: float) -> torch.Tensor:
+    """Advantages A_t = r_t + V_t+1 - V_t + lam A_t+1 of a response, whose reward comes with its last token: [T]."""
+    advantages_T = torch.zeros_like(values_T)
+    later = 0.0
+    ahead = reward  # r_t + V_t+1: at the last token the reward alone, before it the value alone
+    for t in reversed(range(len(values_T))):
+        later = ahead - values_T[t] + lam * later
+        advantages_T[t] = later
+        ahead = values_T[t]
+    return advantages_T
 
 
+@torch.no_grad()
 def prepare(model, critic: Critic, responses: list[Response], args: Args) -> float:
     """Fill in what the updates need; the mean |trainer - sampler| of all tokens, in nats."""
-    with torch.no_grad():
-        for start in range(0, len(responses), args.micro_batch):
-            part = responses[start : start + args.micro_batch]
-            lengths = [len(r.ids) for r in part]
-            old = token_logprobs(model, part, args.temperature).split(lengths)
-            values = critic(part).split(lengths)
-            for r, old_T, values_T in zip(part, old, values, strict=True):
-                r.old = old_T.tolist()
-                r.values = values_T.tolist()
-                r.advantages, r.returns = gae(r.reward, r.values, args.gae_lambda)
-    every = torch.tensor([a for r in responses for a in r.advantages], dtype=torch.float64)
-    mean, std = every.mean().item(), (every.var() + 1e-8).sqrt().item()
+    for start in range(0, len(responses), args.micro_batch):
+        part = responses[start : start + args.micro_batch]
+        lengths = [len(r.ids) for r in part]
+        old = token_logprobs(model, part, args.temperature).split(lengths)
+        values = critic(part).split(lengths)
+        for r, old_T, values_T in zip(part, old, values, strict=True):
+            r.old = old_T
+            r.values = values_T
+            r.advantages = gae(r.reward, values_T, args.gae_lambda)
+            r.returns = r.advantages + values_T
+    every_N = torch.cat([r.advantages for r in responses])
+    std = (every_N.var() + 1e-8).sqrt()
     for r in responses:
-        r.advantages = [(a - mean) / std for a in r.advantages]
-    differences = [abs(a - b) for r in responses for a, b in zip(r.old, r.sampler, strict=True)]
-    return sum(differences) / len(differences)
+        r.advantages = (r.advantages - every_N.mean()) / std
+    differences_N = torch.cat([r.old.cpu() - r.sampler for r in responses])
+    return differences_N.abs().mean().item()
 
 
 def add_gradients(model, critic: Critic, responses: list[Response], args: Args) -> None:
@@ -209,23 +210,21 @@ def add_gradients(model, critic: Critic, responses: list[Response], args: Args) 
     tokens = sum(len(r.ids) for r in responses)
     for start in range(0, len(responses), args.micro_batch):
         part = responses[start : start + args.micro_batch]
-        advantages_T = torch.tensor([x for r in part for x in r.advantages], device=model.device)
-        returns_T = torch.tensor([x for r in part for x in r.returns], device=model.device)
-        old_T = torch.tensor([x for r in part for x in r.old], device=model.device)
-
+        advantages_T = torch.cat([r.advantages for r in part])
+        returns_T = torch.cat([r.returns for r in part])
+        old_T = torch.cat([r.old for r in part])
         ratio_T = (token_logprobs(model, part, args.temperature) - old_T).exp()
         clipped_T = ratio_T.clamp(1 - args.clip, 1 + args.clip)
-        loss_T = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
-        (loss_T.sum() / tokens).backward()
-
+        gain_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
+        (-gain_T.sum() / tokens).backward()
         error_T = critic(part) - returns_T
         (error_T.square().sum() / 2 / tokens).backward()
 
 
 def evaluate(step: int, llm: LLM, rows: list[dict], stop_ids: list[int], args: Args) -> None:
     """Print pass@1 on the held-out rows: four responses to each, with the weights after ``step``."""
-    scores = [r.reward for r in generate(llm, rows, 4, stop_ids, args)]
-    print(f"after step {step}: pass@1 {sum(scores) / len(scores):.3f} of {len(rows)} problems", flush=True)
+    solved = sum(r.reward for r in generate(llm, rows, 4, stop_ids, args))
+    print(f"after step {step}: pass@1 {solved / len(rows) / 4:.3f} of {len(rows)} problems", flush=True)
 
 
 def load_rows(tokenizer, args: Args) -> list[dict]:
@@ -264,7 +263,8 @@ def main(args: Args) -> None:
     evaluate(0, llm, held_out, stop_ids, args)
     for step in range(1, args.steps + 1):
         # 1 prompts: the next ones, over and over
-        batch = [training[i % len(training)] for i in range((step - 1) * args.prompts, step * args.prompts)]
+        first = (step - 1) * args.prompts
+        batch = [training[i % len(training)] for i in range(first, first + args.prompts)]
 
         # 2 generate, 3 score
         responses = generate(llm, batch, args.samples, stop_ids, args)

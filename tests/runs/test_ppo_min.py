@@ -80,16 +80,17 @@ def test_its_gradients_are_those_of_ppo(small, tiny_model, micro_batch):
     responses = []
     for sample, reward in zip(samples, rewards, strict=True):
         ids = sample.response_ids.tolist()
-        responses.append(small.Response(list(sample.prompt_ids), ids, sample.sampler_logprobs.tolist(), reward))
+        sampler = torch.from_numpy(sample.sampler_logprobs)
+        responses.append(small.Response(list(sample.prompt_ids), ids, sampler, reward))
     small.prepare(tiny_model, critic, responses, args)
     lengths = [len(response.ids) for response in responses]
     for response, own in zip(responses, moved[:-1].split(lengths), strict=True):
-        response.old = (torch.tensor(response.old) - own).tolist()
+        response.old = response.old - own
     tiny_model.zero_grad()
     critic.zero_grad()
     small.add_gradients(tiny_model, critic, responses, args)
 
-    values = torch.tensor([value for response in responses for value in response.values])
+    values = torch.cat([response.values for response in responses])
     assert values.std() > 0.1 and (moved.abs() > 0.25).any()
     for found, wanted in ((gradient_of(tiny_model), expected), (gradient_of(critic), expected_critic)):
         assert wanted.norm() > 0

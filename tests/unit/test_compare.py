@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ import compare_side
 import pytest
 import speedrun
 from helpers import ROOT, TINY_RUN, finish, run_environment
+
+from runtime import flags
 
 TRL = os.environ.get("TRL_FOLDER")
 CELL = compare.Cell("table", "models/m", 4, 8, 32)
@@ -252,6 +255,17 @@ def test_avx2_limits_torch_and_the_kernels_of_vllm(results):
     assert "## bfloat16, commit" in compare.page([results])
     results["machine"]["limit"] = "AVX2 instructions"
     assert "## bfloat16, AVX2 instructions, commit" in compare.page([results])
+
+
+def test_the_page_is_what_the_measurements_say(tmp_path, monkeypatch):
+    """docs/evidence/performance.md, by the command that it names."""
+    folder = ROOT / "docs" / "evidence"
+    page = (folder / "performance.md").read_text()
+    command = re.search(r"`python studies/compare.py ([^`]+)`", page)[1].split()
+    monkeypatch.chdir(folder)
+    args = flags.parse(compare.Args, words=[*command[:-1], str(tmp_path / "page.md")])
+    compare.main(args)
+    assert (tmp_path / "page.md").read_text() == page
 
 
 def test_a_page_needs_measurements(tmp_path, capsys):
