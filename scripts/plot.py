@@ -191,6 +191,19 @@ def draw(runs: dict[str, Run], output: Path, x: str = "step") -> None:
     save(figure, output)
 
 
+def pass_interval(run: Run, x: str) -> pd.Series:
+    """Half of the 95 % interval of each evaluation's pass@1, over its problems: 1.96 std / sqrt(problems).
+
+    A problem's value is its solved fraction f of n samples. eval.jsonl has no single problems, but the mean of f^2
+    follows: pass@2 is the mean of 1 - (1 - f) (1 - f n / (n - 1)). Empty where a problem had one sample.
+    """
+    mean = run.curve("eval/pass@1", x)
+    samples = run.curve("eval/samples", x)
+    square = mean / samples + (1 - 1 / samples) * (2 * mean - run.curve("eval/pass@2", x))
+    variance = (square - mean**2).clip(lower=0)
+    return 1.96 * (variance / run.curve("eval/problems", x)) ** 0.5
+
+
 def legend_words(curves: dict[str, pd.Series]) -> dict[str, pd.Series]:
     """Curves by the words of a legend. One that coincides with an earlier one is named beside it."""
     found: dict[str, pd.Series] = {}
@@ -236,13 +249,18 @@ def draw_panel(axis: plt.Axes, title: str, lines: list[tuple[str, str, str]], ru
             )
         if title.startswith("reward"):
             evaluations = run.curve("eval/pass@1", x)
-            axis.plot(
+            if evaluations.empty:
+                continue
+            axis.errorbar(
+                evaluations.index,
                 evaluations,
-                "o--" if len(evaluations) > 2 else "o",  # a line through two says nothing of what is between them
+                pass_interval(run, x).reindex(evaluations.index),
+                fmt="o--" if len(evaluations) > 2 else "o",  # a line through two says nothing of what is between them
                 color=f"C{r if several else 1}",
-                label="held-out pass@1",
-                ms=5,
+                label="held-out pass@1, 95 %",
+                ms=4,
                 lw=0.8,
+                capsize=2,
             )
     handles, words = axis.get_legend_handles_labels()
     if right is not axis:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
 import shutil
 import socket
@@ -14,6 +15,7 @@ import time
 import urllib.request
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from statistics import fmean, pstdev
 
 import plot
 import pytest
@@ -101,6 +103,19 @@ def test_the_interval_is_students():
     assert plot.interval(members, "m") == pytest.approx((3.0, 4.30265 * 7**0.5 / 3**0.5), abs=1e-4)
     middle, half = plot.interval(members[:1], "m")
     assert middle == 1.0 and half != half
+
+
+def test_the_interval_of_an_evaluation_is_that_of_its_problems():
+    """From pass@1 and pass@2 alone, and unknown where a problem has one sample."""
+    right = [0, 0, 1, 2, 3, 4, 4, 4]
+    fractions = [count / 4 for count in right]
+    pairs = [1 - math.comb(4 - count, 2) / math.comb(4, 2) for count in right]
+    counts = {"step": 0, "eval/problems": 8}
+    several = counts | {"eval/samples": 4, "eval/pass@1": fmean(fractions), "eval/pass@2": fmean(pairs)}
+    one = counts | {"step": 1, "eval/samples": 1, "eval/pass@1": 0.5}
+    found = plot.pass_interval(plot.Run(Path("run"), {}, [{"step": 1}], [several, one]), "step")
+    assert found[0] == pytest.approx(1.96 * pstdev(fractions) / math.sqrt(8))
+    assert math.isnan(found[1])
 
 
 def test_final_values_over_an_argument(runs, tmp_path):
