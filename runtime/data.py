@@ -711,6 +711,17 @@ def _render_batch(batch: dict[str, list], places: list[int], **how) -> dict[str,
     return {"ids": render([json.loads(text) for text in batch["messages"]], **how)}
 
 
+def shuffled_prompts(source: str, tokenizer, seed: int) -> list[dict[str, Any]]:
+    """The rows of a task of reasoning-gym in random order, each question once; ``ids`` are those of the prompt."""
+    system = {"role": "system", "content": SYSTEM_PROMPTS.get(source.split("?")[0], "")}
+    rows = list({row["question"]: row for row in gym_rows(source, seed)}.values())
+    conversations = [[system, {"role": "user", "content": row["question"]}] for row in rows]
+    for row, ids in zip(rows, render(conversations, tokenizer, None), strict=True):
+        row["ids"] = ids
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
 def render_cached(dataset, tokenizer, args, more: dict[str, Any]) -> list[list[int]]:
     """``render`` of the column ``messages`` (JSON) of a data set: by several processes, and cached."""
     import datasets

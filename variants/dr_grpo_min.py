@@ -24,7 +24,6 @@ Measured its gradient equals that of grpo.py with --loss_norm constant --advanta
 
 from __future__ import annotations
 
-import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,6 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # where rewards
 
 from rewards import last_number
 from runtime import data, process
-from runtime.sources import gym_rows
 
 
 @dataclass
@@ -122,7 +120,9 @@ def generate(llm: LLM, rows: list[dict], group: int, stop_ids: list[int], args: 
         own = []
         for one in output.outputs:
             ids = list(one.token_ids)
-            logprobs = [entry[token].logprob for entry, token in zip(one.logprobs, ids, strict=True)]
+            logprobs = []
+            for entry, token in zip(one.logprobs, ids, strict=True):
+                logprobs.append(entry[token].logprob)
             own.append(Response(ids, logprobs, one.text))
         answers.append(own)
     return answers
@@ -185,21 +185,10 @@ def evaluate(step: int, llm: LLM, rows: list[dict], stop_ids: list[int], args: A
     print(f"after step {step}: pass@1 {sum(scores) / len(scores):.3f} of {len(rows)} problems", flush=True)
 
 
-def load_rows(tokenizer, args: Args) -> list[dict]:
-    """The task's rows in random order, each prompt once, with its token ids."""
-    system = data.SYSTEM_PROMPTS.get(args.dataset.split("?")[0], "")
-    rows = list({row["question"]: row for row in gym_rows(args.dataset, args.seed)}.values())
-    for row in rows:
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": row["question"]}]
-        (row["ids"],) = data.render([messages], tokenizer, None)
-    random.Random(args.seed).shuffle(rows)
-    return rows
-
-
 def main(args: Args) -> None:
     """Train, print a line per step, and save the model."""
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    rows = load_rows(tokenizer, args)
+    rows = data.shuffled_prompts(args.dataset, tokenizer, args.seed)
     held_out = rows[: args.eval_prompts]
     training = rows[args.eval_prompts :]
 
@@ -220,7 +209,9 @@ def main(args: Args) -> None:
         answers = generate(llm, batch, args.group, stop_ids, args)
 
         # 3 score
-        rewards = [[score(row, response) for response in group] for row, group in zip(batch, answers, strict=True)]
+        rewards = []
+        for row, group in zip(batch, answers, strict=True):
+            rewards.append([score(row, response) for response in group])
 
         # 4 advantages, 5 update
         optimizer.zero_grad()

@@ -19,7 +19,6 @@ Measured its gradients equal those of ppo.py with --value_clip None --no_mask_tr
 
 from __future__ import annotations
 
-import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,6 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # where rewards
 
 from rewards import last_number
 from runtime import data, process
-from runtime.sources import gym_rows
 
 
 @dataclass
@@ -59,7 +57,7 @@ class Args:
     """Constant learning rate of the policy's AdamW. 1e-6 is usual from 0.5B parameters on."""
     critic_learning_rate: float = 1e-4
     """Constant learning rate of the critic's AdamW."""
-    micro_batch: int = 16
+    micro_batch: int = 4
     """Responses per backward pass: memory only, since no weight depends on it."""
     eval_prompts: int = 64
     """Held-out prompts, answered four times each before and after training."""
@@ -146,7 +144,9 @@ def generate(llm: LLM, rows: list[dict], samples: int, stop_ids: list[int], args
     for row, output in zip(rows, llm.generate(prompts, params, use_tqdm=False), strict=True):
         for one in output.outputs:
             ids = list(one.token_ids)
-            logprobs = [entry[token].logprob for entry, token in zip(one.logprobs, ids, strict=True)]
+            logprobs = []
+            for entry, token in zip(one.logprobs, ids, strict=True):
+                logprobs.append(entry[token].logprob)
             reward = last_number(one.text, row["answer"], row).score
             responses.append(Response(row["ids"], ids, torch.tensor(logprobs), reward))
     return responses
@@ -213,29 +213,24 @@ def add_gradients(model, critic: Critic, responses: list[Response], args: Args) 
         advantages_T = torch.cat([r.advantages for r in part])
         returns_T = torch.cat([r.returns for r in part])
         old_T = torch.cat([r.old for r in part])
-        ratio_T = (token_logprobs(model, part, args.temperature) - old_T).exp()
+
+        logprobs_T = token_logprobs(model, part, args.temperature)
+        ratio_T = (logprobs_T - old_T).exp()
         clipped_T = ratio_T.clamp(1 - args.clip, 1 + args.clip)
         gain_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
-        (-gain_T.sum() / tokens).backward()
+        loss = -gain_T.sum() / tokens
+        loss.backward()
+
         error_T = critic(part) - returns_T
-        (error_T.square().sum() / 2 / tokens).backward()
+        loss = error_T.square().sum() / 2 / tokens
+        loss.backward()
 
 
 def evaluate(step: int, llm: LLM, rows: list[dict], stop_ids: list[int], args: Args) -> None:
     """Print pass@1 on the held-out rows: four responses to each, with the weights after ``step``."""
-    solved = sum(r.reward for r in generate(llm, rows, 4, stop_ids, args))
-    print(f"after step {step}: pass@1 {solved / len(rows) / 4:.3f} of {len(rows)} problems", flush=True)
-
-
-def load_rows(tokenizer, args: Args) -> list[dict]:
-    """The task's rows in random order, each prompt once, with its token ids."""
-    system = data.SYSTEM_PROMPTS.get(args.dataset.split("?")[0], "")
-    rows = list({row["question"]: row for row in gym_rows(args.dataset, args.seed)}.values())
-    for row in rows:
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": row["question"]}]
-        (row["ids"],) = data.render([messages], tokenizer, None)
-    random.Random(args.seed).shuffle(rows)
-    return rows
+    responses = generate(llm, rows, 4, stop_ids, args)
+    solved = sum(r.reward for r in responses) / len(responses)
+    print(f"after step {step}: pass@1 {solved:.3f} of {len(rows)} problems", flush=True)
 
 
 def load(args: Args):
@@ -248,7 +243,7 @@ def load(args: Args):
 def main(args: Args) -> None:
     """Train, print a line per step, and save the policy."""
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    rows = load_rows(tokenizer, args)
+    rows = data.shuffled_prompts(args.dataset, tokenizer, args.seed)
     held_out = rows[: args.eval_prompts]
     training = rows[args.eval_prompts :]
 

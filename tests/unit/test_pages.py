@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import shape
 from helpers import ROOT
 from jobs import submit
 
@@ -36,6 +37,16 @@ def test_pages_are_short():
     lengths = {page.name: len(page.read_text().splitlines()) for page in USER}
     assert lengths.pop("README.md") <= 80
     assert {name: count for name, count in lengths.items() if count > 200 and name not in TABLES} == {}
+
+
+def test_the_small_files_are_as_short_as_the_first_page_says():
+    """And no denser than the scripts: a line is not short because two stand in it."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    said = re.search(r"dr_grpo_min\.py\), GRPO on one device in (\d+) lines.*?ppo_min\.py\), in (\d+)\.", text)
+    for name, count in zip(("dr_grpo_min.py", "ppo_min.py"), said.groups(), strict=True):
+        found = shape.shape(ROOT / "variants" / name)
+        assert found["lines"] == int(count) <= 300
+        assert found["tokens"] < 10.5
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
