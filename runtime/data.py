@@ -742,6 +742,7 @@ def render_prompts(problems: list[Problem], tokenizer, args, more: dict[str, Any
     with exit code 2 (error), is left out (filter), or is truncated (left, right).
     """
     check_template_variables(tokenizer, args)
+    refuse_wrapped(problems, args)
     warn_of_special_tokens(problems, tokenizer, args)
     try:
         if len(problems) >= LARGE:
@@ -761,6 +762,28 @@ def render_prompts(problems: list[Problem], tokenizer, args, more: dict[str, Any
         template = f"--chat_template {args.chat_template}" if args.chat_template else "the tokenizer's chat template"
         refuse(f"{template} leaves out what the messages say: it must write message['content'] for message in messages")
     return _without_overlong(problems, args)
+
+
+# What a chat template leaves in a prompt: the beginning of a turn, or the line with which a base model is to go on.
+WRAPPED = re.compile(
+    r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[/INST\]|<[|｜](?i:user|assistant)[|｜]>"
+    r"|\n(?i:assistant):[^\n]*\s*(?:<think>\s*)?\Z"
+)
+
+
+def refuse_wrapped(problems: list[Problem], args) -> None:
+    """Refuse to put the tokenizer's own template around prompts most of which have one already."""
+    if args.chat_template is not None:
+        return
+    looked = problems[:1000]
+    texts = ["".join(message["content"] for message in problem.messages) for problem in looked]
+    wrapped = [text for text in texts if WRAPPED.search(text)]
+    if 2 * len(wrapped) > len(looked):
+        refuse(
+            f"--chat_template: {len(wrapped)} of the first {len(looked)} prompts are those of a chat template already "
+            f"({wrapped[0][:40]!r} ... {wrapped[0][-40:]!r}); give --chat_template none to take them as they are, or "
+            f"'{{}}' to put the tokenizer's own around them all the same"
+        )
 
 
 def warn_of_special_tokens(problems: list[Problem], tokenizer, args) -> None:

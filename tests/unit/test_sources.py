@@ -966,6 +966,39 @@ def test_prompts_that_are_ready(tokenizer, capsys):
     assert not capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("text", "wrapped"),
+    [
+        ("<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n", True),
+        (
+            "A conversation between User and Assistant.\nUser: 1 + 1 =\nAssistant: Let me think.\n<think>",
+            True,
+        ),  # TinyZero
+        ("<|start_header_id|>user<|end_header_id|>\n\n1 + 1 =", True),
+        ("[INST] 1 + 1 = [/INST]", True),
+        ("<｜User｜>1 + 1 =<｜Assistant｜><think>\n", True),  # R1's distilled models
+        ("What does the assistant: field of a chat say?\nAssistant: yes\nand then?", False),
+        ("1 + 1 = ", False),
+    ],
+)
+def test_no_template_is_put_around_another(tokenizer, capsys, text, wrapped):
+    """Unless it is named; a few such prompts among others are none of a template's."""
+
+    def render(texts: list[str], template: str | None = None) -> list[str]:
+        problems = [records.Problem([{"role": "user", "content": t}], "1", "exact", {}) for t in texts]
+        found = data.render_prompts(problems, tokenizer, Args(chat_template=template))
+        return [tokenizer.decode(problem.prompt_ids) for problem in found]
+
+    if wrapped:
+        said = refusal(capsys, None, lambda args: render([text, text, "plain"]))
+        assert "2 of the first 3 prompts" in said and "--chat_template none" in said and "'{}'" in said
+    else:
+        render([text, text, "plain"])
+    assert render([text, "plain", "simple"])[1].startswith("<|im_start|>user\nplain")
+    assert render([text, text], "{}")[0].startswith("<|im_start|>user\n")
+    assert render(["Solve\n", text], "none")[0] == "Solve\n"
+
+
 def test_the_number_of_evaluation_problems_is_said(tmp_path, capsys):
     train, test = write(tmp_path / "train.jsonl", rows(30)), write(tmp_path / "test.jsonl", rows(10, first=40))
     load(Args(dataset=train, eval_dataset=test, eval_prompts=7))
