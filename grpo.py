@@ -681,8 +681,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     continue
                 weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
                 budget = run.sizes.micro_batch_tokens
-                micro_batches = batching.micro_batches(samples, mini_with_gradient, budget=budget, **run.cutting)
-                for mb in micro_batches:
+                for mb in batching.micro_batches(samples, mini_with_gradient, budget=budget, **run.cutting):
                     logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coeff != 0)
                     tokens = Tokens(
                         logprobs_T,
@@ -697,9 +696,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     loss_T, pieces = token_loss(tokens, kl.loss, args)
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
-                    is_last = mb is micro_batches[-1]
-                    drop = is_last and stats.drop(args.early_stop_imp_ratio)  # or not finite: alike on every rank
-                    utils.backward(policy, loss, is_last, drop)
+                    drop = mb.is_last and stats.drop(args.early_stop_imp_ratio)  # or not finite: alike on every rank
+                    utils.backward(policy, loss, mb.is_last, drop)
                 stats.stepped(policy, skips, len(mini_with_gradient))
         log.check_skips(skips, samples)
 

@@ -979,9 +979,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                 own = [i for i in every_sample if samples[i].prompt_id in members]
                 weights_N = F.pad(loss_weights(samples, own, args), (0, 1)).to(device)
                 budget = run.sizes.micro_batch_tokens
-                micro_batches = batching.micro_batches(samples, own, budget=budget, **run.cutting)
                 value_stats = utils.TokenStats(device)
-                for mb in micro_batches:
+                for mb in batching.micro_batches(samples, own, budget=budget, **run.cutting):
                     weights_T = weights_N[mb.tokens]
                     loss_T, clipped_T = value_loss(
                         critic(mb), outputs_N[mb.tokens], targets_N[mb.tokens], args.value_clip
@@ -989,10 +988,9 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     loss = (loss_T * weights_T).sum() * run.world_size
                     values = {"tokens": torch.ones_like(loss_T), "loss": loss_T * weights_T, "clipped": clipped_T}
                     value_stats.add(weights_T > 0, values)
-                    is_last = mb is micro_batches[-1]
-                    if is_last:
+                    if mb.is_last:
                         sums, _ = value_stats.reduce()
-                    utils.backward(critic, loss, is_last, is_last and not math.isfinite(sums["loss"]))
+                    utils.backward(critic, loss, mb.is_last, mb.is_last and not math.isfinite(sums["loss"]))
                 value_totals.update(sums, rounds=1)
                 applied_to_critic = critic.was_step_applied()
                 skips.critic = 0 if applied_to_critic else skips.critic + 1
@@ -1012,8 +1010,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     continue
                 weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
                 budget = run.sizes.micro_batch_tokens
-                micro_batches = batching.micro_batches(samples, mini_in_loss, budget=budget, **run.cutting)
-                for mb in micro_batches:
+                for mb in batching.micro_batches(samples, mini_in_loss, budget=budget, **run.cutting):
                     logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coeff != 0)
                     tokens = Tokens(
                         logprobs_T,
@@ -1028,9 +1025,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     loss_T, pieces = token_loss(tokens, kl.loss, args)
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
-                    is_last = mb is micro_batches[-1]
-                    drop = is_last and stats.drop(args.early_stop_imp_ratio)  # or not finite: alike on every rank
-                    utils.backward(policy, loss, is_last, drop)
+                    drop = mb.is_last and stats.drop(args.early_stop_imp_ratio)  # or not finite: alike on every rank
+                    utils.backward(policy, loss, mb.is_last, drop)
                 stats.stepped(policy, skips, len(mini_in_loss))
         log.check_skips(skips, samples)
 

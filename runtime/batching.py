@@ -6,6 +6,7 @@ tokens of a step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,12 +42,14 @@ class MicroBatch:
     tokens: torch.Tensor  # [T] place in the step's flat arrays
     longest: int  # tokens of the longest sample
     most_predictions: int  # largest U of all ranks at this position of the plan
+    is_last: bool = True  # of the plan
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
-        moved = {}
-        for name, value in vars(self).items():
-            moved[name] = value.to(device) if isinstance(value, torch.Tensor) else value
+        """The same on another device; to a GPU from page-locked memory, or Python would wait for what it computes."""
+        moved = dict(vars(self))
+        for name, value in moved.items():
+            if isinstance(value, torch.Tensor) and device.type == "cuda":
+                moved[name] = value.pin_memory().to(device, non_blocking=True)
         return MicroBatch(**moved)
 
 
@@ -260,8 +263,10 @@ def micro_batches(
     rank: int,
     world_size: int,
     device: torch.device,
-) -> list[MicroBatch]:
+) -> Iterator[MicroBatch]:
     """This rank's share of the samples ``indices``, cut into micro-batches of at most ``budget`` padded tokens.
+
+    The tensors of each are made when it is asked for: on a GPU while that computes the one before.
 
     Every rank computes the whole plan from the same list, so that all of them run the same number of backward passes,
     and of calls of the output head, without asking each other; it makes tensors of its own share alone. A rank with
@@ -283,8 +288,8 @@ def micro_batches(
     plans = [_cut(dealt, layout, budget, multiple) for dealt in _deal(rows, world_size)]
     offsets = token_offsets(samples)
     idle = [rows[-1]] if rows else []
-    batches = []
-    for position in range(max(len(plan) for plan in plans)):
+    count = max(len(plan) for plan in plans)
+    for position in range(count):
         rows_by_rank = []
         for plan in plans:
             rows_by_rank.append(plan[position] if position < len(plan) else idle)
@@ -293,8 +298,8 @@ def micro_batches(
         batch.most_predictions = max(count_predictions(rows) for rows in rows_by_rank)
         if position >= len(plans[rank]):
             batch.tokens.fill_(offsets[-1])
-        batches.append(batch.to(device))
-    return batches
+        batch.is_last = position == count - 1
+        yield batch.to(device)
 
 
 def _deal(rows: list[Row], world_size: int) -> list[list[Row]]:

@@ -109,7 +109,7 @@ def test_a_model_whose_layout_is_wrong_is_refused(place, tmp_path, monkeypatch, 
     plain = utils.micro_batches
 
     def without_positions(*rest, layout, **options):
-        batches = plain(*rest, layout=layout, **options)
+        batches = list(plain(*rest, layout=layout, **options))
         if layout == "shared":
             for batch in batches:
                 batch.position_ids.zero_()

@@ -360,7 +360,7 @@ def test_drop_solved():
 def batches(samples, layout="shared", budget=10_000, rank=0, world_size=1):
     indices = list(range(len(samples)))
     shape = {"rank": rank, "world_size": world_size, "device": CPU}
-    return batching.micro_batches(samples, indices, layout=layout, budget=budget, **shape)
+    return list(batching.micro_batches(samples, indices, layout=layout, budget=budget, **shape))
 
 
 @pytest.fixture

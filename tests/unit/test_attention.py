@@ -51,7 +51,8 @@ def long_samples(seed: int = 0, letters: int = 2, group: int = 5) -> list[Sample
 
 def rows_of(samples: list[Sample], layout: str, budget: int = 10_000) -> list[batching.MicroBatch]:
     everything = list(range(len(samples)))
-    return batching.micro_batches(samples, everything, layout=layout, budget=budget, rank=0, world_size=1, device=CPU)
+    how = {"layout": layout, "budget": budget, "rank": 0, "world_size": 1, "device": CPU}
+    return list(batching.micro_batches(samples, everything, **how))
 
 
 def model_with(implementation: str, window: int | None = None):

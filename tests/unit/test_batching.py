@@ -28,13 +28,15 @@ CPU = torch.device("cpu")
 
 def batches(samples, layout="shared", budget=10_000, indices=None, rank=0, world_size=1):
     indices = list(range(len(samples))) if indices is None else indices
-    return batching.micro_batches(
-        *(samples, indices),
-        layout=layout,
-        budget=budget,
-        rank=rank,
-        world_size=world_size,
-        device=CPU,
+    return list(
+        batching.micro_batches(
+            *(samples, indices),
+            layout=layout,
+            budget=budget,
+            rank=rank,
+            world_size=world_size,
+            device=CPU,
+        )
     )
 
 
@@ -221,6 +223,33 @@ def test_rows_on_a_gpu_are_multiples_of_128_within_the_budget():
             assert mb.ends.shape == mb.input_ids.shape == (len(micro_rows), width)
         assert sum(len(micro_rows) for micro_rows in cut) == 6
     assert batching.padded_width(rows, 100, batching.ROW_MULTIPLE) == 100
+
+
+def test_a_micro_batch_is_made_while_the_one_before_is_computed(monkeypatch):
+    """Not all of them before the first: a GPU would stand still meanwhile. The last one says so."""
+    order = []
+    plain = batching._tensors
+    monkeypatch.setattr(batching, "_tensors", lambda *rest: order.append("made") or plain(*rest))
+    shape = {"layout": "shared", "budget": 60, "rank": 0, "world_size": 1, "device": CPU}
+    samples = make_samples(4, 4)
+    last = []
+    for mb in batching.micro_batches(samples, list(range(16)), **shape):
+        order.append("computed")
+        last.append(mb.is_last)
+    assert order == ["made", "computed"] * len(last) and len(last) > 2
+    assert last == [False] * (len(last) - 1) + [True]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="makes a CPU out to be a GPU")
+def test_a_gpu_is_given_its_micro_batches_without_waiting(monkeypatch):
+    """From page-locked memory and without blocking; from other memory a copy waits for all kernels before it."""
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: asked.append("pinned") or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking=False: asked.append(non_blocking) or self)
+    (mb,) = batches(make_samples(1, 2))
+    mb.to(torch.device("cuda", 0))
+    tensors = sum(isinstance(value, torch.Tensor) for value in vars(mb).values())
+    assert asked == ["pinned", True] * tensors
 
 
 @pytest.mark.parametrize("norm", ["token", "sequence", "constant"])

@@ -66,7 +66,7 @@ def test_a_layout_that_computes_something_else_is_noticed(tiny, tmp_path, quick_
     make = benchmark.batching.micro_batches
 
     def unmasked(*args, **options):
-        batches = make(*args, **options)
+        batches = list(make(*args, **options))
         if options["layout"] == "shared":
             for batch in batches:
                 batch.ends.fill_(batch.ends.shape[1])

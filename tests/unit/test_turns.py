@@ -54,7 +54,7 @@ def own_ids(samples: list[Sample]) -> list[int]:
 def cut(samples, layout: str, budget: int = 64, ranks: int = 1) -> list[list[batching.MicroBatch]]:
     everything = list(range(len(samples)))
     how = {"layout": layout, "budget": budget, "world_size": ranks, "device": CPU}
-    return [batching.micro_batches(samples, everything, rank=rank, **how) for rank in range(ranks)]
+    return [list(batching.micro_batches(samples, everything, rank=rank, **how)) for rank in range(ranks)]
 
 
 def test_the_fixture_has_both_kinds(episodes):
