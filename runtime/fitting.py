@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from runtime.flags import Sizes, engine_args, sizes
-from runtime.memory import GIB, REMEDIES, USABLE, Model, Setting, kv_bytes, predict
+from runtime.memory import GIB, USABLE, Model, Setting, predict
 from runtime.process import refuse
 
 # Micro-batches and shares of a GPU for the engine, the most wanted first. One that sleeps while the trainer works may
@@ -17,6 +17,14 @@ SHARES = {
     "in turns": (0.8, 0.6, 0.4, 0.3, 0.2),
     "alone": (0.9,),
 }
+# What gives room on a GPU, the cheapest in time first.
+REMEDIES = (
+    {"gradient_checkpointing": True},
+    {"gradient_checkpointing": True, "sleep": "engine"},
+    {"gradient_checkpointing": True, "sleep": "all"},
+    {"gradient_checkpointing": True, "sleep": "engine", "offload": ("optimizer",)},
+    {"gradient_checkpointing": True, "offload": ("optimizer",)},
+)
 ENGINE_SEQUENCES = 64  # of full length, for which its KV cache must have room
 
 
@@ -45,7 +53,8 @@ def fits(args, model: Model, setting: Setting, size: Sizes) -> bool:
     cache = predict(args, model, setting, size).parts["KV cache"]
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     sequences = min(ENGINE_SEQUENCES, -(-samples // setting.ranks))
-    needed = sequences * (args.max_prompt_length + args.max_response_length) * kv_bytes(model, setting)
+    keys_and_values = 2 * model.layers * model.kv_heads * model.head_size * setting.number  # of a token
+    needed = sequences * (args.max_prompt_length + args.max_response_length) * keys_and_values
     own = "kv_cache_memory_bytes" in engine_args(args.vllm_args)
     apart = args.vllm_engines > 0 or args.rollout == "hf" or own
     room = apart or cache * args.vllm_tensor_parallel_size >= needed
@@ -73,7 +82,7 @@ def sizes_for(args, model: Model | None, setting: Setting) -> tuple[Sizes, str]:
     The flags that name them win, and then nothing is refused.
     """
     if setting.card == 0:
-        return sizes(args, False), "for a CPU"
+        return sizes(args, False, setting.fast), "for a CPU with fast products" if setting.fast else "for a CPU"
     wanted = next(candidates(args, setting))
     if model is None:
         return wanted, "the model's config has not the usual names: its memory is unknown"

@@ -1,6 +1,6 @@
 """An upper bound of the memory that a rank needs, from the flags and the model's config. Arithmetic, without torch.
 
-docs/evidence/memory.md has the formula in words, and what runs were measured to hold.
+docs/evidence/memory.md has the formula in words, and what runs were measured to hold. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from safetensors import safe_open
 
 from runtime.flags import Sizes, engine_args, kl_coefficients, loads_reference, sizes
 from runtime.sources import split_revision
@@ -21,16 +22,8 @@ FULL_KL_SAMPLES = 4  # of a step, for which the exact KL is logged
 USABLE = 0.95  # of a GPU; the rest is for fragments
 CUDA = 2 * GIB  # its context, libraries' workspaces, CUDA graphs; not measured
 ENGINE_WORK = 1.5 * GIB  # what an engine on a GPU computes with, beside weights and KV cache; not measured
-# The interpreter, libraries and gaps between tensors on a CPU, with --rollout hf and vllm: docs/evidence/memory.md.
-PROCESS = {"hf": 0.95e9, "vllm": 1.6e9}
-# What gives room on a GPU, the cheapest in time first.
-REMEDIES = (
-    {"gradient_checkpointing": True},
-    {"gradient_checkpointing": True, "sleep": "engine"},
-    {"gradient_checkpointing": True, "sleep": "all"},
-    {"gradient_checkpointing": True, "sleep": "engine", "offload": ("optimizer",)},
-    {"gradient_checkpointing": True, "offload": ("optimizer",)},
-)
+PROCESS = {"hf": 0.95e9, "vllm": 1.6e9}  # interpreter, libraries, gaps between tensors on a CPU, by --rollout
+FIELDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -49,12 +42,18 @@ class Model:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the memory of a rank depends on beside model and flags. ``card``: bytes of its GPU; 0 on a CPU."""
+    """What the memory of a rank depends on beside model and flags. ``card``: of its GPU; 0 on a CPU."""
 
     ranks: int  # that train
-    bf16: bool
+    bf16: bool  # or fp16
     card: float = 0
     critic: bool = False
+    fast: bool = False  # a CPU with fast products
+
+    @property
+    def number(self) -> int:
+        """Bytes of a number of the model."""
+        return 2 if self.bf16 else 4
 
 
 def read_model(name: str | Path) -> Model | None:
@@ -67,138 +66,101 @@ def read_model(name: str | Path) -> Model | None:
     if not file.is_file():
         return None
     config = json.loads(file.read_text())
-    text = config.get("text_config", config)
     parameters = 0
     for weights in folder.glob("*.safetensors"):
-        with open(weights, "rb") as f:
-            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        header.pop("__metadata__", None)
-        parameters += sum(math.prod(tensor["shape"]) for tensor in header.values())
+        with safe_open(weights, "np") as tensors:
+            parameters += sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
+    text = config.get("text_config", config)
     return model_of(text, parameters, config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 
 
 def model_of(config: dict[str, Any], parameters: int = 0, tied: bool = True) -> Model | None:
-    """The model of a config.json; None where it lacks one of the usual names.
-
-    Without ``parameters`` they are counted: biases of queries, keys and values included, and every expert.
-    """
-    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    if any(not isinstance(config.get(name), int) for name in names):
+    """The model of a config.json, its parameters counted if they are not given; None without the usual names."""
+    if any(not isinstance(config.get(name), int) for name in FIELDS):
         return None
-    layers, hidden, intermediate, heads, vocabulary = [config[name] for name in names]
+    layers, hidden, intermediate, heads, vocabulary = [config[name] for name in FIELDS]
     kv_heads = config.get("num_key_value_heads") or heads
-    head_size = config.get("head_dim") or hidden // heads
-    all_experts = intermediate
-    if experts := config.get("num_local_experts") or config.get("num_experts"):
-        expert = config.get("moe_intermediate_size") or intermediate
-        all_experts = experts * expert
-        intermediate = (config.get("num_experts_per_tok") or experts) * expert
-    attention = (hidden + 1) * head_size * (heads + 2 * kv_heads) + hidden * head_size * heads
-    layer = attention + 3 * hidden * all_experts + 2 * hidden
-    counted = layers * layer + hidden + vocabulary * hidden * (1 if tied else 2)
-    return Model(parameters or counted, layers, hidden, intermediate, heads, kv_heads, head_size, vocabulary)
+    size = config.get("head_dim") or hidden // heads
+    experts = config.get("num_local_experts") or config.get("num_experts") or 1
+    expert = (experts > 1 and config.get("moe_intermediate_size")) or intermediate
+    attention = (hidden + 1) * size * (heads + 2 * kv_heads) + hidden * size * heads  # with biases, as Qwen has them
+    layer = attention + 3 * hidden * experts * expert + 2 * hidden
+    parameters = parameters or layers * layer + hidden + vocabulary * hidden * (1 if tied else 2)
+    used = min(experts, config.get("num_experts_per_tok") or experts) * expert  # by a token
+    return Model(parameters, layers, hidden, used, heads, kv_heads, size, vocabulary)
 
 
-def trainer_states(
-    args,
-    model: Model,
-    setting: Setting,
-) -> dict[str, float]:
-    """Bytes that DeepSpeed keeps of policy, critic and reference, by part.
-
-    Every ZeRO stage shards fp32 master weights and two moments (of an fp32 model, too). Stages 2 and 3 shard the fp32
-    gradients, stage 1 keeps all of them, under bf16 in both types; stage 3 shards the weights.
-    """
-    number = 2 if setting.bf16 else 4
-    offloads = "optimizer" in args.offload and setting.card > 0
+def trainer_states(args, model: Model, setting: Setting) -> dict[str, float]:
+    """What DeepSpeed keeps of policy, critic and reference, by part; stage 1 keeps all gradients, in both types."""
     shard = model.parameters / setting.ranks
-    weights = number * (shard if args.zero_stage == 3 else model.parameters) * ("param" not in args.offload)
+    on_device = "optimizer" not in args.offload or setting.card == 0
+    weights = setting.number * (shard if args.zero_stage == 3 else model.parameters) * ("param" not in args.offload)
     whole = (6 if setting.bf16 else 4) * model.parameters
-    gradients = whole if args.zero_stage == 1 else 4 * shard * (not offloads)
+    gradients = whole if args.zero_stage == 1 else 4 * shard * on_device
     trained = 1 + setting.critic
     return {
         "weights": weights * trained,
         "gradients": gradients * (1 if args.zero_stage == 2 else trained),  # policy and critic take steps in turn
-        "optimizer": shard * 12 * trained * (not offloads),
-        "reference": model.parameters * number * loads_reference(args),
+        "optimizer": shard * 12 * trained * on_device,
+        "reference": model.parameters * setting.number * loads_reference(args),
     }
 
 
-def activations(
-    args,
-    model: Model,
-    setting: Setting,
-    tokens: int,
-) -> float:
-    """Bytes that autograd keeps of the layers for a micro-batch of ``tokens``.
+def row_lengths(args) -> tuple[int, int]:
+    """Tokens at most of a sample, and of a group whose prompt is there once."""
+    group = args.num_samples_per_prompt_rollout * args.max_response_length
+    return args.max_prompt_length + args.max_response_length, args.max_prompt_length + group
 
-    A layer keeps of a token two norms' inputs in fp32 and their results, the inputs of projections, queries, keys and
-    values of all heads, four products of the MLP, one fp32 per head. eager and grouped attention keep the scores of all
-    pairs of a row, others at most a copy of the mask; FlexAttention and flash keep neither.
-    """
-    number = 2 if setting.bf16 else 4
-    hidden = model.hidden
-    queries = model.heads * model.head_size
-    kept = 2 * (hidden * (4 + number) + 4)
-    kept += 4 * model.heads
-    kept += number * 2 * hidden
-    kept += number * 4 * queries
-    kept += number * 4 * model.intermediate
-    sample = args.max_prompt_length + args.max_response_length
-    group = args.max_prompt_length + args.num_samples_per_prompt_rollout * args.max_response_length
+
+def activations(args, model: Model, setting: Setting, tokens: int) -> float:
+    """What autograd keeps of the layers for a micro-batch of ``tokens``: of norms, projections, MLP, attention."""
+    number, hidden = setting.number, model.hidden
+    products = 2 * hidden + 4 * model.heads * model.head_size + 4 * model.intermediate
+    kept = 2 * (hidden * (4 + number) + 4) + 4 * model.heads + number * products
+    sample, group = row_lengths(args)
     width = {"padded": sample, "packed": tokens}.get(args.batch_layout, min(tokens, group))
     attention = args.attn_implementation
     if attention == "auto" and setting.card == 0:
         attention = "grouped" if setting.bf16 else "sdpa"
-    if attention in ("eager", "grouped"):
-        kept += model.heads * width * (6 if attention == "eager" and setting.bf16 else number)
-    elif attention == "sdpa":
-        kept += number * width
+    scores = {"eager": 6 if setting.bf16 else number, "grouped": number}.get(attention, 0)
+    kept += width * (model.heads * scores + number * (attention == "sdpa"))
     layers = 1 if args.gradient_checkpointing else model.layers
     return tokens * (kept * layers + number * hidden * model.layers)
 
 
 def most_tokens(args, budget: int, ranks: int) -> int:
-    """Tokens, padding included, of the largest micro-batch: short responses fill the budget as long ones do.
-
-    Rows are dealt to the rank with the fewest tokens, so no rank has more than its part and one row.
-    """
+    """Of the largest micro-batch: the budget, or a rank's part of a mini-batch and one row more."""
     prompts = -(-args.num_unique_prompts_rollout // args.num_mini_batches)
     samples = -(-prompts * args.num_samples_per_prompt_rollout // ranks)
-    group = args.max_prompt_length + args.num_samples_per_prompt_rollout * args.max_response_length
-    return min(budget, samples * (args.max_prompt_length + args.max_response_length) + group * (ranks > 1))
+    sample, group = row_lengths(args)
+    return min(budget, samples * sample + group * (ranks > 1))
 
 
-def passes(
-    args,
-    model: Model,
-    setting: Setting,
-    size: Sizes,
-) -> dict[str, float]:
-    """Bytes of what comes and goes in the update: activations and logits, or DeepSpeed's buffers, or its step."""
-    number = 2 if setting.bf16 else 4
-    on_gpu = setting.card > 0
+def passes(args, model: Model, setting: Setting, size: Sizes) -> dict[str, float]:
+    """What comes and goes in the update: activations and logits, or DeepSpeed's buffers, or its step."""
+    number, on_gpu = setting.number, setting.card > 0
     tokens = most_tokens(args, size.micro_batch_tokens, setting.ranks)
+    head = model.vocabulary * model.hidden
     predictions = min(size.logprob_chunk, tokens) * model.vocabulary
     # Logits and their gradient, and two blocks of them in fp32. The exact KL has both models' and seven arrays.
-    logits = 2 * number * predictions + 8 * min(logit_block(on_gpu), predictions)
+    exact_head = "head_dtype" in (args.override_config or "")  # with a copy of the head and its gradient in fp32
+    logits = 2 * (4 if exact_head else number) * predictions + 8 * min(logit_block(on_gpu), predictions)
+    logits += 8 * head * exact_head
     compared = -(-FULL_KL_SAMPLES // setting.ranks) * args.max_response_length * model.vocabulary
     if "full" in (args.kl_estimator, args.kl_reward_estimator) and any(kl_coefficients(args)):
         compared = predictions
         logits += (number + 28) * compared
-    exact = (number + 28) * min(compared, predictions) * loads_reference(args)
-    # A gradient goes through a bucket and a flat copy; a tied head's and the embedding's meet. gloo copies once more.
-    head = model.vocabulary * model.hidden
-    bucket = reduce_bucket(on_gpu)
+    exact_kl = (number + 28) * min(compared, predictions) * loads_reference(args)
+    # A gradient goes through a bucket and a flat copy, with gloo two; a tied head's and the embedding's meet.
     several = setting.ranks > 1
+    bucket = reduce_bucket(on_gpu)
     copies = min(model.parameters, max(bucket, head)) * (2 if several and not on_gpu else 1)
-    reduction = number * (bucket * (2 if several and on_gpu else 1) + max(copies, 3 * head)) + 4 * head
     gathered = min(model.parameters, max(10**9, head)) * (args.zero_stage == 3 and (several or "param" in args.offload))
     return {
         "activations": activations(args, model, setting, tokens),
-        "logits": max(logits, exact),
+        "logits": max(logits, exact_kl),
         "gathered": number * gathered,  # 10**9: DeepSpeed's stage3_max_live_parameters
-        "reduction": reduction,
+        "reduction": number * (bucket * (2 if several and on_gpu else 1) + max(copies, 3 * head)) + 4 * head,
         "flat gradients": 0 if "optimizer" in args.offload and on_gpu else 4 * model.parameters / setting.ranks,
     }
 
@@ -213,88 +175,53 @@ def logit_block(on_gpu: bool) -> int:
     return 2 ** (24 if on_gpu else 19)
 
 
-def engine(
-    args,
-    model: Model,
-    setting: Setting,
-    share: float,
-) -> dict[str, float]:
-    """Bytes of the engine beside a trainer: its weights, what it works with, and its KV cache.
-
-    On a GPU without kv_cache_memory_bytes in --vllm_args vLLM fills its ``share`` of the card with the cache.
-    """
-    if args.vllm_engines > 0:
-        return {"engine": 0, "KV cache": 0}
-    weights = model.parameters * (2 if setting.bf16 else 4) / args.vllm_tensor_parallel_size
-    if args.rollout == "hf":
-        return {"engine": weights, "KV cache": 0}
-    weights += ENGINE_WORK * (setting.card > 0)
-    given = engine_args(args.vllm_args).get("kv_cache_memory_bytes")
-    if given is not None or setting.card == 0:
-        return {"engine": weights, "KV cache": given or 0.5 * GIB}
-    return {"engine": weights, "KV cache": max(0, share * setting.card - weights)}
+def engine(args, model: Model, setting: Setting, share: float) -> dict[str, float]:
+    """The engine beside a trainer; with its KV cache vLLM fills its ``share`` of a GPU, if no other size is given."""
+    weights = model.parameters * setting.number / args.vllm_tensor_parallel_size
+    weights += ENGINE_WORK * (setting.card > 0 and args.rollout == "vllm")
+    cache = max(0, share * setting.card - weights) if setting.card > 0 else 0.5 * GIB
+    cache = engine_args(args.vllm_args).get("kv_cache_memory_bytes", cache) * (args.rollout == "vllm")
+    beside = args.vllm_engines == 0
+    return {"engine": weights * beside, "KV cache": cache * beside}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes of a rank: the parts, and the most while the engine samples and while the trainer works."""
+    """What a rank holds: the parts, the most while the engine samples and while the trainer works, and of both."""
 
     parts: dict[str, float]
     phases: dict[str, float]
-
-    @property
-    def peak(self) -> float:
-        """The most of both phases."""
-        return max(self.phases.values())
+    peak: float
 
 
-def predict(
-    args,
-    model: Model,
-    setting: Setting,
-    size: Sizes | None = None,
-) -> Prediction:
-    """An upper bound of the memory of a rank, that of the process and the engine included.
-
-    ``size``: of the micro-batches and of the engine's share, if they are not those of the flags.
-    """
+def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> Prediction:
+    """An upper bound for a rank, the process and the engine included. ``size``: if it is not that of the flags."""
     on_gpu = setting.card > 0
-    size = size or sizes(args, on_gpu)
+    size = size or sizes(args, on_gpu, setting.fast)
     states = trainer_states(args, model, setting)
     work = passes(args, model, setting, size)
     sampler = engine(args, model, setting, size.vllm_gpu_memory_utilization)
     parts = states | work | sampler | {"process": CUDA if on_gpu else PROCESS[args.rollout]}
-    held = sum(states.values()) - parts["reference"] * (on_gpu and "ref" in args.offload)
-    engine_bytes = sum(sampler.values())
-    sleeps = on_gpu and args.sleep != "off"
-    asleep = parts["weights"] + parts["optimizer"] if on_gpu and args.sleep == "all" else 0
-    gradients = parts["gradients"] if args.zero_stage == 2 else 0  # they are there from backward pass to step
+    visitor = parts["reference"] * (on_gpu and "ref" in args.offload)  # there during its own pass alone
+    held = parts["process"] + sum(states.values()) - visitor
+    gradients = parts["gradients"] * (args.zero_stage == 2)  # they are there from backward pass to step
+    asleep = (parts["weights"] + parts["optimizer"]) * (on_gpu and args.sleep == "all")
+    beside = sum(sampler.values()) * (not on_gpu or args.sleep == "off")
     backward = work["activations"] + work["logits"] + work["gathered"]
-    visit = parts["reference"] * (on_gpu and "ref" in args.offload) + work["logits"]  # a pass of a borrowed reference
-    update = max(backward, work["reduction"] + work["gathered"], work["flat gradients"], visit)
-    phases = {
-        "sampling": parts["process"] + held - gradients - asleep + engine_bytes,
-        "training": parts["process"] + held + update + engine_bytes * (not sleeps),
-    }
-    return Prediction(parts, phases)
-
-
-def kv_bytes(model: Model, setting: Setting) -> int:
-    """Bytes of keys and values of one token in the engine."""
-    return 2 * model.layers * model.kv_heads * model.head_size * (2 if setting.bf16 else 4)
+    update = (backward, work["reduction"] + work["gathered"], work["flat gradients"], visitor + work["logits"])
+    sampling = held - gradients - asleep + sum(sampler.values())
+    training = held + max(update) + beside
+    return Prediction(parts, {"sampling": sampling, "training": training}, max(sampling, training))
 
 
 def describe(prediction: Prediction, model: Model, setting: Setting) -> list[str]:
     """Lines for the start of a run."""
     card = f" of the GPU's {setting.card / GIB:.1f}" if setting.card else ""
-    parts = [f"{name} {size / GIB:.1f}" for name, size in prediction.parts.items() if size >= 0.05 * GIB]
-    phases = [f"{name} {size / GIB:.1f}" for name, size in prediction.phases.items()]
-    lines = [
-        f"memory     at most {prediction.peak / GIB:.1f} GiB per rank{card} ({model.parameters / 1e6:.0f}M parameters; "
-        f"docs/evidence/memory.md)",
-        f"  phases   {', '.join(phases)}",
-        f"  parts    {', '.join(parts)}",
-    ]
+    count = f"{model.parameters / 1e6:.0f}M parameters"
+    lines = [f"memory     at most {prediction.peak / GIB:.1f} GiB per rank{card} ({count}; docs/evidence/memory.md)"]
+    for title, found in (("phases", prediction.phases), ("parts", prediction.parts)):
+        shown = [f"{name} {size / GIB:.1f}" for name, size in found.items() if size >= 0.05 * GIB]
+        lines.append(f"  {title:9}{', '.join(shown)}")
     if 0 < setting.card * USABLE < prediction.peak:
         lines.append(
             f"warning: the GPU has {setting.card / GIB:.1f} GiB, and {prediction.peak / GIB:.1f} may be needed; see "

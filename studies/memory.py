@@ -275,7 +275,7 @@ def first_that_fits(model: memory.Model, card: int, ranks: int) -> tuple | None:
     import grpo
 
     setting = memory.Setting(ranks, True, card * 1e9)
-    for needed in ({}, *memory.REMEDIES):
+    for needed in ({}, *fitting.REMEDIES):
         args = grpo.Args(**SIZES, **needed)
         size = fitting.first_fit(args, model, setting)
         if size is not None:
@@ -289,7 +289,7 @@ def cell(model: memory.Model, card: int, ranks: int) -> str:
     if found is None:
         return "--"
     needed, size, peak = found
-    letter = "-CSAOP"[({}, *memory.REMEDIES).index(needed)]
+    letter = "-CSAOP"[({}, *fitting.REMEDIES).index(needed)]
     return f"{letter}: {size.micro_batch_tokens}, {size.vllm_gpu_memory_utilization}, {peak:.0f} GB"
 
 
