@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,11 +48,16 @@ if TYPE_CHECKING:
     from runtime.engine import Engine
 
 
+OLDEST_GPU = (7, 5)  # compute capability of Turing: T4
+MODERN_GPU = (8, 0)  # of Ampere, with which bfloat16, flash attention and Triton's support begin
+
+
 def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     """(device of this rank, dtype of weights, attention implementation), with "auto" decided by the hardware.
 
     A CPU takes the data type in which it multiplies faster: runtime/machine.py measures it. fp32 has to be much slower,
-    for bf16 rounds: the engine's log-probs differ from the trainer's by 3e-2 nats instead of 1e-5.
+    for bf16 rounds: the engine's log-probs differ from the trainer's by 3e-2 nats instead of 1e-5. A run that goes on
+    keeps the type that it began with.
 
     On CPUs eager attention trained faster than sdpa in bf16 (750 against 600 tokens/s, SmolLM2-135M), and grouped than
     eager (an update 3.03 against 3.29 s, mean of eight); in fp32 neither was ahead at every micro-batch size. On GPUs
@@ -61,22 +67,33 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     if not cuda and args.vllm_tensor_parallel_size > 1:  # its shared memory has one name and outlives a killed run
         refuse(f"--vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} needs GPUs; on CPUs leave it at 1")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda and args.dtype != "float32" and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-        refuse(
-            f"--dtype {args.dtype}: {torch.cuda.get_device_name(device)} has compute capability "
-            f"{'.'.join(map(str, capability))} and no bfloat16, which begins with 8.0; give --dtype float32"
-        )
-    if args.dtype == "auto":
-        fast_bf16 = cuda or machine.bf16_pays(machine.known_rates())
-        dtype = torch.bfloat16 if fast_bf16 else torch.float32
-    else:
-        dtype = getattr(torch, args.dtype)
+    wanted = args.kept.get("dtype", "auto") if args.dtype == "auto" else args.dtype
+    if cuda:
+        wanted = gpu_dtype(wanted, device)
+    elif wanted == "float16":
+        refuse("--dtype float16 needs a GPU: on CPUs DeepSpeed has no training in it; give bfloat16 or float32")
+    elif wanted == "auto":
+        wanted = "bfloat16" if machine.bf16_pays(machine.known_rates()) else "float32"
+    dtype = getattr(torch, wanted)
     attention = args.attn_implementation
     if attention in ("flex_attention", "varlen") and not cuda:
         refuse(f"--attn_implementation {attention} needs a GPU: PyTorch has no backward pass of it for CPUs; use sdpa")
     if attention == "auto":
         attention = "grouped" if not cuda and dtype == torch.bfloat16 else "sdpa"
     return device, dtype, attention
+
+
+def gpu_dtype(wanted: str, device: torch.device) -> str:
+    """The data type for a GPU, with "auto" decided; exit code 2 for a GPU that lacks it, or is too old for CUDA 13."""
+    capability = torch.cuda.get_device_capability(device)
+    name = f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}"
+    if capability < OLDEST_GPU:
+        refuse(f"{name}, and CUDA 13, for which torch and vLLM are built here, begins with 7.5: take a newer GPU")
+    if capability < MODERN_GPU and wanted == "bfloat16":
+        refuse(f"--dtype bfloat16: {name} and no bfloat16, which begins with 8.0; give --dtype float16 or float32")
+    if wanted != "auto":
+        return wanted
+    return "bfloat16" if capability >= MODERN_GPU else "float16"
 
 
 def load_model(args, dtype: torch.dtype, attention: str):
@@ -91,7 +108,7 @@ def load_model(args, dtype: torch.dtype, attention: str):
     override = check_override(args.override_config) if args.override_config else {}
     config = AutoConfig.from_pretrained(name, **shared)
     for key, value in override.items():
-        if not hasattr(config, key):
+        if not hasattr(config, key) and key != "head_dtype":
             refuse(f"--override_config: the config of {name} has no field {key!r}")
         setattr(config, key, value)
     model = AutoModelForCausalLM.from_pretrained(
@@ -102,11 +119,20 @@ def load_model(args, dtype: torch.dtype, attention: str):
         **shared,
     )
     switch_off_dropout(model)
+    if getattr(config, "head_dtype", None) == "float32":  # vLLM reads the same field
+        head = model.get_output_embeddings()
+        head.forward = partial(exact_product, head)
     if attention == "flex_attention":
         # Its kernels are compiled per kind of mask, batch size and use of gradients. Beyond the default of 8 versions
         # PyTorch takes the uncompiled one, which holds the scores of all pairs.
         torch._dynamo.config.recompile_limit = 64
     return model.train()
+
+
+def exact_product(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """What a head computes, in fp32: bf16 has no numbers between logits of 16 and of 16.125."""
+    bias = None if head.bias is None else head.bias.float()
+    return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
 
 def register_attention() -> None:
@@ -207,6 +233,7 @@ class Run:
     sizes: flags.Sizes
     layout: str
     attention: str
+    rates: dict[str, float]  # of this CPU, or of that where the run began: runtime/machine.py
 
     @property
     def cutting(self) -> dict:
@@ -231,7 +258,15 @@ def memory_setting(args, dtype: torch.dtype, world_size: int) -> Setting:
     """What the memory of a rank depends on here. The GPU is the smallest of this node: all ranks have one size."""
     cards = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     critic = not getattr(args, "disable_value", True)
-    return Setting(world_size, dtype.itemsize == 2, min(cards, default=0), critic)
+    fast = not cards and machine.is_fast(cpu_rates(args), dtype)
+    return Setting(world_size, dtype.itemsize == 2, min(cards, default=0), critic, fast)
+
+
+def cpu_rates(args) -> dict[str, float]:
+    """The rates by which sizes and data type are chosen on a CPU; empty on a GPU."""
+    if torch.cuda.is_available():
+        return {}
+    return args.kept.get("product_rates") or machine.known_rates()
 
 
 def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
@@ -256,7 +291,8 @@ def begin(args, ready: tuple) -> Run:
     model = read_model(args.model_name_or_path)
     setting = memory_setting(args, dtype, world_size)
     sizes, reason = fitting.sizes_for(args, model, setting)
-    layout, attention, layout_reason = choose_layout(args, sizes, device.type == "cuda", dtype, attention)
+    modern = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MODERN_GPU
+    layout, attention, layout_reason = choose_layout(args, sizes, modern, dtype, attention)
     tokenizer = data.load_tokenizer(args)
     tools = episodes.first_turns([*problems, *eval_problems], tokenizer, args)
     problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args, tools)
@@ -274,9 +310,12 @@ def begin(args, ready: tuple) -> Run:
         sizes=sizes,
         layout=layout,
         attention=attention,
+        rates=cpu_rates(args),
     )
     if run.rank == 0:
         hardware = f"{device.type} {dtype}"
+        if run.rates:
+            hardware += f" ({', '.join(f'{name} {rate:.0f}' for name, rate in run.rates.items())} GFLOP/s of a core)"
         whole = (problems, eval_problems)
         runlog.print_header(args, folder, *whole, tokenizer, run.total_steps, hardware, model, setting, sizes)
         print(f"rows       {layout} ({layout_reason}), {attention} attention")
@@ -319,7 +358,8 @@ def make_kl(args) -> KLCoefficients:
 
 def open_log(args, run: Run) -> runlog.RunLog:
     """The files of the run. What was chosen for this machine is recorded with its arguments."""
-    chosen = {"batch_layout": run.layout, "attn_implementation": run.attention, **vars(run.sizes)}
+    chosen = {"dtype": str(run.dtype).removeprefix("torch."), "product_rates": run.rates}
+    chosen |= {"batch_layout": run.layout, "attn_implementation": run.attention, **vars(run.sizes)}
     digest = rundir.data_digest(run.problems, run.eval_problems)
     is_main = run.rank == 0
     size = run.world_size
@@ -386,6 +426,9 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
     }
     if dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True}
+    if dtype == torch.float16:  # the loss is scaled: 2^16, halved by a gradient that overflows, whose step is dropped
+        config["fp16"] = {"enabled": True, "hysteresis": 1}
+    if dtype != torch.float32:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 
@@ -1105,6 +1148,8 @@ def backward(engine, loss: torch.Tensor, is_last: bool, drop: bool = False) -> N
         loss = loss * math.nan
     engine.set_gradient_accumulation_boundary(is_boundary=is_last)
     engine.backward(loss)
+    if drop and engine.fp16_enabled():  # what DeepSpeed halves: not this gradient's size was at fault
+        engine.optimizer.loss_scale *= 2
     if is_last:
         engine.step()
         clear_dropped_gradients(engine)

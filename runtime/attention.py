@@ -238,14 +238,15 @@ def choose_layout(
 ) -> tuple[str, str, str]:
     """(layout of the rows, attention implementation, why) for ``--batch_layout`` and ``--attn_implementation``.
 
-    attention: as ``utils.resolve_device`` has it, by the device alone. On GPUs FlexAttention computes shared rows
+    cuda: on a GPU for which FlexAttention and flash kernels are made. attention: as ``utils.resolve_device`` has it, by
+    the device alone. On GPUs FlexAttention computes shared rows
     without a mask in memory, once its four to seven kernels are compiled; sdpa takes their place where masks are small.
     Packed rows take their place where there is hardly a prompt to share: a group of one, or
     prompts below a sixteenth of the responses. On CPUs rows are shared as long as their dense masks are small.
     """
     short = 16 * args.max_prompt_length < args.max_response_length
     alone = short or args.num_samples_per_prompt_rollout == 1
-    half = dtype == torch.bfloat16  # flash kernels have 16 bits
+    half = dtype != torch.float32  # flash kernels have 16 bits
     free = cuda and args.attn_implementation == "auto"  # the attention follows the layout
     budget = max(sizes.micro_batch_tokens, sizes.logprob_micro_batch_tokens)
     mask = mask_bytes("shared", attention, budget, dtype, args)

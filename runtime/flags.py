@@ -82,6 +82,7 @@ class RunFlags:
     """Everything about a run that is not the algorithm."""
 
     given: ClassVar[frozenset[str] | None] = None  # by ``parse``: what the command line sets; None: all of it is meant
+    kept: ClassVar[dict[str, Any]] = {}  # by ``preflight``: what a run that goes on was given where it began
 
     # ---- run
     seed: int = 1
@@ -108,7 +109,7 @@ class RunFlags:
     require_learning: bool = False
     """End with exit code 3 if the verdict at the end is that the run did not learn (docs/evidence/doctor.md)."""
     dry_run: bool = False
-    """Check everything, print the derived sizes and the first prompt, load no model, and stop."""
+    """Check everything, print sizes and the first prompt, load no model, and stop. (scripts/probe.py samples, too.)"""
     track: bool = False
     """Log to Weights & Biases as well, to WANDB_PROJECT (rlvr) of WANDB_ENTITY. Without network: offline, and warn."""
     log_samples: int = 4
@@ -127,9 +128,10 @@ class RunFlags:
     """Python module to import before the model is loaded, for example one that registers an architecture."""
     override_config: str | None = None
     """JSON object of fields to change in the model's config."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of weights and sampling; master weights are always fp32. auto: bfloat16 on GPUs and
-    on CPUs that multiply it 1.4 times as fast as float32 (measured once for each machine)."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Data type of weights and sampling; master weights are always fp32. auto: bfloat16 on GPUs (on a T4 float16), and
+    on CPUs that multiply it 1.4 times as fast as float32, measured once for each machine; a resumed run keeps it. With
+    float16, for GPUs only, the loss is scaled."""
     attn_implementation: str = "auto"
     """transformers' name (eager, sdpa, flex_attention, flash_attention_2, ...); varlen: PyTorch's own for packed rows;
     grouped: eager in fewer passes. auto: what suits the rows on GPUs; sdpa on CPUs, but grouped for bfloat16."""
@@ -252,7 +254,7 @@ class RunFlags:
     # ---- memory and parallelism
     micro_batch_tokens: int | None = None
     """Tokens per forward and backward pass on one device, padding included. Default: on GPUs as many of 16384 as fit
-    (docs/evidence/memory.md), 3072 on CPUs."""
+    (docs/evidence/memory.md), on CPUs 1024, with AMX 3072."""
     logprob_micro_batch_tokens: int | None = None
     """The same for passes without gradient (old and reference log-probs)."""
     batch_layout: Literal["auto", "shared", "padded", "packed"] = "auto"
@@ -343,16 +345,17 @@ class Sizes:
     vllm_max_num_batched_tokens: int
 
 
-def sizes(args: Any, cuda: bool) -> Sizes:
+def sizes(args: Any, cuda: bool, fast: bool = False) -> Sizes:
     """The sizes of these flags on a CPU, or on a GPU that is large enough; a micro-batch holds at least the longest
     sample there can be. runtime/fitting.py has those of the GPU that is there.
 
     A GPU needs about 16,000 tokens to be busy for longer than it takes to start its kernels. A CPU core is busy with a
-    thousand, but every micro-batch also adds a gradient as large as the model. The engine's are vLLM's own for GPUs of
-    80 GB.
+    thousand, but every micro-batch also adds a gradient as large as the model, which counts where products are
+    ``fast`` (runtime/machine.py). The engine's are vLLM's own for GPUs of 80 GB.
     """
     longest = args.max_prompt_length + args.max_response_length
-    micro_batch = max(longest, 16384 if cuda else 3072)
+    usual = 16384 if cuda else 3072 if fast else 1024
+    micro_batch = max(longest, usual)
     default = Sizes(
         micro_batch_tokens=micro_batch,
         logprob_micro_batch_tokens=micro_batch,
@@ -822,6 +825,8 @@ def check_override(text: str) -> dict[str, Any]:
                 f"--override_config: {key} {value}: training runs without dropout, because the model that is trained "
                 f"must be the one that generates the samples; leave the field out"
             )
+        if key == "head_dtype" and value != "float32":
+            refuse(f"--override_config: head_dtype {value!r}: the head computes in the model's type, or in 'float32'")
     return override
 
 

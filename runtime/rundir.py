@@ -172,6 +172,15 @@ def check_earlier_run(folder: Path, args) -> None:
     raise SystemExit(UNLEARNED if args.require_learning and refused(folder) else 0)
 
 
+def earlier_choices(args, folder: Path) -> dict[str, Any]:
+    """What the machine on which this run began made of flags that leave it open; empty for a run that begins here."""
+    if args.resume not in ("auto", "never"):
+        folder = Path(args.resume).absolute().parent.parent
+    if args.overwrite or not is_a_run(folder):
+        return {}
+    return read_config(folder).get("resolved", {})
+
+
 def check_writable(folder: Path, args) -> None:
     """Refuse a folder in which no file can be made, by making one without a name; a dry run is only warned."""
     place = folder.absolute()

@@ -50,5 +50,6 @@ def preflight(
         return None
     folder, start = rundir.open_run(args, defaults, world_size)
     rundir.check_disk(args, folder)
-    process.prepare_environment(args.dtype)
+    args.kept = rundir.earlier_choices(args, folder)
+    process.prepare_environment(args.kept.get("dtype", args.dtype))
     return problems, eval_problems, folder, start

@@ -45,8 +45,9 @@ from transformers import AutoTokenizer  # noqa: E402
 import grpo  # noqa: E402
 import utils  # noqa: E402
 from rewards import truth_error  # noqa: E402
-from runtime import batching, data, flags, process, watchdog  # noqa: E402
+from runtime import batching, data, fitting, flags, process, watchdog  # noqa: E402
 from runtime.attention import choose_layout  # noqa: E402
+from runtime.memory import read_model  # noqa: E402
 from runtime.records import Problem, Sample  # noqa: E402
 
 # Largest accepted difference of the layouts: nats per token, and the gradient's as a fraction of its norm.
@@ -492,7 +493,7 @@ def main(args: Args) -> None:
     problems = [problems[i] for i in chosen]
 
     device, dtype, attention = utils.resolve_device(run)
-    sizes = flags.sizes(run, device.type == "cuda")
+    sizes, _ = fitting.sizes_for(run, read_model(run.model_name_or_path), utils.memory_setting(run, dtype, 1))
     _, attention, _ = choose_layout(run, sizes, device.type == "cuda", dtype, attention)  # as a run has it
     args.micro_batch_tokens = sizes.micro_batch_tokens
     dtype_name = str(dtype).removeprefix("torch.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -53,20 +54,67 @@ def test_vllm_sends_no_usage_report():
     assert python(ask).endswith("True")
 
 
-def test_gpus_without_bf16_are_refused_early(monkeypatch, capsys):
-    """A T4 or V100, before a model is loaded, with the remedy; vLLM would name a flag that is none here."""
+@pytest.mark.parametrize(
+    ("name", "capability", "wanted", "expected"),
+    [
+        ("Tesla V100", (7, 0), "auto", "CUDA 13"),  # torch 2.13 has no code for it, in no type
+        ("Tesla V100", (7, 0), "float16", "CUDA 13"),
+        ("Tesla T4", (7, 5), "auto", torch.float16),
+        ("Tesla T4", (7, 5), "bfloat16", "give --dtype float16 or float32"),  # vLLM would name a flag that is none here
+        ("Tesla T4", (7, 5), "float32", torch.float32),
+        ("A100", (8, 0), "auto", torch.bfloat16),
+        ("A100", (8, 0), "float16", torch.float16),
+    ],
+)
+def test_a_gpu_gets_the_type_that_it_has(monkeypatch, capsys, name, capability, wanted, expected):
+    """Or is refused before a model is loaded, with the remedy."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    for capability, dtypes in (((7, 5), ("auto", "bfloat16")), ((7, 0), ("auto",))):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        for dtype in dtypes:
-            with pytest.raises(SystemExit) as stop:
-                utils.resolve_device(grpo.Args(dtype=dtype))
-            said = capsys.readouterr().err
-            assert stop.value.code == 2 and "Tesla T4" in said and "give --dtype float32" in said
-        assert utils.resolve_device(grpo.Args(dtype="float32"))[1] == torch.float32
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert utils.resolve_device(grpo.Args())[1] == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if isinstance(expected, torch.dtype):
+        assert utils.resolve_device(grpo.Args(dtype=wanted))[1:] == (expected, "sdpa")
+        return
+    with pytest.raises(SystemExit) as stop:
+        utils.resolve_device(grpo.Args(dtype=wanted))
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and name in said and expected in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU trains in it")
+def test_cpus_do_not_train_in_fp16(capsys):
+    with pytest.raises(SystemExit) as stop:
+        utils.resolve_device(grpo.Args(dtype="float16"))
+    assert stop.value.code == 2 and "--dtype float16 needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="makes a CPU out to be one of DeepSpeed's devices for fp16")
+def test_fp16_is_trained_with_a_scaled_loss(tiny, tmp_path, monkeypatch):
+    """DeepSpeed's own scaling, here on a CPU: gradients as in fp32, a step that is dropped leaves the scale alone."""
+    found = []
+    plain_backward, plain_loss, calls = utils.backward, grpo.token_loss, itertools.count()
+
+    def backward(engine, *rest):
+        plain_backward(engine, *rest)
+        found.append(engine.optimizer.loss_scale)
+
+    def third_is_poisoned(*rest):
+        loss, pieces = plain_loss(*rest)
+        return loss * (float("nan") if next(calls) == 2 else 1.0), pieces
+
+    changes = {"learning_rate": 1e-4, "eval_prompts": 0, "total_steps": 4, "micro_batch_tokens": 4096}
+    exact = run_here(tiny_args(tiny, tmp_path / "exact", **changes))
+    monkeypatch.setattr(deepspeed.accelerator.get_accelerator(), "is_fp16_supported", lambda: True, raising=False)
+    monkeypatch.setattr(utils, "resolve_device", lambda args: (torch.device("cpu"), torch.float16, "eager"))
+    monkeypatch.setattr(utils, "backward", backward)
+    monkeypatch.setattr(grpo, "token_loss", third_is_poisoned)
+    half = run_here(tiny_args(tiny, tmp_path / "half", dtype="float16", **changes))
+    print(found, [(m["optim/grad_norm"], m["sampler/logprob_diff_mean"]) for m in half if m["optim/steps"]])
+    assert [m["optim/skipped"] for m in half] == [0, 0, 1, 0]
+    assert found == [2.0**16] * 4
+    for step in (0, 1):
+        assert half[step]["optim/grad_norm"] == pytest.approx(exact[step]["optim/grad_norm"], rel=0.02)
+    with open(folder_of(tiny_args(tiny, tmp_path / "half", dtype="float16", **changes)) / "config.json") as file:
+        assert '"dtype": "float16"' in file.read()
 
 
 @pytest.mark.parametrize("cores, ranks, expected", [(2, 1, 1), (4, 1, 2), (16, 1, 8), (64, 8, 6), (8, 8, 1)])
@@ -100,6 +148,8 @@ def test_what_deepspeed_is_told():
     plain, half = config(), config(torch.bfloat16)
     assert "bf16" not in plain and "data_types" not in plain
     assert half["bf16"] == {"enabled": True} and half["data_types"] == {"grad_accum_dtype": "fp32"}
+    scaled = config(torch.float16)
+    assert "bf16" not in scaled and scaled["fp16"]["enabled"] and scaled["data_types"] == half["data_types"]
     assert config(max_grad_norm=0.3)["gradient_clipping"] == 0.3
     assert config(zero_stage=3)["zero_optimization"]["stage"] == 3
     assert not {"offload_optimizer", "offload_param"} & plain["zero_optimization"].keys()

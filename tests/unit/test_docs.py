@@ -64,7 +64,8 @@ def test_config_and_files(folder):
     config = json.loads((folder / "config.json").read_text())
     assert set(config) == set(documented("config.json"))
     assert config["args"]["batch_layout"] == "auto" and config["args"]["vllm_args"] is None
-    resolved = {"batch_layout": "shared", "attn_implementation": "sdpa", "micro_batch_tokens": 256}
+    assert set(config["resolved"].pop("product_rates")) == {"float32", "bfloat16"}
+    resolved = {"dtype": "float32", "batch_layout": "shared", "attn_implementation": "sdpa", "micro_batch_tokens": 256}
     resolved |= {"logprob_micro_batch_tokens": 256, "logprob_chunk": 2048}
     resolved |= {"vllm_gpu_memory_utilization": 0.4, "vllm_max_num_seqs": 128, "vllm_max_num_batched_tokens": 8192}
     assert config["resolved"] == resolved

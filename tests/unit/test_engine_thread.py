@@ -185,6 +185,10 @@ def test_which_engines_a_rank_asks_and_what_it_keeps_for_them(script, monkeypatc
     if "own" in values:
         values["own"] = list(values["own"])
     assert values == expected
+    if changes.get("sleep", "off") != "off":  # vLLM gives its sleeping memory to one engine of a process
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        again = script.Engine(script.vllm_thread, script.Args(**changes), torch.float32, None, [0], None)
+        assert (engine.restarts, again.restarts) == (2, 0)
 
 
 @SCRIPTS

@@ -237,6 +237,7 @@ CASES = {
     ),
     "context overridden": ({"override_config": '{"max_position_embeddings": 100}'}, ["288", "100", "shorten"]),
     "override is not JSON": ({"override_config": "{rope_theta: 1}"}, ["--override_config", "not valid JSON", "for ex"]),
+    "another type of the head": ({"override_config": '{"head_dtype": "float16"}'}, ["head_dtype 'float16'", "float32"]),
     "dropout": ({"override_config": '{"attention_dropout": 0.3}'}, ["attention_dropout 0.3", "without dropout"]),
     "dropout of a part": (
         {"override_config": '{"text_config": {"resid_pdrop": 0.1}}'},
@@ -997,7 +998,9 @@ def test_dry_run(tiny, tmp_path):
         "<|im_start|>user\\nState the final answer",
         "KL: 0.1 x k3 in the loss",
         "rows       shared (masks of at most ",
-        "sizes      micro_batch_tokens 3072, logprob_micro_batch_tokens 3072, logprob_chunk 2048, ",
+        " GFLOP/s of a core)",
+        "sizes      micro_batch_tokens ",
+        ", logprob_chunk 2048, ",
         "memory ",
     ):
         assert line in out
@@ -1022,9 +1025,9 @@ def test_algorithms_as_in_their_papers_leave_no_response_out():
 
 def test_sizes_that_are_left_open_follow_the_device():
     """None is never a size; what is given holds on any device, and a micro-batch holds the longest sample."""
-    sizes = {name: vars(flags.sizes(Args(), cuda)) for name, cuda in (("cpu", False), ("gpu", True))}
-    assert list(sizes["cpu"].values()) == [3072, 3072, 2048, 0.4, 128, 8192]
-    assert list(sizes["gpu"].values()) == [16384, 16384, 4096, 0.4, 1024, 16384]
+    assert list(vars(flags.sizes(Args(), False)).values()) == [1024, 1024, 2048, 0.4, 128, 8192]
+    assert list(vars(flags.sizes(Args(), False, fast=True)).values()) == [3072, 3072, 2048, 0.4, 128, 8192]
+    assert list(vars(flags.sizes(Args(), True)).values()) == [16384, 16384, 4096, 0.4, 1024, 16384]
     own = '{"max_num_seqs": 9, "max_num_batched_tokens": 10}'
     given = Args(micro_batch_tokens=7, logprob_micro_batch_tokens=8, vllm_args=own, vllm_gpu_memory_utilization=0.3)
     for cuda, chunk in ((False, 2048), (True, 4096)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,11 +10,11 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, folder_of, interrupted, run_here, tiny_args
 
 import grpo
 import utils
-from runtime import machine
+from runtime import fitting, machine
 
 
 @pytest.fixture
@@ -39,6 +40,47 @@ def test_a_cpu_computes_in_bf16_where_that_is_much_faster(monkeypatch, rates, ch
     assert (dtype, attention) == (chosen, "grouped" if chosen == torch.bfloat16 else "sdpa")
     for name in ("bfloat16", "float32"):  # a flag wins
         assert utils.resolve_device(grpo.Args(dtype=name))[1] == getattr(torch, name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes of a GPU follow from its memory")
+@pytest.mark.parametrize(
+    ("rates", "tokens"),
+    [
+        ({"float32": 80.0, "bfloat16": 200.0}, 1024),  # of a core: Zen 4
+        ({"float32": 115.0, "bfloat16": 75.0}, 1024),  # Xeon without AMX
+        ({"float32": 115.0, "bfloat16": 1210.0}, 3072),  # AMX
+    ],
+)
+def test_large_micro_batches_are_for_fast_products(monkeypatch, rates, tokens):
+    monkeypatch.setattr(machine, "known_rates", lambda: rates)
+    args = grpo.Args()
+    _, dtype, _ = utils.resolve_device(args)
+    setting = utils.memory_setting(args, dtype, 1)
+    assert fitting.sizes_for(args, None, setting)[0].micro_batch_tokens == tokens
+    args.dtype = "float32"  # AMX has no fp32
+    assert fitting.sizes_for(args, None, utils.memory_setting(args, torch.float32, 1))[0].micro_batch_tokens == 1024
+    args.micro_batch_tokens = 500
+    assert fitting.sizes_for(args, None, setting)[0].micro_batch_tokens == 500
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has bf16 in any case")
+def test_a_resumed_run_keeps_its_choice(tiny, tmp_path, monkeypatch):
+    """On a machine that multiplies otherwise: from its folder, from a checkpoint that is named; not if overwritten."""
+    here, there = {"float32": 90.0, "bfloat16": 50.0}, {"float32": 100.0, "bfloat16": 2000.0}
+    monkeypatch.setattr(machine, "known_rates", lambda: here)
+    args = tiny_args(tiny, tmp_path / "runs", dtype="auto", micro_batch_tokens=None, save_every=1, run_name="kept")
+    interrupted(args, monkeypatch, after=1)
+    monkeypatch.setattr(machine, "known_rates", lambda: there)
+    checkpoint = folder_of(args) / "checkpoints" / "step_000001"
+    named = dataclasses.replace(args, run_name="named", resume=str(checkpoint))
+    for again in (named, args):
+        run_here(again)
+        config = json.loads((folder_of(again) / "config.json").read_text())
+        found = [config["resolved"][name] for name in ("dtype", "product_rates", "micro_batch_tokens")]
+        assert config["resumed_after"] == 1 and found == ["float32", here, 1024]
+    anew = dataclasses.replace(args, overwrite=True)
+    grpo.preflight(anew)
+    assert utils.resolve_device(anew)[1] == torch.bfloat16
 
 
 def test_rates_are_measured_once_for_each_machine(cache, monkeypatch):

@@ -152,6 +152,27 @@ def load(folder: Path, **flags):
         return utils.load_model(Args(model_name_or_path=str(folder), **flags), torch.float32, "sdpa")
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_in_fp32(tmp_path, tied):
+    """Its product, and the gradient through it, are those of fp32 copies; vLLM reads the same field of the config."""
+    from vllm.config.model import _get_head_dtype
+
+    folder = save_random(tmp_path, "Llama 3, scaled RoPE", tie_word_embeddings=tied)
+    how = (torch.bfloat16, "sdpa")
+    plain = utils.load_model(Args(model_name_or_path=str(folder)), *how)
+    exact = utils.load_model(Args(model_name_or_path=str(folder), override_config='{"head_dtype": "float32"}'), *how)
+    ids = torch.arange(3, 40)[None]
+    hidden = exact.base_model(input_ids=ids).last_hidden_state
+    weight = exact.get_output_embeddings().weight
+    logits = exact(input_ids=ids).logits
+    assert logits.dtype == torch.float32 and plain(input_ids=ids).logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits, hidden.float() @ weight.float().T)
+    assert 0 < (logits - plain(input_ids=ids).logits).abs().max() < 0.1
+    logits.logsumexp(-1).sum().backward()
+    assert weight.grad.dtype == torch.bfloat16 and weight.grad.abs().sum() > 0
+    assert _get_head_dtype(exact.config, torch.bfloat16, "generate") == torch.float32
+
+
 def long_samples() -> list[Sample]:
     """Two groups with a common prefix of 40 tokens in the responses; each sample has 130 to 230 tokens."""
     r = random.Random(0)
