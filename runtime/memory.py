@@ -82,7 +82,9 @@ def model_of(config: dict[str, Any], parameters: int = 0, tied: bool = True) -> 
     kv_heads = config.get("num_key_value_heads") or heads
     size = config.get("head_dim") or hidden // heads
     experts = config.get("num_local_experts") or config.get("num_experts") or 1
-    expert = (experts > 1 and config.get("moe_intermediate_size")) or intermediate
+    expert = intermediate
+    if experts > 1:
+        expert = config.get("moe_intermediate_size") or intermediate
     attention = (hidden + 1) * size * (heads + 2 * kv_heads) + hidden * size * heads  # with biases, as Qwen has them
     layer = attention + 3 * hidden * experts * expert + 2 * hidden
     parameters = parameters or layers * layer + hidden + vocabulary * hidden * (1 if tied else 2)
@@ -94,9 +96,11 @@ def trainer_states(args, model: Model, setting: Setting) -> dict[str, float]:
     """What DeepSpeed keeps of policy, critic and reference, by part; stage 1 keeps all gradients, in both types."""
     shard = model.parameters / setting.ranks
     on_device = "optimizer" not in args.offload or setting.card == 0
-    weights = setting.number * (shard if args.zero_stage == 3 else model.parameters) * ("param" not in args.offload)
-    whole = (6 if setting.bf16 else 4) * model.parameters
-    gradients = whole if args.zero_stage == 1 else 4 * shard * on_device
+    weights = setting.number * ("param" not in args.offload)
+    weights *= shard if args.zero_stage == 3 else model.parameters
+    gradients = 4 * shard * on_device
+    if args.zero_stage == 1:
+        gradients = (6 if setting.bf16 else 4) * model.parameters
     trained = 1 + setting.critic
     return {
         "weights": weights * trained,
@@ -114,16 +118,23 @@ def row_lengths(args) -> tuple[int, int]:
 
 def activations(args, model: Model, setting: Setting, tokens: int) -> float:
     """What autograd keeps of the layers for a micro-batch of ``tokens``: of norms, projections, MLP, attention."""
-    number, hidden = setting.number, model.hidden
-    products = 2 * hidden + 4 * model.heads * model.head_size + 4 * model.intermediate
-    kept = 2 * (hidden * (4 + number) + 4) + 4 * model.heads + number * products
+    number = setting.number
+    hidden = model.hidden
+    queries = model.heads * model.head_size
+    kept = 2 * (hidden * (4 + number) + 4)
+    kept += 4 * model.heads
+    kept += number * 2 * hidden
+    kept += number * 4 * queries
+    kept += number * 4 * model.intermediate
     sample, group = row_lengths(args)
     width = {"padded": sample, "packed": tokens}.get(args.batch_layout, min(tokens, group))
     attention = args.attn_implementation
     if attention == "auto" and setting.card == 0:
         attention = "grouped" if setting.bf16 else "sdpa"
-    scores = {"eager": 6 if setting.bf16 else number, "grouped": number}.get(attention, 0)
-    kept += width * (model.heads * scores + number * (attention == "sdpa"))
+    if attention in ("eager", "grouped"):
+        kept += model.heads * width * (6 if attention == "eager" and setting.bf16 else number)
+    elif attention == "sdpa":
+        kept += number * width
     layers = 1 if args.gradient_checkpointing else model.layers
     return tokens * (kept * layers + number * hidden * model.layers)
 
@@ -138,14 +149,15 @@ def most_tokens(args, budget: int, ranks: int) -> int:
 
 def passes(args, model: Model, setting: Setting, size: Sizes) -> dict[str, float]:
     """What comes and goes in the update: activations and logits, or DeepSpeed's buffers, or its step."""
-    number, on_gpu = setting.number, setting.card > 0
+    number = setting.number
+    on_gpu = setting.card > 0
     tokens = most_tokens(args, size.micro_batch_tokens, setting.ranks)
     head = model.vocabulary * model.hidden
     predictions = min(size.logprob_chunk, tokens) * model.vocabulary
     # Logits and their gradient, and two blocks of them in fp32. The exact KL has both models' and seven arrays.
-    exact_head = "head_dtype" in (args.override_config or "")  # with a copy of the head and its gradient in fp32
-    logits = 2 * (4 if exact_head else number) * predictions + 8 * min(logit_block(on_gpu), predictions)
-    logits += 8 * head * exact_head
+    logits = 2 * number * predictions + 8 * min(logit_block(on_gpu), predictions)
+    if "head_dtype" in (args.override_config or ""):  # in fp32, with a copy of the head and its gradient
+        logits += 2 * (4 - number) * predictions + 8 * head
     compared = -(-FULL_KL_SAMPLES // setting.ranks) * args.max_response_length * model.vocabulary
     if "full" in (args.kl_estimator, args.kl_reward_estimator) and any(kl_coefficients(args)):
         compared = predictions
@@ -154,13 +166,19 @@ def passes(args, model: Model, setting: Setting, size: Sizes) -> dict[str, float
     # A gradient goes through a bucket and a flat copy, with gloo two; a tied head's and the embedding's meet.
     several = setting.ranks > 1
     bucket = reduce_bucket(on_gpu)
-    copies = min(model.parameters, max(bucket, head)) * (2 if several and not on_gpu else 1)
-    gathered = min(model.parameters, max(10**9, head)) * (args.zero_stage == 3 and (several or "param" in args.offload))
+    copies = min(model.parameters, max(bucket, head))
+    if several and on_gpu:
+        bucket *= 2
+    elif several:
+        copies *= 2
+    gathered = 0
+    if args.zero_stage == 3 and (several or "param" in args.offload):
+        gathered = min(model.parameters, max(10**9, head))  # 10**9: DeepSpeed's stage3_max_live_parameters
     return {
         "activations": activations(args, model, setting, tokens),
         "logits": max(logits, exact_kl),
-        "gathered": number * gathered,  # 10**9: DeepSpeed's stage3_max_live_parameters
-        "reduction": number * (bucket * (2 if several and on_gpu else 1) + max(copies, 3 * head)) + 4 * head,
+        "gathered": number * gathered,
+        "reduction": number * (bucket + max(copies, 3 * head)) + 4 * head,
         "flat gradients": 0 if "optimizer" in args.offload and on_gpu else 4 * model.parameters / setting.ranks,
     }
 
@@ -208,10 +226,12 @@ def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> 
     asleep = (parts["weights"] + parts["optimizer"]) * (on_gpu and args.sleep == "all")
     beside = sum(sampler.values()) * (not on_gpu or args.sleep == "off")
     backward = work["activations"] + work["logits"] + work["gathered"]
-    update = (backward, work["reduction"] + work["gathered"], work["flat gradients"], visitor + work["logits"])
+    reduction = work["reduction"] + work["gathered"]
+    update = max(backward, reduction, work["flat gradients"], visitor + work["logits"])
     sampling = held - gradients - asleep + sum(sampler.values())
-    training = held + max(update) + beside
-    return Prediction(parts, {"sampling": sampling, "training": training}, max(sampling, training))
+    training = held + update + beside
+    phases = {"sampling": sampling, "training": training}
+    return Prediction(parts, phases, max(sampling, training))
 
 
 def describe(prediction: Prediction, model: Model, setting: Setting) -> list[str]:
@@ -219,7 +239,8 @@ def describe(prediction: Prediction, model: Model, setting: Setting) -> list[str
     card = f" of the GPU's {setting.card / GIB:.1f}" if setting.card else ""
     count = f"{model.parameters / 1e6:.0f}M parameters"
     lines = [f"memory     at most {prediction.peak / GIB:.1f} GiB per rank{card} ({count}; docs/evidence/memory.md)"]
-    for title, found in (("phases", prediction.phases), ("parts", prediction.parts)):
+    for title in ("phases", "parts"):
+        found = getattr(prediction, title)
         shown = [f"{name} {size / GIB:.1f}" for name, size in found.items() if size >= 0.05 * GIB]
         lines.append(f"  {title:9}{', '.join(shown)}")
     if 0 < setting.card * USABLE < prediction.peak:
