@@ -142,7 +142,7 @@ def judge(named: dict[int, str], end: str) -> dict[str, str]:
 
 if __name__ == "__main__":  # the verifiers' processes import this file
     sys.path.insert(0, str(ROOT))
-    from runtime import process
+    from runtime import process, watchdog
 
     process.prepare_environment()
     sys.argv = sys.argv[1:]
@@ -153,13 +153,14 @@ if __name__ == "__main__":  # the verifiers' processes import this file
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     script = importlib.import_module(Path(sys.argv[0]).stem)
     breaker = Breaker(script)
+    abort = watchdog.Watch.abort
+
+    def named(watch, text: str) -> None:  # a failure ends the process in there
+        if breaker.pushes > 0:  # a rank that only samples has none
+            errors = [line for line in text.splitlines() if not line.startswith(("  ", "Traceback"))]
+            print("NAMED " + json.dumps([breaker.named, " ".join(errors)]), flush=True)
+        abort(watch, text)
+
+    watchdog.Watch.abort = named
     args = tyro.cli(script.Args)
-    try:
-        script.main(args, script.preflight(args))
-    except SystemExit:
-        raise
-    except BaseException as error:
-        if breaker.pushes == 0:  # a rank that only samples
-            raise
-        print("NAMED " + json.dumps([breaker.named, f"{type(error).__name__}: {error} {error.__cause__}"]), flush=True)
-        raise
+    script.main(args, script.preflight(args))
