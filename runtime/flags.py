@@ -417,8 +417,9 @@ def check_engine_args(args: Any) -> None:
     given = engine_args(args.vllm_args)
     vllm = importlib.util.find_spec("vllm")
     known = dict.fromkeys(given)
-    if given and vllm is not None:
-        source = ast.parse((Path(vllm.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+    path = None if vllm is None else Path(vllm.origin).parent / "engine" / "arg_utils.py"
+    if given and path is not None and path.is_file():  # else what is installed says itself what it does not know
+        source = ast.parse(path.read_text(encoding="utf-8"))
         classes = {node.name: node.body for node in source.body if isinstance(node, ast.ClassDef)}
         known = {line.target.id: None for line in classes["EngineArgs"] if isinstance(line, ast.AnnAssign)}
     for name, value in given.items():

@@ -5,6 +5,8 @@ python -m pytest tests/runs/test_flag_pairs.py -m slow    60 or 120 pairs per sc
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import itertools
 import math
 import os
@@ -21,7 +23,6 @@ VALUES = {
     "num_mini_batches": [2, 4],
     "num_epochs": [2],
     "shuffle_mini_batches": [False],
-    "shuffle": [False],
     "max_response_length": [1, 24],
     "temperature": [0.7],
     "filter_zero_std_samples": [True],
@@ -115,6 +116,12 @@ def pairs(script: str, count: int, seed: int) -> list[dict]:
             changes[flag] = generator.choice(values[flag])
         found.append(changes)
     return found
+
+
+@pytest.mark.parametrize("script, own", [("grpo", OF_GRPO), ("ppo", OF_PPO)])
+def test_the_flags_are_those_of_today(script, own):
+    fields = {field.name for field in dataclasses.fields(importlib.import_module(script).Args)}
+    assert set(VALUES | own) <= fields and set(NEEDS) <= set(VALUES | OF_GRPO)
 
 
 @pytest.mark.slow
