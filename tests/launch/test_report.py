@@ -445,8 +445,14 @@ def test_the_page_in_a_browser(folder, tmp_path):
         assert browser.value("document.title") == "run & <b>"  # not what the samples wanted
         assert browser.value("document.querySelectorAll('.curve path').length") >= 6
         assert browser.value("document.querySelectorAll('#bar div').length") >= 3
+        shown = "[...document.querySelectorAll('.curve b')].map(e => e.textContent)"
+        browser.value("run.curves['reward/mean'] = run.curves['reward/correct'] = [[1, 0], [2, 1]]; curves()")
+        assert "reward/mean = reward/correct" in browser.value(shown)  # one curve for both
+        browser.ask("Emulation.setDeviceMetricsOverride", width=400, height=900, deviceScaleFactor=1, mobile=True)
+        assert browser.value("document.documentElement.scrollWidth") <= 400  # a phone's screen
+        browser.ask("Emulation.clearDeviceMetricsOverride")
         browser.value("document.getElementById('all').click()")
-        names = browser.value("[...document.querySelectorAll('.curve b')].map(e => e.textContent)")
+        names = browser.value(shown)
         logged = {k for f in ("metrics.jsonl", "eval.jsonl") for r in read_jsonl(folder / f) for k in r}
         no_curve = {"step", "episode", "eval/problems", "eval/samples", "eval/right", "eval/weights_version"}
         assert set(names) == logged - no_curve

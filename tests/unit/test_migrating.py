@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import pytest
 from helpers import ROOT
 from jobs import submit
 
-from runtime import flags, memory
+import grpo
+import ppo
+from runtime import flags, foreign, memory
 
 spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "studies" / "memory.py")
 plan = importlib.util.module_from_spec(spec)
@@ -36,13 +39,14 @@ accelerate() { printf '%s\\0' accelerate "$@" $'\\1'; }
 NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 # What the config.json of each model of the page says: NAMES, the vocabulary, and whether its head is the embedding.
 MODELS = {
+    "Qwen/Qwen2.5-0.5B": (24, 896, 4864, 14, 2, 151_936, True),
     "Qwen/Qwen2.5-0.5B-Instruct": (24, 896, 4864, 14, 2, 151_936, True),
     "Qwen/Qwen2.5-1.5B-Instruct": (28, 1536, 8960, 12, 2, 151_936, True),
     "Qwen/Qwen2.5-7B-Instruct": (28, 3584, 18944, 28, 4, 152_064, False),
     "Qwen/Qwen2.5-3B": (36, 2048, 11008, 16, 2, 151_936, True),
     "Qwen/Qwen2.5-Coder-1.5B-Instruct": (28, 1536, 8960, 12, 2, 151_936, True),
     "allenai/Llama-3.1-Tulu-3-8B-DPO": (32, 4096, 14336, 32, 8, 128_264, False),
-    "models/deepseek-llm-7b-chat": (30, 4096, 11008, 32, 32, 102_400, False),
+    "deepseek-ai/deepseek-llm-7b-chat": (30, 4096, 11008, 32, 32, 102_400, False),
 }
 
 
@@ -81,9 +85,14 @@ def place(tiny, tmp_path_factory) -> Path:
             {"role": "assistant", "content": f"It is {i + 1}."},
         ]
         chats.append({"messages": messages, "ground_truth": str(i + 1), "dataset": "MATH"})
+    unknown = json.dumps({"func_name": "validate_lowercase"})
+    chats.append({"messages": chats[0]["messages"], "ground_truth": unknown, "dataset": "ifeval"})
     mixed = datasets.DatasetDict({"train": datasets.Dataset.from_list(chats)})
-    mixed.save_to_disk(place / "ai2-adapt-dev" / "math_ground_truth_zs")
-    (place / "data" / "rlhf" / "gsm8k").mkdir(parents=True)
+    mixed.save_to_disk(place / "allenai" / "RLVR-GSM-MATH-IF-Mixed-Constraints")
+    rows = [{"prompt": chat["messages"][:1], "solution": chat["ground_truth"]} for chat in chats[:90]]
+    polaris = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
+    polaris.save_to_disk(place / "HuggingFaceH4" / "Polaris-Dataset-53K")
+    (place / "data" / "gsm8k").mkdir(parents=True)
     for name, numbers in (("train", range(1100)), ("test", range(1000, 1020))):
         rows = []
         for i in numbers:
@@ -94,7 +103,7 @@ def place(tiny, tmp_path_factory) -> Path:
             }
             row |= {"reward_model": {"style": "rule", "ground_truth": str(i + 1)}, "extra_info": {"index": i}}
             rows.append(row)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / f"data/rlhf/gsm8k/{name}.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / f"data/gsm8k/{name}.parquet")
     for split, numbers in (("train", range(500)), ("test", range(500, 520))):
         rows = [{"question": f"{i} + 1 =?", "answer": f"It is {i + 1}.\n#### {i + 1}"} for i in numbers]
         datasets.Dataset.from_list(rows).save_to_disk(place / f"openai/gsm8k:main@{split}")
@@ -127,22 +136,22 @@ SAID = {  # what the start of each run says about it
     "GSM8K with one GPU of 24 GB": GSM8K,
     "GSM8K with one GPU of 80 GB": GSM8K,
     "GSM8K with eight GPUs": GSM8K,
-    "TRL": ["500 problems", "500 gsm8k (gsm8k)", "512 samples", "as         trl 1.16.0"],
+    "TRL": ["90 problems", "90 Polaris-Dataset-53K (math)", "8 prompts x 8 samples", "as         trl 1.16.0"],
     "TinyZero": [
         "300 problems, evaluation on other data;",
         "300 train (tinyzero.py:score)",
         "256 prompts x 1 samples",
-        "2 optimizer step(s)",
+        "4 optimizer step(s)",
         "prompt     'User: Using the numbers",
         "Let me solve this.\\n<think>'",
         "not as there: the loss is a mean of micro-batch means there",
     ],
     "open-instruct": [
-        "58 problems, evaluation on other data;",
-        "58 math_ground_truth_zs (math)",
+        "74 problems, evaluation on other data;",
+        "74 RLVR-GSM-MATH-IF-Mixed-Constraints (math)",
         "48 prompts x 16 samples = 768 samples",
-        "1302 steps, 999936 samples, 2604 optimizer steps",
-        "6 rank(s)",
+        "13020 steps, 9999360 samples, 26040 optimizer steps",
+        "12 rank(s)",
         "1 engine(s) on ranks of their own",
         "<|user|>\\nWhat is",
     ],
@@ -151,12 +160,12 @@ SAID = {  # what the start of each run says about it
         "1080 train (gsm8k)",
         "1024 prompts x 1 samples = 1024 samples",
         "4 optimizer step(s)",
-        "210 steps",
+        "15 steps",
     ],
     "AReaL": [
         "76 problems, 64 more held out;",
         "76 code (code)",
-        "64 prompts x 1 samples",
+        "64 prompts x 16 samples",
         "4 optimizer step(s)",
         "Read n, print n + ",
     ],
@@ -165,7 +174,7 @@ SAID = {  # what the start of each run says about it
 
 def needs() -> dict[str, tuple[int, int, str]]:
     """Section -> (GPUs, GB of one, predicted peak as the page says it)."""
-    rows = re.findall(r"^\| (.*?) \| (\d) x (\d+) GB \| (.*?) \|$", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| (.*?) \| (\d+) x (\d+) GB \| (.*?) \|$", PAGE, re.MULTILINE)
     return {name: (int(gpus), int(size), peak) for name, gpus, size, peak in rows}
 
 
@@ -229,12 +238,12 @@ def test_a_command_line_of_the_page_passes_a_dry_run(heading, place, monkeypatch
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("HOME", str(place))
     found = commands(blocks()[heading], place)
-    assert len(found) == (4 if heading.startswith("open-instruct") else 1)
+    assert len(found) == 1
     for words in found:
         if words[1] == "scripts/submit.py":
             at = words.index("--")
             assert submit.main([*words[2:at], "--dry_run", *words[at:]]) == 0
-            assert "--num_processes 8" in capsys.readouterr().out
+            assert "--num_machines 2 --num_processes 16" in capsys.readouterr().out
         file = next(i for i, word in enumerate(words) if word in ("grpo.py", "ppo.py"))
         script = importlib.import_module(words[file].removesuffix(".py"))
         args = flags.parse(script.Args, words=[*words[file + 1 :], "--dry_run"])
@@ -245,6 +254,26 @@ def test_a_command_line_of_the_page_passes_a_dry_run(heading, place, monkeypatch
         for text in SAID[heading.partition(":")[0]]:
             assert text in said, said
         assert not ready[2].exists(), "a dry run leaves nothing"
+
+
+def test_every_word_of_their_command_lines_is_answered():
+    """With its row of the page, or as one of the words of which the section says that they have no counterpart."""
+    table = foreign.rows()
+    sections = re.findall(r"^## ([\w-]+):.*?\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)
+    sections = {name: text for name, text in sections if "```text" in text}
+    assert set(sections) == {"TRL", "open-instruct", "verl", "TinyZero", "AReaL"}
+    for name, text in sections.items():
+        script = grpo if "grpo.py" in text else ppo
+        fields = {field.name: field for field in dataclasses.fields(script.Args)}
+        words = shlex.split(re.search(r"```text\n(.*?)```", text, re.DOTALL)[1].replace("\\\n", " "))
+        start = next(i for i, w in enumerate(words) if w in ("grpo", "ppo-code") or re.search(r"gtrl\.py|main_ppo", w))
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        known = 0
+        for part in foreign.groups(words[start + 1 :], fields):
+            found = foreign.answer(part, fields, table)
+            known += found != ""
+            assert found != "" or f"`{part[0].partition('=')[0]}" in prose, (name, part)
+        assert known > 2
 
 
 def test_every_system_has_its_command_line():

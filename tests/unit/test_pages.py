@@ -86,7 +86,9 @@ def commands(page: Path) -> list[str]:
     """The command lines of a page: in its blocks, and those that stand in a sentence."""
     text = page.read_text()
     found = []
-    for block in re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        if language not in ("", "bash"):
+            continue
         for line in re.sub(r"\\\n\s*", " ", block).splitlines():
             parts = re.split(r" && |; |\bdo\b", line) if line.startswith(("for ", "cp ")) else [line]
             found += [part.strip() for part in parts]
