@@ -90,7 +90,8 @@ def commands(page: Path) -> list[str]:
         if language not in ("", "bash"):
             continue
         for line in re.sub(r"\\\n\s*", " ", block).splitlines():
-            parts = re.split(r" && |; |\bdo\b", line) if line.startswith(("for ", "cp ")) else [line]
+            several = r" && |; |\bdo\b" if line.startswith(("for ", "cp ")) else r" && (?=python )"
+            parts = re.split(several, line)
             found += [part.strip() for part in parts]
     found += [" ".join(inline.split()) for inline in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
     return [line for line in found if line.startswith(STARTS) and "[flags]" not in line]
