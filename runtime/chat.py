@@ -16,6 +16,7 @@ from runtime import data
 from runtime.process import refuse
 
 STAND_IN = "STANDIN7Q"  # for a turn of the model
+SYSTEM = {"role": "system", "content": "Be brief."}
 USER = [{"role": "user", "content": "Begin."}]
 PROBE = "A first answer, of 12 words; it ends: here."
 TRIAL = {"name": "look_up", "arguments": {"key": "x y", "count": 2}}
@@ -89,9 +90,9 @@ class Chat:
         self.parse = hermes_calls
         if self.tools:
             self._learn_calls()
-        if self.role == "tool" and not self._shows("tool"):
+        if self.role == "tool" and not self._shows_messages():
             self.role = "user"  # a template without such a role
-        if not self._shows(self.role):
+        if not self._shows_messages():
             refuse(f"--environment: {self.name} does not write a message of the user after the model's turn")
         self.end = self._prove()
 
@@ -99,21 +100,41 @@ class Chat:
         """A conversation as the template writes it, up to where the model begins. Raises data.Unrenderable."""
         return data.as_text(messages, self.tokenizer, self.template, self.variables | more)
 
+    def _message(self, text: str, name: str = TRIAL["name"]) -> dict[str, str]:
+        """A message of the environment. ``name``: the tool's, which some templates write."""
+        message = {"role": self.role, "content": text}
+        return message | {"name": name} if self.role == "tool" else message
+
     def _after(self, before: list[dict], messages: list[dict]) -> str:
         """What the template writes after a turn of the model."""
-        whole = self.text([*before, {"role": "assistant", "content": STAND_IN}, *messages])
+        tools = {"tools": [TRIAL_TOOL]} if self.writes_tools else {}
+        whole = self.text([*before, {"role": "assistant", "content": STAND_IN}, *messages], **tools)
         return whole.rpartition(STAND_IN)[2]
 
-    def _shows(self, role: str) -> bool:
+    def _shows_messages(self) -> bool:
         try:
-            return PROBE in self._after(USER, [{"role": role, "content": PROBE}])
+            return PROBE in self._after(USER, [self._message(PROBE)])
         except data.Unrenderable:
             return False
 
+    def _shows_tools(self, messages: list[dict]) -> bool:
+        """Whether a prompt that begins with ``messages`` says which tools there are."""
+        try:
+            text = self.text(self.with_tools(messages))
+        except data.Unrenderable:
+            return False
+        return all(json.dumps(tool["function"]) in text for tool in self.tools)
+
     def _learn_calls(self) -> None:
         """Find out whether the template writes tools, and which parser reads a call that it writes."""
-        self.writes_tools = self.text(USER) != self.text(USER, tools=[TRIAL_TOOL])
+        self.writes_tools = TRIAL["name"] in self.text(USER, tools=[TRIAL_TOOL])
         if not self.writes_tools:
+            if not all(self._shows_tools(messages) for messages in (USER, [SYSTEM, *USER])):
+                refuse(
+                    f"--environment: {self.name} writes neither tools nor the system message that would name them, so "
+                    f"the model could not know of any; give a --chat_template that writes one of the two, for example "
+                    f"--chat_template chatml, or a class with a method turn"
+                )
             return
         written = self.write(**TRIAL)
         for parse in PARSERS.values():
@@ -131,18 +152,20 @@ class Chat:
             return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        before = self.text(USER, tools=[TRIAL_TOOL])
-        written = self.text([*USER, turn, {"role": "tool", "content": PROBE}], tools=[TRIAL_TOOL])
-        written = written.removeprefix(before)
+        plain = {"role": "assistant", "content": STAND_IN}
+        answer = self._message(PROBE)
+        before = self.text([*USER, plain, answer], tools=[TRIAL_TOOL]).partition(STAND_IN)[0]
+        written = self.text([*USER, turn, answer], tools=[TRIAL_TOOL]).removeprefix(before)
         for special in self.special:
             written = written.partition(special)[0] or written  # the end of the turn is no part of it
         return written
 
     def _prove(self) -> int:
         """The id that ends a turn, once it is proved that glue gives the ids of the whole conversation."""
-        said = [{"role": self.role, "content": PROBE}]
+        said = [self._message(PROBE)]
         answer = {"role": "assistant", "content": STAND_IN}
-        whole = self._ids(self.text([*USER, answer, *said]))
+        tools = {"tools": [TRIAL_TOOL]} if self.writes_tools else {}
+        whole = self._ids(self.text([*USER, answer, *said], **tools))
         glue = self._ids(self._after(USER, said))
         end = glue[0] if glue else None
         if end not in self.special.values():
@@ -154,16 +177,19 @@ class Chat:
             refuse(f"--environment: {self.name}: what follows a turn becomes other tokens after it than alone")
         if self._after([*USER, answer, *said], said) != self._after(USER, said):
             refuse(f"--environment: {self.name} writes an observation otherwise after two turns than after one")
-        before = self._ids(self.text(USER)) + self._ids(STAND_IN)
+        before = self._ids(self.text(USER, **tools)) + self._ids(STAND_IN)
         self.rewrites = before + glue != whole
         return end
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def glue(self, said: list[str], last_id: int) -> list[int]:
-        """The ids between a turn whose last id is given and the next: observations, and what the template adds."""
-        messages = [{"role": self.role, "content": self.harmless(text)} for text in said]
+    def glue(self, said: list[tuple[str, str]], last_id: int) -> list[int]:
+        """The ids between a turn whose last id is given and the next: what was said, and what the template adds.
+
+        ``said``: (which tool, its answer); of a game ("", its answer).
+        """
+        messages = [self._message(self.harmless(text), name) for name, text in said]
         ids = self._ids(self._after(USER, messages))
         return ids[1:] if last_id in self.special.values() else ids
 

@@ -903,8 +903,8 @@ def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
 def token_rewards(samples: list[Sample], decode: Callable[..., str], args) -> np.ndarray:
     """The task's reward of every response token, [N], response by response: all of it on the last one, 0 before.
 
-    With ``--dense_reward`` an intermediate score goes to the token that completes its characters. ``decode``: token ids
-    -> text.
+    With ``--dense_reward`` an intermediate score goes to the token that completes its characters, or of several turns
+    to the last one of its turn. ``decode``: token ids -> text.
     """
     found = []
     for sample in samples:
@@ -937,7 +937,7 @@ def _dense_rewards(sample: Sample, decode: Callable[..., str], args) -> np.ndarr
     start = shaped(0.0) if args.dense_reward == "difference" else 0.0
     before = start
     for end, score in sample.reward_steps:
-        place = bisect.bisect_left(range(len(ids)), end, key=characters)
+        place = end - 1 if sample.turns else bisect.bisect_left(range(len(ids)), end, key=characters)
         place = min(place, len(ids) - 1)
         rewards[place] += shaped(score) - (before if args.dense_reward == "difference" else 0.0)
         before = shaped(score)

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import inspect
 import linecache
+import math
 import numbers
 import os
 import random
@@ -28,7 +29,7 @@ from runtime import process
 
 MEMORY = 4 * 2**30  # bytes of address space, as a verifier's
 CHARACTERS = 10_000  # of an observation; what is longer is cut. A class may have another number as max_characters
-OWN = ("reset", "get_reward", "turn")  # methods that are no tools
+OWN = ("reset", "get_reward", "get_turn_reward", "turn")  # methods that are no tools
 
 loaded = SimpleNamespace(cls=None, error="")  # in the nursery and its forks
 
@@ -65,9 +66,10 @@ def describe() -> dict[str, Any]:
     about = {
         "error": "",
         "is_game": "turn" in names,
-        "has_reward": "get_reward" in names,
+        "has_reward": "get_reward" in names or "get_turn_reward" in names,
         "tools": [],
         "at_once": int(getattr(cls, "at_once", 64)),
+        "recorded": bool(getattr(cls, "recorded", False)),
     }
     if about["is_game"]:
         return about
@@ -144,8 +146,8 @@ class Held:
     def turn(cls, text: str | None, calls: list[tuple[str, dict]], is_last: bool) -> dict[str, Any]:
         """Answer a turn of the model: its ``text`` to a game, or the ``calls`` of tools.
 
-        Returns {"said": [(text, whether it failed, seconds)], "ended": bool, "reward": see ``reward``}; a reward where
-        the episode has ended or ``is_last``.
+        Returns {"said": [(text, whether it failed, seconds)], "ended": bool, "turn_reward": see ``turn_reward``,
+        "reward": see ``reward``}; a reward where the episode has ended or ``is_last``.
         """
         said = []
         ended = is_last
@@ -155,7 +157,8 @@ class Held:
             answer = cls.call(cls.made.turn, {"text": text}, is_game=True)
             ended = ended or answer[0] is None
             said.append(answer)
-        return {"said": said, "ended": ended, "reward": cls.reward() if ended else None}
+        turn_reward = cls.turn_reward() if said else None
+        return {"said": said, "ended": ended, "turn_reward": turn_reward, "reward": cls.reward() if ended else None}
 
     @classmethod
     def call(cls, method: Callable, arguments: dict, is_game: bool = False) -> tuple[str | None, bool, float]:
@@ -177,10 +180,23 @@ class Held:
         return answer, failed, time.perf_counter() - started
 
     @classmethod
-    def reward(cls) -> dict[str, Any] | None:
-        """What ``get_reward`` returns, a number or a rewards.Reward, as the fields of one; None without the method."""
-        if not hasattr(cls.made, "get_reward"):
+    def turn_reward(cls) -> float | str | None:
+        """What ``get_turn_reward`` returns of the turn just answered, or why there is none; None without the method."""
+        if not hasattr(cls.made, "get_turn_reward"):
             return None
+        try:
+            found = float(wait_for(cls.made.get_turn_reward))
+            if not math.isfinite(found):
+                raise ValueError(f"get_turn_reward returned {found}")
+        except BaseException:
+            return traceback.format_exc(limit=-3)
+        return found
+
+    @classmethod
+    def reward(cls) -> dict[str, Any] | None:
+        """What ``get_reward`` returns, a number or a rewards.Reward, as the fields of one; 0 without the method."""
+        if not hasattr(cls.made, "get_reward"):
+            return {"score": 0.0}
         try:
             found = wait_for(cls.made.get_reward)
             if isinstance(found, numbers.Real) or type(found).__name__ in ("bool_", "bool"):

@@ -7,6 +7,9 @@ repeats to the bit, and tools that take less than that many steps cost the other
 
 A call that lasts longer than --turn_timeout ends its process, and so may anything else that a tool does. The model is
 told, and the object is made again for its next turn: reset, and the turns before, which are called once more.
+
+What a class answers that says ``recorded = True`` is written down, and given again where the same episode is drawn
+again, after a kill or by a new engine: a run with tools that are not functions of their calls resumes to the same bits.
 """
 
 from __future__ import annotations
@@ -14,18 +17,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from runtime import data, environments
+from runtime import data, environments, reading
 from runtime.answers import after_thinking
-from runtime.chat import Chat
+from runtime.chat import Call, Chat
 from runtime.process import refuse
 from runtime.records import Problem
 from runtime.workers import Nursery, Worker, loaded_code
@@ -170,11 +176,13 @@ class Episode:
     observed: list[tuple[int, int]] = field(default_factory=list)  # spans of the environment's tokens in ids
     turns: list[dict[str, Any]] = field(default_factory=list)  # for people
     outcome: dict[str, Any] | None = None  # the environment's reward: fields of rewards.Reward
+    steps: list[tuple[int, float]] = field(default_factory=list)  # (the model's tokens so far, rewards of turns so far)
+    detail: str = ""  # why a turn has no reward
     finish_reason: str | None = None  # None: another turn follows
     # What its process is asked:
     past: list[tuple] = field(default_factory=list)  # turns that it has answered, by which the object is made again
     asked: tuple | None = None  # the turn that it shall answer
-    errors: list[str] = field(default_factory=list)  # malformed calls of this turn, in the place of their answers
+    calls: list[Call] = field(default_factory=list)  # of this turn, also those that are malformed
     answer: dict[str, Any] | str | None = None  # its answer, or what became of it
     due: int = 0  # the engine step after which the answer is taken
     worker: Worker | None = None
@@ -197,6 +205,11 @@ class Episode:
         left = self.sampling["max_tokens"] - len(self.ids)
         return self.prompt_ids + self.ids, self.sampling | {"max_tokens": left}, seed
 
+    def key_of_answer(self) -> str:
+        """What the answer to ``asked`` is recorded by: prompt, sample, turn, and the weights that began the episode."""
+        text = repr((self.seed, self.versions[0][0], self.prompt_ids, self.ids, self.asked))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
     def add(self, answer) -> None:
         """Add a turn: vLLM's ``CompletionOutput``."""
         before = len(self.logprobs)
@@ -211,6 +224,34 @@ class Episode:
         """What the run is told of it: the fields of a Sample, from its ids on."""
         plain = (self.ids, self.logprobs, self.finish_reason, self.versions)
         return plain if self.row is None else (*plain, self.observed, self.turns, self.outcome)
+
+
+records = SimpleNamespace(folder=None)  # the run's, where answers are recorded
+
+
+class Answers:
+    """Answers of environments that would not answer the same again, in the run's folder: a file for each rank."""
+
+    def __init__(self, folder: Path | None, is_new: bool):
+        """``folder``: None where nothing is recorded. ``is_new``: what an earlier run has left there is not read."""
+        self.folder = folder
+        self.known: dict[str, dict] = {}
+        if folder is not None and not is_new:
+            rows = itertools.chain.from_iterable(reading.records(path) for path in sorted(folder.glob("*.jsonl")))
+            self.known = {row["key"]: row["answer"] for row in rows}
+
+    def find(self, episode: Episode) -> dict | None:
+        """The answer that was recorded of what an episode asks."""
+        return self.known.get(episode.key_of_answer()) if self.known else None
+
+    def keep(self, episode: Episode, answer: dict) -> None:
+        """Record an answer, before anything is made of it."""
+        if self.folder is None or (key := episode.key_of_answer()) in self.known:
+            return
+        self.known[key] = answer
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / f"{os.environ.get('RANK', '0')}.jsonl", "a") as file:
+            file.write("\n" + json.dumps({"key": key, "answer": answer}) + "\n")  # the line before may have been cut
 
 
 class Episodes:
@@ -228,6 +269,8 @@ class Episodes:
         self.about = about(args.environment)
         self.chat = chat_of(data.load_tokenizer(args), args)
         self.lives = Lives(args.environment)
+        is_kept = self.about["recorded"] and not args.dry_run
+        self.answers = Answers(records.folder if is_kept else None, is_new=args.overwrite)
 
     def turn_ended(self, episode: Episode, answer) -> None:
         """Take a turn of the model; ``answer``: vLLM's ``CompletionOutput``. Asks the environment without waiting."""
@@ -245,7 +288,7 @@ class Episodes:
         if calls:
             turn["calls"] = [vars(call) for call in calls]
         episode.turns.append(turn)
-        episode.errors = [call.error for call in calls]
+        episode.calls = calls
         good = [(call.name, call.arguments) for call in calls if not call.error]
         count = sum(turn["role"] == "assistant" for turn in episode.turns)
         is_last = count == self.args.max_turns or not whole or not (is_game or calls)
@@ -259,8 +302,10 @@ class Episodes:
             self.ended.append(episode)
             return
         if text is None and not calls and not is_last:  # calls that are malformed, all of them
-            episode.answer = {"said": [], "ended": False, "reward": None}
+            episode.answer = {"said": [], "ended": False, "turn_reward": None, "reward": None}
         else:
+            episode.answer = self.answers.find(episode)
+        if episode.answer is None:
             self.queue.append(episode)
         episode.due = self.step + self.args.turn_lag
         self.aside.append(episode)
@@ -363,33 +408,31 @@ class Episodes:
         Otherwise the episode has ended, or its ``finish_reason`` is None and the model goes on.
         """
         answer, episode.answer = episode.answer, None
-        _, calls, is_last = episode.asked
-        if isinstance(answer, str):  # what became of its process
-            status = "timeout" if answer.startswith("no answer") else "crash"
-            seconds = time.monotonic() - episode.sent
-            said = [(f"error: {answer}", True, seconds)] * max(1, len(calls))
-            reward = {"score": 0.0, "status": status, "detail": answer} if self.about["has_reward"] else None
-            lost = episode.unanswered > 1  # it did not even come to this turn
-            answer = {"said": said, "ended": is_last or lost, "reward": reward}
-        else:
+        if isinstance(answer, str):
+            answer = self._lost(episode, answer)
+        self.answers.keep(episode, answer)
+        if not answer.get("lost"):
             episode.past.append(episode.asked)
+        self._count_reward(episode, answer["turn_reward"])
         answers = iter(answer["said"])
-        said = [(error, True, 0.0) if error else next(answers) for error in episode.errors]
+        said = [(call.error, True, 0.0) if call.error else next(answers) for call in episode.calls]
         said += answers  # of a game, or what became of the reward
-        texts = [text for text, _, _ in said if text is not None]
+        names = [call.name or "none" for call in episode.calls]
+        pairs = itertools.zip_longest(names, said, fillvalue="")
+        texts = [(name, text) for name, (text, *_) in pairs if text is not None]
         if texts:
-            turn = {"role": self.chat.role, "text": "\n".join(texts), "tokens": 0}
+            turn = {"role": self.chat.role, "text": "\n".join(text for _, text in texts), "tokens": 0}
             turn["failures"] = sum(failed for _, failed, _ in said)
             turn["seconds"] = sum(seconds for _, _, seconds in said)
             episode.turns.append(turn)
         if answer["ended"]:
-            episode.outcome = answer["reward"]
+            episode.outcome = self._outcome(episode, answer["reward"])
             self._end(episode)
             return True
         glue = self.chat.glue(texts, episode.ids[-1])
         if len(episode.ids) + len(glue) >= episode.sampling["max_tokens"]:  # no room for another turn
             episode.finish_reason = "length"
-            episode.errors = []
+            episode.calls = []
             self._put_aside(episode, None, [], is_last=True)
             return False
         turn["tokens"] = len(glue)
@@ -397,6 +440,36 @@ class Episodes:
         episode.ids += glue
         episode.finish_reason = None
         return True
+
+    def _lost(self, episode: Episode, what: str) -> dict[str, Any]:
+        """The answer of a process that ended without one; ``what`` became of it."""
+        _, calls, is_last = episode.asked
+        seconds = time.monotonic() - episode.sent
+        said = [(f"error: {what}", True, seconds)] * max(1, len(calls))
+        status = "timeout" if what.startswith("no answer") else "crash"
+        ended = is_last or episode.unanswered > 1  # it did not even come to this turn
+        reward = {"score": 0.0, "status": status, "detail": what}
+        return {"said": said, "ended": ended, "turn_reward": None, "reward": reward, "lost": True}
+
+    def _count_reward(self, episode: Episode, found: float | str | None) -> None:
+        """Add the reward of the turn that has been answered, or note why it has none."""
+        if isinstance(found, str):
+            episode.detail = found
+        elif found is not None:
+            before = episode.steps[-1][1] if episode.steps else 0.0
+            episode.steps.append((len(episode.logprobs), before + found))
+
+    def _outcome(self, episode: Episode, reward: dict[str, Any]) -> dict[str, Any] | None:
+        """The reward of an episode: that of its end, and those of its turns."""
+        if not self.about["has_reward"]:
+            return None
+        if episode.detail:
+            reward = reward | {"status": "unscorable", "detail": episode.detail}
+        if not episode.steps:
+            return reward
+        total = episode.steps[-1][1]
+        parts = reward.get("parts", {"correct": float(reward["score"] == 1)}) | {"turns": total}
+        return reward | {"score": reward["score"] + total, "parts": parts, "steps": episode.steps}
 
 
 # ----------------------------------------------------------------------------------------------------- before a run

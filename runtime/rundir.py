@@ -30,7 +30,7 @@ WRITTEN = (
 )
 # What else it leaves there, and what the programs that read it do: --overwrite removes all this and nothing else.
 LEFT = (
-    *(*WRITTEN, "libraries.log", "bad_batch.jsonl", "wandb"),
+    *(*WRITTEN, "libraries.log", "bad_batch.jsonl", "wandb", "answers"),
     *("curves.png", "report.html", "eval_samples.jsonl", "replay.png", "measured_kl.json"),
 )
 

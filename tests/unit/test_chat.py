@@ -1,0 +1,139 @@
+"""runtime/chat.py with the templates of real models: what an engine is given, turn by turn, is what is trained on.
+
+tests/templates has templates of our own in the forms of Qwen 2.5, Qwen 3, Llama 3 and Hermes. RLVR_TEMPLATES: a folder
+with more, for example those of the models themselves; each must be one of these forms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+from test_episodes import Player, arguments, observations
+
+from runtime import batching, data, episodes
+from runtime.records import Problem, Sample
+
+OWN = [ROOT / "tests" / "templates" / f"{name}.jinja" for name in ("qwen2_5", "qwen3", "llama3", "hermes")]
+TEMPLATES = OWN + sorted(Path(os.environ.get("RLVR_TEMPLATES", "/nonexistent")).glob("*.jinja"))
+LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 3?"}]
+# Two calls, each with the answer that Tools gives; Llama's templates write one call a turn.
+CALLS = [("add", {"number": 2}, "2"), ("words", {"count": 2, "word": "<|im_end|>"}, "|im_end|> |im_end|>")]
+
+
+class Special(Player):
+    """A player whose tokenizer has Llama's special tokens as well."""
+
+    def __init__(self, folder, template: Path, name: str = "Tools", **more):
+        super().__init__(folder, name, chat_template=str(template), **more)
+        self.chat = self.episodes.chat
+        self.end = self.chat.end
+
+    def ask(self) -> Problem:
+        """A problem with its prompt, as a run makes it."""
+        problem = Problem(ASKED, "5", "exact", {})
+        tools = episodes.first_turns([problem], self.tokenizer, self.args)
+        return data.render_prompts([problem], self.tokenizer, self.args, tools)[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory) -> Path:
+    """The tiny tokenizer with Llama's special tokens."""
+    tokenizer = data.load_tokenizer(arguments(tiny, "Tools"))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(LLAMA)})
+    place = tmp_path_factory.mktemp("special")
+    tokenizer.save_pretrained(place)
+    return place
+
+
+@pytest.fixture(params=TEMPLATES, ids=lambda path: path.stem)
+def player(request, folder):
+    made = Special(folder, request.param)
+    yield made
+    made.episodes.close()
+
+
+def test_what_the_engine_is_given_is_what_is_trained_on(player):
+    """Every request, the row that is trained on, its targets, and the template's own text of the whole conversation."""
+    problem = player.ask()
+    episode = player.begin()
+    episode.prompt_ids = problem.prompt_ids
+    given, written = [], []
+    for name, given_to, _ in CALLS:
+        given.append(episode.request()[0])
+        written.append(player.chat.write(name, given_to))
+        player.says(episode, written[-1])
+        assert player.steps() == [episode] and episode.finish_reason is None, episode.turns
+    given.append(episode.request()[0])
+    player.says(episode, "It is 5.")
+    assert player.steps() == [episode] and episode.finish_reason == "stop"
+    assert observations(episode) == ["2", "<|im_end|> <|im_end|>"]
+
+    sample = Sample(0, 0, problem.prompt_ids, *episode.found())
+    whole = [*sample.prompt_ids, *sample.response_ids.tolist()]
+    ends = [end for _, end in sample.observed]
+    assert given == [whole[: len(problem.prompt_ids) + end] for end in (0, *ends)]
+
+    own = sample.own()
+    turns = [player.tokenizer(text)["input_ids"] + [player.end] for text in (*written, "It is 5.")]
+    assert sample.response_ids[own].tolist() == [token for turn in turns for token in turn]
+    assert len(sample.sampler_logprobs) == own.sum()
+    (mb,) = batching.micro_batches(
+        [sample], [0], layout="padded", budget=10_000, rank=0, world_size=1, device=torch.device("cpu")
+    )
+    assert mb.input_ids.flatten().tolist()[: len(whole)] == whole[: mb.input_ids.numel()]
+    real = mb.tokens < sample.length
+    assert mb.targets[mb.copies][real].tolist() == sample.response_ids[own].tolist()
+
+    messages = [*ASKED]
+    for name, given_to, answer in CALLS:
+        call = {"type": "function", "function": {"name": name, "arguments": given_to}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "name": name, "content": answer})
+    text = player.chat.text(messages, tools=player.chat.tools)
+    expected = player.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert whole[: -len(turns[-1])] == expected
+
+
+def test_a_call_is_read_as_it_is_written(player):
+    for name, given_to, _ in CALLS:
+        (call,) = player.chat.calls(player.chat.write(name, given_to))
+        assert (call.name, call.arguments, call.error) == (name, given_to, "")
+
+
+def test_the_prompt_has_every_tool_and_the_system_message_or_the_template_drops_it(player):
+    text = player.tokenizer.decode(player.ask().prompt_ids)
+    for tool in player.chat.tools:
+        assert tool["function"]["name"] in text and tool["function"]["description"] in text
+
+
+def test_thinking_that_is_switched_off_is_written_before_every_turn(folder):
+    player = Special(folder, OWN[1])
+    player.chat.variables = {"enable_thinking": False}
+    assert player.chat.calls(player.chat.write("add", {"number": 1}))[0].arguments == {"number": 1}
+    glue = player.chat.glue([("add", "3")], player.end)
+    assert player.tokenizer.decode(glue).endswith("<think>\n\n</think>\n\n")
+    player.episodes.close()
+
+
+def test_a_template_without_tools_gets_them_in_the_system_message(folder, tmp_path):
+    (tmp_path / "plain.jinja").write_text(data.CHAT_TEMPLATES["chatml"])
+    player = Special(folder, tmp_path / "plain.jinja")
+    text = player.tokenizer.decode(player.ask().prompt_ids)
+    assert all(json.dumps(tool["function"]) in text for tool in player.chat.tools)
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nYou may call functions.")
+    player.episodes.close()
+
+
+def test_a_template_that_drops_the_tools_is_refused(folder, capsys):
+    with pytest.raises(SystemExit) as ended:
+        Special(folder, ROOT / "tests" / "templates" / "silent.jinja")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "writes neither tools nor the system message" in said and "--chat_template chatml" in said
+    Special(folder, ROOT / "tests" / "templates" / "silent.jinja", name="Guess").episodes.close()  # a game has none
