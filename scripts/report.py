@@ -72,7 +72,9 @@ def contents(folder: Path, metrics: list[dict], evals: list[dict]) -> dict:
 
 def _characters(sample: dict) -> int:
     """About how much of the page a sample takes."""
-    return 300 + sum(len(value) for value in sample.values() if isinstance(value, str))
+    texts = [value for value in sample.values() if isinstance(value, str)]
+    turns = [turn["text"] for turn in sample.get("turns", ())]
+    return 300 + 300 * len(turns) + sum(map(len, (*texts, *turns)))
 
 
 def _flags(name: str) -> set[str]:

@@ -37,6 +37,7 @@ import grpo
 PROMPTS = 2
 VOCABULARY = 3
 END = 0  # the token that ends a response
+TURN = 2  # tokens of the first turn, where a response is read as one of two turns
 F64 = torch.float64
 
 
@@ -72,6 +73,11 @@ class World:
         self.owner = torch.tensor(owner)  # [N], the response of each token
         self.lengths = torch.bincount(self.owner)  # [R]
         self.prompts = torch.tensor([prompt for prompt, _ in self.responses])  # [R]
+        earlier = [[0.0] * TURN + [sum(tokens[:TURN]) / 4] * max_length for _, tokens in self.responses]
+        lengths = self.lengths.tolist()
+        self.past = torch.tensor(
+            [x for row, n in zip(earlier, lengths, strict=True) for x in row[:n]], dtype=F64
+        )  # [N]
         self.n_rows = len(row_of_prefix)
         self.prompt_of_row = torch.tensor([prompt for prompt, _ in row_of_prefix])
         self.rewards = self.draw_rewards(seed, binary)  # [R]
@@ -210,6 +216,7 @@ class Batch(NamedTuple):
     owner: Tensor  # the response of each token
     lengths: Tensor  # [R], tokens of each response
     drift: Tensor  # the exact KL(sampler||pi) of the next token after each token's prefix
+    past: Tensor  # what the turns before the token's own have brought: a part of the response's reward
 
     def response_sum(self, values: Tensor) -> Tensor:
         """The sum over its response, at every token: [N] -> [N]."""
@@ -367,6 +374,11 @@ def gmpo(b: Batch) -> Tensor:
     return -b.advantages * ratio / b.lengths[b.owner]
 
 
+def return_to_go(b: Batch) -> Tensor:
+    """variants/turn_rewards.patch: a turn is credited with what it and those after it bring, and not with the past."""
+    return from_grpo(b._replace(advantages=b.advantages - b.past))
+
+
 LOSSES: dict[str, Callable[[Batch], Tensor]] = {
     "policy gradient": policy_gradient,
     "sequence ratio": sequence_ratio,
@@ -387,6 +399,7 @@ LOSSES: dict[str, Callable[[Batch], Tensor]] = {
     "CISPO": cispo,
     "GSPO": gspo,
     "GMPO": gmpo,
+    "return to go": return_to_go,
 }
 
 
@@ -488,6 +501,7 @@ def batch_of(world: World, policies: Policies) -> Batch:
         owner=world.owner,
         lengths=world.lengths,
         drift=drift[world.rows],
+        past=world.past,
     )
 
 

@@ -34,6 +34,62 @@ class Late(Guess):
         return super().turn(text)
 
 
+class Paid:
+    """A game of turns that each bring what the model says; the end brings 10 more where it says "end"."""
+
+    def reset(self, **row):
+        self.said = ""
+
+    def turn(self, text):
+        self.said = text
+        return None if text == "end" else "and?"
+
+    def get_turn_reward(self):
+        return float(self.said) if self.said != "end" else 0
+
+    def get_reward(self):
+        return 10.0 if self.said == "end" else 0.0
+
+
+class OnlyPaid:
+    """The same with calls of a tool, and without a reward at the end."""
+
+    def reset(self, **row):
+        self.number = 0.0
+
+    def pay(self, number: float) -> str:
+        """Pay.
+
+        Args:
+            number: how much.
+        """
+        self.number = number
+        return "paid"
+
+    def get_turn_reward(self):
+        return self.number
+
+
+class Fickle:
+    """A game whose every answer is another one. FICKLE: a file that gets a line for each call."""
+
+    recorded = True
+
+    def reset(self, **row):
+        self.numbers = []
+
+    def turn(self, text):
+        with open(os.environ["FICKLE"], "a") as file:
+            file.write(f"{os.getpid()}\n")
+        if os.path.exists(os.environ["FICKLE"] + ".stop"):  # the tool that is under way when its run is killed
+            time.sleep(600)
+        self.numbers.append(os.urandom(2).hex())
+        return self.numbers[-1]
+
+    def get_reward(self):
+        return int(self.numbers[-1], 16) / 2**16 if self.numbers else 0.0
+
+
 class Tools:
     """Tools with a state, in TRL's form."""
 

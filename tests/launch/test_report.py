@@ -336,6 +336,16 @@ def test_plot_says_what_is_wrong(runs, tmp_path, words, says):
 # ---------------------------------------------------------------------------------------------------------------- page
 
 
+CALL = {"name": "look", "arguments": {"place": "a b", "count": 2}, "error": ""}
+BAD = {"name": "", "arguments": {}, "error": "error: not a tool call: x"}
+TURNS = [
+    {"role": "assistant", "text": "first <b>", "tokens": 11, "calls": [CALL, BAD]},
+    {"role": "tool", "text": f"seen haystack {NASTY}", "tokens": 7, "failures": 1, "seconds": 0.25},
+    {"role": "assistant", "text": "last", "tokens": 3},
+    {"role": "tool", "text": "too late", "tokens": 0, "failures": 0, "seconds": 1.5},
+]
+
+
 @pytest.fixture(scope="module")
 def folder(runs, tmp_path_factory) -> Path:
     """A real run, and a few samples more that try to break the page."""
@@ -345,6 +355,7 @@ def folder(runs, tmp_path_factory) -> Path:
     with open(folder / "samples.jsonl", "a") as f:
         for step in (1, 2):
             f.write(json.dumps(first | {"step": step, "response": f"needle {NASTY} Needle", "reward": 7.5}) + "\n")
+        f.write(json.dumps(first | {"step": 2, "reward": 7.5, "turns": TURNS}) + "\n")
     call(report, folder)
     return folder
 
@@ -465,6 +476,22 @@ def test_the_page_in_a_browser(folder, tmp_path):
         browser.type("from", "2")
         assert browser.value(count) == f"1 of {len(samples)}"
         assert "q=NEEDLE&from=2" in browser.value("location.hash")
+
+        browser.value("location.hash = ''")
+        browser.until(f"{count} === '{len(samples)} of {len(samples)}'")
+        browser.type("q", "haystack")  # in what an environment said
+        assert browser.value(count) == f"1 of {len(samples)}"
+        turns = browser.value(
+            "[...document.querySelectorAll('.turn')].map(e => [...e.children].map(c => c.textContent))"
+        )
+        assert turns == [
+            ['model, 11 tokens, calls look("place":"a b","count":2), error: not a tool call: x', "first <b>"],
+            ["tool, 7 tokens, 0.25 s, 1 failed", f"seen haystack {NASTY}"],
+            ["model, 3 tokens", "last"],
+            ["tool, 0 tokens, 1.5 s, not seen by the model", "too late"],
+        ]
+        labels = "[...document.querySelectorAll('.sample > .label')].map(e => e.textContent)"
+        assert browser.value(labels) == ["prompt", "turns", "truth"]
 
         browser.value("location.hash = ''")
         middle = sorted(s["reward"] for s in samples)[len(samples) // 2]

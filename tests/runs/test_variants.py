@@ -35,6 +35,7 @@ ROWS = {
     "maxrl": ("PPO clip", {}),
     "lora": ("PPO clip", {}),
     "sdpo": ("PPO clip", {}),
+    "turn_rewards": ("PPO clip", {}),
 }
 # These need vLLM for a step; their own files have such runs.
 WITH_VLLM = ("lora",)

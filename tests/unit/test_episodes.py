@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT, alive, descendants
 
+import rewards
 from runtime import data, episodes
 from runtime.flags import RunFlags
 from runtime.records import Problem
@@ -252,6 +253,79 @@ def test_a_game_ends_by_itself_or_after_its_turns(player):
     lost = one.play("1", "2", "3")
     assert (lost.finish_reason, lost.outcome, len(lost.observed)) == ("stop", {"score": 0.0}, 2)
     assert lost.turns[-1]["tokens"] == 0, "the model has not seen it"
+
+
+def test_the_rewards_of_turns_are_part_of_the_reward_and_stand_where_their_turns_end(player):
+    one = player("Paid")
+    episode = one.play("2", "x", "0.5", "end")
+    counts = [turn["tokens"] for turn in episode.turns if turn["role"] == "assistant"]
+    ends = [sum(counts[: k + 1]) for k in range(4)]
+    assert ends[-1] == len(episode.logprobs)
+    assert episode.outcome["steps"] == [(ends[0], 2.0), (ends[2], 2.5), (ends[3], 2.5)]
+    assert episode.outcome["score"] == 12.5 and episode.outcome["parts"] == {"correct": 0.0, "turns": 2.5}
+    assert episode.outcome["status"] == "unscorable" and "could not convert" in episode.outcome["detail"]
+    episode = one.play("3", "end")
+    assert episode.outcome.keys() == {"score", "parts", "steps"}
+    found = rewards.environment("", "", {"episode": {"outcome": episode.outcome}})
+    assert (found.score, found.status, [value for _, value in found.steps]) == (13.0, "ok", [3.0, 3.0])
+
+
+def test_rewards_of_turns_alone_are_a_reward(player, tiny):
+    args = arguments(tiny, "OnlyPaid")
+    episodes.check(args)
+    assert args.verifier == "environment"
+    episode = player("OnlyPaid").play(call("pay", number=1.5), call("pay", number=0.25) + call("pay"), "done")
+    assert episode.outcome["score"] == 1.75 and [value for _, value in episode.outcome["steps"]] == [1.5, 1.75]
+
+
+def test_what_is_recorded_is_answered_again_and_not_asked(player, tmp_path, monkeypatch):
+    """By prompt, sample, turn and what was said; after a kill that cut the last line, and by a new engine."""
+    monkeypatch.setenv("FICKLE", str(tmp_path / "calls"))
+    monkeypatch.setattr(episodes.records, "folder", tmp_path / "answers")
+    calls = lambda: len((tmp_path / "calls").read_text().splitlines())  # noqa: E731
+    first = player("Fickle", max_turns=3).play("a", "b", "c")
+    assert calls() == 3 and len(set(observations(first))) == 3
+    (file,) = (tmp_path / "answers").iterdir()
+    text = file.read_text()
+    again = player("Fickle", max_turns=3).play("a", "b", "c")
+    assert calls() == 3 and file.read_text() == text
+    assert again.found() == first.found()
+
+    file.write_text(text[: text.rindex('"answer"')])  # the last line is cut
+    cut = player("Fickle", max_turns=3).play("a", "b", "c")
+    assert calls() == 3 + 3, "the turns before are called again, for the object's state"
+    assert cut.turns[:5] == first.turns[:5] and cut.outcome != first.outcome
+    whole = player("Fickle", max_turns=3).play("a", "b", "c")
+    assert calls() == 6 and whole.found() == cut.found()
+
+    other = player("Fickle", max_turns=3).play("a", "other", "c")
+    assert other.turns[1] == first.turns[1] and other.turns[3]["text"] != first.turns[3]["text"]
+    one = player("Fickle", max_turns=3)
+    episode = one.begin()
+    episode.seed = 8  # another sample
+    one.says(episode, "a")
+    one.steps()
+    assert observations(episode) != observations(first)[:1]
+
+
+def test_nothing_is_recorded_of_a_class_that_does_not_ask_for_it(player, tmp_path, monkeypatch):
+    monkeypatch.setattr(episodes.records, "folder", tmp_path / "answers")
+    player("Guess").play("1", "4")
+    monkeypatch.setenv("FICKLE", str(tmp_path / "calls"))
+    player("Fickle", dry_run=True, max_turns=1).play("a")
+    assert not (tmp_path / "answers").exists()
+
+
+def test_a_time_out_is_recorded_as_well(player, tmp_path, monkeypatch):
+    """It is the clock's, and no function of the call."""
+    monkeypatch.setenv("FICKLE", str(tmp_path / "calls"))
+    monkeypatch.setattr(episodes.records, "folder", tmp_path / "answers")
+    (tmp_path / "calls.stop").touch()
+    first = player("Fickle", max_turns=1, turn_timeout=2.0).play("a")
+    (tmp_path / "calls.stop").unlink()
+    again = player("Fickle", max_turns=1).play("a")
+    assert "no answer within 2 s" in observations(again)[0] and again.found() == first.found()
+    assert again.outcome["status"] == "timeout"
 
 
 def test_a_turn_that_is_cut_off_ends_the_episode_unanswered(player):

@@ -39,6 +39,7 @@ class Tokens:
     def __init__(self, pi: list[float], old: list[float], sampler: list[float], drift: list[float], advantage: float):
         self.n = len(pi)
         self.a = advantage
+        self.past = 0.0  # what the first turn has brought
         self.drift = drift
         self.ratio = ratios(pi, old)
         self.mismatch = ratios(old, sampler)
@@ -47,6 +48,13 @@ class Tokens:
         self.moved = []
         for x, y in zip(pi, sampler, strict=True):
             self.moved.append(math.exp(x) - math.exp(y))
+
+    def to_go(self) -> list[float]:
+        """The first two tokens are credited with everything, the others with what the first turn has not brought."""
+        everything = self.a
+        first = self.ppo()[:2]
+        self.a = everything - self.past
+        return first + self.ppo()[2:]
 
     def ppo(self, low: float = 0.2, high: float = 0.2, dual: float = math.inf) -> list[float]:
         """A ratio, or 0 where the surrogate is flat."""
@@ -136,6 +144,7 @@ COEFFICIENTS: dict[str, Callable[[Tokens], list[float]]] = {
     "CISPO": lambda t: [t.a * x for x in truncated(t.ratio, 1.28)],
     "GSPO": lambda t: t.gspo(),
     "GMPO": lambda t: t.gmpo(),
+    "return to go": lambda t: t.to_go(),
 }
 
 
@@ -203,7 +212,9 @@ class Oracle:
     def tokens(self, case: Case, advantage: float) -> Tokens:
         pi, old, sampler = (self.logp(which, case).tolist() for which in range(3))
         drift = self.drift[self.rows(case)].tolist()
-        return Tokens(pi, old, sampler, drift, advantage)
+        found = Tokens(pi, old, sampler, drift, advantage)
+        found.past = sum(case[1][:2]) / 4
+        return found
 
     def update(self, case: Case, coefficients: list[float]) -> Tensor:
         """The sum of coefficient x grad log pi over the tokens of a case."""
@@ -318,6 +329,7 @@ ASCENDS = {
     "CISPO": ("E[R]", SURROGATE, UNNAMED, LIKELIHOOD, UNNAMED),
     "GSPO": ("E[A / length]", UNNAMED, UNNAMED, UNNAMED, UNNAMED),
     "GMPO": ("E[A / length]", UNNAMED, UNNAMED, UNNAMED, UNNAMED),
+    "return to go": ("E[R]", SURROGATE, UNNAMED, UNNAMED, UNNAMED),
 }
 
 
@@ -711,6 +723,8 @@ MUTATIONS = [
     ("GSPO", TABLE, "ratio.clamp(0.8, 1.2)", "ratio.clamp(0.8, 1.4)"),
     ("GMPO", TABLE, "torch.minimum(log_ratio", "torch.maximum(log_ratio"),
     ("GMPO", TABLE, "clamp(-0.4, 0.4)", "clamp(-0.4, 0.8)"),
+    ("return to go", TABLE, "b.advantages - b.past", "b.advantages + b.past"),
+    ("return to go", TABLE, "[0.0] * TURN +", "[0.0] * (TURN - 1) +"),
     ("constant", GRPO, "(len(in_loss) * args.max_response_length)", "(len(in_loss) * lengths[i])"),
     ("constant", GRPO, "group / (group - 1)", "(group - 1) / group"),
     ("sequence", GRPO, "(len(in_loss) * lengths[i])", "len(in_loss)"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
 import pytest
 import torch
-from helpers import folder_of, make_samples, read_jsonl, run_here, tiny_args
+from helpers import folder_of, load_variant, make_samples, read_jsonl, run_here, tiny_args
 
 import grpo
 import ppo
@@ -152,6 +153,52 @@ def test_the_reward_is_on_the_model_s_last_token(episodes):
     assert len(found) == offsets[-1]
     assert [found[end - 1] for end in offsets[1:]] == [s.reward for s in episodes]
     assert np.count_nonzero(found) == len(episodes)
+
+
+def test_the_reward_of_a_turn_is_on_its_last_token(episodes):
+    """With --dense_reward difference; what the end brought is on the very last, and a truncated response has none."""
+    sample = next(s for s in episodes if s.observed)
+    sample.turns = [{"role": "assistant"}]
+    ends = [start - sum(e - f for f, e in sample.observed[:k]) for k, (start, _) in enumerate(sample.observed)]
+    sample.reward_steps = ((ends[0], 2.0), (ends[-1], 2.5))
+    sample.reward, sample.finish_reason = 3.5, "stop"
+    args = ppo.Args(dense_reward="difference")
+    found = data.token_rewards([sample], None, args)
+    expected = np.zeros(sample.length)
+    expected[ends[0] - 1] += 2.0
+    expected[ends[-1] - 1] += 0.5
+    expected[-1] += 1.0
+    assert found.tolist() == expected.tolist()
+    sample.finish_reason = "length"
+    sample.reward = 0.0
+    assert not data.token_rewards([sample], None, dataclasses.replace(args, mask_no_eos_with_zero=True)).any()
+
+
+def test_return_to_go_leaves_out_what_came_before_a_turn(episodes, tmp_path):
+    """variants/turn_rewards.patch: (return of the turn and those after it - mean) / std, for every token."""
+    module = load_variant("turn_rewards", tmp_path)
+    for kind in ("standard", "centered"):
+        args = module.Args(advantage_normalization_type=kind, reward_scaling=2.0, num_samples_per_prompt_rollout=4)
+        for sample in episodes:
+            half = sample.length // 2
+            sample.reward_steps = ((half, 1.0), (sample.length, 1.5)) if half else ()
+            sample.finish_reason = "length" if sample.sample_id == 2 else "stop"
+            sample.reward = 0.0 if sample.sample_id == 2 else 2.0 * (1.5 + sample.sample_id)
+        for sample in episodes[-4:]:
+            sample.reward = 1.0  # a group without a signal
+        rewards_PG = torch.tensor([s.reward for s in episodes], dtype=torch.float64).view(3, 4)
+        past_N = module.past_rewards(episodes, rewards_PG, args)
+        advantages = module.group_advantages(rewards_PG, kind, args.advantage_eps).flatten().tolist()
+        found = torch.cat([torch.full((s.length,), a) for s, a in zip(episodes, advantages, strict=True)]) - past_N
+        expected = []
+        for place, sample in enumerate(episodes):
+            group = rewards_PG[place // 4]
+            scale = 1 / (group.std().item() + args.advantage_eps) if kind == "standard" else 1.0
+            has_turns = sample.finish_reason == "stop" and sample.length > 1
+            for k in range(sample.length):
+                to_go = sample.reward - (2.0 if has_turns and k >= sample.length // 2 else 0.0)
+                expected.append((to_go - group.mean().item()) * scale if place < 8 else 0.0)
+        assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_versions_are_the_model_s_tokens(episodes):
