@@ -182,7 +182,7 @@ class Held:
     @classmethod
     def turn_reward(cls) -> float | str | None:
         """What ``get_turn_reward`` returns of the turn just answered, or why there is none; None without the method."""
-        if not hasattr(cls.made, "get_turn_reward"):
+        if getattr(cls.made, "get_turn_reward", None) is None:
             return None
         try:
             found = float(wait_for(cls.made.get_turn_reward))
@@ -195,7 +195,7 @@ class Held:
     @classmethod
     def reward(cls) -> dict[str, Any] | None:
         """What ``get_reward`` returns, a number or a rewards.Reward, as the fields of one; 0 without the method."""
-        if not hasattr(cls.made, "get_reward"):
+        if getattr(cls.made, "get_reward", None) is None:
             return {"score": 0.0}
         try:
             found = wait_for(cls.made.get_reward)

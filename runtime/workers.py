@@ -243,6 +243,7 @@ def _nurse(
     adopt_orphans()
     control.send(changed_files(code, loaded_files()))
     prepare(*arguments)
+    lasting = set(children(os.getpid()))  # what a user's file has started for all workers
     sys.stdout.flush()
     gc.collect()
     gc.freeze()  # what a collection does not touch stays shared with the workers
@@ -272,7 +273,7 @@ def _nurse(
             kill_tree(pid)
             workers.remove(pid)
             code_of_end = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            _kill_orphans(workers)
+            _kill_orphans(workers | lasting)
             control.send(code_of_end)
 
 
