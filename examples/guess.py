@@ -1,0 +1,43 @@
+"""Guess a digit: each answer repeats the history, so that the model need not remember it.
+
+    python examples/guess.py > guess.jsonl
+    python grpo.py --environment examples/guess.py:Guess --max_turns 4 --dataset guess.jsonl --prompt_key prompt \
+        --eval_prompts 0
+
+A good player halves what is left and needs 2.9 guesses on average; the reward is 1 less a quarter for each guess that
+was wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+
+class Guess:
+    """Guess a digit within four guesses."""
+
+    def reset(self, game, **row):
+        self.number = random.Random(game).randrange(10)
+        self.history = []
+        self.found = False
+        return "\nGuess a digit. The history shows + where it is higher, - where it is lower."
+
+    def turn(self, text):
+        digits = re.findall(r"\d", text)
+        guess = int(digits[-1]) if digits else None
+        self.found = guess == self.number
+        if self.found:
+            return None
+        sign = "?" if guess is None else "+" if guess < self.number else "-"
+        self.history.append(f"{'' if guess is None else guess}{sign}")
+        return " ".join(self.history)
+
+    def get_reward(self):
+        return 1 - len(self.history) / 4 if self.found else 0.0
+
+
+if __name__ == "__main__":
+    for game in range(400):
+        print(json.dumps({"prompt": "A game.", "answer": "", "game": game}))

@@ -1,0 +1,321 @@
+"""Runs of several turns with a real engine: bits, kills, and ids, mask and rewards proved for every turn.
+
+What lives in a Python of its own needs TEXTARENA_PYTHON, GYMNASIUM_PYTHON, REASONING_GYM_PYTHON or OPENENV_PYTHON, as
+adapters/ say; OPENENV_URL is the address of a server of `openenv init`'s environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, Run, command, finish, read_jsonl, record, saved, with_program
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FILE = ROOT / "tests" / "environments.py"
+FEW = ("--verifier", "environment", "--max_response_length", "64", "--max_turns", "3", "--total_steps", "3")
+
+
+@pytest.fixture(scope="module")
+def chatty(tiny, tmp_path_factory) -> Path:
+    """The tiny model with one token in twenty as an end, so that turns end, and room for long prompts."""
+    folder = shutil.copytree(tiny, tmp_path_factory.mktemp("chatty") / "model")
+    for name, change in (
+        ("generation_config.json", {"eos_token_id": [2, *range(200, 230)]}),
+        ("config.json", {"max_position_embeddings": 8192}),
+    ):
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    return folder
+
+
+def line(model: Path, out: Path, name: str, *more: str, ranks: int = 1) -> list[str]:
+    file = name if "/" in name else f"{FILE}:{name}"
+    return command(model, out, "--environment", file, *FEW, *more, rollout="vllm", ranks=ranks)
+
+
+# ---------------------------------------------------------------------------------------------------------------- bits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "ranks"), [((), 1), (("--async_steps", "1"), 1), ((), 2)], ids=["synchronous", "asynchronous", "two ranks"]
+)
+def test_two_runs_are_equal_to_the_bit(chatty, tmp_path, more, ranks):
+    found = []
+    for name in ("first", "second"):
+        finish(line(chatty, tmp_path / name, "Guess", *more, ranks=ranks), tmp_path / f"{name}.log")
+        found.append(record(tmp_path / name / "run"))
+        print(name, found[-1]["weights"])
+    for one in found:
+        for row in one["metrics"]:
+            row.pop("env/tool_seconds")
+        for row in one["samples"]:
+            for turn in row["turns"]:
+                turn.pop("seconds", None)
+    assert found[0] == found[1]
+    assert sum(len(row["turns"]) > 2 for row in found[0]["samples"]) > 5
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_samples_and_the_weights_of_one(chatty, tmp_path):
+    """Each rank's engine plays its own prompts; sums over ranks round otherwise, so the weights agree to rounding."""
+    for ranks in (1, 2):
+        finish(line(chatty, tmp_path / str(ranks), "Guess", ranks=ranks), tmp_path / f"{ranks}.log")
+    one, two = (read_jsonl(tmp_path / ranks / "run" / "samples.jsonl") for ranks in "12")
+    assert [[t["text"] for t in s["turns"]] for s in one] == [[t["text"] for t in s["turns"]] for s in two]
+    first, second = (load_file(tmp_path / ranks / "run" / "model" / "model.safetensors") for ranks in "12")
+    before = load_file(chatty / "model.safetensors")
+    moved = max((first[name] - before[name]).abs().max().item() for name in before)
+    apart = max((first[name] - second[name]).abs().max().item() for name in before)
+    print(
+        f"moved by up to {moved:.2e}, apart by up to {apart:.2e}",
+        [record(tmp_path / r / "run")["weights"] for r in "12"],
+    )
+    assert apart < 1e-5 and moved > 100 * apart
+
+
+@pytest.mark.slow
+def test_a_run_killed_with_a_tool_under_way_resumes_to_the_weights_of_one_that_was_not(chatty, tmp_path, monkeypatch):
+    """The tool's answers are random. What was answered is given again; the straight run is given all of it."""
+    calls = tmp_path / "calls"
+    monkeypatch.setenv("FICKLE", str(calls))
+    more = ("--total_steps", "4", "--save_every", "1", "--turn_timeout", "100", "--turn_lag", "2")
+    parts = line(chatty, tmp_path / "parts", "Fickle", *more)
+    run = Run(parts, tmp_path / "parts.log")
+    run.until(lambda: saved(tmp_path / "parts") >= 2)
+    Path(f"{calls}.stop").touch()
+    before = len(calls.read_text().splitlines())
+    run.until(lambda: len(calls.read_text().splitlines()) > before)
+    run.kill()
+    Path(f"{calls}.stop").unlink()
+    answers = sum(len(file.read_text().split("\n\n")) for file in (tmp_path / "parts" / "run" / "answers").iterdir())
+    finish(parts, tmp_path / "resumed.log")
+    resumed = record(tmp_path / "parts" / "run")
+    asked = len(calls.read_text().splitlines())
+
+    shutil.copytree(tmp_path / "parts" / "run" / "answers", tmp_path / "straight" / "run" / "answers")
+    finish(line(chatty, tmp_path / "straight", "Fickle", *more), tmp_path / "straight.log")
+    straight = record(tmp_path / "straight" / "run")
+    print(f"{answers} answers before the kill, {asked} calls in all", resumed["weights"], straight["weights"])
+    assert len(calls.read_text().splitlines()) == asked, "the straight run has asked for something again"
+    assert resumed == straight
+
+    finish(line(chatty, tmp_path / "other", "Fickle", *more), tmp_path / "other.log")
+    assert record(tmp_path / "other" / "run")["weights"] != straight["weights"], "without its answers it is another run"
+
+
+# --------------------------------------------------------------------------------------------------------------- proof
+
+
+# What vLLM says it was given for each turn, against the episode; each target of the trainer, against its samples.
+PROOF = """
+from runtime import process
+process.prepare_environment()
+import json, os
+import numpy as np
+import tyro
+import grpo
+from runtime import batching, chat, episodes
+
+if __name__ == "__main__":  # the reward workers import this file
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    given, proved = {}, {"turns": 0, "episodes": 0, "targets": 0, "observed": 0}
+    plain_step, plain_found, plain_cut = LLMEngine.step, episodes.Episode.found, batching.micro_batches
+
+    def step(self):
+        outputs = plain_step(self)
+        for output in outputs:
+            given[output.request_id] = list(output.prompt_token_ids)
+        return outputs
+
+    def found(self):
+        if self.row is None:  # what only looks at the engine
+            return plain_found(self)
+        starts = [0, *(end for _, end in self.observed)]
+        prefix = self.name.rpartition("/")[0] + "/"
+        turns = sorted(int(name.removeprefix(prefix)) for name in given if name.startswith(prefix))
+        asked = [given.pop(f"{prefix}{turn}") for turn in turns]
+        assert asked == [self.prompt_ids + self.ids[:start] for start in starts], self.turns
+        own = len(self.ids) - sum(end - start for start, end in self.observed)
+        assert own == len(self.logprobs) == sum(t["tokens"] for t in self.turns if t["role"] == "assistant")
+        seen = [t for t in self.turns if t["role"] != "assistant" and t["tokens"]]
+        assert [t["tokens"] for t in seen] == [end - start for start, end in self.observed]
+        proved["turns"] += len(starts)
+        proved["episodes"] += 1
+        proved["observed"] += len(seen)
+        return plain_found(self)
+
+    def micro_batches(samples, members, **how):
+        batches = plain_cut(samples, members, **how)
+        offsets = batching.token_offsets(samples)
+        ids = np.concatenate([s.response_ids[s.own()] for s in samples])
+        for mb in batches:
+            real = mb.tokens < offsets[-1]
+            assert mb.targets[mb.copies][real].tolist() == ids[mb.tokens[real].cpu().numpy()].tolist()
+            proved["targets"] += int(real.sum())
+        return batches
+
+    LLMEngine.step, episodes.Episode.found, batching.micro_batches = step, found, micro_batches
+    if "CALLS" in os.environ:  # a policy that calls the first tool in every turn
+        chat.Chat.calls = lambda self, text: [chat.Call("add", {"number": 2})]
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
+    with open(os.path.join(args.output_dir, "proved.json"), "w") as file:
+        json.dump(proved, file)
+"""
+
+
+def prove(model: Path, out: Path, name: str, *more: str) -> tuple[list[dict], dict]:
+    """(samples, what was proved) of a run of two steps."""
+    out.mkdir(parents=True, exist_ok=True)
+    words = (
+        "--max_prompt_length",
+        "2500",
+        "--max_response_length",
+        "1500",
+        "--total_steps",
+        "2",
+        "--log_samples",
+        "1000",
+    )
+    words += ("--eval_prompts", "0", "--micro_batch_tokens", "8192", "--logprob_micro_batch_tokens", "8192", *more)
+    finish(with_program(line(model, out, name, *words), out, PROOF), out / "run.log")
+    for row in read_jsonl(out / "run" / "metrics.jsonl"):
+        assert row["sampler/logprob_diff_max"] < 1e-4, "in fp32: the trainer's context is the engine's"
+    proved = json.loads((out / "proved.json").read_text())
+    samples = read_jsonl(out / "run" / "samples.jsonl")
+    print(out.name, len(samples), "episodes", proved)
+    assert proved["episodes"] == len(samples) and proved["targets"] > 0
+    return samples, proved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "llama3", "hermes"])
+def test_what_vllm_was_given_is_what_is_trained_on(chatty, tmp_path, monkeypatch, template):
+    """With calls of tools in every turn, in the form of each template."""
+    tokenizer = AutoTokenizer.from_pretrained(chatty)
+    special = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    model = AutoModelForCausalLM.from_pretrained(chatty)
+    model.resize_token_embeddings(len(tokenizer))
+    for one in (tokenizer, model):
+        one.save_pretrained(tmp_path / "model")
+    shutil.copy(chatty / "generation_config.json", tmp_path / "model")
+    monkeypatch.setenv("CALLS", "1")
+    file = str(ROOT / "tests" / "templates" / f"{template}.jinja")
+    samples, proved = prove(
+        tmp_path / "model", tmp_path / template, "Tools", "--chat_template", file, "--verifier", "exact"
+    )
+    assert proved["observed"] > len(samples)
+    assert any("4" in turn["text"] for s in samples for turn in s["turns"] if turn["role"] == "tool")
+
+
+# ------------------------------------------------------------------------------------------------- others' environments
+
+
+GAMES = ("GuessTheNumber", "Mastermind", "2048", "Bandit", "Blackjack", "TowerOfHanoi", "FrozenLake", "Minesweeper")
+GAMES += ("Sudoku", "LightsOut", "FifteenPuzzle", "PegJump", "Secretary", "Set")
+WORLDS = ("FrozenLake-v1", "FrozenLake8x8-v1", "CliffWalking-v1", "Taxi-v4", "Blackjack-v1")
+TASKS = ("countdown", "chain_sum", "tower_of_hanoi", "word_ladder")
+# Adapter -> its rows, and a program for the other Python that plays the same turns with the library alone.
+OTHERS = {
+    "text_arena.py:TextArena": (
+        "TEXTARENA_PYTHON",
+        [{"game": f"{game}-v0-raw", "seed": 5} for game in GAMES],
+        """
+import json, random, sys, textarena
+for row, turns in json.load(sys.stdin):
+    random.seed(row["seed"])
+    game = textarena.make(row["game"])
+    game.reset(num_players=1, seed=row["seed"])
+    for text in turns:
+        game.get_observation()
+        if game.step(text)[0]:
+            break
+    rewards = game.close()[0]
+    print(json.dumps(float(rewards[0]) if rewards else 0.0))
+""",
+    ),
+    "gym_text.py:GymText": (
+        "GYMNASIUM_PYTHON",
+        [{"id": world, "seed": 5} for world in WORLDS],
+        """
+import json, re, sys, gymnasium
+for row, turns in json.load(sys.stdin):
+    world, total = gymnasium.make(row["id"]), 0.0
+    world.reset(seed=row["seed"])
+    names = {"Fr": "left down right up", "Cl": "up right down left", "Bl": "stick hit"}
+    names = names.get(row["id"][:2], "south north east west pickup dropoff").split()
+    for text in turns:
+        words = [word for word in re.split("[^a-z0-9_]+", text.lower()) if word in names]
+        if words:
+            _, reward, terminated, truncated, _ = world.step(names.index(words[-1]))
+            total += float(reward)
+            if terminated or truncated:
+                break
+    print(json.dumps(total))
+""",
+    ),
+    "gym_attempts.py:Attempts": (
+        "REASONING_GYM_PYTHON",
+        [{"task": task, "options": {"seed": 3, "size": 1}} for task in TASKS],
+        """
+import json, sys, reasoning_gym
+for row, turns in json.load(sys.stdin):
+    data = reasoning_gym.create_dataset(row["task"], **row["options"])
+    score = 0.0
+    for text in turns:
+        if "<answer>" in text and "</answer>" in text:
+            text = text.split("</answer>")[-2].split("<answer>")[-1]
+        score = float(data.score_answer(answer=text.strip(), entry=data[0]))
+    print(json.dumps(score))
+""",
+    ),
+    "open_env.py:OpenEnv": (
+        "OPENENV_PYTHON",
+        [{"url": os.environ.get("OPENENV_URL", ""), "field": "message", "number": k} for k in range(2)],
+        """
+import json, sys
+from openenv.core.generic_client import GenericEnvClient
+for row, turns in json.load(sys.stdin):
+    with GenericEnvClient(base_url=row["url"]).sync() as client:
+        client.reset()
+        print(json.dumps(sum(client.step({"message": text}).reward for text in turns)))
+""",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_environments_are_played_as_they_are(chatty, tmp_path, name):
+    """Two steps of training: ids and mask of every turn proved, and each reward is what the library itself gives."""
+    variable, rows, oracle = OTHERS[name]
+    if variable not in os.environ or not rows[0].get("url", "here"):
+        pytest.skip(f"{variable} (and OPENENV_URL) must name the Python of a virtual environment, see adapters/")
+    rows = [{"prompt": "Play.", "answer": str(k), **row} for k, row in enumerate(rows)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shape = ("--dataset", str(tmp_path / "rows.jsonl"), "--prompt_key", "prompt", "--ground_truth_key", "answer")
+    shape += ("--num_unique_prompts_rollout", str(len(rows)), "--num_samples_per_prompt_rollout", "2")
+    shape += ("--turn_timeout", "300")
+    samples, _ = prove(chatty, tmp_path / "out", str(ROOT / "adapters" / name), *shape)
+    assert {int(s["truth"]) for s in samples} == set(range(len(rows))) and len(samples) == 4 * len(rows)
+    asked = []
+    for s in samples:
+        turns = (
+            s["turns"][:-1] if s["turns"][-1]["role"] == "assistant" and s["finish_reason"] == "length" else s["turns"]
+        )
+        asked.append((rows[int(s["truth"])], [turn["text"] for turn in turns if turn["role"] == "assistant"]))
+    line = [os.environ[variable], "-c", oracle]
+    done = subprocess.run(line, input=json.dumps(asked), capture_output=True, text=True, check=True)
+    theirs = [json.loads(one) for one in done.stdout.splitlines()]
+    assert [s["reward"] for s in samples] == pytest.approx(theirs, abs=1e-6)
+    assert all(s["reward_status"] == "ok" for s in samples)
+    print({row.get("game") or row.get("id") or row.get("task") or "openenv": 4 for row in rows}, sorted(set(theirs)))
