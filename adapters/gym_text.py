@@ -31,10 +31,12 @@ class World:
         return f"{self.shown(state)}\nSay one word: {', '.join(self.words)}."
 
     def shown(self, state) -> str:
-        """The world as text, without colours; the agent's place between brackets."""
+        """The world as text, with signs for colours: [ ] around the agent, ( ) a passenger, { } a destination."""
         if self.world.render_mode is None:
             return ", ".join(map(str, state))
-        text = re.sub(r"\x1b\[41m(.*?)\x1b\[0m", r"[\1]", self.world.render())
+        text = self.world.render()
+        for colour, signs in ((r"4\d", r"[\1]"), ("34;1", r"(\1)"), ("35", r"{\1}")):
+            text = re.sub(rf"\x1b\[{colour}m(.*?)\x1b\[0m", signs, text)
         return re.sub(r"\x1b\[[0-9;]*m", "", text).strip()
 
     def turn(self, text: str) -> str | None:

@@ -71,17 +71,18 @@ class OnlyPaid:
 
 
 class Fickle:
-    """A game whose every answer is another one. FICKLE: a file that gets a line for each call."""
+    """A game whose every answer is another one. FICKLE, or the row's "calls": a file that gets a line for each call."""
 
     recorded = True
 
     def reset(self, **row):
         self.numbers = []
+        self.calls = row.get("calls") or os.environ["FICKLE"]
 
     def turn(self, text):
-        with open(os.environ["FICKLE"], "a") as file:
+        with open(self.calls, "a") as file:
             file.write(f"{os.getpid()}\n")
-        if os.path.exists(os.environ["FICKLE"] + ".stop"):  # the tool that is under way when its run is killed
+        if os.path.exists(f"{self.calls}.stop"):  # the tool that is under way when its run is killed
             time.sleep(600)
         self.numbers.append(os.urandom(2).hex())
         return self.numbers[-1]

@@ -112,7 +112,10 @@ def test_each_episode_has_a_process_there_and_the_library_is_loaded_once(player)
     many = [player.begin(k) for k in range(3)]
     for episode in many:
         player.says(episode, f"turn of {episode.key[1]}")
-    assert [e for _ in range(3) for e in player.steps()] == many
+    found = []
+    while len(found) < 3:
+        found += player.steps()
+    assert found == many
     assert [observations(e)[0] for e in many] == [f"4 ['turn of {k}'] decimal é" for k in range(3)]
     assert len(in_the_other_python(player)) == 4
 

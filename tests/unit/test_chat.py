@@ -23,14 +23,14 @@ TEMPLATES = OWN + sorted(Path(os.environ.get("RLVR_TEMPLATES", "/nonexistent")).
 LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 3?"}]
 # Two calls, each with the answer that Tools gives; Llama's templates write one call a turn.
-CALLS = [("add", {"number": 2}, "2"), ("words", {"count": 2, "word": "<|im_end|>"}, "|im_end|> |im_end|>")]
+CALLS = [("add", {"number": 2}, "2"), ("words", {"count": 2, "word": 'a "b" <é>'}, 'a "b" <é> a "b" <é>')]
 
 
 class Special(Player):
     """A player whose tokenizer has Llama's special tokens as well."""
 
     def __init__(self, folder, template: Path, name: str = "Tools", **more):
-        super().__init__(folder, name, chat_template=str(template), **more)
+        super().__init__(folder, name, chat_template=str(template), max_prompt_length=5000, **more)
         self.chat = self.episodes.chat
         self.end = self.chat.end
 
@@ -72,7 +72,7 @@ def test_what_the_engine_is_given_is_what_is_trained_on(player):
     given.append(episode.request()[0])
     player.says(episode, "It is 5.")
     assert player.steps() == [episode] and episode.finish_reason == "stop"
-    assert observations(episode) == ["2", "<|im_end|> <|im_end|>"]
+    assert observations(episode) == [answer for *_, answer in CALLS]
 
     sample = Sample(0, 0, problem.prompt_ids, *episode.found())
     whole = [*sample.prompt_ids, *sample.response_ids.tolist()]

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -44,10 +45,10 @@ class Player:
         sampling = {"max_tokens": self.args.max_response_length}
         return episodes.Episode(0, (0, number), [5, 6], 7, sampling, {"answer": "4", **row})
 
-    def says(self, episode: episodes.Episode, text: str, reason: str = "stop") -> None:
+    def says(self, episode: episodes.Episode, text: str, reason: str = "stop", versions=(("3", 0),)) -> None:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.end] * (reason == "stop")
         logprobs = SimpleNamespace(logprobs=[-1.0] * len(ids))
-        spans = [SimpleNamespace(version="3", start=0)]
+        spans = [SimpleNamespace(version=version, start=start) for version, start in versions]
         turn = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason, weight_versions=spans)
         self.episodes.turn_ended(episode, turn)
 
@@ -207,6 +208,19 @@ def test_ids_are_the_model_s_and_the_glue_s(player):
     assert episode.versions == [(3, 0)]
 
 
+def test_versions_of_weights_are_those_of_the_model_s_tokens(player):
+    """Weights that change within the second turn, behind an observation."""
+    one = player("Tools")
+    episode = one.begin()
+    one.says(episode, call("add", number=2))
+    one.steps()
+    first = len(episode.logprobs)
+    assert len(episode.ids) > first
+    one.says(episode, "not yet done", versions=[("3", 0), ("4", 2)])
+    one.steps()
+    assert episode.versions == [(3, 0), (4, first + 2)]
+
+
 MALFORMED = {
     '<tool_call>\n{"name": "add", "arguments": {"number": 2}\n</tool_call>': "not a tool call",
     "<tool_call>\n[1]\n</tool_call>": "must be an object",
@@ -280,28 +294,28 @@ def test_rewards_of_turns_alone_are_a_reward(player, tiny):
 
 def test_what_is_recorded_is_answered_again_and_not_asked(player, tmp_path, monkeypatch):
     """By prompt, sample, turn and what was said; after a kill that cut the last line, and by a new engine."""
-    monkeypatch.setenv("FICKLE", str(tmp_path / "calls"))
     monkeypatch.setattr(episodes.records, "folder", tmp_path / "answers")
-    calls = lambda: len((tmp_path / "calls").read_text().splitlines())  # noqa: E731
-    first = player("Fickle", max_turns=3).play("a", "b", "c")
+    file = str(tmp_path / "calls")
+    calls = lambda: len(Path(file).read_text().splitlines())  # noqa: E731
+    first = player("Fickle", max_turns=3).play("a", "b", "c", calls=file)
     assert calls() == 3 and len(set(observations(first))) == 3
-    (file,) = (tmp_path / "answers").iterdir()
-    text = file.read_text()
-    again = player("Fickle", max_turns=3).play("a", "b", "c")
-    assert calls() == 3 and file.read_text() == text
+    (answers,) = (tmp_path / "answers").iterdir()
+    text = answers.read_text()
+    again = player("Fickle", max_turns=3).play("a", "b", "c", calls=file)
+    assert calls() == 3 and answers.read_text() == text
     assert again.found() == first.found()
 
-    file.write_text(text[: text.rindex('"answer"')])  # the last line is cut
-    cut = player("Fickle", max_turns=3).play("a", "b", "c")
+    answers.write_text(text[: text.rindex('"answer"')])  # the last line is cut
+    cut = player("Fickle", max_turns=3).play("a", "b", "c", calls=file)
     assert calls() == 3 + 3, "the turns before are called again, for the object's state"
     assert cut.turns[:5] == first.turns[:5] and cut.outcome != first.outcome
-    whole = player("Fickle", max_turns=3).play("a", "b", "c")
+    whole = player("Fickle", max_turns=3).play("a", "b", "c", calls=file)
     assert calls() == 6 and whole.found() == cut.found()
 
-    other = player("Fickle", max_turns=3).play("a", "other", "c")
+    other = player("Fickle", max_turns=3).play("a", "other", "c", calls=file)
     assert other.turns[1] == first.turns[1] and other.turns[3]["text"] != first.turns[3]["text"]
     one = player("Fickle", max_turns=3)
-    episode = one.begin()
+    episode = one.begin(calls=file)
     episode.seed = 8  # another sample
     one.says(episode, "a")
     one.steps()
@@ -311,19 +325,19 @@ def test_what_is_recorded_is_answered_again_and_not_asked(player, tmp_path, monk
 def test_nothing_is_recorded_of_a_class_that_does_not_ask_for_it(player, tmp_path, monkeypatch):
     monkeypatch.setattr(episodes.records, "folder", tmp_path / "answers")
     player("Guess").play("1", "4")
-    monkeypatch.setenv("FICKLE", str(tmp_path / "calls"))
-    player("Fickle", dry_run=True, max_turns=1).play("a")
+    file = str(tmp_path / "calls")
+    player("Fickle", dry_run=True, max_turns=1).play("a", calls=file)
     assert not (tmp_path / "answers").exists()
 
 
 def test_a_time_out_is_recorded_as_well(player, tmp_path, monkeypatch):
     """It is the clock's, and no function of the call."""
-    monkeypatch.setenv("FICKLE", str(tmp_path / "calls"))
     monkeypatch.setattr(episodes.records, "folder", tmp_path / "answers")
+    file = str(tmp_path / "calls")
     (tmp_path / "calls.stop").touch()
-    first = player("Fickle", max_turns=1, turn_timeout=2.0).play("a")
+    first = player("Fickle", max_turns=1, turn_timeout=2.0).play("a", calls=file)
     (tmp_path / "calls.stop").unlink()
-    again = player("Fickle", max_turns=1).play("a")
+    again = player("Fickle", max_turns=1).play("a", calls=file)
     assert "no answer within 2 s" in observations(again)[0] and again.found() == first.found()
     assert again.outcome["status"] == "timeout"
 

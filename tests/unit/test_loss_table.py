@@ -724,7 +724,7 @@ MUTATIONS = [
     ("GMPO", TABLE, "torch.minimum(log_ratio", "torch.maximum(log_ratio"),
     ("GMPO", TABLE, "clamp(-0.4, 0.4)", "clamp(-0.4, 0.8)"),
     ("return to go", TABLE, "b.advantages - b.past", "b.advantages + b.past"),
-    ("return to go", TABLE, "[0.0] * TURN +", "[0.0] * (TURN - 1) +"),
+    ("return to go", TABLE, "b.advantages - b.past", "b.advantages"),
     ("constant", GRPO, "(len(in_loss) * args.max_response_length)", "(len(in_loss) * lengths[i])"),
     ("constant", GRPO, "group / (group - 1)", "(group - 1) / group"),
     ("sequence", GRPO, "(len(in_loss) * lengths[i])", "len(in_loss)"),
