@@ -498,7 +498,7 @@ def collect(engine: Engine, verifiers: Verifiers, batch: Batch, clock: utils.Sto
                 # 3 score: at once, in another process, while the rest still decodes
                 own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id]))
         with clock("score"):
-            batch.samples = utils.gather_samples(verifiers.collect(batch.scoring, engine.watch.beat))
+            batch.samples = verifiers.collect(batch.scoring, engine.watch.beat, utils.gather_samples)
     return batch.samples
 
 

@@ -28,6 +28,7 @@ import math
 import numbers
 import operator
 import os
+import random
 import re
 import signal
 import sys
@@ -800,6 +801,7 @@ def check_reward_args(args) -> None:
     named = {*VERIFIERS, *names_of(args.verifier or "exact"), "reward_model", "environment"}
     if unknown := [name for name in weights if name not in named and ":" not in name]:
         refuse(f"--reward_weights: no verifier {unknown[0]!r}; known: {', '.join(VERIFIERS)}, reward_model")
+    check_control(args)
     if weights.get("reward_model", 1.0) is None:
         refuse("--reward_weights reward_model=gate: its score has no scale on which 1 is right; gate by a verifier")
 
@@ -1054,6 +1056,78 @@ def shape_reward(sample, found: Reward, args) -> None:
     sample.reward = reward
 
 
+# ------------------------------------------------------------------------------------------------------------ controls
+
+
+def check_control(args) -> None:
+    """Refuse a --control through which the verifier's score would still be learned from: exit code 2."""
+    if args.control == "none":
+        return
+    generated = args.num_unique_prompts_rollout * (args.generation_size or args.num_samples_per_prompt_rollout)
+    by = f"--control {args.control}"
+    cases = [
+        (args.dataset_filter is not None, "--dataset_filter chooses problems by the verifier's score; leave it out"),
+        (getattr(args, "dense_reward", "none") != "none", "--dense_reward has scores of its own; leave it out"),
+        (args.control == "random" and generated == 1, "one sample a step would be dealt its own reward; sample more"),
+    ]
+    if args.control == "shuffled":
+        model = args.reward_model_name_or_path is not None
+        cases += [
+            (model, "--reward_model_name_or_path scores without a truth; leave one of them out"),
+            (args.environment is not None, "--environment rewards without a truth; leave one of them out"),
+        ]
+    for wrong, why in cases:
+        if wrong:
+            refuse(f"{by}: {why}")
+
+
+def other_problems(problems: list, seed: int) -> dict[int, object]:
+    """id of each problem -> another one that its verifier judges, by chance: the truths of both may be equal.
+
+    To be always wrong would say something about the truth. Exits with code 2 where all truths of a verifier are one.
+    """
+    judged: dict[str, list] = {}
+    for problem in problems:
+        judged.setdefault(problem.verifier, []).append(problem)
+    others = {}
+    for verifier, own in judged.items():
+        if len({problem.truth for problem in own}) == 1:
+            refuse(f"--control shuffled: all problems of --verifier {verifier} have one truth, so there is no other")
+        random.Random(f"{seed}/{verifier}").shuffle(own)
+        others |= {id(one): other for one, other in zip(own, own[1:] + own[:1], strict=True)}
+    return others
+
+
+def control_reward(sample, found: Reward, other: Reward | None, args) -> None:
+    """Replace a sample's reward as --control says, unless it takes the whole batch (``deal_out``).
+
+    found: the verifier's own judgment. other: that by another problem's truth. Evaluations use neither.
+    """
+    if args.control == "inverted":
+        _replace_reward(sample, 0.0 - sample.reward, args)
+    if args.control in ("format", "shuffled"):
+        score = found.parts.get("format", 0.0) if args.control == "format" else other.score
+        stand_in = replace(sample)
+        shape_reward(stand_in, Reward(score), args)
+        _replace_reward(sample, stand_in.reward, args)
+
+
+def deal_out(samples: list, args) -> None:
+    """--control random: deal the rewards of a batch out anew, so that whose they are says nothing; their mean stays."""
+    content = sum(int(sample.response_ids.sum()) for sample in samples)  # resumed or not, on any number of ranks
+    rewards = [sample.reward for sample in samples]
+    random.Random(f"{args.seed}/{content}").shuffle(rewards)
+    for sample, reward in zip(samples, rewards, strict=True):
+        _replace_reward(sample, reward, args)
+
+
+def _replace_reward(sample, reward: float, args) -> None:
+    """Score and parts stay the verifier's. The new reward is a part as well, so that every log says what it is."""
+    sample.reward = reward
+    sample.reward_steps = ()
+    sample.reward_parts[f"control_{args.control}"] = reward
+
+
 # ------------------------------------------------------------------------------------------------------- reward models
 
 
@@ -1146,9 +1220,13 @@ class Verifiers:
         workers = args.reward_workers or default_workers()
         self.pool = RewardPool(workers, args.reward_timeout, names, self.weights, args.allow_unsafe_code_exec)
         trial = {} if args.environment is None else {"episode": {"turns": [], "outcome": {"score": 0.0}}}
-        wrong = self.pool.check(replace(problem, row=problem.row | trial) for problem in problems)
+        tried = [replace(problem, row=problem.row | trial) for problem in problems]
+        wrong = self.pool.check(tried)
         if wrong:
             refuse(f"--verifier: {wrong}")
+        self.others = other_problems(problems, args.seed) if args.control == "shuffled" else {}
+        if args.control == "format":
+            self._check_format(tried)
         self.reward_model = None
         if args.reward_model_name_or_path is not None:
             self.reward_model = RewardModel(args, device, dtype)
@@ -1161,22 +1239,41 @@ class Verifiers:
         row = problem.row
         if sample.turns:
             row = row | {"episode": {"turns": sample.turns, "outcome": sample.outcome}}
-        future = self.pool.submit(problem.verifier, sample.response, problem.truth, row)
-        return sample, problem, future
+        futures = [self.pool.submit(problem.verifier, sample.response, problem.truth, row)]
+        if self.others:
+            other = self.others[id(problem)]
+            futures.append(self.pool.submit(other.verifier, sample.response, other.truth, other.row))
+        return sample, problem, futures
 
-    def collect(self, submitted: list[tuple], on_result: Callable[[], None]) -> list:
-        """The samples of what ``submit`` returned, with their rewards. Calls ``on_result`` for each."""
-        found = []
-        for _, _, future in submitted:
-            found.append(self.pool.result(future))
+    def collect(self, submitted: list[tuple], on_result: Callable[[], None], gather: Callable = list) -> list:
+        """The samples of what ``submit`` returned, with their rewards. Calls ``on_result`` for each.
+
+        ``gather``: from the samples of this rank to those of all.
+        """
+        judged = []
+        for _, _, futures in submitted:
+            judged.append([self.pool.result(future) for future in futures])
             on_result()
         samples = [sample for sample, _, _ in submitted]
+        found = [judgments[0] for judgments in judged]
         if self.reward_model is not None:
             conversations = [(problem.messages, sample.response) for sample, problem, _ in submitted]
             found = self.reward_model.add(found, conversations, self.weights)
-        for sample, reward in zip(samples, found, strict=True):
+        for sample, reward, judgments in zip(samples, found, judged, strict=True):
             shape_reward(sample, reward, self.args)
+            control_reward(sample, reward, judgments[-1], self.args)
+        samples = gather(samples)
+        if self.args.control == "random":
+            deal_out(samples, self.args)
         return samples
+
+    def _check_format(self, problems: list) -> None:
+        """Refuse --control format where a verifier, asked about a truth, has no part of this name."""
+        first = {problem.verifier: problem for problem in reversed(problems)}
+        futures = {name: self.pool.submit(name, p.truth, p.truth, p.row) for name, p in first.items()}
+        for name, future in futures.items():
+            if "format" not in self.pool.result(future).parts:
+                refuse(f"--control format: --verifier {name} reports no part format (docs/data_and_rewards.md)")
 
     def close(self) -> None:
         """End the processes."""

@@ -176,6 +176,9 @@ class RunFlags:
     """Column that names the verifiers of a row; where it is empty --verifier applies."""
     reward_weights: tuple[str, ...] = ()
     """NAME=NUMBER per verifier or reward_model (default 1); NAME=gate: others count only where this one scores 1."""
+    control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
+    """Train on something else than the reward, to see what a gain owes to it: the rewards of a step dealt out at
+    random, the part format alone, the score by another problem's truth, or the negative. Evaluations stay true."""
     reward_timeout: float = 10.0
     """Seconds per verification; then its process is killed and the score is 0."""
     reward_workers: int | None = None

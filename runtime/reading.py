@@ -83,6 +83,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def control_of(metrics: dict[str, Any]) -> str:
+    """What was trained on in place of the reward (--control), by the metrics of a step; "" for the reward itself."""
+    return next((name.removeprefix("reward/control_") for name in metrics if name.startswith("reward/control_")), "")
+
+
 def series(records: list[dict], key: str, at: dict[int, float] | None = None) -> pd.Series:
     """A metric over the steps in which it was logged; null, which stands for not finite, becomes a gap (NaN).
 

@@ -55,12 +55,13 @@ def run_name(args, defaults) -> str:
     for f in dataclasses.fields(args):
         value = redact_values({f.name: what_counts(f.name, getattr(args, f.name))})[f.name]
         default = what_counts(f.name, getattr(defaults, f.name))
-        unnamed = f.name in (*MAY_CHANGE, "exp_name", "seed") or is_open(args, f.name)
+        unnamed = f.name in (*MAY_CHANGE, "exp_name", "control", "seed") or is_open(args, f.name)
         if not unnamed and value != default:
             parts.append(f"{f.name.rstrip('_')}={value}")
     text = "__".join(parts)
     safe = "".join(c if c.isalnum() or c in "=_.,+-" else "-" for c in text)
-    ends = (args.exp_name, f"seed={args.seed}")
+    begin = args.exp_name if args.control == "none" else f"{args.exp_name}__control={args.control}"  # never cut off
+    ends = (begin, f"seed={args.seed}")
     room = NAME_BYTES - sum(len(os.fsencode(end)) + 2 for end in ends)  # a letter may have four bytes
     if len(safe) > 120 or safe != text or len(safe.encode()) > room:
         beginning = safe[:100].encode()[: room - 9].decode(errors="ignore")

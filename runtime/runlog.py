@@ -20,6 +20,7 @@ from runtime import defaults, libraries, memory, presets, verdict
 from runtime.flags import Sizes, recorded_steps
 from runtime.identity import code_of, recorded, script_of
 from runtime.process import UNLEARNED, FolderLock, Heap, Stop, git_state, refuse, versions, write_whole
+from runtime.reading import control_of
 from runtime.records import Problem, Sample
 from runtime.redaction import redact, redact_words, secret_values
 from runtime.rundir import cut_back, left_by_a_run
@@ -69,6 +70,8 @@ def print_header(
     ]
     if args.total_episodes is not None and args.total_episodes != total_steps * samples:
         lines[-1] += f"; --total_episodes {args.total_episodes} is rounded down to whole steps"
+    if args.control != "none":
+        lines.append(f"CONTROL    --control {args.control}: what is trained on is not the verifier's reward")
     if args.async_steps > 0:
         between = "between whole batches" if args.inflight_updates == "off" else f"in flight ({args.inflight_updates})"
         lines.append(f"ahead      samples are at most {args.async_steps} step(s) old; new weights {between}")
@@ -141,6 +144,8 @@ def step_line(metrics: dict[str, Any], total: int, remaining: float, masked: boo
         parts.append(" ".join(times))
     seconds = int(remaining)
     parts.append(f"left {seconds // 3600}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}")
+    if control := control_of(metrics):
+        parts.append(f"CONTROL {control}")
     if metrics["optim/skipped"]:
         parts.append(f"SKIPPED {metrics['optim/skipped']}")
     if metrics["completions/truncated_frac"] == 1 and masked:

@@ -11,7 +11,7 @@ import numpy as np
 
 from runtime.findings import Case, examine
 from runtime.process import write_whole
-from runtime.reading import read
+from runtime.reading import control_of, read
 
 LEARNED, NOT_LEARNED, UNKNOWN = "learned", "did not learn", "cannot tell"
 SMALL = 0.05  # a gain in pass@1 that is not missed: a run whose gain is surely smaller did not learn
@@ -29,6 +29,17 @@ def paired_gain(before: list[float], after: list[float]) -> tuple[float, float, 
     center = change.sum() / count
     error = math.sqrt(((change**2).sum() + 1) / count - center**2) / math.sqrt(count)
     return change.mean(), max(-1.0, center - 1.96 * error), min(1.0, center + 1.96 * error)
+
+
+def t_quantile(degrees: int) -> float:
+    """The 97.5 % quantile of Student's t distribution, from its density integrated over [0, 20]."""
+    t = np.linspace(0, 20, 200_001)
+    log_scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
+    log_scale -= math.log(degrees * math.pi) / 2
+    density = np.exp(log_scale - (degrees + 1) / 2 * np.log1p(t * t / degrees))
+    between = (density[1:] + density[:-1]) / 2
+    area = np.cumsum(between) * t[1]  # from 0 to the second point, the third ...
+    return float(np.interp(0.475, area, t[1:]))
 
 
 def evaluations(folder: Path, last: int) -> dict[str, Any] | None:
@@ -86,6 +97,7 @@ def verdict(folder: Path, last: int) -> dict[str, Any]:
     known = {name: float(value) for name, value in facts.items() if math.isfinite(value)}
     return {
         "outcome": outcome,
+        "control": control_of(case.metrics[-1]),
         "why": why,
         "evaluation": pair,
         **known,
@@ -96,6 +108,8 @@ def verdict(folder: Path, last: int) -> dict[str, Any]:
 def in_words(found: dict[str, Any]) -> str:
     """A verdict as the last lines of a run."""
     lines = [f"verdict    {found['outcome']}: {found['why']}"]
+    if found["control"]:
+        lines.append(f"CONTROL    {found['control']}: what was trained on is not the verifier's reward")
     pair = found["evaluation"]
     if pair is not None:
         lines.append(

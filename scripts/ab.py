@@ -3,6 +3,7 @@
     python scripts/ab.py mine.py                                     a copy of grpo.py against grpo.py
     python scripts/ab.py "grpo.py --beta 0.1" --against "grpo.py"    two settings of a script
     python scripts/ab.py mine.py -- --total_steps 100                with flags that both sides have
+    python scripts/ab.py "grpo.py --beta 0.1" --controls             a gain, and what of it its reward is needed for
 
 Runs are those of the test bed (docs/evidence/testbed.md), unless the flags after -- differ. A seed is a pair: both
 sides have the same prompts, held-out problems and seeds of samples. After each pair the mean difference has a 95 %
@@ -10,6 +11,11 @@ interval, and the comparison ends when 0 is outside it (better, worse), when all
 difference), or when the seeds are used up (undecided: about how many more would decide). It is an interval that may be
 looked at after every pair, and seeds may be added at any time: where there is no difference, the chance that 0 is ever
 outside it is at most 5 %, for differences that are normally distributed.
+
+With --controls the same command line is also run with --control format, random, shuffled and inverted, or with those
+that are named after it, on five seeds unless --seeds says otherwise. It ends with a table and a sentence: what the
+command line gains between the evaluations before the first step and after the last, and what remains of that gain with
+each control. The 95 % intervals are Student's, over the seeds.
 
 Repeat the command to continue: finished runs are kept, interrupted ones resume. Runs are forks of one process
 (scripts/many.py), on CPUs. Exit codes: 0 decided, 1 a run failed, 3 undecided, 75 interrupted.
@@ -38,6 +44,7 @@ import loading
 import many
 
 from runtime import flags, process, rundir
+from runtime.verdict import t_quantile
 
 TESTBED = (
     "--model_name_or_path models/testbed-1 --dtype float32 --total_steps 40 --num_unique_prompts_rollout 4 "
@@ -45,6 +52,13 @@ TESTBED = (
     "--learning_rate 2e-4 --lr_min_ratio 0 --save_minutes 0 --output_dir runs/ab "
     """--vllm_args '{"kv_cache_memory_bytes": 107374182}'"""
 )
+# What --control puts in the place of the reward -> its name in the sentence.
+CONTROLS = {
+    "format": "the format alone",
+    "random": "a random reward",
+    "shuffled": "another problem's truth",
+    "inverted": "the negative reward",
+}
 ERROR = 0.05  # the chance of a false alarm, however often one looks
 UNDECIDED = 3
 
@@ -134,6 +148,13 @@ class Arm:
         last = 1 if metric.startswith("eval/") else tenth
         return statistics.fmean(values[-last:])
 
+    def ends(self, seed: int, metric: str) -> tuple[float, float]:
+        """The values of the evaluations before the first step and after the last one of a finished run."""
+        values = [line[metric] for line in read(self.folder(seed) / "eval.jsonl") if metric in line]
+        if len(values) < 2:
+            process.refuse(f"--controls compares evaluations: {self.folder(seed)} has not two with {metric}")
+        return values[0], values[-1]
+
 
 def read(file: Path) -> list[dict[str, float]]:
     """The lines of a .jsonl file."""
@@ -205,13 +226,54 @@ def parse(parser: argparse.ArgumentParser, seeds: str) -> tuple[argparse.Namespa
     return parser.parse_args(words[:end]), [*shlex.split(TESTBED), *words[end + 1 : -1]]
 
 
+def gain(ends: list[tuple[float, float]]) -> tuple[float, float, float]:
+    """(mean gain, low, high) of (before, after) of some seeds that were fixed before, by Student's t."""
+    gains = [after - before for before, after in ends]
+    mean = statistics.fmean(gains)
+    if len(gains) < 2:
+        return mean, -math.inf, math.inf
+    half = t_quantile(len(gains) - 1) * statistics.stdev(gains) / math.sqrt(len(gains))
+    return mean, mean - half, mean + half
+
+
+def told(ends: dict[str, list[tuple[float, float]]], line: str, metric: str) -> str:
+    """A row for each control, and the sentence. ``ends``: (before, after) by seed of "none" and of each control."""
+    rows = [f"| trained on | {metric} before | after | gain | 95 % interval |", "|---|---|---|---|---|"]
+    parts = {}
+    for name, pairs in ends.items():
+        before, after = (statistics.fmean(values) for values in zip(*pairs, strict=True))
+        mean, low, high = gain(pairs)
+        numbers = f"{before:.3f} | {after:.3f} | {mean:+.3f} | {low:+.3f} to {high:+.3f}"
+        rows.append(f"| {CONTROLS.get(name, 'the reward')} | {numbers} |")
+        parts[name] = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+    reward = parts.pop("none")
+    others = ", ".join(f"{CONTROLS[name]} gains {words}" for name, words in parts.items())
+    return "\n".join([*rows, "", f"{line}: {metric} {reward} in {len(ends['none'])} seeds, of which {others}."])
+
+
+def compare_controls(line: str, shared: list[str], options: argparse.Namespace) -> int:
+    """Run a command line and its controls with all seeds, and print what they gain."""
+    names = options.controls or list(CONTROLS)
+    arms = {name: Arm(f"{line} --control {name}", shared) for name in ("none", *names)}
+    code = run(list(arms.values()), options.seeds, options.lanes, lambda seeds: False)
+    if code:
+        return code
+    ends = {name: [arm.ends(seed, options.metric) for seed in options.seeds] for name, arm in arms.items()}
+    print(told(ends, line, options.metric))
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mine", help="a script, or in quotes a script with flags")
     parser.add_argument("--against", default="grpo.py", help="what it is compared with (default: %(default)s)")
     parser.add_argument("--metric", default="eval/pass@1", help="compared at the end of a run (default: %(default)s)")
     parser.add_argument("--smallest", type=float, default=0.03, help="smallest difference that matters (default: 0.03)")
-    options, shared = parse(parser, "1..24")
+    meaning = "compare with these values of --control instead (default: all)"
+    parser.add_argument("--controls", nargs="*", choices=CONTROLS, metavar="CONTROL", help=meaning)
+    options, shared = parse(parser, "1..5" if "--controls" in sys.argv else "1..24")
+    if options.controls is not None:
+        return compare_controls(options.mine, shared, options)
     mine = Arm(options.mine, shared)
     other = Arm(options.against, shared)
     if mine.folder(1) == other.folder(1):

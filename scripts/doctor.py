@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/plot.py
 from plot import find_runs
 
 from runtime.findings import RULES, Case, examine
+from runtime.reading import control_of
 
 
 def main() -> int:
@@ -31,6 +32,8 @@ def main() -> int:
         findings = examine(case)
         sick = sick or bool(findings)
         print(f"{folder}: {len(case.metrics)} steps, {len(findings) or 'no'} finding(s) by {len(RULES)} rules")
+        if control := control_of(case.metrics[-1]):
+            print(f"  CONTROL {control}: what was trained on is not the verifier's reward")
         for finding in findings:
             print(f"  {finding}")
     return int(sick)

@@ -77,6 +77,8 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
         process.refuse(
             "--vllm_args: load_format dummy: nothing trains here and would push the real weights; leave it out"
         )
+    if args.control != "none":
+        process.refuse("--control: nothing trains here, and an evaluation is by the true reward; leave it out")
     output = given.output or (given.run or Path(args.output_dir)) / "eval_samples.jsonl"
     held_out = defaults if given.run is not None and args.dataset == defaults.dataset else None
     return args, output, held_out, script
@@ -115,6 +117,7 @@ def arguments_of_run(folder: Path, script: Path, stored: dict) -> RunFlags:
             values[name] = tuple(value) if isinstance(value, list) else value
     engine = flags.engine_args(values.get("vllm_args")) | {"load_format": "auto"}
     values |= {"model_name_or_path": str(folder / "model"), "tokenizer_name_or_path": None, "sleep": "off"}
+    values["control"] = "none"
     return kind(**values | {"vllm_engines": 0, "vllm_args": json.dumps(engine)})
 
 

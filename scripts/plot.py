@@ -36,8 +36,9 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
 from runtime.flags import PRESENTATION
-from runtime.reading import PHASES, read, read_config, series
+from runtime.reading import PHASES, control_of, read, read_config, series
 from runtime.runlog import own_pieces
+from runtime.verdict import t_quantile
 
 matplotlib.use("Agg")  # no display on a cluster
 import matplotlib.pyplot as plt
@@ -334,7 +335,9 @@ def summary(metrics: list[dict], evals: list[dict]) -> str:
     over = f"{len(rewards)} step(s)"
     if n > 1:
         over = f"means of the first and last {n} of {len(rewards)} steps"
-    lines = [f"  reward   {first:.3f} -> {last:.3f}  {sparkline(rewards)}  {over}"]
+    control = control_of(metrics[-1])
+    lines = [f"  CONTROL  {control}: what was trained on is not the verifier's reward"] if control else []
+    lines += [f"  reward   {first:.3f} -> {last:.3f}  {sparkline(rewards)}  {over}"]
     scores = series(evals, "eval/pass@1")
     if len(scores) > 0:
         ends = scores.iloc[[0, -1]] if len(scores) > 1 else scores
@@ -465,17 +468,6 @@ def band(runs: list[Run], key: str, x: str) -> pd.DataFrame:
     if x == "time":
         table = table.sort_index().interpolate("index", limit_area="inside").loc[curves[0].index]
     return table.dropna().agg(["mean", "min", "max"], axis=1)
-
-
-def t_quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t distribution, from its density integrated over [0, 20]."""
-    t = np.linspace(0, 20, 200_001)
-    log_scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
-    log_scale -= math.log(degrees * math.pi) / 2
-    density = np.exp(log_scale - (degrees + 1) / 2 * np.log1p(t * t / degrees))
-    between = (density[1:] + density[:-1]) / 2
-    area = np.cumsum(between) * t[1]  # from 0 to the second point, the third ...
-    return float(np.interp(0.475, area, t[1:]))
 
 
 def finals(runs: list[Run], key: str) -> pd.Series:

@@ -50,6 +50,8 @@ COLLECTED = pytest.StashKey[list[pytest.Function]]()  # every test of the files 
 def pytest_collection_modifyitems(config, items):
     """A test that hangs is ended with its process; pyproject.toml has its stacks printed before."""
     config.stash[COLLECTED] = list(items)
+    if config.getoption("--hypothesis-profile") == "long":  # hours, on purpose
+        return
     for item in items:
         long = any(item.get_closest_marker(name) for name in ("slow", "learn", "gpu"))
         item.add_marker(pytest.mark.timeout(1800 if long else 300, method="thread"))

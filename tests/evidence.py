@@ -109,6 +109,7 @@ EVIDENCE: dict[str, Row] = {
     "verifier": row("FILES/own.py:always", "rewards"),
     "verifier_key": row("judge", "rewards", dataset=ROWS),
     "reward_weights": row(("FILES/own.py:parity=0.5",), "rewards"),
+    "control": row("inverted", "rewards", "weights"),
     "reward_timeout": row(0.2, "reward/timeouts", verifier="FILES/own.py:late", **SHORT),
     "reward_workers": row(2, "verifier processes"),
     "check_verifier_status": row(True, "exit", "last words", verifier="FILES/own.py:never"),

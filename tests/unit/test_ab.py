@@ -91,6 +91,18 @@ def test_what_cannot_be_compared_ends_it_at_once(words, says):
     assert done.returncode == 2 and says in done.stderr, done.stderr
 
 
+def test_the_sentence_of_the_controls():
+    """Two seeds with gains 0.4 and 0.5 by the reward: Student's t with one degree of freedom is 12.706."""
+    ends = {"none": [(0.1, 0.5), (0.2, 0.7)], "format": [(0.1, 0.3), (0.2, 0.4)], "random": [(0.1, 0.1), (0.2, 0.2)]}
+    said = ab.told(ends, "grpo.py --beta 0.1", "eval/pass@1")
+    assert "| the reward | 0.150 | 0.600 | +0.450 | -0.185 to +1.085 |" in said
+    assert said.endswith(
+        "grpo.py --beta 0.1: eval/pass@1 +0.450 [-0.185, +1.085] in 2 seeds, of which the format alone gains "
+        "+0.200 [+0.200, +0.200], a random reward gains +0.000 [+0.000, +0.000]."
+    )
+    assert ab.gain([(0.1, 0.5)]) == (0.4, -math.inf, math.inf)
+
+
 @pytest.mark.slow
 def test_two_names_of_one_script_are_equal_and_another_rate_is_not(tiny, tmp_path):
     """Real runs: three pairs that are equal bit for bit end it; repeated, nothing runs; two pairs leave it open."""

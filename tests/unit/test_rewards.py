@@ -12,10 +12,13 @@ import time
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 
+import numpy as np
+import plot
 import psutil
 import pytest
 from helpers import ROOT, make_samples
 
+import ppo
 import rewards
 from grpo import Args
 from rewards import (
@@ -28,7 +31,8 @@ from rewards import (
     last_number,
     parse_weights,
 )
-from runtime import records, sandbox
+from runtime import records, rundir, runlog, sandbox, verdict
+from runtime.reading import control_of
 
 MINE = ROOT / "tests" / "verifiers.py"
 
@@ -769,3 +773,154 @@ def test_a_truth_on_which_a_verifier_raises_is_refused_at_the_start(monkeypatch)
 
     monkeypatch.setitem(rewards.VERIFIERS, "exact", broken)
     assert "AssertionError: no such truth" in rewards.truth_error("exact", "7", {})
+
+
+# ------------------------------------------------------------------------------------------------------------ controls
+
+
+def controlled(control: str, samples: list, **changes) -> list:
+    """Samples of two problems with the answers 1 and 2, scored by last_number, as --control has them rewarded."""
+    args = Args(control=control, **changes)
+    problems = [records.Problem([], truth, "last_number", {}) for truth in ("1", "2")]
+    verifiers = rewards.Verifiers(args, problems, "cpu", None)
+    try:
+        submitted = [verifiers.submit(sample, problems[sample.prompt_id]) for sample in samples]
+        return verifiers.collect(submitted, lambda: None)
+    finally:
+        verifiers.close()
+
+
+def responses(texts: list[str]) -> list:
+    """A sample of each text, half of them to each of two prompts."""
+    samples = make_samples(2, len(texts) // 2)
+    for place, (sample, text) in enumerate(zip(samples, texts, strict=True)):
+        sample.response, sample.finish_reason = text, "stop"
+        sample.response_ids = np.array([7, 8 + place], dtype=np.int32)
+    return samples
+
+
+SAID = ["1", "2", "none", "2", "1", "none"]
+TRUE = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "control, given",
+    [
+        ("none", TRUE),
+        ("format", [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]),
+        ("shuffled", [0.0, 1.0, 0.0, 0.0, 1.0, 0.0]),
+        ("inverted", [-1.0, 0.0, 0.0, -1.0, 0.0, 0.0]),
+    ],
+)
+def test_controls_replace_the_reward_and_nothing_else(control, given):
+    """Score and parts stay the verifier's, and with them every evaluation; the new reward is a part of its own."""
+    samples = controlled(control, responses(SAID))
+    assert [sample.reward for sample in samples] == given
+    assert [sample.score for sample in samples] == [sample.reward_parts["correct"] for sample in samples] == TRUE
+    known = [sample.reward_parts.get(f"control_{control}") for sample in samples]
+    assert known == ([None] * 6 if control == "none" else given)
+
+
+def test_controls_are_shaped_as_the_reward_is():
+    samples = controlled("format", responses(SAID), reward_bias=0.5, reward_scaling=2.0)
+    assert [sample.reward for sample in samples] == [1.0, 1.0, -1.0, 1.0, 1.0, -1.0]
+
+
+def test_the_random_control_says_nothing_of_who_was_right():
+    """The rewards of the batch, dealt out: the same each time, and over many batches right ones have no more of them.
+
+    By the true reward the difference is 1. In 400 batches of 24 its standard error is 0.01.
+    """
+    found = [sample.reward for sample in controlled("random", responses(SAID))]
+    assert sorted(found) == sorted(TRUE)
+    assert found == [sample.reward for sample in controlled("random", responses(SAID))]
+    rng = np.random.default_rng(0)
+    right, wrong = [], []
+    for _ in range(400):
+        samples = make_samples(4, 6)
+        for sample in samples:
+            sample.response_ids = rng.integers(0, 1000, size=5, dtype=np.int32)
+            sample.reward = sample.score = float(rng.random() < 0.3)
+        mean = sum(sample.reward for sample in samples) / len(samples)
+        rewards.deal_out(samples, Args(control="random"))
+        for sample in samples:
+            (right if sample.score else wrong).append(sample.reward - mean)
+    assert abs(np.mean(right) - np.mean(wrong)) < 0.04
+
+
+def test_the_random_control_is_the_same_on_any_number_of_ranks():
+    """What a rank has is gathered before it is dealt out."""
+    samples = responses(SAID)
+    args = Args(control="random")
+    problems = [records.Problem([], truth, "last_number", {}) for truth in ("1", "2")]
+    verifiers = rewards.Verifiers(args, problems, "cpu", None)
+    try:
+        submitted = [verifiers.submit(sample, problems[sample.prompt_id]) for sample in samples]
+        rest = verifiers.collect(submitted[3:], lambda: None, lambda mine: [])
+        assert rest == []
+        both = verifiers.collect(submitted[:3], lambda: None, lambda mine: [*mine, *samples[3:]])
+    finally:
+        verifiers.close()
+    assert [sample.reward for sample in both] == [s.reward for s in controlled("random", responses(SAID))]
+
+
+def test_another_truth_is_that_of_another_problem_by_chance():
+    """Each problem has one and gives one away; how often both are equal is as for two problems drawn at random."""
+    truths = [str(number % 4) for number in range(400)]
+    problems = [records.Problem([], truth, "last_number", {}) for truth in truths]
+    others = rewards.other_problems(problems, seed=1)
+    given = [others[id(problem)] for problem in problems]
+    assert {id(other) for other in given} == {id(problem) for problem in problems}
+    assert all(other is not problem for other, problem in zip(given, problems, strict=True))
+    equal = sum(other.truth == problem.truth for other, problem in zip(given, problems, strict=True))
+    assert abs(equal / 400 - 0.25) < 0.09  # four standard errors
+    mixed = [*problems[:9], *(records.Problem([], str(k), "exact", {}) for k in range(9))]
+    by_verifier = rewards.other_problems(mixed, seed=1)
+    assert all(by_verifier[id(problem)].verifier == problem.verifier for problem in mixed)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"control": "random", "dataset_filter": (0.1, 1.0)}, "--dataset_filter chooses problems by the verifier's"),
+        ({"control": "inverted", "dense_reward": "sum"}, "--dense_reward has scores of its own"),
+        ({"control": "shuffled", "reward_model_name_or_path": "x"}, "--reward_model_name_or_path scores without a"),
+        ({"control": "shuffled", "environment": "x"}, "--environment rewards without a truth"),
+        (
+            {"control": "random", "num_unique_prompts_rollout": 1, "num_samples_per_prompt_rollout": 1},
+            "one sample a step would be dealt its own reward",
+        ),
+    ],
+)
+def test_a_control_that_would_leak_the_reward_is_refused(capsys, changes, says):
+    args = ppo.Args(**changes)
+    with pytest.raises(SystemExit) as end:
+        rewards.check_control(args)
+    assert end.value.code == 2
+    assert f"--control {changes['control']}: {says}" in capsys.readouterr().err
+    rewards.check_control(ppo.Args(**changes | {"control": "none"}))
+
+
+def test_a_control_that_cannot_be_is_refused(capsys):
+    one = [records.Problem([], "1", "last_number", {}) for _ in range(2)]
+    with pytest.raises(SystemExit):
+        rewards.other_problems(one, seed=1)
+    assert "all problems of --verifier last_number have one truth" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        rewards.Verifiers(Args(control="format"), [records.Problem([], "1", "exact", {})], "cpu", None)
+    assert "--control format: --verifier exact reports no part format" in capsys.readouterr().err
+
+
+def test_whoever_reads_a_run_is_told_of_its_control():
+    """Its name, however long or short, its console, its metrics, its verdict, and what plot and report print."""
+    for more in ({}, {"system_prompt": "x" * 300}):
+        name = rundir.run_name(Args(control="shuffled", **more), Args())
+        assert name.startswith("grpo__control=shuffled__") and name.endswith("seed=1")
+    step = {"step": 1, "reward/mean": 0.5, "optim/skipped": 0, "completions/truncated_frac": 0.0}
+    marked = step | {"reward/control_random": 0.5}
+    assert runlog.step_line(marked, 2, 0.0, True).endswith("CONTROL random")
+    assert "CONTROL" not in runlog.step_line(step, 2, 0.0, True)
+    for metrics, said in ((marked, True), (step, False)):
+        assert ("CONTROL  random" in plot.summary([metrics | {"time/step": 1.0}], [])) == said
+        found = {"outcome": "learned", "why": "", "control": control_of(metrics), "evaluation": None, "findings": []}
+        assert ("CONTROL    random" in verdict.in_words(found)) == said
