@@ -116,6 +116,18 @@ def _same_number(text: str, truth: str, place: int = -1) -> Reward:
     return _judged(as_decimal(number[0]) == as_decimal(truth), number[0])
 
 
+def lenient(response: str, truth: str) -> bool | None:
+    """Whether the last number of a response, or of its last box, is the truth, whatever format a verifier wants.
+
+    None where the truth is no number. To compare with, not to train on.
+    """
+    wanted = truth.rpartition("####")[2]
+    wanted = (last_boxed(wanted) or wanted).strip()
+    if not NUMBER.fullmatch(wanted):
+        return None
+    return any(_same_number(text, wanted).score == 1 for text in (response, last_boxed(response) or ""))
+
+
 def exact(response: str, truth: str, row: dict) -> Reward:
     """1 when the response is the truth, white space at both ends aside."""
     correct = float(response.strip() == truth.strip())

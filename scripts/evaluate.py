@@ -14,7 +14,11 @@ other data than the run's, the problems are the first --eval_prompts of --datase
     --output FILE      all samples, as JSON lines. Default: eval_samples.jsonl in the run's folder, or --output_dir
 
 Prints a table with 95 % intervals: Wilson's for one response per problem, else a bootstrap over problems, whose
-responses are not independent. Several processes (accelerate launch) share the problems, each with its own engine.
+responses are not independent. Beside pass@1, which is as strict as the verifier, two rates tell a gain in format from
+one in answers. lenient also counts responses whose last number is the truth, boxed or not, ended or truncated; format
+is the mean of the verifier's part of that name. A dash: a truth is no number, or no verifier has that part.
+
+Several processes (accelerate launch) share the problems, each with its own engine.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/loading.py
 
 import loading
 
-from rewards import Verifiers, check_reward_args, truth_error
+from rewards import Verifiers, check_reward_args, lenient, truth_error
 from runtime import data, episodes, flags, foreign, identity, process, rundir, sources
 from runtime.flags import RunFlags
 from runtime.records import Problem, Sample
@@ -201,20 +205,31 @@ def interval(samples: list[Sample], places: set[int]) -> tuple[float, float]:
     return bootstrap([sum(found) / len(found) for found in right.values()])
 
 
+def side_by_side(samples: list[Sample], problems: list[Problem]) -> tuple[str, str]:
+    """(lenient rate, format rate) of samples, "–" for what cannot be told."""
+    said = [lenient(sample.response, problems[sample.prompt_id].truth) for sample in samples]
+    right = [utils.is_right(sample) or found for sample, found in zip(samples, said, strict=True)]
+    formats = [sample.reward_parts["format"] for sample in samples if "format" in sample.reward_parts]
+    rates = (None if None in said else utils.mean(right), utils.mean(formats))
+    return tuple("–" if rate is None else f"{rate:.3f}" for rate in rates)
+
+
 def table(samples: list[Sample], problems: list[Problem], result: dict[str, float]) -> str:
     """A Markdown row for each data source, and one for all where there are several."""
     k = result["eval/samples"]
     sources = sorted({p.source for p in problems})
-    lines = [f"| data | problems | pass@1 | 95 % interval | pass@{k} | majority@{k} | length | truncated |"]
-    lines.append("|---" * 8 + "|")
+    rates = f"pass@1 | 95 % interval | lenient | format | pass@{k} | majority@{k}"
+    lines = [f"| data | problems | {rates} | length | truncated |", "|---" * 10 + "|"]
     for source in [*(sources if len(sources) > 1 else ()), None]:
         prefix = "eval" if source is None else f"eval/{source}"
-        low, high = interval(samples, {i for i, p in enumerate(problems) if source in (None, p.source)})
+        places = {i for i, p in enumerate(problems) if source in (None, p.source)}
+        low, high = interval(samples, places)
         cells = [
             source or ("all" if len(sources) > 1 else sources[0]),
             f"{result[f'{prefix}/problems']}",
             f"{result[f'{prefix}/pass@1']:.3f}",
             f"{low:.3f} to {high:.3f}",
+            *side_by_side([sample for sample in samples if sample.prompt_id in places], problems),
             f"{result[f'{prefix}/pass@k']:.3f}",
             f"{result[f'{prefix}/majority@k']:.3f}",
             f"{result[f'{prefix}/length_mean']:.1f}",

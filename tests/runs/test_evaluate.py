@@ -97,6 +97,30 @@ def test_bootstrap():
     assert evaluate.bootstrap(rates) == (low, high)
 
 
+def test_strict_lenient_and_format_side_by_side():
+    """A right number without the box is right for the lenient alone; a verifier's part is the format rate."""
+    found = answers([["5", "x"], ["y", "z"]], problems("a", "b"))
+    texts = ["\\boxed{7}", "it is 7, I think", "17", "\\boxed{7} in 3 steps"]
+    for sample, text, form in zip(found, texts, (1.0, 0.0, 0.0, 1.0), strict=True):
+        sample.response = text
+        sample.reward_parts = {"correct": float(text == texts[0]), "format": form}
+    result = utils.eval_metrics(found, problems("a", "b"), step=0)
+    lines = evaluate.table(found, problems("a", "b"), result).splitlines()
+    cells = {line.split(" | ")[0]: line.split(" | ") for line in lines}
+    place = cells["| data"].index("lenient")
+    assert cells["| data"][place + 1] == "format"
+    assert [cells[name][2] for name in ("| a", "| b", "| all")] == ["0.500", "0.000", "0.250"]
+    assert [cells[name][place : place + 2] for name in ("| a", "| b", "| all")] == [
+        ["1.000", "0.500"],
+        ["0.500", "0.500"],
+        ["0.750", "0.500"],
+    ]
+    words = [records.Problem([], "seven", "exact", {})] * 2
+    for sample in found:
+        sample.reward_parts = {}
+    assert evaluate.side_by_side(found, words) == ("–", "–")
+
+
 def test_greedy_is_one_response_to_each():
     requests, sampling = data.eval_requests(5, grpo.Args(eval_temperature=0.0, eval_samples=4))
     assert [place for place, _, _ in requests] == [0, 1, 2, 3, 4] and sampling["temperature"] == 0
@@ -143,8 +167,8 @@ def test_equal_to_the_number_in_the_run(run, tmp_path):
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     last = records[-1]
     wanted = [f"{last['eval/' + name]:.3f}" for name in ("pass@1", "pass@k", "majority@k")]
-    assert [cells[2], cells[4], cells[5]] == wanted
-    assert cells[6] == f"{last['eval/length_mean']:.1f}"
+    assert [cells[2], cells[6], cells[7]] == wanted
+    assert cells[8] == f"{last['eval/length_mean']:.1f}"
     low, high = map(float, cells[3].split(" to "))
     assert low <= last["eval/pass@1"] <= high
     assert sum(r["right"] for r in rows) / len(rows) == last["eval/pass@1"]
