@@ -36,7 +36,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
 from runtime.flags import PRESENTATION
-from runtime.reading import PHASES, control_of, read, read_config, series
+from runtime.reading import PHASES, control_of, read, read_config, records, series
 from runtime.runlog import own_pieces
 from runtime.verdict import t_quantile
 
@@ -108,7 +108,7 @@ def find_runs(paths: list[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             fail(f"{path} is not a folder; give runs, or the folder of a run")
-        if not read(path / "metrics.jsonl"):
+        if next(records(path / "metrics.jsonl"), None) is None:
             fail(f"{path}: no metrics.jsonl, or no step in it yet")
     return paths
 
