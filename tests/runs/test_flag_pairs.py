@@ -61,6 +61,7 @@ VALUES = {
     "dynamic_sampling_rounds": [2],
     "dataset_filter": [(0.5, 0.5)],
     "check_verifier_status": [True],
+    "control": ["random", "shuffled", "inverted"],
     "reward_scaling": [-2.0],
     "reward_bias": [0.5],
     "max_reward_clip": [0.25],
