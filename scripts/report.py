@@ -44,12 +44,9 @@ PAGE = Path(__file__).with_suffix(".html")
 def contents(folder: Path, metrics: list[dict], evals: list[dict]) -> dict:
     """Everything the page shows, as plain data: of a very long run every 2nd, 4th, 8th ... point and sample."""
     config = read_config(folder)
-    curves: dict[str, list] = {}
-    for record in (*metrics, *evals):
-        for name, value in record.items():
-            if name not in NO_CURVE:
-                curves.setdefault(name, []).append([record["step"], value])
-    curves = {name: thin(points, POINTS)[0] for name, points in curves.items()}
+    logged = [*metrics, *evals]
+    names = dict.fromkeys(name for record in logged for name in record if name not in NO_CURVE)
+    curves = {name: thin(([r["step"], r[name]] for r in logged if name in r), POINTS)[0] for name in names}
     samples, stride = thin(records(folder / "samples.jsonl"), CHARACTERS, size=_characters)
     seconds = {phase: series(metrics, f"time/{phase}").sum() for phase in PHASES}
     whole = series(metrics, "time/step").sum()
