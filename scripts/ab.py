@@ -52,8 +52,9 @@ TESTBED = (
     "--learning_rate 2e-4 --lr_min_ratio 0 --save_minutes 0 --output_dir runs/ab "
     """--vllm_args '{"kv_cache_memory_bytes": 107374182}'"""
 )
-# What --control puts in the place of the reward -> its name in the sentence.
+# Values of --control -> what a run is then trained on.
 CONTROLS = {
+    "none": "the reward",
     "format": "the format alone",
     "random": "a random reward",
     "shuffled": "another problem's truth",
@@ -239,26 +240,32 @@ def gain(ends: list[tuple[float, float]]) -> tuple[float, float, float]:
 def told(ends: dict[str, list[tuple[float, float]]], line: str, metric: str) -> str:
     """A row for each control, and the sentence. ``ends``: (before, after) by seed of "none" and of each control."""
     rows = [f"| trained on | {metric} before | after | gain | 95 % interval |", "|---|---|---|---|---|"]
-    parts = {}
+    parts = []
     for name, pairs in ends.items():
-        before, after = (statistics.fmean(values) for values in zip(*pairs, strict=True))
+        trained_on = CONTROLS[name]
+        before = statistics.fmean(pair[0] for pair in pairs)
+        after = statistics.fmean(pair[1] for pair in pairs)
         mean, low, high = gain(pairs)
-        numbers = f"{before:.3f} | {after:.3f} | {mean:+.3f} | {low:+.3f} to {high:+.3f}"
-        rows.append(f"| {CONTROLS.get(name, 'the reward')} | {numbers} |")
-        parts[name] = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
-    reward = parts.pop("none")
-    others = ", ".join(f"{CONTROLS[name]} gains {words}" for name, words in parts.items())
-    return "\n".join([*rows, "", f"{line}: {metric} {reward} in {len(ends['none'])} seeds, of which {others}."])
+        rows.append(
+            f"| {trained_on} | {before:.3f} | {after:.3f} | {mean:+.3f} | {low:+.3f} to {high:+.3f} |",
+        )
+        parts.append(f"{trained_on} {mean:+.3f} [{low:+.3f}, {high:+.3f}]")
+    rows.append(f"\n{line}: {metric} gains, by what it is trained on, in {len(pairs)} seeds: {', '.join(parts)}.")
+    return "\n".join(rows)
 
 
 def compare_controls(line: str, shared: list[str], options: argparse.Namespace) -> int:
     """Run a command line and its controls with all seeds, and print what they gain."""
-    names = options.controls or list(CONTROLS)
-    arms = {name: Arm(f"{line} --control {name}", shared) for name in ("none", *names)}
+    arms = {}
+    for name in CONTROLS:
+        if name in ("none", *(options.controls or CONTROLS)):
+            arms[name] = Arm(f"{line} --control {name}", shared)
     code = run(list(arms.values()), options.seeds, options.lanes, lambda seeds: False)
     if code:
         return code
-    ends = {name: [arm.ends(seed, options.metric) for seed in options.seeds] for name, arm in arms.items()}
+    ends = {}
+    for name, arm in arms.items():
+        ends[name] = [arm.ends(seed, options.metric) for seed in options.seeds]
     print(told(ends, line, options.metric))
     return 0
 
