@@ -27,10 +27,14 @@ class Guess:
 
 
 class Late(Guess):
-    """The same, answering after a second."""
+    """The same, answering after a second, or the row's "seconds"."""
+
+    def reset(self, answer, seconds=1.0, **row):
+        super().reset(answer)
+        self.seconds = seconds
 
     def turn(self, text):
-        time.sleep(1)
+        time.sleep(self.seconds)
         return super().turn(text)
 
 

@@ -10,12 +10,18 @@ import json
 import os
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, Run, command, finish, read_jsonl, record, saved, with_program
+import torch
+from helpers import ROOT, Run, alone, command, finish, read_jsonl, record, saved, with_program
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import grpo
+from runtime import episodes, watchdog
 
 FILE = ROOT / "tests" / "environments.py"
 FEW = ("--verifier", "environment", "--max_response_length", "64", "--max_turns", "3", "--total_steps", "3")
@@ -319,3 +325,65 @@ def test_others_environments_are_played_as_they_are(chatty, tmp_path, name):
     assert [s["reward"] for s in samples] == pytest.approx(theirs, abs=1e-6)
     assert all(s["reward_status"] == "ok" for s in samples)
     print({row.get("game") or row.get("id") or row.get("task") or "openenv": 4 for row in rows}, sorted(set(theirs)))
+
+
+# ---------------------------------------------------------------------------------------------------------- throughput
+
+
+LENGTHS = (4, 12, 20, 28)  # of the turns of an episode, in an order of its own
+MANY = 32
+
+
+def throughput(model: str) -> None:
+    """Tokens a second of one engine: a turn of 64 tokens, four turns of as many together, and with a tool of 0.5 s."""
+    args = grpo.Args(
+        model_name_or_path=model,
+        dtype="float32",
+        environment=f"{FILE}:Late",
+        max_turns=4,
+        max_response_length=400,
+        vllm_args='{"kv_cache_memory_bytes": 107374182}',
+    )
+    plain = episodes.Episode.request, episodes.Episode.add
+
+    def request(self):
+        ids, sampling, seed = plain[0](self)
+        place = self.key[0] + len(self.turns) // 2
+        return ids, sampling | ({} if self.row is None else {"max_tokens": LENGTHS[place % 4]}), seed
+
+    def add(self, answer):
+        plain[1](self, answer)
+        self.finish_reason = "stop"  # each turn has its length, and then it ends
+
+    episodes.Episode.request, episodes.Episode.add = request, add
+    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
+    thread = threading.Thread(target=grpo.vllm_thread, args=(args, torch.float32, 0, 1, [2], inbox, outbox))
+    thread.daemon = True
+    thread.start()
+    assert outbox.get() == ("ready",)
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "ignore_eos": True, "stop": []}
+    found = {}
+    for number, (name, seconds, lag) in enumerate(
+        [("warm-up", 0, 8), ("one turn", None, 8), ("four turns", 0, 8)]
+        + [("tool of 0.5 s", 0.5, 8), ("tool of 0.5 s, turn-synchronous", 0.5, 10**9)]
+    ):
+        args.turn_lag = lag
+        row = [] if seconds is None else [{"answer": "none", "seconds": seconds}]
+        most = {"max_tokens": 64 if seconds is None else 400}
+        started = time.perf_counter()
+        inbox.put(("generate", number, [((k, 0), [5, 6, 7, 8 + k], k, *row) for k in range(MANY)], sampling | most))
+        samples = [outbox.get() for _ in range(MANY)]
+        found[name] = time.perf_counter() - started
+        assert sum(len(sample[4]) for sample in samples) == 64 * MANY, "the same tokens in every case"
+    inbox.put(("stop",))
+    for name, seconds in found.items():
+        print(f"{name:34} {64 * MANY / seconds:7.0f} tokens/s, {seconds:6.2f} s")
+    print(f"four turns take {found['four turns'] / found['one turn']:.2f} times as long as one")
+    ratio = found["tool of 0.5 s, turn-synchronous"] / found["tool of 0.5 s"]
+    print(f"turn-synchronous takes {ratio:.2f} times as long, with a tool of 0.5 s", flush=True)
+
+
+@pytest.mark.slow
+def test_the_engine_goes_on_while_tools_work(chatty):
+    """Printed, not judged: the times depend on the machine."""
+    alone(throughput, str(chatty))
