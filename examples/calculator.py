@@ -1,6 +1,7 @@
 """A calculator that the model has to call: sums, whose answers count only after one.
 
-    python grpo.py --environment examples/calculator.py:Calculator --max_turns 3
+    python grpo.py --environment examples/calculator.py:Calculator --max_turns 3 --max_response_length 96 \\
+        --system_prompt "Write an expression to have it calculated. Then write the result alone."
 
 A turn with an expression ("4 - 1 - 7") is a call, and is answered with its value; anything else is the answer. The rows
 are those of reasoning-gym's chain_sum, the default data.
@@ -20,7 +21,6 @@ class Calculator:
         self.truth = int(answer)
         self.calls = 0
         self.right = False
-        return "\nWrite an expression to have it calculated; then write the result alone."
 
     def turn(self, text):
         found = EXPRESSION.search(text)

@@ -1,8 +1,8 @@
 """Guess a digit: each answer repeats the history, so that the model need not remember it.
 
     python examples/guess.py > guess.jsonl
-    python grpo.py --environment examples/guess.py:Guess --max_turns 4 --dataset guess.jsonl --prompt_key prompt \
-        --eval_prompts 0
+    python grpo.py --environment examples/guess.py:Guess --max_turns 4 --max_response_length 96 \\
+        --dataset guess.jsonl --prompt_key prompt --eval_prompts 0
 
 A good player halves what is left and needs 2.9 guesses on average; the reward is 1 less a quarter for each guess that
 was wrong.
@@ -22,7 +22,6 @@ class Guess:
         self.number = random.Random(game).randrange(10)
         self.history = []
         self.found = False
-        return "\nGuess a digit. The history shows + where it is higher, - where it is lower."
 
     def turn(self, text):
         digits = re.findall(r"\d", text)
@@ -38,6 +37,8 @@ class Guess:
         return 1 - len(self.history) / 4 if self.found else 0.0
 
 
+RULES = "Guess a digit. You are told all your guesses, with + where it is higher and - where it is lower."
+
 if __name__ == "__main__":
     for game in range(400):
-        print(json.dumps({"prompt": "A game.", "answer": "", "game": game}))
+        print(json.dumps({"prompt": RULES, "answer": "", "game": game}))

@@ -1,8 +1,8 @@
 """Search in a small corpus: what the model is asked stands there alone, so it has to search before it answers.
 
     python examples/search.py > search.jsonl
-    python grpo.py --environment examples/search.py:Search --max_turns 3 --dataset search.jsonl --prompt_key prompt \
-        --eval_prompts 0
+    python grpo.py --environment examples/search.py:Search --max_turns 3 --max_response_length 160 \\
+        --dataset search.jsonl --prompt_key prompt --eval_prompts 0
 
 A turn with a number is the answer. Any other is a query, and is answered with the lines that hold most of its words.
 """
@@ -30,7 +30,6 @@ class Search:
         self.truth = answer
         self.seen = []
         self.right = False
-        return "\nSearch by writing words; then write the number alone."
 
     def turn(self, text):
         numbers = re.findall(r"\d+", text)
@@ -58,4 +57,5 @@ def best(query: str, count: int = 2) -> list[str]:
 if __name__ == "__main__":
     for line in CORPUS:
         thing, place, steps = re.match(r"The (\w+) of (\w+) has (\d+) steps", line).groups()
-        print(json.dumps({"prompt": f"How many steps has the {thing} of {place}?", "answer": steps}))
+        question = f"How many steps has the {thing} of {place}? Write words to search; then write the number alone."
+        print(json.dumps({"prompt": question, "answer": steps}))

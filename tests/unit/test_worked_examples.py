@@ -76,14 +76,14 @@ def test_an_answer_counts_where_a_search_has_shown_it(tiny):
 
 
 @pytest.mark.parametrize("name", ["calculator.py:Calculator", "guess.py:Guess", "search.py:Search"])
-def test_reset_says_what_to_write(tiny, name):
+def test_each_is_rehearsed_before_a_run(tiny, name):
     file, _, cls = name.partition(":")
     args = arguments(tiny, cls, environment=f"{ROOT / 'examples' / file}:{cls}")
     problem = Problem([{"role": "user", "content": "u"}], "1", "environment", {"answer": "1", "game": 1})
     episodes.check(args)
     episodes.first_turns([problem], tokenizer_of(tiny), args)
     (problem,) = data.render_prompts([problem], tokenizer_of(tiny), args)
-    assert problem.messages[-1]["content"].startswith("u\n")
+    assert problem.messages == [{"role": "user", "content": "u"}]
     args = dataclasses.replace(args, dry_run=True)
     lines = episodes.describe_turns(problem, tokenizer_of(tiny), args)
     assert "at most 20, a game, a reward of its own" in lines[0] and "tokens count" in lines[-1]
