@@ -412,8 +412,9 @@ def test_the_prompt_has_the_tools_and_what_reset_says(tiny):
     assert all('"name": "add"' in p.messages[0]["content"] for p in problems)
 
 
-def test_the_page_begins_with_a_game_that_can_be_played(tiny, tmp_path):
-    code = (ROOT / "docs" / "environments.md").read_text().partition("```python\n")[2].partition("```")[0]
+def test_the_page_has_a_game_that_can_be_played(tiny, tmp_path):
+    page = (ROOT / "docs" / "data_and_rewards.md").read_text().partition("## Environments")[2]
+    code = page.partition("```python\n")[2].partition("```")[0]
     (tmp_path / "guess.py").write_text(code)
     one = Player(tiny, "Guess", environment=f"{tmp_path / 'guess.py'}:Guess")
     turns = ["none", *(str(number) for number in range(1, 21))]
