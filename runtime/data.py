@@ -937,7 +937,7 @@ def _dense_rewards(sample: Sample, decode: Callable[..., str], args) -> np.ndarr
     start = shaped(0.0) if args.dense_reward == "difference" else 0.0
     before = start
     for end, score in sample.reward_steps:
-        place = end - 1 if sample.turns else bisect.bisect_left(range(len(ids)), end, key=characters)
+        place = end - 1 if sample.turn_steps else bisect.bisect_left(range(len(ids)), end, key=characters)
         place = min(place, len(ids) - 1)
         rewards[place] += shaped(score) - (before if args.dense_reward == "difference" else 0.0)
         before = shaped(score)

@@ -69,6 +69,14 @@ class Sample:
         """The ids of the model's last turn."""
         return self.response_ids[self.observed[-1][1] if self.observed else 0 :]
 
+    @property
+    def turn_steps(self) -> tuple[tuple[int, float], ...]:
+        """Rewards of turns: (the model's tokens up to the end of a turn, the sum of its reward and those before it).
+
+        None of the intermediate scores of a verifier's own, which stand at characters.
+        """
+        return self.reward_steps if "steps" in (self.outcome or ()) else ()
+
     def token_versions(self) -> np.ndarray:
         """The version of the weights that sampled each token, [T]: s for those that step s begins with."""
         versions = [version for version, _ in self.weight_versions]

@@ -158,7 +158,7 @@ def test_the_reward_is_on_the_model_s_last_token(episodes):
 def test_the_reward_of_a_turn_is_on_its_last_token(episodes):
     """With --dense_reward difference; what the end brought is on the very last, and a truncated response has none."""
     sample = next(s for s in episodes if s.observed)
-    sample.turns = [{"role": "assistant"}]
+    sample.outcome = {"steps": []}  # it is the environment that gives them
     ends = [start - sum(e - f for f, e in sample.observed[:k]) for k, (start, _) in enumerate(sample.observed)]
     sample.reward_steps = ((ends[0], 2.0), (ends[-1], 2.5))
     sample.reward, sample.finish_reason = 3.5, "stop"
@@ -169,6 +169,9 @@ def test_the_reward_of_a_turn_is_on_its_last_token(episodes):
     expected[ends[-1] - 1] += 0.5
     expected[-1] += 1.0
     assert found.tolist() == expected.tolist()
+    sample.outcome = None  # a verifier's steps stand at characters
+    found = data.token_rewards([sample], lambda ids, **_: "xx" * len(ids), args)
+    assert np.flatnonzero(found)[0] == (ends[0] + 1) // 2 - 1
     sample.finish_reason = "length"
     sample.reward = 0.0
     assert not data.token_rewards([sample], None, dataclasses.replace(args, mask_no_eos_with_zero=True)).any()
@@ -181,6 +184,7 @@ def test_return_to_go_leaves_out_what_came_before_a_turn(episodes, tmp_path):
         args = module.Args(advantage_normalization_type=kind, reward_scaling=2.0, num_samples_per_prompt_rollout=4)
         for sample in episodes:
             half = sample.length // 2
+            sample.outcome = {"steps": []}
             sample.reward_steps = ((half, 1.0), (sample.length, 1.5)) if half else ()
             sample.finish_reason = "length" if sample.sample_id == 2 else "stop"
             sample.reward = 0.0 if sample.sample_id == 2 else 2.0 * (1.5 + sample.sample_id)
