@@ -94,7 +94,7 @@ def test_a_run_killed_with_a_tool_under_way_resumes_to_the_weights_of_one_that_w
     more = ("--total_steps", "4", "--save_every", "1", "--turn_timeout", "100", "--turn_lag", "2")
     parts = line(chatty, tmp_path / "parts", "Fickle", *more)
     run = Run(parts, tmp_path / "parts.log")
-    run.until(lambda: saved(tmp_path / "parts") >= 2)
+    run.until(lambda: saved(tmp_path / "parts") >= 2, timeout=1500)
     Path(f"{calls}.stop").touch()
     before = len(calls.read_text().splitlines())
     run.until(lambda: len(calls.read_text().splitlines()) > before)
@@ -306,7 +306,7 @@ def test_others_environments_are_played_as_they_are(chatty, tmp_path, name):
     variable, rows, oracle = OTHERS[name]
     if variable not in os.environ or not rows[0].get("url", "here"):
         pytest.skip(f"{variable} (and OPENENV_URL) must name the Python of a virtual environment, see adapters/")
-    rows = [{"prompt": "Play.", "answer": str(k), **row} for k, row in enumerate(rows)]
+    rows = [{"prompt": "Play.\n", "answer": str(k), **row} for k, row in enumerate(rows)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shape = ("--dataset", str(tmp_path / "rows.jsonl"), "--prompt_key", "prompt", "--ground_truth_key", "answer")
     shape += ("--num_unique_prompts_rollout", str(len(rows)), "--num_samples_per_prompt_rollout", "2")
