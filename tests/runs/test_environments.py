@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -16,7 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, Run, alone, command, finish, read_jsonl, record, saved, with_program
+import warm
+from helpers import ROOT, alone, command, finish, forked, read_jsonl, record, saved, with_program
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -86,6 +88,13 @@ def test_two_ranks_have_the_samples_and_the_weights_of_one(chatty, tmp_path):
     assert apart < 1e-5 and moved > 100 * apart
 
 
+def until(condition) -> None:
+    deadline = time.monotonic() + 1500
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 def test_a_run_killed_with_a_tool_under_way_resumes_to_the_weights_of_one_that_was_not(chatty, tmp_path, monkeypatch):
     """The tool's answers are random. What was answered is given again; the straight run is given all of it."""
@@ -93,12 +102,19 @@ def test_a_run_killed_with_a_tool_under_way_resumes_to_the_weights_of_one_that_w
     monkeypatch.setenv("FICKLE", str(calls))
     more = ("--total_steps", "4", "--save_every", "1", "--turn_timeout", "100", "--turn_lag", "2")
     parts = line(chatty, tmp_path / "parts", "Fickle", *more)
-    run = Run(parts, tmp_path / "parts.log")
-    run.until(lambda: saved(tmp_path / "parts") >= 2, timeout=1500)
+    codes = []
+    start = lambda: codes.extend(forked(parts[1:], tmp_path / "parts.log", vllm=True, timeout=1500)[0])  # noqa: E731
+    run = threading.Thread(target=start)
+    run.start()
+    until(lambda: saved(tmp_path / "parts") >= 2)
     Path(f"{calls}.stop").touch()
     before = len(calls.read_text().splitlines())
-    run.until(lambda: len(calls.read_text().splitlines()) > before)
-    run.kill()
+    until(lambda: len(calls.read_text().splitlines()) > before)
+    server = warm.SERVERS[True].process.pid
+    (run_itself,) = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    os.kill(int(run_itself), signal.SIGKILL)
+    run.join()
+    assert codes == [-signal.SIGKILL]
     Path(f"{calls}.stop").unlink()
     answers = sum(len(file.read_text().split("\n\n")) for file in (tmp_path / "parts" / "run" / "answers").iterdir())
     finish(parts, tmp_path / "resumed.log")
@@ -159,14 +175,13 @@ if __name__ == "__main__":  # the reward workers import this file
         return plain_found(self)
 
     def micro_batches(samples, members, **how):
-        batches = plain_cut(samples, members, **how)
         offsets = batching.token_offsets(samples)
         ids = np.concatenate([s.response_ids[s.own()] for s in samples])
-        for mb in batches:
+        for mb in plain_cut(samples, members, **how):
             real = mb.tokens < offsets[-1]
             assert mb.targets[mb.copies][real].tolist() == ids[mb.tokens[real].cpu().numpy()].tolist()
             proved["targets"] += int(real.sum())
-        return batches
+            yield mb
 
     LLMEngine.step, episodes.Episode.found, batching.micro_batches = step, found, micro_batches
     if "CALLS" in os.environ:  # a policy that calls the first tool in every turn
