@@ -41,7 +41,6 @@ from typing import Literal
 
 from rewards import Verifiers, check_reward_args, truth_error
 from runtime import data, flags, process, start
-from runtime.flags import RunFlags
 from runtime.records import Batch, Problem, Sample
 from runtime.sources import split_revision
 
@@ -50,7 +49,7 @@ KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse",
 
 @flags.own_flags_first
 @dataclass
-class Args(RunFlags):
+class Args(flags.RunFlags):
     exp_name: str = Path(__file__).stem
     """First part of the run's name: a copy of this file has runs of its own."""
     as_: flags.As = None
@@ -193,7 +192,7 @@ from accelerate.utils import set_seed  # noqa: E402
 
 import utils  # noqa: E402
 from kl_estimators import kl_reward, rollout_kl  # noqa: E402
-from runtime import batching, cpu_norms, dedicated, watchdog  # noqa: E402
+from runtime import batching, dedicated, watchdog  # noqa: E402
 from runtime.checkpoints import Checkpoints  # noqa: E402
 from runtime.engine import Engine, Queue  # noqa: E402
 from runtime.episodes import Episode, Episodes  # noqa: E402
@@ -334,9 +333,8 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
 
     in   ("generate", batch, [(key, prompt ids, seed)], sampling), a request for an episode with its row; ("until",
          batch), ("weights", version, [(name, tensor)]), ("sleep",), ("stop",), ("call", function): to measure something
-    out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds in which the engine
-         computed), ("slept",), ("called", function(llm)), ("error", exception): whatever goes wrong here is raised
-         again in the main thread
+    out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds of computing), ("slept",),
+         ("called", function(llm)), ("error", exception): the main thread raises it again
 
     Counting decides when the engine pauses, never the clock, so a run can be repeated: after each whole batch, or, with
     --inflight_updates, after the step that completes the batch named by the last "until". An engine in flight on a rank
@@ -414,27 +412,10 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
 def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     """vLLM's ``LLM`` in this process, in the thread that will use it."""
     cuda = torch.cuda.is_available()
-    if cuda:
-        utils.take_gpu(args)  # a thread starts on device 0, and on the trainer's stream
+    given = utils.engine_settings(args, dtype, world_size)  # what fits this device, and --vllm_args
     from vllm import LLM
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
-    if args.vllm_tensor_parallel_size == 1:  # else each engine waits for all to be built, also one that is built again
-        ExecutorWithExternalLauncher.determine_available_memory = UniProcExecutor.determine_available_memory
-    sizes = flags.sizes(args, cuda)
-    longest = args.max_prompt_length + args.max_response_length
     name, revision = split_revision(args.model_name_or_path)
-    if cuda:
-        usual = {"gpu_memory_utilization": utils.engine_share(args, dtype, world_size)}
-        usual["kernel_config"] = {"enable_flashinfer_autotune": False}  # minutes, where it is found
-    else:
-        usual = {"kv_cache_memory_bytes": 2**29, "kernel_config": cpu_norms.kernel_config()}
-        usual["enforce_eager"] = True  # compiling takes longer than a short run
-        usual["block_size"] = 32  # the default of 128 would share no prompt shorter than that
-    given = usual | flags.engine_args(args.vllm_args)
-    given["max_num_seqs"] = sizes.vllm_max_num_seqs
-    tokens = max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, 0 if cuda else longest)
-    given["max_num_batched_tokens"] = tokens
     return LLM(
         model=name,
         revision=revision,
@@ -445,7 +426,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         hf_overrides=json.loads(args.override_config) if args.override_config else {},
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
-        max_model_len=longest,
+        max_model_len=args.max_prompt_length + args.max_response_length,
         # False on CPUs: after a part of a prompt vLLM rewinds a generator, and knows only CUDA's.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
@@ -463,19 +444,13 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
 
 def begin_turn(engine, episode: Episode, version: int, stop_ids: list[int]) -> Episode:
     """Have the engine compute the next turn of an episode."""
-    ids, sampling, seed = episode.request()
-    # The salt keeps a prompt from keys and values that older weights left in the prefix cache.
-    prompt = {"prompt_token_ids": ids, "cache_salt": str(version)}
-    engine.add_request(episode.name, prompt, vllm_params(sampling, seed, stop_ids))
-    return episode
-
-
-def vllm_params(sampling: dict, seed: int, stop_ids: list[int]):
-    """vLLM's ``SamplingParams`` of one request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
+    ids, sampling, seed = episode.request()
+    # The salt keeps a prompt from keys and values that older weights left in the prefix cache.
+    prompt = {"prompt_token_ids": ids, "cache_salt": str(version)}
+    how = SamplingParams(
         **sampling,
         seed=seed,
         stop_token_ids=[] if sampling["ignore_eos"] else stop_ids,
@@ -485,6 +460,8 @@ def vllm_params(sampling: dict, seed: int, stop_ids: list[int]):
         include_stop_str_in_output=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+    engine.add_request(episode.name, prompt, how)
+    return episode
 
 
 # ------------------------------------------------------------------------------------------------- rollout, evaluation
@@ -735,11 +712,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     if not checkpoints.stopping:
         evaluate(run.total_steps, engine, verifiers, run.eval_problems, log, clock, args)
         utils.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
-    code = utils.exit_code(log, checkpoints.stopping)
-    for part in (engine, verifiers, log, watch):
-        part.close()
-    if code != 0:
-        raise SystemExit(code)
+    utils.end_run(log, checkpoints.stopping, engine, verifiers, watch)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ from typing import Literal
 
 from rewards import Verifiers, check_reward_args, truth_error
 from runtime import data, flags, process, start
-from runtime.flags import RunFlags
 from runtime.records import Batch, Problem, Sample
 from runtime.sources import split_revision
 
@@ -51,7 +50,7 @@ KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse",
 
 @flags.own_flags_first
 @dataclass
-class Args(RunFlags):
+class Args(flags.RunFlags):
     exp_name: str = Path(__file__).stem
     """First part of the run's name: a copy of this file has runs of its own."""
     as_: flags.As = None
@@ -261,12 +260,11 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from accelerate.utils import set_seed  # noqa: E402
-from safetensors import safe_open  # noqa: E402
 from torch import nn  # noqa: E402
 
 import utils  # noqa: E402
 from kl_estimators import kl_reward, rollout_kl  # noqa: E402
-from runtime import batching, cpu_norms, dedicated, watchdog  # noqa: E402
+from runtime import batching, dedicated, watchdog  # noqa: E402
 from runtime.checkpoints import Checkpoints  # noqa: E402
 from runtime.engine import Engine, Queue  # noqa: E402
 from runtime.episodes import Episode, Episodes  # noqa: E402
@@ -419,8 +417,8 @@ class TokenValues(nn.Module):
     """A transformer with a scalar head, called for the values of the states in which given tokens were chosen.
 
     The head starts with zero bias and weights small enough for all values to start near 0, the same on every rank
-    whatever else has drawn random numbers, or as ``head``, which ``saved_head`` found. In bf16 its inputs and weights
-    are bf16, its product and the value fp32.
+    whatever else has drawn random numbers, or as ``head``, which ``utils.saved_head`` found. In bf16 its inputs and
+    weights are bf16, its product and the value fp32.
     """
 
     def __init__(self, model, head: dict[str, torch.Tensor]):
@@ -442,52 +440,6 @@ class TokenValues(nn.Module):
         return values_U[batch.copies]
 
 
-def saved_head(folder: Path) -> dict[str, torch.Tensor]:
-    """The scalar head in the safetensors of a folder, ``weight`` [1, D] and perhaps ``bias`` [1]; empty without one.
-
-    ``save_critic`` and transformers' classifiers name it ``score``. One with several outputs is no value.
-    """
-    head = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            for name in ("weight", "bias"):
-                if f"score.{name}" in tensors.keys():  # noqa: SIM118 (it is no dict)
-                    head[name] = tensors.get_tensor(f"score.{name}")
-    return {name: tensor for name, tensor in head.items() if len(tensor) == 1}
-
-
-def save_critic(
-    critic,
-    normalizer: ValueNormalizer,
-    tokenizer,
-    folder: Path,
-    zero_stage: int,
-    rank: int,
-) -> None:
-    """Save the critic as a token classifier in Hugging Face format: its one logit at a token is the return after it.
-
-    The mean and the deviation of ``--value_norm`` become part of the head. Every rank must call.
-    """
-    import deepspeed
-
-    model = critic.module.model
-    weights = dict(utils.current_weights(critic, zero_stage))
-    with deepspeed.zero.GatheredParameters(list(critic.module.head.parameters()), enabled=zero_stage == 3):
-        head = {name: weight.detach().double() for name, weight in critic.module.head.named_parameters()}
-    if rank != 0:
-        return
-    named = {f"{model.base_model_prefix}.{name}": weight for name, weight in weights.items()}
-    named["score.weight"] = (head["weight"] * normalizer.std).to(model.dtype)
-    named["score.bias"] = normalizer.denormalize(head["bias"]).to(model.dtype)
-    with utils.written_whole(folder) as beside:
-        model.save_pretrained(beside, state_dict=named)
-        config = json.loads((beside / "config.json").read_text())
-        config["architectures"] = [config["architectures"][0].removesuffix("Model") + "ForTokenClassification"]
-        config["id2label"] = {"0": "return"}
-        (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tokenizer.save_pretrained(beside)
-
-
 def make_critic(args: Args, run: utils.Run, vocabulary: int):
     """The critic that starts from ``--model_name_or_path``, under a DeepSpeed engine with the settings in ``args``.
 
@@ -507,7 +459,7 @@ def make_critic(args: Args, run: utils.Run, vocabulary: int):
     utils.check_forward(checked, run.layout, 0, longest)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    critic = TokenValues(model, saved_head(Path(args.model_name_or_path))).to(run.device)
+    critic = TokenValues(model, utils.saved_head(Path(args.model_name_or_path))).to(run.device)
     config = utils.deepspeed_config(args, run.dtype, run.device.type == "cuda")
     optimizer = utils.make_optimizer(critic.parameters(), args.learning_rate, args)
     return utils.lean(deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0])
@@ -612,9 +564,8 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
 
     in   ("generate", batch, [(key, prompt ids, seed)], sampling), a request for an episode with its row; ("until",
          batch), ("weights", version, [(name, tensor)]), ("sleep",), ("stop",), ("call", function): to measure something
-    out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds in which the engine
-         computed), ("slept",), ("called", function(llm)), ("error", exception): whatever goes wrong here is raised
-         again in the main thread
+    out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds of computing), ("slept",),
+         ("called", function(llm)), ("error", exception): the main thread raises it again
 
     Counting decides when the engine pauses, never the clock, so a run can be repeated: after each whole batch, or, with
     --inflight_updates, after the step that completes the batch named by the last "until". An engine in flight on a rank
@@ -692,27 +643,10 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
 def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     """vLLM's ``LLM`` in this process, in the thread that will use it."""
     cuda = torch.cuda.is_available()
-    if cuda:
-        utils.take_gpu(args)  # a thread starts on device 0, and on the trainer's stream
+    given = utils.engine_settings(args, dtype, world_size)  # what fits this device, and --vllm_args
     from vllm import LLM
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
-    if args.vllm_tensor_parallel_size == 1:  # else each engine waits for all to be built, also one that is built again
-        ExecutorWithExternalLauncher.determine_available_memory = UniProcExecutor.determine_available_memory
-    sizes = flags.sizes(args, cuda)
-    longest = args.max_prompt_length + args.max_response_length
     name, revision = split_revision(args.model_name_or_path)
-    if cuda:
-        usual = {"gpu_memory_utilization": utils.engine_share(args, dtype, world_size)}
-        usual["kernel_config"] = {"enable_flashinfer_autotune": False}  # minutes, where it is found
-    else:
-        usual = {"kv_cache_memory_bytes": 2**29, "kernel_config": cpu_norms.kernel_config()}
-        usual["enforce_eager"] = True  # compiling takes longer than a short run
-        usual["block_size"] = 32  # the default of 128 would share no prompt shorter than that
-    given = usual | flags.engine_args(args.vllm_args)
-    given["max_num_seqs"] = sizes.vllm_max_num_seqs
-    tokens = max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, 0 if cuda else longest)
-    given["max_num_batched_tokens"] = tokens
     return LLM(
         model=name,
         revision=revision,
@@ -723,7 +657,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         hf_overrides=json.loads(args.override_config) if args.override_config else {},
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
-        max_model_len=longest,
+        max_model_len=args.max_prompt_length + args.max_response_length,
         # False on CPUs: after a part of a prompt vLLM rewinds a generator, and knows only CUDA's.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
@@ -741,19 +675,13 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
 
 def begin_turn(engine, episode: Episode, version: int, stop_ids: list[int]) -> Episode:
     """Have the engine compute the next turn of an episode."""
-    ids, sampling, seed = episode.request()
-    # The salt keeps a prompt from keys and values that older weights left in the prefix cache.
-    prompt = {"prompt_token_ids": ids, "cache_salt": str(version)}
-    engine.add_request(episode.name, prompt, vllm_params(sampling, seed, stop_ids))
-    return episode
-
-
-def vllm_params(sampling: dict, seed: int, stop_ids: list[int]):
-    """vLLM's ``SamplingParams`` of one request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
+    ids, sampling, seed = episode.request()
+    # The salt keeps a prompt from keys and values that older weights left in the prefix cache.
+    prompt = {"prompt_token_ids": ids, "cache_salt": str(version)}
+    how = SamplingParams(
         **sampling,
         seed=seed,
         stop_token_ids=[] if sampling["ignore_eos"] else stop_ids,
@@ -763,6 +691,8 @@ def vllm_params(sampling: dict, seed: int, stop_ids: list[int]):
         include_stop_str_in_output=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+    engine.add_request(episode.name, prompt, how)
+    return episode
 
 
 # ------------------------------------------------------------------------------------------------- rollout, evaluation
@@ -1070,12 +1000,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         evaluate(run.total_steps, engine, verifiers, run.eval_problems, log, clock, args)
         utils.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
         if critic is not None:
-            save_critic(critic, normalizer, run.tokenizer, run.folder / "critic", args.zero_stage, run.rank)
-    code = utils.exit_code(log, checkpoints.stopping)
-    for part in (engine, verifiers, log, watch):
-        part.close()
-    if code != 0:
-        raise SystemExit(code)
+            utils.save_critic(critic, normalizer, run.tokenizer, run.folder / "critic", args.zero_stage, run.rank)
+    utils.end_run(log, checkpoints.stopping, engine, verifiers, watch)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import math
 import os
 import random
@@ -21,17 +22,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl, kl_setting_message, kl_values
-from runtime import data, episodes, fitting, flags, machine, rundir, runlog
+from runtime import cpu_norms, data, episodes, fitting, flags, machine, rundir, runlog
 from runtime.attention import attention_inputs, check_mask_size, choose_layout, grouped_attention, varlen_attention
 from runtime.batching import ROW_MULTIPLE, MicroBatch, flat, micro_batches, per_token, token_offsets
 from runtime.flags import check_override, is_dropout
@@ -278,6 +280,29 @@ def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
     return sizes.vllm_gpu_memory_utilization
 
 
+def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
+    """What vLLM's ``LLM`` takes because of the device here, and ``--vllm_args``. For the thread that builds it."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        take_gpu(args)  # a thread starts on device 0, and on the trainer's stream
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
+
+    if args.vllm_tensor_parallel_size == 1:  # else each engine waits for all to be built, also one that is built again
+        ExecutorWithExternalLauncher.determine_available_memory = UniProcExecutor.determine_available_memory
+    if cuda:
+        usual = {"gpu_memory_utilization": engine_share(args, dtype, world_size)}
+        usual["kernel_config"] = {"enable_flashinfer_autotune": False}  # minutes, where it is found
+    else:
+        usual = {"kv_cache_memory_bytes": 2**29, "kernel_config": cpu_norms.kernel_config()}
+        usual["enforce_eager"] = True  # compiling takes longer than a short run
+        usual["block_size"] = 32  # the default of 128 would share no prompt shorter than that
+    sizes = flags.sizes(args, cuda)
+    longest = 0 if cuda else args.max_prompt_length + args.max_response_length
+    tokens = max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, longest)
+    numbers = {"max_num_seqs": sizes.vllm_max_num_seqs, "max_num_batched_tokens": tokens}
+    return usual | flags.engine_args(args.vllm_args) | numbers
+
+
 def begin(args, ready: tuple) -> Run:
     """Choose device, sizes and layout, and tokenize the prompts.
 
@@ -366,11 +391,17 @@ def open_log(args, run: Run) -> runlog.RunLog:
     return runlog.RunLog(run.folder, args, size, run.total_steps, is_main, run.start, digest, len(run.problems), chosen)
 
 
-def exit_code(log: runlog.RunLog, stopping: bool) -> int:
-    """75 for a run that is saved and to be started again, or what its verdict makes of it. Every rank must call."""
+def end_run(log: runlog.RunLog, stopping: bool, *parts) -> None:
+    """Close the parts of a run and its log, and exit with 75 for a run that is saved and to be started again.
+
+    A finished run exits with what its verdict makes of it. Every rank must call.
+    """
     code = [75 if stopping else log.end()]
     dist.broadcast_object_list(code)  # rank 0 has written the verdict
-    return code[0]
+    for part in (*parts[:-1], log, parts[-1]):
+        part.close()
+    if code[0] != 0:
+        raise SystemExit(code[0])
 
 
 def load_reference(args, run: Run) -> TokenLogprobs | None:
@@ -881,6 +912,45 @@ def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> N
         return
     with written_whole(folder) as beside:
         policy.module.model.save_pretrained(beside, state_dict=dict(weights))
+        tokenizer.save_pretrained(beside)
+
+
+def saved_head(folder: Path) -> dict[str, torch.Tensor]:
+    """The scalar head in the safetensors of a folder, ``weight`` [1, D] and perhaps ``bias`` [1]; empty without one.
+
+    ``save_critic`` and transformers' classifiers name it ``score``. One with several outputs is no value.
+    """
+    head = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in ("weight", "bias"):
+                if f"score.{name}" in tensors.keys():  # noqa: SIM118 (it is no dict)
+                    head[name] = tensors.get_tensor(f"score.{name}")
+    return {name: tensor for name, tensor in head.items() if len(tensor) == 1}
+
+
+def save_critic(critic, normalizer, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
+    """Save the critic as a token classifier in Hugging Face format: its one logit at a token is the return after it.
+
+    The mean and the deviation of ``--value_norm`` become part of the head. Every rank must call.
+    """
+    import deepspeed
+
+    model = critic.module.model
+    weights = dict(current_weights(critic, zero_stage))
+    with deepspeed.zero.GatheredParameters(list(critic.module.head.parameters()), enabled=zero_stage == 3):
+        head = {name: weight.detach().double() for name, weight in critic.module.head.named_parameters()}
+    if rank != 0:
+        return
+    named = {f"{model.base_model_prefix}.{name}": weight for name, weight in weights.items()}
+    named["score.weight"] = (head["weight"] * normalizer.std).to(model.dtype)
+    named["score.bias"] = normalizer.denormalize(head["bias"]).to(model.dtype)
+    with written_whole(folder) as beside:
+        model.save_pretrained(beside, state_dict=named)
+        config = json.loads((beside / "config.json").read_text())
+        config["architectures"] = [config["architectures"][0].removesuffix("Model") + "ForTokenClassification"]
+        config["id2label"] = {"0": "return"}
+        (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tokenizer.save_pretrained(beside)
 
 

@@ -115,7 +115,7 @@ class RunFlags:
     log_samples: int = 4
     """Samples per step written to samples.jsonl; step 1 and every 10th step also print some. 0 disables both."""
     record_batches: int = 0
-    """Keep N batches, evenly spread over the steps, and the weights of those steps, for scripts/replay.py. 0: none."""
+    """Keep N batches, evenly spread over the steps, and the weights of those steps, for studies/replay.py. 0: none."""
 
     # ---- model
     model_name_or_path: str = "models/SmolLM2-135M-Instruct"

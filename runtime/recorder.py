@@ -1,4 +1,4 @@
-"""Batches of a run on disk, for scripts/replay.py: what was sampled, scored and computed, and the step's weights."""
+"""Batches of a run on disk, for studies/replay.py: what was sampled, scored and computed, and the step's weights."""
 
 from __future__ import annotations
 

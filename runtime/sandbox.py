@@ -38,7 +38,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 import types
 
 MEMORY = 2**30  # bytes of address space a process, and bytes resident of all processes of a program together
@@ -71,7 +70,6 @@ SOURCE = b""
 if __name__ != "__main__":
     with open(__file__, "rb") as own_file:
         SOURCE = own_file.read()
-memory_groups = True  # use cgroups where there are any, besides looking at the memory of the processes
 allow_unsafe = False  # in a worker: what --allow_unsafe_code_exec says
 
 NEW_MOUNTS, NEW_NAMES, NEW_IPC = 0x00020000, 0x04000000, 0x08000000
@@ -470,48 +468,6 @@ def drop_rights(user: int) -> None:
     kernel("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
 
 
-def group_places(name: str) -> list[tuple[str, str]]:
-    """Where a memory cgroup of this name could be, below this process's own: (its folder, the file of its limit)."""
-    places = []
-    with contextlib.suppress(OSError), open("/proc/self/cgroup") as f:
-        for line in f:
-            _, controllers, path = line.rstrip("\n").split(":", 2)
-            if controllers == "":
-                places.append((f"/sys/fs/cgroup{path}/{name}", "memory.max"))
-            elif "memory" in controllers.split(","):
-                places.append((f"/sys/fs/cgroup/memory{path}/{name}", "memory.limit_in_bytes"))
-    return places
-
-
-def memory_group(name: str) -> str | None:
-    """The folder of a new memory cgroup for a program, where this process may make one; None elsewhere."""
-    for group, limit in group_places(name):
-        try:
-            os.mkdir(group)
-        except OSError:
-            continue
-        try:
-            with open(f"{group}/{limit}", "r+") as f:
-                f.write(str(MEMORY + FILES))
-            return group
-        except OSError:
-            os.rmdir(group)
-    return None
-
-
-def remove_groups(name: str) -> None:
-    """Remove a cgroup if it is there; a process that has just ended may still be leaving it."""
-    for group, _ in group_places(name):
-        for _ in range(100):
-            try:
-                os.rmdir(group)
-            except OSError as error:
-                if error.errno == errno.EBUSY:
-                    time.sleep(0.01)
-                    continue
-            break
-
-
 # ------------------------------------------------------------------------------------------- launcher and keeper
 
 
@@ -621,21 +577,18 @@ def serve(requests: socket.socket):
 
 def launch(control: socket.socket, settings: dict, namespaces: tuple[int, int]):
     """The launcher. Returns in the program's process alone."""
-    group = None
     try:
         if settings["isolated"]:
             kernel("setns", namespaces[0], NEW_USERS)
             kernel("unshare", NEW_PROCESSES)
         else:
             kernel("prctl", ADOPT_ORPHANS, 1, 0, 0, 0)  # orphans become this process's children
-        if settings["grouped"]:
-            group = memory_group(settings["name"])
         keeper = os.fork()
     except OSError as error:
         control.send(str(error).encode())
         os._exit(1)
     if keeper == 0:
-        return keep(control, settings, namespaces, group)
+        return keep(control, settings, namespaces)
     ended = os.pidfd_open(keeper)
     events = select.poll()
     events.register(ended, select.POLLIN)
@@ -649,19 +602,14 @@ def launch(control: socket.socket, settings: dict, namespaces: tuple[int, int]):
     end_children()  # with process 1 the kernel kills its whole namespace
     if not settings["isolated"]:
         remove_folder(settings["home"])
-    if group is not None:
-        remove_groups(settings["name"])
     os._exit(0)
 
 
-def keep(control: socket.socket, settings: dict, namespaces: tuple[int, int], group: str | None):
+def keep(control: socket.socket, settings: dict, namespaces: tuple[int, int]):
     """The keeper. Returns in the program's process alone."""
     try:
         kernel("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # dies with the launcher, and its namespace with it
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only one that a program of the same user could send
-        if group is not None:
-            with contextlib.suppress(OSError), open(f"{group}/cgroup.procs", "w") as f:
-                f.write("0")
         if settings["isolated"]:
             isolate(namespaces[1])
             home = HOME
@@ -1077,14 +1025,12 @@ class Sandbox:
             if not isolated and not allow_unsafe:
                 raise OSError(f"no sandbox for code here ({namespaces_refused()}) and no --allow_unsafe_code_exec")
         self.isolated = isolated
-        self.name = f"sandbox-{os.getpid()}-{os.urandom(8).hex()}"
-        self.home = f"{tempfile.gettempdir()}/{self.name}"  # where there is no isolation
+        name = f"sandbox-{os.getpid()}-{os.urandom(8).hex()}"
+        self.home = f"{tempfile.gettempdir()}/{name}"  # where there is no isolation
         settings = {
             "isolated": isolated,
-            "grouped": memory_groups,
             "seconds": seconds,
             "limits": {**LIMITS, "CPU": int(seconds) + 2},
-            "name": self.name,
             "home": self.home,
             "user": int(isolated and os.geteuid() == 0),  # a number in the namespace
         }
@@ -1165,8 +1111,7 @@ class Sandbox:
         while self._receive():
             pass
         self._close(self.output, self.replies, self.channel, self.control)
-        remove_groups(self.name)  # these two if the launcher was killed
-        if not self.isolated:
+        if not self.isolated:  # if the launcher was killed
             remove_folder(self.home)
 
 

@@ -608,7 +608,7 @@ import tyro
 import grpo
 
 if __name__ == "__main__":  # the reward workers import this file
-    plain, calls = grpo.vllm_params, []
+    plain, calls = grpo.begin_turn, []
 
     def raises(*arguments):
         calls.append(1)
@@ -616,7 +616,7 @@ if __name__ == "__main__":  # the reward workers import this file
             raise ValueError("the engine broke on purpose")
         return plain(*arguments)
 
-    grpo.vllm_params = raises
+    grpo.begin_turn = raises
     args = tyro.cli(grpo.Args)
     grpo.main(args, grpo.preflight(args))
 """

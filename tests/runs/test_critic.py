@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 import ppo
 import utils
-from ppo import Args, saved_head
+from ppo import Args
 from runtime import batching
 
 # A run in which all of them can be seen: two optimizer steps a batch, a decay and a clip that hold, a falling rate.
@@ -171,7 +171,7 @@ def test_a_run_continues_from_a_saved_critic(tiny, tmp_path, monkeypatch):
     samples = make_samples()
     trained = outputs(watched.critic, samples)
     critic = tmp_path / "first" / "critic"
-    assert set(saved_head(critic)) == {"weight", "bias"} and saved_head(tiny) == {}
+    assert set(utils.saved_head(critic)) == {"weight", "bias"} and utils.saved_head(tiny) == {}
     again, metrics, _ = run(
         *(tiny, tmp_path, monkeypatch),
         run_name="second",
@@ -196,7 +196,7 @@ def test_a_critic_of_another_model_keeps_its_own_config(tiny):
 @pytest.mark.parametrize("outputs, names", [(1, {"weight"}), (2, set())])
 def test_the_head_of_a_classifier_counts_if_it_has_one_output(tmp_path, outputs, names):
     save_file({"score.weight": torch.ones(outputs, 8), "model.norm.weight": torch.ones(8)}, tmp_path / "a.safetensors")
-    assert set(saved_head(tmp_path)) == names
+    assert set(utils.saved_head(tmp_path)) == names
 
 
 def test_no_critic_is_saved_where_none_is_trained(tiny, tmp_path):

@@ -1,4 +1,4 @@
-"""scripts/ab.py: how often it is wrong, how many pairs it takes, and what it says."""
+"""studies/ab.py: how often it is wrong, how many pairs it takes, and what it says."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_two_names_of_one_script_are_equal_and_another_rate_is_not(tiny, tmp_pat
         words = command(tiny, tmp_path, "--total_steps", "1", rollout="hf")[2:]
         place = words.index("--run_name")
         words = [*words[:place], *words[place + 2 :], "--output_dir", str(tmp_path)]
-        line = [sys.executable, "scripts/ab.py", mine, "--seeds", seeds, "--metric", "policy/entropy", "--", *words]
+        line = [sys.executable, "studies/ab.py", mine, "--seeds", seeds, "--metric", "policy/entropy", "--", *words]
         done = subprocess.run(line, cwd=ROOT, env=run_environment(), capture_output=True, text=True, timeout=900)
         assert done.returncode in (0, 3), done.stdout + done.stderr
         return done.returncode, done.stdout

@@ -639,18 +639,6 @@ def running(worker: int | None = None) -> list[int]:
     return [pid for pid in found if pid != server]
 
 
-def groups(worker: int | None = None) -> list[str]:
-    """The memory cgroups of the sandboxes of this process, or of a worker."""
-    found = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            found += map(
-                str, Path("/sys/fs/cgroup", controllers, path.lstrip("/")).glob(f"sandbox-{worker or os.getpid()}-*")
-            )
-    return found
-
-
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     """What attacks are after: (function(program) -> program with the names of it, function() -> what is left)."""
@@ -675,7 +663,7 @@ def world(tmp_path, monkeypatch):
             with contextlib.suppress(BlockingIOError):
                 connections.append(server.accept())
             written = [outside] if outside.exists() else []
-            return [*running(), *homes.iterdir(), *groups(), *written, *connections]
+            return [*running(), *homes.iterdir(), *written, *connections]
 
         yield aimed, left
 
@@ -819,29 +807,13 @@ for folder, _, files in os.walk("/"):
         *("shared memory that is not resident", "memory behind a device", "huge pages", "shared huge pages"),
     ],
 )
-def test_memory_is_watched_where_there_is_no_cgroup(monkeypatch, attack):
+def test_the_memory_of_all_processes_is_watched(attack):
     """Five processes of 250 MB each: the launcher's own sum ends them before they all have theirs.
 
     Memory that the sum would not have is refused.
     """
-    monkeypatch.setattr(sandbox, "memory_groups", False)
     once = json.dumps([{"input": [1, 2], "output": 3}])
     assert not passes(ATTACKS[attack], once, {**ADD, "time_limit": 5})
-
-
-@isolated
-def test_a_cgroup_holds_the_memory_where_one_can_be_made():
-    """All processes of a program are in it, but not those that watch it."""
-    with Sandbox(60.0) as run:
-        run.start("program", "import os\nos.fork()\nwhile True: pass")
-        time.sleep(0.3)
-        if not groups():
-            pytest.skip("this process may make no memory cgroup")
-        (group,) = map(Path, groups())
-        (limit,) = [file for file in group.iterdir() if file.name in ("memory.max", "memory.limit_in_bytes")]
-        assert int(limit.read_text()) == sandbox.MEMORY + sandbox.FILES
-        assert len((group / "cgroup.procs").read_text().split()) == 3  # the keeper, the program and its child
-    assert groups() == []
 
 
 def test_a_long_answer_is_not_read():
@@ -955,7 +927,7 @@ def test_a_killed_worker_takes_its_programs_along(world):
     future = pool.submit("code", ATTACKS["ignores signals"], TESTS, {**ADD, "time_limit": 60})
     assert len(started(worker)) >= 4
     assert pool.result(future).status == "timeout"
-    assert gone(worker) and groups(worker) == left() == []
+    assert gone(worker) and left() == []
     pool.close()
 
 

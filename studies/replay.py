@@ -1,7 +1,7 @@
 """Compare the gradients of several settings on the very same samples: a batch that a run kept with --record_batches.
 
-    python scripts/replay.py runs/NAME --set kl_estimator=k1,k2,k3 kl_gradient=naive,unbiased --set loss=clip,cispo,gspo
-    python scripts/replay.py runs/NAME --step 14 --after 4 --set clip_higher=0.2,0.28 --set loss=mine.py
+    python studies/replay.py runs/NAME --set kl_estimator=k1,k2,k3 kl_gradient=naive,unbiased --set loss=clip,cispo,gspo
+    python studies/replay.py runs/NAME --step 14 --after 4 --set clip_higher=0.2,0.28 --set loss=mine.py
 
 The first row is the run's own setting. Flags after one --set are combined, each value with each; every --set starts
 again from the run's own. The flags are those of the script, as far as the gradient of given samples depends on them
@@ -10,7 +10,6 @@ That script's own token_loss, loss_weights and group_advantages are called, with
 
     --step S      which of the recorded batches. Default: the last one
     --after N     first take N optimizer steps of the run's own setting on the batch, so that ratios leave 1
-    --output PNG  the picture. Default: replay.png in the folder of the run
 
 Prints a table and the cosines between the gradients. docs/evidence/replay.md says what each number is.
 """
@@ -30,8 +29,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/loading.py, scripts/variant.py
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 from runtime import flags, process
 
@@ -61,7 +60,6 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Path]:
     parser.add_argument("--set", nargs="+", action="append", default=[], metavar="FLAG=A,B", dest="settings")
     parser.add_argument("--step", type=int)
     parser.add_argument("--after", type=int, default=0, metavar="N")
-    parser.add_argument("--output", type=Path, metavar="PNG")
     args = parser.parse_args(words)
     if not (args.run / "config.json").is_file():
         process.refuse(f"{args.run}: no config.json there; give the folder of a run, runs/NAME")
@@ -84,7 +82,6 @@ if __name__ == "__main__":  # --help and a wrong folder come before the slow imp
     process.prepare_environment()
 
 import loading  # noqa: E402
-import matplotlib  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import variant  # noqa: E402
@@ -96,9 +93,6 @@ from runtime import batching, recorder, rundir  # noqa: E402
 from runtime.attention import choose_layout  # noqa: E402
 from runtime.identity import changed_code, code_of  # noqa: E402
 from runtime.recorder import Recorded  # noqa: E402
-
-matplotlib.use("Agg")  # no display on a cluster
-import matplotlib.pyplot as plt  # noqa: E402
 
 EXACT = "exact"  # the row of the KL over the whole vocabulary
 VARIANTS = tempfile.TemporaryDirectory(prefix="replay-")  # scripts that are made here, until the end of the process
@@ -237,7 +231,7 @@ def statistics(setting: Setting) -> tuple:
     _, reward_coef = flags.kl_coefficients(args)
     kl = None
     if reward_coef > 0:
-        kl = (reward_coef, args.kl_reward_estimator or args.kl_estimator, getattr(args, "kl_reward_norm", None))
+        kl = (reward_coef, args.kl_reward_estimator, getattr(args, "kl_reward_norm", None))
     function = getattr(setting.script, "group_advantages", None)
     text = inspect.getsource(function) if function is not None else ""
     kind = (getattr(args, "advantage_normalization_type", None), getattr(args, "advantage_eps", None))
@@ -421,7 +415,7 @@ class Replay:
         penalty_N = torch.zeros_like(self.old_N)
         if reward_coef > 0:
             everywhere = torch.ones_like(self.old_N, dtype=torch.bool)
-            estimator = args.kl_reward_estimator or args.kl_estimator
+            estimator = args.kl_reward_estimator
             kl_N = kl_reward(
                 self.old_N,
                 self.ref_N,
@@ -617,7 +611,7 @@ def geometry(sums: list[list[int]], products: torch.Tensor) -> Geometry:
 
 @dataclass
 class Comparison:
-    """Everything the table and the picture show."""
+    """Everything that the tables show."""
 
     settings: list[Setting]
     slopes: list[Slopes]
@@ -664,7 +658,7 @@ def compare(settings: list[Setting], replay: Replay) -> Comparison:
     return Comparison(settings, slopes, gradients, [*kl_names, EXACT], kl, [*to_exact, 1.0])
 
 
-# ---------------------------------------------------------------------------------------------------- table and picture
+# -------------------------------------------------------------------------------------------------------------- tables
 
 
 def number(value: float, form: str) -> str:
@@ -716,32 +710,6 @@ def matrix(names: list[str], cosines: torch.Tensor) -> str:
     return "\n".join(lines)
 
 
-def draw(found: Comparison, title: str, output: Path) -> None:
-    """Heat maps of the cosines: between gradients, and between those of the KL."""
-    names = [setting.name for setting in found.settings]
-    panels = [("gradients", names, found.gradients.cosines)]
-    if found.kl is not None:
-        panels.append(("gradients of the KL", found.kl_names, found.kl.cosines))
-    count = len(panels)
-    side = 0.55 * max(len(names), len(found.kl_names)) + 1.5
-    size = ((side + 3) * count, side + 1)
-    figure, axes = plt.subplots(1, count, figsize=size, squeeze=False)
-    for axis, (words, names, cosines) in zip(axes[0], panels, strict=True):
-        axis.imshow(cosines, cmap="RdBu", vmin=-1, vmax=1)
-        for y, line in enumerate(cosines.tolist()):
-            for x, value in enumerate(line):
-                color = "white" if abs(value) > 0.6 else "black"
-                style = {"ha": "center", "va": "center", "fontsize": 8}
-                axis.text(x, y, number(value, ".2f"), color=color, **style)
-        axis.set_title(f"cosines between {words}", fontsize=10)
-        axis.set_xticks(range(len(names)))
-        labels = [f"{name}  {k}" for k, name in enumerate(names)]
-        axis.set_yticks(range(len(names)), labels, fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    figure.savefig(output, dpi=110)
-
-
 # ------------------------------------------------------------------------------------------------------------- program
 
 
@@ -764,7 +732,7 @@ def check_after(chosen: argparse.Namespace, args: flags.RunFlags, step: int) -> 
 
 
 def main(chosen: argparse.Namespace, folder: Path) -> Comparison:
-    """Read the batch, compare, print, draw."""
+    """Read the batch, compare, print."""
     recorded = recorder.read(folder)
     base = run_setting(chosen.run, recorded)
     settings = make_settings(chosen.settings, base)
@@ -784,10 +752,6 @@ def main(chosen: argparse.Namespace, folder: Path) -> Comparison:
     print(f"\n{matrix([s.name for s in settings], found.gradients.cosines)}")
     if found.kl is not None:
         print(f"\nKL alone:\n\n{matrix(found.kl_names, found.kl.cosines)}")
-    output = chosen.output or chosen.run / "replay.png"
-    after = f", after {chosen.after} optimizer steps" if chosen.after > 0 else ""
-    draw(found, f"{chosen.run.name}, step {recorded.step}{after}, {tokens} tokens", output)
-    print(f"\n{output}")
     return found
 
 
