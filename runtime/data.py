@@ -131,7 +131,7 @@ def value_of(row: dict[str, Any], key: str) -> Any:
     return value
 
 
-def known_columns(rows: list, args) -> tuple[str, str, str, str | None]:
+def known_columns(rows: list) -> tuple[str, str, str, str | None]:
     """(prompt, ground truth, verifier, verifier key) by what the first rows of a source look like.
 
     GSM8K, MATH, countdown, APPS, TACO, and the data of AReaL, open-instruct and verl are known by their columns; any
@@ -171,7 +171,7 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
     seen = next(batches, [])
     if source.startswith(GYM):
         seen = [*seen, *itertools.chain.from_iterable(batches)]
-    prompt, truth, verifier, verifier_key = known_columns(seen, args)
+    prompt, truth, verifier, verifier_key = known_columns(seen)
     prompt = args.prompt_key or prompt
     truth = args.ground_truth_key or truth
     names_verifiers = args.verifier_key if source == args.dataset else None
@@ -889,15 +889,7 @@ def sampling(args) -> dict[str, Any]:
 def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
     """(the requests of an evaluation, its sampling parameters); the seeds are the same in every evaluation of a run."""
     count = args.eval_samples if args.eval_temperature > 0 else 1
-    sampling = {
-        "temperature": args.eval_temperature,
-        "top_p": 1.0,
-        "top_k": 0,
-        "max_tokens": args.max_response_length,
-        "stop": list(args.stop),
-        "ignore_eos": args.ignore_eos,
-    }
-    return requests(range(problems), count, args.seed, "eval"), sampling
+    return requests(range(problems), count, args.seed, "eval"), sampling(args) | {"temperature": args.eval_temperature}
 
 
 def token_rewards(samples: list[Sample], decode: Callable[..., str], args) -> np.ndarray:

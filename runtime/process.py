@@ -16,14 +16,13 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from filelock import FileLock, Timeout
 
@@ -264,33 +263,7 @@ def live_for_parent() -> None:
     leave_signals_to_the_run()
 
 
-# --------------------------------------------------------------------------------------------------- code and versions
-
-
-def git(folder: Path, *words: str) -> str | None:
-    """Output of a git command in ``folder``; None without git, outside a repository, or where the command fails."""
-    try:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, errors="replace")
-    except FileNotFoundError:
-        return None
-    return done.stdout if done.returncode in (0, 1) else None  # 1: git diff --no-index found a difference
-
-
-def git_diff(folder: Path, names: Sequence[str] = ()) -> str:
-    """How the tracked files in ``folder`` differ from its commit, and the files among ``names`` that are untracked."""
-    diff = git(folder, "diff", "HEAD") or ""
-    for name in dict.fromkeys(names):
-        if git(folder, "ls-files", "--others", "--", name):
-            diff += git(folder, "diff", "--no-index", "--", "/dev/null", name) or ""
-    return diff
-
-
-def git_state(folder: Path = PROJECT, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Commit of ``folder`` and whether ``git_diff`` finds a difference from it; empty outside a repository."""
-    commit = git(folder, "rev-parse", "--verify", "HEAD")
-    if not commit:
-        return {}
-    return {"commit": commit.strip(), "dirty": bool(git_diff(folder, names))}
+# ------------------------------------------------------------------------------------------------------------ versions
 
 
 def versions() -> dict[str, str]:

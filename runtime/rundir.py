@@ -103,27 +103,23 @@ def check_is_a_run(folder: Path, args) -> None:
     in_the_way = found & set(LEFT if args.overwrite else WRITTEN)
     if not in_the_way or saved_steps(folder):
         return
-    config = folder / "config.json"
+    if why := no_run(folder):
+        refuse(
+            f"{folder} is not the folder of a run ({why}), but holds {', '.join(sorted(in_the_way)[:4])}; choose "
+            f"another --run_name or --output_dir, or remove these files yourself"
+        )
+
+
+def no_run(folder: Path) -> str:
+    """Why a folder holds no run, by its config.json; "" where it holds one."""
     try:
-        if "args" in json.loads(config.read_text()):
-            return
-        why = "its config.json is not that of a run"
+        return (
+            "" if "args" in json.loads((folder / "config.json").read_text()) else "its config.json is not that of a run"
+        )
     except FileNotFoundError:
-        why = "it has no config.json"
+        return "it has no config.json"
     except (OSError, ValueError, TypeError) as error:
-        why = f"its config.json cannot be read ({type(error).__name__}: {error})"
-    refuse(
-        f"{folder} is not the folder of a run ({why}), but holds {', '.join(sorted(in_the_way)[:4])}; choose another "
-        f"--run_name or --output_dir, or remove these files yourself"
-    )
-
-
-def is_a_run(folder: Path) -> bool:
-    """Whether a folder holds a run, by its config.json."""
-    try:
-        return "args" in json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
-        return False
+        return f"its config.json cannot be read ({type(error).__name__}: {error})"
 
 
 def left_by_a_run(folder: Path) -> list[Path]:
@@ -134,7 +130,7 @@ def left_by_a_run(folder: Path) -> list[Path]:
 
 def check_apart(folder: Path) -> None:
     """Refuse a run inside the folder of another, where each would take the other's files for its own."""
-    outer = [parent for parent in folder.absolute().parents if is_a_run(parent)]
+    outer = [parent for parent in folder.absolute().parents if not no_run(parent)]
     if outer:
         refuse(f"{folder} lies in the folder of a run, {outer[0]}; choose another --run_name or --output_dir")
 

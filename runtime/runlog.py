@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from runtime import defaults, libraries, memory, presets, verdict
+from runtime import defaults, git, libraries, memory, presets, verdict
 from runtime.flags import Sizes, recorded_steps
 from runtime.identity import code_of, recorded, script_of
-from runtime.process import UNLEARNED, FolderLock, Heap, Stop, git_state, refuse, versions, write_whole
+from runtime.process import PROJECT, UNLEARNED, FolderLock, Heap, Stop, refuse, versions, write_whole
 from runtime.reading import control_of
 from runtime.records import Problem, Sample
 from runtime.redaction import redact, redact_words, secret_values
@@ -248,7 +248,7 @@ class RunLog:
             "data": data,
             "problems": problems,
             "code": self.code,
-            "git": git_state(),
+            "git": git.state(PROJECT),
             "versions": versions(),
         }
         write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")

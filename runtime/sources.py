@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from runtime import gym_tasks
-from runtime.process import alone, refuse
+from runtime.process import alone, file_digest, refuse
 
 READABLE = (".jsonl", ".json", ".parquet", ".csv")
 AS_JSON = "row as JSON"  # the only column of a data set whose rows are still text
@@ -84,11 +84,7 @@ def digest(*parts: bytes) -> str:
 
 def digest_of_files(paths: list[Path]) -> str:
     """A name that changes whenever the content of one of the files does."""
-    parts = []
-    for path in paths:
-        with open(path, "rb") as content:
-            parts.append(hashlib.file_digest(content, "blake2b").digest())
-    return digest(*parts)
+    return digest(*(file_digest(path).encode() for path in paths))
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -138,8 +134,6 @@ def read_source(source: str, args) -> list[tuple[Any, list[Path]]]:
 
     ``rows_of`` makes rows of them. Ends with exit code 2 where the source cannot be read.
     """
-    if source.startswith(GYM):
-        return [(_as_json(gym_rows(source, args.seed)), [])]
     files = local_files(source)
     if not files:
         return [(_saved_or_hub(source), [])]

@@ -52,6 +52,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts a
 
 from backends import BACKENDS, PYTHON, Job, Plan, file_at, has_launcher, split_at
 
+from runtime import git
 from runtime.redaction import SECRET_NAME, form_of_secret
 
 EVERYWHERE = {"backend", "name", "run_dir", "setup", "env", "max_retries", "dry_run"}
@@ -387,30 +388,15 @@ def make_job(args: argparse.Namespace, commands: list[list[str]]) -> Job:
     return job
 
 
-def git(*arguments: str) -> str:
-    """What git says; nothing where it is not installed, or where this is no repository."""
-    try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, errors="replace")
-    except FileNotFoundError:
-        return ""
-    return done.stdout if done.returncode in (0, 1) else ""  # 1: a difference outside the index
-
-
-def new_files(words: list[str]) -> list[str]:
-    """The scripts among ``words`` that git does not track yet."""
-    scripts = dict.fromkeys(w for w in words if w.endswith((".py", ".sh")) and Path(w).is_file())
-    return [script for script in scripts if git("ls-files", "--others", "--", script)]
+def scripts_in(words: list[str]) -> list[str]:
+    """The files of this folder among ``words`` that are scripts."""
+    return [word for word in words if word.endswith((".py", ".sh")) and Path(word).is_file()]
 
 
 def git_state(words: list[str]) -> dict[str, Any]:
     """Commit, how tracked files differ from it, and new files among ``words``; empty without git."""
-    commit = git("rev-parse", "--verify", "HEAD")
-    if not commit:
-        return {}
-    diff = git("diff", "HEAD")
-    for script in new_files(words):
-        diff += git("diff", "--no-index", "--", "/dev/null", script)
-    return {"commit": commit.strip(), "dirty": bool(diff), "diff": diff}
+    state = git.state(Path(), scripts_in(words))
+    return state and state | {"diff": git.diff(Path(), scripts_in(words))}
 
 
 def changed_code(words: list[str]) -> str | None:
@@ -418,8 +404,9 @@ def changed_code(words: list[str]) -> str | None:
 
     An image holds the code of a commit: what was edited since goes along with the job, or the job would run without it.
     """
-    changed = git("diff", "HEAD", "--name-only", "--relative", "--diff-filter=d").splitlines()
-    names = sorted({name for name in changed if name.endswith(CODE)} | set(new_files(words)))
+    changed = git.say(Path(), "diff", "HEAD", "--name-only", "--relative", "--diff-filter=d").splitlines()
+    new = git.untracked(Path(), scripts_in(words))
+    names = sorted({*new, *(name for name in changed if name.endswith(CODE))})
     if not names:
         return None
     packed = io.BytesIO()

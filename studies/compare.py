@@ -51,7 +51,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the scripts are not a package
 
 from rewards import truth_error  # noqa: E402
-from runtime import data, flags, process  # noqa: E402
+from runtime import data, flags, git, process  # noqa: E402
 
 Part = Literal["quickstart", "async", "allocator", "equal", "table", "ranks", "size"]
 PARTS = get_args(Part)
@@ -748,7 +748,7 @@ def main(args: Args) -> None:
     if args.avx2:
         os.environ |= AVX2  # of the processes that it starts
     load = os.getloadavg()[0]
-    commit = (process.git(ROOT, "rev-parse", "--short=10", "HEAD") or "unknown").strip()
+    commit = (git.say(ROOT, "rev-parse", "--short=10", "HEAD") or "unknown").strip()
     results |= {"date": time.strftime("%Y-%m-%d"), "commit": commit, "trl": trl_version(args.trl)}
     results["load"] = max(load, results.get("load", 0.0))
     if load > 0.25 * len(os.sched_getaffinity(0)):

@@ -38,7 +38,7 @@ import torch
 
 import grpo
 import utils
-from runtime import process
+from runtime import git, process
 
 ROOT = process.PROJECT
 KINDS = {"speed": +1, "memory": +1, "start": +1, "accuracy": -1}  # the sign of what is worse
@@ -122,9 +122,9 @@ def identity(project: Path) -> dict[str, str]:
         for path in sorted(project.glob(pattern)):
             digest.update(path.name.encode())
             digest.update(path.read_bytes())
-    commit = process.git(project, "rev-parse", "--short=10", "HEAD") or ""
-    when = process.git(project, "log", "-1", "--format=%cI") or ""
-    edited = process.git(project, "status", "--porcelain", "--untracked-files=no", "--", *CODE)
+    commit = git.say(project, "rev-parse", "--short=10", "HEAD") or ""
+    when = git.say(project, "log", "-1", "--format=%cI") or ""
+    edited = git.say(project, "status", "--porcelain", "--untracked-files=no", "--", *CODE)
     name = commit.strip()
     if edited or not commit:
         name += "+edited"

@@ -31,7 +31,7 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the scripts are not a package
 
-from runtime import flags, process  # noqa: E402
+from runtime import flags, git, process  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def main(args: Args) -> int:
                 say("  not reached; the log ends:\n    " + "\n    ".join(tail))
     shown = [f"{s:.0f}" if s is not None else "not reached" for s in taken]
     whole = f"{median(taken):.0f}" if None not in taken else "–"
-    commit = process.git_state().get("commit", "no repository")[:10]
+    commit = git.state(ROOT).get("commit", "no repository")[:10]
     say(f"\n| {whole} | {', '.join(shown)} | {hardware()} | `{args.flags}` | {commit} | {time.strftime('%Y-%m-%d')} |")
     return 1 if None in taken else 0
 

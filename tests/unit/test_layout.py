@@ -12,7 +12,7 @@ TOP = {"grpo", "ppo", "utils", "rewards", "kl_estimators"}
 # What each room may import; a room stands below all that import it.
 RANKS = [
     {"runtime.redaction"},
-    {"runtime.libraries"},
+    {"runtime.libraries", "runtime.git"},
     {
         "runtime.process",
         "runtime.network",

@@ -1,0 +1,36 @@
+"""What git says of a folder. Imports the standard library only: a login node has no more."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def say(folder: Path, *words: str) -> str:
+    """Output of a git command in ``folder``; "" without git, outside a repository, or where the command fails."""
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, errors="replace")
+    except FileNotFoundError:
+        return ""
+    return done.stdout if done.returncode in (0, 1) else ""  # 1: git diff --no-index found a difference
+
+
+def untracked(folder: Path, names: Sequence[str]) -> list[str]:
+    """Those of the files ``names`` that git does not track yet."""
+    return [name for name in dict.fromkeys(names) if say(folder, "ls-files", "--others", "--", name)]
+
+
+def diff(folder: Path, names: Sequence[str] = ()) -> str:
+    """How the tracked files in ``folder`` differ from its commit, and the files among ``names`` that are untracked."""
+    found = say(folder, "diff", "HEAD")
+    for name in untracked(folder, names):
+        found += say(folder, "diff", "--no-index", "--", "/dev/null", name)
+    return found
+
+
+def state(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Commit of ``folder`` and whether ``diff`` finds a difference from it; empty outside a repository."""
+    commit = say(folder, "rev-parse", "--verify", "HEAD")
+    return {"commit": commit.strip(), "dirty": bool(diff(folder, names))} if commit else {}
