@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -178,39 +175,3 @@ def rows(samples: list[Sample], known: set[int], arrays: dict[str, list | None])
         row["version_starts"] = [start for _, start in sample.weight_versions]
         found.append(row)
     return found
-
-
-@dataclass
-class Recorded:
-    """A batch as it was recorded. Flat arrays as in the scripts, [N + 1]; NaN where nothing was computed."""
-
-    folder: Path
-    step: int
-    loss_coef: float
-    reward_coef: float
-    script: str  # relative to the project
-    reference: str | None  # a model's name, or the name of a folder in ``folder``
-    samples: list[Sample]
-    old_N: torch.Tensor
-    ref_N: torch.Tensor
-    advantages_N: torch.Tensor
-
-
-def read(folder: Path) -> Recorded:
-    """What ``Recorder`` wrote. Raises OSError or ValueError for what is no such folder."""
-    import pyarrow.parquet
-
-    about = json.loads((folder / "batch.json").read_text())
-    table = pyarrow.parquet.read_table(folder / "samples.parquet").to_pylist()
-    samples = []
-    arrays = {"old_logprobs": [], "ref_logprobs": [], "advantages": []}
-    names = {field.name for field in dataclasses.fields(Sample)}
-    for row in table:
-        versions = list(zip(row["versions"], row["version_starts"], strict=True))
-        values = {name: value for name, value in row.items() if name in names}
-        values["observed"] = [tuple(span) for span in row.get("observed", ())]  # older batches have no such column
-        samples.append(Sample(**values, weight_versions=versions))
-        for name, flat in arrays.items():
-            flat += [math.nan] * len(row["sampler_logprobs"]) if row[name] is None else row[name]
-    flat = [torch.tensor([*values, 0.0]) for values in arrays.values()]
-    return Recorded(folder, **about, samples=samples, old_N=flat[0], ref_N=flat[1], advantages_N=flat[2])

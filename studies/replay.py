@@ -89,10 +89,10 @@ import variant  # noqa: E402
 import grpo  # noqa: E402
 import utils  # noqa: E402
 from kl_estimators import kl_reward  # noqa: E402
-from runtime import batching, recorder, rundir  # noqa: E402
+from runtime import batching, rundir  # noqa: E402
 from runtime.attention import choose_layout  # noqa: E402
 from runtime.identity import changed_code, code_of  # noqa: E402
-from runtime.recorder import Recorded  # noqa: E402
+from runtime.records import Sample  # noqa: E402
 
 EXACT = "exact"  # the row of the KL over the whole vocabulary
 VARIANTS = tempfile.TemporaryDirectory(prefix="replay-")  # scripts that are made here, until the end of the process
@@ -249,6 +249,42 @@ def without_kl(setting: Setting) -> Setting:
 
 
 # ----------------------------------------------------------------------------------------------------------- the batch
+
+
+@dataclass
+class Recorded:
+    """A batch as it was recorded. Flat arrays as in the scripts, [N + 1]; NaN where nothing was computed."""
+
+    folder: Path
+    step: int
+    loss_coef: float
+    reward_coef: float
+    script: str  # relative to the project
+    reference: str | None  # a model's name, or the name of a folder in ``folder``
+    samples: list[Sample]
+    old_N: torch.Tensor
+    ref_N: torch.Tensor
+    advantages_N: torch.Tensor
+
+
+def read_batch(folder: Path) -> Recorded:
+    """What the ``Recorder`` of a run wrote. Raises OSError or ValueError for what is no such folder."""
+    import pyarrow.parquet
+
+    about = json.loads((folder / "batch.json").read_text())
+    table = pyarrow.parquet.read_table(folder / "samples.parquet").to_pylist()
+    samples = []
+    arrays = {"old_logprobs": [], "ref_logprobs": [], "advantages": []}
+    names = {field.name for field in dataclasses.fields(Sample)}
+    for row in table:
+        versions = list(zip(row["versions"], row["version_starts"], strict=True))
+        values = {name: value for name, value in row.items() if name in names}
+        values["observed"] = [tuple(span) for span in row.get("observed", ())]  # older batches have no such column
+        samples.append(Sample(**values, weight_versions=versions))
+        for name, flat in arrays.items():
+            flat += [math.nan] * len(row["sampler_logprobs"]) if row[name] is None else row[name]
+    flat = [torch.tensor([*values, 0.0]) for values in arrays.values()]
+    return Recorded(folder, **about, samples=samples, old_N=flat[0], ref_N=flat[1], advantages_N=flat[2])
 
 
 @dataclass
@@ -733,7 +769,7 @@ def check_after(chosen: argparse.Namespace, args: flags.RunFlags, step: int) -> 
 
 def main(chosen: argparse.Namespace, folder: Path) -> Comparison:
     """Read the batch, compare, print."""
-    recorded = recorder.read(folder)
+    recorded = read_batch(folder)
     base = run_setting(chosen.run, recorded)
     settings = make_settings(chosen.settings, base)
     if chosen.after > 0:

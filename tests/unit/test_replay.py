@@ -64,7 +64,7 @@ def unfiltered(tiny, tmp_path_factory):
 def opened(args, step: int, script: str = "grpo"):
     """(replay, the run's own setting) of a recorded step."""
     folder = folder_of(args, script)
-    batch = recorder.read(folder / "batches" / f"step_{step:06d}")
+    batch = replay.read_batch(folder / "batches" / f"step_{step:06d}")
     base = replay.run_setting(folder, batch)
     return replay.Replay(batch, base, with_reference=True), base
 
@@ -380,7 +380,7 @@ def setting_of(words: str, base: replay.Setting) -> replay.Setting:
     return replay.make_setting(dict(word.split("=", 1) for word in shlex.split(words)), base, {})
 
 
-def shortened(batch: recorder.Recorded) -> recorder.Recorded:
+def shortened(batch: replay.Recorded) -> replay.Recorded:
     """The batch with responses of 2 to 8 tokens: the tiny model's are all of 8, where means of means are means."""
     starts = batching.token_offsets(batch.samples)
     kept = []
@@ -398,7 +398,7 @@ def shortened(batch: recorder.Recorded) -> recorder.Recorded:
 def moved(recorded, tiny):
     """(replay after two more optimizer steps, base, the independent computation, directions and the values beside)."""
     folder = folder_of(recorded)
-    shorter = shortened(recorder.read(folder / "batches" / "step_000003"))
+    shorter = shortened(replay.read_batch(folder / "batches" / "step_000003"))
     base = replay.run_setting(folder, shorter)
     batch = replay.Replay(shorter, base, with_reference=True)
     batch.take_steps(2, 6)
@@ -614,7 +614,7 @@ def test_two_ranks_record_what_one_does(tiny, tmp_path):
     given = [f"--{name}={value}" for name, value in {**LEARNS, **RECORDS}.items()]
     finish(command(tiny, tmp_path, *given, ranks=2), tmp_path / "log")
     folder = tmp_path / "run"
-    batch = recorder.read(folder / "batches" / "step_000003")
+    batch = replay.read_batch(folder / "batches" / "step_000003")
     base = replay.run_setting(folder, batch)
     opened_batch = replay.Replay(batch, base, with_reference=True)
     assert len(batch.samples) == 16
@@ -704,7 +704,7 @@ def test_a_flag_that_the_script_has_lost_is_named(recorded, tmp_path, capsys):
     config = json.loads((folder / "config.json").read_text())
     config["args"]["sharpness"] = 0.5
     (folder / "config.json").write_text(json.dumps(config))
-    batch = recorder.read(folder / "batches" / "step_000001")
+    batch = replay.read_batch(folder / "batches" / "step_000001")
     base = replay.run_setting(folder, batch)
     assert base.args == replay.run_setting(folder_of(recorded), batch).args
     assert "since the run, grpo.py has lost --sharpness, which was 0.5" in capsys.readouterr().out

@@ -7,13 +7,14 @@ import random
 
 import numpy as np
 import pytest
+import replay
 import torch
 from helpers import folder_of, load_variant, make_samples, read_jsonl, run_here, tiny_args
 
 import grpo
 import ppo
 import utils
-from runtime import batching, data, recorder
+from runtime import batching, data
 from runtime.records import Sample
 
 SCRIPTS = pytest.mark.parametrize("script", [grpo, ppo])
@@ -252,7 +253,7 @@ def test_a_run_s_numbers_are_of_the_model_s_tokens(name, tiny, tmp_path, monkeyp
     second = metrics[1]
     assert second["kl/sequence"] == pytest.approx(second["kl/k1"] * second["completions/length_mean"], rel=1e-5)
     folder = folder_of(args, name)
-    batch = recorder.read(folder / "batches" / "step_000002")
+    batch = replay.read_batch(folder / "batches" / "step_000002")
     assert [s.observed for s in batch.samples] == [s.observed for s in kept[1]]
     assert len(batch.advantages_N) == len(batch.old_N) == batching.token_offsets(kept[1])[-1] + 1
     assert "turns" in read_jsonl(folder / "samples.jsonl")[0]
