@@ -712,7 +712,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
     if not checkpoints.stopping:
         evaluate(run.total_steps, engine, verifiers, run.eval_problems, log, clock, args)
         utils.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
-    utils.end_run(log, checkpoints.stopping, engine, verifiers, watch)
+    utils.end_run(log, checkpoints.stopping, (engine, verifiers, log, watch))
 
 
 if __name__ == "__main__":

@@ -1001,7 +1001,7 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
         utils.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
         if critic is not None:
             utils.save_critic(critic, normalizer, run.tokenizer, run.folder / "critic", args.zero_stage, run.rank)
-    utils.end_run(log, checkpoints.stopping, engine, verifiers, watch)
+    utils.end_run(log, checkpoints.stopping, (engine, verifiers, log, watch))
 
 
 if __name__ == "__main__":

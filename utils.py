@@ -391,14 +391,14 @@ def open_log(args, run: Run) -> runlog.RunLog:
     return runlog.RunLog(run.folder, args, size, run.total_steps, is_main, run.start, digest, len(run.problems), chosen)
 
 
-def end_run(log: runlog.RunLog, stopping: bool, *parts) -> None:
-    """Close the parts of a run and its log, and exit with 75 for a run that is saved and to be started again.
+def end_run(log: runlog.RunLog, stopping: bool, parts: Iterable) -> None:
+    """Close the parts of a run, and exit with what its verdict makes of it; with 75 if it is to be started again.
 
-    A finished run exits with what its verdict makes of it. Every rank must call.
+    Every rank must call.
     """
     code = [75 if stopping else log.end()]
     dist.broadcast_object_list(code)  # rank 0 has written the verdict
-    for part in (*parts[:-1], log, parts[-1]):
+    for part in parts:
         part.close()
     if code[0] != 0:
         raise SystemExit(code[0])
