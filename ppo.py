@@ -436,7 +436,9 @@ class TokenValues(nn.Module):
     def forward(self, batch: batching.MicroBatch) -> torch.Tensor:
         """[T] in fp32: the value before each response token, from the position that predicts it."""
         hidden_UD = self.hidden(batch).float()
-        values_U = F.linear(hidden_UD, self.head.weight.float(), self.head.bias.float())[:, 0]
+        weight_1D = self.head.weight.float()
+        bias_1 = self.head.bias.float()
+        values_U = F.linear(hidden_UD, weight_1D, bias_1)[:, 0]
         return values_U[batch.copies]
 
 
@@ -873,7 +875,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
             kl_metrics["kl/reward_coef"] = kl.reward
             kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known)
         values_N = normalizer.denormalize(outputs_N.double().cpu())
-        after_B = torch.where(torch.tensor(bootstrap), normalizer.denormalize(after_B.double().cpu()), 0.0)
+        after_B = normalizer.denormalize(after_B.double().cpu())
+        after_B = torch.where(torch.tensor(bootstrap), after_B, 0.0)
         token_advantages_N, returns_N = gae(task_rewards_N, values_N, after_B, offsets, args.gamma, args.gae_lambda)
         if args.adv_norm == "batch":
             token_advantages_N = whiten(token_advantages_N)
@@ -920,7 +923,8 @@ def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | Non
                     value_stats.add(weights_T > 0, values)
                     if mb.is_last:
                         sums, _ = value_stats.reduce()
-                    utils.backward(critic, loss, mb.is_last, mb.is_last and not math.isfinite(sums["loss"]))
+                    drop = mb.is_last and not math.isfinite(sums["loss"])
+                    utils.backward(critic, loss, mb.is_last, drop)
                 value_totals.update(sums, rounds=1)
                 applied_to_critic = critic.was_step_applied()
                 skips.critic = 0 if applied_to_critic else skips.critic + 1

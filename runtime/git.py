@@ -14,12 +14,18 @@ def say(folder: Path, *words: str) -> str:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:
         return ""
-    return done.stdout if done.returncode in (0, 1) else ""  # 1: git diff --no-index found a difference
+    if done.returncode > 1:  # 1: git diff --no-index found a difference
+        return ""
+    return done.stdout
 
 
 def untracked(folder: Path, names: Sequence[str]) -> list[str]:
     """Those of the files ``names`` that git does not track yet."""
-    return [name for name in dict.fromkeys(names) if say(folder, "ls-files", "--others", "--", name)]
+    found = []
+    for name in dict.fromkeys(names):
+        if say(folder, "ls-files", "--others", "--", name):
+            found.append(name)
+    return found
 
 
 def diff(folder: Path, names: Sequence[str] = ()) -> str:
@@ -33,4 +39,6 @@ def diff(folder: Path, names: Sequence[str] = ()) -> str:
 def state(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
     """Commit of ``folder`` and whether ``diff`` finds a difference from it; empty outside a repository."""
     commit = say(folder, "rev-parse", "--verify", "HEAD")
-    return {"commit": commit.strip(), "dirty": bool(diff(folder, names))} if commit else {}
+    if not commit:
+        return {}
+    return {"commit": commit.strip(), "dirty": bool(diff(folder, names))}

@@ -173,7 +173,7 @@ def earlier_choices(args, folder: Path) -> dict[str, Any]:
     """What the machine on which this run began made of flags that leave it open; empty for a run that begins here."""
     if args.resume not in ("auto", "never"):
         folder = Path(args.resume).absolute().parent.parent
-    if args.overwrite or not is_a_run(folder):
+    if args.overwrite or no_run(folder):
         return {}
     return read_config(folder).get("resolved", {})
 
