@@ -14,7 +14,7 @@ def say(folder: Path, *words: str) -> str:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:
         return ""
-    if done.returncode > 1:  # 1: git diff --no-index found a difference
+    if done.returncode not in (0, 1):  # 1: git diff --no-index found a difference
         return ""
     return done.stdout
 
