@@ -52,8 +52,9 @@ def run_name(args, defaults) -> str:
         return args.run_name
     parts = []
     defaults = presets.apply(defaults, args.as_)
+    values = redact_values({f.name: what_counts(f.name, getattr(args, f.name)) for f in dataclasses.fields(args)})
     for f in dataclasses.fields(args):
-        value = redact_values({f.name: what_counts(f.name, getattr(args, f.name))})[f.name]
+        value = values[f.name]
         default = what_counts(f.name, getattr(defaults, f.name))
         unnamed = f.name in (*MAY_CHANGE, "exp_name", "control", "seed") or is_open(args, f.name)
         if not unnamed and value != default:
