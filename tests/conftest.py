@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import json
 import os
 import signal
 import subprocess
@@ -30,9 +32,20 @@ hypothesis.settings.load_profile("fast")
 
 pytest.register_assert_rewrite("helpers")
 import learning  # noqa: E402
-from helpers import ROOT, SMALL, Run, descendants, interrupted, make_samples, make_tiny, tiny_args  # noqa: E402
+from helpers import (  # noqa: E402
+    ROOT,
+    SMALL,
+    Run,
+    descendants,
+    freeze,
+    interrupted,
+    make_samples,
+    make_tiny,
+    own_signals,
+    tiny_args,
+)
 
-from runtime import process, records  # noqa: E402
+from runtime import gym_tasks, process, records  # noqa: E402
 
 process.prepare_environment()
 
@@ -43,12 +56,28 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What the tests import stays: nobody looks for garbage among it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        freeze()
+        gc.enable()
+
+
 COLLECTED = pytest.StashKey[list[pytest.Function]]()  # every test of the files asked for, also those that -m leaves out
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(config, items):
-    """A test that hangs is ended with its process; pyproject.toml has its stacks printed before."""
+    """Longer files come first: a worker that begins with one at the end keeps the other one waiting.
+
+    A test that hangs is ended with its process; pyproject.toml has its stacks printed before.
+    """
+    size = {path: path.stat().st_size for path in {item.path for item in items}}
+    items.sort(key=lambda item: -size[item.path])
     config.stash[COLLECTED] = list(items)
     if config.getoption("--hypothesis-profile") == "long":  # hours, on purpose
         return
@@ -58,13 +87,28 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True)
-def own_signals():
-    """Runs in this process listen for signals; after a test they are pytest's again."""
-    handlers = {number: signal.getsignal(number) for number in process.STOP_SIGNALS}
+def not_asked_to_stop():
+    """What a run of this process was told is no word to what the next test calls."""
+    with own_signals():
+        yield
+    process.Stop.asked = process.Stop.training = process.Stop.last_step_done = process.Stop.last_step_saved = False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def made_once():
+    """Rows of reasoning-gym, for which a run starts a process that imports it: equal ones are made once."""
+    plain = gym_tasks.gym_rows
+    made = {}
+
+    def gym_rows(name: str, options: dict) -> list[dict]:
+        key = name, json.dumps(options, sort_keys=True)
+        if key not in made:
+            made[key] = json.dumps(plain(name, options))
+        return json.loads(made[key])
+
+    gym_tasks.gym_rows = gym_rows
     yield
-    signal.set_wakeup_fd(-1)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    gym_tasks.gym_rows = plain
 
 
 @pytest.fixture(scope="session")

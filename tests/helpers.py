@@ -19,6 +19,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -35,6 +36,7 @@ from runtime.flags import RunFlags
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("RLVR_TEST_DATA", ROOT.parent / "shared" / "data"))  # labeled data sets, where they are
 VERIFIERS = ROOT / "tests" / "verifiers.py"
+PROBLEMS = ROOT / "tests" / "problems.jsonl"  # the sums of two digits: reasoning-gym takes a second to import
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -168,12 +170,6 @@ def tiny_args(tiny: Path, out: Path, script: str = "grpo", **changes):
 installed = functools.cache(importlib.metadata.version)
 
 
-@functools.cache
-def gym_rows(plain, name: str, options: str) -> str:
-    """What ``plain``, which starts a process, makes of the arguments of ``gym_tasks.gym_rows``, as JSON."""
-    return json.dumps(plain(name, json.loads(options)))
-
-
 def freeze() -> None:
     """Take what is there out of the garbage collector's sight, which DeepSpeed calls whenever it moves its states.
 
@@ -185,23 +181,35 @@ def freeze() -> None:
 
 @contextlib.contextmanager
 def quick_start():
-    """What each run spends a second on, and another one of this process has done: data, imports of the verifiers.
+    """What each run spends a second on, and another one of this process has done: imports of the verifiers.
 
-    Tests of data and of verifiers, and runs in processes of their own, do it all.
+    Tests of verifiers, and runs in processes of their own, do it all.
     """
-    from runtime import gym_tasks, workers
-
-    plain = gym_tasks.gym_rows
-
-    def quick(name, options):
-        return json.loads(gym_rows(plain, name, json.dumps(options, sort_keys=True)))
+    from runtime import workers
 
     multiprocessing.set_forkserver_preload(["rewards"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gym_tasks, "gym_rows", quick)
         patch.setattr(workers.BareProcess, "_Popen", staticmethod(multiprocessing.context.ForkServerProcess._Popen))
         patch.setattr(importlib.metadata, "version", installed)
         yield
+
+
+@contextlib.contextmanager
+def own_signals():
+    """After a run of this process signals are pytest's again, and the thread that listened for the run's has ended.
+
+    Each run would keep one, with two sockets; and Ctrl-C would not end pytest.
+    """
+    handlers = {number: signal.getsignal(number) for number in process.STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        place = signal.set_wakeup_fd(-1)
+        if place != -1:
+            with socket.socket(fileno=os.dup(place)) as end:
+                end.shutdown(socket.SHUT_WR)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def end_engines() -> None:
@@ -239,7 +247,7 @@ def run_here(args, script: str = "grpo") -> list[dict]:
     os._exit = stay
     freeze()
     try:
-        with quick_start():
+        with quick_start(), own_signals():
             module.main(args, module.preflight(args))
     except BaseException:
         end_engines()
@@ -335,6 +343,7 @@ def refusal(args, capsys, world_size: int = 1) -> str:
 
 # What `command` adds to it: samples and numbers to compare, a rate that moves the weights, a folder with a known name.
 TINY_COMMAND = TINY_RUN | {
+    "dataset": str(PROBLEMS),
     "seed": 3,
     "learning_rate": 1e-3,
     "eval_every": 2,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import evaluate
 import pytest
-from helpers import ROOT, VERIFIERS, clean_environment, forked, read_jsonl, run_here, script, tiny_args
+from helpers import PROBLEMS, ROOT, VERIFIERS, clean_environment, forked, read_jsonl, run_here, script, tiny_args
 
 import grpo
 import utils
@@ -141,6 +141,7 @@ def run(tiny, tmp_path_factory):
             "learning_rate": 1e-2,
             "lr_scheduler_type": "constant",
             "eval_every": 1,
+            "dataset": str(PROBLEMS),
         }
         run_here(tiny_args(tiny, out, run_name="run", eval_prompts=6, eval_samples=4, seed=5, **options))
     return out / "run", seen, read_jsonl(out / "run" / "eval.jsonl")
@@ -163,7 +164,7 @@ def test_equal_to_the_number_in_the_run(run, tmp_path):
     ]
     last, first = ([s.response_ids.tolist() for s in samples] for samples in (seen[-1], seen[0]))
     assert last != first, "the weights have moved"
-    line = next(line for line in said.splitlines() if line.startswith("| chain_sum |"))
+    line = next(line for line in said.splitlines() if line.startswith("| problems |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     last = records[-1]
     wanted = [f"{last['eval/' + name]:.3f}" for name in ("pass@1", "pass@k", "majority@k")]
@@ -204,17 +205,20 @@ def edited(tiny, tmp_path_factory):
         text = text.replace(before, after)
     (place / "edited_grpo.py").write_text(text)
     sys.path.insert(0, str(place))
-    changes = {"mark": "a mark", "rollout": "vllm", "run_name": "run", "seed": 5}
+    changes = {"mark": "a mark", "rollout": "vllm", "run_name": "run", "seed": 5, "dataset": str(PROBLEMS)}
     run_here(tiny_args(tiny, place, "edited_grpo", **changes), "edited_grpo")
     sys.path.remove(str(place))
     return place / "run", place / "edited_grpo.py"
 
 
 def test_a_run_is_evaluated_by_the_script_that_trained_it(edited, tmp_path):
-    """A copy's own engine, its own way to collect and its own flags: a tool that it calls would be missing else."""
+    """A copy's own engine, its own way to collect and its own flags: a tool that it calls would be missing else.
+
+    With --sleep engine a run's engine sleeps until the first push, and nothing is pushed here: it stays awake.
+    """
     folder, _ = edited
-    said = call(tmp_path, "--run", str(folder), "--output", str(tmp_path / "samples.jsonl"))
-    assert "the engine of a mark" in said and "warning: since the run" not in said
+    said = call(tmp_path, "--run", str(folder), "--sleep", "engine", "--output", str(tmp_path / "samples.jsonl"))
+    assert "the engine of a mark, asleep off" in said and "warning: since the run" not in said
     rows = read_jsonl(tmp_path / "samples.jsonl")
     assert {row["response"] for row in rows} == {"a mark"}
     last = read_jsonl(folder / "eval.jsonl")[-1]
@@ -273,13 +277,6 @@ def test_other_files_that_have_changed_are_named_and_secrets_are_asked_for(edite
         evaluate.parse(["--run", str(tmp_path)])
     assert end.value.code == 2 and "--mark: a secret" in capsys.readouterr().err
     assert evaluate.parse(["--run", str(tmp_path), "--mark", "given"])[0].mark == "given"
-
-
-def test_an_engine_that_is_only_asked_does_not_sleep(edited, tmp_path):
-    """With --sleep engine a run's engine sleeps until the first push, and nothing is pushed here."""
-    folder, _ = edited
-    said = call(tmp_path, "--run", str(folder), "--sleep", "engine", "--output", str(folder / "awake.jsonl"))
-    assert "the engine of a mark, asleep off" in said
 
 
 def test_other_data(run, tmp_path):

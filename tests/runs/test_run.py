@@ -6,24 +6,20 @@ import importlib
 import itertools
 import math
 import os
-import subprocess
+import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import (
-    ACCELERATE_LAUNCH,
     VERIFIERS,
-    command,
     descendants,
-    finish,
     folder_of,
-    forked,
     read_jsonl,
     record,
     run_here,
-    run_to_end,
     tiny_args,
 )
 from safetensors.torch import load_file
@@ -33,8 +29,14 @@ import utils
 from kl_estimators import ESTIMATORS
 from runtime import process, rundir, runlog
 
+SLOW = pytest.mark.slow
 SETTINGS = [("loss", name, g) for name in ESTIMATORS for g in ("naive", "unbiased") if (name, g) != ("full", "naive")]
 SETTINGS += [(place, name, "unbiased") for place in ("reward", "both") for name in ESTIMATORS]
+# Each placement, estimator and gradient once: what a setting computes, test_loss.py and test_kl_estimators.py compare.
+FAST = [("loss", "k1", "naive"), ("loss", "k3", "unbiased"), ("loss", "full", "unbiased"), ("reward", "k2", "unbiased")]
+FAST += [("both", "abs", "unbiased"), ("both", "k4", "unbiased")]
+# test_ppo.py finds the lines of grpo.py in ppo.py, word for word: where it adds none, its run is a slow test.
+SCRIPTS = ["grpo", pytest.param("ppo", marks=SLOW)]
 
 
 def final_weights(args) -> dict[str, torch.Tensor]:
@@ -43,7 +45,9 @@ def final_weights(args) -> dict[str, torch.Tensor]:
     return load_file(Path(args.output_dir) / rundir.run_name(args, grpo.Args()) / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize("placement, estimator, gradient", SETTINGS)
+@pytest.mark.parametrize(
+    "placement, estimator, gradient", [pytest.param(*s, marks=() if s in FAST else SLOW) for s in SETTINGS]
+)
 def test_every_kl_setting_runs(tiny, tmp_path, placement, estimator, gradient):
     """Two steps of two optimizer steps each; all estimators are logged whatever the switch says."""
     args = tiny_args(
@@ -217,7 +221,7 @@ def test_adaptive_kl_moves_the_coefficient_of_the_reward_alone(tiny, tmp_path, s
     assert metrics[2]["kl/reward"] != 0 and max(lengths) <= 8
 
 
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_kl_in_both_places_with_equal_coefficients_is_one_beta(tiny, tmp_path, script):
     """Command lines with one --beta mean what they meant: bit for bit the run that names both."""
     common = {"beta": 0.1, "kl_placement": "both", "kl_estimator": "k1", "learning_rate": 1e-2, "eval_prompts": 0}
@@ -229,7 +233,7 @@ def test_kl_in_both_places_with_equal_coefficients_is_one_beta(tiny, tmp_path, s
     assert record(folder_of(one, script)) == record(folder_of(two, script))
 
 
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_kl_is_measured_at_coefficient_zero_when_asked_for(tiny, tmp_path, script):
     """--load_ref_policy logs what a coefficient of next to nothing would, and moves nothing, whatever the estimator."""
     common = {"learning_rate": 1e-2, "eval_prompts": 0, "num_mini_batches": 2}
@@ -247,7 +251,7 @@ def test_kl_is_measured_at_coefficient_zero_when_asked_for(tiny, tmp_path, scrip
     assert metrics["loss/policy"] == pytest.approx(without["loss/policy"], abs=1e-5)
 
 
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_measuring_the_kl_changes_no_weight(tiny, tmp_path, script):
     """Also where mini-batches have no gradient: AdamW's momentum moves the weights in all of these runs, or in none."""
     common = {"learning_rate": 1e-2, "eval_prompts": 0, "num_mini_batches": 4, "total_steps": 4, "max_sampler_diff": 0}
@@ -312,7 +316,7 @@ def test_inside_the_group_statistics_truncated_responses_have_their_kl(tiny, tmp
     assert (penalty[truncated].abs() > 1e-3).all(), "the second step: the policy has left the reference"
 
 
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_reference_that_is_not_loaded_is_not_offloaded(tiny, tmp_path, script):
     """--offload ref in a sweep over beta that includes 0, with several optimizer steps per batch."""
     args = tiny_args(tiny, tmp_path, script, offload=("ref",), num_mini_batches=2, eval_prompts=0)
@@ -435,14 +439,12 @@ def stage_2(tiny, tmp_path_factory):
 @pytest.mark.parametrize(
     "changes",
     [
-        *(
-            {"zero_stage": 1},
-            {"zero_stage": 3},
-            {"batch_layout": "padded"},
-            {"batch_layout": "packed"},
-        ),
-        *({"micro_batch_tokens": 150}, {"gradient_checkpointing": True}, {}),
-        *({"attn_implementation": "sdpa"}, {"offload": ("optimizer",)}),
+        *({"zero_stage": 3}, {"batch_layout": "padded"}, {"batch_layout": "packed"}),
+        *({"micro_batch_tokens": 150}, {"gradient_checkpointing": True}),
+        # Resumed runs have stage 1, test_identity.py the offload, and test_attention.py the attentions.
+        pytest.param({"zero_stage": 1}, marks=SLOW),
+        pytest.param({"attn_implementation": "sdpa"}, marks=SLOW),
+        pytest.param({"offload": ("optimizer",)}, marks=SLOW),
     ],
     ids=str,
 )
@@ -499,7 +501,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypa
     assert all(torch.equal(w, start[name]) for name, w in final_weights(args).items())
 
 
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_the_seconds_of_steps_do_not_overlap(script, tiny, tmp_path, monkeypatch):
     """What comes after a step's record, a checkpoint above all, is the next step's; nothing is counted twice."""
     ends = []
@@ -517,7 +519,7 @@ def test_the_seconds_of_steps_do_not_overlap(script, tiny, tmp_path, monkeypatch
         assert sum(m[f"time/{phase}"] for phase in ("generate", "score", "logprobs", "update")) <= m["time/step"]
 
 
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_every_step_gives_freed_memory_back(script, tiny, tmp_path, monkeypatch):
     """Gaps between tensors would pile up: 5 GiB in 24 steps of a model of 135M parameters."""
     calls = []
@@ -556,16 +558,24 @@ def test_early_stop(tiny, tmp_path):
         assert (m["optim/steps"], m["optim/early_stopped"], m["optim/skipped"]) == (0, 1, 0)
 
 
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_plain_step_in_numbers(script, tiny, tmp_path):
     """Fresh samples have ratios of exactly 1, which is not above a cap of 1; workers end with the run.
 
+    So does the thread that listens for its signals, and those are this process's again.
     Nothing is said of draws that did not happen, and entropies are those of a distribution over 600 tokens.
     """
     before = set(descendants(os.getpid()))
+    handlers = [signal.getsignal(number) for number in process.STOP_SIGNALS]
+    threads = set(threading.enumerate())
     metrics = run_here(tiny_args(tiny, tmp_path, script, early_stop_imp_ratio=1.0, eval_prompts=0), script)
     left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in set(descendants(os.getpid())) - before]
     assert not [line for line in left if "spawn_main" in line]
+    assert [signal.getsignal(number) for number in process.STOP_SIGNALS] == handlers
+    listening = [thread for thread in set(threading.enumerate()) - threads if thread.name == "signals"]
+    for thread in listening:
+        thread.join(20)
+    assert not [thread for thread in listening if thread.is_alive()]
     for m in metrics:
         assert (m["optim/early_stopped"], m["policy/ratio_mean"], m["episode"]) == (0, 1.0, 16 * m["step"])
         assert m["sampler/fresh_frac"] == 1.0
@@ -573,7 +583,7 @@ def test_a_plain_step_in_numbers(script, tiny, tmp_path):
         assert not [name for name in m if name.startswith("data/")]
 
 
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_filter_that_holds_samples_from_the_reference_is_told(script, tiny, tmp_path, capsys):
     """Only where there is a KL to lose."""
     for beta, told in ((0.1, True), (0.0, False)):
@@ -593,107 +603,6 @@ def test_groups_of_equal_reward(tiny, tmp_path):
 
     start = load_file(tiny / "model.safetensors")
     assert all(torch.equal(w, start[name]) for name, w in final_weights(args).items())
-
-
-# ------------------------------------------------------------------------------------------------- in other processes
-
-
-@pytest.mark.parametrize("rollout", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
-def test_two_ranks_equal_one(tiny, tmp_path, rollout):
-    """An engine on each rank, its share of the prompts each: the same samples, loss and gradient as one rank."""
-    metrics = {}
-    for ranks in (1, 2):
-        finish(command(tiny, tmp_path / str(ranks), rollout=rollout, ranks=ranks), tmp_path / f"log{ranks}", 240)
-        folder = tmp_path / str(ranks) / "run"
-        metrics[ranks] = read_jsonl(folder / "metrics.jsonl") + read_jsonl(folder / "eval.jsonl")
-    for one, two in zip(metrics[1], metrics[2], strict=True):
-        for key, value in one.items():
-            if key.split("/")[0] in ("reward", "loss", "policy", "completions", "optim", "eval"):
-                assert two[key] == pytest.approx(value, rel=2e-4, abs=1e-6), key
-        assert one.get("sampler/logprob_diff_max", 0) < 1e-4 > two.get("sampler/logprob_diff_max", 0)
-
-
-def test_one_process_where_two_were_asked_for(tiny, tmp_path):
-    line = command(tiny, tmp_path, ranks=2, rollout="vllm", launcher=ACCELERATE_LAUNCH)
-    where = line.index("--config_file")
-    line = line[:where] + line[where + 2 :]  # on a CPU machine accelerate then starts one, silently
-    code, text = run_to_end(line, tmp_path / "log")
-    if torch.cuda.is_available():
-        pytest.skip("accelerate starts two processes on a machine with GPUs")
-    assert code != 0 and "--use_deepspeed" in text and "--num_processes" in text
-
-
-RAISES_ON_THE_TRUTH = f"error: --verifier: the verifier {VERIFIERS}:raises raises on the truth"
-
-
-def test_a_raising_verifier_is_refused(tiny, tmp_path, capsys):
-    """It raises on the truth, too, so the run is refused before its first step."""
-    with pytest.raises(SystemExit) as end:
-        run_here(tiny_args(tiny, tmp_path, verifier=f"{VERIFIERS}:raises"))
-    text = capsys.readouterr().err
-    assert end.value.code == 2 and RAISES_ON_THE_TRUTH in text
-    assert "the verifier's own mistake" in text and "in raises" in text
-
-
-def test_a_raising_verifier_ends_every_rank(tiny, tmp_path):
-    """No process waits for another, with no launcher to end them."""
-    line = command(tiny, tmp_path, "--verifier", f"{VERIFIERS}:raises")
-    codes, text = forked(line[1:], tmp_path / "log", 2)
-    assert codes == [2, 2] and RAISES_ON_THE_TRUTH in text
-    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
-    assert not left, "processes are left"
-
-
-def test_a_lock_that_a_killed_process_left(tiny, tmp_path, monkeypatch):
-    """What DeepSpeed compiles it loads beside a lock file, on which all wait for ever: a run needs none of that."""
-    lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[1]))
-    finish(command(tiny, tmp_path / "runs"), tmp_path / "log", 90)
-
-
-DEAD_THREAD = """
-import sys, time
-from runtime import process, runlog
-process.prepare_environment()
-import grpo, utils
-sys.path.insert(0, "tests")
-from helpers import tiny_args
-from pathlib import Path
-import os
-
-def dies(*args):
-    print("DIED AT", time.time(), flush=True)
-    raise ValueError("the engine broke on purpose")
-
-if os.environ["RANK"] == "{rank}":
-    utils._generate = {action}
-if __name__ == "__main__":  # the reward workers import this file
-    try:
-        args = tiny_args(Path("{tiny}"), Path("{out}"))
-        grpo.main(args, grpo.preflight(args))
-    finally:
-        print("never reached", flush=True)
-"""
-
-
-@pytest.mark.parametrize("action, ranks, word", [
-    ("dies", 2, "the engine broke on purpose"),
-    ("lambda *a: sys.exit(3)", 1, "SystemExit"),
-])  # fmt: skip
-def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
-    """Within 10 seconds, with the thread's own traceback, on every rank, with no launcher to end them."""
-    file = tmp_path / "dead.py"
-    file.write_text(DEAD_THREAD.format(rank=ranks - 1, action=action, tiny=tiny, out=tmp_path / "runs"))
-    codes, text = forked([str(file)], tmp_path / "log", ranks)
-    ended = time.time()
-    assert 0 not in codes and word in text and "never reached" not in text
-    if "DIED AT" in text:
-        assert ended - float(text.split("DIED AT ")[1].split()[0]) < 20  # ten to notice it, on a busy machine
-    for rank in range(ranks):
-        assert f"rank {rank} failed" in text
-        assert word in text.split(f"rank {rank} failed")[1]
 
 
 def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path, monkeypatch):

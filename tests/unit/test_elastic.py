@@ -1,14 +1,12 @@
 """Another number of ranks than a checkpoint was saved by: each rank gets its own part of every number, once.
 
-tests/runs/test_other_ranks.py resumes real runs so.
+tests/runs/test_processes.py and test_other_ranks.py resume real runs so.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers import TINY_COMMAND, command, finish, go_back, run_here, tiny_args
-from safetensors.torch import load_file
 
 from runtime import elastic
 
@@ -107,25 +105,3 @@ def test_states_that_belong_to_no_weight_are_refused(values, capsys):
         assert end.value.code == 2
         message = capsys.readouterr().err
         assert repr(key) in message and "--num_processes 2" in message
-
-
-def test_two_ranks_then_one(tiny, tmp_path, capsys):
-    """Two steps on two ranks, two more on one, against four on one: the same samples, the same weights up to rounding.
-
-    With a batch ahead, whose samples are of two engines where then there is one.
-    """
-    changes = {"total_steps": 4, "async_steps": 1, "num_mini_batches": 2, "eval_prompts": 0, "save_every": 2}
-    flags = [f"--{name}={value}" for name, value in (changes | {"keep_checkpoints": 0}).items()]
-    finish(command(tiny, tmp_path / "parts", *flags, ranks=2), tmp_path / "log")
-    go_back(tmp_path / "parts" / "run", 2)
-    runs = {}
-    for name in ("parts", "straight"):
-        runs[name] = run_here(tiny_args(tiny, tmp_path / name, **TINY_COMMAND | changes))
-    said = capsys.readouterr().out
-    assert "changed: 2 rank(s) there, 1 here: the state of the optimizer is cut anew" in said
-    for got, expected in zip(runs["parts"], runs["straight"], strict=True):
-        assert got["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=1e-5)
-    weights = [load_file(tmp_path / name / "run" / "model" / "model.safetensors") for name in runs]
-    for name, expected in weights[1].items():
-        # Adam makes a whole step of a gradient that is rounding alone: one such weight is 1e-6 of its matrix.
-        assert (weights[0][name] - expected).norm() < 3e-6 * expected.norm(), name

@@ -28,7 +28,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from helpers import ROOT, TINY_RUN, folder_of, interrupted, main_here, quick_start, run_here, token_loss
+from helpers import ROOT, TINY_RUN, folder_of, interrupted, main_here, run_here, token_loss
 from variant import names as variant_names
 from variant import variant as variant_text
 
@@ -129,8 +129,7 @@ def test_names_of_runs_and_their_folders(tmp_path):
 def test_the_start_says_what_is_set_what_was_given_and_what_differs(script, name, tiny, tmp_path, capsys):
     words = ["--dry_run", "--as", name, "--model_name_or_path", str(tiny), "--output_dir", str(tmp_path)]
     args = parse(script, *words, "--learning_rate", "0.5")
-    with quick_start():
-        SCRIPTS[script].main(args, SCRIPTS[script].preflight(args))
+    SCRIPTS[script].main(args, SCRIPTS[script].preflight(args))
     out = capsys.readouterr().out
     preset = presets.PRESETS[name]
     assert f"as         {preset.version}, instead of the defaults in parentheses: " in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -11,14 +12,19 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from conftest import COLLECTED
 from helpers import ROOT, alive, descendants, read_jsonl
 
 FILES = sorted((ROOT / "tests").rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def unknown_fixtures(item: pytest.Function) -> list[str]:
@@ -54,7 +60,7 @@ def test_an_unknown_fixture_is_noticed(request, asked, unknown):
 
 def test_no_test_hides_another_one():
     """A second function of one name in a file takes the place of the first, without a word."""
-    assert {path.name: hidden for path, tree in TREES.items() if (hidden := hidden_tests(tree))} == {}
+    assert {path.name: hidden for path, tree in trees().items() if (hidden := hidden_tests(tree))} == {}
     assert hidden_tests(ast.parse("def test_a(): pass\ndef test_b(): pass\ndef test_a(): pass")) == ["test_a"]
 
 
@@ -63,7 +69,7 @@ def test_every_test_stands_in_a_file_that_is_collected():
     lost = [
         f"{path.name}: {node.name}"
         for path in others
-        for node in TREES[path].body
+        for node in trees()[path].body
         if isinstance(node, FUNCTIONS) and node.name.startswith(("test_", "Test"))
     ]
     assert lost == []
@@ -73,7 +79,7 @@ def test_every_frame_that_a_test_waits_for_is_a_function():
     """A slow test that waits for a function by name in a printed stack cannot pass once the function is gone."""
     sources = [path for folder in (".", "runtime", "scripts", "studies") for path in (ROOT / folder).glob("*.py")]
     known = "\n".join(path.read_text() for path in (*sources, *FILES))
-    waited = {name: path.name for path, tree in TREES.items() for name in frames_waited_for(tree)}
+    waited = {name: path.name for path, tree in trees().items() for name in frames_waited_for(tree)}
     assert waited
     assert [name for name in waited if not re.search(rf"\bdef {name}\(", known)] == []
 

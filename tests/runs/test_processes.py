@@ -1,0 +1,146 @@
+"""Runs in processes of their own: two ranks, then one, and whatever ends them.
+
+In one file, as one worker's: the process whose forks they are imports the libraries once.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import pytest
+import torch
+from helpers import (
+    ACCELERATE_LAUNCH,
+    TINY_COMMAND,
+    VERIFIERS,
+    command,
+    finish,
+    forked,
+    go_back,
+    read_jsonl,
+    run_here,
+    run_to_end,
+    tiny_args,
+)
+from safetensors.torch import load_file
+
+
+@pytest.mark.parametrize("rollout", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_two_ranks_equal_one(tiny, tmp_path, rollout):
+    """An engine on each rank, its share of the prompts each: the same samples, loss and gradient as one rank."""
+    metrics = {}
+    for ranks in (1, 2):
+        finish(command(tiny, tmp_path / str(ranks), rollout=rollout, ranks=ranks), tmp_path / f"log{ranks}", 240)
+        folder = tmp_path / str(ranks) / "run"
+        metrics[ranks] = read_jsonl(folder / "metrics.jsonl") + read_jsonl(folder / "eval.jsonl")
+    for one, two in zip(metrics[1], metrics[2], strict=True):
+        for key, value in one.items():
+            if key.split("/")[0] in ("reward", "loss", "policy", "completions", "optim", "eval"):
+                assert two[key] == pytest.approx(value, rel=2e-4, abs=1e-6), key
+        assert one.get("sampler/logprob_diff_max", 0) < 1e-4 > two.get("sampler/logprob_diff_max", 0)
+
+
+def test_one_process_where_two_were_asked_for(tiny, tmp_path):
+    line = command(tiny, tmp_path, ranks=2, rollout="vllm", launcher=ACCELERATE_LAUNCH)
+    where = line.index("--config_file")
+    line = line[:where] + line[where + 2 :]  # on a CPU machine accelerate then starts one, silently
+    code, text = run_to_end(line, tmp_path / "log")
+    if torch.cuda.is_available():
+        pytest.skip("accelerate starts two processes on a machine with GPUs")
+    assert code != 0 and "--use_deepspeed" in text and "--num_processes" in text
+
+
+RAISES_ON_THE_TRUTH = f"error: --verifier: the verifier {VERIFIERS}:raises raises on the truth"
+
+
+def test_a_raising_verifier_is_refused(tiny, tmp_path, capsys):
+    """It raises on the truth, too, so the run is refused before its first step."""
+    with pytest.raises(SystemExit) as end:
+        run_here(tiny_args(tiny, tmp_path, verifier=f"{VERIFIERS}:raises"))
+    text = capsys.readouterr().err
+    assert end.value.code == 2 and RAISES_ON_THE_TRUTH in text
+    assert "the verifier's own mistake" in text and "in raises" in text
+
+
+def test_a_raising_verifier_ends_every_rank(tiny, tmp_path):
+    """No process waits for another, with no launcher to end them."""
+    line = command(tiny, tmp_path, "--verifier", f"{VERIFIERS}:raises")
+    codes, text = forked(line[1:], tmp_path / "log", 2)
+    assert codes == [2, 2] and RAISES_ON_THE_TRUTH in text
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
+    assert not left, "processes are left"
+
+
+def test_a_lock_that_a_killed_process_left(tiny, tmp_path, monkeypatch):
+    """What DeepSpeed compiles it loads beside a lock file, on which all wait for ever: a run needs none of that."""
+    lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[1]))
+    finish(command(tiny, tmp_path / "runs"), tmp_path / "log", 90)
+
+
+DEAD_THREAD = """
+import sys, time
+from runtime import process, runlog
+process.prepare_environment()
+import grpo, utils
+sys.path.insert(0, "tests")
+from helpers import tiny_args
+from pathlib import Path
+import os
+
+def dies(*args):
+    print("DIED AT", time.time(), flush=True)
+    raise ValueError("the engine broke on purpose")
+
+if os.environ["RANK"] == "{rank}":
+    utils._generate = {action}
+if __name__ == "__main__":  # the reward workers import this file
+    try:
+        args = tiny_args(Path("{tiny}"), Path("{out}"))
+        grpo.main(args, grpo.preflight(args))
+    finally:
+        print("never reached", flush=True)
+"""
+
+
+@pytest.mark.parametrize("action, ranks, word", [
+    ("dies", 2, "the engine broke on purpose"),
+    ("lambda *a: sys.exit(3)", 1, "SystemExit"),
+])  # fmt: skip
+def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
+    """Within 10 seconds, with the thread's own traceback, on every rank, with no launcher to end them."""
+    file = tmp_path / "dead.py"
+    file.write_text(DEAD_THREAD.format(rank=ranks - 1, action=action, tiny=tiny, out=tmp_path / "runs"))
+    codes, text = forked([str(file)], tmp_path / "log", ranks)
+    ended = time.time()
+    assert 0 not in codes and word in text and "never reached" not in text
+    if "DIED AT" in text:
+        assert ended - float(text.split("DIED AT ")[1].split()[0]) < 20  # ten to notice it, on a busy machine
+    for rank in range(ranks):
+        assert f"rank {rank} failed" in text
+        assert word in text.split(f"rank {rank} failed")[1]
+
+
+def test_two_ranks_then_one(tiny, tmp_path, capsys):
+    """Two steps on two ranks, two more on one, against four on one: the same samples, the same weights up to rounding.
+
+    With a batch ahead, whose samples are of two engines where then there is one.
+    """
+    changes = {"total_steps": 4, "async_steps": 1, "num_mini_batches": 2, "eval_prompts": 0, "save_every": 2}
+    flags = [f"--{name}={value}" for name, value in (changes | {"keep_checkpoints": 0}).items()]
+    finish(command(tiny, tmp_path / "parts", *flags, ranks=2), tmp_path / "log")
+    go_back(tmp_path / "parts" / "run", 2)
+    runs = {}
+    for name in ("parts", "straight"):
+        runs[name] = run_here(tiny_args(tiny, tmp_path / name, **TINY_COMMAND | changes))
+    said = capsys.readouterr().out
+    assert "changed: 2 rank(s) there, 1 here: the state of the optimizer is cut anew" in said
+    for got, expected in zip(runs["parts"], runs["straight"], strict=True):
+        assert got["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=1e-5)
+    weights = [load_file(tmp_path / name / "run" / "model" / "model.safetensors") for name in runs]
+    for name, expected in weights[1].items():
+        # Adam makes a whole step of a gradient that is rounding alone: one such weight is 1e-6 of its matrix.
+        assert (weights[0][name] - expected).norm() < 3e-6 * expected.norm(), name
