@@ -33,6 +33,7 @@ def runs(tiny, tmp_path_factory) -> Path:
     for learning_rate in (1e-3, 1e-2):
         for seed in (1, 2):
             changes = {"learning_rate": learning_rate, "seed": seed, "total_steps": 3, "beta": 0.1, "eval_every": 1}
+            changes |= {"max_response_length": 4}
             run_here(tiny_args(tiny, out, **changes))
     (out / "jobs" / "x").mkdir(parents=True)
     (out / "empty").mkdir()
@@ -186,9 +187,10 @@ def test_pictures(runs, tmp_path, x, suffix):
         comments = "".join(re.findall(r"<!-- (.*?) -->", output.read_text()))  # the text of each label
         assert "learning_rate = 0.001" in comments and "reward/mean" in comments and plot.X_LABELS[x] in comments
         ET.parse(output)
-    two = sorted(f for f in runs.iterdir() if (f / "config.json").exists())[:2]
-    call(plot, *two, "--x", x, "--output", output)
-    assert output.read_bytes().startswith(start)
+    if x == "time":
+        two = sorted(f for f in runs.iterdir() if (f / "config.json").exists())[:2]
+        call(plot, *two, "--x", x, "--output", output)
+        assert output.read_bytes().startswith(start)
 
 
 def test_values_of_any_kind_are_columns_and_curves(runs, tmp_path):

@@ -330,17 +330,16 @@ def test_the_study_begins_with_what_decides(real, decisive, all_runs, listener, 
     """Every placement and gradient of a seed at a beta before another; nothing twice but what many.py then skips."""
     environment = {"PYTHON": str(listener), "OUTPUT_DIR": str(tmp_path / "runs")}
     said, lines = many_lines("study_kl.sh", *["--real"] * real, "--seeds", "1", **environment)
-    parsed = {line: flags.parse(grpo.Args, None, line) for line in map(tuple, lines)}
-    runs = [parsed[tuple(line)] for line in lines]
+    each = list(dict.fromkeys(map(tuple, lines)))
+    assert len(each) == all_runs
+    runs = [flags.parse(grpo.Args, None, line) for line in each[:decisive]]
     assert {line for line in said if "many.py" in line} == {
         f"scripts/many.py grpo.py --lanes 2 --skip {tmp_path}/runs/skip.txt"
     }
-    names = [rundir.run_name(run, grpo.Args()) for run in runs]
-    assert len(set(names)) == all_runs
-    assert len(set(names[:decisive])) == decisive
-    betas = {run.beta for run in runs[:decisive]}
+    assert len({rundir.run_name(run, grpo.Args()) for run in runs}) == decisive
+    betas = {run.beta for run in runs}
     assert betas == ({0.0, 0.3, 0.03} if real else {0.0, 0.3, 3.0, 0.03})
-    settings = {(r.kl_placement, r.kl_estimator, r.kl_gradient) for r in runs[:decisive] if r.beta > 1e-6}
+    settings = {(r.kl_placement, r.kl_estimator, r.kl_gradient) for r in runs if r.beta > 1e-6}
     assert {("loss", "k1", "naive"), ("loss", "k3", "unbiased"), ("reward", "k1", "naive")} < settings
     assert len(settings) == (6 if real else 8)
 

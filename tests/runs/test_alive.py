@@ -102,7 +102,7 @@ def seen_here(tiny, tmp_path_factory):
     return see
 
 
-SAMPLE = ("temperature", "adam_eps", "eval_samples", "micro_batch_tokens")
+SAMPLE = ("adam_eps", "eval_samples")  # what was trained, what was written: the slow test tries every flag
 
 
 @pytest.mark.parametrize("flag", SAMPLE)

@@ -78,7 +78,7 @@ RUN = {"eval_every": 1, "save_every": 2, "num_mini_batches": 2, "learning_rate":
         ("grpo", {"beta": 0.1, "ref_policy_update_freq": 1}),
         pytest.param("grpo", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("grpo", {"offload": ("optimizer",)}, marks=pytest.mark.slow),
-        ("ppo", {"value_norm": "running"}),
+        pytest.param("ppo", {"value_norm": "running"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_sleeps_is_the_same_run(tiny, tmp_path, monkeypatch, script, changes):

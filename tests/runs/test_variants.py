@@ -39,6 +39,8 @@ ROWS = {
 }
 # These need vLLM for a step; their own files have such runs.
 WITH_VLLM = ("lora",)
+STALE = ("cispo", "dppo", "icepop")  # their headers name --async_steps
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -404,7 +406,9 @@ def test_reinforce_pp_counts_responses_where_verl_counts_tokens(modules):
     assert (whitened - advantages).min() < -0.3
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITH_VLLM])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[SLOW] * (name in STALE)) for name in NAMES if name not in WITH_VLLM]
+)
 def test_a_variant_trains_two_steps(modules, name, tiny, tmp_path):
     """Two real steps with two optimizer steps each on the tiny model: the second is off-policy."""
     changes = {"teacher_name_or_path": str(tiny)} if name == "distill" else {}
@@ -413,9 +417,9 @@ def test_a_variant_trains_two_steps(modules, name, tiny, tmp_path):
     assert [m["optim/steps"] for m in metrics] == [2, 2]
 
 
-@pytest.mark.parametrize("name", ["cispo", "dppo", "icepop"])
+@pytest.mark.parametrize("name", STALE)
 def test_a_variant_for_stale_samples_trains_on_them(modules, name, tiny, tmp_path):
-    """Their headers name --async_steps; from the second step on no sample is of the weights that are trained."""
+    """From the second step on no sample is of the weights that are trained."""
     flags = {"total_steps": 3, "async_steps": 1, "eval_prompts": 0}
     metrics = run_here(tiny_args(tiny, tmp_path, f"variant_{name}", **flags), f"variant_{name}")
     assert [m["sampler/staleness_max"] for m in metrics] == [0, 1, 1]

@@ -43,7 +43,7 @@ PPO = {"value_norm": "running", "dataset_filter": (0.5, 0.3)}
 @pytest.mark.parametrize(
     "script, changes",
     [
-        ("grpo", {}),
+        pytest.param("grpo", {}, marks=pytest.mark.slow),  # as the next one, without a reference
         ("grpo", KL | {"kl_placement": "both", "ref_policy_alpha": 0.5}),
         ("grpo", {"zero_stage": 1, "adam_eps": 1e-3}),
         ("grpo", {"zero_stage": 3}),
@@ -85,7 +85,11 @@ def test_a_resumed_run_equals_the_straight_one(tiny, tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize(
     "script, changes, masters",
-    [("grpo", {}, [True]), ("ppo", {"zero_stage": 1}, [True, True]), ("grpo", {"dtype": "bfloat16"}, [False])],
+    [
+        pytest.param("grpo", {}, [True], marks=pytest.mark.slow),
+        ("ppo", {"zero_stage": 1}, [True, True]),
+        ("grpo", {"dtype": "bfloat16"}, [False]),
+    ],
 )
 def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script, changes, masters):
     """DeepSpeed's second copy is gone; numbers, samples, weights and the files of a checkpoint are as with it."""

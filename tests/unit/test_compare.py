@@ -245,6 +245,7 @@ compare_side.ours([])
 """
 
 
+@pytest.mark.slow
 def test_avx2_limits_torch_and_the_kernels_of_vllm(results):
     """What vLLM has loaded in the process of grpo.py; on a CPU that has no more, the limit changes nothing."""
     environment = run_environment() | compare.AVX2 | {"PYTHONPATH": f"{ROOT}:{ROOT / 'studies'}"}

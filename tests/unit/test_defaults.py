@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -177,13 +176,13 @@ def test_what_was_chosen_is_the_runs_own(gsm8k, tiny, tmp_path):
     )
 
 
-def test_a_bare_command_says_what_it_chose(gsm8k, tiny, tmp_path):
+def test_a_bare_command_says_what_it_chose(gsm8k, tiny, tmp_path, capsys):
     """The dry run of the script itself."""
-    line = [sys.executable, "grpo.py", "--dry_run", "--dataset", str(gsm8k), "--model_name_or_path", str(tiny)]
-    done = subprocess.run([*line, "--output_dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    assert "--max_response_length 1024 was not given: the verifier gsm8k" in done.stdout
-    assert "at most 65536 new tokens" in done.stdout
+    args = parsed("--dry_run", "--dataset", gsm8k, "--model_name_or_path", tiny, "--output_dir", tmp_path)
+    grpo.main(args, grpo.preflight(args))
+    out = capsys.readouterr().out
+    assert "--max_response_length 1024 was not given: the verifier gsm8k" in out
+    assert "at most 65536 new tokens" in out
 
 
 def test_the_table_of_defaults_is_what_the_command_prints():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import os
 import re
 import subprocess
 import sys
+import sysconfig
 import time
 from types import SimpleNamespace
 
@@ -245,46 +247,35 @@ def test_a_phase_ends_when_the_gpu_is_done(monkeypatch):
     assert clock.seconds["logprobs"] >= 0.2 and clock.seconds["update"] < 0.1 and clock.seconds["push"] < 0.1
 
 
-def test_a_gpu_that_does_not_answer_fails_the_setup():
-    """The check of scripts/setup.sh, told that a GPU is there, on a machine where torch finds none."""
+def verification(monkeypatch, gpu: str) -> None:
+    """The check of scripts/setup.sh, told that torch is for CUDA and whether a GPU is there, where torch finds none."""
     text = (ROOT / "scripts" / "setup.sh").read_text()
     check = re.search(r"<<'EOF'\n(.*?)\nEOF\n", text, re.DOTALL)[1]
-    code = f"import sys, torch\ntorch.version.cuda = '13.0'\nsys.argv = ['-', 'cuda', 'yes']\n{check}"
-    line = [sys.executable, "-c", code]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(line, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 1
-    assert "finds no GPU here; does the driver know CUDA 13.0?" in done.stderr
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1")
+    monkeypatch.setattr(sys, "argv", ["-", "cuda", gpu])
+    exec(check, {"__name__": "__main__"})
 
 
-def verification(tmp_path, header: bool, path: str) -> subprocess.CompletedProcess:
-    """The check of scripts/setup.sh for CUDA on a machine without a GPU, with or without Python.h and compilers."""
-    text = (ROOT / "scripts" / "setup.sh").read_text()
-    check = re.search(r"<<'EOF'\n(.*?)\nEOF\n", text, re.DOTALL)[1]
-    (tmp_path / "include").mkdir(exist_ok=True)
-    (tmp_path / "include" / "Python.h").touch() if header else (tmp_path / "include" / "Python.h").unlink(True)
-    fake = f"""
-import sys, sysconfig, torch, importlib.metadata
-torch.version.cuda = "13.0"
-sysconfig.get_paths = lambda: {{"include": {str(tmp_path / "include")!r}}}
-importlib.metadata.version = lambda name: "1"
-sys.argv = ["-", "cuda", "no"]
-"""
-    environment = os.environ | {"PATH": path}
-    environment.pop("CC", None)
-    line = [sys.executable, "-c", fake + check]
-    return subprocess.run(line, capture_output=True, text=True, env=environment, check=False)
+def test_a_gpu_that_does_not_answer_fails_the_setup(monkeypatch):
+    with pytest.raises(AssertionError, match=r"finds no GPU here; does the driver know CUDA 13\.0\?"):
+        verification(monkeypatch, "yes")
 
 
-def test_what_triton_compiles_with_is_checked_by_the_setup(tmp_path):
+def test_what_triton_compiles_with_is_checked_by_the_setup(tmp_path, monkeypatch):
     """A C compiler and Python.h: else the engine's thread would end in a page of traceback."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "gcc").write_text("#!/bin/sh\n")
-    (tmp_path / "bin" / "gcc").chmod(0o755)
-    assert verification(tmp_path, True, str(tmp_path / "bin")).returncode == 0
-    for header, path, said in ((True, "/nowhere", "neither gcc nor clang"), (False, str(tmp_path / "bin"), "Python.h")):
-        done = verification(tmp_path, header, path)
-        assert done.returncode == 1 and said in done.stderr and "apt install gcc python3" in done.stderr
+    (tmp_path / "gcc").write_text("#!/bin/sh\n")
+    (tmp_path / "gcc").chmod(0o755)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(AssertionError, match=r"Python\.h.*apt install gcc python3"):
+        verification(monkeypatch, "no")
+    (tmp_path / "Python.h").touch()
+    verification(monkeypatch, "no")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(AssertionError, match="neither gcc nor clang: apt install gcc python3"):
+        verification(monkeypatch, "no")
 
 
 NVIDIA_SMI = """#!/bin/sh

@@ -63,7 +63,7 @@ def service(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
     server.attempts = []
     server.released = threading.Event()
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     monkeypatch.setenv("VERIFIER_URL", f"http://127.0.0.1:{server.server_port}/score")
     yield server

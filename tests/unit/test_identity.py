@@ -271,10 +271,10 @@ ROUNDING = 1e-4
     "changes, tolerance",
     [
         ({"gradient_checkpointing": True}, 0.0),
-        ({"offload": ("ref",)}, 0.0),
-        ({"max_sampler_diff": 0.0}, 0.0),
+        pytest.param({"offload": ("ref",)}, 0.0, marks=pytest.mark.slow),
+        pytest.param({"max_sampler_diff": 0.0}, 0.0, marks=pytest.mark.slow),
         ({"micro_batch_tokens": 160}, ROUNDING),
-        ({"logprob_micro_batch_tokens": 160}, ROUNDING),
+        pytest.param({"logprob_micro_batch_tokens": 160}, ROUNDING, marks=pytest.mark.slow),
         ({"offload": ("optimizer",)}, ROUNDING),
     ],
     ids=str,

@@ -109,12 +109,11 @@ def test_the_answer_of_a_data_set_scores_one_and_another_does_not(name, here):
     assert (right, wrong) == (rows, 0)
 
 
-@pytest.mark.parametrize("name", ["composite", "spell_backward"])
-def test_the_rows_of_the_process_that_a_run_starts_are_those_made_here(name):
-    rows, right, _, wrong = counts(name)
+def test_the_rows_of_the_process_that_a_run_starts_are_those_made_here():
+    rows, right, _, wrong = counts("composite")
     assert (right, wrong) == (rows, 0)
-    options = json.loads(json.loads(problems(name)[0].row["reasoning_gym"])["options"])
-    assert gym_tasks.gym_rows(name, options) == rows_here(name, options)
+    options = json.loads(json.loads(problems("composite")[0].row["reasoning_gym"])["options"])
+    assert gym_tasks.gym_rows("composite", options) == rows_here("composite", options)
 
 
 # These choose from sets: their problems follow from Python's hash seed, which every process draws for itself.
@@ -139,16 +138,13 @@ def rows_of_another_process(source: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("what", ["from sets", "list_functions"])
-def test_every_process_has_the_same_problems(what):
+def test_every_process_has_the_same_problems():
     """Else ranks would train on different problems, and a run that was stopped would find others than its own.
 
     list_functions draws from the random numbers that a process has in common, in one row of fifteen.
     """
-    parts = [{"name": name} for name in FROM_SETS]
-    source = f"reasoning_gym:composite?size=12&datasets={json.dumps(parts)}"
-    if what == "list_functions":
-        source = "reasoning_gym:list_functions?size=32&seed=5"
+    parts = [{"name": name} for name in FROM_SETS] + [{"name": "list_functions", "weight": 8}]
+    source = f"reasoning_gym:composite?size=48&seed=5&datasets={json.dumps(parts)}"
     found = {
         rows_of_another_process(source, PYTHONHASHSEED="1", TZ="UTC"),
         rows_of_another_process(source, PYTHONHASHSEED="2", TZ="Asia/Tokyo"),
@@ -228,7 +224,7 @@ def test_the_integral_of_the_task_is_no_answer_to_it(here):
     assert any("Integral(" in problem.truth for problem in found), "else nothing was shown"
 
 
-def test_tuples_and_keys_of_metadata_survive_the_way_to_the_worker():
+def test_tuples_and_keys_of_metadata_survive_the_way_to_the_worker(here):
     (problem,) = problems("rearc", 1)
     board = gym_tasks.untagged(json.loads(problem.row["reasoning_gym"])["metadata"])["output"]
     assert isinstance(board, tuple) and isinstance(board[0], tuple)

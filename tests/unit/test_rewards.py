@@ -428,22 +428,22 @@ STARTED = {"child": 1000.25, "a session": 1000.5, "orphan": 1000.75, "daemon": 1
 END = {"hangs": "timeout", "dies": "crash", "": "ok"}
 
 
-@pytest.mark.parametrize("kind", STARTED)
-def test_what_a_verifier_started_ends_with_it(kind):
+def test_what_a_verifier_started_ends_with_it():
     """A compiler, a prover, a browser: at the time-out, when the verifier dies, and at the latest with the pool."""
-    marks = {end: f"{STARTED[kind] + sum(map(ord, end)) / 1e6 + os.getpid()}" for end in END}
-    pool = RewardPool(1, 1.0)
+    pool = RewardPool(len(STARTED), 1.0)
     try:
         for end, status in END.items():
-            reward = pool.result(pool.submit(f"{MINE}:starts_a_process", end, marks[end], {"kind": kind}))
-            assert reward.status == status
-            if end == "":
-                assert left_of(marks[end]), "the test's own process was not there"
-            else:
-                assert gone(marks[end]), end
+            marks = {kind: f"{STARTED[kind] + sum(map(ord, end)) / 1e6 + os.getpid()}" for kind in STARTED}
+            futures = [pool.submit(f"{MINE}:starts_a_process", end, marks[kind], {"kind": kind}) for kind in STARTED]
+            assert [pool.result(future).status for future in futures] == [status] * len(STARTED)
+            for kind, mark in marks.items():
+                if end == "":
+                    assert left_of(mark), f"the test's own process was not there: {kind}"
+                else:
+                    assert gone(mark), (kind, end)
     finally:
         pool.close()
-    assert gone(marks[""])
+    assert [kind for kind, mark in marks.items() if not gone(mark)] == []
 
 
 def test_what_one_verifier_started_outlives_the_end_of_another():
@@ -469,27 +469,29 @@ import os, signal, sys, time
 import rewards
 
 if __name__ == "__main__":
-    pool = rewards.RewardPool(1, 60.0)
-    pool.submit(sys.argv[1] + ":starts_a_process", "hangs", sys.argv[2], {"kind": sys.argv[3]})
+    pool = rewards.RewardPool(4, 60.0)
+    for word in sys.argv[2:]:
+        mark, kind = word.split(":")
+        pool.submit(sys.argv[1] + ":starts_a_process", "hangs", mark, {"kind": kind})
     time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("kind", STARTED)
-def test_what_a_verifier_started_ends_with_a_run_that_is_killed(tmp_path, kind):
+def test_what_a_verifier_started_ends_with_a_run_that_is_killed(tmp_path):
     """By SIGKILL, which the run cannot answer: the nursery sees it."""
-    mark = f"{STARTED[kind] + 0.1 + os.getpid()}"
+    marks = {kind: f"{number + 0.1 + os.getpid()}" for kind, number in STARTED.items()}
     (tmp_path / "run.py").write_text(KILLED)
-    command = [sys.executable, str(tmp_path / "run.py"), str(MINE), mark, kind]
+    command = [sys.executable, str(tmp_path / "run.py"), str(MINE), *(f"{mark}:{kind}" for kind, mark in marks.items())]
     run = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
     until = time.monotonic() + 60
-    while len(left_of(mark)) < 2 and time.monotonic() < until:  # the run itself has it in its command line
+    while not all(map(left_of, marks.values())) and time.monotonic() < until:
         time.sleep(0.05)
+    assert all(map(left_of, marks.values()))
     processes = psutil.Process(run.pid).children(recursive=True)
-    assert len(processes) >= 2
+    assert len(processes) >= 5
     run.kill()
     run.wait()
-    assert gone(mark)
+    assert [kind for kind, mark in marks.items() if not gone(mark)] == []
     _, alive = psutil.wait_procs(processes, timeout=5)
     assert alive == []
 
