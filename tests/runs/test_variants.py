@@ -344,14 +344,20 @@ def test_sdpo_s_gradient_is_that_of_trl_s_own_functions(modules, tmp_path):
         assert torch.allclose(gradient, torch.load(tmp_path / "found.pt"), rtol=1e-9, atol=1e-12)
 
 
-def test_sdpo_refuses_a_kl_that_is_not_its_loss(modules, tiny, tmp_path, capsys):
+def test_sdpo_refuses_what_is_not_its_loss(modules, tiny, tmp_path, capsys):
     args = tiny_args(tiny, tmp_path, "variant_sdpo")
     modules["sdpo"].check_args(args)
-    for change in ({"beta": 0.0}, {"kl_placement": "reward"}, {"kl_estimator": "full"}):
+    sampled = "the KL of sampled tokens is the loss"
+    for change, why in (
+        ({"beta": 0.0}, sampled),
+        ({"kl_placement": "reward"}, sampled),
+        ({"kl_estimator": "full"}, sampled),
+        ({"control": "random"}, "--control random: no reward is in the loss"),
+    ):
         with pytest.raises(SystemExit) as ended:
             modules["sdpo"].check_args(dataclasses.replace(args, **change))
         assert ended.value.code == 2
-        assert "the KL of sampled tokens is the loss" in capsys.readouterr().err
+        assert why in capsys.readouterr().err
 
 
 def test_dppo_refuses_the_mask_that_its_own_stands_for(modules, tiny, tmp_path, capsys):
