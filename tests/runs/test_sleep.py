@@ -17,7 +17,7 @@ import utils
 
 # After an optimizer step: bytes per parameter of the trainer, and of what is still where it was once it has left.
 MEASURE = """
-import gc, json, os, sys
+import gc, json, os, sys, weakref
 from runtime import process
 process.prepare_environment()
 import torch
@@ -29,26 +29,26 @@ def live():
     for thing in gc.get_objects():
         if isinstance(thing, torch.Tensor):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is not None:
+                if tensor is not None and tensor.untyped_storage().data_ptr():  # 0: a stand-in without memory
                     storage = tensor.untyped_storage()
-                    seen[storage.data_ptr()] = storage.nbytes()
-    return seen
+                    seen[id(storage)] = (weakref.ref(storage), storage.nbytes())  # an address may be given out again
+    return list(seen.values())
 
 args = grpo.Args(**json.loads(sys.argv[1]))
 dtype = getattr(torch, args.dtype)
 accelerator = utils.make_accelerator(args, dtype, torch.device("cpu"))
-empty = live()
+empty = [storage() for storage, _ in live()]
 model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(32)]).to(dtype)
 policy, _ = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))
 utils.backward(policy, policy(torch.randn(4, 512, dtype=dtype)).float().square().mean(), True)
 count = 32 * 512 * 512
 bucket = 4 * 2 * 20_000_000  # two buckets at most, which do not grow with the model
-before = live()
+before = [(storage, size) for storage, size in live() if not any(storage() is old for old in empty)]
 moments = sum(t.untyped_storage().nbytes() for s in policy.optimizer.optimizer.state.values() for t in s.values())
 utils.leave_gpu([policy])
-after = live()
-stayed = sum(size for place, size in before.items() if place in after and place not in empty)
-print("BYTES", sum(before.values()) / count, moments / count, stayed / count, flush=True)
+gc.collect()
+stayed = sum(size for storage, size in before if storage() is not None and storage().data_ptr())
+print("BYTES", sum(size for _, size in before) / count, moments / count, stayed / count, flush=True)
 os._exit(0)
 """
 

@@ -221,7 +221,7 @@ def test_run(classifier, tiny, tmp_path):
     args = tiny_args(tiny, tmp_path, reward_model_name_or_path=str(classifier), reward_weights=("reward_model=2",))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"question": f"Say {i}."}) + "\n" for i in range(12)))
-    args.dataset, args.verifier, args.verifier = str(prompts), "reward_model", None
+    args.dataset, args.verifier = str(prompts), "reward_model"
     steps = run_here(args)
     assert len(steps) == 2 and all(s["reward/std"] > 0 and s["reward/zero_std_frac"] == 0 for s in steps)
 
