@@ -150,7 +150,12 @@ MUTATIONS = [
         'if kl.reward > 0 and (kl.controller is not None or args.kl_reward_norm == "inside"):',
         'if kl.reward > 0 and args.kl_reward_norm == "inside":',
     ),
-    ("KL per token of all tokens", KL, "(own.mean() if unit", "(own.sum() / kl_N.numel() if unit"),
+    (
+        "KL per token of all tokens",
+        KL,
+        "kl_N[offsets[i] : offsets[i + 1]].mean().item()",
+        "kl_N[offsets[i] : offsets[i + 1]].sum().item() * len(responses) / kl_N.numel()",
+    ),
     ("clamp after the exponential", KL, "torch.expm1(-bounded) + bounded", "(torch.expm1(-d) + d).clamp(max=1e9)"),
     (
         "clamp after the exponential, in the script",

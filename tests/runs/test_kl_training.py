@@ -98,6 +98,11 @@ def test_demonstration(tmp_path):
     assert done.returncode == 0 and "PASS" in done.stdout and (tmp_path / "kl.png").stat().st_size > 10_000, done
 
 
+@pytest.mark.parametrize(("what", "file", "text"), [mutation[:3] for mutation in mutations.MUTATIONS])
+def test_every_mutation_still_applies(what, file, text):
+    assert text in (ROOT / file).read_text(), what
+
+
 @pytest.mark.slow
 def test_every_mutation_is_noticed():
     assert mutations.survivors() == []

@@ -61,7 +61,8 @@ def states_of(engines):
     return states
 
 
-def backward(engine, loss, is_last):
+def backward(engine, loss, is_last, drop=False):
+    assert not drop
     engine.set_gradient_accumulation_boundary(is_boundary=is_last)
     engine.backward(loss)
     if is_last:

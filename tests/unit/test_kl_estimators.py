@@ -602,6 +602,15 @@ def test_the_message_explains_both_places():
         message(reward_coef=-1.0)
 
 
+def test_k3_of_a_reference_far_above_is_bounded_before_the_exponential():
+    """Its bound is the value at d = -20; behind the exponential it would be that of whatever number stood there."""
+    logp, mask = f64([-20.0, -21.0, -700.0]), torch.ones(3, dtype=torch.bool)
+    found = kl.kl_values(logp, logp, torch.zeros_like(logp), mask)["k3"]
+    assert found.tolist() == pytest.approx([math.expm1(20) - 20] * 3, rel=1e-12)
+    reward = kl.kl_reward(logp, torch.zeros_like(logp), mask, estimator="k3")
+    assert torch.equal(reward, found)
+
+
 def test_the_kl_of_a_rollout_by_hand():
     """Per response the mean over its tokens, then the mean over the responses that are asked for."""
     token_kl = f64([1.0, 2, 3, 10, 7, 7])
