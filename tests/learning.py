@@ -74,12 +74,15 @@ BREAKAGES = (
         ),
     ),
     Breakage(
-        "log-probs shifted by a token",
+        "log-probs of the next token",  # were they exchanged alone, a token's neighbours would have its credit: it learns
         (
-            ("utils.py", "return logprobs, entropy, full_kl\n", "return logprobs.roll(-1), entropy, full_kl\n"),
+            (
+                "utils.py",
+                "[hidden_UD[piece], batch.targets[piece], ",
+                "[hidden_UD[piece], batch.targets[piece].roll(-1), ",
+            ),
             ("utils.py", "    if error < limit:\n", "    if True:\n"),
         ),
-        ("grpo.py",),  # the critic's advantages hide it: ppo.py learns as well, and only check_forward notices
     ),
     Breakage(
         "stale weights: only the first push arrives",
