@@ -74,7 +74,7 @@ BREAKAGES = (
         ),
     ),
     Breakage(
-        "log-probs of the next token",  # were they exchanged alone, a token's neighbours would have its credit: it learns
+        "log-probs of the next token",  # exchanged alone, the neighbours would have the credit: it learns
         (
             (
                 "utils.py",
