@@ -178,8 +178,8 @@ def test_equal_to_the_number_in_the_run(run, tmp_path):
 # A copy of grpo.py with a flag, an engine and a way to collect of its own: each changes what an evaluation finds.
 COPY = (
     (
-        "class Args(RunFlags):\n",
-        'class Args(RunFlags):\n    mark: str = "its default"\n    """What every response says."""\n',
+        "class Args(flags.RunFlags):\n",
+        'class Args(flags.RunFlags):\n    mark: str = "its default"\n    """What every response says."""\n',
     ),
     (
         "def vllm_thread(",

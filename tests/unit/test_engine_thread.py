@@ -265,13 +265,13 @@ def test_what_an_engine_does_only_on_a_gpu(script, monkeypatch):
 
 
 @SCRIPTS
-def test_an_engine_on_a_gpu_starts_without_trying_kernels(script, monkeypatch):
+def test_an_engine_on_a_gpu_starts_without_trying_kernels(script, monkeypatch, tmp_path):
     """FlashInfer would be tried and compiled where nvcc is on PATH, for minutes, and not elsewhere."""
     from vllm import EngineArgs
 
     given = built(script, monkeypatch, True)["kernel_config"]
     assert given == {"enable_flashinfer_autotune": False}
-    assert EngineArgs(model="x", kernel_config=given).kernel_config.enable_flashinfer_autotune is False
+    assert EngineArgs(model=str(tmp_path), kernel_config=given).kernel_config.enable_flashinfer_autotune is False
     assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
 
 
