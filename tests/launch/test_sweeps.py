@@ -427,7 +427,9 @@ def test_a_submission_with_set_up_and_a_prefix_trains_on_two_ranks(tiny, tmp_pat
 def test_a_secret_is_compared_and_named_as_the_run_hid_it(tmp_path):
     """config.json has *** in its place: a sweep would skip such runs for ever, and print the secret."""
     flag = '    judge_api_key: str | None = None\n    """Key of a judge."""\n'
-    text = (ROOT / "grpo.py").read_text().replace("class Args(flags.RunFlags):\n", f"class Args(flags.RunFlags):\n{flag}")
+    text = (
+        (ROOT / "grpo.py").read_text().replace("class Args(flags.RunFlags):\n", f"class Args(flags.RunFlags):\n{flag}")
+    )
     (tmp_path / "judged.py").write_text(text)
     kind = loading.load_arguments(tmp_path / "judged.py").Args
     secret = "my-secret-key-12345"

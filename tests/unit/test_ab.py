@@ -86,7 +86,7 @@ def test_the_number_of_missing_pairs_is_the_first_that_decides():
     ],
 )
 def test_what_cannot_be_compared_ends_it_at_once(words, says):
-    line = [sys.executable, str(ROOT / "scripts" / "ab.py"), *words]
+    line = [sys.executable, str(ROOT / "studies" / "ab.py"), *words]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and says in done.stderr, done.stderr
 
