@@ -104,9 +104,8 @@ BREAKAGES = (
         (
             (
                 "rewards.py",
-                "        for sample, reward in zip(samples, found, strict=True):\n            shape_reward(",
-                "        for sample, reward in zip(samples, found[1:] + found[:1], strict=True):\n"
-                "            shape_reward(",
+                "in zip(samples, found, judged, strict=True):\n            shape_reward(",
+                "in zip(samples, found[1:] + found[:1], judged, strict=True):\n            shape_reward(",
             ),
         ),
     ),
