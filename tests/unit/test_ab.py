@@ -1,4 +1,4 @@
-"""studies/ab.py: how often it is wrong, how many pairs it takes, and what it says."""
+"""scripts/ab.py: how often it is wrong, how many pairs it takes, and what it says."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_number_of_missing_pairs_is_the_first_that_decides():
     ],
 )
 def test_what_cannot_be_compared_ends_it_at_once(words, says):
-    line = [sys.executable, str(ROOT / "studies" / "ab.py"), *words]
+    line = [sys.executable, str(ROOT / "scripts" / "ab.py"), *words]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and says in done.stderr, done.stderr
 
@@ -111,7 +111,7 @@ def test_two_names_of_one_script_are_equal_and_another_rate_is_not(tiny, tmp_pat
         words = command(tiny, tmp_path, "--total_steps", "1", rollout="hf")[2:]
         place = words.index("--run_name")
         words = [*words[:place], *words[place + 2 :], "--output_dir", str(tmp_path)]
-        line = [sys.executable, "studies/ab.py", mine, "--seeds", seeds, "--metric", "policy/entropy", "--", *words]
+        line = [sys.executable, "scripts/ab.py", mine, "--seeds", seeds, "--metric", "policy/entropy", "--", *words]
         done = subprocess.run(line, cwd=ROOT, env=run_environment(), capture_output=True, text=True, timeout=900)
         assert done.returncode in (0, 3), done.stdout + done.stderr
         return done.returncode, done.stdout

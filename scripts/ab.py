@@ -1,9 +1,9 @@
 """Better, or only luckier? Run two command lines with the same seeds until their difference is decided.
 
-    python studies/ab.py mine.py                                     a copy of grpo.py against grpo.py
-    python studies/ab.py "grpo.py --beta 0.1" --against "grpo.py"    two settings of a script
-    python studies/ab.py mine.py -- --total_steps 100                with flags that both sides have
-    python studies/ab.py "grpo.py --beta 0.1" --controls             a gain, and what of it its reward is needed for
+    python scripts/ab.py mine.py                                     a copy of grpo.py against grpo.py
+    python scripts/ab.py "grpo.py --beta 0.1" --against "grpo.py"    two settings of a script
+    python scripts/ab.py mine.py -- --total_steps 100                with flags that both sides have
+    python scripts/ab.py "grpo.py --beta 0.1" --controls             a gain, and what of it its reward is needed for
 
 Runs are those of the test bed (docs/evidence/testbed.md), unless the flags after -- differ. A seed is a pair: both
 sides have the same prompts, held-out problems and seeds of samples. After each pair the mean difference has a 95 %
@@ -34,7 +34,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # the other scripts
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy would start threads, and a fork lacks them
 
