@@ -108,7 +108,7 @@ if __name__ == "__main__":  # the reward workers import this file
 
 @pytest.mark.parametrize("action, ranks, word", [
     ("dies", 2, "the engine broke on purpose"),
-    ("lambda *a: sys.exit(3)", 1, "SystemExit"),
+    pytest.param("lambda *a: sys.exit(3)", 1, "SystemExit", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
     """Within 10 seconds, with the thread's own traceback, on every rank, with no launcher to end them."""
@@ -124,6 +124,7 @@ def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
         assert word in text.split(f"rank {rank} failed")[1]
 
 
+@pytest.mark.slow
 def test_two_ranks_then_one(tiny, tmp_path, capsys):
     """Two steps on two ranks, two more on one, against four on one: the same samples, the same weights up to rounding.
 

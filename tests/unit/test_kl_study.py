@@ -149,6 +149,7 @@ def test_runs_are_collected_into_a_table(tmp_path, capsys):
     assert file.read_bytes() == before and before[4:8] == bytes(4), "equal tables are equal files, with no time in them"
 
 
+@pytest.mark.slow
 def test_one_command_redraws_everything_in_the_docs(tmp_path, monkeypatch, capsys):
     """The figures, and every line of every table of docs/evidence/kl_study.md; raw results stay below 1 MB."""
     assert kl_study.TABLE.stat().st_size < 1e6

@@ -496,7 +496,7 @@ def test_the_state_of_a_moving_reference_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [
-    {"dtype": "bfloat16", "zero_stage": 3, "ref_policy_alpha": 0.1},
+    pytest.param({"dtype": "bfloat16", "zero_stage": 3, "ref_policy_alpha": 0.1}, marks=pytest.mark.slow),
     {"dtype": "bfloat16", "offload": ("ref",), "ref_policy_alpha": 0.1},
     {"zero_stage": 3, "ref_policy_alpha": 1.0},
 ], ids=str)  # fmt: skip

@@ -146,6 +146,7 @@ the rest
 """
 
 
+@pytest.mark.slow
 def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path):
     """Each test has one line of outcome; nothing is left over, also of a run that is told to end; the page is kept.
 
