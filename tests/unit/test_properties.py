@@ -78,6 +78,7 @@ def as_truth(value: object) -> str:
 
 @given(st.lists(ROW | JSON, max_size=6), st.none() | NAMES, st.sampled_from(["raise", "drop"]))
 @example([{"question": "1 + 1 =", "answer": 2}, {"question": "\ud800", "answer": 1}], None, "drop")
+@example([{"question": None, "answer": "8", "messages": "2 + 2 =", "ground_truth": "4"}], "exact", "raise")
 def test_rows_become_what_they_say_or_are_refused(rows, verifier, bad_rows):
     """Each problem has the prompt and the truth of its row, in the order of the rows."""
     with folder() as place:
@@ -96,7 +97,8 @@ def test_rows_become_what_they_say_or_are_refused(rows, verifier, bad_rows):
         row = rows[place]
         if "question" in row and problem.truth and not isinstance(row["question"], list):
             if not str(row["question"]).startswith("[{"):
-                assert problem.messages[-1]["content"] == row["question"]
+                prompts = [row[name] for name in ("question", "prompt", "messages") if name in row]
+                assert problem.messages[-1]["content"] in prompts
             assert problem.truth in {as_truth(value) for value in json.loads(texts[place]).values()} | {
                 str(row["answer"])
             }
