@@ -6,14 +6,14 @@ Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300): several res
 a response is its reward compared with the rewards of its group. What was chosen here:
 
 * Samples come from vLLM in a thread of the same process, by token ids; only its own ids and log-probs are trained on.
-* The samples of a group share one row: a common prefix is computed once (``--batch_layout``). No number changes.
-* A token's weight in the loss comes from global counts, before anything is cut up (``--loss_norm``): neither
+* The samples of a group share one row: a common prefix is computed once (``--batch_layout``). This changes no number.
+* A token's weight in the loss comes from global counts, taken before anything is cut up (``--loss_norm``). Neither
   micro-batches, nor padding, nor the number of ranks changes a gradient.
-* With one optimizer step per batch there is no pass for old log-probs: the ratio is 1, its gradient that of log pi.
+* One optimizer step per batch needs no pass for old log-probs: the ratio is 1, and its gradient is that of log pi.
 * KL to a reference is off (``--beta 0``, and no reference is loaded). When it is on, you choose the estimator, its
   gradient, and where it goes: into the loss, into the reward, or both. docs/kl.md says what each combination does.
-* Of several turns (``--environment``) a sample is all ids from the first to the last. What an environment wrote is
-  context: T and N count the model's tokens alone, so it is in no loss, KL, ratio or mean.
+* With several turns (``--environment``) a sample holds all ids from the first to the last. T and N count only the
+  model's tokens. What an environment wrote is context, and enters no loss, KL, ratio or mean.
 * Left out: a critic (ppo.py), tensor-parallel training.
 
 Tensor names end in their dimensions: P prompts of a step, G samples of a group, N response tokens of a step, T response

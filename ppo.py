@@ -6,8 +6,8 @@
 Proximal Policy Optimization (arXiv 1707.06347) with generalized advantage estimation (arXiv 1506.02438). The script is
 grpo.py with a critic: ``diff grpo.py ppo.py`` shows what a critic takes, and nothing else. What was chosen here:
 
-* The critic is a transformer of its own with a scalar head, under a DeepSpeed engine of its own. It starts from the
-  policy's weights, with values near 0, and predicts the reward still to come before each response token.
+* The critic is a second transformer with a scalar head and its own DeepSpeed engine. It starts from the policy's
+  weights, with values near 0. Before each response token it predicts the reward still to come.
 * It learns from all responses, truncated ones included, and its optimizer steps come before the policy's.
 * Advantages and returns are computed in fp64 on every rank from all tokens, then whitened (``--adv_norm``).
 * Samples, shared rows, the loss of the policy and the KL are those of grpo.py, word for word. KL in the reward is

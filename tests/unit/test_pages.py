@@ -160,3 +160,46 @@ def test_flags_that_are_named_exist(page):
     known |= set(re.findall(r"--(\w+)", sources)) | set(re.findall(r"^    (\w+): ", sources, re.MULTILINE))
     named = set(re.findall(r"`--(?:no-)?([a-z_]+)(?![\w.])", page.read_text()))
     assert named - known == set()
+
+
+READ = TABLES | {"presets.md"}  # names, defaults and bounds that were read in sources, not measured
+COMMAND = r"(?:[A-Z_]+=\S+ )*(?:python|make|accelerate) "
+MAKER = re.compile(rf"(?:^ *|`){COMMAND}|`(?:scripts|studies|tests)/|\]\([^)\s]*\.(?:log|py|sh)\)", re.MULTILINE)
+MEASURED = re.compile(r"\b(?:(?<!not )measured|took|pass@1|on average|medians?)\b")
+
+
+def without_maker(text: str) -> list[str]:
+    """Headings of the sections that have measured numbers and name no command, script or log that they are from.
+
+    Measured: a table with three cells that begin with a decimal, or a paragraph with a word of MEASURED and a number
+    with a decimal or a unit. A page that one command makes says so above its first section ("Made by", "Written by").
+    """
+    head, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    if re.search(r"(?:Made|Written) by\s+`", head):
+        return []
+    found = []
+    for section in (head, *sections):
+        rows = [line for line in section.splitlines() if line.startswith("|")]
+        cells = [cell.strip() for row in rows for cell in row.split("|")]
+        measured = sum(re.match(r"[*+−-]*\d+\.\d", cell) is not None for cell in cells) >= 3
+        for paragraph in section.split("\n\n"):
+            prose = " ".join(line.strip() for line in paragraph.splitlines() if not line.startswith("|"))
+            number = re.search(r"\d\.\d|\d (?:%|s|seconds|minutes|GiB)\b", prose)
+            measured = measured or (number is not None and MEASURED.search(prose) is not None)
+        if measured and not MAKER.search(section):
+            found.append(section.splitlines()[0])
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in READ], ids=name_of)
+def test_measured_numbers_have_their_command(page):
+    assert without_maker(page.read_text()) == []
+
+
+def test_a_number_without_a_command_is_noticed():
+    text = "# Page\n\n## Prose\n\nA step took 1.5 s.\n\n## Table\n\n| a | 1.0 |\n| b | 2.0 |\n| c | 3.0 |\n"
+    assert without_maker(text) == ["## Prose", "## Table"]
+    assert without_maker(text.replace("## Table\n", "## Table\n\nBy `python studies/history.py --table`:\n")) == [
+        "## Prose"
+    ]
+    assert without_maker(text.replace("# Page\n", "# Page\n\nMade by `python studies/compare.py`.\n")) == []
