@@ -174,7 +174,7 @@ SAID = {  # what the start of each run says about it
 
 def needs() -> dict[str, tuple[int, int, str]]:
     """Section -> (GPUs, GB of one, predicted peak as the page says it)."""
-    rows = re.findall(r"^\| (.*?) \| (\d+) x (\d+) GB \| (.*?) \|$", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| \[(.*?)\]\(#\S+\) \| (\d+) x (\d+) GB \| (.*?) \|$", PAGE, re.MULTILINE)
     return {name: (int(gpus), int(size), peak) for name, gpus, size, peak in rows}
 
 
