@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config, items):
     size = {path: path.stat().st_size for path in {item.path for item in items}}
     items.sort(key=lambda item: -size[item.path])
     config.stash[COLLECTED] = list(items)
-    if config.getoption("--hypothesis-profile") == "long":  # hours, on purpose
+    if config.getoption("--hypothesis-profile", "fast") == "long":  # hours, on purpose
         return
     for item in items:
         long = any(item.get_closest_marker(name) for name in ("slow", "learn", "gpu"))
