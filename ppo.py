@@ -663,7 +663,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         # False on CPUs: after a part of a prompt vLLM rewinds a generator, and knows only CUDA's.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
-        distributed_executor_backend="external_launcher" if world_size > 1 else None,
+        distributed_executor_backend="external_launcher" if world_size > 1 and not args.engine_process else None,
         enable_sleep_mode=args.sleep != "off" and cuda,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature applied
         generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from runtime import data, dedicated, watchdog
+from runtime import apart, data, dedicated, watchdog
 from runtime.records import Batch, Problem, Sample
 from runtime.weights import ShardedWeights, copied_to_cpu, weight_bytes
 
@@ -25,7 +25,8 @@ class Engine:
     """vLLM (or transformers' generate) in a thread of this process; the thread alone touches it.
 
     Ranks that share an engine by tensor parallelism all run the same requests; the first of them reports the samples.
-    With --vllm_engines: this rank's part of the engines, which answer the same messages from ranks of their own.
+    With --vllm_engines: this rank's part of the engines, which answer the same messages from ranks of their own. With
+    --engine_process the thread hands the messages on to a process.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class Engine:
             self.own = range(rank, self.count, world_size)
             self.reports = True
             self.target = dedicated.Engines(args, watch).relay
+        if args.engine_process:
+            self.target = apart.EngineProcess(thread).relay
         self.arguments = (args, dtype, rank, world_size, stop_ids)
         self.tokenizer = tokenizer
         self.watch = watch
@@ -56,10 +59,11 @@ class Engine:
         self.episodes = args.environment is not None
         # The ranks of a tensor-parallel engine would have to fail together, and under ZeRO 3 none has all weights.
         # vLLM gives its sleeping memory to one engine of a process.
-        sleeps = args.sleep != "off" and torch.cuda.is_available()
+        sleeps = args.sleep != "off" and torch.cuda.is_available() and not args.engine_process
         able = args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 and not sleeps
         self.restarts = RESTARTS if able else 0
-        self.beside = args.async_steps > 0 and args.vllm_engines == 0  # it samples while this rank trains
+        # It samples while this rank trains, in a thread of this process.
+        self.beside = args.async_steps > 0 and args.vllm_engines == 0 and not args.engine_process
         # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
         beside_training = args.async_steps > 0 and (args.inflight_updates == "off" or args.vllm_engines > 0)
         self.copies_weights = beside_training or args.sleep == "all"

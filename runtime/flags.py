@@ -49,6 +49,7 @@ RESOURCES = (
     "micro_batch_tokens",
     "logprob_micro_batch_tokens",
     "gradient_checkpointing",
+    "engine_process",
     "vllm_gpu_memory_utilization",
     "sleep",
     "timeout",
@@ -241,6 +242,9 @@ class RunFlags:
     """Strings that end a response; they stay part of it."""
     ignore_eos: bool = False
     """Ignore EOS and always generate max_response_length tokens (for benchmarking)."""
+    engine_process: bool = False
+    """Run the engine in a process of its own on the trainer's device, where Python's lock does not hold it up; weights
+    change hands in shared memory. Default: in a thread."""
     vllm_engines: int = 0
     """Engines on ranks of their own, the last of the launch, which only sample. 0: one beside each trainer."""
     vllm_tensor_parallel_size: int = 1
@@ -664,6 +668,20 @@ def check_dedicated(args: RunFlags, world_size: int) -> None:
     apart = args.vllm_engines > 0
     refuse_first(
         [
+            (
+                args.engine_process and apart,
+                f"--engine_process with --vllm_engines {args.vllm_engines}: these engines have processes of their own; "
+                f"leave it out",
+            ),
+            (
+                args.engine_process and tp > 1,
+                f"--engine_process with --vllm_tensor_parallel_size {tp}: the engine would have to be in the processes "
+                f"of several trainers; leave it out, or give --vllm_engines",
+            ),
+            (
+                args.engine_process and args.zero_stage == 3,
+                "--engine_process with --zero_stage 3: no trainer has whole weights to hand over; give --zero_stage 2",
+            ),
             (
                 apart and args.rollout != "vllm",
                 f"--vllm_engines {args.vllm_engines} needs --rollout vllm, not {args.rollout}",
