@@ -143,6 +143,7 @@ EVIDENCE: dict[str, Row] = {
     "inflight_updates": row("recompute", "versions of weights", **FEW, async_steps=1),
     "stop": row(("e", "a"), "completions/length_mean", **VLLM),
     "ignore_eos": row(True, "completions/truncated_frac", "responses"),
+    "engine_process": row(True, "processes of engines"),
     # One process has no rank to spare: what they do in a launch of several is shown by tests/launch/test_dedicated.py.
     "vllm_engines": row(1, "exit", "last words"),
     "vllm_gpu_memory_utilization": row(0.6, "vllm.LLM(gpu_memory_utilization)", stage="on a GPU"),
