@@ -4,9 +4,9 @@
     ``EngineProcess.relay`` is the thread      <-------------------->      ``serve`` calls the script's thread
     that the script calls its engine          weights in shared memory     function, which is the same as ever
 
-Weights are never sent. On a GPU a push names the trainer's own tensors, which the engine reads where they are (CUDA
-IPC, read in the sources of torch 2.13, tried on no GPU). On a CPU it copies them into one block of memory that both
-processes have. The block has no name in any file system, so it ends with its processes.
+Weights are never sent. A push copies them into one block of memory that both processes have, on the GPU if they are on
+one (CUDA IPC: read in the sources of torch 2.13, tried on no GPU), else in a file without a name. The block is laid out
+and handed over once, and it ends with its processes, however they end.
 
 The kernel kills the engine's process when the thread that started it ends, in whatever way.
 """
@@ -37,6 +37,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from runtime import episodes, process, workers
 from runtime.watchdog import Mailbox
+from runtime.weights import finish_gpu_work
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 ALIGNMENT = 64  # bytes: a cache line
@@ -70,11 +71,19 @@ def lay_out(weights: Weights) -> list[Place]:
     return layout
 
 
-def tensors_of(block: int, layout: list[Place]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a shared block, which is an open file; it may be closed afterwards."""
-    size = max(place.end for place in layout)
-    memory = torch.frombuffer(mmap.mmap(block, size), dtype=torch.uint8)
-    return [(place.name, memory[place.start : place.end].view(place.dtype).view(place.shape)) for place in layout]
+def size_of(layout: list[Place]) -> int:
+    """Bytes of the block."""
+    return max(place.end for place in layout)
+
+
+def tensors_of(block: torch.Tensor, layout: list[Place]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in the block, which is one of bytes."""
+    return [(place.name, block[place.start : place.end].view(place.dtype).view(place.shape)) for place in layout]
+
+
+def mapped(file: int, size: int) -> torch.Tensor:
+    """The block that an open file is, which may be closed afterwards."""
+    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
 
 
 # --------------------------------------------------------------------------------------------- in the trainer's process
@@ -86,33 +95,39 @@ class Giver:
     def __init__(self, line: Connection, pid: int):
         self.line = line
         self.pid = pid
-        self.layout: list[Place] = []
+        self.laid_out: tuple[list[Place], bool] | None = None  # whether on a GPU
         self.tensors: list[tuple[str, torch.Tensor]] = []
 
     def give(self, version: int, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Send the message of a push. The engine must have answered it before the trainer's tensors change."""
-        if weights[0][1].is_cuda:
-            handles = [(name, reduce_tensor(weight.detach())[1]) for name, weight in weights]
-            self.line.send(("weights", version, "handles", handles))
-            return
+        """Copy the weights into the block and send the message of a push."""
         layout = lay_out(weights)
-        if layout == self.layout:
+        first = weights[0][1]
+        if self.laid_out == (layout, first.is_cuda):
             self._copy(weights)
-            self.line.send(("weights", version, "block", None))
+            self.line.send(("weights", version, None, None))
             return
-        block = os.memfd_create("weights")
-        os.truncate(block, max(place.end for place in layout))
-        self.layout, self.tensors = layout, tensors_of(block, layout)
+        self.laid_out = (layout, first.is_cuda)
+        size = size_of(layout)
+        if first.is_cuda:
+            block = torch.empty(size, dtype=torch.uint8, device=first.device)
+            self.tensors = tensors_of(block, layout)
+            self._copy(weights)
+            self.line.send(("weights", version, layout, reduce_tensor(block)[1]))
+            return
+        file = os.memfd_create("weights")
+        os.truncate(file, size)
+        self.tensors = tensors_of(mapped(file, size), layout)
         self._copy(weights)
-        self.line.send(("weights", version, "block", layout))
-        multiprocessing.reduction.send_handle(self.line, block, self.pid)
-        os.close(block)
+        self.line.send(("weights", version, layout, None))
+        multiprocessing.reduction.send_handle(self.line, file, self.pid)
+        os.close(file)
 
     def _copy(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         pairs = zip(self.tensors, weights, strict=True)
         once = {shared.data_ptr(): (shared, weight) for (_, shared), (_, weight) in pairs}  # what is tied
         for shared, weight in once.values():
             shared.copy_(weight.detach())
+        finish_gpu_work()
 
 
 class EngineProcess:
@@ -229,20 +244,25 @@ class Inbox:
     def get(self) -> tuple:
         """The next message. Raises EOFError when the trainer's process is gone."""
         match self.line.recv():
-            case ("weights", version, "handles", handles):  # opened one by one: what vLLM has read is let go
-                return ("weights", version, ((name, opened(handle)) for name, handle in handles))
-            case ("weights", version, "block", layout):
+            case ("weights", version, layout, handle):
                 if layout is not None:
-                    block = multiprocessing.reduction.recv_handle(self.line)
+                    block = self._receive(size_of(layout)) if handle is None else opened(handle)
                     self.tensors = tensors_of(block, layout)
-                    os.close(block)
                 return ("weights", version, self.tensors)
             case message:
                 return message
 
+    def _receive(self, size: int) -> torch.Tensor:
+        """The block, whose file follows its message."""
+        file = multiprocessing.reduction.recv_handle(self.line)
+        try:
+            return mapped(file, size)
+        finally:
+            os.close(file)
+
 
 def opened(handle: tuple) -> torch.Tensor:
-    """A tensor of the trainer's process on the GPU, which is the first one here, whatever its number is there."""
+    """The block on the GPU, which is the first one here, whatever its number is in the trainer's process."""
     return rebuild_cuda_tensor(*handle[:DEVICE], 0, *handle[DEVICE + 1 :])
 
 

@@ -22,6 +22,7 @@ FULL_KL_SAMPLES = 4  # of a step, for which the exact KL is logged
 USABLE = 0.95  # of a GPU; the rest is for fragments
 CUDA = 2 * GIB  # its context, libraries' workspaces, CUDA graphs; not measured
 ENGINE_WORK = 1.5 * GIB  # what an engine on a GPU computes with, beside weights and KV cache; not measured
+CONTEXT = 0.75 * GIB  # CUDA's, of a second process on a GPU; not measured
 PROCESS = {"hf": 0.95e9, "vllm": 1.6e9}  # interpreter, libraries, gaps between tensors on a CPU, by --rollout
 FIELDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
@@ -203,6 +204,13 @@ def engine(args, model: Model, setting: Setting, share: float) -> dict[str, floa
     return {"engine": weights * beside, "KV cache": cache * beside}
 
 
+def second_process(args, model: Model, setting: Setting) -> float:
+    """What --engine_process adds: the block of weights, and libraries once more or on a GPU another CUDA context."""
+    if not args.engine_process:
+        return 0
+    return model.parameters * setting.number + (CONTEXT if setting.card > 0 else PROCESS["hf"])
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What a rank holds: the parts, the most while the engine samples and while the trainer works, and of both."""
@@ -220,8 +228,9 @@ def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> 
     work = passes(args, model, setting, size)
     sampler = engine(args, model, setting, size.vllm_gpu_memory_utilization)
     parts = states | work | sampler | {"process": CUDA if on_gpu else PROCESS[args.rollout]}
+    parts["second process"] = second_process(args, model, setting)
     visitor = parts["reference"] * (on_gpu and "ref" in args.offload)  # there during its own pass alone
-    held = parts["process"] + sum(states.values()) - visitor
+    held = parts["process"] + parts["second process"] + sum(states.values()) - visitor
     gradients = parts["gradients"] * (args.zero_stage == 2)  # they are there from backward pass to step
     asleep = (parts["weights"] + parts["optimizer"]) * (on_gpu and args.sleep == "all")
     beside = sum(sampler.values()) * (not on_gpu or args.sleep == "off")

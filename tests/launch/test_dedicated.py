@@ -220,7 +220,7 @@ def test_a_killed_trainer_leaves_no_process_and_resumes_with_one(in_thread, tiny
     run.until(lambda: saved(tmp_path) >= 1, 300)
     run.kill()
     assert set(os.listdir("/dev/shm")) <= before
-    assert "resumed" in finish(line, tmp_path / "log", 400)
+    assert "resuming after step" in finish(line, tmp_path / "log", 400)
     check_equal(expected, tmp_path / "run")
 
 

@@ -112,18 +112,37 @@ def test_no_tensor_is_sent(monkeypatch):
     theirs.close()
 
 
-def test_on_a_gpu_the_trainers_own_tensors_are_named(monkeypatch):
-    """A stand-in for CUDA: each is opened when it is asked for, on the first GPU of the other process, in order."""
-    own = [SimpleNamespace(is_cuda=True, detach=lambda k=k: k) for k in (100, 200)]
-    monkeypatch.setattr(apart, "reduce_tensor", lambda tensor: (None, tuple(range(tensor, tensor + 15))))
-    seen = []
-    monkeypatch.setattr(apart, "rebuild_cuda_tensor", lambda *given: seen.append(given) or given[0])
+class OnGpu(torch.Tensor):
+    """A stand-in for a tensor on a GPU."""
+
+    is_cuda = True
+
+
+def test_on_a_gpu_the_block_is_exported_once(monkeypatch):
+    """A stand-in for CUDA: it is opened on the first GPU of the other process, and every copy is finished when told.
+
+    The first push is from CPU memory, as an engine that is built again gets it.
+    """
+    exported, opened, order = [], [], []
+    monkeypatch.setattr(apart, "reduce_tensor", lambda block: (None, exported.append(block) or tuple(range(15))))
+    monkeypatch.setattr(apart, "rebuild_cuda_tensor", lambda *given: opened.append(given) or exported[0])
+    monkeypatch.setattr(apart, "finish_gpu_work", lambda: order.append("finished"))
     ours, theirs = Pipe()
-    apart.Giver(ours, os.getpid()).give(4, [("a", own[0]), ("b", own[1])])
-    kind, version, weights = apart.Inbox(theirs).get()
-    assert (kind, version, seen) == ("weights", 4, [])
-    assert list(weights) == [("a", 100), ("b", 200)]
-    assert seen[1] == (*range(200, 206), 0, *range(207, 215))
+    giver, inbox = apart.Giver(ours, os.getpid()), apart.Inbox(theirs)
+    giver.give(3, [("a", torch.ones(3)), ("b", torch.zeros(2))])
+    assert inbox.get()[1] == 3 and order == ["finished"] and not exported
+    order.clear()
+    plain = ours.send
+    monkeypatch.setattr(ours, "send", lambda message: order.append("told") or plain(message))
+    weight = torch.ones(3).as_subclass(OnGpu)
+    found = []
+    for version in (4, 5):
+        weight += 1
+        giver.give(version, [("a", weight), ("b", torch.zeros(2))])
+        found.append([(name, tensor.tolist()) for name, tensor in inbox.get()[2]])
+    assert found == [[("a", [2.0] * 3), ("b", [0.0] * 2)], [("a", [3.0] * 3), ("b", [0.0] * 2)]]
+    assert opened == [(*range(6), 0, *range(7, 15))] and len(exported) == 1
+    assert order == ["finished", "told"] * 2
 
 
 def test_the_place_of_a_tensors_device_is_the_one_that_is_replaced():
