@@ -254,7 +254,8 @@ def answer(script: ModuleType, args: RunFlags, problems: list[Problem], tokenize
     except OSError:  # a model without such a file
         generation = GenerationConfig.from_model_config(config)
     stop_ids = utils.stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
-    args = dataclasses.replace(args, sleep="off")  # it would sleep until a first push
+    # It would sleep until a first push; and a process could not import the script, whose name only this one knows.
+    args = dataclasses.replace(args, sleep="off", engine_process=False)
     thread = script.vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, dtype, tokenizer, stop_ids, watch)
     requests, sampling = data.eval_requests(len(problems), args)
