@@ -297,6 +297,7 @@ def serve(line: Connection, thread: Callable, setting: tuple, code: dict[Path, s
     signal.pthread_sigmask(signal.SIG_UNBLOCK, process.STOP_SIGNALS)
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     process.prepare_environment()
+    multiprocessing.set_start_method("fork", force=True)  # as in the trainer: then its locks leave no names behind
     multiprocessing.current_process()._config["daemon"] = False  # such processes have no children: environments do
     episodes.records.folder = folder
     outbox = Outbox(line)
