@@ -221,8 +221,10 @@ import test_apart
 
 if __name__ == "__main__":
     talk = test_apart.Talk()
+    talk.inbox.put(("sleep",))  # it reads no line that ends
+    time.sleep(0.5)
     print(talk.first[1], flush=True)
-    if sys.argv[1] == "sleep":
+    if sys.argv[1] == "stay":
         time.sleep(3600)
 """
 
@@ -232,7 +234,7 @@ def test_a_parent_that_ends_takes_the_process_along(tmp_path, how):
     """By SIGKILL, or by an interpreter that ends while the relay still waits."""
     (tmp_path / "parent.py").write_text(PARENT)
     path = f"{ROOT}:{ROOT / 'tests'}:{Path(__file__).parent}"
-    line = [sys.executable, str(tmp_path / "parent.py"), {"killed": "sleep"}.get(how, "leave")]
+    line = [sys.executable, str(tmp_path / "parent.py"), {"killed": "stay"}.get(how, "leave")]
     parent = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})
     child = int(parent.stdout.readline())
     if how == "killed":
