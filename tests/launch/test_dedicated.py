@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nodes
 import pytest
-from helpers import LONG, ONE_ENGINE, RAISES, Run, command, finish, logged, record, saved, with_program
+from helpers import LONG, ONE_ENGINE, RAISES, Run, command, descendants, finish, logged, record, saved, with_program
 from nodes import Nodes, ends
 
 pytestmark = pytest.mark.slow
@@ -215,11 +215,13 @@ def test_a_killed_trainer_leaves_no_process_and_resumes_with_one(in_thread, tiny
     """Killed between two steps, and started again: the numbers of a run with a thread that was not."""
     expected = in_thread()
     line = command(tiny, tmp_path, *STEPS, "--engine_process", "--save_every", "1", rollout="vllm")
-    before = set(os.listdir("/dev/shm"))
     run = Run(line, tmp_path / "log")
     run.until(lambda: saved(tmp_path) >= 1, 300)
+    mapped = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in descendants(run.process.pid)]
+    (engine,) = [lines for lines in mapped if any("memfd:weights" in line for line in lines)]
+    shared = [line for line in engine if "/dev/shm/" in line]
+    assert shared and all(line.endswith("(deleted)") for line in shared), "a name that a kill would leave behind"
     run.kill()
-    assert set(os.listdir("/dev/shm")) <= before
     assert "resuming after step" in finish(line, tmp_path / "log", 400)
     check_equal(expected, tmp_path / "run")
 

@@ -67,10 +67,10 @@ class Talk:
         assert not self.thread.is_alive() and not alive(self.first[1])
 
 
-def left() -> tuple[int, set[str], int]:
-    """What a process could leave behind: open files, names in shared memory, threads."""
+def left() -> tuple[int, int]:
+    """What a process could leave behind here: open files, threads."""
     gc.collect()
-    return len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm")), threading.active_count()
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
@@ -176,6 +176,8 @@ def test_a_conversation(monkeypatch):
     second = talk.ask("weights", 2, [("a", weight)])
     assert first[:2] == ("weights", 1) and first[2][0][:3] == ("a", torch.float32, [1.0, 1.0, 1.0])
     assert second[:2] == ("weights", 2) and second[2][0][2:] == ([2.0, 2.0, 2.0], first[2][0][3])
+    mapped = Path(f"/proc/{talk.first[1]}/maps").read_text()
+    assert "/memfd:weights (deleted)" in mapped and "/dev/shm/" not in mapped.replace("(deleted)", "")
     talk.inbox.put(("stop",))
     talk.ended()
     assert talk.outbox.empty() and left() == before
