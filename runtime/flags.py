@@ -652,6 +652,15 @@ def check_engine(args: RunFlags, world_size: int) -> None:
             ),
             (args.rollout == "hf" and bool(args.stop), "--stop works with --rollout vllm only"),
             (
+                args.engine_process and tp > 1,
+                f"--engine_process with --vllm_tensor_parallel_size {tp}: the engine would have to be in the processes "
+                f"of several trainers; leave it out, or give --vllm_engines",
+            ),
+            (
+                args.engine_process and args.zero_stage == 3,
+                "--engine_process with --zero_stage 3: no trainer has whole weights to hand over; give --zero_stage 2",
+            ),
+            (
                 (world_size % tp != 0 and args.vllm_engines == 0) or (args.rollout == "hf" and tp > 1),
                 f"--vllm_tensor_parallel_size {tp} must divide the {world_size} rank(s), and needs --rollout vllm",
             ),
@@ -672,15 +681,6 @@ def check_dedicated(args: RunFlags, world_size: int) -> None:
                 args.engine_process and apart,
                 f"--engine_process with --vllm_engines {args.vllm_engines}: these engines have processes of their own; "
                 f"leave it out",
-            ),
-            (
-                args.engine_process and tp > 1,
-                f"--engine_process with --vllm_tensor_parallel_size {tp}: the engine would have to be in the processes "
-                f"of several trainers; leave it out, or give --vllm_engines",
-            ),
-            (
-                args.engine_process and args.zero_stage == 3,
-                "--engine_process with --zero_stage 3: no trainer has whole weights to hand over; give --zero_stage 2",
             ),
             (
                 apart and args.rollout != "vllm",
