@@ -208,7 +208,10 @@ def second_process(args, model: Model, setting: Setting) -> float:
     """What --engine_process adds: the block of weights, and libraries once more or on a GPU another CUDA context."""
     if not args.engine_process:
         return 0
-    return model.parameters * setting.number + (CONTEXT if setting.card > 0 else PROCESS["hf"])
+    block = model.parameters * setting.number
+    if setting.card > 0:
+        return block + CONTEXT
+    return block + PROCESS["hf"]
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,8 @@ def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> 
     parts = states | work | sampler | {"process": CUDA if on_gpu else PROCESS[args.rollout]}
     parts["second process"] = second_process(args, model, setting)
     visitor = parts["reference"] * (on_gpu and "ref" in args.offload)  # there during its own pass alone
-    held = parts["process"] + parts["second process"] + sum(states.values()) - visitor
+    held = parts["process"] + parts["second process"]
+    held += sum(states.values()) - visitor
     gradients = parts["gradients"] * (args.zero_stage == 2)  # they are there from backward pass to step
     asleep = (parts["weights"] + parts["optimizer"]) * (on_gpu and args.sleep == "all")
     beside = sum(sampler.values()) * (not on_gpu or args.sleep == "off")
