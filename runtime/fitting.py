@@ -72,7 +72,7 @@ def as_words(changes: dict) -> str:
     for name, value in changes.items():
         words.append(f"--{name}")
         if value is not True:
-            words.append(value if isinstance(value, str) else " ".join(value))
+            words.append(" ".join(value) if isinstance(value, tuple) else str(value))
     return " ".join(words)
 
 

@@ -3,13 +3,12 @@
     python studies/memory.py table                 what fits where, as in docs/evidence/memory.md
     python studies/memory.py first                 commands of a first GPU run, for docs/evidence/gpu.md
     python studies/memory.py defaults              what a bare command takes for ten models and data sets
-    python studies/memory.py plan --gpus 8 --gpu_gb 80 ppo.py FLAGS    what that command line needs of these GPUs
     python studies/memory.py measure               six configurations on this machine's CPU: a table
 
 A measured run is a run of the script itself, of two steps with responses of full length. In its second step every rank
 notes for each phase the most bytes of tensors that its main thread had allocated at a time (by the events of torch's
 profiler), and in a run of its own, since the profiler's records take memory, too, its largest resident memory (VmHWM,
-reset at the start of the phase).
+reset at the start of the phase). scripts/rehearse.py says what one command needs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
-import itertools
 import json
 import os
 import shutil
@@ -27,12 +25,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # the scripts are not a package
+sys.path.insert(0, str(PROJECT / "scripts"))
 
-from huggingface_hub import hf_hub_download  # noqa: E402
+from rehearse import CARDS, MEAN, forget_peak, resident, step_seconds  # noqa: E402
 
 from runtime import defaults, fitting, flags, memory  # noqa: E402
 
@@ -63,17 +63,6 @@ def coin(response, truth, row):
 
 
 # ------------------------------------------------------------------------------------------------------- a measured run
-
-
-def resident(name: str = "VmRSS") -> int:
-    """Bytes of this process that are resident: now, or with VmHWM the most since ``forget_peak``."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{name}:")[1].split()[0]) * 1024
-
-
-def forget_peak() -> None:
-    """Let VmHWM begin anew from what is resident now."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def allocation_peaks(profiler, phases: list[tuple[str, int, int]]) -> dict[str, int]:
@@ -260,7 +249,9 @@ MODELS = {
     "Qwen/Qwen2.5-7B-Instruct": (28, 3584, 18944, 28, 4, 152_064, False),
 }
 NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-CARDS = (24, 48, 80, 141)  # 10^9 bytes, as sold, which is a little less than most have
+KINDS = ("rtx4090", "l40s", "h100", "h200")
+WAYS = ({}, *fitting.REMEDIES)
+SPLIT = {**fitting.REMEDIES[3], "zero_stage": 3, "vllm_tensor_parallel_size": 2}  # of several GPUs
 SIZES = {"num_unique_prompts_rollout": 64, "max_prompt_length": 256, "max_response_length": 1024}
 
 
@@ -270,12 +261,12 @@ def qwen(name: str) -> memory.Model:
     return memory.model_of(dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary}, tied=tied)
 
 
-def first_that_fits(model: memory.Model, card: int, ranks: int) -> tuple | None:
-    """(flags that make a run fit, its sizes, the predicted peak in 10^9 bytes); None where nothing does."""
+def first_that_fits(model: memory.Model, card: int, ranks: int, ways: Sequence[dict]) -> tuple | None:
+    """(the first of ``ways`` by which a run fits, its sizes, the predicted peak in 10^9 bytes); None if none does."""
     import grpo
 
     setting = memory.Setting(ranks, True, card * 1e9)
-    for needed in ({}, *fitting.REMEDIES):
+    for needed in ways:
         args = grpo.Args(**SIZES, **needed)
         size = fitting.first_fit(args, model, setting)
         if size is not None:
@@ -285,60 +276,49 @@ def first_that_fits(model: memory.Model, card: int, ranks: int) -> tuple | None:
 
 def cell(model: memory.Model, card: int, ranks: int) -> str:
     """What makes a run fit, the tokens of a micro-batch, the engine's share and the predicted peak."""
-    found = first_that_fits(model, card, ranks)
+    found = first_that_fits(model, card, ranks, WAYS)
     if found is None:
         return "--"
     needed, size, peak = found
-    letter = "-CSAOP"[({}, *fitting.REMEDIES).index(needed)]
+    letter = "-CSAOP"[WAYS.index(needed)]
     return f"{letter}: {size.micro_batch_tokens}, {size.vllm_gpu_memory_utilization}, {peak:.0f} GB"
 
 
-# A GPU of each size, its bf16 FLOP/s and bytes/s by the data sheet.
-KINDS = {24: ("4090", 165e12, 1.0e12), 48: ("L40S", 362e12, 0.86e12), 80: ("H100", 989e12, 3.35e12)}
-KINDS[141] = ("H200", 989e12, 4.8e12)
-MEAN, RATE, TOKEN, OTHER = 300, 0.4, 30e-6, 2  # response tokens, part of the FLOP/s, seconds of the engine and beside
-
-
-def step_seconds(model: memory.Model, card: int, checkpoints: bool) -> float:
-    """Seconds of a step of the first run, computed: nobody has measured one.
-
-    Update: 6 FLOP per parameter and token (8 where activations are computed again) at RATE of the data sheet. Sampling:
-    TOKEN seconds of one Python thread for a token, and the weights read once for each of the longest response's.
-    """
-    _, flops, bandwidth = KINDS[card]
-    samples = 8 * SIZES["num_unique_prompts_rollout"]
-    tokens = samples * MEAN + SIZES["num_unique_prompts_rollout"] * SIZES["max_prompt_length"]
-    update = (8 if checkpoints else 6) * model.parameters * tokens / (RATE * flops)
-    sampling = samples * MEAN * TOKEN + SIZES["max_response_length"] * 2 * model.parameters / bandwidth
-    return update + sampling + OTHER
-
-
 def first_runs() -> str:
-    """The commands of a first GPU run: flags to add, predicted memory and minutes, as Markdown."""
-    head = "| GPU | model | flags to add | micro-batch, engine's share | memory at most | minutes for 200 steps |"
-    lines = [head, "|---|---|---|---|---|---|"]
-    for card, (kind, _, _) in KINDS.items():
+    """The commands of a first GPU run: GPUs, flags to add, predicted memory and minutes, as Markdown."""
+    import grpo
+
+    head = (
+        "| GPU | model | GPUs | flags to add | micro-batch, engine's share | memory at most | minutes for 200 steps |"
+    )
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    for kind in KINDS:
+        card = CARDS[kind]
         for name in MODELS:
             model = qwen(name)
-            row = f"| {kind}, {card} GB | {name.split('/')[1]} "
-            found = first_that_fits(model, card, 1)
-            if found is None:
-                lines.append(f"{row}| fits in no way | | | |")
-                continue
+            for ranks in (1, 2, 4, 8):
+                found = first_that_fits(model, card.gb, ranks, WAYS if ranks == 1 else (*WAYS, SPLIT))
+                if found is not None:
+                    break
             needed, size, peak = found
+            args = grpo.Args(**SIZES, **needed)
+            setting = memory.Setting(ranks, True, card.gb * 1e9)
+            mean = MEAN * args.max_response_length
+            minutes = 200 * sum(step_seconds(args, model, setting, size, card, mean).values()) / 60
             words = f"`{fitting.as_words(needed)}`" if needed else "none"
             chosen = f"{size.micro_batch_tokens}, {size.vllm_gpu_memory_utilization}"
-            minutes = 200 * step_seconds(model, card, bool(needed)) / 60
-            lines.append(f"{row}| {words} | {chosen} | {peak:.0f} GB | {minutes:.0f} |")
+            row = f"| {kind}, {card.gb} GB | {name.split('/')[1]} "
+            lines.append(f"{row}| {ranks} | {words} | {chosen} | {peak:.0f} GB | {minutes:.0f} |")
     return "\n".join(lines)
 
 
 def table() -> str:
     """What fits where, as Markdown."""
-    lines = [f"| model | GPUs | {' | '.join(f'{card} GB' for card in CARDS)} |", "|---|---|---|---|---|---|"]
+    cards = [CARDS[kind].gb for kind in KINDS]
+    lines = [f"| model | GPUs | {' | '.join(f'{card} GB' for card in cards)} |", "|---|---|---|---|---|---|"]
     for name in MODELS:
         for ranks in (1, 8):
-            cells = [cell(qwen(name), card, ranks) for card in CARDS]
+            cells = [cell(qwen(name), card, ranks) for card in cards]
             lines.append(f"| {name.split('/')[1]} | {ranks} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -376,37 +356,7 @@ def defaults_table() -> str:
     return "\n".join(lines)
 
 
-def planned(script: str, words: list[str], model: memory.Model, gpus: int, card: float) -> tuple:
-    """What a command line chooses on ``gpus`` GPUs of ``card`` bytes, in bf16, and what a rank then needs."""
-    args = flags.parse(importlib.import_module(script.removesuffix(".py")).Args, words=words)
-    trainers = gpus - args.vllm_engines * args.vllm_tensor_parallel_size
-    setting = memory.Setting(trainers, True, card, not getattr(args, "disable_value", True))
-    tried = list(fitting.candidates(args, setting))
-    size = fitting.first_fit(args, model, setting) or tried[-1]
-    return args, setting, size, memory.predict(args, model, setting, size)
-
-
-def plan(words: list[str]) -> int:
-    """Print the memory lines of a command line; 1 where it does not fit. A model on the hub is known by its config."""
-    parser = argparse.ArgumentParser(prog="memory.py plan")
-    parser.add_argument("--gpus", type=int, default=1, help="of the launch")
-    parser.add_argument("--gpu_gb", type=float, default=80, help="of one GPU, in 10^9 bytes, as sold")
-    parser.add_argument("script", help="grpo.py or ppo.py, then its flags")
-    at = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
-    given = parser.parse_args(words[: at + 1])
-    name = dict(itertools.pairwise(words)).get("--model_name_or_path", flags.RunFlags.model_name_or_path)
-    if not Path(name).exists():
-        hf_hub_download(name, "config.json")
-    model = memory.read_model(name)
-    _, setting, size, found = planned(given.script, words[at + 1 :], model, given.gpus, given.gpu_gb * 1e9)
-    print("\n".join(memory.describe(found, model, setting)))
-    print(f"sizes      {', '.join(f'{key} {value}' for key, value in vars(size).items())}")
-    return int(found.peak > memory.USABLE * setting.card)
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["plan"]:
-        raise SystemExit(plan(sys.argv[2:]))
     if sys.argv[1:2] == ["run"]:  # a rank of a measured run
         run_measured(sys.argv[2], sys.argv[3], sys.argv[4:])
         return

@@ -303,14 +303,6 @@ def test_more_than_the_card_is_a_warning():
         assert len(memory.describe(memory.predict(grpo.Args(), MODEL, setting), MODEL, setting)) == 3
 
 
-def test_the_plan_of_a_command_line(tiny, capsys):
-    """The lines of the start for a card that is not here; exit code 1 where it does not fit."""
-    words = ["--gpus", "2", "--gpu_gb", "24", "ppo.py", "--model_name_or_path", str(tiny), "--beta", "0.1"]
-    assert script.plan(words) == 0
-    assert "micro_batch_tokens 16384" in capsys.readouterr().out
-    assert script.plan([*words, "--vllm_gpu_memory_utilization", "0.95"]) == 1
-
-
 def test_the_table_of_the_page_is_what_the_command_prints():
     assert script.table() in (ROOT / "docs" / "evidence" / "memory.md").read_text()
     assert script.first_runs() in (ROOT / "docs" / "evidence" / "gpu.md").read_text()

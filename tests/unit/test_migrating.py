@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+import rehearse
 from helpers import ROOT
 from jobs import submit
 
 import grpo
 import ppo
 from runtime import flags, foreign, memory
-
-spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "studies" / "memory.py")
-plan = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = plan
-spec.loader.exec_module(plan)
 
 PAGE = (ROOT / "docs" / "flags.md").read_text()
 # What the page calls, as functions that print the words they got: a NUL after each, \1 after the last.
@@ -48,6 +42,13 @@ MODELS = {
     "allenai/Llama-3.1-Tulu-3-8B-DPO": (32, 4096, 14336, 32, 8, 128_264, False),
     "deepseek-ai/deepseek-llm-7b-chat": (30, 4096, 11008, 32, 32, 102_400, False),
 }
+
+
+def needed(script: str, words: list[str], model: memory.Model, gpus: int, gb: float) -> memory.Prediction:
+    """What a rank of a command line needs of its GPUs."""
+    args = flags.parse(importlib.import_module(script.removesuffix(".py")).Args, words=words)
+    *_, found = rehearse.planned(args, model, gpus, gb)
+    return found
 
 
 def blocks() -> dict[str, str]:
@@ -188,7 +189,7 @@ def test_a_command_line_of_the_page_fits_its_gpus(heading, tmp_path):
         *numbers, vocabulary, tied = MODELS[name]
         config = dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary}
         model = memory.model_of(config, tied=tied)
-        *_, found = plan.planned(words[at], words[at + 1 :], model, gpus, size * 1e9)
+        found = needed(words[at], words[at + 1 :], model, gpus, size)
         assert found.peak < memory.USABLE * size * 1e9, found
         assert f"{found.peak / 1e9:.0f} GB, {max(found.phases, key=found.phases.get)}" == said
 
@@ -205,7 +206,7 @@ def test_gpu_lines_of_other_pages_fit_80_gb_and_name_their_data(page, gpus):
         name = words[words.index("--model_name_or_path") + 1]
         *numbers, vocabulary, tied = MODELS[name]
         config = dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary}
-        *_, found = plan.planned(script, words, memory.model_of(config, tied=tied), gpus, 80e9)
+        found = needed(script, words, memory.model_of(config, tied=tied), gpus, 80)
         assert found.peak < memory.USABLE * 80e9, (line, found)
         assert "--dataset" in words, line
 
@@ -215,8 +216,8 @@ def test_without_sleeping_in_turns_a_line_does_not_fit():
     model = memory.Model(7 * 10**9, 30, 4096, 11008, 32, 32, 128, 102_400)
     line = "--num_samples_per_prompt_rollout 1 --num_unique_prompts_rollout 64 --gradient_checkpointing --beta 0.005"
     line += " --kl_placement reward --sleep engine --vllm_gpu_memory_utilization 0.5"
-    *_, plain = plan.planned("ppo.py", line.split(), model, 8, 80e9)
-    *_, moved = plan.planned("ppo.py", [*line.replace("engine", "all").split(), "--offload", "ref"], model, 8, 80e9)
+    plain = needed("ppo.py", line.split(), model, 8, 80)
+    moved = needed("ppo.py", [*line.replace("engine", "all").split(), "--offload", "ref"], model, 8, 80)
     assert plain.phases["sampling"] > 80e9 > memory.USABLE * 80e9 > moved.peak
     assert plain.phases["sampling"] - moved.phases["sampling"] == pytest.approx(7e9 * (4 + 24 / 8 + 2))
     assert moved.phases["sampling"] == pytest.approx(0.5 * 80e9 + memory.CUDA)

@@ -118,7 +118,7 @@ def takes(words: list[str]) -> bool:
             words = words[words.index("&&") + 1 :]
     files = [i for i, word in enumerate(words) if re.search(r"\.(py|sh)$", word)]
     file = files[0] if files else None
-    if file is not None and words[file] in ("scripts/launch.py", "studies/memory.py"):  # they take a script's line
+    if file is not None and words[file] in ("scripts/launch.py", "scripts/rehearse.py"):  # they take a script's line
         file = next((i for i in files if words[i] in COPIES), file)
     if file is None:
         return words[1:2] == ["-m"] or words[0] == "accelerate" or (ROOT / words[0]).is_file()
