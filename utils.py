@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -651,17 +651,17 @@ class TokenLogprobs(nn.Module):
         batch: MicroBatch,
         reference: TokenLogprobs | None = None,
         entropy_gradient: bool = False,
-        forward_kl: bool = False,
+        divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = full_vocabulary_kl,
+        reference_UD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(logprobs, entropy, full_kl), each [T] in fp32 nats at the sampling temperature.
 
-        full_kl is KL(policy || reference) over the whole vocabulary, or None without ``reference``; with ``forward_kl``
-        it is KL(reference || policy), without gradient. The entropy has a gradient only if asked for: it costs another
-        [U, V].
+        full_kl is the ``divergence`` of the logits and the reference's, KL(policy || reference) over the vocabulary, or
+        None without ``reference``. Its hidden states are computed on this batch, unless others are given. The entropy
+        has a gradient only if asked for: it costs another [U, V].
         """
         hidden_UD = self.hidden(batch)
-        reference_UD = None
-        if reference is not None:
+        if reference is not None and reference_UD is None:
             with torch.no_grad():
                 reference_UD = reference.hidden(batch)
         # Under ZeRO-3 every call of the head gathers its weights, so all ranks must make the same number of calls; a
@@ -672,7 +672,7 @@ class TokenLogprobs(nn.Module):
             piece = slice(k * self.chunk, (k + 1) * self.chunk)
             inputs = [hidden_UD[piece], batch.targets[piece], entropy_gradient, reference]
             inputs.append(None if reference is None else reference_UD[piece])
-            inputs.append(forward_kl)
+            inputs.append(divergence)
             if torch.is_grad_enabled() and chunks > 1:  # keep the logits of one chunk, not of all
                 parts.append(checkpoint(self._head, *inputs, use_reentrant=False))
             else:
@@ -687,8 +687,8 @@ class TokenLogprobs(nn.Module):
         head = self.model.get_output_embeddings()
         return final_logits(head(hidden_UD), self.model.config)
 
-    def _head(self, hidden_UD, targets_U, entropy_gradient, reference, reference_UD, forward_kl):
-        """Log-probs and entropy, [U] each, and the KL to the reference if there is one."""
+    def _head(self, hidden_UD, targets_U, entropy_gradient, reference, reference_UD, divergence):
+        """Log-probs and entropy, [U] each, and the divergence from the reference if there is one."""
         raw_UV = self._logits(hidden_UD)
         logprobs_U, entropy_U = ChosenLogprobs.apply(raw_UV, targets_U, self.temperature, entropy_gradient)
         if reference is None:
@@ -696,9 +696,7 @@ class TokenLogprobs(nn.Module):
         logits_UV = raw_UV.float() / self.temperature
         with torch.no_grad():
             reference_UV = reference._logits(reference_UD).float() / self.temperature
-        if forward_kl:
-            return logprobs_U, entropy_U, full_vocabulary_kl(reference_UV, logits_UV)
-        return logprobs_U, entropy_U, full_vocabulary_kl(logits_UV, reference_UV)
+        return logprobs_U, entropy_U, divergence(logits_UV, reference_UV)
 
 
 LAYOUTS = ("shared", "padded", "packed")
@@ -1127,6 +1125,11 @@ class UpdateStats:
 
 
 @torch.no_grad()
+def forward_kl(logits_UV: torch.Tensor, reference_UV: torch.Tensor) -> torch.Tensor:
+    """KL(reference || policy), [U], without gradient."""
+    return full_vocabulary_kl(reference_UV, logits_UV)
+
+
 def exact_kl(policy, reference, samples: list[Sample], members: list[int], run: Run) -> dict[str, float]:
     """Metrics of the KL over the whole vocabulary, in both directions: the truth that the estimators are compared with.
 
@@ -1139,7 +1142,7 @@ def exact_kl(policy, reference, samples: list[Sample], members: list[int], run: 
     for mb in micro_batches(samples, members[:FULL_KL_SAMPLES], budget=budget, **run.cutting):
         real_T = mb.tokens < end
         full_kl_T = policy(mb, reference)[2] * real_T
-        forward_kl_T = policy(mb, reference, forward_kl=True)[2] * real_T
+        forward_kl_T = policy(mb, reference, divergence=forward_kl)[2] * real_T
         sums += torch.stack([full_kl_T.sum(), forward_kl_T.sum(), real_T.sum()])
         largest = torch.maximum(largest, full_kl_T.max())
     torch.distributed.all_reduce(sums)

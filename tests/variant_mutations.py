@@ -19,6 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 LORA = ["tests/runs/test_lora.py"]
 SMALL = ["tests/runs/test_dr_grpo_min.py"]
 GRADIENT = [*SMALL, "-k", "gradient"]
+OPSD = [
+    "tests/runs/test_variants.py",
+    "-k",
+    "opsd and not trl and not two_steps and not header and not page and not short",
+]
+SDPO = ["tests/runs/test_variants.py", "-k", "sdpo and not two_steps and not header and not page and not short"]
 MUTATIONS = [
     ("only the first push arrives", "lora.patch", ", load_inplace=True)", ")", LORA),
     ("requests without the adapters", "lora.patch", ", lora_request=lora)", ")", LORA),
@@ -30,6 +36,30 @@ MUTATIONS = [
         LORA,
     ),
     ("no refusal of --rollout hf", "lora.patch", 'args.rollout == "hf" or ', "", [*LORA, "-k", "refused"]),
+    ("the other divergence", "opsd.patch", 'if kind == "reverse":', 'if kind == "forward":', OPSD),
+    ("the sum of both KLs to their mean", "opsd.patch", "(logq_UV, mean_UV)) / 2", "(logq_UV, mean_UV))", OPSD),
+    (
+        "a mean of logarithms",
+        "opsd.patch",
+        "torch.logaddexp(logp_UV, logq_UV) - math.log(2)",
+        "(logp_UV + logq_UV) / 2",
+        OPSD,
+    ),
+    (
+        "another temperature of the teacher",
+        "opsd.patch",
+        "logq_UV = teacher_UV.log_softmax",
+        "logq_UV = (2 * teacher_UV).log_softmax",
+        OPSD,
+    ),
+    (
+        "its own answer as a hint",
+        "sdpo.patch",
+        "if s is not sample and utils.is_right(s)",
+        "if utils.is_right(s)",
+        SDPO,
+    ),
+    ("a wrong answer as a hint", "sdpo.patch", "if s is not sample and utils.is_right(s)", "if s is not sample", SDPO),
     (
         "the divided advantage of GRPO",
         "dr_grpo_min.py",

@@ -35,6 +35,7 @@ ROWS = {
     "maxrl": ("PPO clip", {}),
     "lora": ("PPO clip", {}),
     "sdpo": ("PPO clip", {}),
+    "opsd": ("PPO clip", {}),
     "turn_rewards": ("PPO clip", {}),
 }
 # These need vLLM for a step; their own files have such runs.
@@ -308,21 +309,37 @@ sys.meta_path.append(frameworks.ABSENT)
 trl = frameworks.load("trl.experimental.sdpo.loss_utils")
 given = torch.load(sys.argv[2])
 student = given["student"].requires_grad_()
-ids = given["ids"]
-loss = trl.compute_sampled_token_self_distillation_loss(student, given["teacher"], ids, distillation_alpha=1.0)
-logps = student.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-loss = trl.apply_importance_sampling_clipping(loss, logps, given["old"], 10.0)
-torch.save(torch.autograd.grad(loss.sum(), student)[0], sys.argv[3])
+if given["old"] is None:
+    sdft = frameworks.load("trl.experimental.sdft.loss_utils")
+    how = {"distillation_alpha": given["alpha"]}
+    loss = sdft.compute_full_logit_self_distillation_loss(student, given["teacher"], **how)
+else:
+    ids = given["ids"]
+    loss = trl.compute_sampled_token_self_distillation_loss(student, given["teacher"], ids, distillation_alpha=1.0)
+    logps = student.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    loss = trl.apply_importance_sampling_clipping(loss, logps, given["old"], 10.0)
+found = (loss.detach(), torch.autograd.grad(loss.sum(), student)[0])
+torch.save(found, sys.argv[3])
 """
+
+
+def from_trl(folder, **given) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss of each token, gradient of the student's logits) by TRL's own functions of self-distillation."""
+    version = presets.PRESETS["trl"].version.split()[1]
+    reason = frameworks.install("trl", version, folder / "trl")
+    if reason:
+        pytest.skip(reason)
+    torch.save({"old": None} | given, folder / "given.pt")
+    line = [sys.executable, "-c", TRL_LOSS, *(str(folder / name) for name in ("trl", "given.pt", "found.pt"))]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / "found.pt")
 
 
 @pytest.mark.slow
 def test_sdpo_s_gradient_is_that_of_trl_s_own_functions(modules, tmp_path):
     """Fresh and stale: of the logits, on random numbers; TRL's cap of the ratio is set to ours."""
-    version = presets.PRESETS["trl"].version.split()[1]
-    reason = frameworks.install("trl", version, tmp_path / "trl")
-    if reason:
-        pytest.skip(reason)
     rng = torch.Generator().manual_seed(1)
     student, teacher, moved = torch.randn(3, 4, 9, 7, generator=rng, dtype=torch.float64)
     ids = torch.randint(7, (4, 9), generator=rng)
@@ -331,17 +348,13 @@ def test_sdpo_s_gradient_is_that_of_trl_s_own_functions(modules, tmp_path):
         return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
 
     for old in (chosen(student), chosen(student + 0.3 * moved)):
-        torch.save({"student": student, "teacher": teacher, "ids": ids, "old": old}, tmp_path / "given.pt")
-        line = [sys.executable, "-c", TRL_LOSS, *(str(tmp_path / name) for name in ("trl", "given.pt", "found.pt"))]
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
-        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        _, theirs = from_trl(tmp_path, student=student, teacher=teacher, ids=ids, old=old)
         leaf = student.clone().requires_grad_()
         given = {"logprobs_T": chosen(leaf), "old_T": old, "sampler_T": old, "ref_T": chosen(teacher)}
         given |= {"advantages_T": torch.zeros_like(old)}
         loss, _ = token_loss(modules["sdpo"], 1.0, modules["sdpo"].Args(), **given)
         (gradient,) = torch.autograd.grad(loss.sum(), leaf)
-        assert torch.allclose(gradient, torch.load(tmp_path / "found.pt"), rtol=1e-9, atol=1e-12)
+        assert torch.allclose(gradient, theirs, rtol=1e-9, atol=1e-12)
 
 
 def test_sdpo_refuses_what_is_not_its_loss(modules, tiny, tmp_path, capsys):
@@ -358,6 +371,74 @@ def test_sdpo_refuses_what_is_not_its_loss(modules, tiny, tmp_path, capsys):
             modules["sdpo"].check_args(dataclasses.replace(args, **change))
         assert ended.value.code == 2
         assert why in capsys.readouterr().err
+
+
+DIVERGENCES = {"forward": "OPSD, forward KL", "reverse": "SDFT, reverse KL", "js": "OPSD, Jensen-Shannon"}
+
+
+@pytest.mark.parametrize("condition", loss_table.CONDITIONS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_opsd_has_the_expected_gradient_of_its_row(modules, kind, condition):
+    """By exact enumeration over hints, responses and the vocabulary, fresh and stale."""
+    world = loss_table.World(max_length=3)
+    policies = loss_table.policies_of(world, condition)
+
+    def of_variant(pi, hint):
+        return modules["opsd"].divergence(pi, hint.teacher, kind)[world.rows]
+
+    found = loss_table.hinted_gradient(of_variant, world, policies)
+    row = loss_table.hinted_gradient(loss_table.DISTILLATIONS[DIVERGENCES[kind]], world, policies)
+    assert torch.allclose(found, row, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, alpha", [("forward", 0.0), ("js", 0.5), ("reverse", 1.0)])
+def test_opsd_s_divergence_and_gradient_are_those_of_trl_s_own_functions(modules, kind, alpha, tmp_path):
+    """Over the vocabulary, and on random numbers; TRL also weighs it by the ratio of the token that was drawn."""
+    student, teacher = torch.randn(2, 4, 9, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    theirs, their_gradient = from_trl(tmp_path, student=student, teacher=teacher, alpha=alpha)
+    leaf = student.clone().requires_grad_()
+    found = modules["opsd"].divergence(leaf, teacher, kind)
+    (gradient,) = torch.autograd.grad(found.sum(), leaf)
+    assert torch.allclose(found, theirs, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(gradient, their_gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_opsd_takes_tokens_that_cannot_be(modules, kind):
+    """With a logit of -inf in both, value and gradient are those of the tokens that are left."""
+    student, teacher = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    leaf = torch.cat([student, torch.full((3, 1), -torch.inf)], 1).requires_grad_()
+    other = torch.cat([teacher, torch.full((3, 1), -torch.inf)], 1)
+    found = modules["opsd"].divergence(leaf, other, kind)
+    (gradient,) = torch.autograd.grad(found.sum(), leaf)
+    assert torch.allclose(found, modules["opsd"].divergence(student, teacher, kind))
+    assert torch.isfinite(gradient).all() and (gradient[:, -1] == 0).all()
+
+
+def test_opsd_refuses_what_is_not_its_loss(modules, tiny, tmp_path, capsys):
+    args = tiny_args(tiny, tmp_path, "variant_opsd")
+    modules["opsd"].check_args(args)
+    changes = [{"beta": 0.0}, {"kl_placement": "reward"}, {"kl_estimator": "k3"}, {"control": "random"}]
+    for change in changes:
+        with pytest.raises(SystemExit) as ended:
+            modules["opsd"].check_args(dataclasses.replace(args, **change))
+        assert ended.value.code == 2
+        assert "--divergence is the loss, without a reward" in capsys.readouterr().err
+
+
+def test_opsd_asks_with_any_column(modules, tiny, capsys):
+    """A column that there is not is named before anything is built; braces in a column are text."""
+    args = modules["opsd"].Args(model_name_or_path=str(tiny), hint="{question} so: {solution}, thus {truth}")
+    tokenizer = data.load_tokenizer(args)
+    problem = records.Problem([{"role": "user", "content": "1 + 1 = "}], "2", "last_number", {"solution": "{count}"})
+    (sample,) = modules["opsd"].hinted(make_samples(prompts=1, group=1), [problem], tokenizer, args)
+    assert "1 + 1 =  so: {count}, thus 2" in tokenizer.decode(sample.prompt_ids)
+    for hint in ("{question} {none}", "{0}", "{question"):
+        with pytest.raises(SystemExit) as ended:
+            modules["opsd"].hinted([], [problem], tokenizer, dataclasses.replace(args, hint=hint))
+        assert ended.value.code == 2
+        assert "a problem has solution, question, truth" in capsys.readouterr().err
 
 
 def test_dppo_refuses_the_mask_that_its_own_stands_for(modules, tiny, tmp_path, capsys):

@@ -492,7 +492,7 @@ def test_full_vocabulary_kl_of_a_micro_batch(tiny_model, samples):
             for m, x in ((tiny_model, policy), (other, reference))
         )
     torch.testing.assert_close(kl, (p.exp() * (p - q)).sum(-1), rtol=1e-4, atol=1e-6)
-    _, _, forward = policy(mb, reference, forward_kl=True)
+    _, _, forward = policy(mb, reference, divergence=utils.forward_kl)
     torch.testing.assert_close(forward, (q.exp() * (q - p)).sum(-1), rtol=1e-4, atol=1e-6)
     assert (forward - kl).abs().max() > 1e-4
     tiny_model.zero_grad()
