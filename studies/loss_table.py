@@ -217,6 +217,7 @@ class Batch(NamedTuple):
     lengths: Tensor  # [R], tokens of each response
     drift: Tensor  # the exact KL(sampler||pi) of the next token after each token's prefix
     past: Tensor  # what the turns before the token's own have brought: a part of the response's reward
+    baselines: Tensor  # optimal_baselines minus the mean reward, which the advantages have already
 
     def response_sum(self, values: Tensor) -> Tensor:
         """The sum over its response, at every token: [N] -> [N]."""
@@ -379,6 +380,25 @@ def return_to_go(b: Batch) -> Tensor:
     return from_grpo(b._replace(advantages=b.advantages - b.past))
 
 
+def sapo(b: Batch) -> Tensor:
+    """Qwen, arXiv 2511.20347: instead of a clip a sigmoid of the ratio, steeper where the advantage is negative."""
+    ratio = (b.logprobs - b.old).exp()
+    temperature = torch.where(b.advantages > 0, torch.ones_like(ratio), 1.05)
+    gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+    return -gate * b.advantages
+
+
+def dro(b: Batch) -> Tensor:
+    """arXiv 2405.19107, of each token: no ratio, and a quadratic penalty on the log-ratio to the sampler."""
+    moved = b.logprobs - b.sampler
+    return -b.advantages * b.logprobs + 0.05 / 2 * moved.square()
+
+
+def optimal_token_baseline(b: Batch) -> Tensor:
+    """OTB, arXiv 2602.07078, around PPO clip: a baseline of its own for every place in a response."""
+    return from_grpo(b._replace(advantages=b.advantages - b.baselines))
+
+
 LOSSES: dict[str, Callable[[Batch], Tensor]] = {
     "policy gradient": policy_gradient,
     "sequence ratio": sequence_ratio,
@@ -400,6 +420,9 @@ LOSSES: dict[str, Callable[[Batch], Tensor]] = {
     "GSPO": gspo,
     "GMPO": gmpo,
     "return to go": return_to_go,
+    "SAPO": sapo,
+    "DRO": dro,
+    "OTB": optimal_token_baseline,
 }
 
 
@@ -489,6 +512,24 @@ def summarize(updates: Tensor, drawn: Tensor, world: World, policies: Policies, 
     )
 
 
+def optimal_baselines(world: World, policies: Policies, cumulative: bool = True) -> Tensor:
+    """OTB's baseline of each token, [N]: the mean reward of what is as long, weighted by squared gradients up to there.
+
+    Squared gradients of log pi in the logits: 1 - 2 pi(token) + the sum of pi^2, of the trainer's policy.
+    """
+    chances = policies.old.softmax(-1)[world.rows]
+    squares = 1 - 2 * world.token_logprobs(policies.old).exp() + chances.square().sum(-1)
+    first = (world.lengths.cumsum(0) - world.lengths)[world.owner]
+    if cumulative:
+        before = F.pad(squares.cumsum(0), (1, 0))
+        squares = before[1:] - before[first]
+    place = world.prompts[world.owner] * world.max_length + torch.arange(len(first)) - first
+    weights = world.probabilities(policies.sampler)[world.owner] * squares
+    nothing = torch.zeros(PROMPTS * world.max_length, dtype=F64)
+    rewards = nothing.index_add(0, place, weights * world.rewards[world.owner])
+    return (rewards / nothing.index_add(0, place, weights))[place]
+
+
 def batch_of(world: World, policies: Policies) -> Batch:
     """Each response of the world once, with exact advantages."""
     sampler = policies.sampler.log_softmax(-1)
@@ -502,6 +543,7 @@ def batch_of(world: World, policies: Policies) -> Batch:
         lengths=world.lengths,
         drift=drift[world.rows],
         past=world.past,
+        baselines=optimal_baselines(world, policies) - world.prompt_means(policies.sampler)[world.prompts][world.owner],
     )
 
 
@@ -528,7 +570,7 @@ class Distillation(NamedTuple):
     """A self-distillation loss under a condition."""
 
     descends: str  # the objective whose gradient is the expected one
-    bias: float  # |expected gradient - that of the KL of whole responses| / |the latter|
+    bias: float  # |expected gradient - that of the KL of whole responses, or of their entropy| / |the latter|
     cosine: float  # between the two
 
 
@@ -620,6 +662,15 @@ def kl_in_reward(pi: Tensor, h: Hinted) -> Tensor:
     return to_go * ratio
 
 
+def entropy_bonus(pi: Tensor, h: Hinted) -> Tensor:
+    """--entropy_coeff 1, whoever the teacher is; a target for the entropy moves the coefficient (arXiv 2505.22312)."""
+    logp = pi.log_softmax(-1)
+    logprobs = h.world.token_logprobs(pi)
+    tokens = tokens_of(logprobs, h.old(), h.sampler(), torch.zeros_like(logprobs))
+    tokens.entropy_T = -h.next_token(logp.exp() * logp)
+    return grpo.token_loss(tokens, 0.0, grpo.Args(entropy_coeff=1.0))[0]
+
+
 DISTILLATIONS: dict[str, Callable[[Tensor, Hinted], Tensor]] = {
     "SDPO, sampled tokens": sampled_token,
     "the same, naive": naive_k1,
@@ -627,6 +678,7 @@ DISTILLATIONS: dict[str, Callable[[Tensor, Hinted], Tensor]] = {
     "OPSD, forward KL": forward_kl,
     "OPSD, Jensen-Shannon": jensen_shannon,
     "KL in the reward": kl_in_reward,
+    "entropy bonus": entropy_bonus,
 }
 
 
@@ -635,6 +687,19 @@ def whole_kl(pi: Tensor, h: Hinted) -> Tensor:
     moved = h.world.token_logprobs(pi) - h.sampler()
     ratio = h.world.sum_over_response(moved).exp()
     return ratio[h.world.owner] * naive_k1(pi, h)
+
+
+def whole_entropy(pi: Tensor, h: Hinted) -> Tensor:
+    """Minus the entropy of whole responses, once averaged over the sampler's."""
+    moved = h.world.token_logprobs(pi) - h.sampler()
+    ratio = h.world.sum_over_response(moved).exp()
+    return ratio[h.world.owner] * own_likelihood(pi, h)
+
+
+def negative_entropy(pi: Tensor, h: Hinted) -> Tensor:
+    """Minus the entropy of the next token."""
+    logp = pi.log_softmax(-1)
+    return h.next_token(logp.exp() * logp)
 
 
 def own_likelihood(pi: Tensor, h: Hinted) -> Tensor:
@@ -649,6 +714,7 @@ DESCENDED = {
     "KL(T||pi) after sampled prefixes": forward_kl,
     "JS(pi,T) after sampled prefixes": jensen_shannon,
     "log pi of the samples": own_likelihood,
+    "-entropy after sampled prefixes": negative_entropy,
 }
 
 
@@ -665,7 +731,7 @@ def hinted_gradient(loss: Callable[[Tensor, Hinted], Tensor], world: World, poli
 def distillation_row(name: str, world: World, policies: Policies) -> Distillation:
     """The row of a self-distillation loss."""
     mean = hinted_gradient(DISTILLATIONS[name], world, policies)
-    whole = hinted_gradient(whole_kl, world, policies)
+    whole = hinted_gradient(whole_entropy if name == "entropy bonus" else whole_kl, world, policies)
     size = whole.norm()
     descends = UNNAMED
     for objective, loss in DESCENDED.items():
@@ -736,10 +802,11 @@ class Groups(NamedTuple):
     layouts: list[tuple[tuple[int, ...], bool]]  # of each group: lengths of its members, whether all rewards are equal
     tokens: Tensor  # [groups]
     zero: Tensor  # [groups], tokens without gradient
+    squares: Tensor  # [groups], the sum of the squared advantages
 
 
-def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args) -> Groups:
-    """Every group of one prompt, with the advantages and the loss of grpo.py."""
+def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args, decoupled: bool = False) -> Groups:
+    """Every group of one prompt, with the advantages and the loss of grpo.py; ``decoupled``: of each part alone."""
     own = torch.nonzero(world.prompts == prompt).flatten().tolist()
     combinations = list(itertools.combinations_with_replacement(own, GROUP))
     orders = [len(set(itertools.permutations(group))) for group in combinations]
@@ -747,7 +814,11 @@ def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args) ->
     drawn = PROMPTS * world.probabilities(policies.sampler)
     probability = torch.tensor(orders, dtype=F64) * drawn[members].prod(1)
     rewards = world.rewards[members]
-    advantages = grpo.group_advantages(rewards, args.advantage_normalization_type)
+    kind = args.advantage_normalization_type
+    if decoupled:
+        advantages = torch.stack([grpo.group_advantages(part[members], kind) for part in world.parts]).sum(0)
+    else:
+        advantages = grpo.group_advantages(rewards, kind)
 
     # the tokens of all members of all groups, one after the other
     flat = members.flatten()
@@ -776,6 +847,7 @@ def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args) ->
         layouts=layouts,
         tokens=lengths.sum(1).to(F64),
         zero=idle.view(members.shape).sum(1),
+        squares=advantages.square().sum(1),
     )
 
 
@@ -834,6 +906,54 @@ def recipe_row(name: str, world: World, policies: Policies) -> Row:
     return summarize(updates, drawn.flatten(), world, policies, responses=2 * GROUP, zero=zero)
 
 
+# --------------------------------------------------------------------------------------------------------- two rewards
+
+SPLIT = "sum_xk c_xk E[r_k|x]"
+COUPLED = f"{SPLIT} + c_x E[r_1 r_2|x]"
+TWO_REWARDS = ("sum, then std", "std, then sum", "GDPO")
+
+
+def two_rewards() -> World:
+    """A world whose reward is 1 for a right response, and 1 more for one that begins with a certain token: its form."""
+    world = World(max_length=2)
+    well_formed = torch.tensor([float(tokens[0] == 1) for _, tokens in world.responses], dtype=F64)
+    world.parts = torch.stack([world.rewards, well_formed])
+    world.rewards = world.parts.sum(0)
+    return world
+
+
+def two_rewards_row(name: str, world: World, policies: Policies) -> Row:
+    """The row of an advantage of two rewards, r_k, in one step on a group of each prompt (GDPO: arXiv 2601.05242)."""
+    args = grpo.Args()
+    groups = [groups_of(world, policies, prompt, args, name != "sum, then std") for prompt in range(PROMPTS)]
+    first, second = groups
+    updates = (first.updates.sum(1)[:, None] + second.updates.sum(1)) / (PROMPTS * GROUP)
+    if name == "GDPO":  # the std of the batch, whose mean is 0
+        squares = first.squares[:, None] + second.squares
+        updates = updates / ((squares / (PROMPTS * GROUP - 1)).sqrt() + 1e-4)[..., None]
+    drawn = torch.outer(first.probability, second.probability).flatten()
+    zero = sum(x.probability @ x.zero for x in groups) / sum(x.probability @ x.tokens for x in groups)
+    row = summarize(updates.flatten(0, 1), drawn, world, policies, PROMPTS * GROUP, zero.item())
+    mean = drawn @ updates.flatten(0, 1)
+    found = [weights_of_parts(mean, world, policies, x) for x in range(PROMPTS)]
+    if max(left for _, left in found) > 1e-6:
+        return row
+    return row._replace(ascends=SPLIT if max(abs(weights[2].item()) for weights, _ in found) < 1e-6 else COUPLED)
+
+
+def weights_of_parts(mean: Tensor, world: World, policies: Policies, prompt: int) -> tuple[Tensor, float]:
+    """Of an update, what is left (a fraction) beside the gradients of E[r_1], E[r_2] and E[r_1 r_2], given the prompt.
+
+    Before that, with which weights [3] these come nearest to it.
+    """
+    own = world.prompt_of_row.repeat_interleave(VOCABULARY) == prompt
+    rewards = [*world.parts, world.parts.prod(0)]
+    gradients = [world.gradient(lambda x, r=r: world.probabilities(x) @ r, policies.pi)[own] for r in rewards]
+    columns = torch.stack(gradients, 1)
+    weights = torch.linalg.lstsq(columns, mean[own, None]).solution[:, 0]
+    return weights, ((mean[own] - columns @ weights).norm() / mean[own].norm()).item()
+
+
 # ---------------------------------------------------------------------------------------------------------- the table
 
 
@@ -852,6 +972,9 @@ def table() -> dict[tuple[str, str], Row | Distillation]:
         policies = policies_of(small_world, condition)
         for name in RECIPES:
             rows[condition, name] = recipe_row(name, small_world, policies)
+        of_two = two_rewards()
+        for name in TWO_REWARDS:
+            rows[condition, name] = two_rewards_row(name, of_two, policies_of(of_two, condition))
     return rows
 
 
@@ -893,7 +1016,7 @@ def print_table(rows: dict[tuple[str, str], Row]) -> None:
                 print(f"{name:29}{row.bias:9.3f}{row.cosine:+8.3f}  {row.descends}")
         if (condition, "GRPO") in rows:
             print(f"recipe (groups of {GROUP})")
-            for name in RECIPES:
+            for name in (*RECIPES, *TWO_REWARDS):
                 print(format_row(name, rows[condition, name]))
 
 
@@ -904,7 +1027,7 @@ def draw(rows: dict[tuple[str, str], Row], picture: str) -> None:
     matplotlib.use("Agg")  # no display on a cluster
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 6.5), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(10, 7.2), sharey=True, layout="constrained")
     panels = {
         "bias: |expected update - grad E[R]| / |grad E[R]|": ("bias", 1.2),
         "noise: sd of one response / |expected update|": ("noise", 10.0),

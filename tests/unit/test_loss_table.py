@@ -40,6 +40,7 @@ class Tokens:
         self.n = len(pi)
         self.a = advantage
         self.past = 0.0  # what the first turn has brought
+        self.baselines = [0.0] * self.n  # of each token, less the mean reward
         self.drift = drift
         self.ratio = ratios(pi, old)
         self.mismatch = ratios(old, sampler)
@@ -55,6 +56,24 @@ class Tokens:
         first = self.ppo()[:2]
         self.a = everything - self.past
         return first + self.ppo()[2:]
+
+    def otb(self) -> list[float]:
+        """An advantage of its own for every token."""
+        reward = self.a
+        found = []
+        for place, baseline in enumerate(self.baselines):
+            self.a = reward - baseline
+            found.append(self.ppo()[place])
+        return found
+
+    def sapo(self) -> list[float]:
+        """The slope of a sigmoid of the ratio, by the chain rule."""
+        steep = 1.0 if self.a > 0 else 1.05
+        found = []
+        for ratio in self.ratio:
+            gate = 1 / (1 + math.exp(-steep * (ratio - 1)))
+            found.append(4 * gate * (1 - gate) * self.a * ratio)
+        return found
 
     def ppo(self, low: float = 0.2, high: float = 0.2, dual: float = math.inf) -> list[float]:
         """A ratio, or 0 where the surrogate is flat."""
@@ -145,6 +164,9 @@ COEFFICIENTS: dict[str, Callable[[Tokens], list[float]]] = {
     "GSPO": lambda t: t.gspo(),
     "GMPO": lambda t: t.gmpo(),
     "return to go": lambda t: t.to_go(),
+    "SAPO": lambda t: t.sapo(),
+    "DRO": lambda t: [t.a - 0.05 * math.log(x) for x in t.behavior],
+    "OTB": lambda t: t.otb(),
 }
 
 
@@ -185,6 +207,7 @@ class Oracle:
         self.baseline = [self.mean_reward(prompt, 2).item() for prompt in range(2)]
         pi, _, sampler = (x.detach() for x in self.tables)
         self.drift = (sampler.exp() * (sampler - pi)).sum(-1)
+        self.optimal = self.optimal_baselines()
 
     def mean_reward(self, prompt: int, which: int) -> Tensor:
         """E[R | prompt] under pi (0), old (1) or the sampler (2)."""
@@ -203,6 +226,25 @@ class Oracle:
         """Log-probs of the tokens of a case under pi (0), old (1) or the sampler (2)."""
         return self.tables[which][self.rows(case), list(case[1])]
 
+    def energies(self, case: Case) -> list[float]:
+        """After each token: the squared length of the gradient of old's log-prob of all tokens so far, by autograd."""
+        leaf = self.tables[1].detach().clone().requires_grad_()
+        logp = leaf.log_softmax(-1)[self.rows(case), list(case[1])]
+        found = [torch.autograd.grad(x, leaf, retain_graph=True)[0] for x in logp.cumsum(0)]
+        return [x.square().sum().item() for x in found]
+
+    def optimal_baselines(self) -> dict[tuple[int, int], float]:
+        """(prompt, place) -> the mean reward of the responses that reach it, weighted by their energies there."""
+        above: dict[tuple[int, int], float] = {}
+        below: dict[tuple[int, int], float] = {}
+        for case in self.cases:
+            for place, energy in enumerate(self.energies(case)):
+                weight = self.drawn[case] * energy
+                key = (case[0], place)
+                above[key] = above.get(key, 0.0) + weight * self.reward[case]
+                below[key] = below.get(key, 0.0) + weight
+        return {key: above[key] / below[key] for key in above}
+
     def grad(self, x: Tensor) -> Tensor:
         return torch.autograd.grad(x, self.theta, retain_graph=True)[0].flatten()
 
@@ -214,6 +256,7 @@ class Oracle:
         drift = self.drift[self.rows(case)].tolist()
         found = Tokens(pi, old, sampler, drift, advantage)
         found.past = sum(case[1][:2]) / 4
+        found.baselines = [self.optimal[case[0], t] - self.baseline[case[0]] for t in range(found.n)]
         return found
 
     def update(self, case: Case, coefficients: list[float]) -> Tensor:
@@ -330,6 +373,9 @@ ASCENDS = {
     "GSPO": ("E[A / length]", UNNAMED, UNNAMED, UNNAMED, UNNAMED),
     "GMPO": ("E[A / length]", UNNAMED, UNNAMED, UNNAMED, UNNAMED),
     "return to go": ("E[R]", SURROGATE, UNNAMED, UNNAMED, UNNAMED),
+    "SAPO": ("E[R]", UNNAMED, UNNAMED, LIKELIHOOD, UNNAMED),
+    "DRO": ("E[R]", UNNAMED, UNNAMED, UNNAMED, UNNAMED),
+    "OTB": CORRECTED,
 }
 
 
@@ -595,6 +641,114 @@ def test_the_filter_reweights_prompts_by_how_often_the_other_one_is_filtered():
     assert row.bias == pytest.approx(reweighted_bias(factors), rel=1e-6)
 
 
+# ---------------------------------------------------------------------------------------------- OTB, and two rewards
+
+
+def test_otb_has_less_noise_than_the_mean_and_little_more_than_the_best():
+    """Of all baselines by prompt and place. Here a token's gradients are its own, so the best needs no sum over places.
+
+    In 20 random worlds, on fresh samples.
+    """
+    saved = []
+    for seed in range(20):
+        world = loss_table.World(4, seed=seed)
+        policies = loss_table.policies_of(world, "fresh", seed=100 + seed)
+        batch = loss_table.batch_of(world, policies)
+        mean = world.prompt_means(policies.sampler)[world.prompts][world.owner]
+        best = loss_table.optimal_baselines(world, policies, cumulative=False) - mean
+        variances = []
+        for baselines in (torch.zeros_like(best), batch.baselines, best):
+            updates = world.sum_over_response(
+                (batch.advantages - baselines)[:, None] * world.scores(policies.pi),
+            )
+            drawn = world.probabilities(policies.sampler)
+            variances.append((drawn @ (updates - drawn @ updates).square().sum(-1)).item())
+        assert variances[2] < variances[1] < variances[0]
+        saved.append([1 - x / variances[0] for x in variances[1:]])
+    medians = torch.tensor(saved).median(0).values.tolist()
+    assert [round(x, 2) for x in medians] == [0.08, 0.09]  # the page has them
+
+
+def two_rewards_by_hand(name: str, where: str) -> tuple[Tensor, float]:
+    """(expected update, noise) over ordered groups; two prompts are coupled by the sum of squared advantages."""
+    world = loss_table.two_rewards()
+    o = Oracle(world, loss_table.policies_of(world, where))
+    parts = dict(zip(o.cases, world.parts.T.tolist(), strict=True))
+    classes: list[dict[float, list]] = []
+    for prompt in range(2):
+        found: dict[float, list] = {}
+        for group in itertools.product([case for case in o.cases if case[0] == prompt], repeat=4):
+            if name == "sum, then std":
+                advantages = advantages_by_hand(tuple(sum(parts[case]) for case in group), "standard")
+            else:
+                each = [advantages_by_hand(tuple(parts[case][k] for case in group), "standard") for k in range(2)]
+                advantages = [a + b for a, b in zip(*each, strict=True)]
+            update = torch.zeros_like(o.truth)
+            for case, advantage in zip(group, advantages, strict=True):
+                update += hand_update(o, case, round(advantage, 9)) / 8
+            p = math.prod(o.drawn[case] for case in group)
+            squares = round(sum(a * a for a in advantages), 6) if name == "GDPO" else 0.0
+            entry = found.setdefault(squares, [0.0, torch.zeros_like(update), 0.0])
+            entry[0] += p
+            entry[1] = entry[1] + p * update
+            entry[2] += p * update.dot(update).item()
+        classes.append(found)
+    mean = torch.zeros_like(o.truth)
+    second = 0.0
+    for (x, first), (y, other) in itertools.product(classes[0].items(), classes[1].items()):
+        scale = 1 / (math.sqrt((x + y) / 7) + 1e-4) if name == "GDPO" else 1.0
+        mean += scale * (other[0] * first[1] + first[0] * other[1])
+        second += scale**2 * (other[0] * first[2] + first[0] * other[2])  # the two prompts share no parameter
+    return mean, math.sqrt(8 * (second - mean.dot(mean).item())) / mean.norm().item()
+
+
+@cache
+def hand_update(o: Oracle, case: Case, advantage: float) -> Tensor:
+    if advantage == 0:
+        return torch.zeros_like(o.truth)
+    return o.update(case, o.tokens(case, advantage).ppo())
+
+
+TWO_PLACES = ["fresh", pytest.param("stale", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("where", TWO_PLACES)
+@pytest.mark.parametrize("name", loss_table.TWO_REWARDS)
+def test_an_advantage_of_two_rewards_is_what_its_definition_gives(name, where):
+    world = loss_table.two_rewards()
+    row = loss_table.two_rewards_row(name, world, loss_table.policies_of(world, where))
+    mean, noise = two_rewards_by_hand(name, where)
+    truth = world.reward_gradient(loss_table.policies_of(world, where).pi)
+    assert row.size == pytest.approx((mean.norm() / truth.norm()).item(), rel=1e-4)
+    assert row.bias == pytest.approx(((mean - truth).norm() / truth.norm()).item(), rel=1e-4)
+    assert row.noise == pytest.approx(noise, rel=1e-4)
+
+
+def test_what_an_advantage_of_two_rewards_ascends():
+    """Normalized apart, each reward has a weight for each prompt: the one by which its std reweights prompts.
+
+    The std of a sum, and GDPO's of the batch, are larger where a response has both, which therefore counts for less.
+    """
+    world = loss_table.two_rewards()
+    policies = loss_table.policies_of(world, "fresh")
+    rows = {name: loss_table.two_rewards_row(name, world, policies) for name in loss_table.TWO_REWARDS}
+    assert [row.ascends for row in rows.values()] == [loss_table.COUPLED, loss_table.SPLIT, loss_table.COUPLED]
+    assert (world.parts.prod(0) * (world.prompts == 0)).sum() == 2  # responses to the first prompt that have both
+    of_both = []
+    for name in loss_table.TWO_REWARDS:
+        mean, _ = two_rewards_by_hand(name, "fresh")
+        for prompt in range(2):
+            weights, rest = loss_table.weights_of_parts(mean, world, policies, prompt)
+            assert rest < 1e-6
+            if prompt == 0:
+                of_both.append([round(x, 2) for x in weights.tolist()])
+            if name == "std, then sum":
+                chances = world.probabilities(policies.pi)[world.prompts == prompt] * 2
+                solved = [(chances @ part[world.prompts == prompt]).item() for part in world.parts]
+                assert weights[:2].tolist() == pytest.approx([std_factor(p, 4) for p in solved], rel=1e-5)
+    assert of_both == [[1.07, 1.07, -0.23], [1.41, 1.44, 0.0], [1.32, 1.35, -0.21]]  # the page has them
+
+
 # ------------------------------------------------------------------------------------------------- the page, the script
 
 
@@ -629,6 +783,10 @@ def test_the_page_shows_the_numbers_of_the_script(rows):
         numbers = [f"{row.size:.2f} {row.cosine:+.2f} {row.noise:.2f}" for row in found]
         ascends = found[0].ascends.replace("|", "\\|")
         assert cells[name][1:] == [*numbers, ascends], name
+    for name in loss_table.TWO_REWARDS:
+        found = [rows[condition, name] for condition in loss_table.RECIPE_CONDITIONS]
+        numbers = [f"{row.size:.2f} {row.cosine:+.2f} {row.noise:.2f}" for row in found]
+        assert cells[name] == [*numbers, found[0].ascends.replace("|", "\\|")], name
 
 
 def test_the_script_prints_every_row_and_draws_them(rows, tmp_path, monkeypatch):
@@ -640,7 +798,7 @@ def test_the_script_prints_every_row_and_draws_them(rows, tmp_path, monkeypatch)
     assert all(len(line) <= 120 for line in lines)
     for name in loss_table.LOSSES:
         assert sum(line.startswith(f"{name:19}") for line in lines) == len(loss_table.CONDITIONS), name
-    for name in loss_table.RECIPES:
+    for name in (*loss_table.RECIPES, *loss_table.TWO_REWARDS):
         assert sum(line.startswith(f"{name:19}") for line in lines) == len(loss_table.RECIPE_CONDITIONS), name
     assert picture.stat().st_size > 20_000
 
@@ -725,6 +883,13 @@ MUTATIONS = [
     ("GMPO", TABLE, "clamp(-0.4, 0.4)", "clamp(-0.4, 0.8)"),
     ("return to go", TABLE, "b.advantages - b.past", "b.advantages + b.past"),
     ("return to go", TABLE, "b.advantages - b.past", "b.advantages"),
+    ("SAPO", TABLE, "b.advantages > 0, torch.ones_like", "b.advantages < 0, torch.ones_like"),
+    ("SAPO", TABLE, "* 4 / temperature", "* 4"),
+    ("DRO", TABLE, "+ 0.05 / 2 *", "+ 0.05 *"),
+    ("DRO", TABLE, "moved = b.logprobs - b.sampler", "moved = b.logprobs - b.old"),
+    ("OTB", TABLE, "b.advantages - b.baselines", "b.advantages + b.baselines"),
+    ("OTB", TABLE, "squares = before[1:] - before[first]", "squares = squares"),
+    ("OTB", TABLE, "1 - 2 * world.token_logprobs(policies.old)", "1 - world.token_logprobs(policies.old)"),
     ("constant", GRPO, "(len(in_loss) * args.max_response_length)", "(len(in_loss) * lengths[i])"),
     ("constant", GRPO, "group / (group - 1)", "(group - 1) / group"),
     ("sequence", GRPO, "(len(in_loss) * lengths[i])", "len(in_loss)"),
@@ -787,6 +952,72 @@ def hinted_by_hand(
                 found = coefficient(pi[tokens], old[tokens], teacher[tokens], t)
                 expected += hint.weights[first[i] + t] * found * scores[first[i] + t]
     return expected
+
+
+def vocabulary_by_hand(condition: str, slope: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The expected gradient in the logits: slope(p, q) after each prefix, as often as the sampler comes to it."""
+    world = loss_table.World(max_length=3)
+    policies = loss_table.policies_of(world, condition)
+    expected = torch.zeros(world.n_rows, 3, dtype=F64)
+    p = policies.pi.softmax(-1)
+    for hint in loss_table.hints_of(world, policies):
+        visits = torch.zeros(world.n_rows, dtype=F64).index_add(0, world.rows, hint.weights)
+        q = hint.teacher.softmax(-1)
+        for row in range(world.n_rows):
+            expected[row] += visits[row] * slope(p[row], q[row])
+    return expected.flatten()
+
+
+def of_reverse(p: Tensor, q: Tensor) -> Tensor:
+    return p * ((p / q).log() - (p * (p / q).log()).sum())
+
+
+OVER_THE_VOCABULARY = {
+    "SDFT, reverse KL": of_reverse,
+    "OPSD, forward KL": lambda p, q: p - q,
+    "OPSD, Jensen-Shannon": lambda p, q: of_reverse(p, (p + q) / 2) / 2,
+    "entropy bonus": lambda p, _: p * (p.log() - (p * p.log()).sum()),
+}
+
+
+@pytest.mark.parametrize("condition", loss_table.CONDITIONS)
+@pytest.mark.parametrize("name", OVER_THE_VOCABULARY)
+def test_a_sum_over_the_vocabulary_has_the_gradient_derived_by_hand(name, condition):
+    world = loss_table.World(max_length=3)
+    policies = loss_table.policies_of(world, condition)
+    found = loss_table.hinted_gradient(loss_table.DISTILLATIONS[name], world, policies)
+    assert torch.allclose(found, vocabulary_by_hand(condition, OVER_THE_VOCABULARY[name]), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("condition", loss_table.CONDITIONS)
+def test_trl_s_weight_of_a_sum_over_the_vocabulary_changes_no_expected_gradient(condition):
+    """pi / old of the token that was drawn is 1 on average after every prefix, as long as old has drawn it."""
+    world = loss_table.World(max_length=3)
+    policies = loss_table.policies_of(world, condition)
+    policies = policies._replace(sampler=policies.old)
+
+    def weighted(pi: Tensor, h: loss_table.Hinted) -> Tensor:
+        ratio = (h.world.token_logprobs(pi) - h.old()).exp().detach()
+        return ratio * loss_table.forward_kl(pi, h)
+
+    found = loss_table.hinted_gradient(weighted, world, policies)
+    plain = loss_table.hinted_gradient(loss_table.forward_kl, world, policies)
+    assert torch.allclose(found, plain, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("condition", loss_table.CONDITIONS)
+def test_the_entropy_of_responses_is_minus_what_autograd_says(condition):
+    world = loss_table.World(max_length=3)
+    policies = loss_table.policies_of(world, condition)
+
+    def entropy(pi: Tensor) -> Tensor:
+        drawn = world.probabilities(pi)
+        return -(drawn * drawn.log()).sum()
+
+    found = loss_table.hinted_gradient(loss_table.whole_entropy, world, policies)
+    assert torch.allclose(-found, world.gradient(entropy, policies.pi), rtol=1e-9, atol=1e-12)
+    row = loss_table.distillation_row("entropy bonus", world, policies)
+    assert row.descends == "-entropy after sampled prefixes" and row.bias > 0.5
 
 
 BY_HAND = {
