@@ -32,8 +32,16 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "docs" / "evidence" / "data" / "kl_study.csv.gz"
 SETTING = ("beta", "kl_estimator", "kl_gradient", "num_mini_batches", "kl_placement")
 SMALLEST = 0.03
-CPU_SECONDS = 20  # of a run: docs/evidence/testbed.md
+MINUTES = 2 * 20 / 60  # of CPU time for a pair: docs/evidence/testbed.md has the seconds of a run
 VERDICTS = ("", "no difference", "better", "worse")
+OPEN, NONE, BETTER, WORSE = range(4)
+CASES = (  # the difference that there is, and pairs at most
+    (0.0, 24),
+    (0.0, 100),
+    (0.03, 24),
+    (0.03, 30),
+    (0.05, 24),
+)
 
 
 def spread() -> dict[str, np.ndarray]:
@@ -42,13 +50,27 @@ def spread() -> dict[str, np.ndarray]:
     with gzip.open(RUNS, "rt") as file:
         for row in csv.DictReader(file):
             if row["model"] == "testbed-1":
-                found.setdefault(tuple(row[x] for x in SETTING), {})[row["seed"]] = float(row["eval/pass@1"])
-    whole = [np.array([values[s] for s in sorted(values)]) for values in found.values() if len(values) == 4]
-    whole = [x for x in whole if x.mean() >= 0.85]
-    between = [a - b for a, b in itertools.combinations(whole, 2)]
+                setting = tuple(row[name] for name in SETTING)
+                runs = found.setdefault(setting, {})
+                runs[row["seed"]] = float(row["eval/pass@1"])
+    settings = []
+    for runs in found.values():
+        ends = np.array([runs[seed] for seed in sorted(runs)])
+        if len(ends) == 4 and ends.mean() >= 0.85:
+            settings.append(ends)
+    of_one = []
+    for ends in settings:
+        for one, other in itertools.permutations(ends, 2):
+            of_one.append(one - other)
+    of_two = []
+    for one, other in itertools.combinations(settings, 2):
+        differences = one - other
+        if differences.any():
+            centered = differences - differences.mean()
+            of_two.append(centered * math.sqrt(4 / 3))
     return {
-        "one setting": np.array([a - b for x in whole for a, b in itertools.permutations(x, 2)]),
-        "two settings": np.concatenate([(d - d.mean()) * math.sqrt(4 / 3) for d in between if d.any()]),
+        "one setting": np.array(of_one),
+        "two settings": np.concatenate(of_two),
     }
 
 
@@ -60,12 +82,16 @@ def decide(differences: np.ndarray, smallest: float) -> tuple[np.ndarray, np.nda
     for count in range(3, pairs + 1):
         seen = differences[:, :count]
         mean = seen.mean(1)
+        half = np.full(len(seen), np.inf)
         width = ab.widest(count)
-        half = np.inf if math.isinf(width) else width * seen.std(1, ddof=1) / math.sqrt(count)
-        said = np.where(np.abs(mean) + half < smallest, 1, 0)
-        said = np.where(np.abs(mean) > half, np.where(mean > 0, 2, 3), said)
-        said = np.where(seen.any(1), said, 1)
-        new = (verdicts == 0) & (said > 0)
+        if math.isfinite(width):
+            half = width * seen.std(1, ddof=1) / math.sqrt(count)
+        said = np.zeros_like(verdicts)
+        said[np.abs(mean) + half < smallest] = NONE
+        said[mean > half] = BETTER
+        said[-mean > half] = WORSE
+        said[~seen.any(1)] = NONE
+        new = (verdicts == OPEN) & (said > OPEN)
         verdicts[new] = said[new]
         used[new] = count
     return verdicts, used
@@ -79,17 +105,24 @@ def report(draws: int, seed: int) -> list[str]:
         "| pairs: mean, 90 % | CPU minutes |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    cases = ((0.0, 24), (0.0, 100), (0.03, 24), (0.03, 30), (0.05, 24))
-    for (name, recorded), (difference, pairs) in itertools.product(spread().items(), cases):
-        drawn = rng.choice(recorded, (draws, pairs)) + difference
-        verdicts, used = decide(drawn, SMALLEST)
-        cells = [name, f"{recorded.std():.3f}", f"{difference:.2f}", str(pairs)]
-        for word in ("better", "worse", "no difference", ""):
-            cells.append(f"{(verdicts == VERDICTS.index(word)).mean():.1%}")
-        ends = (used.mean(), np.quantile(used, 0.9))
-        cells.append(", ".join(f"{x:.0f}" for x in ends))
-        cells.append(", ".join(f"{2 * CPU_SECONDS * x / 60:.0f}" for x in ends))
-        rows.append(f"| {' | '.join(cells)} |")
+    for name, recorded in spread().items():
+        for difference, pairs in CASES:
+            drawn = rng.choice(recorded, (draws, pairs)) + difference
+            verdicts, used = decide(drawn, SMALLEST)
+            cells = [
+                name,
+                f"{recorded.std():.3f}",
+                f"{difference:.2f}",
+                str(pairs),
+            ]
+            for verdict in (BETTER, WORSE, NONE, OPEN):
+                share = (verdicts == verdict).mean()
+                cells.append(f"{share:.1%}")
+            mean = used.mean()
+            most = np.quantile(used, 0.9)
+            cells.append(f"{mean:.0f}, {most:.0f}")
+            cells.append(f"{mean * MINUTES:.0f}, {most * MINUTES:.0f}")
+            rows.append(f"| {' | '.join(cells)} |")
     return rows
 
 

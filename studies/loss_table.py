@@ -384,19 +384,22 @@ def sapo(b: Batch) -> Tensor:
     """Qwen, arXiv 2511.20347: instead of a clip a sigmoid of the ratio, steeper where the advantage is negative."""
     ratio = (b.logprobs - b.old).exp()
     temperature = torch.where(b.advantages > 0, torch.ones_like(ratio), 1.05)
-    gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
-    return -gate * b.advantages
+    gate = torch.sigmoid(temperature * (ratio - 1))
+    weight = gate * 4 / temperature
+    return -weight * b.advantages
 
 
 def dro(b: Batch) -> Tensor:
     """arXiv 2405.19107, of each token: no ratio, and a quadratic penalty on the log-ratio to the sampler."""
     moved = b.logprobs - b.sampler
-    return -b.advantages * b.logprobs + 0.05 / 2 * moved.square()
+    penalty = 0.05 / 2 * moved.square()
+    return penalty - b.advantages * b.logprobs
 
 
 def optimal_token_baseline(b: Batch) -> Tensor:
     """OTB, arXiv 2602.07078, around PPO clip: a baseline of its own for every place in a response."""
-    return from_grpo(b._replace(advantages=b.advantages - b.baselines))
+    advantages = b.advantages - b.baselines
+    return from_grpo(b._replace(advantages=advantages))
 
 
 LOSSES: dict[str, Callable[[Batch], Tensor]] = {
@@ -517,23 +520,33 @@ def optimal_baselines(world: World, policies: Policies, cumulative: bool = True)
 
     Squared gradients of log pi in the logits: 1 - 2 pi(token) + the sum of pi^2, of the trainer's policy.
     """
-    chances = policies.old.softmax(-1)[world.rows]
-    squares = 1 - 2 * world.token_logprobs(policies.old).exp() + chances.square().sum(-1)
-    first = (world.lengths.cumsum(0) - world.lengths)[world.owner]
+    owner = world.owner
+    chances = policies.old.softmax(-1)
+    sums = chances.square().sum(-1)
+    own = world.token_logprobs(policies.old).exp()
+    squares = 1 - 2 * own + sums[world.rows]
+    ends = world.lengths.cumsum(0)
+    first = (ends - world.lengths)[owner]
     if cumulative:
         before = F.pad(squares.cumsum(0), (1, 0))
         squares = before[1:] - before[first]
-    place = world.prompts[world.owner] * world.max_length + torch.arange(len(first)) - first
-    weights = world.probabilities(policies.sampler)[world.owner] * squares
+    place = torch.arange(len(first)) - first
+    place += world.prompts[owner] * world.max_length
+    drawn = world.probabilities(policies.sampler)
+    weights = drawn[owner] * squares
+    gains = weights * world.rewards[owner]
     nothing = torch.zeros(PROMPTS * world.max_length, dtype=F64)
-    rewards = nothing.index_add(0, place, weights * world.rewards[world.owner])
-    return (rewards / nothing.index_add(0, place, weights))[place]
+    above = nothing.index_add(0, place, gains)
+    below = nothing.index_add(0, place, weights)
+    return (above / below)[place]
 
 
 def batch_of(world: World, policies: Policies) -> Batch:
     """Each response of the world once, with exact advantages."""
     sampler = policies.sampler.log_softmax(-1)
     drift = (sampler.exp() * (sampler - policies.pi.log_softmax(-1))).sum(-1)
+    means = world.prompt_means(policies.sampler)[world.prompts]
+    baselines = optimal_baselines(world, policies)
     return Batch(
         logprobs=world.token_logprobs(policies.pi).requires_grad_(),
         old=world.token_logprobs(policies.old),
@@ -543,7 +556,7 @@ def batch_of(world: World, policies: Policies) -> Batch:
         lengths=world.lengths,
         drift=drift[world.rows],
         past=world.past,
-        baselines=optimal_baselines(world, policies) - world.prompt_means(policies.sampler)[world.prompts][world.owner],
+        baselines=baselines - means[world.owner],
     )
 
 
@@ -666,9 +679,12 @@ def entropy_bonus(pi: Tensor, h: Hinted) -> Tensor:
     """--entropy_coeff 1, whoever the teacher is; a target for the entropy moves the coefficient (arXiv 2505.22312)."""
     logp = pi.log_softmax(-1)
     logprobs = h.world.token_logprobs(pi)
-    tokens = tokens_of(logprobs, h.old(), h.sampler(), torch.zeros_like(logprobs))
+    nothing = torch.zeros_like(logprobs)
+    tokens = tokens_of(logprobs, h.old(), h.sampler(), nothing)
     tokens.entropy_T = -h.next_token(logp.exp() * logp)
-    return grpo.token_loss(tokens, 0.0, grpo.Args(entropy_coeff=1.0))[0]
+    args = grpo.Args(entropy_coeff=1.0)
+    loss, _ = grpo.token_loss(tokens, 0.0, args)
+    return loss
 
 
 DISTILLATIONS: dict[str, Callable[[Tensor, Hinted], Tensor]] = {
@@ -731,7 +747,8 @@ def hinted_gradient(loss: Callable[[Tensor, Hinted], Tensor], world: World, poli
 def distillation_row(name: str, world: World, policies: Policies) -> Distillation:
     """The row of a self-distillation loss."""
     mean = hinted_gradient(DISTILLATIONS[name], world, policies)
-    whole = hinted_gradient(whole_entropy if name == "entropy bonus" else whole_kl, world, policies)
+    of_responses = whole_entropy if name == "entropy bonus" else whole_kl
+    whole = hinted_gradient(of_responses, world, policies)
     size = whole.norm()
     descends = UNNAMED
     for objective, loss in DESCENDED.items():
@@ -816,7 +833,9 @@ def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args, de
     rewards = world.rewards[members]
     kind = args.advantage_normalization_type
     if decoupled:
-        advantages = torch.stack([grpo.group_advantages(part[members], kind) for part in world.parts]).sum(0)
+        advantages = torch.zeros_like(rewards)
+        for part in world.parts:
+            advantages += grpo.group_advantages(part[members], kind)
     else:
         advantages = grpo.group_advantages(rewards, kind)
 
@@ -916,8 +935,9 @@ TWO_REWARDS = ("sum, then std", "std, then sum", "GDPO")
 def two_rewards() -> World:
     """A world whose reward is 1 for a right response, and 1 more for one that begins with a certain token: its form."""
     world = World(max_length=2)
-    well_formed = torch.tensor([float(tokens[0] == 1) for _, tokens in world.responses], dtype=F64)
-    world.parts = torch.stack([world.rewards, well_formed])
+    first = [tokens[0] for _, tokens in world.responses]
+    well_formed = torch.tensor(first) == 1
+    world.parts = torch.stack([world.rewards, well_formed.to(F64)])
     world.rewards = world.parts.sum(0)
     return world
 
@@ -925,20 +945,33 @@ def two_rewards() -> World:
 def two_rewards_row(name: str, world: World, policies: Policies) -> Row:
     """The row of an advantage of two rewards, r_k, in one step on a group of each prompt (GDPO: arXiv 2601.05242)."""
     args = grpo.Args()
-    groups = [groups_of(world, policies, prompt, args, name != "sum, then std") for prompt in range(PROMPTS)]
+    decoupled = name != "sum, then std"
+    batch = PROMPTS * GROUP
+    groups = []
+    for prompt in range(PROMPTS):
+        groups.append(groups_of(world, policies, prompt, args, decoupled))
     first, second = groups
-    updates = (first.updates.sum(1)[:, None] + second.updates.sum(1)) / (PROMPTS * GROUP)
+    updates = first.updates.sum(1)[:, None] + second.updates.sum(1)
+    updates = updates / batch
     if name == "GDPO":  # the std of the batch, whose mean is 0
         squares = first.squares[:, None] + second.squares
-        updates = updates / ((squares / (PROMPTS * GROUP - 1)).sqrt() + 1e-4)[..., None]
-    drawn = torch.outer(first.probability, second.probability).flatten()
-    zero = sum(x.probability @ x.zero for x in groups) / sum(x.probability @ x.tokens for x in groups)
-    row = summarize(updates.flatten(0, 1), drawn, world, policies, PROMPTS * GROUP, zero.item())
-    mean = drawn @ updates.flatten(0, 1)
-    found = [weights_of_parts(mean, world, policies, x) for x in range(PROMPTS)]
-    if max(left for _, left in found) > 1e-6:
-        return row
-    return row._replace(ascends=SPLIT if max(abs(weights[2].item()) for weights, _ in found) < 1e-6 else COUPLED)
+        std = (squares / (batch - 1)).sqrt()
+        updates = updates / (std[..., None] + 1e-4)
+    updates = updates.flatten(0, 1)
+    drawn = torch.outer(first.probability, second.probability)
+    drawn = drawn.flatten()
+    zero = sum(x.probability @ x.zero for x in groups)
+    tokens = sum(x.probability @ x.tokens for x in groups)
+    zero = (zero / tokens).item()
+    row = summarize(updates, drawn, world, policies, batch, zero)
+    ascends = SPLIT
+    for prompt in range(PROMPTS):
+        weights, left = weights_of_parts(drawn @ updates, world, policies, prompt)
+        if left > 1e-6:
+            return row
+        if abs(weights[2].item()) > 1e-6:
+            ascends = COUPLED
+    return row._replace(ascends=ascends)
 
 
 def weights_of_parts(mean: Tensor, world: World, policies: Policies, prompt: int) -> tuple[Tensor, float]:
@@ -947,11 +980,15 @@ def weights_of_parts(mean: Tensor, world: World, policies: Policies, prompt: int
     Before that, with which weights [3] these come nearest to it.
     """
     own = world.prompt_of_row.repeat_interleave(VOCABULARY) == prompt
-    rewards = [*world.parts, world.parts.prod(0)]
-    gradients = [world.gradient(lambda x, r=r: world.probabilities(x) @ r, policies.pi)[own] for r in rewards]
-    columns = torch.stack(gradients, 1)
-    weights = torch.linalg.lstsq(columns, mean[own, None]).solution[:, 0]
-    return weights, ((mean[own] - columns @ weights).norm() / mean[own].norm()).item()
+    columns = []
+    for reward in (*world.parts, world.parts.prod(0)):
+        gradient = world.gradient(lambda x, r=reward: world.probabilities(x) @ r, policies.pi)
+        columns.append(gradient[own])
+    gradients = torch.stack(columns, 1)
+    update = mean[own]
+    weights = torch.linalg.lstsq(gradients, update[:, None]).solution[:, 0]
+    left = update - gradients @ weights
+    return weights, (left.norm() / update.norm()).item()
 
 
 # ---------------------------------------------------------------------------------------------------------- the table
@@ -973,8 +1010,9 @@ def table() -> dict[tuple[str, str], Row | Distillation]:
         for name in RECIPES:
             rows[condition, name] = recipe_row(name, small_world, policies)
         of_two = two_rewards()
+        policies = policies_of(of_two, condition)
         for name in TWO_REWARDS:
-            rows[condition, name] = two_rewards_row(name, of_two, policies_of(of_two, condition))
+            rows[condition, name] = two_rewards_row(name, of_two, policies)
     return rows
 
 
