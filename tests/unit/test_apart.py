@@ -201,6 +201,7 @@ def test_what_the_thread_raises_is_told_with_its_traceback():
     talk.ended()
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_killed_when_another_takes_its_place():
     """As Engine.restart says it; what it still holds is free for the new one."""
     talk = Talk()
@@ -231,6 +232,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "at its end"])
 def test_a_parent_that_ends_takes_the_process_along(tmp_path, how):
     """By SIGKILL, or by an interpreter that ends while the relay still waits."""
