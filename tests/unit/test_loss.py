@@ -146,6 +146,31 @@ def test_a_piece_of_a_loss_may_have_any_name(name, monkeypatch):
     assert found == {key: value for key, value in metrics().items() if key != f"policy/{name}"}
 
 
+def test_a_mask_counts_weights_below_it_and_above_it():
+    old_T = torch.tensor([0.1, 1.0, 6.0]).log()
+    values = utils.weight_statistics(old_T, torch.zeros(3), Args(importance_sampling_mask=(0.5, 5.0)))
+    assert values["masked"].tolist() == [1, 0, 1]
+
+
+def test_each_optimizer_step_is_counted_once(monkeypatch):
+    """Sums of one are no part of the next one's; ``skips`` counts those in a row that were not applied."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    run = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
+    tokens = grpo.Tokens(**{field.name: torch.rand(6) for field in dataclasses.fields(grpo.Tokens)})
+    args = Args(max_sampler_diff=0.0)
+    stats = utils.UpdateStats(args, run, 1, True, torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.long))
+    skips = SimpleNamespace(policy=0)
+    seen = []
+    for applied in (False, False, True, False):
+        policy = SimpleNamespace(was_step_applied=lambda taken=applied: taken, get_global_grad_norm=lambda: 1.0)
+        stats.add(SimpleNamespace(tokens=torch.arange(6)), tokens, *grpo.token_loss(tokens, 0.1, args))
+        stats.drop(None)
+        stats.stepped(policy, skips, 2)
+        seen.append(skips.policy)
+    assert seen == [1, 2, 0, 1] and (stats.steps, stats.skipped) == (1, 3)
+    assert stats.totals["tokens"] == 4 * 6
+
+
 def test_one_stale_engine_of_many_is_noticed():
     """The check is per engine: over all 64 engines a difference of 0.64 nats on one of them would be a mean of 0.01."""
     stats = utils.TokenStats(torch.device("cpu"), engines=64)

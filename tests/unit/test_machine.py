@@ -83,6 +83,11 @@ def test_a_resumed_run_keeps_its_choice(tiny, tmp_path, monkeypatch):
     assert utils.resolve_device(anew)[1] == torch.bfloat16
 
 
+def test_on_a_gpu_no_rate_is_measured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert utils.cpu_rates(grpo.Args()) == {}
+
+
 def test_rates_are_measured_once_for_each_machine(cache, monkeypatch):
     """A second process reads what the first one found, whatever it would find itself."""
     first = machine.known_rates()

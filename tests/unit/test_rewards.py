@@ -823,6 +823,27 @@ def test_controls_replace_the_reward_and_nothing_else(control, given):
     assert known == ([None] * 6 if control == "none" else given)
 
 
+def test_a_control_leaves_no_reward_of_a_turn():
+    sample = responses(SAID)[0]
+    sample.reward_steps = ((1, 0.5),)
+    rewards._replace_reward(sample, 0.25, Args(control="random"))
+    assert (sample.reward, sample.reward_steps, sample.reward_parts["control_random"]) == (0.25, (), 0.25)
+
+
+def test_countdown_has_no_sign_but_minus():
+    row = {"nums": [3, 4]}
+    assert rewards.countdown("<answer>-3 + 4</answer>", "1", row).score == 1
+    for answer in ("4 + +3", "4 + ~3"):  # 1 to whoever takes every sign for a minus
+        assert rewards.countdown(f"<answer>{answer}</answer>", "1", row).score == 0, answer
+
+
+def test_a_function_by_its_name_is_no_method_of_a_class():
+    """LeetCode's rows call Solution().f; where entry_point is f, a method of that name is another function."""
+    tests = '[{"input": [1], "output": 2}]'
+    for program, score in (("def f(a): return a + 1", 1), ("class Solution:\n    def f(self, a): return a + 1", 0)):
+        assert rewards.code(program, tests, {"entry_point": "f"}).score == score, program
+
+
 def test_controls_are_shaped_as_the_reward_is():
     samples = controlled("format", responses(SAID), reward_bias=0.5, reward_scaling=2.0)
     assert [sample.reward for sample in samples] == [1.0, 1.0, -1.0, 1.0, 1.0, -1.0]
