@@ -186,6 +186,8 @@ def mutations_of(file: str, source: bytes) -> list[Mutation]:
     found = []
     for node, scope in places(ast.parse(source)):
         for kind, other in alternatives(node):
+            if isinstance(other, ast.AST) and ast.dump(other) == ast.dump(node):  # f(a, a) with its arguments swapped
+                continue
             place = node.test if kind == "condition" else node
             start = starts[place.lineno - 1] + place.col_offset
             end = starts[place.end_lineno - 1] + place.end_col_offset
