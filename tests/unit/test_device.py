@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.fp16 import loss_scaler
 from helpers import ROOT, clean_environment, folder_of, record, run_here, tiny_args
 
 import grpo
@@ -158,6 +159,15 @@ def test_what_deepspeed_is_told():
     for cuda in (False, True):
         zero = config(cuda=cuda, zero_stage=3, offload=("optimizer", "param"))["zero_optimization"]
         assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": cuda}
+
+
+def test_one_overflow_halves_the_loss_scale(monkeypatch):
+    """By DeepSpeed's own scaler; its default waits for a second one, and ten skipped steps in a row end a run."""
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 0)
+    hysteresis = utils.deepspeed_config(grpo.Args(), torch.float16, cuda=True)["fp16"]["hysteresis"]
+    scaler = loss_scaler.DynamicLossScaler(2**16, 1000, 1, hysteresis, consecutive_hysteresis=False)
+    scaler.update_scale(True)
+    assert scaler.cur_scale == 2**15
 
 
 def test_what_deepspeed_is_asked_in_a_backward_pass(monkeypatch):
