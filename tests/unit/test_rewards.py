@@ -924,6 +924,13 @@ def test_a_control_that_would_leak_the_reward_is_refused(capsys, changes, says):
     rewards.check_control(ppo.Args(**changes | {"control": "none"}))
 
 
+def test_a_run_refuses_a_control_that_leaks(capsys):
+    rewards.check_reward_args(ppo.Args(control="random"))
+    with pytest.raises(SystemExit):
+        rewards.check_reward_args(ppo.Args(control="random", dataset_filter=(0.1, 1.0)))
+    assert "--control random: --dataset_filter chooses" in capsys.readouterr().err
+
+
 def test_a_control_that_cannot_be_is_refused(capsys):
     one = [records.Problem([], "1", "last_number", {}) for _ in range(2)]
     with pytest.raises(SystemExit):
