@@ -1,9 +1,10 @@
 """Episodes: responses of several turns, each of which an object of --environment answers in a process of its own.
 
 The engine's thread calls this between two steps and never waits for what it could do without. A turn that has ended is
-sent to its episode's process, and the answer is taken --turn_lag engine steps later, whenever it came; only if it has
-not come yet does the engine wait. So which requests an engine step computes is counted, never timed: a run with tools
-repeats to the bit, and tools that take less than that many steps cost the others nothing.
+sent to its episode's process, and the answer is taken --turn_lag engine steps later, whenever it came, or earlier
+where the engine has nothing else to compute: then all answers are. Only if one has not come by then does the engine
+wait. So which requests an engine step computes is counted, never timed: a run with tools repeats to the bit, and tools
+that take less than that many steps cost the others nothing.
 
 A call that lasts longer than --turn_timeout ends its process, and so may anything else that a tool does. The model is
 told, and the object is made again for its next turn: reset, and the turns before, which are called once more.
@@ -314,13 +315,13 @@ class Episodes:
     def due(self, idle: bool) -> Iterator[Episode]:
         """After an engine step: the episodes that have ended, with a finish reason, and those whose next turn begins.
 
-        ``idle``: the engine has nothing to compute. Then the first that is due is, at whichever step.
+        ``idle``: the engine has nothing to compute. Then all that wait are due, at whichever step.
         """
         ended, self.ended = self.ended, []
         yield from ended
         self.step += 1
         if idle and not ended and self.aside:
-            self.step = max(self.step, self.aside[0].due)
+            self.step = max(self.step, self.aside[-1].due)
         self._pump()
         while self.aside and self.aside[0].due <= self.step:
             episode = self.aside.popleft()

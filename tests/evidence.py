@@ -130,7 +130,7 @@ EVIDENCE: dict[str, Row] = {
     "turn_timeout": row(
         0.2, "env/failures", **GAME | {"environment": "FILES/game.py:Late", "eval_prompts": 0, "total_steps": 1}
     ),
-    "turn_lag": row(40, "engine steps", **GAME),
+    "turn_lag": row(1, "engine steps", **GAME),
     # ---- evaluation
     "eval_prompts": row(3, "held-out prompts"),
     "eval_samples": row(1, "evaluation responses"),

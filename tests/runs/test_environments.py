@@ -6,8 +6,10 @@ adapters/ say; OPENENV_URL is the address of a server of `openenv init`'s enviro
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -344,26 +346,31 @@ def test_others_environments_are_played_as_they_are(chatty, tmp_path, name):
 # ---------------------------------------------------------------------------------------------------------- throughput
 
 
-LENGTHS = (4, 12, 20, 28)  # of the turns of an episode, in an order of its own
 MANY = 32
+SHORT = [[(4, 12, 20, 28)[(k + turn) % 4] for turn in range(4)] for k in range(MANY)]
+draws = random.Random(1)
+UNEVEN = [[min(300, 2 + int(draws.lognormvariate(3.5, 0.8))) for _ in range(4)] for _ in range(MANY)]
+LAGS = {"8": 8, "32": 32, "64": 64, "128": 128, "256": 256, "turn-synchronous": 10**9}
+TOOLS = (0, 0.05, 0.5)  # seconds
 
 
 def throughput(model: str) -> None:
-    """Tokens a second of one engine: a turn of 64 tokens, four turns of as many together, and with a tool of 0.5 s."""
+    """Seconds that one engine takes for four turns of each of 32 episodes, by the tool's seconds and --turn_lag."""
     args = grpo.Args(
         model_name_or_path=model,
         dtype="float32",
         environment=f"{FILE}:Late",
         max_turns=4,
-        max_response_length=400,
-        vllm_args='{"kv_cache_memory_bytes": 107374182}',
+        max_response_length=1500,
+        vllm_args='{"kv_cache_memory_bytes": 209715200}',
     )
     plain = episodes.Episode.request, episodes.Episode.add
+    lengths = SHORT
 
     def request(self):
         ids, sampling, seed = plain[0](self)
-        place = self.key[0] + len(self.turns) // 2
-        return ids, sampling | ({} if self.row is None else {"max_tokens": LENGTHS[place % 4]}), seed
+        most = sum(lengths[self.key[0]]) if self.row is None else lengths[self.key[0]][len(self.turns) // 2]
+        return ids, sampling | {"max_tokens": most}, seed
 
     def add(self, answer):
         plain[1](self, answer)
@@ -375,26 +382,25 @@ def throughput(model: str) -> None:
     thread.daemon = True
     thread.start()
     assert outbox.get() == ("ready",)
-    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "ignore_eos": True, "stop": []}
-    found = {}
-    for number, (name, seconds, lag) in enumerate(
-        [("warm-up", 0, 8), ("one turn", None, 8), ("four turns", 0, 8)]
-        + [("tool of 0.5 s", 0.5, 8), ("tool of 0.5 s, turn-synchronous", 0.5, 10**9)]
-    ):
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "ignore_eos": True, "stop": [], "max_tokens": 1500}
+    numbers = itertools.count()
+
+    def seconds(tool: float | None, lag: int) -> float:
         args.turn_lag = lag
-        row = [] if seconds is None else [{"answer": "none", "seconds": seconds}]
-        most = {"max_tokens": 64 if seconds is None else 400}
+        row = [] if tool is None else [{"answer": "none", "seconds": tool}]
         started = time.perf_counter()
-        inbox.put(("generate", number, [((k, 0), [5, 6, 7, 8 + k], k, *row) for k in range(MANY)], sampling | most))
+        inbox.put(("generate", next(numbers), [((k, 0), [5, 6, 7, 8 + k], k, *row) for k in range(MANY)], sampling))
         samples = [outbox.get() for _ in range(MANY)]
-        found[name] = time.perf_counter() - started
-        assert sum(len(sample[4]) for sample in samples) == 64 * MANY, "the same tokens in every case"
-    inbox.put(("stop",))
-    for name, seconds in found.items():
-        print(f"{name:34} {64 * MANY / seconds:7.0f} tokens/s, {seconds:6.2f} s")
-    print(f"four turns take {found['four turns'] / found['one turn']:.2f} times as long as one")
-    ratio = found["tool of 0.5 s, turn-synchronous"] / found["tool of 0.5 s"]
-    print(f"turn-synchronous takes {ratio:.2f} times as long, with a tool of 0.5 s", flush=True)
+        assert sorted(len(s[4]) for s in samples) == sorted(map(sum, lengths)), "the same tokens in every case"
+        return time.perf_counter() - started
+
+    for name, lengths in (("turns of 4 to 28 tokens", SHORT), ("turns of 2 to 300 tokens", UNEVEN)):
+        seconds(0, 8)  # a warm-up
+        tokens = sum(map(sum, lengths))
+        print(f"{name}, {tokens} tokens in all: in one turn {seconds(None, 8):.2f} s, a tool of ... s:", flush=True)
+        print(f"{'--turn_lag':>18}" + "".join(f"{tool:>8}" for tool in TOOLS))
+        for lag, steps in LAGS.items():
+            print(f"{lag:>18}" + "".join(f"{seconds(tool, steps):8.2f}" for tool in TOOLS), flush=True)
     os._exit(0)  # as a run ends that has said all: the tools' processes go with this one
 
 

@@ -162,14 +162,28 @@ def test_an_answer_is_taken_after_so_many_steps_however_fast_it_came(player):
 
 
 def test_what_nothing_else_runs_beside_is_taken_at_once(player):
-    """In the order in which the turns ended, and only what was due first."""
-    one = player("Tools", turn_lag=100)
-    first, second = one.begin(0), one.begin(1)
-    one.says(first, call("add", number=2))
-    list(one.episodes.due(idle=False))
-    one.says(second, call("add", number=2))
-    assert list(one.episodes.due(idle=True)) == [first]
+    """All that wait, in the order in which their turns ended; how long the tools take decides nothing."""
+    one = player("Late", turn_lag=100)
+    first, second = one.begin(0, seconds=1.0), one.begin(1, seconds=0.0)
+    one.says(first, "1")
+    assert list(one.episodes.due(idle=False)) == []
+    one.says(second, "2")
+    assert list(one.episodes.due(idle=False)) == []
+    assert list(one.episodes.due(idle=True)) == [first, second]
+    one.says(second, "3")  # counted from its own end on
+    time.sleep(0.5)
+    assert [len(list(one.episodes.due(idle=False))) for _ in range(100)] == [*[0] * 99, 1]
+
+
+def test_what_has_ended_is_handed_on_before_anything_is_waited_for(player):
+    """The engine may pause for new weights first."""
+    one = player("Late", turn_lag=100)
+    first, second = one.begin(0, seconds=1.0), one.begin(1)
+    second.row = None
+    one.says(first, "1")
+    one.says(second, "2")
     assert list(one.episodes.due(idle=True)) == [second]
+    assert list(one.episodes.due(idle=True)) == [first]
 
 
 def test_only_so_many_processes_work_at_once(player):
