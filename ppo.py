@@ -593,7 +593,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
             while (left.total() == 0 or not inbox.empty()) if never_still else left[until] == 0:
                 match inbox.get():
                     case ("stop",):
-                        return
+                        return episodes.close()
                     case ("weights", version, weights):
                         if asleep:  # memory for the weights first, for the KV cache once the push needs no more
                             llm.wake_up(tags=["weights"])

@@ -265,6 +265,7 @@ class Episodes:
         self.aside: deque[Episode] = deque()  # wait for their environments, in the order in which they are due
         self.queue: deque[Episode] = deque()  # of these, those that no process has been asked for yet
         self.asked: list[Episode] = []  # and those that one works on
+        self.played: list[Episode] = []  # all that have a process, also while the engine computes their turns
         if args.environment is None:
             return
         self.about = about(args.environment)
@@ -353,6 +354,7 @@ class Episodes:
         messages = [("turn", *episode.asked)]
         if episode.worker is None:
             episode.worker, episode.line = self.lives.worker()
+            self.played.append(episode)
             messages = [("begin", episode.row, seed_of(episode.row)), *(("turn", *p) for p in episode.past), *messages]
         episode.unanswered = len(messages)
         episode.sent = time.monotonic()
@@ -391,14 +393,15 @@ class Episodes:
         if episode.worker is None:
             return 0
         worker, episode.worker = episode.worker, None
+        self.played = [other for other in self.played if other is not episode]
         episode.line.close()
         worker.join(patience)
         worker.terminate()
         return worker.exitcode if worker.exitcode < 128 else worker.exitcode - 256
 
     def close(self) -> None:
-        """End all processes."""
-        for episode in self.asked + list(self.aside):
+        """End all processes, whatever they are at."""
+        for episode in self.played:
             self._end(episode)
 
     # ----------------------------------------------------------------------------------------------------- the turns

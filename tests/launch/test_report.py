@@ -23,6 +23,7 @@ import report
 from helpers import ROOT, main_here, read_jsonl, run_here, tiny_args
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PATIENCE = 120  # seconds for each answer of a browser, on a machine that works on other things as well
 NASTY = "</script><script>document.title='broken'</script><b>&amp; \u2028 $x$ @DATA@ é 数"
 
 
@@ -399,17 +400,18 @@ class Browser:
         argv += ["--disable-background-networking", f"--user-data-dir={profile}", f"--remote-debugging-port={port}"]
         self.process = subprocess.Popen([*argv, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.number, self.events = 0, []
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while True:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=5) as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=PATIENCE) as answer:
                     target = next(t for t in json.load(answer) if t["type"] == "page")
                 break
             except (OSError, StopIteration):
                 assert time.monotonic() < deadline, "the browser did not start"
                 time.sleep(0.2)
         self.stack = contextlib.ExitStack()
-        self.socket = self.stack.enter_context(connect(target["webSocketDebuggerUrl"], max_size=None, proxy=None))
+        how = {"max_size": None, "proxy": None, "open_timeout": PATIENCE, "ping_interval": None}
+        self.socket = self.stack.enter_context(connect(target["webSocketDebuggerUrl"], **how))
         for domain in ("Runtime", "Log", "Network", "Page"):
             self.ask(f"{domain}.enable")
         self.ask("Page.navigate", url=page.as_uri())
@@ -418,7 +420,7 @@ class Browser:
     def ask(self, method: str, **params):
         self.number += 1
         self.socket.send(json.dumps({"id": self.number, "method": method, "params": params}))
-        while (message := json.loads(self.socket.recv(timeout=30))).get("id") != self.number:
+        while (message := json.loads(self.socket.recv(timeout=PATIENCE))).get("id") != self.number:
             self.events.append(message)
         assert "error" not in message, message
         return message["result"]
@@ -429,7 +431,7 @@ class Browser:
         return result["result"].get("value")
 
     def until(self, expression: str) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while not self.value(expression):
             assert time.monotonic() < deadline, expression
             time.sleep(0.1)
@@ -442,7 +444,7 @@ class Browser:
     def close(self) -> None:
         self.stack.close()
         self.process.terminate()
-        self.process.wait(timeout=20)
+        self.process.wait(timeout=PATIENCE)
 
 
 @pytest.mark.slow

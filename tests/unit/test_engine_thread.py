@@ -20,12 +20,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import run_here, tiny_args
+from helpers import ROOT, run_here, tiny_args
 
 import grpo
 import ppo
 from runtime import dedicated, flags, watchdog, weights
 from runtime.engine import Engine
+from runtime.episodes import Episodes
 
 SCRIPTS = pytest.mark.parametrize("script", [grpo, ppo])
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 4, "ignore_eos": False, "stop": []}
@@ -127,6 +128,21 @@ def test_an_engine_that_failed_is_released_before_its_error_is_told(script, monk
     requests = [((0, 0), [1, 2], 3)]
     found = converse(script, monkeypatch, llm, ("generate", 0, requests, SAMPLING))
     assert released == [llm] and found[-1][0] == "error" and isinstance(found[-1][1], ZeroDivisionError)
+
+
+@SCRIPTS
+def test_an_engine_that_stops_ends_the_processes_of_its_episodes(script, monkeypatch, tiny):
+    """Batch 0 is whole, and a tool of batch 1 is under way. The program that stops the engine may live on."""
+    game = f"{ROOT / 'tests' / 'environments.py'}:Late"
+    args = script.Args(model_name_or_path=str(tiny), environment=game, async_steps=1, inflight_updates="keep")
+    made = []
+    monkeypatch.setattr(script, "Episodes", lambda given: made.append(Episodes(given)) or made[0])
+    long = [((0, 0), [1, 2], 3, {"answer": "none", "seconds": 600.0})]
+    messages = [("generate", 1, long, SAMPLING), ("generate", 0, [((0, 0), [1, 2], 3)], SAMPLING), ("until", 0)]
+    found = converse(script, monkeypatch, Noting(), *messages, args=args)
+    assert [message[:2] for message in found] == [("ready",), ("sample", 0)]
+    (waits,) = made[0].aside
+    assert waits.worker is None and not made[0].played
 
 
 def test_a_released_engine_keeps_the_process_group():

@@ -186,6 +186,20 @@ def test_what_has_ended_is_handed_on_before_anything_is_waited_for(player):
     assert list(one.episodes.due(idle=True)) == [first]
 
 
+def test_all_processes_end_with_the_engine(player):
+    """That of an episode whose turn the engine computes, that of one that waits, and one that works."""
+    one = player("Late", turn_lag=100)
+    first, second, third = (one.begin(k, seconds=600.0 * (k == 2)) for k in range(3))
+    one.says(first, "1")
+    assert one.steps() == [first]
+    one.says(second, "2")
+    one.says(third, "3")
+    workers = [episode.worker for episode in (first, second, third)]
+    assert all(worker.is_alive() for worker in workers)
+    one.episodes.close()
+    assert not any(worker.is_alive() for worker in workers) and not one.episodes.played
+
+
 def test_only_so_many_processes_work_at_once(player):
     one = player("Tools")
     one.episodes.about = one.episodes.about | {"at_once": 2}
