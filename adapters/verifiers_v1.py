@@ -126,7 +126,8 @@ def load() -> None:
             messages = [{"role": "system", "content": system}] if system else []
             if isinstance(prompt, str):
                 messages.append({"role": "user", "content": prompt})
-            messages += [message_to_wire(message) for message in prompt or [] if not isinstance(message, str)]
+            else:
+                messages += map(message_to_wire, prompt or [])
             async with httpx.AsyncClient(timeout=None) as client:
                 headers = {"Authorization": f"Bearer {secret}"}
                 body = {"model": ctx.model, "messages": messages}

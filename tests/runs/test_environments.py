@@ -1,7 +1,8 @@
 """Runs of several turns with a real engine: bits, kills, and ids, mask and rewards proved for every turn.
 
-What lives in a Python of its own needs TEXTARENA_PYTHON, GYMNASIUM_PYTHON, REASONING_GYM_PYTHON or OPENENV_PYTHON, as
-adapters/ say; OPENENV_URL is the address of a server of `openenv init`'s environment.
+What lives in a Python of its own needs TEXTARENA_PYTHON, GYMNASIUM_PYTHON, REASONING_GYM_PYTHON, VERIFIERS_PYTHON or
+OPENENV_PYTHON, as adapters/ say. PYTHONPATH must have the folder tests/v1/fixtures of verifiers' source archive.
+OPENENV_URL is the address of a server of `openenv init`'s environment, with room for 64 sessions.
 """
 
 from __future__ import annotations
@@ -300,6 +301,21 @@ for row, turns in json.load(sys.stdin):
     print(json.dumps(score))
 """,
     ),
+    "verifiers_v1.py:Verifiers": (
+        "VERIFIERS_PYTHON",
+        [{"taskset": "echo-user-sim-v1", "options": {"phrases": list("aeo"[:n])}, "max_turns": 3} for n in (2, 3)]
+        + [{"taskset": "echo-v1", "options": {"phrases": ["a", "th"]}, "index": k, "max_turns": 3} for k in range(2)],
+        """
+import asyncio, json, sys
+from types import SimpleNamespace
+from verifiers.v1.utils import loaders
+for row, turns in json.load(sys.stdin):
+    config = loaders.taskset_config_type(row["taskset"])(id=row["taskset"], **row["options"])
+    task = list(loaders.load_taskset(config).load())[row.get("index", 0)]
+    trace = SimpleNamespace(assistant_messages=[SimpleNamespace(content=text) for text in turns])
+    print(json.dumps(asyncio.run(task.echoed(trace))))
+""",
+    ),
     "open_env.py:OpenEnv": (
         "OPENENV_PYTHON",
         [{"url": os.environ.get("OPENENV_URL", ""), "field": "message", "number": k} for k in range(2)],
@@ -340,7 +356,8 @@ def test_others_environments_are_played_as_they_are(chatty, tmp_path, name):
     theirs = [json.loads(one) for one in done.stdout.splitlines()]
     assert [s["reward"] for s in samples] == pytest.approx(theirs, abs=1e-6)
     assert all(s["reward_status"] == "ok" for s in samples)
-    print({row.get("game") or row.get("id") or row.get("task") or "openenv": 4 for row in rows}, sorted(set(theirs)))
+    names = ("game", "id", "task", "taskset", "url")
+    print([row[name] for row in rows for name in names if name in row], sorted(set(theirs)))
 
 
 # ---------------------------------------------------------------------------------------------------------- throughput
