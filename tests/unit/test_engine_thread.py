@@ -77,7 +77,7 @@ def converse(script, monkeypatch, llm, *messages, args=None) -> list[tuple]:
         inbox.put(message)
     thread = threading.Thread(target=script.vllm_thread, args=(*arguments, inbox, outbox), daemon=True)
     thread.start()
-    thread.join(timeout=20)
+    thread.join(timeout=120)  # the first imports vLLM
     assert not thread.is_alive()
     return list(outbox.queue)
 
