@@ -5,7 +5,7 @@
         --dataset guess.jsonl --prompt_key prompt --eval_prompts 0
 
 A good player halves what is left and needs 2.9 guesses on average; the reward is 1 less a quarter for each guess that
-was wrong.
+was wrong. For a model that knows no English: python examples/guess.py "0 1 2 3 4 5 6 7 8 9" > guess.jsonl
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 
 
 class Guess:
@@ -40,5 +41,6 @@ class Guess:
 RULES = "Guess a digit. You are told all your guesses, with + where it is higher and - where it is lower."
 
 if __name__ == "__main__":
+    prompt = sys.argv[1] if len(sys.argv) > 1 else RULES
     for game in range(400):
-        print(json.dumps({"prompt": RULES, "answer": "", "game": game}))
+        print(json.dumps({"prompt": prompt, "answer": "", "game": game}))
