@@ -4,7 +4,8 @@
     python grpo.py --environment examples/search.py:Search --max_turns 3 --max_response_length 160 \\
         --dataset search.jsonl --prompt_key prompt --eval_prompts 0
 
-A turn with a number is the answer. Any other is a query, and is answered with the lines that hold most of its words.
+A turn with a number is the answer. Any other is a query, and is answered with the lines that hold most of its words. For
+a model that only spells words backward, as the project's test bed: python examples/search.py backward > search.jsonl
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 from collections import Counter
 
 PLACES = (
@@ -24,7 +26,7 @@ CORPUS = [f"The {thing} of {place} has {draw.randrange(10, 100)} steps." for pla
 
 
 class Search:
-    """Reward 1: the answer is right, and a search has shown it."""
+    """Reward 0.5: a search has shown the answer; 1: and it was given then."""
 
     def reset(self, answer, **row):
         self.truth = answer
@@ -34,14 +36,15 @@ class Search:
     def turn(self, text):
         numbers = re.findall(r"\d+", text)
         if numbers:
-            self.right = numbers[-1] == self.truth and any(f" {self.truth} " in line for line in self.seen)
+            self.right = numbers[-1] == self.truth
             return None
         found = best(text)
         self.seen += found
         return "\n".join(found) or "Nothing found."
 
     def get_reward(self):
-        return float(self.right)
+        shown = any(f" {self.truth} " in line for line in self.seen)
+        return shown * (0.5 + 0.5 * self.right)
 
 
 def best(query: str, count: int = 2) -> list[str]:
@@ -55,7 +58,10 @@ def best(query: str, count: int = 2) -> list[str]:
 
 
 if __name__ == "__main__":
-    for line in CORPUS:
+    backward = sys.argv[1:] == ["backward"]
+    for line in CORPUS[:: len(THINGS)] if backward else CORPUS:
         thing, place, steps = re.match(r"The (\w+) of (\w+) has (\d+) steps", line).groups()
         question = f"How many steps has the {thing} of {place}? Write words to search; then write the number alone."
+        if backward:
+            question = f"Spell this word backward (example: sun -> nus): {place[::-1].lower()}"
         print(json.dumps({"prompt": question, "answer": steps}))
