@@ -4,8 +4,8 @@
     python grpo.py --environment examples/search.py:Search --max_turns 3 --max_response_length 160 \\
         --dataset search.jsonl --prompt_key prompt --eval_prompts 0
 
-A turn with a number is the answer. Any other is a query, and is answered with the lines that hold most of its words. For
-a model that only spells words backward, as the project's test bed: python examples/search.py backward > search.jsonl
+A turn with a number is the answer. Any other is a query, and is answered with the lines that hold most of its words.
+For a model that only spells words backward, as the test bed: python examples/search.py backward > search.jsonl
 """
 
 from __future__ import annotations
