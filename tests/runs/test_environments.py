@@ -367,8 +367,8 @@ MANY = 32
 SHORT = [[(4, 12, 20, 28)[(k + turn) % 4] for turn in range(4)] for k in range(MANY)]
 draws = random.Random(1)
 UNEVEN = [[min(300, 2 + int(draws.lognormvariate(3.5, 0.8))) for _ in range(4)] for _ in range(MANY)]
-LAGS = {"8": 8, "32": 32, "64": 64, "128": 128, "256": 256, "turn-synchronous": 10**9}
-TOOLS = (0, 0.05, 0.5)  # seconds
+LAGS = {"8": 8, "128": 128, "turn-synchronous": 10**9}
+TOOLS = (0, 0.5)  # seconds
 
 
 def throughput(model: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import random
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,6 +213,71 @@ def test_only_so_many_processes_work_at_once(player):
         found += one.episodes.due(idle=True)
         assert len(one.episodes.asked) <= 2
     assert found == many
+
+
+MANY = 32
+draws = random.Random(1)
+LENGTHS = {  # of four turns
+    "4 to 28 tokens": [[(4, 12, 20, 28)[(k + turn) % 4] for turn in range(4)] for k in range(MANY)],
+    "2 to 300 tokens": [[min(300, 2 + int(draws.lognormvariate(3.5, 0.8))) for _ in range(4)] for _ in range(MANY)],
+}
+
+
+def seconds(one: Player, lengths: list[list[int]], step: float, tool: float) -> float:
+    """What 32 episodes of four turns take by a clock that this sets: ``step`` for a step of the engine, whatever it
+    computes, and ``tool`` for a tool, of which all work at the same time."""
+    clock = 0.0
+    ready: dict[int, float] = {}
+
+    def pump(wait_for_one: bool = False) -> None:
+        nonlocal clock
+        played = one.episodes
+        for episode in played.queue:
+            ready[episode.key[1]] = clock + tool
+            played.asked.append(episode)
+        played.queue.clear()
+        if wait_for_one:
+            clock = max(clock, min(ready[episode.key[1]] for episode in played.asked))
+        for episode in [e for e in played.asked if ready[e.key[1]] <= clock]:
+            played.asked = [e for e in played.asked if e is not episode]
+            reward = {"said": [("No", False, tool)], "ended": episode.asked[2], "turn_reward": None}
+            episode.answer = reward | {"reward": {"score": 0.0}}
+
+    one.episodes._pump = pump
+    running = [(one.begin(k), lengths[k][0]) for k in range(MANY)]
+    ended = 0
+    while ended < MANY:
+        clock += step if running else 0.0
+        running = [(episode, left - 1) for episode, left in running]
+        for episode, left in running:
+            if left == 0:
+                one.says(episode, "x")
+        running = [(episode, left) for episode, left in running if left > 0]
+        for episode in one.episodes.due(idle=not running):
+            if episode.finish_reason is None:
+                running.append((episode, lengths[episode.key[1]][len(episode.turns) // 2]))
+            else:
+                ended += 1
+    return clock
+
+
+def test_slow_tools_do_not_stall_the_engine_and_fast_ones_gain(player):
+    """Against turn-synchronous, which a lag is that no turn reaches."""
+    lags = {"8": 8, "32": 32, "128": RunFlags.turn_lag, "512": 512, "turn-synchronous": 10**9}
+    ratios = {lag: [] for lag in lags}
+    for name, lengths in LENGTHS.items():
+        for step in (0.005, 0.025):
+            print(f"\nturns of {name}, {1000 * step:g} ms a step: seconds with a tool of 0, 0.05, 0.5, 5 s")
+            found = {}
+            for lag, count in lags.items():
+                one = player("Late", turn_lag=count, max_turns=4)
+                found[lag] = [seconds(one, lengths, step, tool) for tool in (0.0, 0.05, 0.5, 5.0)]
+                print(f"{lag:>16}" + "".join(f"{value:8.2f}" for value in found[lag]))
+            for lag in lags:
+                ratios[lag] += [a / b for a, b in zip(found[lag], found["turn-synchronous"], strict=True)]
+    print({lag: f"{min(values):.2f} to {max(values):.2f}" for lag, values in ratios.items()})
+    assert max(ratios["128"]) < 1.5 and min(ratios["128"]) < 0.85
+    assert max(ratios["8"]) > 2
 
 
 def test_ids_are_the_model_s_and_the_glue_s(player):
