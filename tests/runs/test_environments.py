@@ -1,8 +1,8 @@
 """Runs of several turns with a real engine: bits, kills, and ids, mask and rewards proved for every turn.
 
 What lives in a Python of its own needs TEXTARENA_PYTHON, GYMNASIUM_PYTHON, REASONING_GYM_PYTHON, VERIFIERS_PYTHON or
-OPENENV_PYTHON, as adapters/ say. PYTHONPATH must have the folder tests/v1/fixtures of verifiers' source archive.
-OPENENV_URL is the address of a server of `openenv init`'s environment, with room for 64 sessions.
+OPENENV_PYTHON, as adapters/ say. That of verifiers needs echo_v1.py and echo_user_sim_v1.py of its source archive
+(tests/v1/fixtures) in site-packages. OPENENV_URL: a server of `openenv init`'s environment, with room for 64 sessions.
 """
 
 from __future__ import annotations
