@@ -78,6 +78,7 @@ HERE = {
     "save_every": 1,
     "attn_implementation": "auto",
     "vllm_args": None,
+    "engine_process": False,
     "vllm_tensor_parallel_size": 1,
     "tokenizer_name_or_path": None,
     "track": False,
