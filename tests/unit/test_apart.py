@@ -184,6 +184,8 @@ def test_a_conversation(monkeypatch):
 
 
 def test_a_process_that_is_killed_or_ends_by_itself_is_an_error():
+    """And the thread that sends to it ends, with the weights that it holds."""
+    before = threading.active_count()
     killed, ended = Talk(), Talk()
     os.kill(killed.first[1], signal.SIGKILL)
     kind, error = killed.outbox.get(timeout=10)
@@ -192,6 +194,7 @@ def test_a_process_that_is_killed_or_ends_by_itself_is_an_error():
     assert kind == "error" and "ended with exit code 3" in str(error)
     killed.ended()
     ended.ended()
+    assert threading.active_count() == before
 
 
 def test_what_the_thread_raises_is_told_with_its_traceback():
