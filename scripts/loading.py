@@ -19,8 +19,7 @@ def load_arguments(path: Path) -> ModuleType:
 
     Any file with a dataclass Args will do, such as an edited copy of grpo.py. Exits with code 2 for another file.
     """
-    if path.suffix != ".py" or not path.is_file():
-        process.refuse(f"{path} is not a script; give one and its arguments: grpo.py --beta 0.03")
+    check(path)
     tree = ast.parse(path.read_text())
     names = top_level(tree)
     if "Args" not in names:
@@ -35,6 +34,12 @@ def load_arguments(path: Path) -> ModuleType:
     return module
 
 
+def check(path: Path) -> None:
+    """Exit with code 2 where a path is no script's."""
+    if path.suffix != ".py" or not path.is_file():
+        process.refuse(f"{path} is not a script; give one and its arguments: grpo.py --beta 0.03")
+
+
 def top_level(tree: ast.Module) -> list[str]:
     """The name that each statement of a module defines; "" for one that defines no class and no function."""
     return [getattr(node, "name", "") for node in tree.body]
@@ -42,6 +47,7 @@ def top_level(tree: ast.Module) -> list[str]:
 
 def load_script(path: Path, needed: Sequence[str]) -> ModuleType:
     """A training script, imported from its file. Exits with code 2 where it lacks one of the names ``needed``."""
+    check(path)
     name = f"loaded_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)

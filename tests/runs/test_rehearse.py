@@ -105,6 +105,14 @@ def test_an_unknown_card_is_refused_with_those_that_are_known(word, capsys):
     assert "rtx4090" in capsys.readouterr().err
 
 
+def test_a_launcher_in_the_place_of_the_script_is_refused(capsys):
+    """The command for GPUs begins with it; what is rehearsed are the flags of the script."""
+    with pytest.raises(SystemExit) as stop:
+        rehearse.main(["h100:8", "accelerate", "launch", "grpo.py"])
+    assert stop.value.code == 2
+    assert "accelerate is not a script" in capsys.readouterr().err
+
+
 def test_the_plan_of_a_command_line(tiny, capsys, monkeypatch):
     """The lines of the start for cards that are not here, with the checks of a launch of that size."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
