@@ -274,8 +274,9 @@ def changed(args, trainers: int, folder: Path) -> dict:
     here["num_unique_prompts_rollout"] = max(trainers, args.num_mini_batches)
     here["eval_prompts"] = min(trainers, args.eval_prompts)
     here["vllm_engines"] = min(1, args.vllm_engines)
-    if getattr(args, "critic", ()):
-        here["critic"] = [word for word in args.critic if not word.startswith("model_name_or_path=")]
+    if hasattr(args, "critic"):
+        here["critic"] = tuple(word for word in args.critic if not word.startswith("model_name_or_path="))
+        here["critic_warmup"] = 0
     return {name: value for name, value in here.items() if value != getattr(args, name)}
 
 

@@ -138,12 +138,14 @@ def test_a_run_here_keeps_lengths_and_vocabulary(tiny, tmp_path):
         vllm_args='{"kv_cache_memory_bytes": 40000000000}',
         critic=("model_name_or_path=elsewhere", "warm_up=3"),
         total_epochs=2,
+        critic_warmup=5,
     )
     trainers, changes, config, bound = rehearse.room_here(args, 2, tmp_path)
     assert trainers == 2 and config.num_hidden_layers == 2 and config.hidden_size == 64 and bound.peak > 1e9
     run = dataclasses.replace(args, **changes)
     assert (run.num_unique_prompts_rollout, run.num_mini_batches, run.max_response_length) == (4, 4, 64)
-    assert (run.attn_implementation, run.vllm_args, run.critic) == ("auto", None, ["warm_up=3"])
+    assert (run.attn_implementation, run.vllm_args) == ("auto", None)
+    assert (run.critic, run.critic_warmup) == (("warm_up=3",), 0)
     rehearse.write_model(config, args, tmp_path / "model")
     written = memory.read_model(tmp_path / "model")
     assert written == memory.read_model(tiny)
