@@ -95,6 +95,11 @@ def test_what_is_wrong_with_such_tests_is_said_at_the_start(given, wrong):
     assert wrong in rewards.code_error(json.dumps(given), {})
 
 
+def test_a_check_that_is_no_python_is_said_without_a_run(monkeypatch):
+    monkeypatch.setattr(rewards, "_try_tests", lambda tests: pytest.fail("it was run"))
+    assert rewards.code_error("assert f(1 == 2", {}).startswith("tests: SyntaxError")
+
+
 @pytest.mark.parametrize("tests", ["[]", "[1]", '[{"stdin": "", "stdout": ""}, "assert f(1)"]'])
 def test_a_list_of_something_else_than_tests(tests):
     assert rewards.code_error(tests, {"entry_point": "f"}).endswith("JSON must be a list of tests")
