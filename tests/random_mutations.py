@@ -490,7 +490,8 @@ class Server:
             if mutation is not None:
                 path.write_bytes(original)
         said = json.loads(self.said.read_text()) if self.said.exists() else ["", ""]
-        if code in (3, 4, 5, FORK_FAILED):
+        broken = (4, 5, FORK_FAILED) if mutation is not None else (3, 4, 5, FORK_FAILED)  # 3: tests cannot be collected
+        if code in broken:
             raise RuntimeError(f"pytest itself failed with {code}:\n{self.log.read_text()[-3000:]}")
         state = "survived" if code == 0 else "killed"
         by = "time limit" if code is None else said[0] or f"exit code {code}"
