@@ -789,6 +789,19 @@ def test_the_page_shows_the_numbers_of_the_script(rows):
         assert cells[name] == [*numbers, found[0].ascends.replace("|", "\\|")], name
 
 
+def test_weights_of_rewards_do_not_depend_on_what_the_memory_holds():
+    """No response to the second prompt has both rewards: the gradient of their product is 0 there."""
+    world = loss_table.two_rewards()
+    policies = loss_table.policies_of(world, "fresh")
+    mean = world.gradient(lambda x: world.probabilities(x) @ world.rewards, policies.pi)
+    for _ in range(200):
+        marked = [torch.full((n,), -1, dtype=torch.int32) for n in (1, 2, 3, 4, 8, 16, 64)]
+        del marked  # torch's allocator hands this memory out again
+        weights, left = loss_table.weights_of_parts(mean, world, policies, 1)
+        assert left < 1e-12
+        torch.testing.assert_close(weights, torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64))
+
+
 def test_the_script_prints_every_row_and_draws_them(rows, tmp_path, monkeypatch):
     picture = tmp_path / "losses.png"
     monkeypatch.setattr(loss_table, "table", lambda: rows)
