@@ -988,7 +988,8 @@ def weights_of_parts(mean: Tensor, world: World, policies: Policies, prompt: int
     update = mean[own]
     # By singular values: where a gradient is 0, as of two rewards that no response has both of, the default may find
     # rank 0, since LAPACK's gelsy takes columns first whose marks torch leaves as the memory has them.
-    weights = torch.linalg.lstsq(gradients, update[:, None], driver="gelsd").solution[:, 0]
+    nearest = torch.linalg.lstsq(gradients, update[:, None], driver="gelsd")
+    weights = nearest.solution[:, 0]
     left = update - gradients @ weights
     return weights, (left.norm() / update.norm()).item()
 
