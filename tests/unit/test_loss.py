@@ -97,6 +97,14 @@ def test_the_parts_of_a_reward_have_curves_of_their_own():
     assert sum(name.startswith("reward/word") for name in found) == 30
 
 
+def test_what_could_not_be_scored_and_what_crashed_are_counted_apart():
+    samples = make_samples(2, 3)
+    for sample, status in zip(samples, ["ok", "ok", "ok", "unscorable", "unscorable", "crash"], strict=True):
+        sample.reward_status = status
+    found = utils.sample_metrics(samples, torch.zeros(2, 3, dtype=torch.float64), 1)
+    assert (found["reward/unscorable"], found["reward/errors"]) == (2, 1)
+
+
 def test_loss_weights(samples):
     offsets = batching.token_offsets(samples)
     some = [0, 1, 5, 7]
@@ -168,7 +176,7 @@ def test_each_optimizer_step_is_counted_once(monkeypatch):
         stats.stepped(policy, skips, 2)
         seen.append(skips.policy)
     assert seen == [1, 2, 0, 1] and (stats.steps, stats.skipped) == (1, 3)
-    assert stats.totals["tokens"] == 4 * 6
+    assert stats.totals["tokens"] == 4 * 6 and stats.metrics(1e-3)["optim/grad_norm"] == 1.0
 
 
 def test_one_stale_engine_of_many_is_noticed():
