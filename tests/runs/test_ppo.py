@@ -575,11 +575,13 @@ def test_a_return_that_is_not_finite_does_not_reach_the_normalizer():
 
 
 def test_a_critic_that_is_never_finite_again_ends_the_run(tiny, tmp_path, monkeypatch):
-    """As a policy does: after ten optimizer steps in a row that were not applied."""
+    """As a policy does: after ten optimizer steps in a row that were not applied, the run's first among them."""
     plain = ppo.value_loss
     monkeypatch.setattr(ppo, "value_loss", lambda *a: (plain(*a)[0] * float("nan"), plain(*a)[1]))
+    args = tiny_ppo(tiny, tmp_path, total_steps=12, log_samples=0)
     with pytest.raises(RuntimeError, match="ten optimizer steps in a row"):
-        run_here(tiny_ppo(tiny, tmp_path, total_steps=12, log_samples=0), "ppo")
+        run_here(args, "ppo")
+    assert len(read_jsonl(Path(args.output_dir) / rundir.run_name(args, Args()) / "metrics.jsonl")) == 9
 
 
 def test_a_value_loss_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypatch):
@@ -649,7 +651,7 @@ def test_many_switches_at_once(tiny, tmp_path):
         gamma=0.99,
         gae_lambda=0.9,
         adv_norm="group",
-        value_clip=0.1,
+        value_clip=1e-3,
         value_norm="exp",
         value_norm_beta=0.5,
         critic_warmup=1,
@@ -682,6 +684,7 @@ def test_many_switches_at_once(tiny, tmp_path):
     metrics = run_here(args, "ppo")
     assert [m["optim/steps"] for m in metrics] == [0, 4, 4, 4, 4, 4]
     assert all(m["reward/generated_mean"] <= m["reward/mean"] for m in metrics)
+    assert 0 < max(m["value/clip_frac"] for m in metrics) < 1
     left = [m["data/problems"] for m in metrics]
     assert left[0] == 8 > left[1] >= 4 and left == sorted(left, reverse=True), left
     assert all(v == v for m in metrics for v in m.values())

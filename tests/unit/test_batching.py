@@ -9,6 +9,7 @@ import random
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import bookkeeping
 import numpy as np
@@ -474,15 +475,22 @@ def test_check_forward_refuses_a_model_that_caps_its_logits(tiny_model, capsys):
     policy.model.forward = capped
     with pytest.raises(SystemExit):
         utils.check_forward(policy, "shared", 2, 64)
-    assert "--batch_layout" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--batch_layout shared:" in said and "no other layout works either" in said
+
+
+def moved(model):
+    """A copy with slightly different weights."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    return other
 
 
 def test_full_vocabulary_kl_of_a_micro_batch(tiny_model, samples):
     """Against the definition; exactly 0, gradient included, against itself."""
-    other = copy.deepcopy(tiny_model)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    other = moved(tiny_model)
     policy, reference = (utils.TokenLogprobs(m, 0.7, 7) for m in (tiny_model, other))
     (mb,) = batches(samples)
     _, _, kl = policy(mb, reference)
@@ -499,6 +507,29 @@ def test_full_vocabulary_kl_of_a_micro_batch(tiny_model, samples):
     _, _, zero = policy(mb, utils.TokenLogprobs(copy.deepcopy(tiny_model), 0.7, 7))
     zero.sum().backward()
     assert zero.abs().max() < 1e-6 and max(p.grad.abs().max() for p in tiny_model.parameters()) < 1e-6
+
+
+def test_the_exact_kl_is_that_of_all_ranks(tiny_model, samples, monkeypatch):
+    """Here as if a second rank had found the same sums once more, and a token whose KL is 9."""
+    torch.distributed.is_initialized() or torch.distributed.init_process_group("gloo")
+    policy = utils.TokenLogprobs(tiny_model, 1.0, 1000)
+    reference = utils.TokenLogprobs(moved(tiny_model), 1.0, 1000)
+    cutting = {"layout": "shared", "rank": 0, "world_size": 1, "device": CPU}
+    run = SimpleNamespace(device=CPU, sizes=SimpleNamespace(logprob_micro_batch_tokens=60), cutting=cutting)
+    with torch.no_grad():
+        alone = utils.exact_kl(policy, reference, samples, list(range(len(samples))), run)
+    assert 0 < alone["kl/full"] < alone["kl/full_max"] < 9 and alone["kl/forward_full"] > 0
+
+    def all_reduce(tensor, op=torch.distributed.ReduceOp.SUM):
+        if op == torch.distributed.ReduceOp.MAX:
+            tensor.clamp_(min=9.0)
+        else:
+            tensor.mul_(2)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    with torch.no_grad():
+        together = utils.exact_kl(policy, reference, samples, list(range(len(samples))), run)
+    assert together == alone | {"kl/full_max": 9.0}
 
 
 def test_token_stats_never_see_padding(tiny_model):

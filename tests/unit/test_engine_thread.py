@@ -6,11 +6,13 @@ tests/runs/test_engine.py has the real one; what a GPU alone would do (memory th
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import importlib
 import inspect
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from helpers import ROOT, run_here, tiny_args
 
 import grpo
 import ppo
+import utils
 from runtime import dedicated, flags, watchdog, weights
 from runtime.engine import Engine
 from runtime.episodes import Episodes
@@ -408,3 +411,14 @@ def test_what_the_script_gives_vllm_is_refused_beside_it(script):
     assert names | {"gpu_memory_utilization"} == set(flags.VLLM_TAKEN)
     fields = {field.name for field in dataclasses.fields(EngineArgs)}
     assert {*flags.VLLM_TAKEN, *flags.VLLM_RESOURCES} - fields == set()
+
+
+@pytest.mark.parametrize("ignore_eos, length", [(True, 5), (False, 1)])
+def test_which_tokens_end_a_response_of_transformers(tiny_model, ignore_eos, length):
+    """All logits are equal, and the largest is that of token 0, which is the one that ends responses, or just any."""
+    model = copy.deepcopy(tiny_model).eval()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    sampling = SAMPLING | {"temperature": 0.0, "max_tokens": 5, "ignore_eos": ignore_eos}
+    ((key, ids, logprobs, reason),) = utils._generate(model, [5, 6], ["key"], 1, sampling, [0], torch.device("cpu"))
+    assert (key, ids, reason) == ("key", [0] * length, "length" if ignore_eos else "stop")
+    assert logprobs == pytest.approx([-math.log(model.config.vocab_size)] * length)

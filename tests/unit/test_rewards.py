@@ -252,15 +252,31 @@ def test_pool_starts_again():
 
 
 def test_pool_outlives_its_nursery():
-    """The out-of-memory killer may take any process: its workers end with it, and all start again."""
+    """The out-of-memory killer may take any process: its workers end with it, a busy one too, and all start again."""
     pool = RewardPool(2, 20.0)
     assert works(pool)
+    pool.submit(f"{MINE}:hangs", "x", "x", {})
     workers = psutil.Process(pool.nursery.process.pid).children()
     assert len(workers) == 2
     pool.nursery.process.kill()
     assert psutil.wait_procs(workers, timeout=5)[1] == []
     assert works(pool)
     pool.close()
+
+
+@pytest.mark.parametrize("verifier", ["exact", "code", "reasoning_gym"])
+def test_what_a_verifier_needs_is_there_before_its_first_sample(monkeypatch, verifier):
+    """And what the others would need is not."""
+    started = []
+    monkeypatch.setattr(rewards.sandbox, "namespaces_refused", lambda: started.append("code"))
+    monkeypatch.setattr(rewards.process, "live_for_parent", lambda: None)
+    monkeypatch.setattr(rewards.sandbox, "allow_unsafe", False)
+    monkeypatch.setattr("resource.setrlimit", lambda *a: None)
+    monkeypatch.setattr(sys, "set_int_max_str_digits", lambda digits: None)
+    monkeypatch.setattr(rewards.importlib, "import_module", started.append)
+    rewards._prepare_workers([verifier])
+    rewards._start_worker([verifier], False)
+    assert started == [verifier][verifier == "exact" :]
 
 
 def test_workers_draw_random_numbers_of_their_own():
