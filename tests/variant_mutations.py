@@ -36,6 +36,14 @@ MUTATIONS = [
         LORA,
     ),
     ("no refusal of --rollout hf", "lora.patch", 'args.rollout == "hf" or ', "", [*LORA, "-k", "refused"]),
+    ("a teacher without a hint", "opsd.patch", "micro_batches(shown, known", "micro_batches(samples, known", OPSD),
+    (
+        "the teacher of other tokens",
+        "opsd.patch",
+        "place_U[mb.copies] = mb.tokens",
+        "place_U[mb.copies] = 0 * mb.tokens",
+        OPSD,
+    ),
     ("the other divergence", "opsd.patch", 'if kind == "reverse":', 'if kind == "forward":', OPSD),
     ("the sum of both KLs to their mean", "opsd.patch", "(logq_UV, mean_UV)) / 2", "(logq_UV, mean_UV))", OPSD),
     (
@@ -50,6 +58,13 @@ MUTATIONS = [
         "opsd.patch",
         "logq_UV = teacher_UV.log_softmax",
         "logq_UV = (2 * teacher_UV).log_softmax",
+        OPSD,
+    ),
+    (
+        "the reward is learned from as well",
+        "opsd.patch",
+        "+        advantages_N = -penalty_N  #",
+        "+        advantages_N = batching.per_token([s.advantage for s in samples], offsets, device)  #",
         OPSD,
     ),
     (

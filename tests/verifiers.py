@@ -259,3 +259,21 @@ def always(response, truth, row):
 
 def never(response, truth, row):
     return Reward(0.0)
+
+
+def well_formed(response):
+    return float(sum(response.encode()) % 3 == 0)
+
+
+def right_and_well_formed(response, truth, row):
+    """By chance, each in its own way; right depends on the truth, and a step tells of it early."""
+    right = float((len(response) + len(truth)) % 2)
+    return Reward(right, {"correct": right, "format": well_formed(response)}, steps=((1, right),))
+
+
+def only_well_formed(response, truth, row):
+    return Reward(well_formed(response))
+
+
+def wrong(response, truth, row):
+    return Reward(0.0 - right_and_well_formed(response, truth, row).score)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 import variant
 from helpers import ROOT, load_variant, make_samples, run_here, tiny_args, token_loss
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import utils
 from runtime import batching, data, presets, records
@@ -414,6 +414,52 @@ def test_opsd_takes_tokens_that_cannot_be(modules, kind):
     (gradient,) = torch.autograd.grad(found.sum(), leaf)
     assert torch.allclose(found, modules["opsd"].divergence(student, teacher, kind))
     assert torch.isfinite(gradient).all() and (gradient[:, -1] == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, layout", [("forward", "shared"), ("reverse", "padded"), ("js", "packed")])
+def test_opsd_compares_the_same_tokens_after_two_prompts(modules, tiny, tmp_path, monkeypatch, kind, layout):
+    """The loss of a real first step is the divergence of two plain passes over each sample; some samples are equal."""
+    module = modules["opsd"]
+    seen = []
+    advantages = []
+    plain, plain_loss = module.hinted, module.token_loss
+
+    def hinted(samples, *more):
+        shown = plain(samples, *more)
+        seen[:] = zip(samples, shown, strict=True)
+        return shown
+
+    def token_loss(tokens, *more):
+        advantages.append(tokens.advantages_T.abs().max().item())
+        return plain_loss(tokens, *more)
+
+    monkeypatch.setattr(module, "hinted", hinted)
+    monkeypatch.setattr(module, "token_loss", token_loss)
+    flags = {"total_steps": 1, "eval_prompts": 0, "max_response_length": 2, "temperature": 0.05}
+    flags |= {"num_samples_per_prompt_rollout": 8, "divergence": kind, "batch_layout": layout}
+    args = tiny_args(tiny, tmp_path, "variant_opsd", **flags)
+    (metrics,) = run_here(args, "variant_opsd")
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    total = []
+    for sample, other in seen:
+        assert len(other.prompt_ids) > len(sample.prompt_ids)
+        both = []
+        for prompt_ids in (sample.prompt_ids, other.prompt_ids):
+            ids = torch.tensor([[*prompt_ids, *sample.response_ids]])
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(prompt_ids) - 1 : -1]
+            both.append((logits.double() / 0.05).log_softmax(-1))
+        p, q = both
+        m = (p.exp() / 2 + q.exp() / 2).log()
+        forward, reverse = (q.exp() * (q - p)).sum(-1), (p.exp() * (p - q)).sum(-1)
+        js = ((q.exp() * (q - m)).sum(-1) + (p.exp() * (p - m)).sum(-1)) / 2
+        total.append({"forward": forward, "reverse": reverse, "js": js}[kind])
+    assert len({(s.prompt_id, bytes(s.response_ids)) for s, _ in seen}) < len(seen)
+    expected = torch.cat(total).mean().item()
+    assert metrics["loss/kl"] == pytest.approx(expected, rel=1e-4)
+    assert set(advantages) == {0.0} and metrics["reward/std"] > 0  # the reward is measured alone
+    assert expected > 1e-4 and metrics["optim/grad_norm"] > 0
 
 
 def test_opsd_refuses_what_is_not_its_loss(modules, tiny, tmp_path, capsys):
