@@ -148,7 +148,7 @@ def known_columns(rows: list) -> tuple[str, str, str, str | None]:
         return "messages", "ground_truth", "last_number", "dataset" if "dataset" in has else None
     if "input_output" in has:  # APPS, TACO: question; AReaL: prompt
         return "question" if "question" in has else "prompt", "input_output", "code", None
-    if {"nums", "target"} <= has:
+    if {"nums", "target"} <= has and not {"question", "answer"} <= has:
         return "nums", "target", "countdown", None
     if "problem" in has and has & {"answer", "solution"}:
         return "problem", "answer" if "answer" in has else "solution", "math", None
@@ -160,6 +160,11 @@ def known_columns(rows: list) -> tuple[str, str, str, str | None]:
 def _is_column(key: str, has: Iterable[str]) -> bool:
     """Whether a column of this name, or the one that its first part names, is among the columns ``has``."""
     return key in has or key.split(".")[0] in has
+
+
+def _names(columns: Iterable) -> str:
+    """Names of columns for a message of one line, whatever a file holds."""
+    return ", ".join(name if name.isprintable() else repr(name) for name in map(str, columns))
 
 
 def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns:
@@ -187,9 +192,9 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
     for flag, key in (("--prompt_key", prompt), ("--ground_truth_key", truth)):
         if has and not _is_column(key, has) and not (flag == "--ground_truth_key" and without_truth):
             alone = "; --verifier reward_model needs none" if args.reward_model_name_or_path and key == truth else ""
-            refuse(f"{flag} {key}: --dataset {source} has no such column; it has: {', '.join(map(str, has))}{alone}")
+            refuse(f"{flag} {key}: --dataset {source} has no such column; it has: {_names(has)}{alone}")
     if names_verifiers is not None and has and not _is_column(names_verifiers, has):
-        refuse(f"--verifier_key {names_verifiers}: --dataset {source} has no such column; it has: {', '.join(has)}")
+        refuse(f"--verifier_key {names_verifiers}: --dataset {source} has no such column; it has: {_names(has)}")
     if source.startswith(GYM):
         for row in seen:
             if check("last_number", str(row.get(truth)), row):

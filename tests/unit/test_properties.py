@@ -79,6 +79,8 @@ def as_truth(value: object) -> str:
 @given(st.lists(ROW | JSON, max_size=6), st.none() | NAMES, st.sampled_from(["raise", "drop"]))
 @example([{"question": "1 + 1 =", "answer": 2}, {"question": "\ud800", "answer": 1}], None, "drop")
 @example([{"question": None, "answer": "8", "messages": "2 + 2 =", "ground_truth": "4"}], "exact", "raise")
+@example([{"question": "2 + 2 =", "answer": "4", "nums": "0", "target": 0}], "exact", "raise")
+@example([{"\n": None}], None, "raise")
 def test_rows_become_what_they_say_or_are_refused(rows, verifier, bad_rows):
     """Each problem has the prompt and the truth of its row, in the order of the rows."""
     with folder() as place:
@@ -98,9 +100,10 @@ def test_rows_become_what_they_say_or_are_refused(rows, verifier, bad_rows):
         if "question" in row and problem.truth and not isinstance(row["question"], list):
             if not str(row["question"]).startswith("[{"):
                 prompts = [row[name] for name in ("question", "prompt", "messages") if name in row]
-                assert problem.messages[-1]["content"] in prompts
+                said = [message for prompt in prompts if isinstance(prompt, list) for message in prompt]
+                assert problem.messages[-1]["content"] in prompts or problem.messages[-1] in said
             assert problem.truth in {as_truth(value) for value in json.loads(texts[place]).values()} | {
-                str(row["answer"])
+                str(row.get("answer"))
             }
 
 
