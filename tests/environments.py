@@ -38,6 +38,23 @@ class Late(Guess):
         return super().turn(text)
 
 
+class Troubled(Guess):
+    """The same, whose turns do once what tests/soak.py has ordered."""
+
+    def turn(self, text):
+        for how in ("tool_raises", "tool_hangs", "tool_dies"):
+            try:
+                os.unlink(f"{os.environ['SOAK_ORDERS']}/{how}")
+            except FileNotFoundError:
+                continue
+            if how == "tool_raises":
+                raise ConnectionError("no such host")
+            if how == "tool_hangs":
+                time.sleep(3600)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().turn(text)
+
+
 class Paid:
     """A game of turns that each bring what the model says; the end brings 10 more where it says "end"."""
 

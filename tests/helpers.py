@@ -12,6 +12,7 @@ import gc
 import importlib
 import importlib.metadata
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -101,6 +102,18 @@ def make_tiny(folder: Path) -> Path:
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_chatty(folder: Path) -> Path:
+    """Write the tiny model with one token in twenty as an end, so that turns end, and room for long prompts."""
+    make_tiny(folder)
+    for name, change in (
+        ("generation_config.json", {"eos_token_id": [2, *range(200, 230)]}),
+        ("config.json", {"max_position_embeddings": 8192}),
+    ):
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
     return folder
 
 
@@ -262,7 +275,7 @@ def folder_of(args, script: str = "grpo") -> Path:
     return Path(args.output_dir) / rundir.run_name(args, importlib.import_module(script).Args())
 
 
-TIMES = ("time/", "perf/", "engine/")
+TIMES = ("time/", "perf/", "engine/", "env/tool_seconds")
 
 
 def record(folder: Path) -> dict:
@@ -271,9 +284,12 @@ def record(folder: Path) -> dict:
     assert [m["step"] for m in metrics] == list(range(1, len(metrics) + 1)), "a step is missing or stands twice"
     evaluations = read_jsonl(folder / "eval.jsonl") if (folder / "eval.jsonl").exists() else []
     assert len({e["step"] for e in evaluations}) == len(evaluations)
+    samples = read_jsonl(folder / "samples.jsonl")
+    for turn in itertools.chain.from_iterable(sample.get("turns", ()) for sample in samples):
+        turn.pop("seconds", None)
     return {
         "metrics": [{k: v for k, v in m.items() if not k.startswith(TIMES)} for m in metrics],
-        "samples": read_jsonl(folder / "samples.jsonl"),
+        "samples": samples,
         "evaluations": [{k: v for k, v in e.items() if not k.startswith(TIMES)} for e in evaluations],
         "weights": process.file_digest(folder / "model" / "model.safetensors"),
     }

@@ -2,6 +2,8 @@
 
     python tests/soak.py                                     200 steps of grpo.py, 40 faults
     python tests/soak.py --script ppo.py --steps 60 --seed 1
+    python tests/soak.py --rollout vllm --async_steps 0      with the real engine
+    python tests/soak.py --rollout vllm --environment        in which responses have turns
     python tests/soak.py --only killed second_run            these faults alone
 
 Faults come from outside (signals, damaged files, limits of the kernel, another clock) or by the hooks that
@@ -46,7 +48,9 @@ from helpers import (
     flip,
     go_back,
     logged,
+    make_chatty,
     make_tiny,
+    read_jsonl,
     record,
     saved,
 )
@@ -54,6 +58,7 @@ from helpers import (
 from runtime import rundir
 
 LIMIT = 300.0  # seconds that anything may take
+TIMEOUT = 60  # --timeout of the runs: vLLM has to be built within it, also on a busy machine
 PAUSE = 0.5  # seconds after a step of the tiny model, of which a second would have a dozen: faults need time, too
 HOURS = 5 * 3600.0
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -117,12 +122,28 @@ class Missed(Exception):
     """A fault met nobody: what it is aimed at is gone, or has no work."""
 
 
+class Outbox:
+    """The engine's, which changes the samples that go through it by ``change(log-probs)``."""
+
+    def __init__(self, outbox, change: Callable[[list[float]], list[float]]):
+        self.outbox = outbox
+        self.change = change
+
+    def __getattr__(self, name: str):
+        return getattr(self.outbox, name)
+
+    def put(self, message: tuple) -> None:
+        if message[0] == "sample":
+            message = (*message[:4], self.change(message[4]), *message[5:])
+        self.outbox.put(message)
+
+
 def hook(script: ModuleType, orders: Path) -> None:
     """Put the hooks of some faults into a script. An order is a file; whoever removes it does what its name says."""
-    from runtime import runlog
+    from runtime import engine, runlog
 
-    utils = script.utils
-    plain_generate = utils._generate
+    engine.RESTARTS = 1000
+    plain_push = script.push_weights
     plain_loss = script.token_loss
     plain_step = runlog.RunLog.step
 
@@ -133,16 +154,35 @@ def hook(script: ModuleType, orders: Path) -> None:
             return False
         return True
 
-    def generate(*arguments):
-        if ordered("engine_raises"):
-            raise ValueError("the engine broke on purpose")
-        if ordered("engine_dies"):
-            sys.exit(3)
-        if ordered("engine_hangs"):
-            time.sleep(120)
-        broken = ordered("sampler_nan")
-        for key, ids, logprobs, reason in plain_generate(*arguments):
-            yield key, ids, [math.nan] * len(logprobs) if broken else logprobs, reason
+    def asks(plain: Callable) -> Callable:
+        def ask(*arguments):  # in the engine's thread
+            if ordered("engine_raises"):
+                raise ValueError("the engine broke on purpose")
+            if ordered("engine_dies"):
+                sys.exit(3)
+            if ordered("engine_hangs"):
+                time.sleep(3 * TIMEOUT)
+            return plain(*arguments)
+
+        return ask
+
+    def reports(plain: Callable) -> Callable:
+        def change(logprobs: list[float]) -> list[float]:
+            return [math.nan] * len(logprobs) if ordered("sampler_nan") else logprobs
+
+        return lambda *given: plain(*given[:-1], Outbox(given[-1], change))
+
+    def half(weights: list, what: str):
+        yield from weights[: len(weights) // 2]
+        if what == "killed_in_a_push":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("the push broke on purpose")
+
+    def push(llm, weights, *rest):
+        for what in ("killed_in_a_push", "push_raises"):
+            if ordered(what):
+                weights = half(weights, what)
+        return plain_push(llm, weights, *rest)
 
     def token_loss(*arguments):
         loss, pieces = plain_loss(*arguments)
@@ -154,7 +194,11 @@ def hook(script: ModuleType, orders: Path) -> None:
         if ordered("stall"):
             time.sleep(3600)
 
-    utils._generate = generate
+    script.begin_turn = asks(script.begin_turn)
+    script.utils._generate = asks(script.utils._generate)
+    script.vllm_thread = reports(script.vllm_thread)
+    script.utils.hf_thread = reports(script.utils.hf_thread)
+    script.push_weights = push
     script.token_loss = token_loss
     runlog.RunLog.step = step
 
@@ -214,15 +258,16 @@ class Life(Run):
 class Soak:
     """A run that is started again and again, and what happens to it."""
 
-    def __init__(self, place: Path, script: str, steps: int, seed: int):
+    def __init__(self, place: Path, args: argparse.Namespace):
         self.place = place
         tiny = place / "tiny"
-        maker = multiprocessing.get_context("fork").Process(target=make_tiny, args=(tiny,))
+        make = make_chatty if args.environment else make_tiny
+        maker = multiprocessing.get_context("fork").Process(target=make, args=(tiny,))
         maker.start()  # apart: training a tokenizer leaves threads behind, which no fork would have
         maker.join()
-        self.script = many.load_script(ROOT / f"{script}.py")
-        self.steps = steps
-        self.random = random.Random(seed)
+        self.script = many.load_script(ROOT / args.script)
+        self.steps = args.steps
+        self.random = random.Random(args.seed)
         self.out = place / "soak"
         self.folder = self.out / "run"
         self.orders = place / "orders"
@@ -231,14 +276,18 @@ class Soak:
         self.lives = 0
         self.went_back = 0
         self.lost: Counter = Counter()
-        flags = ["--total_steps", str(steps), "--eval_prompts", "0", "--track"]
+        flags = ["--total_steps", str(args.steps), "--eval_prompts", "0", "--track"]
         flags += ["--save_every", "2", "--keep_checkpoints", "0", "--num_mini_batches", "2", "--beta", "0.1"]
-        flags += ["--timeout", "40"]
-        flags += ["--reward_timeout", "10", "--reward_workers", "2", "--async_steps", "1"]
+        flags += ["--timeout", str(TIMEOUT)]
+        flags += ["--reward_timeout", "10", "--reward_workers", "2", "--async_steps", str(args.async_steps)]
         flags += ["--verifier", f"{ROOT / 'tests' / 'verifiers.py'}:parity_or_hangs"]
+        if args.environment:
+            flags += ["--environment", f"{ROOT / 'tests' / 'environments.py'}:Troubled", "--turn_timeout", "10"]
+            flags += ["--max_response_length", "64", "--max_turns", "3"]
         os.environ["SOAK_ORDERS"] = str(self.orders)
-        self.line = command(tiny, self.out, *flags, script=script)
-        self.straight = command(tiny, place / "straight", *flags, script=script)
+        kind = {"script": args.script.removesuffix(".py"), "rollout": args.rollout}
+        self.line = command(tiny, self.out, *flags, **kind)
+        self.straight = command(tiny, place / "straight", *flags, **kind)
 
     # ------------------------------------------------------------------------------------------- what a fault may do
 
@@ -348,7 +397,8 @@ class Soak:
             with contextlib.suppress(json.JSONDecodeError):  # half written
                 metrics = json.loads(line)
                 lost = [metrics[f"reward/{kind}"] for kind in ("errors", "timeouts", "unscorable")]
-                if first is None and sum(lost) + metrics["optim/skipped"] > 0:
+                lost += [metrics["optim/skipped"], metrics.get("env/failures", 0)]
+                if first is None and sum(lost) > 0:
                     first = metrics["step"]
         if first is None:
             return False
@@ -423,6 +473,21 @@ def killed_in_a_save(soak: Soak) -> str:
     soak.run.process.kill()
     soak.ends()
     return f"ended, {len(list(saves.glob('*.partial')))} unfinished save left"
+
+
+def killed_in_a_push(soak: Soak) -> str:
+    """The run is killed in the middle of a push. SIGKILL, with half of the weights in the engine."""
+    soak.order("killed_in_a_push")
+    soak.ends(-signal.SIGKILL)
+    return "ended"
+
+
+def push_raises(soak: Soak) -> str:
+    """The engine raises in the middle of a push. Half of the weights are in it."""
+    words = soak.says("its engine is built again")
+    soak.order("push_raises")
+    soak.until(words)
+    return "was built again, went on"
 
 
 def preempted(soak: Soak, number: signal.Signals = signal.SIGTERM) -> str:
@@ -671,6 +736,25 @@ def stalled(soak: Soak) -> str:
     return f"ended with {code}"
 
 
+def tool_fails(soak: Soak, how: str = "tool_raises") -> str:
+    """A tool raises. In one turn of one episode."""
+    file = soak.folder / "metrics.jsonl"
+    step = soak.step()
+    soak.order(how)
+    soak.until(lambda: any(row["env/failures"] > 0 for row in read_jsonl(file) if row["step"] > step))
+    return "the model was told, the run went on"
+
+
+def tool_hangs(soak: Soak) -> str:
+    """A tool hangs. In one turn of one episode, until --turn_timeout has killed it."""
+    return tool_fails(soak, "tool_hangs")
+
+
+def tool_dies(soak: Soak) -> str:
+    """The process of a tool is killed. SIGKILL, in one turn of one episode."""
+    return tool_fails(soak, "tool_dies")
+
+
 def clock_forward(soak: Soak, seconds: float = HOURS) -> str:
     """The clock jumps forward. By five hours, and stays there."""
     soak.clock.write_text(str(int(soak.clock.read_text()) + int(seconds)))
@@ -702,36 +786,41 @@ ANY += [engine_dies, engine_hangs, sampler_nan, stalled]
 CLOCKS = [clock_forward, clock_back]
 
 
-def possible() -> list[Callable]:
-    """The faults that can happen on this machine."""
+def possible(args: argparse.Namespace) -> list[Callable]:
+    """The faults that can happen on this machine to such a run."""
     faults = list(ANY)
+    if args.rollout == "vllm":
+        faults += [killed_in_a_push, push_raises]
+    if args.environment:
+        faults += [tool_fails, tool_hangs, tool_dies]
     if "CLOCK_FILE" in os.environ:
         faults += CLOCKS
     if os.geteuid() == 0 and shutil.which("chattr") is None:
         faults.remove(read_only_folder)
-    return faults
+    return [fault for fault in faults if not args.only or fault.__name__ in args.only]
 
 
-def soak(place: Path, script: str, steps: int, seed: int, count: int, faults: list[Callable]) -> None:
+def soak(place: Path, args: argparse.Namespace) -> None:
     """Make a straight run and one through faults, and compare them."""
     begun = time.monotonic()
-    it = Soak(place, script, steps, seed)
+    it = Soak(place, args)
     it.run_straight()
-    print(f"straight run: {steps} steps in {time.monotonic() - begun:.0f} s", flush=True)
+    print(f"straight run: {args.steps} steps in {time.monotonic() - begun:.0f} s", flush=True)
     begun = time.monotonic()
     try:
-        met = it.meet(faults, count)
+        met = it.meet(possible(args), args.faults)
     finally:
         if it.run.process.poll() is None:
             it.run.process.kill()
             it.run.end(LIMIT)
-    assert sum(met.values()) > count // 2, f"the run ended after {sum(met.values())} of {count} faults"
+    assert sum(met.values()) > args.faults // 2, f"the run ended after {sum(met.values())} of {args.faults} faults"
     expected = record(place / "straight" / "run")
     got = record(it.folder)
     for key in expected:
         assert got[key] == expected[key], f"{key} differ from those of the straight run"
     print(
-        f"{script}: {steps} steps, {sum(met.values())} faults of {len(met)} kinds, started {it.lives} times, went back "
+        f"{args.script}, {args.rollout}, --async_steps {args.async_steps}{', turns' * args.environment}: "
+        f"{args.steps} steps, {sum(met.values())} faults of {len(met)} kinds, started {it.lives} times, went back "
         f"{it.went_back} times, {time.monotonic() - begun:.0f} s; metrics, samples and weights equal bit for bit",
         flush=True,
     )
@@ -757,6 +846,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--faults", type=int, default=40, help="about how many to meet")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--rollout", default="hf", choices=["hf", "vllm"])
+    parser.add_argument("--async_steps", type=int, default=1)
+    parser.add_argument("--environment", action="store_true", help="of several turns, and faults of its own")
     parser.add_argument("--only", nargs="*", default=[], help="names of functions in this file")
     parser.add_argument("--out", type=Path, default=None, help="where to leave runs and logs")
     args = parser.parse_args()
@@ -766,8 +858,7 @@ def main() -> None:
     print(f"logs of every start in {place}", flush=True)
     os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": str(ROOT)}
     torch.set_num_threads(1)  # bit for bit
-    faults = [fault for fault in possible() if not args.only or fault.__name__ in args.only]
-    soak(place, args.script.removesuffix(".py"), args.steps, args.seed, args.faults, faults)
+    soak(place, args)
 
 
 if __name__ == "__main__":

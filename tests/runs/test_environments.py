@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from helpers import ROOT, alone, command, finish, forked, read_jsonl, record, saved, with_program
+from helpers import ROOT, alone, command, finish, forked, make_chatty, read_jsonl, record, saved, with_program
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,16 +35,8 @@ FEW += ("--entropy_coeff", "0.05", "--learning_rate", "1e-3", "--adam_eps", "1e-
 
 
 @pytest.fixture(scope="module")
-def chatty(tiny, tmp_path_factory) -> Path:
-    """The tiny model with one token in twenty as an end, so that turns end, and room for long prompts."""
-    folder = shutil.copytree(tiny, tmp_path_factory.mktemp("chatty") / "model")
-    for name, change in (
-        ("generation_config.json", {"eos_token_id": [2, *range(200, 230)]}),
-        ("config.json", {"max_position_embeddings": 8192}),
-    ):
-        file = folder / name
-        file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    return folder
+def chatty(tmp_path_factory) -> Path:
+    return make_chatty(tmp_path_factory.mktemp("chatty") / "model")
 
 
 def line(model: Path, out: Path, name: str, *more: str, ranks: int = 1) -> list[str]:
@@ -68,12 +60,6 @@ def test_two_runs_are_equal_to_the_bit(chatty, tmp_path, more, ranks, differs):
         finish(line(chatty, tmp_path / name, "Guess", *more, *own, ranks=ranks), tmp_path / f"{name}.log")
         found.append(record(tmp_path / name / "run"))
         print(name, found[-1]["weights"])
-    for one in found:
-        for row in one["metrics"]:
-            row.pop("env/tool_seconds")
-        for row in one["samples"]:
-            for turn in row["turns"]:
-                turn.pop("seconds", None)
     assert found[0] == found[1]
     assert all(row["optim/grad_norm"] > 0 for row in found[0]["metrics"])
     assert sum(len(row["turns"]) > 2 for row in found[0]["samples"]) > 5
