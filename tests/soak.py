@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import multiprocessing
 import os
@@ -50,12 +49,11 @@ from helpers import (
     logged,
     make_chatty,
     make_tiny,
-    read_jsonl,
     record,
     saved,
 )
 
-from runtime import rundir
+from runtime import reading, rundir
 
 LIMIT = 300.0  # seconds that anything may take
 TIMEOUT = 60  # --timeout of the runs: vLLM has to be built within it, also on a busy machine
@@ -393,13 +391,11 @@ class Soak:
         """Resume from before the first step that lost a sample or an optimizer step."""
         file = self.folder / "metrics.jsonl"
         first = None
-        for line in file.read_text().splitlines() if file.is_file() else []:
-            with contextlib.suppress(json.JSONDecodeError):  # half written
-                metrics = json.loads(line)
-                lost = [metrics[f"reward/{kind}"] for kind in ("errors", "timeouts", "unscorable")]
-                lost += [metrics["optim/skipped"], metrics.get("env/failures", 0)]
-                if first is None and sum(lost) > 0:
-                    first = metrics["step"]
+        for metrics in reading.records(file):
+            lost = [metrics[f"reward/{kind}"] for kind in ("errors", "timeouts", "unscorable")]
+            lost += [metrics["optim/skipped"], metrics.get("env/failures", 0)]
+            if first is None and sum(lost) > 0:
+                first = metrics["step"]
         if first is None:
             return False
         if self.run.process.poll() is None:
@@ -741,7 +737,7 @@ def tool_fails(soak: Soak, how: str = "tool_raises") -> str:
     file = soak.folder / "metrics.jsonl"
     step = soak.step()
     soak.order(how)
-    soak.until(lambda: any(row["env/failures"] > 0 for row in read_jsonl(file) if row["step"] > step))
+    soak.until(lambda: any(row["env/failures"] > 0 for row in reading.records(file) if row["step"] > step))
     return "the model was told, the run went on"
 
 
