@@ -33,9 +33,11 @@ FLAGS = {
     "model_name_or_path": ROOT / "models" / "testbed-1",
     "dataset": "reasoning_gym:chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1",
     "dtype": "float32",
+    "num_unique_prompts_rollout": 4,
+    "num_samples_per_prompt_rollout": 4,
     "learning_rate": 1e-6,  # so little that responses keep their lengths
     "lr_scheduler_type": "constant",
-    "eval_prompts": 16,
+    "eval_prompts": 8,
     "eval_every": 15,  # three times in each of the blocks of a thousand steps
     "save_every": 15,
     "vllm_args": '{"kv_cache_memory_bytes": 107374182}',

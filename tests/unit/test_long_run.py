@@ -1,9 +1,10 @@
-"""studies/long_run.py: what it makes of what it sees."""
+"""studies/long_run.py and studies/works_with.py: what they make of what they see."""
 
 from __future__ import annotations
 
 import long_run
 import numpy as np
+import works_with
 
 
 def test_a_slope_and_its_interval():
@@ -13,3 +14,21 @@ def test_a_slope_and_its_interval():
     noise = np.random.default_rng(0).normal(size=(400, 200))
     covered = [abs(rate) <= half for rate, half, _ in map(long_run.slope, noise)]
     assert 0.92 < np.mean(covered) < 0.98
+
+
+def test_the_table_has_one_row_of_each_version(tmp_path, monkeypatch):
+    """A new row takes the place of the old one; what stands around the table stays."""
+    page = tmp_path / "page.md"
+    head = f"# Page\n\n| `x` |\n{works_with.BEGIN}| version | found |\n|---|---|\n"
+    tail = f"{works_with.END}\nAfter it.\n"
+    page.write_text(head + tail)
+    monkeypatch.setattr(works_with, "PAGE", page)
+    for row in (["b 2", "works"], ["a 1", "breaks: first step"], ["a 1", "works"]):
+        works_with.add_row(row)
+    assert page.read_text() == f"{head}| a 1 | works |\n| b 2 | works |\n{tail}"
+
+
+def test_a_version_that_cannot_be_installed_is_said(tmp_path):
+    """By pip's error; no package comes."""
+    came, wrong = works_with.install([str(tmp_path / "no-such-file.whl")], tmp_path / "environment")
+    assert came == "" and "no-such-file" in wrong
