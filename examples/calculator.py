@@ -1,10 +1,12 @@
-"""A calculator that the model has to call: sums, whose answers count only after one.
+"""A calculator that the model has to call: only what the calculator has said counts, not what the model works out.
 
-    python grpo.py --environment examples/calculator.py:Calculator --max_turns 3 --max_response_length 96 \\
-        --system_prompt "Write an expression to have it calculated. Then write the result alone."
+    make testbed
+    python grpo.py --environment examples/calculator.py:Calculator --max_turns 2 \\
+        --model_name_or_path models/testbed-1 --dtype float32 --learning_rate 5e-4 --total_steps 20
 
-A turn with an expression ("4 - 1 - 7") is a call, and is answered with its value; anything else is the answer. The rows
-are those of reasoning-gym's chain_sum, the default data.
+A turn with an expression ("4 - 7") is a call, and is answered with its value. Any other ends the episode, and hands in
+the last value. The rows are those of reasoning-gym's chain_sum, the default data. The test bed is a small model that
+guesses in every third answer; it learns to write the sum out, and to stop after its value.
 """
 
 from __future__ import annotations
@@ -15,24 +17,23 @@ EXPRESSION = re.compile(r"-?\d+(?:\s*[-+*]\s*\d+)+")
 
 
 class Calculator:
-    """Reward 1: the last number of the answer is right, and the calculator was called."""
+    """Reward 1: what was handed in is the answer."""
 
     def reset(self, answer, **row):
         self.truth = int(answer)
-        self.calls = 0
-        self.right = False
+        self.value = None
+        self.handed_in = False
 
     def turn(self, text):
         found = EXPRESSION.search(text)
         if found:
-            self.calls += 1
-            return str(value(found[0]))
-        numbers = re.findall(r"-?\d+", text)
-        self.right = bool(numbers) and int(numbers[-1]) == self.truth
+            self.value = value(found[0])
+            return str(self.value)
+        self.handed_in = True
         return None
 
     def get_reward(self):
-        return float(self.right and self.calls > 0)
+        return float(self.handed_in and self.value == self.truth)
 
 
 def value(expression: str) -> int:

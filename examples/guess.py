@@ -1,11 +1,13 @@
-"""Guess a digit: each answer repeats the history, so that the model need not remember it.
+"""Guess a digit of four: each answer shows what is left and repeats the history, so the model need not remember it.
 
     python examples/guess.py > guess.jsonl
-    python grpo.py --environment examples/guess.py:Guess --max_turns 4 --max_response_length 96 \\
-        --dataset guess.jsonl --prompt_key prompt --eval_prompts 0
+    python grpo.py --environment examples/guess.py:Guess --max_turns 3 --max_response_length 80 \\
+        --dataset guess.jsonl --prompt_key prompt \\
+        --num_unique_prompts_rollout 16 --no_mask_truncated_completions \\
+        --model_name_or_path models/testbed-1 --dtype float32 --learning_rate 3e-4 --total_steps 40
 
-A good player halves what is left and needs 2.9 guesses on average; the reward is 1 less a quarter for each guess that
-was wrong. For a model that knows no English: python examples/guess.py "0 1 2 3 4 5 6 7 8 9" > guess.jsonl
+The prompt lists the digits ("3 4 5 6"), and the first number of a turn is the guess. A wrong one is answered with the
+digits left, and all guesses so far, + where the digit is higher ("4 5 (3+ 6-)"). Halving them takes three turns.
 """
 
 from __future__ import annotations
@@ -13,34 +15,37 @@ from __future__ import annotations
 import json
 import random
 import re
-import sys
 
 
 class Guess:
-    """Guess a digit within four guesses."""
+    """Reward 1: a guess was right. The row's columns "low" and "game" choose the digits, and the one of them."""
 
-    def reset(self, game, **row):
-        self.number = random.Random(game).randrange(10)
+    def reset(self, low, game, **row):
+        self.left = range(low, low + 4)
+        self.digit = random.Random(game).choice(self.left)
         self.history = []
         self.found = False
 
     def turn(self, text):
-        digits = re.findall(r"\d", text)
-        guess = int(digits[-1]) if digits else None
-        self.found = guess == self.number
+        number = re.search(r"\d+", text)
+        if number:
+            guess = int(number[0])
+            self.found = guess == self.digit
+            self.history.append(f"{guess}{'+' if guess < self.digit else '-'}")
+            self.left = [n for n in self.left if (n < guess) == (self.digit < guess) and n != guess]
         if self.found:
             return None
-        sign = "?" if guess is None else "+" if guess < self.number else "-"
-        self.history.append(f"{'' if guess is None else guess}{sign}")
-        return " ".join(self.history)
+        return f"{listed(self.left)} ({' '.join(self.history)})"
 
     def get_reward(self):
-        return 1 - len(self.history) / 4 if self.found else 0.0
+        return float(self.found)
 
 
-RULES = "Guess a digit. You are told all your guesses, with + where it is higher and - where it is lower."
+def listed(digits) -> str:
+    return " ".join(map(str, digits))
+
 
 if __name__ == "__main__":
-    prompt = sys.argv[1] if len(sys.argv) > 1 else RULES
-    for game in range(400):
-        print(json.dumps({"prompt": prompt, "answer": "", "game": game}))
+    for game in range(600):
+        low = random.Random(f"low {game}").randrange(7)
+        print(json.dumps({"prompt": listed(range(low, low + 4)), "answer": "", "game": game, "low": low}))

@@ -2,10 +2,15 @@
 
     python examples/search.py > search.jsonl
     python grpo.py --environment examples/search.py:Search --max_turns 3 --max_response_length 160 \\
-        --dataset search.jsonl --prompt_key prompt --eval_prompts 0
+        --dataset search.jsonl --prompt_key prompt
 
-A turn with a number is the answer. Any other is a query, and is answered with the lines that hold most of its words.
-For a model that only spells words backward, as the test bed: python examples/search.py backward > search.jsonl
+A turn with a number is the answer. Any other is a query, and is answered with the lines that have a word of it. The
+test bed knows no English, only how to spell backward, and never reads a number after words. It learns to find the line:
+
+    python examples/search.py backward > search.jsonl
+    python grpo.py --environment examples/search.py:Find --max_turns 2 --max_response_length 48 \\
+        --dataset search.jsonl --prompt_key prompt --no_mask_truncated_completions \\
+        --model_name_or_path models/testbed-1 --dtype float32 --learning_rate 5e-4 --total_steps 30
 """
 
 from __future__ import annotations
@@ -14,54 +19,50 @@ import json
 import random
 import re
 import sys
-from collections import Counter
 
-PLACES = (
-    *("Arles", "Bern", "Cork", "Delft", "Essex", "Faro", "Ghent", "Hull", "Ivrea", "Jena"),
-    *("Kiel", "Lund", "Metz", "Nice", "Oslo", "Pisa", "Riga", "Split", "Turin", "Ulm"),
-)
-THINGS = ("bridge", "tower", "mill", "gate")
-draw = random.Random(7)
-CORPUS = [f"The {thing} of {place} has {draw.randrange(10, 100)} steps." for place in PLACES for thing in THINGS]
+FIRST = ("Ar", "Ber", "Co", "Del", "Fa", "Gri", "Hul", "Je", "Ka", "Lu", "Me", "Nor", "Os", "Pi", "Ro", "Va")
+TOWNS = [first + second for first in FIRST for second in ("da", "les", "mo", "na", "sk", "ton", "vik", "ra")]
+STEPS = dict(zip(TOWNS, random.Random(7).sample(range(100, 1000), len(TOWNS)), strict=True))
 
 
-class Search:
-    """Reward 0.5: a search has shown the answer; 1: and it was given then."""
+class Find:
+    """Reward 1: one of the queries has found the line that answers the question."""
 
     def reset(self, answer, **row):
         self.truth = answer
-        self.seen = []
-        self.right = False
+        self.found = False
+
+    def turn(self, text):
+        lines = self.lines_of(text)
+        return None if self.found else lines
+
+    def lines_of(self, query):
+        words = set(re.findall(r"[a-z]+", query.lower()))
+        lines = [f"The tower of {town} has {n} steps." for town, n in STEPS.items() if town.lower() in words][:2]
+        self.found = self.found or any(self.truth in line for line in lines)
+        return "\n".join(lines) or "Nothing found."
+
+    def get_reward(self):
+        return float(self.found)
+
+
+class Search(Find):
+    """Reward 0.5: the same; 1: and after it the number was answered."""
+
+    right = False
 
     def turn(self, text):
         numbers = re.findall(r"\d+", text)
-        if numbers:
-            self.right = numbers[-1] == self.truth
-            return None
-        found = best(text)
-        self.seen += found
-        return "\n".join(found) or "Nothing found."
+        self.right = numbers[-1:] == [self.truth]
+        return None if numbers else self.lines_of(text)
 
     def get_reward(self):
-        shown = any(f" {self.truth} " in line for line in self.seen)
-        return shown * (0.5 + 0.5 * self.right)
-
-
-def best(query: str, count: int = 2) -> list[str]:
-    """The lines that hold most of the query's words, at least one of them that is rare."""
-    words = set(re.findall(r"[A-Za-z]+", query.lower()))
-    scores = Counter()
-    for line in CORPUS:
-        shared = words & set(re.findall(r"[a-z]+", line.lower())) - {"the", "of", "has", "steps"}
-        scores[line] = len(shared)
-    return [line for line, score in scores.most_common(count) if score > 0]
+        return self.found * (0.5 + 0.5 * self.right)
 
 
 if __name__ == "__main__":
-    backward = sys.argv[1:] == ["backward"]
-    for line in CORPUS[:: len(THINGS)] if backward else CORPUS:
-        thing, place, steps = re.match(r"The (\w+) of (\w+) has (\d+) steps", line).groups()
-        question = f"How many steps has the {thing} of {place}? Write words to search; then write the number alone."
-        if backward:
-            question = f"Spell this word backward (example: sun -> nus): {place[::-1].lower()}"
-        print(json.dumps({"prompt": question, "answer": steps}))
+    for town, steps in STEPS.items():
+        question = f"How many steps has the tower of {town}? Write words to search; then write the number alone."
+        if sys.argv[1:] == ["backward"]:
+            question = f"Spell this word backward (example: sun -> nus): {town[::-1].lower()}"
+        print(json.dumps({"prompt": question, "answer": str(steps)}))

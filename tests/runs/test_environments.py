@@ -358,7 +358,9 @@ TOOLS = (0, 0.5)  # seconds
 
 
 def throughput(model: str) -> None:
-    """Seconds that one engine takes for four turns of each of 32 episodes, by the tool's seconds and --turn_lag."""
+    """What one engine takes for four turns of each of 32 episodes, by the tool's seconds and --turn_lag."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
     args = grpo.Args(
         model_name_or_path=model,
         dtype="float32",
@@ -367,8 +369,9 @@ def throughput(model: str) -> None:
         max_response_length=1500,
         vllm_args='{"kv_cache_memory_bytes": 209715200}',
     )
-    plain = episodes.Episode.request, episodes.Episode.add
+    plain = episodes.Episode.request, episodes.Episode.add, LLMEngine.step
     lengths = SHORT
+    steps = 0
 
     def request(self):
         ids, sampling, seed = plain[0](self)
@@ -379,7 +382,12 @@ def throughput(model: str) -> None:
         plain[1](self, answer)
         self.finish_reason = "stop"  # each turn has its length, and then it ends
 
-    episodes.Episode.request, episodes.Episode.add = request, add
+    def step(self):
+        nonlocal steps
+        steps += 1
+        return plain[2](self)
+
+    episodes.Episode.request, episodes.Episode.add, LLMEngine.step = request, add, step
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     thread = threading.Thread(target=grpo.vllm_thread, args=(args, torch.float32, 0, 1, [2], inbox, outbox))
     thread.daemon = True
@@ -388,22 +396,25 @@ def throughput(model: str) -> None:
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "ignore_eos": True, "stop": [], "max_tokens": 1500}
     numbers = itertools.count()
 
-    def seconds(tool: float | None, lag: int) -> float:
+    def taken(tool: float | None, lag: int) -> str:
+        nonlocal steps
         args.turn_lag = lag
+        steps = 0
         row = [] if tool is None else [{"answer": "none", "seconds": tool}]
         started = time.perf_counter()
         inbox.put(("generate", next(numbers), [((k, 0), [5, 6, 7, 8 + k], k, *row) for k in range(MANY)], sampling))
         samples = [outbox.get() for _ in range(MANY)]
         assert sorted(len(s[4]) for s in samples) == sorted(map(sum, lengths)), "the same tokens in every case"
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        return f"{sum(len(s[4]) for s in samples) / seconds:.0f}/s ({seconds:.2f} s, {steps} steps)"
 
     for name, lengths in (("turns of 4 to 28 tokens", SHORT), ("turns of 2 to 300 tokens", UNEVEN)):
-        seconds(0, 8)  # a warm-up
+        taken(0, 8)  # a warm-up
         tokens = sum(map(sum, lengths))
-        print(f"{name}, {tokens} tokens in all: in one turn {seconds(None, 8):.2f} s, a tool of ... s:", flush=True)
-        print(f"{'--turn_lag':>18}" + "".join(f"{tool:>8}" for tool in TOOLS))
-        for lag, steps in LAGS.items():
-            print(f"{lag:>18}" + "".join(f"{seconds(tool, steps):8.2f}" for tool in TOOLS), flush=True)
+        print(f"{name}, {tokens} in all: in one turn {taken(None, 8)}; in four, a tool of ... s:", flush=True)
+        print(f"{'--turn_lag':>18}" + "".join(f"{tool:>32}" for tool in TOOLS))
+        for lag, count in LAGS.items():
+            print(f"{lag:>18}" + "".join(f"{taken(tool, count):>32}" for tool in TOOLS), flush=True)
     os._exit(0)  # as a run ends that has said all: the tools' processes go with this one
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
+import random
+import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from helpers import ROOT
 from test_episodes import Player, arguments, observations, tokenizer_of
 
-from runtime import data, episodes, gym_tasks
+import grpo
+from runtime import data, episodes, flags, gym_tasks
 from runtime.records import Problem
 
 
@@ -23,16 +28,19 @@ def play(tiny, name: str, row: dict, *turns: str, **more) -> episodes.Episode:
     return episode
 
 
-def rows_of(name: str) -> list[dict]:
-    done = subprocess.run([sys.executable, ROOT / "examples" / name], capture_output=True, text=True, check=True)
+def rows_of(name: str, *words: str) -> list[dict]:
+    program = [sys.executable, ROOT / "examples" / name, *words]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 CALCULATIONS = {
-    "a call, then its result": (("4 - 1 - 7 = 3 or so", "-4"), ["-4"], 1.0),
+    "a call, and an end": (("4 - 1 - 7 = 3 or so", "done"), ["-4"], 1.0),
+    "the end may hold a number": (("4 - 1 - 7", "it is 5"), ["-4"], 1.0),
     "no call": (("-4",), [], 0.0),
-    "a call, then another answer": (("4 - 1 - 7", "4"), ["-4"], 0.0),
-    "two calls": (("2*3+1", "4-1-7", "it is -4"), ["7", "-4"], 1.0),
+    "a call for a different sum": (("4 - 1", "-4"), ["3"], 0.0),
+    "the last value counts": (("2*3+1", "4-1-7", "."), ["7", "-4"], 1.0),
+    "and no other": (("4-1-7", "2*3+1", "-4"), ["-4", "7"], 0.0),
     "calls until the turns are used up": (("1+1", "1+1", "4 - 1 - 7"), ["2", "2", "-4"], 0.0),
 }
 
@@ -47,39 +55,89 @@ def test_the_calculator_has_to_be_called(tiny, name):
 def test_the_calculator_s_rows_are_those_of_the_default_data(tiny):
     for row in gym_tasks.gym_rows("chain_sum", {"size": 3, "seed": 1, "min_digits": 1, "max_digits": 1}):
         calculation = row["question"].rpartition(": ")[2].removesuffix(" =")
-        played = play(tiny, "calculator.py:Calculator", row, calculation, row["answer"])
+        played = play(tiny, "calculator.py:Calculator", row, calculation, "")
         assert observations(played) == [row["answer"]] and played.outcome == {"score": 1.0}
 
 
-def test_a_guess_is_answered_with_the_whole_history(tiny):
+def digit_of(row: dict) -> int:
+    """The digit to guess."""
+    return random.Random(row["game"]).choice([int(digit) for digit in row["prompt"].split()])
+
+
+def test_a_guess_is_answered_with_what_is_left_and_the_whole_history(tiny):
+    row = next(row for row in rows_of("guess.py") if row["low"] == 2 and digit_of(row) == 3)
+    assert row["prompt"] == "2 3 4 5"
+    episode = play(tiny, "guess.py:Guess", row, "5 or 3", "none", "2", "it is 3", max_turns=4)
+    assert observations(episode) == ["2 3 4 (5-)", "2 3 4 (5-)", "3 4 (5- 2+)"]
+    assert episode.outcome == {"score": 1.0}
+    assert play(tiny, "guess.py:Guess", row, "4", "4", "2", max_turns=3).outcome == {"score": 0.0}
+    assert play(tiny, "guess.py:Guess", row, "3").outcome == {"score": 1.0}
+    beyond = play(tiny, "guess.py:Guess", row, "17", "0", "4", max_turns=3)
+    assert observations(beyond) == ["2 3 4 5 (17-)", "2 3 4 5 (17- 0+)", "2 3 (17- 0+ 4-)"]
+
+
+def test_no_digit_is_a_better_first_guess_than_the_others_of_its_prompt():
     rows = rows_of("guess.py")
-    assert len(rows) == 400
-    episode = play(tiny, "guess.py:Guess", rows[3], "0", "none", "9", "4", max_turns=4)
-    assert observations(episode)[2] == "0+ ? 9-" or episode.outcome["score"] > 0
-    digit = next(d for d in range(10) if play(tiny, "guess.py:Guess", rows[3], str(d)).outcome)
-    assert play(tiny, "guess.py:Guess", rows[3], str(digit)).outcome == {"score": 1.0}
-    wrong = str((digit + 1) % 10)
-    assert play(tiny, "guess.py:Guess", rows[3], wrong, wrong, str(digit)).outcome == {"score": 0.5}
-    assert play(tiny, "guess.py:Guess", rows[3], *[wrong] * 4, max_turns=4).outcome == {"score": 0.0}
+    assert len(rows) == 600 and len({row["prompt"] for row in rows}) == 7
+    places = Counter(digit_of(row) - row["low"] for row in rows)
+    assert sorted(places) == list(range(4)) and min(places.values()) > 120 and max(places.values()) < 180
+    assert min(Counter(row["low"] for row in rows).values()) > 60
+
+
+def test_three_guesses_that_halve_what_is_left_find_every_digit(tiny):
+    for row in rows_of("guess.py")[:8]:
+        left = row["prompt"].split()
+        said = []
+        while (guess := left[len(left) // 2]) != str(digit_of(row)):
+            said.append(guess)
+            seen = observations(play(tiny, "guess.py:Guess", row, *said, max_turns=4))
+            left = seen[-1].split(" (")[0].split()
+        assert play(tiny, "guess.py:Guess", row, *said, guess, max_turns=3).outcome == {"score": 1.0}
 
 
 def test_an_answer_counts_where_a_search_has_shown_it(tiny):
     rows = rows_of("search.py")
-    assert len(rows) == 80 and len({row["prompt"] for row in rows}) == 80
-    row = next(r for r in rows if "mill of Oslo" in r["prompt"])
-    found = play(tiny, "search.py:Search", row, "Oslo mill", row["answer"])
-    assert observations(found)[0].startswith(f"The mill of Oslo has {row['answer']} steps.\n")
-    assert found.outcome == {"score": 1.0}
+    assert len(rows) == len({row["prompt"] for row in rows}) == len({row["answer"] for row in rows}) == 128
+    row = next(r for r in rows if "tower of Mevik" in r["prompt"])
+    line = f"The tower of Mevik has {row['answer']} steps."
+    found = play(tiny, "search.py:Search", row, "where is mevik", f"one of 3, {row['answer']}")
+    assert (observations(found), found.outcome) == ([line], {"score": 1.0})
     assert play(tiny, "search.py:Search", row, row["answer"]).outcome == {"score": 0.0}
-    assert play(tiny, "search.py:Search", row, "Oslo mill", "7").outcome == {"score": 0.5}
-    assert observations(play(tiny, "search.py:Search", row, "the of", "1")) == ["Nothing found."]
+    assert play(tiny, "search.py:Search", row, "Mevik", "7").outcome == {"score": 0.5}
+    assert play(tiny, "search.py:Search", row, "Mevik", "Roles", row["answer"]).outcome == {"score": 1.0}
+    assert play(tiny, "search.py:Search", row, "Roles", row["answer"]).outcome == {"score": 0.0}
+    assert observations(play(tiny, "search.py:Search", row, "the tower of", "1")) == ["Nothing found."]
+    # Who asks for everything is shown the first two lines, and not the right one.
+    towns = " ".join(re.search("tower of (\\w+)", r["prompt"])[1] for r in rows)
+    flood = play(tiny, "search.py:Search", row, towns, row["answer"])
+    assert len(observations(flood)[0].splitlines()) == 2 and flood.outcome == {"score": 0.0}
 
 
-@pytest.mark.parametrize("name", ["calculator.py:Calculator", "guess.py:Guess", "search.py:Search"])
+def test_a_line_is_found_by_the_word_that_was_spelled_backward(tiny):
+    row = next(row for row in rows_of("search.py", "backward") if row["prompt"].endswith(": kivem"))
+    found = play(tiny, "search.py:Find", row, "kivem", "~mevik or")
+    assert (observations(found), found.outcome) == (["Nothing found."], {"score": 1.0})
+    assert play(tiny, "search.py:Find", row, "kivem", row["answer"], max_turns=2).outcome == {"score": 0.0}
+
+
+@pytest.mark.parametrize("name", ["calculator", "guess", "search"])
+def test_the_command_that_learns_stands_in_the_file_and_on_the_page(name):
+    """Word by word. The page's commands are parsed in test_pages.py, those of the other files here."""
+    joined = re.sub(r"\\\n\s+", " ", (ROOT / "docs" / "evidence" / "environments.md").read_text())
+    text = ast.get_docstring(ast.parse((ROOT / "examples" / f"{name}.py").read_text()))
+    lines = [" ".join(line.split()) for line in re.sub(r"\\\n", " ", text).splitlines()]
+    lines = [line for line in lines if line.startswith("python ")]
+    assert set(lines[-2:]) - {" ".join(line.split()) for line in joined.splitlines()} == set()
+    for line in lines:
+        if line.startswith("python grpo.py"):
+            assert flags.parse(grpo.Args, words=line.split()[2:]).environment.startswith(f"examples/{name}.py:")
+
+
+@pytest.mark.parametrize("name", ["calculator.py:Calculator", "guess.py:Guess", "search.py:Find", "search.py:Search"])
 def test_each_is_rehearsed_before_a_run(tiny, name):
     file, _, cls = name.partition(":")
     args = arguments(tiny, cls, environment=f"{ROOT / 'examples' / file}:{cls}")
-    problem = Problem([{"role": "user", "content": "u"}], "1", "environment", {"answer": "1", "game": 1})
+    problem = Problem([{"role": "user", "content": "u"}], "1", "environment", {"answer": "1", "game": 1, "low": 0})
     episodes.check(args)
     episodes.first_turns([problem], tokenizer_of(tiny), args)
     (problem,) = data.render_prompts([problem], tokenizer_of(tiny), args)
