@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -47,6 +48,16 @@ BLOCKS = 20
 MUST_NOT_GROW = ("resident MiB", "shared MiB", "files in /dev/shm", "open files", "threads", "processes")
 
 
+def size(place: Path, ending: str = "") -> float:
+    """MiB of the files under a folder. What is removed or renamed meanwhile, an old checkpoint or a new one, is 0."""
+    total = 0
+    for folder, _, names in os.walk(place):  # which passes over a folder that has gone
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(f"{folder}/{name}").st_size if name.endswith(ending) else 0
+    return total / 2**20
+
+
 def look(run: psutil.Process, folder: Path) -> dict[str, float]:
     """What a run and all processes under it take now. A page that two of them share counts twice."""
     found = dict.fromkeys(MUST_NOT_GROW, 0.0)
@@ -62,12 +73,8 @@ def look(run: psutil.Process, folder: Path) -> dict[str, float]:
             found["open files"] += one.num_fds()
             found["processes"] += 1
     found["files in /dev/shm"] = len(shared)
-    for name, files in (("checkpoints MiB", folder.glob("checkpoints/**/*")), ("logs MiB", folder.glob("*.jsonl"))):
-        sizes = []
-        for file in files:
-            with contextlib.suppress(OSError):  # an old checkpoint that is being removed
-                sizes.append(file.stat().st_size)
-        found[name] = sum(sizes) / 2**20
+    found["checkpoints MiB"] = size(folder / "checkpoints")
+    found["logs MiB"] = size(folder, ".jsonl")
     found["CPU seconds"] = sum(run.cpu_times()[:2])
     return found
 
