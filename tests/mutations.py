@@ -1,7 +1,7 @@
 """Puts bugs into a copy of the project, one at a time, and shows that the fast tests notice each.
 
     python tests/mutations.py                          the known bugs of the KL, a line each
-    python tests/mutations.py --random 200 --seed 1    bugs drawn at random from five files (random_mutations.py)
+    python tests/mutations.py --random 200 --seed 1    bugs drawn at random (random_mutations.py)
 
 The exit code is 1 when a test run stays green. A known bug is (what it is, file, text, text in its place); the text
 must occur in the file, so a mutation that no longer applies is an error and not a success.

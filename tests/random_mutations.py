@@ -1,4 +1,4 @@
-"""Mutations drawn at random from five files, each tried by the fast tests that touch its line; see tests/mutations.py.
+"""Mutations drawn at random from the scripts and runtime/, each tried by the fast tests that touch its line; see tests/mutations.py.
 
 A server process imports torch, vLLM and DeepSpeed once. Every mutation is written into a copy of the project, and a
 fork of the server runs pytest there, in its own process: the tests that touch the line, cheapest first, up to the first
@@ -39,8 +39,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("grpo.py", "ppo.py", "utils.py", "rewards.py", "kl_estimators.py")
-PLACES = ("tests/unit", "tests/runs")
+SCRIPTS = ("grpo.py", "ppo.py", "utils.py", "rewards.py", "kl_estimators.py")
+FILES = (*SCRIPTS, *(f"runtime/{path.name}" for path in sorted((ROOT / "runtime").glob("[!_]*.py"))))
+PLACES = ("tests/unit", "tests/runs", "tests/launch")
 STAGES = ("parts", "runs")  # tests of parts of the project first, then those that run a whole script
 WHOLE = re.compile(r"\b(run_here|interrupted|stopped|small|Run|command|subprocess|Popen|main)\b")
 EQUIVALENT = ROOT / "tests" / "equivalent_mutations.jsonl"
@@ -401,7 +402,8 @@ class Server:
         code = self.run(lambda: self.pytest(["--collect-only", *there], self), limit=600)
         if code != 0:
             raise RuntimeError(f"pytest finds no tests:\n{self.log.read_text()[-3000:]}")
-        shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+        for place in {(folder / file).parent for file in FILES}:
+            shutil.rmtree(place / "__pycache__", ignore_errors=True)
 
     def sources(self) -> dict[str, bytes]:
         """The files that are mutated."""
@@ -417,6 +419,8 @@ class Server:
         pid = os.fork()
         if pid == 0:
             code = FORK_FAILED
+            for name in [name for name in sys.modules if name.partition(".")[0] == "runtime"]:
+                del sys.modules[name]  # what the server has imported of it has no mutation
             try:
                 os.setsid()
                 out = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -655,7 +659,7 @@ def run(number: int, seed: int, results: Path, budget: float, again: bool, only:
 def report(drawn: list[dict], done: dict[str, dict], equivalent: set[str]) -> str:
     """A table by file: drawn, killed, equivalent, survived, and the part killed of those that are not equivalent."""
     lines = [f"{'file':20}{'drawn':>8}{'killed':>8}{'equivalent':>12}{'survived':>10}{'killed of the rest':>20}"]
-    for file in (*FILES, "all"):
+    for file in (*sorted({m["file"] for m in drawn}), "all"):
         own = [m["key"] for m in drawn if file in ("all", m["file"])]
         same = sum(key in equivalent for key in own)
         killed = sum(key not in equivalent and key in done and done[key]["state"] == "killed" for key in own)
