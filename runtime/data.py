@@ -50,6 +50,7 @@ SYSTEM_PROMPTS = {
     "math": "Reason step by step and put the final answer in \\boxed{}.",
     "reasoning_gym": "Give the final answer between <answer> and </answer>.",
 }
+NUMBERS = re.compile(r"[\[(\s]*-?\d+(?:[\s,;]+-?\d+)*[\])\s]*")  # [3, 4, 25] or 3 4 25
 COUNTDOWN = (
     "Make {target} from the numbers {nums}: use each of them exactly once, with + - * / and brackets. Give the "
     "expression between <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."
@@ -209,19 +210,23 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
     return Columns(prompt, truth, given or verifier, verifier_key, system, args.system_prompt is not None)
 
 
-def _messages(prompt: Any, row: dict[str, Any]) -> Messages:
-    """A prompt as chat messages, without the answer that may close them.
+def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
+    """The prompt in column ``key`` as chat messages, without the answer that may close them.
 
     Raises ValueError for what is neither text nor messages nor countdown's numbers.
     """
+    if key == "nums" and "target" in row:
+        numbers = prompt
+        if isinstance(prompt, str) and NUMBERS.fullmatch(prompt):  # a column of a CSV file
+            numbers = re.findall(r"-?\d+", prompt)
+        if isinstance(numbers, list):
+            listed = ", ".join(map(str, numbers))
+            return [{"role": "user", "content": COUNTDOWN.format(target=row["target"], nums=listed)}]
     if isinstance(prompt, str) and (chat := _chat_as_text(prompt)):
         prompt = chat
     if isinstance(prompt, str):
         starter = row.get("starter_code") if "input_output" in row else None  # APPS, TACO: it names the function
         return [{"role": "user", "content": f"{prompt}\n\n{starter}" if starter else prompt}]
-    if isinstance(prompt, list) and prompt == row.get("nums") and "target" in row:
-        numbers = ", ".join(map(str, prompt))
-        return [{"role": "user", "content": COUNTDOWN.format(target=row["target"], nums=numbers)}]
     kinds = type(prompt).__name__
     if isinstance(prompt, list):
         kinds = "a list of something else"
@@ -297,7 +302,7 @@ def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
         if empty and (key != columns.truth or check(columns.verifier, "", row)):
             raise ValueError(f"has an empty {key!r}")
         values.append("" if empty else value)
-    messages = _with_system(_messages(values[0], row), columns)
+    messages = _with_system(_messages(columns.prompt, values[0], row), columns)
     truth = values[1]
     truth = json.dumps(truth) if isinstance(truth, list | dict) else str(truth)
     _check_text(columns.prompt, "".join(message["content"] for message in messages))

@@ -7,13 +7,15 @@ Each version is installed by pip into a virtual environment of its own, which ha
 is thrown away at the end. Several that belong together are one word: torch==2.14.0,vllm==0.33.0. The acceptance is a
 run of grpo.py on the model of `make testbed`, with vLLM: a signal stops it after a few steps, the same command resumes
 it, and its verdict must be that it has learned. In every step it compares the engine with the trainer, after a push of
-the weights; and its prompts must have the ids that they have with the pinned versions.
+the weights; and its prompts must have the ids that they have with the pinned versions. No run imports trl: of it,
+studies/compare.py has to time a step of its GRPOTrainer in six ways beside ours.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import resource
 import signal
@@ -30,6 +32,8 @@ PAGE = ROOT / "docs" / "evidence" / "survival.md"
 BEGIN, END = "<!-- works with -->\n", "<!-- /works with -->\n"  # around the rows in PAGE
 STOP_AFTER = 3
 PINNED = "pinned"
+TRL_TEST = "tests/unit/test_compare.py::test_a_step_of_both_is_timed"
+ERROR = r"^(?:E +)?(?:\w+\.)*\w*(?:Error|error|Exception)\b:? .*$"
 FLAGS = {
     "model_name_or_path": ROOT / "models" / "testbed-1",
     "dataset": "reasoning_gym:chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1",
@@ -94,7 +98,7 @@ def accept(python: Path, out: Path, limit: float) -> tuple[str, str]:
     missing = [stage for pattern, stage in STAGES if not re.search(pattern, text, re.MULTILINE)]
     if missing or codes != [75, 0]:
         print(text[-4000:])
-        errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|error|Exception)\b:? .*$", text, re.MULTILINE)
+        errors = re.findall(ERROR, text, re.MULTILINE)
         return f"breaks: {(missing or ['end'])[0]}", (errors or [f"exit codes {codes}"])[-1]
     ids = json.loads((out / "run" / "config.json").read_text())["data"][:8]
     found = json.loads((out / "run" / "verdict.json").read_text())
@@ -106,6 +110,20 @@ def accept(python: Path, out: Path, limit: float) -> tuple[str, str]:
     return "works" if found["outcome"] == "learned" else found["outcome"], details
 
 
+def accept_trl(python: Path, limit: float) -> tuple[str, str]:
+    """The same of a TRL, which stands beside the interpreter's other packages."""
+    (packages,) = python.parent.parent.glob("lib/*/site-packages")
+    line = [python, "-m", "pytest", "-m", "slow", "-q", "-p", "no:cacheprovider", TRL_TEST]
+    environment = os.environ | {"TRL_FOLDER": str(packages)}
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
+    passed = re.search(r"^1 passed", done.stdout, re.MULTILINE)
+    if done.returncode == 0 and passed:
+        return "works", "six comparisons of a step"
+    print(done.stdout[-4000:])
+    errors = re.findall(ERROR, done.stdout, re.MULTILINE)
+    return "breaks: a step of GRPOTrainer", (errors or [f"exit code {done.returncode}"])[-1]
+
+
 def try_version(name: str, limit: float) -> list[str]:
     """The row of some versions, or of the pinned ones."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -115,6 +133,8 @@ def try_version(name: str, limit: float) -> list[str]:
         came, wrong = install([] if name == PINNED else name.split(","), place / "environment")
         if wrong:
             found, details = "cannot be installed", wrong
+        elif name.startswith("trl"):
+            found, details = accept_trl(place / "environment" / "bin" / "python", limit)
         else:
             found, details = accept(place / "environment" / "bin" / "python", place / "runs", limit)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -501,14 +501,16 @@ def test_flags_win_over_known_columns(tmp_path):
     assert problem.verifier == "exact"
 
 
-def test_countdown_can_be_scored(tmp_path):
-    """The prompt that is made of the columns asks for what the verifier of that name accepts."""
+@pytest.mark.parametrize("nums", [[3, 5, 7], "[3, 5, 7]", "3 5 7", "(3,5,7)"])
+def test_countdown_can_be_scored(tmp_path, nums):
+    """The prompt that is made of the columns asks for what the verifier of that name accepts; a CSV file has text."""
     import rewards
 
     (problem,) = data.read_problems(
-        write(tmp_path / "a.jsonl", [{"nums": [3, 5, 7], "target": 22}]), Args(), truth_error
+        write(tmp_path / "a.jsonl", [{"nums": nums, "target": 22}]), Args(), truth_error
     ).values()
-    assert "22" in problem.messages[0]["content"] and "<answer>" in problem.messages[0]["content"]
+    assert problem.messages[0]["content"].startswith("Make 22 from the numbers 3, 5, 7: ")
+    assert "<answer>" in problem.messages[0]["content"]
     assert rewards.countdown("<answer>3 * 5 + 7</answer>", problem.truth, problem.row).score == 1
 
 
