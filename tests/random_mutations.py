@@ -1,4 +1,4 @@
-"""Mutations drawn at random from the scripts and runtime/, each tried by the fast tests that touch its line; see tests/mutations.py.
+"""Mutations drawn at random, each tried by the fast tests that touch its line; see tests/mutations.py.
 
 A server process imports torch, vLLM and DeepSpeed once. Every mutation is written into a copy of the project, and a
 fork of the server runs pytest there, in its own process: the tests that touch the line, cheapest first, up to the first
