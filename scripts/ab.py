@@ -157,7 +157,13 @@ class Arm:
         return values[0], values[-1]
 
 
-def run(arms: list[Arm], seeds: range, places: int, enough: Callable[[list[int]], bool]) -> int:
+def run(
+    arms: list[Arm],
+    seeds: range,
+    places: int,
+    enough: Callable[[list[int]], bool],
+    lanes: many.Lanes | None = None,
+) -> int:
     """Run all arms with all seeds, so many runs at a time, until the seeds that all have finished are ``enough``.
 
     Only seeds before the first that an arm lacks count: which run ends first must not matter. Returns 0, 1 where a run
@@ -177,7 +183,7 @@ def run(arms: list[Arm], seeds: range, places: int, enough: Callable[[list[int]]
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles one small function: half a second of every run
     scripts = {arm.path: many.load_script(arm.path) for arm in arms}
-    lanes = many.Lanes()
+    lanes = lanes or many.Lanes()
     signal.signal(signal.SIGTERM, lanes.stop)
     signal.signal(signal.SIGINT, lanes.stop)
     decided = False

@@ -105,6 +105,7 @@ class Lanes:
 
     def __init__(self) -> None:
         self.going: dict[int, tuple[str, float]] = {}  # process -> (name of the run, when it started)
+        self.seconds: dict[str, float] = {}  # name of a run that ended -> its CPU time
         self.done = 0
         self.failed = 0
         self.stopped = False
@@ -136,7 +137,8 @@ class Lanes:
             pid, status, usage = os.wait3(0)
         name, start = self.going.pop(pid)
         code = os.waitstatus_to_exitcode(status)
-        seconds = f"{time.monotonic() - start:.0f} s, {usage.ru_utime + usage.ru_stime:.0f} s of CPU time"
+        self.seconds[name] = usage.ru_utime + usage.ru_stime
+        seconds = f"{time.monotonic() - start:.0f} s, {self.seconds[name]:.0f} s of CPU time"
         if code == 0:
             self.done += 1
             print(f"finished in {seconds}: {name}", flush=True)

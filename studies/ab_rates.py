@@ -1,14 +1,23 @@
-"""How often scripts/ab.py is wrong, and what a comparison costs: simulated on recorded runs.
+"""How often scripts/ab.py is wrong, and what a comparison costs: on real runs, and simulated on recorded ones.
 
-    python studies/ab_rates.py
+    python studies/ab_rates.py                              both tables
+    python studies/ab_rates.py --record 100                 record 100 seeds of grpo.py and of SECOND
+    python studies/ab_rates.py --record 24 --mine "ppo.py"  compare as ab.py does, and record the runs
 
-The runs are those of the KL study on the test bed (docs/evidence/data/kl_study.csv.gz), 40 steps of 4 prompts x 8
-samples as ab.py has them: every setting with four seeds whose mean pass@1 is at least 0.85. A comparison draws its
-differences with replacement, and adds the one that it is to find:
+Real: docs/evidence/data/ab_runs.csv has pass@1 and CPU seconds of runs with the flags of ab.py's test bed. SECOND is
+grpo.py with a lower learning rate, which costs about 0.03. Comparisons in sequence share no run: each takes the next
+seeds until ab.verdict decides or 24 pairs are used up. In 20 random orders of all pairs they share runs. A/A: the runs
+of one command line are halved at random, and a half is compared with the other; the 100 halvings share their runs.
+
+Simulated: the runs are those of the KL study (docs/evidence/data/kl_study.csv.gz), 40 steps of 4 prompts x 8 samples
+as ab.py has them: every setting with four seeds whose mean pass@1 is at least 0.85. A comparison draws its differences
+with replacement, and adds the one that it is to find:
 
     one setting     the differences between two of its seeds: an A/A comparison, for which equal seeds would say nothing
     two settings    the differences of equal seeds, less the mean of the four (deviation corrected for that): what a
                     comparison of two algorithms sees, whose runs have prompts and held-out problems in common
+
+--record goes on where it was stopped. Runs are recorded one at a time, both sides of a seed before the next seed.
 """
 
 from __future__ import annotations
@@ -18,8 +27,11 @@ import csv
 import gzip
 import itertools
 import math
+import shlex
+import statistics
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +39,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts a
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import ab
+import many
+
+from runtime import rundir
+from runtime.verdict import t_quantile
 
 ROOT = Path(__file__).resolve().parent.parent
+RECORDED = ROOT / "docs" / "evidence" / "data" / "ab_runs.csv"
+PLAIN = "grpo.py"
+SECOND = "grpo.py --learning_rate 1e-4"
+PAIRS = 24  # at most: what ab.py runs unless --seeds says otherwise
+METRIC = "eval/pass@1"
 RUNS = ROOT / "docs" / "evidence" / "data" / "kl_study.csv.gz"
 SETTING = ("beta", "kl_estimator", "kl_gradient", "num_mini_batches", "kl_placement")
 SMALLEST = 0.03
@@ -97,6 +118,199 @@ def decide(differences: np.ndarray, smallest: float) -> tuple[np.ndarray, np.nda
     return verdicts, used
 
 
+class Run(NamedTuple):
+    """A recorded run: a row of ab_runs.csv."""
+
+    setting: str
+    seed: int
+    before: float  # pass@1
+    after: float
+    seconds: float | None  # of CPU time; None where the run was interrupted
+    commit: str
+
+
+def read_runs() -> dict[str, dict[int, Run]]:
+    """The recorded runs, by command line and seed."""
+    found: dict[str, dict[int, Run]] = {}
+    if not RECORDED.exists():
+        return found
+    with RECORDED.open(newline="") as file:
+        for row in csv.DictReader(file):
+            seconds = float(row["cpu_seconds"]) if row["cpu_seconds"] else None
+            seed = int(row["seed"])
+            ends = float(row["pass@1 before"]), float(row["pass@1 after"])
+            run = Run(row["setting"], seed, *ends, seconds, row["commit"])
+            found.setdefault(run.setting, {})[seed] = run
+    return found
+
+
+def write_runs(found: dict[str, dict[int, Run]]) -> None:
+    """All runs, in the order of setting and seed."""
+    part = RECORDED.with_suffix(".tmp")
+    with part.open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["setting", "seed", "pass@1 before", "pass@1 after", "cpu_seconds", "commit"])
+        for runs in found.values():
+            for run in sorted(runs.values()):
+                seconds = "" if run.seconds is None else f"{run.seconds:.1f}"
+                rows.writerow([run.setting, run.seed, run.before, run.after, seconds, run.commit])
+    part.replace(RECORDED)
+
+
+def record(mine: str, seeds: range) -> int:
+    """Run ``mine`` and PLAIN with ab.run: SECOND with all seeds, another until it is decided. Its exit codes."""
+    shared = shlex.split(ab.TESTBED)
+    arms = [ab.Arm(PLAIN, shared), ab.Arm(mine, shared)]
+    found = read_runs()
+    for arm in arms:
+        found.setdefault(arm.line, {})
+    lanes = many.Lanes()
+
+    def enough(finished: list[int]) -> bool:
+        """Called whenever a run has ended: record what is new."""
+        for seed, arm in itertools.product(seeds, arms):
+            if seed in found[arm.line]:
+                continue
+            if not arm.is_finished(seed):
+                break
+            folder = arm.folder(seed)
+            config = rundir.read_config(folder)
+            seconds = None if config["resumed_after"] else lanes.seconds.get(folder.name)
+            ends = arm.ends(seed, METRIC)
+            found[arm.line][seed] = Run(arm.line, seed, *ends, seconds, config["git"]["commit"])
+            write_runs(found)
+        runs = paired(found, mine)[: len(finished)]
+        differences = [ours.after - theirs.after for ours, theirs in runs]
+        return mine != SECOND and bool(ab.verdict(differences, SMALLEST))
+
+    return ab.run(arms, seeds, 1, enough, lanes)
+
+
+def paired(found: dict[str, dict[int, Run]], mine: str) -> list[tuple[Run, Run]]:
+    """(mine, PLAIN) of the seeds that both have, in order."""
+    ours = found.get(mine, {})
+    theirs = found.get(PLAIN, {})
+    return [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+
+
+class Comparison(NamedTuple):
+    """What was decided, a place in VERDICTS, by which pairs."""
+
+    verdict: int
+    pairs: list[tuple[Run, Run]]
+
+
+def compare(pairs: list[tuple[Run, Run]]) -> Comparison:
+    """As ab.py decides, which takes these pairs one after another, PAIRS at most."""
+    differences = np.array([[ours.after - theirs.after for ours, theirs in pairs[:PAIRS]]])
+    verdicts, used = decide(differences, SMALLEST)
+    return Comparison(int(verdicts[0]), pairs[: used[0]])
+
+
+def in_sequence(pairs: list[tuple[Run, Run]]) -> list[Comparison]:
+    """Comparisons that have no pair in common; what is left at the end and decides nothing is none."""
+    found = []
+    while pairs:
+        one = compare(pairs)
+        if one.verdict == OPEN and len(one.pairs) < PAIRS:
+            break
+        found.append(one)
+        pairs = pairs[len(one.pairs) :]
+    return found
+
+
+def in_random_orders(pairs: list[tuple[Run, Run]], count: int, rng: np.random.Generator) -> list[Comparison]:
+    """Comparisons that have pairs in common: each begins with another order of all."""
+    found = []
+    for _ in range(count):
+        order = rng.permutation(len(pairs))
+        found.append(compare([pairs[i] for i in order]))
+    return found
+
+
+def halved(runs: list[Run], count: int, rng: np.random.Generator) -> list[Comparison]:
+    """A/A comparisons of one random half of the runs with the other."""
+    half = len(runs) // 2
+    found = []
+    for _ in range(count):
+        order = rng.permutation(len(runs))
+        mine = [runs[i] for i in order[:half]]
+        other = [runs[i] for i in order[half : 2 * half]]
+        found.append(compare(list(zip(mine, other, strict=True))))
+    return found
+
+
+def cpu_minutes(comparison: Comparison) -> float:
+    """Of all its runs; those without a measurement count as the mean of the others."""
+    seconds = [run.seconds for pair in comparison.pairs for run in pair]
+    known = [value for value in seconds if value is not None]
+    return statistics.fmean(known) * len(seconds) / 60
+
+
+def row_of(name: str, comparisons: list[Comparison]) -> str:
+    """A row of the table of real comparisons: how many there are of each verdict, and their size."""
+    verdicts = [comparison.verdict for comparison in comparisons]
+    pairs = [len(comparison.pairs) for comparison in comparisons]
+    minutes = [cpu_minutes(comparison) for comparison in comparisons]
+    cells = [name, len(comparisons)]
+    cells += [verdicts.count(verdict) for verdict in (BETTER, WORSE, NONE, OPEN)]
+    for values in (pairs, minutes):
+        cells.append(f"{statistics.fmean(values):.0f}, {max(values):.0f}")
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def real(seed: int) -> list[str]:
+    """The rows of a table of comparisons of recorded runs."""
+    rng = np.random.default_rng(seed)
+    found = read_runs()
+    pairs = paired(found, SECOND)
+    rows = [
+        "| comparison | number | better | worse | no difference | undecided | pairs: mean, most | CPU minutes |",
+        "|---|---|---|---|---|---|---|---|",
+        row_of("0.03, in sequence", in_sequence(pairs)),
+        row_of("0.03, in random orders", in_random_orders(pairs, 20, rng)),
+    ]
+    for name, setting in (("grpo.py", PLAIN), ("the lower rate", SECOND)):
+        runs = [found[setting][number] for number in sorted(found[setting])]
+        neighbors = [(runs[i], runs[i + 1]) for i in range(0, len(runs) - 1, 2)]
+        rows.append(row_of(f"A/A of {name}, in sequence", in_sequence(neighbors)))
+        rows.append(row_of(f"A/A of {name}, halved", halved(runs, 100, rng)))
+    return rows
+
+
+def true_difference() -> str:
+    """That of SECOND, from all pairs: how well it is known, by Student's t."""
+    differences = [ours.after - theirs.after for ours, theirs in paired(read_runs(), SECOND)]
+    mean = statistics.fmean(differences)
+    deviation = statistics.stdev(differences)
+    count = len(differences)
+    half = t_quantile(count - 1) * deviation / math.sqrt(count)
+    return f"{SECOND}: {mean:+.4f} ± {half:.4f}, deviation {deviation:.3f}, {count} pairs"
+
+
+def algorithms() -> list[str]:
+    """The rows of a table: what ab.py says of every other command line against PLAIN."""
+    found = read_runs()
+    rows = [
+        "| against grpo.py | verdict | difference of pass@1 | pairs | CPU minutes |",
+        "|---|---|---|---|---|",
+    ]
+    for mine in found:
+        if mine in (PLAIN, SECOND):
+            continue
+        comparison = compare(paired(found, mine))
+        mean, half = ab.interval([ours.after - theirs.after for ours, theirs in comparison.pairs])
+        cells = [
+            f"`{mine}`",
+            VERDICTS[comparison.verdict] or "undecided",
+            f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]",
+            str(len(comparison.pairs)),
+            f"{cpu_minutes(comparison):.0f}",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
 def report(draws: int, seed: int) -> list[str]:
     """The rows of a table: one for each kind of difference, its size, and the number of pairs at most."""
     rng = np.random.default_rng(seed)
@@ -126,13 +340,19 @@ def report(draws: int, seed: int) -> list[str]:
     return rows
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=10_000, help="comparisons of each kind (default: %(default)s)")
+    parser.add_argument("--draws", type=int, default=10_000, help="simulations of each kind (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the draws (default: %(default)s)")
+    parser.add_argument("--record", type=int, metavar="N", help="run seeds 1 to N, and write ab_runs.csv")
+    parser.add_argument("--mine", default=SECOND, help="what is recorded beside grpo.py (default: %(default)s)")
     options = parser.parse_args()
-    print("\n".join(report(options.draws, options.seed)))
+    if options.record:
+        return record(options.mine, range(1, options.record + 1))
+    parts = [true_difference()], real(options.seed), algorithms(), report(options.draws, options.seed)
+    print("\n\n".join("\n".join(rows) for rows in parts))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
