@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import subprocess
+import sys
+
 import ab
 import ab_rates
 import numpy as np
 import pytest
-from helpers import ROOT
+from helpers import ROOT, command, run_environment
 
 
 @pytest.mark.parametrize("smallest", [0.0, 0.03])
@@ -43,3 +48,112 @@ def test_the_page_has_the_table():
             assert float(better.rstrip("%")) + float(worse.rstrip("%")) <= 5
         else:
             assert float(better.rstrip("%")) >= 90
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[int, ab_rates.Run]]:
+    """The recorded runs."""
+    return ab_rates.read_runs()
+
+
+def differences_of(comparison: ab_rates.Comparison) -> list[float]:
+    return [ours.after - theirs.after for ours, theirs in comparison.pairs]
+
+
+def test_every_recorded_run_has_its_pair(found):
+    """Equal seeds have the same held-out problems, and the same answers to them before the first step."""
+    with ab_rates.RECORDED.open() as file:
+        lines = len(file.readlines())
+    assert lines == 1 + sum(len(runs) for runs in found.values())
+    assert (
+        found[ab_rates.SECOND].keys() == found[ab_rates.PLAIN].keys() == set(range(1, len(found[ab_rates.PLAIN]) + 1))
+    )
+    for mine in found:
+        for ours, theirs in ab_rates.paired(found, mine):
+            assert ours.seed == theirs.seed and ours.before == theirs.before < min(ours.after, theirs.after)
+            for run in (ours, theirs):
+                assert re.fullmatch("[0-9a-f]{40}", run.commit)
+                assert run.seconds is None or 5 < run.seconds < 120
+
+
+def test_recorded_comparisons_end_when_ab_says_so(found):
+    """Not a pair earlier, nor later; and none goes on above 24 pairs."""
+    pairs = ab_rates.paired(found, ab_rates.SECOND)
+    runs = list(found[ab_rates.PLAIN].values())
+    rng = np.random.default_rng(1)
+    comparisons = [
+        *ab_rates.in_sequence(pairs),
+        *ab_rates.in_random_orders(pairs, 20, rng),
+        *ab_rates.halved(runs, 20, rng),
+    ]
+    for comparison in comparisons:
+        differences = differences_of(comparison)
+        verdict = ab_rates.VERDICTS[comparison.verdict]
+        assert ab.verdict(differences, ab_rates.SMALLEST) == verdict
+        assert verdict or len(differences) == 24
+        for count in range(len(differences)):
+            assert not ab.verdict(differences[:count], ab_rates.SMALLEST)
+
+
+def test_comparisons_in_sequence_share_no_run(found):
+    """They take all seeds in order but some at the end, which decide nothing."""
+    pairs = ab_rates.paired(found, ab_rates.SECOND)
+    comparisons = ab_rates.in_sequence(pairs)
+    taken = [ours.seed for comparison in comparisons for ours, _ in comparison.pairs]
+    assert taken == list(range(1, len(taken) + 1))
+    rest = [ours.after - theirs.after for ours, theirs in pairs[len(taken) :]]
+    assert len(rest) < 24 and not ab.verdict(rest, ab_rates.SMALLEST)
+
+
+def test_halves_share_no_run(found):
+    runs = list(found[ab_rates.PLAIN].values())
+    for comparison in ab_rates.halved(runs, 20, np.random.default_rng(1)):
+        seeds = [run.seed for pair in comparison.pairs for run in pair]
+        assert len(set(seeds)) == len(seeds) == 2 * len(comparison.pairs)
+
+
+def test_a_comparison_costs_what_its_runs_took():
+    """A run that was interrupted has no measurement, and counts as the mean of the others."""
+    times = (10.0, 20.0, None, 30.0)
+    runs = [ab_rates.Run("grpo.py", seed, 0.3, 0.9, seconds, "") for seed, seconds in enumerate(times)]
+    pairs = [(runs[0], runs[1]), (runs[2], runs[3])]
+    assert ab_rates.cpu_minutes(ab_rates.Comparison(ab_rates.NONE, pairs)) == pytest.approx(80 / 60)
+
+
+def test_what_is_written_is_read(monkeypatch, tmp_path, found):
+    monkeypatch.setattr(ab_rates, "RECORDED", tmp_path / "ab_runs.csv")
+    assert ab_rates.read_runs() == {}
+    ab_rates.write_runs(found)
+    assert ab_rates.read_runs() == found
+
+
+RECORD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, "studies")
+import ab_rates
+ab_rates.RECORDED = Path(sys.argv[1])
+ab_rates.ab.TESTBED = sys.argv[2]
+sys.exit(ab_rates.record(ab_rates.SECOND, range(1, int(sys.argv[3]) + 1)))
+"""
+
+
+@pytest.mark.slow
+def test_recording_goes_on_where_it_was(tiny, tmp_path, monkeypatch):
+    """Real runs: a seed of both sides, then another; a run is not made twice."""
+    words = command(tiny, tmp_path, "--total_steps", "1", rollout="hf")[2:]
+    place = words.index("--run_name")
+    words = [*words[:place], *words[place + 2 :], "--output_dir", str(tmp_path)]
+    table = tmp_path / "ab_runs.csv"
+    monkeypatch.setattr(ab_rates, "RECORDED", table)
+    rows: list[str] = []
+    for seeds in (1, 2, 2):
+        line = [sys.executable, "-c", RECORD, str(table), shlex.join(words), str(seeds)]
+        done = subprocess.run(line, cwd=ROOT, env=run_environment(), capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+        before, rows = rows, table.read_text().splitlines()
+        assert set(before) <= set(rows) and len(rows) == 1 + 2 * seeds
+        assert done.stdout.count("finished in") == (len(rows) - max(1, len(before)))
+    for setting, runs in ab_rates.read_runs().items():
+        assert setting in (ab_rates.PLAIN, ab_rates.SECOND)
+        assert all(run.seconds > 1 for run in runs.values())
