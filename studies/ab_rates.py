@@ -47,7 +47,7 @@ from runtime.verdict import t_quantile
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "docs" / "evidence" / "data" / "ab_runs.csv"
 PLAIN = "grpo.py"
-SECOND = "grpo.py --learning_rate 9e-5"
+SECOND = "grpo.py --learning_rate 8e-5"
 PAIRS = 24  # at most: what ab.py runs unless --seeds says otherwise
 METRIC = "eval/pass@1"
 RUNS = ROOT / "docs" / "evidence" / "data" / "kl_study.csv.gz"
