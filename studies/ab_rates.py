@@ -5,17 +5,19 @@
     python studies/ab_rates.py --record 24 --mine "ppo.py"  compare as ab.py does, and record the runs
 
 Real: docs/evidence/data/ab_runs.csv has pass@1 and CPU seconds of runs with the flags of ab.py's test bed. SECOND is
-grpo.py with a lower learning rate, which costs about 0.03. Comparisons in sequence share no run: each takes the next
-seeds until ab.verdict decides or 24 pairs are used up. In 20 random orders of all pairs they share runs. A/A: the runs
-of one command line are halved at random, and a half is compared with the other; the 100 halvings share their runs.
+grpo.py with a lower learning rate, which costs a few hundredths.
 
-Simulated: the runs are those of the KL study (docs/evidence/data/kl_study.csv.gz), 40 steps of 4 prompts x 8 samples
-as ab.py has them: every setting with four seeds whose mean pass@1 is at least 0.85. A comparison draws its differences
-with replacement, and adds the one that it is to find:
+    in sequence     comparisons that share no run: each takes the next seeds until it is decided or may take no more
+    random orders   comparisons that share their runs: each takes the pairs in another order
+    A/A             the two sides are the same command line with other seeds: neighbors, or random halves of its runs
+
+Simulated: a comparison draws its differences with replacement, and adds the one that it is to find. The first two are
+of the KL study (docs/evidence/data/kl_study.csv.gz): every setting with four seeds whose mean pass@1 is at least 0.85.
 
     one setting     the differences between two of its seeds: an A/A comparison, for which equal seeds would say nothing
     two settings    the differences of equal seeds, less the mean of the four (deviation corrected for that): what a
                     comparison of two algorithms sees, whose runs have prompts and held-out problems in common
+    lower rate      the recorded differences of SECOND, less their mean
 
 --record goes on where it was stopped. Runs are recorded one at a time, both sides of a seed before the next seed.
 """
@@ -48,19 +50,18 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "docs" / "evidence" / "data" / "ab_runs.csv"
 PLAIN = "grpo.py"
 SECOND = "grpo.py --learning_rate 8e-5"
-PAIRS = 24  # at most: what ab.py runs unless --seeds says otherwise
+MOST = (24, 46)  # pairs: what ab.py runs unless --seeds says otherwise, and what 20 CPU minutes are enough for
 METRIC = "eval/pass@1"
 RUNS = ROOT / "docs" / "evidence" / "data" / "kl_study.csv.gz"
 SETTING = ("beta", "kl_estimator", "kl_gradient", "num_mini_batches", "kl_placement")
 SMALLEST = 0.03
-MINUTES = 2 * 20 / 60  # of CPU time for a pair: docs/evidence/testbed.md has the seconds of a run
 VERDICTS = ("", "no difference", "better", "worse")
 OPEN, NONE, BETTER, WORSE = range(4)
 CASES = (  # the difference that there is, and pairs at most
     (0.0, 24),
     (0.0, 100),
     (0.03, 24),
-    (0.03, 30),
+    (0.03, 46),
     (0.05, 24),
 )
 
@@ -89,10 +90,19 @@ def spread() -> dict[str, np.ndarray]:
         if differences.any():
             centered = differences - differences.mean()
             of_two.append(centered * math.sqrt(4 / 3))
+    pairs = paired(read_runs(), SECOND)
+    lower = np.array([ours.after - theirs.after for ours, theirs in pairs])
     return {
         "one setting": np.array(of_one),
         "two settings": np.concatenate(of_two),
+        "lower rate": (lower - lower.mean()) * math.sqrt(len(lower) / (len(lower) - 1)),
     }
+
+
+def pair_minutes() -> float:
+    """CPU time of a pair, as recorded."""
+    pairs = paired(read_runs(), SECOND)
+    return cpu_minutes(Comparison(OPEN, pairs)) / len(pairs)
 
 
 def decide(differences: np.ndarray, smallest: float) -> tuple[np.ndarray, np.ndarray]:
@@ -200,43 +210,41 @@ class Comparison(NamedTuple):
     pairs: list[tuple[Run, Run]]
 
 
-def compare(pairs: list[tuple[Run, Run]]) -> Comparison:
-    """As ab.py decides, which takes these pairs one after another, PAIRS at most."""
-    differences = np.array([[ours.after - theirs.after for ours, theirs in pairs[:PAIRS]]])
+def compare(pairs: list[tuple[Run, Run]], most: int) -> Comparison:
+    """As ab.py decides, which takes these pairs one after another, so many at most."""
+    differences = np.array([[ours.after - theirs.after for ours, theirs in pairs[:most]]])
     verdicts, used = decide(differences, SMALLEST)
     return Comparison(int(verdicts[0]), pairs[: used[0]])
 
 
-def in_sequence(pairs: list[tuple[Run, Run]]) -> list[Comparison]:
+def in_sequence(pairs: list[tuple[Run, Run]], most: int) -> list[Comparison]:
     """Comparisons that have no pair in common; what is left at the end and decides nothing is none."""
     found = []
     while pairs:
-        one = compare(pairs)
-        if one.verdict == OPEN and len(one.pairs) < PAIRS:
+        one = compare(pairs, most)
+        if one.verdict == OPEN and len(one.pairs) < most:
             break
         found.append(one)
         pairs = pairs[len(one.pairs) :]
     return found
 
 
-def in_random_orders(pairs: list[tuple[Run, Run]], count: int, rng: np.random.Generator) -> list[Comparison]:
-    """Comparisons that have pairs in common: each begins with another order of all."""
-    found = []
-    for _ in range(count):
-        order = rng.permutation(len(pairs))
-        found.append(compare([pairs[i] for i in order]))
-    return found
+def in_random_orders(pairs: list[tuple[Run, Run]], count: int) -> list[list[tuple[Run, Run]]]:
+    """The same pairs, each time in another order."""
+    rng = np.random.default_rng(1)
+    return [[pairs[i] for i in rng.permutation(len(pairs))] for _ in range(count)]
 
 
-def halved(runs: list[Run], count: int, rng: np.random.Generator) -> list[Comparison]:
-    """A/A comparisons of one random half of the runs with the other."""
+def halved(runs: list[Run], count: int) -> list[list[tuple[Run, Run]]]:
+    """Pairs of a run of one random half and a run of the other."""
+    rng = np.random.default_rng(1)
     half = len(runs) // 2
     found = []
     for _ in range(count):
         order = rng.permutation(len(runs))
         mine = [runs[i] for i in order[:half]]
         other = [runs[i] for i in order[half : 2 * half]]
-        found.append(compare(list(zip(mine, other, strict=True))))
+        found.append(list(zip(mine, other, strict=True)))
     return found
 
 
@@ -247,34 +255,37 @@ def cpu_minutes(comparison: Comparison) -> float:
     return statistics.fmean(known) * len(seconds) / 60
 
 
-def row_of(name: str, comparisons: list[Comparison]) -> str:
+def row_of(name: str, most: int, comparisons: list[Comparison]) -> str:
     """A row of the table of real comparisons: how many there are of each verdict, and their size."""
     verdicts = [comparison.verdict for comparison in comparisons]
-    pairs = [len(comparison.pairs) for comparison in comparisons]
-    minutes = [cpu_minutes(comparison) for comparison in comparisons]
-    cells = [name, len(comparisons)]
+    cells = [name, most, len(comparisons)]
     cells += [verdicts.count(verdict) for verdict in (BETTER, WORSE, NONE, OPEN)]
-    for values in (pairs, minutes):
-        cells.append(f"{statistics.fmean(values):.0f}, {max(values):.0f}")
+    for values in (
+        [len(comparison.pairs) for comparison in comparisons],
+        [cpu_minutes(comparison) for comparison in comparisons],
+    ):
+        cells.append(f"{statistics.fmean(values):.0f}, {max(values):.0f}" if values else "")
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def real(seed: int) -> list[str]:
+def real() -> list[str]:
     """The rows of a table of comparisons of recorded runs."""
-    rng = np.random.default_rng(seed)
     found = read_runs()
     pairs = paired(found, SECOND)
+    runs = [found[PLAIN][seed] for seed in sorted(found[PLAIN])]
+    neighbors = [(runs[i], runs[i + 1]) for i in range(0, len(runs) - 1, 2)]
     rows = [
-        "| comparison | number | better | worse | no difference | undecided | pairs: mean, most | CPU minutes |",
-        "|---|---|---|---|---|---|---|---|",
-        row_of("0.03, in sequence", in_sequence(pairs)),
-        row_of("0.03, in random orders", in_random_orders(pairs, 20, rng)),
+        "| | pairs at most | comparisons | better | worse | no difference | undecided | pairs: mean, most "
+        "| CPU minutes |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, setting in (("grpo.py", PLAIN), ("the lower rate", SECOND)):
-        runs = [found[setting][number] for number in sorted(found[setting])]
-        neighbors = [(runs[i], runs[i + 1]) for i in range(0, len(runs) - 1, 2)]
-        rows.append(row_of(f"A/A of {name}, in sequence", in_sequence(neighbors)))
-        rows.append(row_of(f"A/A of {name}, halved", halved(runs, 100, rng)))
+    for most in MOST:
+        rows.append(row_of("lower rate, in sequence", most, in_sequence(pairs, most)))
+        orders = [compare(order, most) for order in in_random_orders(pairs, 20)]
+        rows.append(row_of("lower rate, random orders", most, orders))
+        rows.append(row_of("A/A, in sequence", most, in_sequence(neighbors, most)))
+        halves = [compare(half, most) for half in halved(runs, 100)]
+        rows.append(row_of("A/A, random halves", most, halves))
     return rows
 
 
@@ -298,7 +309,7 @@ def algorithms() -> list[str]:
     for mine in found:
         if mine in (PLAIN, SECOND):
             continue
-        comparison = compare(paired(found, mine))
+        comparison = compare(paired(found, mine), MOST[-1])
         mean, half = ab.interval([ours.after - theirs.after for ours, theirs in comparison.pairs])
         cells = [
             f"`{mine}`",
@@ -314,6 +325,7 @@ def algorithms() -> list[str]:
 def report(draws: int, seed: int) -> list[str]:
     """The rows of a table: one for each kind of difference, its size, and the number of pairs at most."""
     rng = np.random.default_rng(seed)
+    minutes = pair_minutes()
     rows = [
         "| difference between | deviation | true mean | pairs at most | better | worse | no difference | undecided "
         "| pairs: mean, 90 % | CPU minutes |",
@@ -335,7 +347,7 @@ def report(draws: int, seed: int) -> list[str]:
             mean = used.mean()
             most = np.quantile(used, 0.9)
             cells.append(f"{mean:.0f}, {most:.0f}")
-            cells.append(f"{mean * MINUTES:.0f}, {most * MINUTES:.0f}")
+            cells.append(f"{mean * minutes:.0f}, {most * minutes:.0f}")
             rows.append(f"| {' | '.join(cells)} |")
     return rows
 
@@ -349,7 +361,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.record:
         return record(options.mine, range(1, options.record + 1))
-    parts = [true_difference()], real(options.seed), algorithms(), report(options.draws, options.seed)
+    parts = [true_difference()], real(), algorithms(), report(options.draws, options.seed)
     print("\n\n".join("\n".join(rows) for rows in parts))
     return 0
 
