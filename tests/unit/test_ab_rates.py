@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 
@@ -29,13 +30,24 @@ def test_a_comparison_is_decided_as_ab_decides_it(smallest):
 
 
 def test_what_is_drawn_has_no_mean_and_the_recorded_deviation():
-    """Of one setting, each difference and its negative; of two, those of a pair of settings add up to 0."""
+    """Of one setting, each difference and its negative; of two, those of a pair of settings add up to 0.
+
+    Of recorded pairs, the sum of squares of each command line is n times its variance.
+    """
     drawn = ab_rates.spread()
     for values in drawn.values():
         assert abs(values.mean()) < 1e-12
     assert len(drawn["one setting"]) == 46 * 12  # pairs of four seeds, in both orders
     fours = drawn["two settings"].reshape(-1, 4)
     assert len(fours) > 1000 and np.abs(fours.sum(1)).max() < 1e-12
+    found = ab_rates.read_runs()
+    squares = 0.0
+    for mine in set(found) - {ab_rates.PLAIN}:
+        differences = [ours.after - theirs.after for ours, theirs in ab_rates.paired(found, mine)]
+        if len(differences) >= 4:
+            squares += len(differences) * statistics.variance(differences)
+    if "recorded pairs" in drawn:
+        assert (drawn["recorded pairs"] ** 2).sum() == pytest.approx(squares)
 
 
 def test_the_page_has_what_is_printed():
@@ -49,7 +61,7 @@ def test_the_page_has_what_is_printed():
     for name, _, mean, _, better, worse, *_ in cells:
         if mean == "0.00":
             assert float(better.rstrip("%")) + float(worse.rstrip("%")) <= 5
-        elif name != "lower rate":
+        elif name != "recorded pairs":
             assert float(better.rstrip("%")) >= 90
 
 
