@@ -96,14 +96,16 @@ def test_recorded_comparisons_end_when_ab_says_so(found, most):
     """Not a pair earlier, nor later; and none takes more pairs than it may."""
     pairs = ab_rates.paired(found, ab_rates.SECOND)
     runs = list(found[ab_rates.PLAIN].values())
-    comparisons = ab_rates.in_sequence(pairs, most)
-    for order in (*ab_rates.in_random_orders(pairs, 20), *ab_rates.halved(runs, 20)):
-        comparisons.append(ab_rates.compare(order, most))
-    for comparison in comparisons:
+    whole = [*ab_rates.in_random_orders(pairs, 20), *ab_rates.halved(runs, 20), *ab_rates.study_pairs(20)]
+    whole += [ab_rates.paired(found, mine) for mine in found if mine != ab_rates.PLAIN]
+    comparisons = [(most, comparison) for comparison in ab_rates.in_sequence(pairs, most)]
+    for order in whole:
+        comparisons.append((min(most, len(order)), ab_rates.compare(order, most)))
+    for longest, comparison in comparisons:
         differences = differences_of(comparison)
         verdict = ab_rates.VERDICTS[comparison.verdict]
         assert ab.verdict(differences, ab_rates.SMALLEST) == verdict
-        assert verdict or len(differences) == min(most, len(pairs), len(runs) // 2)
+        assert len(differences) <= longest and (verdict or len(differences) == longest)
         for count in range(len(differences)):
             assert not ab.verdict(differences[:count], ab_rates.SMALLEST)
 
