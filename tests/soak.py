@@ -4,6 +4,7 @@
     python tests/soak.py --script ppo.py --steps 60 --seed 1
     python tests/soak.py --rollout vllm --async_steps 0      with the real engine
     python tests/soak.py --rollout vllm --environment        in which responses have turns
+    python tests/soak.py --rollout vllm --dtype bfloat16
     python tests/soak.py --only killed second_run            these faults alone
 
 Faults come from outside (signals, damaged files, limits of the kernel, another clock) or by the hooks that
@@ -276,7 +277,7 @@ class Soak:
         self.lost: Counter = Counter()
         flags = ["--total_steps", str(args.steps), "--eval_prompts", "0", "--track"]
         flags += ["--save_every", "2", "--keep_checkpoints", "0", "--num_mini_batches", "2", "--beta", "0.1"]
-        flags += ["--timeout", str(TIMEOUT)]
+        flags += ["--timeout", str(TIMEOUT), "--dtype", args.dtype]
         flags += ["--reward_timeout", "10", "--reward_workers", "2", "--async_steps", str(args.async_steps)]
         flags += ["--verifier", f"{ROOT / 'tests' / 'verifiers.py'}:parity_or_hangs"]
         if args.environment:
@@ -815,7 +816,7 @@ def soak(place: Path, args: argparse.Namespace) -> None:
     for key in expected:
         assert got[key] == expected[key], f"{key} differ from those of the straight run"
     print(
-        f"{args.script}, {args.rollout}, --async_steps {args.async_steps}{', turns' * args.environment}: "
+        f"{args.script}, {args.rollout}, {args.dtype}, --async_steps {args.async_steps}{', turns' * args.environment}: "
         f"{args.steps} steps, {sum(met.values())} faults of {len(met)} kinds, started {it.lives} times, went back "
         f"{it.went_back} times, {time.monotonic() - begun:.0f} s; metrics, samples and weights equal bit for bit",
         flush=True,
@@ -844,6 +845,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     parser.add_argument("--rollout", default="hf", choices=["hf", "vllm"])
     parser.add_argument("--async_steps", type=int, default=1)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--environment", action="store_true", help="of several turns, and faults of its own")
     parser.add_argument("--only", nargs="*", default=[], help="names of functions in this file")
     parser.add_argument("--out", type=Path, default=None, help="where to leave runs and logs")
