@@ -4,15 +4,19 @@
     python studies/long_run.py --script ppo.py --async_steps 1     what it does not know goes to the script
 
 The run evaluates, saves and writes samples all along. After every step this program reads what the kernel says of the
-run's processes. A slope is that of a straight line through the means of twenty blocks of steps, without the first
-tenth; its interval is Student's over the blocks, 95 %. The exit code is 1 where memory, files or threads rise by more
-than zero and by more than a thousandth of their mean in a hundred steps.
+run's processes, and the run notes what malloc has in use: what it has freed it keeps, up to a quarter more than it had
+after its second step (runtime/process.py, Heap), and gaps between what stays are resident, too. A slope is that of a
+straight line through the means of twenty blocks of steps, without the first tenth; its interval is Student's over the
+blocks, 95 %. The exit code is 1 where memory in use, files or threads rise by more than zero and by more than a
+thousandth of their mean in a hundred steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import importlib
 import json
 import os
 import re
@@ -45,7 +49,43 @@ FLAGS = {
     "run_name": "run",
 }
 BLOCKS = 20
-MUST_NOT_GROW = ("resident MiB", "shared MiB", "files in /dev/shm", "open files", "threads", "processes")
+SEEN = ("resident MiB", "shared MiB", "files in /dev/shm", "open files", "threads", "processes")
+IN_USE = "MiB in use"
+MUST_NOT_GROW = (IN_USE, *SEEN[1:])
+INSIDE = "--inside"  # this program is the run itself
+MALLINFO = (
+    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+)
+
+
+class Malloc(ctypes.Structure):
+    """struct mallinfo2 of malloc.h."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in MALLINFO]
+
+
+def inside(script: str, words: list[str]) -> None:
+    """Be the run of a script, and write after each step how many MiB its process has in use to the file IN_USE."""
+    from runtime import process
+
+    process.prepare_environment()
+    module = importlib.import_module(script.removesuffix(".py"))
+    from runtime import flags, runlog
+
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = Malloc
+    write = runlog.RunLog.step
+
+    def write_and_look(log, *arguments):
+        write(log, *arguments)
+        found = libc.mallinfo2()
+        with open(log.folder / IN_USE, "a") as out:
+            out.write(f"{(found.uordblks + found.hblkhd) / 2**20}\n")
+
+    runlog.RunLog.step = write_and_look
+    args = flags.parse(module.Args, words=words)
+    module.main(args, module.preflight(args))
 
 
 def size(place: Path, ending: str = "") -> float:
@@ -60,7 +100,7 @@ def size(place: Path, ending: str = "") -> float:
 
 def look(run: psutil.Process, folder: Path) -> dict[str, float]:
     """What a run and all processes under it take now. A page that two of them share counts twice."""
-    found = dict.fromkeys(MUST_NOT_GROW, 0.0)
+    found = dict.fromkeys(SEEN, 0.0)
     shared: set[str] = set()
     for one in (run, *run.children(recursive=True)):
         with contextlib.suppress(psutil.Error, OSError):  # it has ended meanwhile
@@ -119,12 +159,14 @@ def main() -> int:
     if args.steps < 3 * BLOCKS:
         parser.error(f"--steps {args.steps}: at least {3 * BLOCKS}, for {BLOCKS} blocks")
     words = [word for name, value in FLAGS.items() for word in (f"--{name}", str(value))]
-    line = [sys.executable, str(ROOT / args.script), *words, "--total_steps", str(args.steps), *more]
+    line = [sys.executable, __file__, INSIDE, args.script, *words, "--total_steps", str(args.steps), *more]
     with tempfile.TemporaryDirectory(prefix="long-run-") as place:
         folder = Path(place) / "run"
         seen = watched([*line, "--output_dir", place], folder)
         metrics = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+        in_use = [float(number) for number in (folder / IN_USE).read_text().splitlines()]
     curves = {name: np.array([look[name] for look in seen]) for name in seen[0]}
+    curves[IN_USE] = np.array(in_use)
     curves["CPU seconds a step"] = np.diff(curves.pop("CPU seconds"))
     curves["seconds a step"] = np.array([row["time/step"] for row in metrics])
     print(f"{args.script} {' '.join(more)}: {args.steps} steps, {len(seen)} looks\n")
@@ -140,4 +182,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    if sys.argv[1:2] == [INSIDE]:
+        inside(sys.argv[2], sys.argv[3:])
+    else:
+        raise SystemExit(main())
