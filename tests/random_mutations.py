@@ -571,12 +571,13 @@ def choose(
     touched: dict[str, dict],
     budget: float,
     passed: frozenset[str] = frozenset(),
+    unseen: bool = True,
 ) -> dict[str, float]:
     """Tests of a mutation of the lines up to ``last``, cheapest first, as many as fit into ``budget`` seconds.
 
-    Those that touch its lines; then, for a quarter of the budget each, those that read the file, and those that start
-    processes, where it may run unseen. What an import runs is touched by every test. ``passed``: what it has survived,
-    by ``signature``.
+    Those that touch its lines; then, if ``unseen``, for a quarter of the budget each, those that read the file, and
+    those that start processes, where it may run unseen. What an import runs is touched by every test. ``passed``: what
+    it has survived, by ``signature``.
     """
     lines = set(range(mutation.line, last + 1))
     near = {}
@@ -588,6 +589,8 @@ def choose(
             continue
         if lines.intersection(here) or not mutation.scope or mutation.scope == "Args":
             near[test] = what["seconds"]
+        elif not unseen:
+            continue
         elif mutation.file in what.get("reads", ()):
             readers[test] = what["seconds"]
         elif what["processes"]:
@@ -632,8 +635,9 @@ def run(number: int, seed: int, results: Path, budget: float, again: bool, only:
         for entry in done.values():
             again_now = again and entry["state"] == "survived"
             tried |= set() if again_now else {(entry["mutation"], stage) for stage in entry["stages"]}
+        touched: dict[str, dict] = {}
         for stage in STAGES:
-            touched = trace_stage(server, stage, results, only)
+            touched |= trace_stage(server, stage, results, only)
             for mutation in drawn:
                 before = done.get(mutation.key, {"state": "", "stages": []})
                 killed = before["state"] == "killed"
@@ -642,7 +646,7 @@ def run(number: int, seed: int, results: Path, budget: float, again: bool, only:
                 last = mutation.line + sources[mutation.file][mutation.start : mutation.end].count(b"\n")
                 source = hashlib.sha256(sources[mutation.file]).hexdigest()
                 passed = before.get("passed", []) if before.get("source") == source else []
-                tests = choose(mutation, last, touched, budget, frozenset(passed))
+                tests = choose(mutation, last, touched, budget, frozenset(passed), unseen=stage == STAGES[-1])
                 entry = {"mutation": mutation.key, "file": mutation.file, "line": mutation.line, "kind": mutation.kind}
                 entry |= server.attempt(mutation, tests) | {"stages": before["stages"] + [stage] * (not only)}
                 if entry["state"] == "survived":

@@ -79,6 +79,7 @@ def test_the_tests_of_a_line_come_cheapest_first_and_within_the_budget():
     touched |= {"reader": {"lines": {}, "processes": True, "reads": ["f.py"], "seconds": 2.5}}
     assert list(choose(mutation, 2, touched, 10)) == ["quick", "slow", "reader", "process"]
     assert list(choose(mutation, 2, touched, 48)) == ["quick", "slow", "long", "reader", "process", "program"]
+    assert list(choose(mutation, 2, touched, 48, unseen=False)) == ["quick", "slow", "long"]
     passed = frozenset({signature("quick", near), signature("process", far | {"stamp": "as it was"})})
     assert list(choose(mutation, 2, touched, 10, passed)) == ["slow", "reader", "process"]
     imported = mutations_of("f.py", b"def f():\n    pass\n\nX = 1\n")[0]
