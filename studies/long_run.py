@@ -7,8 +7,8 @@ The run evaluates, saves and writes samples all along. After every step this pro
 run's processes, and the run notes what malloc has in use: what it has freed it keeps, up to a quarter more than it had
 after its second step (runtime/process.py, Heap), and gaps between what stays are resident, too. A slope is that of a
 straight line through the means of twenty blocks of steps, without the first tenth; its interval is Student's over the
-blocks, 95 %. The exit code is 1 where memory in use, files or threads rise by more than zero and by more than a
-thousandth of their mean in a hundred steps.
+blocks, 95 %. The exit code is 1 where memory in use, its jumps left out, files or threads rise by more than zero and by
+more than a thousandth of their mean in a hundred steps, or where it jumps more than once in a hundred steps.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ FLAGS = {
 BLOCKS = 20
 SEEN = ("resident MiB", "shared MiB", "files in /dev/shm", "open files", "threads", "processes")
 IN_USE = "MiB in use"
-MUST_NOT_GROW = (IN_USE, *SEEN[1:])
+STEADY = "MiB in use, without jumps"
+JUMP = 1.0  # MiB in one step: a buffer that is as large as the largest batch so far
+MUST_NOT_GROW = (STEADY, *SEEN[1:])
 INSIDE = "--inside"  # this program is the run itself
 MALLINFO = (
     *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
@@ -131,6 +133,14 @@ def slope(values: np.ndarray) -> tuple[float, float, float]:
     return 100 * rate, 100 * t_quantile(BLOCKS - 2) * error, kept.mean()
 
 
+def without_jumps(values: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    """(values less their changes by more than JUMP from one to the next, those changes as text)."""
+    changes = np.diff(values, prepend=values[0])
+    large = np.abs(changes) > JUMP
+    said = [f"{changes[place]:+.1f} MiB after step {place + 1}" for place in np.flatnonzero(large)]
+    return values - np.cumsum(np.where(large, changes, 0)), said
+
+
 def watched(line: list[str], folder: Path) -> list[dict[str, float]]:
     """What was seen after each step of a run in ``folder``. Raises RuntimeError where it fails."""
     metrics = folder / "metrics.jsonl"
@@ -167,6 +177,7 @@ def main() -> int:
         in_use = [float(number) for number in (folder / IN_USE).read_text().splitlines()]
     curves = {name: np.array([look[name] for look in seen]) for name in seen[0]}
     curves[IN_USE] = np.array(in_use)
+    curves[STEADY], jumps = without_jumps(curves[IN_USE])
     curves["CPU seconds a step"] = np.diff(curves.pop("CPU seconds"))
     curves["seconds a step"] = np.array([row["time/step"] for row in metrics])
     print(f"{args.script} {' '.join(more)}: {args.steps} steps, {len(seen)} looks\n")
@@ -177,7 +188,10 @@ def main() -> int:
         print(f"| {name} | {mean:.4g} | {rate:+.2g} | {rate - half:+.2g} to {rate + half:+.2g} |")
         if name in MUST_NOT_GROW and rate - half > 0 and rate > mean / 1000:
             grown.append(name)
-    print(f"\ngrows: {', '.join(grown) or 'nothing'}")
+    late = [jump for jump in jumps if int(jump.split()[-1]) > args.steps // 10]
+    if len(late) > args.steps / 100:
+        grown.append(IN_USE)
+    print(f"\njumps after the first tenth: {', '.join(late) or 'none'}\ngrows: {', '.join(grown) or 'nothing'}")
     return int(bool(grown))
 
 

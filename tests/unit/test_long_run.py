@@ -16,6 +16,15 @@ def test_a_slope_and_its_interval():
     assert 0.92 < np.mean(covered) < 0.98
 
 
+def test_jumps_are_left_out_and_named():
+    """What is left of a line with two jumps is the line."""
+    line = 100 + 0.001 * np.arange(50)
+    jumping = line + 4.5 * (np.arange(50) >= 20) - 2 * (np.arange(50) >= 30)
+    steady, jumps = long_run.without_jumps(jumping)
+    assert np.allclose(steady, line, atol=0.01)
+    assert jumps == ["+4.5 MiB after step 21", "-2.0 MiB after step 31"]
+
+
 def test_the_table_has_one_row_of_each_version(tmp_path, monkeypatch):
     """A new row takes the place of the old one; what stands around the table stays."""
     page = tmp_path / "page.md"
