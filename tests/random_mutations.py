@@ -646,7 +646,9 @@ def run(number: int, seed: int, results: Path, budget: float, again: bool, only:
                 last = mutation.line + sources[mutation.file][mutation.start : mutation.end].count(b"\n")
                 source = hashlib.sha256(sources[mutation.file]).hexdigest()
                 passed = before.get("passed", []) if before.get("source") == source else []
-                tests = choose(mutation, last, touched, budget, frozenset(passed), unseen=stage == STAGES[-1])
+                tests = choose(mutation, last, touched, budget, frozenset(passed), unseen=False)
+                if stage == STAGES[-1] and (again or not tests):
+                    tests = choose(mutation, last, touched, budget, frozenset(passed))
                 entry = {"mutation": mutation.key, "file": mutation.file, "line": mutation.line, "kind": mutation.kind}
                 entry |= server.attempt(mutation, tests) | {"stages": before["stages"] + [stage] * (not only)}
                 if entry["state"] == "survived":
