@@ -174,8 +174,8 @@ def encode(value, scope: dict | None = None) -> dict:
     """
     items: list = []
     places: dict[int, int] = {}  # id of a value -> its item
-    kept: list = []  # what has a place here lives on, so that no id is used twice
-    filled: list[tuple[int, list]] = []  # items whose parts are referred to once all have places
+    # Items whose parts are referred to once all have places; their parts live on in it, so that no id is used twice.
+    filled: list[tuple[int, list]] = []
     pending = [(value, None, None)]
     while pending:
         current, kind, parts = pending.pop()
@@ -184,22 +184,18 @@ def encode(value, scope: dict | None = None) -> dict:
         if isinstance(current, int):
             places[id(current)] = len(items)
             items.append(["int", hex(current)])
-            kept.append(current)
             continue
         if kind is not None:  # its parts have places now
             places[id(current)] = len(items)
             items.append([kind, *parts])
             filled.append((len(items) - 1, parts))
-            kept.append(current)
             continue
         current_kind = _kind(current, scope or {})
         parts = _parts(current, current_kind)
-        kept.append(parts)
         if current_kind in FILLED or current_kind == "object":
             places[id(current)] = len(items)
             items.append([current_kind])
             filled.append((len(items) - 1, parts))
-            kept.append(current)
         else:
             pending.append((current, current_kind, parts))
         pending += [(part, None, None) for part in parts]

@@ -320,6 +320,27 @@ def test_alone_waits_and_says_so(tmp_path, capsys):
     assert f"preparing: waiting for the process that holds {tmp_path / 'lock'}" in capsys.readouterr().out
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Otherwise a machine that loses its power may have the new name, and nothing in the file."""
+    file = tmp_path / "latest"
+    file.write_text("old")
+    on_disk = {}
+    rename = os.replace
+
+    def sync(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        on_disk[path.stat().st_ino] = path.read_text()
+
+    def replace(source, target):
+        assert on_disk[os.stat(source).st_ino] == "new" and file.read_text() == "old"
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", replace)
+    process.write_whole(file, "new")
+    assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
+
+
 def test_a_finished_run_says_so(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path)
     run_here(args)

@@ -788,6 +788,21 @@ def test_truth_error(name, truth, row, wrong):
     assert wrong in found and bool(found) == bool(wrong)
 
 
+@pytest.mark.parametrize(
+    ("verifier", "truth", "wrong"),
+    [
+        ("countdown", "24", "no numbers"),
+        ("reasoning_gym", "24", "source_dataset"),
+        ("ifeval", '{"instruction_id_list": ["none such"], "kwargs": [{}]}', "no constraint"),
+        ("code", "[]", "tests"),
+    ],
+)
+def test_a_row_that_cannot_be_scored_earns_nothing(verifier, truth, wrong):
+    """Whatever is said; the response is not to blame, so it is not below a wrong one either."""
+    found = rewards.VERIFIERS[verifier]("<answer>4 * 6</answer>", truth, {})
+    assert (found.score, found.status) == (0.0, "unscorable") and wrong in found.detail
+
+
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1, 0, 1e-9, 1e9, "soon", [5]])
 def test_a_time_limit_that_is_none_is_refused_at_the_start(seconds):
     """A float column with gaps holds NaN, which ended the run at the first sample."""

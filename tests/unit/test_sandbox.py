@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -560,7 +561,8 @@ def test_tests_that_are_none():
         ("x = 1", ADD),
         ("def check(", ADD),
     ):
-        assert code("def add(a, b):\n    return a + b", tests, row).status == "unscorable", tests
+        found = code("def add(a, b):\n    return a + b", tests, row)
+        assert (found.score, found.status) == (0, "unscorable"), tests
         assert rewards.truth_error("code", tests, row) != "", tests
     assert rewards.truth_error("code", TESTS, ADD) == ""
 
@@ -755,6 +757,28 @@ def test_attacks_against_programs():
         assert not passes(ATTACKS[attack] + "\nadd(1, 2)", tests, {"time_limit": LIMIT}), attack
         assert time.perf_counter() - start < LIMIT + 4
     assert running() == []
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="util-linux is not installed")
+def test_what_the_kernel_gives_to_others_the_sandbox_has():
+    """A sandbox that were refused for a bug of its own would skip all the tests that need one."""
+    mount = "echo 0 > /proc/sys/user/max_user_namespaces && mount -t tmpfs none /proc"
+    namespaces = ("--user", "--map-root-user", "--mount", "--net", "--ipc", "--uts", "--pid", "--fork")
+    done = subprocess.run(["unshare", *namespaces, "sh", "-c", mount], capture_output=True, text=True, timeout=20)
+    if done.returncode != 0:
+        pytest.skip(f"the kernel gives no namespaces here: {done.stderr}")
+    assert REFUSED == ""
+
+
+def test_a_root_that_is_not_built_is_not_waited_for(monkeypatch):
+    """What builds it may be killed without a word, by the out-of-memory killer for one."""
+    monkeypatch.setattr(sandbox, "kernel", lambda *_: os._exit(1))
+    socket.setdefaulttimeout(5)
+    try:
+        with pytest.raises(OSError, match="the namespaces cannot be prepared"):
+            sandbox.prepare_namespaces({})
+    finally:
+        socket.setdefaulttimeout(None)
 
 
 @isolated

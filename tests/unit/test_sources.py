@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import urllib.error
 from pathlib import Path
 
 import pyarrow.parquet
@@ -201,6 +202,27 @@ def test_a_hub_data_set_without_network(tmp_path):
     assert end.returncode == 2
     assert "--dataset openai/gsm8k:main@test (split 'test')" in end.stderr and "hub is not reachable" in end.stderr
     assert end.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, answers):
+    """By no library a second time, and by no process that is started later; what it answers does not matter."""
+    import datasets
+    import huggingface_hub.constants
+
+    def ask(request, timeout):
+        if answers:
+            raise urllib.error.HTTPError(request.full_url, 404, "Not Found", None, None)
+        raise urllib.error.URLError("no route")
+
+    monkeypatch.setattr("urllib.request.urlopen", ask)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    sources._work_offline_without_hub()
+    assert datasets.config.HF_HUB_OFFLINE != answers
+    assert huggingface_hub.is_offline_mode() != answers
+    assert os.environ["HF_HUB_OFFLINE"] == ("0" if answers else "1")
 
 
 @pytest.mark.parametrize("large", [False, True])

@@ -222,7 +222,9 @@ def test_a_run_s_numbers_are_of_the_model_s_tokens(name, tiny, tmp_path, monkeyp
         samples, metrics = select(*given)
         kept.append(with_observations(samples, seed=len(kept)))
         for sample in samples:
-            sample.turns = [{"role": "assistant", "text": ""}, *({"role": "user", "failures": 1, "seconds": 0.5},)]
+            sample.turns = [{"role": "assistant", "text": "", "calls": [{"name": "add", "arguments": {}}]}]
+            sample.turns.append({"role": "user", "failures": 1, "seconds": 0.5})
+            sample.turns.append({"role": "assistant", "text": ""})
         return samples, metrics
 
     monkeypatch.setattr(script, "select", with_them)
@@ -236,7 +238,8 @@ def test_a_run_s_numbers_are_of_the_model_s_tokens(name, tiny, tmp_path, monkeyp
         assert m["completions/length_max"] == max(lengths)
         observed = [len(s.response_ids) - s.own().sum() for s in samples]
         assert m["env/tokens"] == pytest.approx(np.mean(observed)) and m["env/tokens"] > 1
-        assert (m["env/failures"], m["env/tool_seconds"], m["env/turns"]) == (len(samples), 0.5, 1)
+        assert (m["env/failures"], m["env/tool_seconds"]) == (len(samples), 0.5)
+        assert (m["env/turns"], m["env/tool_calls"]) == (2, 1)
     first, samples = metrics[0], kept[0]
     diffs, entropies = [], []
     with torch.no_grad():
