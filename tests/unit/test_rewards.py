@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
+from types import SimpleNamespace
 
 import numpy as np
 import plot
@@ -33,7 +34,7 @@ from rewards import (
     last_number,
     parse_weights,
 )
-from runtime import records, rundir, runlog, sandbox, verdict
+from runtime import records, rundir, runlog, sandbox, verdict, workers
 from runtime.reading import control_of
 
 MINE = ROOT / "tests" / "verifiers.py"
@@ -274,6 +275,26 @@ def test_pool_outlives_its_nursery():
     assert psutil.wait_procs(workers, timeout=5)[1] == []
     assert works(pool)
     pool.close()
+
+
+def test_a_worker_that_outlives_its_nursery_is_killed():
+    """A response may have undone the signal by which it would end with it; what it has started ends, too."""
+    code = "import subprocess, time; subprocess.Popen(['sleep', '60'], start_new_session=True); print(flush=True); "
+    left = subprocess.Popen(
+        [sys.executable, "-c", code + "time.sleep(60)"], stdout=subprocess.PIPE, start_new_session=True
+    )
+    left.stdout.readline()
+    (below,) = psutil.Process(left.pid).children()
+
+    def ask(word, pid):
+        raise EOFError
+
+    worker = workers.Worker(SimpleNamespace(ask=ask), "worker")
+    worker.pid, worker.descriptor = left.pid, os.pidfd_open(left.pid)
+    assert worker.exitcode is None
+    worker.terminate()
+    assert worker.exitcode == -signal.SIGKILL == left.wait(timeout=5)
+    assert psutil.wait_procs([below], timeout=5)[1] == []
 
 
 @pytest.mark.parametrize("verifier", ["exact", "code", "reasoning_gym"])
