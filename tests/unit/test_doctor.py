@@ -7,6 +7,7 @@ import random
 import doctor
 import pytest
 
+from runtime import reading
 from runtime.findings import RULES, Case, Finding, examine
 
 STEPS = 60
@@ -252,3 +253,22 @@ def test_the_program_reads_a_run_that_is_still_being_written(tmp_path, capsys, m
     (folder / "metrics.jsonl").write_text("\n".join(json.dumps(m) for m in fault) + "\n")
     assert doctor.main() == 1
     assert "90% of the responses are truncated at 64 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "known", "warned"),
+    [
+        (None, {}, False),
+        ('{"args": {"beta": 0.1}}', {"args": {"beta": 0.1}}, False),
+        ('{"args": {"be', {}, True),
+        ("[1]", {}, True),
+        ('{"args": 1}', {}, True),
+    ],
+)
+def test_a_run_whose_arguments_cannot_be_read_can_still_be_looked_at(tmp_path, capsys, text, known, warned):
+    """A copy of metrics.jsonl alone, or a config.json that a full disk has spoiled."""
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert reading.read_config(tmp_path) == known
+    assert ("config.json is no JSON object of a run; the arguments" in capsys.readouterr().err) == warned
+    assert Case.of(tmp_path).args == known.get("args", {})

@@ -308,8 +308,9 @@ def test_what_a_verifier_needs_is_there_before_its_first_sample(monkeypatch, ver
     monkeypatch.setattr(sys, "set_int_max_str_digits", lambda digits: None)
     monkeypatch.setattr(rewards.importlib, "import_module", started.append)
     rewards._prepare_workers([verifier])
-    rewards._start_worker([verifier], False)
+    rewards._start_worker([verifier], unsafe=True)
     assert started == [verifier][verifier == "exact" :]
+    assert sandbox.allow_unsafe, "--allow_unsafe_code_exec reaches the process that runs code"
 
 
 def test_workers_draw_random_numbers_of_their_own():
