@@ -220,7 +220,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, answers):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     sources._work_offline_without_hub()
-    assert datasets.config.HF_HUB_OFFLINE != answers
+    assert answers != datasets.config.HF_HUB_OFFLINE
     assert huggingface_hub.is_offline_mode() != answers
     assert os.environ["HF_HUB_OFFLINE"] == ("0" if answers else "1")
 
