@@ -530,6 +530,19 @@ def test_an_engine_has_nothing_to_wait_for(as_rank, place, nothing_is_loaded, mo
     assert end.value.code == 0
 
 
+@pytest.mark.parametrize(("engines", "shards", "shown"), [(1, 2, "4,5,6,7"), (2, 1, "6")])
+def test_a_start_takes_engines_and_their_ranks_for_what_they_are(
+    as_rank, place, nothing_is_loaded, monkeypatch, engines, shards, shown
+):
+    """Rank 2 of 4 is the first of one engine's two ranks, or an engine alone, which sees its own GPU only."""
+    as_rank(2, size=4, on_node=4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    changes = {"vllm_engines": engines, "vllm_tensor_parallel_size": shards, "dry_run": True}
+    with pytest.raises(SystemExit) as end:
+        start(arguments(place, changes))
+    assert end.value.code == 0 and os.environ["CUDA_VISIBLE_DEVICES"] == shown
+
+
 # ---------------------------------------------------------------------------------------- folders of earlier runs
 
 
