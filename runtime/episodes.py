@@ -45,7 +45,7 @@ code_of_run = functools.cache(loaded_code)
 
 
 @functools.cache
-def nursery_of(spec: str, life: int = 0) -> Nursery:
+def nursery_of(spec: str, life: int) -> Nursery:
     """The process whose forks hold the objects of ``file.py:Class``. ``life``: counts those that a tool has killed."""
     path, _, name = spec.rpartition(":")
     return Nursery(code_of_run(), environments.load, path, name, environments.source(path))

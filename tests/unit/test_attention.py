@@ -21,6 +21,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    Qwen2Config,
 )
 from transformers.models.llama import modeling_llama as llama
 
@@ -126,6 +127,19 @@ def test_flex_attention_takes_the_blocks(window):
         found = logprobs_of(model_with("flex_attention", window), samples, "shared")
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
     assert (logprobs_of(model_with("sdpa", window), samples, "shared") - expected).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("without_window", [2, 1, 0])
+def test_every_layer_has_its_own_window(without_window):
+    """Two layers, the first of them without the window; where all are, the config has one all the same."""
+    window = {"use_sliding_window": True, "sliding_window": 60, "max_window_layers": without_window}
+    config = Qwen2Config(**SHAPE, **HEADS, **window)
+    assert config.layer_types.count("full_attention") == without_window and config.sliding_window == 60
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    samples = long_samples(2)
+    expected = logprobs_of(model, samples, "padded", budget=1)
+    torch.testing.assert_close(logprobs_of(model, samples, "shared"), expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("heads, keys", [(9, 3), (4, 4), (4, 1)])

@@ -5,8 +5,12 @@ tests/runs/test_processes.py and test_other_ranks.py resume real runs so.
 
 from __future__ import annotations
 
+import types
+from pathlib import Path
+
 import pytest
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from runtime import elastic
 
@@ -105,3 +109,84 @@ def test_states_that_belong_to_no_weight_are_refused(values, capsys):
         assert end.value.code == 2
         message = capsys.readouterr().err
         assert repr(key) in message and "--num_processes 2" in message
+
+
+NAMES = ("_get_ckpt_name", "_get_zero_ckpt_prefix", "_get_rank_zero_ckpt_name", "_get_mp_rank_zero_checkpoint_names")
+
+
+class Reader:
+    """DeepSpeed's checkpoint engine."""
+
+    def load(self, path, map_location):
+        return torch.load(path, map_location=map_location)
+
+
+def engine_of(stage: int, groups: list[str], own: dict) -> types.SimpleNamespace:
+    """A rank's engine, as far as a checkpoint's names and parts ask for it; ``own``: what this rank would save."""
+    inner = own["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    optimizer = types.SimpleNamespace(
+        dp_process_group=None,
+        param_groups=[{"params": [state["exp_avg"]]} for state in inner["state"].values()],
+        sub_group_to_group_id=dict.fromkeys(range(len(groups)), 0),
+    )
+    engine = types.SimpleNamespace(
+        optimizer=optimizer,
+        checkpoint_engine=Reader(),
+        checkpoint_mp_rank=0,
+        bfloat16_enabled=lambda: True,
+        zero_optimization_stage=lambda: stage,
+        zero_optimization_partition_weights=lambda: stage == 3,
+        _get_zero_param_shapes=lambda: shapes_of(groups),
+    )
+    for name in NAMES:
+        setattr(engine, name, types.MethodType(getattr(DeepSpeedEngine, name), engine))
+    return engine
+
+
+def write_checkpoint(folder: Path, files: list[dict], groups: list[str], stage: int, frozen: torch.Tensor) -> None:
+    """The files of ranks, by the names that DeepSpeed gives them."""
+    folder.mkdir()
+    common = {"param_shapes": shapes_of(groups), "frozen_param_fragments": {"e": frozen}, "dp_world_size": len(files)}
+    for rank, file in enumerate(files):
+        torch.save({"optimizer_state_dict": file}, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        torch.save(common, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    torch.save(common, folder / "mp_rank_00_model_states.pt")
+
+
+@pytest.mark.parametrize("stage, old, new", [(2, ["ab", "cd"], ["ab", "cd"]), (3, ["ab", "cd"], ["a", "bcd"])])
+def test_an_engine_reads_the_files_of_other_ranks_as_its_own(values, tmp_path, monkeypatch, stage, old, new):
+    """Rank 2 of three, of a checkpoint of two: the common file first, as DeepSpeed does, then its part of all files."""
+    write_checkpoint(tmp_path / "policy", saved_files(values, old, stage, 2, PADDING), old, stage, torch.empty(0))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 2)
+    own = saved_files(values, new, stage, 3)[2]
+    engine = engine_of(stage, new, own)
+    with elastic.saved_by(2, engine, tmp_path / "policy"):
+        (common,) = engine._get_all_ckpt_names(str(tmp_path), "policy")
+        assert engine.checkpoint_engine.load(common, map_location="cpu")["dp_world_size"] == 3
+        found = engine.checkpoint_engine.load("this rank's file, which there is not", map_location="cpu")
+    assert engine.checkpoint_engine.load(common, map_location="cpu")["dp_world_size"] == 2, "as before"
+    state = found["optimizer_state_dict"]
+    masters, inner = list(own)
+    for k, wanted in enumerate(own[masters]):
+        assert torch.equal(state[masters][k][: len(wanted)], wanted)
+        assert torch.equal(state[inner]["state"][k]["exp_avg"], own[inner]["state"][k]["exp_avg"])
+    assert stage < 3 or state[inner]["param_groups"] == own[inner]["param_groups"]
+
+
+def test_frozen_weights_that_stage_3_has_cut_are_refused(values, tmp_path, monkeypatch, capsys):
+    """Each rank's file has a part of them, and only one file is read; stage 2 has them whole in every file."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 2)
+    for stage in (2, 3):
+        files = saved_files(values, ["abcd"], stage, 2)
+        write_checkpoint(tmp_path / str(stage), files, ["abcd"], stage, torch.ones(1))
+        engine = engine_of(stage, ["abcd"], files[0])
+        with elastic.saved_by(2, engine, tmp_path / str(stage)):
+            (common,) = engine._get_all_ckpt_names(str(tmp_path), str(stage))
+            if stage == 2:
+                engine.checkpoint_engine.load(common, map_location="cpu")
+                continue
+            with pytest.raises(SystemExit) as end:
+                engine.checkpoint_engine.load(common, map_location="cpu")
+    assert end.value.code == 2 and "--num_processes 2" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import inspect
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -241,6 +242,61 @@ def test_an_engine_sleeps_before_the_first_push_and_in_every_update(tiny, tmp_pa
     args = tiny_args(tiny, tmp_path, script.__name__, total_steps=2, eval_prompts=0, sleep=asked)
     run_here(args, script.__name__)
     assert seen == (["sleep", "push"] * 3 if asked == "engine" else ["push"] * 3)
+
+
+# ------------------------------------------------------------------------------------------ engines on other ranks
+
+
+@pytest.fixture
+def engines_of(monkeypatch):
+    """The engines of trainer ``rank`` of two, of which there is one in all: trainer 0's."""
+    monkeypatch.setattr(dedicated, "board", lambda host, port: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    lost = []
+
+    def make(rank: int) -> dedicated.Engines:
+        monkeypatch.setenv("RANK", str(rank))
+        watch = SimpleNamespace(host="", port=0, name=f"rank {rank}", abort=lost.append)
+        engines = dedicated.Engines(flags.RunFlags(vllm_engines=1, timeout=10.0), watch)
+        engines.lost = lost
+        return engines
+
+    return make
+
+
+def test_a_trainer_without_engines_waits_for_none(engines_of):
+    """Two trainers and one engine: what it would learn of an engine, that it is there and has the weights, is told."""
+    engines = engines_of(1)
+    engines._connect = lambda: None
+    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
+    for message in (("weights", 3, [("w", torch.ones(2))]), ("generate", 0, [((0, 0), [1], 2)], SAMPLING), ("stop",)):
+        inbox.put(message)
+    engines.relay(None, torch.float32, 1, 2, [0], inbox, outbox)
+    assert list(outbox.queue) == [("ready",), ("weights", 3, 0.0)]
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_lines_that_ended_are_read_no_more(engines_of, stopped):
+    """The thread ends with the last of them; who has not been told to stop is missed, once and by name."""
+    engines = engines_of(0)
+    engines.stopped = stopped
+    engines.outbox = watchdog.Mailbox()
+    (own, other), (second, other_second) = multiprocessing.Pipe(), multiprocessing.Pipe()
+    engines.lines = {own: 0, second: 1}
+    other.send((0, ("error", "late")))
+    other.close()
+    reader = threading.Thread(target=engines._read, daemon=True)
+    reader.start()
+    time.sleep(0.05)
+    other_second.close()
+    reader.join(timeout=2)
+    ended = not reader.is_alive()
+    for line in (own, second):  # a thread that reads on fails here
+        line.close()
+    assert ended
+    assert list(engines.outbox.queue) == [("error", "late")]
+    words = "rank 0 failed: rank {} (engine {}) is gone without a word (killed, no memory?)"
+    assert engines.lost == ([] if stopped else [words.format(2, 0), words.format(3, 1)])
 
 
 # ------------------------------------------------------------------------------------------------ what vLLM is built by

@@ -14,12 +14,14 @@ NOISY = """
 import logging, sys, warnings
 
 logger = logging.getLogger("noisy")
+logger.setLevel(logging.INFO)
 logger.propagate = False  # as DeepSpeed, vLLM and transformers do it
 logger.addHandler(logging.StreamHandler(sys.stdout))
 
 def speak(text):
     logger.warning(text)
     logger.error("a library's error")
+    logger.info("GET https://me:pa55word@hub/model")
     warnings.warn("a library's warning", UserWarning)
 """
 SCRIPT = """
@@ -50,7 +52,10 @@ if end == "crash":
 
 @pytest.mark.parametrize("end", ["return", "raise", "crash"])
 def test_messages_of_libraries_go_to_the_file(tmp_path, end):
-    """Before and after the folder exists; errors, tracebacks, crashes and the user's own words stay on the console."""
+    """Before and after the folder exists; errors, tracebacks, crashes and the user's own words stay on the console.
+
+    A line of the file says who speaks and how loud, and has no password in it.
+    """
     (tmp_path / "installed").mkdir()
     (tmp_path / "installed" / "noisy.py").write_text(NOISY)
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -63,8 +68,10 @@ def test_messages_of_libraries_go_to_the_file(tmp_path, end):
     for words in ("nobody needs this", "nor is this", "a library's warning"):
         assert words not in console
     file = (tmp_path / "libraries.log").read_text()
-    for words in ("nobody needs this", "nor is this", "a library's error", "a library's warning"):
+    for words in ("WARNING noisy: nobody needs this", "nor is this", "ERROR noisy: a library's error"):
         assert words in file
+    assert "a library's warning" in file
+    assert "GET https://***@hub/model" in file and "pa55word" not in file
     assert "my own" not in file
     if end == "raise":
         assert "ValueError: my own error" in console
