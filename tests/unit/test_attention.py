@@ -258,6 +258,7 @@ LONG = {"max_prompt_length": 512, "max_response_length": 8192}
         (choice(True, HALF, max_response_length=1024), ("shared", "flex_attention")),
         (choice(True, max_response_length=1024), ("shared", "flex_attention")),
         (choice(True, max_response_length=200, micro_batch_tokens=65536), ("shared", "flex_attention")),  # 464 MiB
+        (choice(True, HALF, micro_batch_tokens=65536, **LONG), ("shared", "flex_attention")),  # a dense mask has 8 GiB
         (choice(True, HALF, num_samples_per_prompt_rollout=1), ("packed", "varlen")),
         (choice(True, HALF, max_prompt_length=256, max_response_length=8192), ("packed", "varlen")),
         (choice(True, max_prompt_length=256, max_response_length=8192), ("shared", "flex_attention")),

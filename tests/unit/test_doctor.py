@@ -145,6 +145,25 @@ def test_each_rule_names_its_fault_and_nothing_short_of_it(rule):
     assert rule not in {f.rule for f in findings([m | short(m) for m in metrics], samples)}
 
 
+# Rule -> the step at which the running mean of five is beyond the bound, of the faults that begin at step 31.
+SINCE = {
+    "verifier_failures": 34,
+    "equal_groups": 35,
+    "truncation": 34,
+    "stale_samples": 35,
+    "throughput_loss": 31,
+}
+
+
+@pytest.mark.parametrize("rule", SINCE)
+def test_a_finding_says_since_when(rule):
+    """Of five steps some are from before: the larger the fault, the fewer of them have to have it."""
+    metrics, samples = healthy()
+    beyond, _ = FAULTS[rule]
+    (found,) = findings([m | beyond(m) for m in metrics], samples)
+    assert found.since == SINCE[rule]
+
+
 NOTHING = {"response": "I see.", "extracted": "", "reward": 0.0, "reward_parts": {"correct": 0.0, "format": 0.0}}
 
 

@@ -299,6 +299,72 @@ def test_lines_that_ended_are_read_no_more(engines_of, stopped):
     assert engines.lost == ([] if stopped else [words.format(2, 0), words.format(3, 1)])
 
 
+def test_what_all_ranks_of_engines_answer_is_one_answer(engines_of):
+    """Samples and errors pass as they come; the busy seconds of a push are the mean of those of all lines."""
+    engines = engines_of(0)
+    engines.outbox = watchdog.Mailbox()
+    engines.lines = {"one": 0, "other": 1}
+    sample = ("sample", 0, (0, 0), [7], [-0.5], "stop", [(1, 0)])
+    for message in (("weights", 4, 1.0), sample, ("weights", 4, 3.0), ("slept",), ("slept",)):
+        engines._take(message)
+    assert list(engines.outbox.queue) == [sample, ("weights", 4, 2.0), ("slept",)]
+
+
+def test_requests_go_to_the_engine_of_their_place(engines_of):
+    """Engine e of two takes the places e, e + 2, ..., on each of its ranks."""
+    engines = engines_of(0)
+    engines.count = 2
+    engines.shards = 2
+    engines._connect = lambda: None
+    sent = {place: [] for place in range(4)}
+    engines.lines = {SimpleNamespace(send=sent[place].append): place for place in sent}
+    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
+    requests = [((place, 0), [1], place) for place in range(3)]
+    for message in (("generate", 5, requests, SAMPLING), ("until", 5), ("stop",)):
+        inbox.put(message)
+    engines.relay(None, torch.float32, 0, 1, [2], inbox, outbox)
+    for place, messages in sent.items():
+        mine = [request for request in requests if request[0][0] % 2 == place // 2]
+        build = ("build", 1, torch.float32, [2])
+        assert messages == [build, ("generate", 5, mine, SAMPLING), ("until", 5), ("stop",)]
+
+
+@pytest.mark.parametrize("rank, engine, shard, sends", [(2, 0, 0, True), (3, 0, 1, False), (4, 1, 0, True)])
+def test_the_ranks_of_engines_follow_those_of_the_trainers(monkeypatch, rank, engine, shard, sends):
+    """Two trainers and two engines of two ranks each; the first rank of an engine reports its samples."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": 6}.items():
+        monkeypatch.setenv(name, str(value))
+    watch = SimpleNamespace(rank=rank, host="", port=0, close=lambda: None)
+    own, other = multiprocessing.Pipe()
+    noted = {}
+    monkeypatch.setattr(dedicated, "Watch", lambda timeout: watch)
+    monkeypatch.setattr(dedicated, "launch_size", lambda: 6)
+    monkeypatch.setattr(dedicated, "board", lambda host, port: None)
+    monkeypatch.setattr(dedicated, "answer_call", lambda store, place: noted.update(place=place) or own)
+    monkeypatch.setattr(dedicated, "weights_group", lambda store, rank, size, timeout: noted.update(group=(rank, size)))
+    monkeypatch.setattr(dedicated, "join_shards", lambda store, engine, shard: noted.update(shards=(engine, shard)))
+
+    def thread(args, dtype, place, shards, stop_ids, inbox, outbox):
+        assert (dtype, place, shards, stop_ids) == (torch.float32, rank - 2, 2, [0])
+        outbox.put(("ready",))
+        outbox.put(("sample", "mine"))
+        assert inbox.get() == ("stop",)
+
+    other.send(("build", 1, torch.float32, [0]))
+    other.send(("stop",))
+    dedicated.serve(flags.RunFlags(vllm_engines=2, vllm_tensor_parallel_size=2), thread)
+    assert noted == {"place": rank - 2, "group": (rank - 1, 5), "shards": (engine, shard)}
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (str(shard), "2")
+    own.close()
+    found = []
+    while other.poll():
+        try:
+            found.append(other.recv())
+        except EOFError:
+            break
+    assert found == [(1, ("ready",)), (1, ("sample", "mine"))][: 1 + sends]
+
+
 # ------------------------------------------------------------------------------------------------ what vLLM is built by
 
 
@@ -433,6 +499,21 @@ def test_copies_of_pushed_weights_take_the_memory_of_earlier_ones():
     assert second[0][1].tolist() == [2.0] * 4
     third = weights.copied_to_cpu([("a", torch.zeros(5))], second)
     assert third[0][1].data_ptr() not in places
+
+
+def test_an_engine_keeps_one_copy_of_what_it_was_pushed():
+    """The copies of a push, for an engine that is built again, take the memory of those of the push before."""
+    engine = object.__new__(Engine)
+    vars(engine).update(restarts=2, copies_weights=True, version=0, acknowledged=0, spare=[], metrics={})
+    engine.inbox = watchdog.Mailbox()
+    engine.take = lambda what: setattr(engine, "acknowledged", engine.version)
+    places = []
+    for value in (1.0, 2.0):
+        engine.push([("w", torch.full((3,), value))])
+        ((_, kept),) = engine.weights
+        assert kept.tolist() == [value] * 3
+        places.append(kept.data_ptr())
+    assert places[0] == places[1]
 
 
 @SCRIPTS

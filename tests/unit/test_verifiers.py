@@ -215,6 +215,7 @@ MATH = [
     (r"\boxed{(0, 1)}", "[0,1)", False),
     (r"\boxed{p - q}", "q - p", False),
     (r"\boxed{10^{10}}", "10000000000", True),
+    (r"\boxed{x > 1, x < 3}", "(1, 3)", True),
     ("\\boxed{42}" + " and so on" * 1000, "42", True),  # the answer need not be at the end
 ]
 NUMBERS = {"nums": [2, 3, 4, 25]}

@@ -145,3 +145,5 @@ def test_each_is_rehearsed_before_a_run(tiny, name):
     args = dataclasses.replace(args, dry_run=True)
     lines = episodes.describe_turns(problem, tokenizer_of(tiny), args)
     assert "at most 20, a game, a reward of its own" in lines[0] and "tokens count" in lines[-1]
+    assert any(line.startswith("  model ") and "'1<|im_end|>'" in line for line in lines)
+    assert not any("[]" in line for line in lines), "a line without a token"
