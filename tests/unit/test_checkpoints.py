@@ -383,9 +383,8 @@ def test_which_checkpoints_stay(tiny, tmp_path, monkeypatch):
     run_here(args)
     steps = [step for step, _ in rundir.saved_steps(folder_of(args))]
     assert steps == [2, 5, 6]
-    assert not list((folder_of(args) / "checkpoints").rglob("*.py")), (
-        "DeepSpeed's, which makes of a checkpoint what model/ is already"
-    )
+    scripts = list((folder_of(args) / "checkpoints").rglob("*.py"))
+    assert not scripts, "DeepSpeed's, which makes of a checkpoint what model/ is already"
     assert (folder_of(args) / "checkpoints" / "latest").read_text() == "step_000006\n"
     run_here(tiny_args(tiny, tmp_path / "all", **{**SMALL, "save_every": 1, "keep_checkpoints": 0}))
     assert len(rundir.saved_steps(folder_of(tiny_args(tiny, tmp_path / "all", **SMALL)))) == 4

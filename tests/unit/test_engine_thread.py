@@ -310,23 +310,32 @@ def test_what_all_ranks_of_engines_answer_is_one_answer(engines_of):
     assert list(engines.outbox.queue) == [sample, ("weights", 4, 2.0), ("slept",)]
 
 
+class Line:
+    """One to an engine's rank."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, message):
+        self.sent.append(message)
+
+
 def test_requests_go_to_the_engine_of_their_place(engines_of):
     """Engine e of two takes the places e, e + 2, ..., on each of its ranks."""
     engines = engines_of(0)
     engines.count = 2
     engines.shards = 2
     engines._connect = lambda: None
-    sent = {place: [] for place in range(4)}
-    engines.lines = {SimpleNamespace(send=sent[place].append): place for place in sent}
+    engines.lines = {Line(): place for place in range(4)}
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     requests = [((place, 0), [1], place) for place in range(3)]
     for message in (("generate", 5, requests, SAMPLING), ("until", 5), ("stop",)):
         inbox.put(message)
     engines.relay(None, torch.float32, 0, 1, [2], inbox, outbox)
-    for place, messages in sent.items():
+    for line, place in engines.lines.items():
         mine = [request for request in requests if request[0][0] % 2 == place // 2]
         build = ("build", 1, torch.float32, [2])
-        assert messages == [build, ("generate", 5, mine, SAMPLING), ("until", 5), ("stop",)]
+        assert line.sent == [build, ("generate", 5, mine, SAMPLING), ("until", 5), ("stop",)]
 
 
 @pytest.mark.parametrize("rank, engine, shard, sends", [(2, 0, 0, True), (3, 0, 1, False), (4, 1, 0, True)])
