@@ -336,22 +336,26 @@ def true_difference() -> str:
 
 
 def algorithms() -> list[str]:
-    """The rows of a table: what ab.py says of every other command line against PLAIN, unless it is still at it."""
+    """The rows of a table: what ab.py says of every other command line against PLAIN, so far."""
     found = read_runs()
     rows = [
-        "| against grpo.py | verdict | difference of pass@1 | pairs | CPU minutes |",
-        "|---|---|---|---|---|",
+        "| against grpo.py | verdict | difference of pass@1 | deviation | pairs | CPU minutes |",
+        "|---|---|---|---|---|---|",
     ]
     for mine in found:
-        comparison = compare(paired(found, mine), MOST[-1])
-        if mine in (PLAIN, SECOND) or (comparison.verdict == OPEN and len(comparison.pairs) < MOST[0]):
+        pairs = paired(found, mine)
+        if mine in (PLAIN, SECOND) or len(pairs) < 2:
             continue
-        mean, half = ab.interval([ours.after - theirs.after for ours, theirs in comparison.pairs])
+        comparison = compare(pairs, MOST[0])
+        differences = [ours.after - theirs.after for ours, theirs in comparison.pairs]
+        mean, half = ab.interval(differences)
+        interval = "" if math.isinf(half) else f" [{mean - half:+.3f}, {mean + half:+.3f}]"
         cells = [
             f"`{mine}`",
-            VERDICTS[comparison.verdict] or "undecided",
-            f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]",
-            str(len(comparison.pairs)),
+            VERDICTS[comparison.verdict] or "not decided",
+            f"{mean:+.3f}{interval}",
+            f"{np.std(differences, ddof=1):.3f}",
+            str(len(differences)),
             f"{cpu_minutes(comparison):.0f}",
         ]
         rows.append(f"| {' | '.join(cells)} |")
