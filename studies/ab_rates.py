@@ -5,11 +5,12 @@
     python studies/ab_rates.py --record 24 --mine "ppo.py"  compare as ab.py does, and record the runs
 
 Real: docs/evidence/data/ab_runs.csv has pass@1 and CPU seconds of runs with the flags of ab.py's test bed. SECOND is
-grpo.py with a lower learning rate, which costs a few hundredths.
+grpo.py with a lower learning rate, the difference that is to be found.
 
     in sequence     comparisons that share no run: each takes the next seeds until it is decided or may take no more
     random orders   comparisons that share their runs: each takes the pairs in another order
-    A/A             the two sides are the same command line with other seeds: neighbors, or random halves of its runs
+    A/A             the two sides are the same command line with other seeds: neighbors, or random halves of its runs;
+                    of the KL study, the seeds of a setting, paired at random
 
 Simulated: a comparison draws its differences with replacement, and adds the one that it is to find. The first two are
 of the KL study (docs/evidence/data/kl_study.csv.gz): every setting with four seeds whose mean pass@1 is at least 0.85.
