@@ -310,6 +310,17 @@ def test_what_all_ranks_of_engines_answer_is_one_answer(engines_of):
     assert list(engines.outbox.queue) == [sample, ("weights", 4, 2.0), ("slept",)]
 
 
+def test_the_device_of_a_rank_is_the_one_its_thread_works_on(monkeypatch):
+    """Without a GPU it is the CPU; else the thread that asks, whose current device was the first one, is set to it."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert dedicated.own_device() == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert dedicated.own_device() == torch.device("cuda", 3) and chosen == [3]
+
+
 class Line:
     """One to an engine's rank."""
 
@@ -523,6 +534,21 @@ def test_an_engine_keeps_one_copy_of_what_it_was_pushed():
         assert kept.tolist() == [value] * 3
         places.append(kept.data_ptr())
     assert places[0] == places[1]
+
+
+def test_an_engine_that_is_built_again_is_told_all_that_is_open():
+    """The last weights, whole batches, and what is waited for; the engine before, which may still work, is let go."""
+    engine = object.__new__(Engine)
+    requests = [((0, 0), [1], 2), ((0, 1), [1], 3)]
+    batch = SimpleNamespace(number=7, requests=requests, sampling=SAMPLING, unfinished={(0, 1)})
+    vars(engine).update(version=4, weights=["w"], spare=["w"], batches={7: batch})
+    engine.outbox = before = watchdog.Mailbox()
+    engine.start = lambda: vars(engine).update(inbox=watchdog.Mailbox(), outbox=watchdog.Mailbox())
+    engine.restart(("until", 7))
+    assert before.abandoned and not engine.outbox.abandoned
+    asked = ("generate", 7, requests, SAMPLING)
+    assert list(engine.inbox.queue) == [("weights", 4, ["w"]), asked, ("until", 7)]
+    assert batch.unfinished == {(0, 0), (0, 1)} and engine.spare == []
 
 
 @SCRIPTS

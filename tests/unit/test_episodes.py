@@ -215,6 +215,21 @@ def test_only_so_many_processes_work_at_once(player):
     assert found == many
 
 
+def test_a_process_that_is_free_is_asked_before_an_answer_is_due(player):
+    """Two episodes and room for one: the second tool works while the first answer waits to be taken."""
+    one = player("Tools", turn_lag=1_000_000)
+    one.episodes.about = one.episodes.about | {"at_once": 1}
+    first, second = one.begin(0), one.begin(1)
+    for episode in (first, second):
+        one.says(episode, call("add", number=2))
+    for _ in range(2000):
+        assert list(one.episodes.due(idle=False)) == []
+        if second.answer is not None:
+            break
+        time.sleep(0.01)
+    assert first.answer["said"][0][0] == second.answer["said"][0][0] == "2"
+
+
 MANY = 32
 draws = random.Random(1)
 LENGTHS = {  # of four turns

@@ -14,7 +14,7 @@ from helpers import ROOT
 import grpo
 import ppo
 import utils
-from runtime import fitting, flags, memory
+from runtime import batching, fitting, flags, memory
 
 # 10^9 bytes, as sold; those that are there have a little more.
 CARDS = (24, 40, 48, 80, 141)
@@ -83,6 +83,8 @@ def test_smaller_cards_get_smaller_sizes():
     assert tokens == sorted(tokens) and tokens[0] < tokens[-1] == 16384
     assert found[24].logprob_chunk == 1024 and found[40].logprob_chunk == 4096
     assert found[24].vllm_gpu_memory_utilization < found[80].vllm_gpu_memory_utilization == 0.4
+    tried = {size.micro_batch_tokens for size in fitting.candidates(args, memory.Setting(1, True, 24e9))}
+    assert all(tokens % batching.ROW_MULTIPLE == 0 for tokens in tried), "whole rows of a GPU"
     given = {"micro_batch_tokens": 3000, "vllm_gpu_memory_utilization": 0.25}
     size = fitting.first_fit(grpo.Args(**given), qwen(name), memory.Setting(1, True, 80e9))
     assert {key: getattr(size, key) for key in given} == given

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from helpers import (
 )
 
 import grpo
-from runtime import flags, identity, process, rundir
+from runtime import flags, git, identity, process, rundir
 
 EDIT = """
 original_loss = token_loss
@@ -307,3 +308,19 @@ def test_the_groups_of_arguments_are_fields_and_do_not_overlap():
     page = (ROOT / "docs" / "evidence" / "checkpoints.md").read_text()
     for name in (*flags.RESOURCES, *flags.LENGTH):
         assert f"`--{name}`" in page, f"the page does not say why --{name} is no part of the identity"
+
+
+def test_the_difference_from_a_commit_has_files_that_are_not_tracked_yet(tmp_path):
+    """What was edited, and those of the files that a run consists of which git does not know."""
+    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "first", "--allow-empty")):
+        if words[0] == "add":
+            (tmp_path / "old.py").write_text("before = 1\n")
+        identity = ("-c", "user.name=n", "-c", "user.email=e")
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+    assert git.state(tmp_path, ["old.py"])["dirty"] is False
+    (tmp_path / "mine.py").write_text("new = 1\n")
+    (tmp_path / "other.py").write_text("other = 1\n")
+    assert git.state(tmp_path, ["old.py", "mine.py"])["dirty"] is True
+    (tmp_path / "old.py").write_text("after = 1\n")
+    lines = git.diff(tmp_path, ["old.py", "mine.py"]).splitlines()
+    assert {"-before = 1", "+after = 1", "+new = 1"} <= set(lines) and "+other = 1" not in lines

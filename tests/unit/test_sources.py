@@ -427,6 +427,9 @@ def test_mixer_draws_by_the_seed(tmp_path):
 
     assert draw(1) == draw(1)
     assert set(draw(1)) != set(draw(2))
+    for whole in (1.0, 100):
+        found = data.mixed_problems(mixer(tmp_path, {"a.jsonl": whole}), truth_error).values()
+        assert questions(found) == questions(everything(Args(dataset=str(tmp_path / "a.jsonl"), eval_prompts=0)))
 
 
 @pytest.mark.parametrize(

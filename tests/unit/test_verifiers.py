@@ -216,6 +216,11 @@ MATH = [
     (r"\boxed{p - q}", "q - p", False),
     (r"\boxed{10^{10}}", "10000000000", True),
     (r"\boxed{x > 1, x < 3}", "(1, 3)", True),
+    (
+        r"\boxed{\begin{cases} x^2 \text{ if } x<1 \\ 3x, x\ge 1 \end{cases}}",  # without a column for conditions
+        r"\begin{cases} x^2 & x<1 \\ 3x & x\ge 1 \end{cases}",
+        True,
+    ),
     ("\\boxed{42}" + " and so on" * 1000, "42", True),  # the answer need not be at the end
 ]
 NUMBERS = {"nums": [2, 3, 4, 25]}
