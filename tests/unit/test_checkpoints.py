@@ -446,7 +446,17 @@ def test_a_signal_while_the_last_step_is_saved(tiny, tmp_path, monkeypatch):
     assert [step for step, _ in rundir.saved_steps(folder_of(args))] == [4]
 
 
-def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def saves(monkeypatch) -> list[bool]:
+    """Whether each checkpoint of a run was written, by what the run is told."""
+    found, plain = [], checkpoints.Checkpoints.save
+    monkeypatch.setattr(
+        checkpoints.Checkpoints, "save", lambda self, step: found.append(plain(self, step)) or found[-1]
+    )
+    return found
+
+
+def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, monkeypatch, capsys, saves):
     plain = shutil.disk_usage
     less = lambda path: plain(path)._replace(free=1000)  # noqa: E731
     monkeypatch.setattr(shutil, "disk_usage", lambda path: (less if Path(path).name == "checkpoints" else plain)(path))
@@ -454,7 +464,7 @@ def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, mo
     assert len(run_here(args)) == 4
     said = capsys.readouterr().out
     assert "NO CHECKPOINT after step 2" in said and "GiB free" in said and "needed" in said
-    assert rundir.saved_steps(folder_of(args)) == []
+    assert rundir.saved_steps(folder_of(args)) == [] and saves == [False, False]
 
 
 def test_a_full_disk_refuses_new_weights_only(stopped, tmp_path, monkeypatch, capsys):
@@ -482,7 +492,7 @@ def test_a_full_disk_refuses_new_weights_only(stopped, tmp_path, monkeypatch, ca
     rundir.check_disk(dataclasses.replace(args, overwrite=True), folder)  # takes the place of what it removes
 
 
-def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys):
+def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys, saves):
     """The kernel refuses files above a size, as on a full disk: the old checkpoint stays, the run goes on."""
     args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 3, "save_every": 1})
     plain, limits = runlog.RunLog.step, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -499,7 +509,7 @@ def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = capsys.readouterr().out
     assert "NO CHECKPOINT after step 2" in said and "rank 0:" in said
-    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == [1, 3]
+    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == [1, 3] and saves == [True, False, True]
     assert not any(rundir.damage(path) for _, path in rundir.saved_steps(folder_of(args)))
     assert not list((folder_of(args) / "checkpoints").glob("*.partial"))
 
