@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import (
@@ -130,6 +132,15 @@ def test_a_verifier_that_prints_needs_no_reader():
     done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_what_stood_for_the_console_can_be_put_back():
+    """As who redirects what is printed does: the end of this project's streams closes none of the process's own."""
+    program = "import sys; from runtime import process; process.outlive_the_console(); "
+    program += "sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__; "
+    program += "print('a response'); print('a warning', file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"a response\n", b"a warning\n")
 
 
 @pytest.mark.slow
@@ -447,3 +458,30 @@ def test_progress_of_any_rank_counts(monkeypatch):
     watch.ended.wait(4)
     watch.close()
     assert ends and "no progress on any rank for" in ends[0]
+
+
+@pytest.mark.parametrize(
+    ("message", "failure", "lives", "error", "words"),
+    [
+        (None, b"rank 1 failed: no memory", True, RuntimeError, "another rank failed: rank 1 failed: no memory"),
+        (None, None, False, RuntimeError, "ended without a message while an answer was due"),
+        (None, None, True, TimeoutError, "no an answer within --timeout 0.1 s"),
+        (("error", OSError("a broken engine")), None, True, RuntimeError, "the rollout thread failed"),
+        (("sample", 7), None, True, None, ""),
+    ],
+)
+def test_what_a_rank_that_waits_for_its_engine_hears(message, failure, lives, error, words):
+    """The message, or why there will be none: another rank's reason goes before its own."""
+    from runtime import watchdog
+
+    store = SimpleNamespace(check=lambda keys: failure is not None, get=lambda key: failure)
+    watch = SimpleNamespace(store=store, beat=lambda: None)
+    outbox = queue.Queue()
+    if message is not None:
+        outbox.put(message)
+    engine = SimpleNamespace(is_alive=lambda: lives)
+    if error is None:
+        assert watchdog.Watch.receive(watch, outbox, engine, 0.1, "an answer") == message
+        return
+    with pytest.raises(error, match=words):
+        watchdog.Watch.receive(watch, outbox, engine, 0.1, "an answer")

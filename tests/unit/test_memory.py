@@ -107,6 +107,8 @@ FOUR = memory.Setting(4, True, 80e9)
         ({}, dataclasses.replace(FOUR, bf16=False), {"weights": 4, "gradients": 1, "optimizer": 3}),
         ({"zero_stage": 3}, FOUR, {"weights": 0.5, "gradients": 1, "optimizer": 3, "gathered": 2}),
         ({"zero_stage": 3}, GPU, {"gradients": 4, "gathered": 0}),
+        ({}, GPU, {"reduction": 2 * (0.2 + 0.2) + 4 * 0.05}),  # a bucket, a flat copy, and a head in fp32
+        ({}, FOUR, {"reduction": 2 * (0.4 + 0.2) + 4 * 0.05}),  # one bucket is filled while another is sent
         ({"zero_stage": 1}, FOUR, {"weights": 2, "gradients": 6, "optimizer": 3}),
         ({"offload": ("optimizer",)}, FOUR, {"optimizer": 0, "gradients": 0, "flat gradients": 0}),
         ({"offload": ("optimizer",)}, CPU, {"optimizer": 12, "gradients": 4, "flat gradients": 4}),

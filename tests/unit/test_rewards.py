@@ -265,6 +265,21 @@ def test_pool_starts_again():
     pool.close()
 
 
+def test_a_pool_that_is_closed_while_it_starts_leaves_nothing(monkeypatch):
+    """A run that is refused after its pool was made: neither the thread that starts it goes on, nor a process."""
+    plain = RewardPool._open
+
+    def late(self):
+        self.nursery.spawned.set()
+        time.sleep(0.2)
+        plain(self)
+
+    monkeypatch.setattr(RewardPool, "_open", late)
+    pool = RewardPool(1, 20.0)
+    pool.close()
+    assert not pool.starting.is_alive() and not pool.nursery.process.is_alive()
+
+
 def test_pool_outlives_its_nursery():
     """The out-of-memory killer may take any process: its workers end with it, and all start again."""
     pool = RewardPool(2, 20.0)
