@@ -142,7 +142,7 @@ def _scalar(value):
         plain = int.__add__(value, 0)
         return -PLAIN_INTEGER < plain < PLAIN_INTEGER, plain
     if isinstance(value, float):
-        return True, float.__add__(value, 0.0)
+        return True, float.__pos__(value)  # which leaves -0.0 its sign
     if isinstance(value, str):
         return True, str.__str__(value)
     if type(value).__module__ == "numpy" and hasattr(value, "item") and not hasattr(value, "__len__"):

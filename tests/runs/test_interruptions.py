@@ -485,3 +485,41 @@ def test_what_a_rank_that_waits_for_its_engine_hears(message, failure, lives, er
         return
     with pytest.raises(error, match=words):
         watchdog.Watch.receive(watch, outbox, engine, 0.1, "an answer")
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_rank_has_five_seconds_to_notice_a_failure_by_itself(monkeypatch, capsys, lost):
+    """It may come out of its collective with a reason of its own; then its watchdog ends it, and says why."""
+    from runtime import watchdog
+
+    class End(BaseException):
+        pass
+
+    class Clock:
+        seconds = 0.0
+
+        def wait(self, seconds):
+            self.seconds += seconds
+            return False
+
+        def is_set(self):
+            return False
+
+    def check(keys):
+        if lost:
+            raise RuntimeError("connection reset")
+        return keys == ["failure"]
+
+    def leave(code):
+        raise End(code)
+
+    clock = Clock()
+    store = SimpleNamespace(check=check, get=lambda key: b"rank 1 failed:\nTraceback\nValueError: why", add=lambda *_: 0)
+    watch = SimpleNamespace(store=store, ended=clock, name="rank 0", count=1, limit=0, _neighbor_is_gone=lambda: False)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(End, match="1"):
+        watchdog.Watch._look(watch)
+    first = 0.5  # when the failure was seen
+    assert clock.seconds == first + 5.0
+    why = "the launcher or rank 0 is gone (connection reset)" if lost else "rank 1 failed: ValueError: why"
+    assert why in capsys.readouterr().err

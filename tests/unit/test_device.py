@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -214,6 +215,21 @@ def test_a_phase_inside_another_is_part_of_the_outer_one():
     assert 0.02 <= metrics["time/step"] < 0.5
     assert metrics["perf/tokens_per_second"] == 50 / metrics["time/step"]
     assert metrics["perf/update_tokens_per_second"] == 10.0 / metrics["time/update"]
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cpu"])
+def test_the_thread_of_transformers_works_on_the_gpu_of_its_rank(monkeypatch, device):
+    """A new thread is on the first one, whichever the main thread has chosen: before the model is loaded it moves."""
+    done = []
+    model = SimpleNamespace(to=lambda place: done.append(str(place)) or model, eval=lambda: model)
+    monkeypatch.setattr(utils, "resolve_device", lambda args: (torch.device(device), torch.float32, "sdpa"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda place: done.append(f"the thread: {place}"))
+    monkeypatch.setattr(utils, "load_model", lambda *rest: model)
+    inbox, outbox = queue.Queue(), queue.Queue()
+    inbox.put(("stop",))
+    utils.hf_thread(grpo.Args(), torch.float32, 0, 1, [2], inbox, outbox)
+    assert list(outbox.queue) == [("ready",)]
+    assert done == ([f"the thread: {device}"] if device != "cpu" else []) + [device]
 
 
 def test_the_peak_of_a_gpu_is_that_of_the_step(monkeypatch):

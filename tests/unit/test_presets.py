@@ -192,6 +192,13 @@ def test_a_value_that_a_copy_no_longer_takes_is_not_given_to_it():
     assert "kept     this script's own: --lr_scheduler_type linear (there constant)" in "\n".join(presets.explain(args))
 
 
+def test_a_copy_that_left_the_scripts_out_has_presets_too(tmp_path, monkeypatch):
+    """A directory with mine.py and runtime/ alone: nothing says then which defaults are the copy's own."""
+    whole = presets.settings_of(grpo.Args(), "verl")
+    monkeypatch.setattr(presets, "__file__", str(tmp_path / "runtime" / "presets.py"))
+    assert presets.settings_of(grpo.Args(), "verl") == whole
+
+
 def test_the_warm_up_differs_by_what_the_table_says():
     """OpenRLHF's and AReaL's schedules are transformers' (k / W, the first step at 0), with W rounded up and down."""
     rates = {}

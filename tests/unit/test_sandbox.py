@@ -522,6 +522,14 @@ def test_values_cross_as_they_were():
     shared = [1]
     for value in ([shared, shared], {"a": {"b": [None, True, 1.5]}}, ([(1,)],), {frozenset({1}): "x"}, b"", [[]] * 3):
         assert sandbox.decode(json.loads(json.dumps(sandbox.encode(value)))) == value
+
+    class Rate(float):
+        def __pos__(self):
+            return 7.0
+
+    signs = [-0.0, 0.0, complex(-0.0, -0.0), Rate(-0.0), float("nan")]
+    found = sandbox.decode(json.loads(json.dumps(sandbox.encode(signs))))
+    assert repr(found) == "[-0.0, 0.0, (-0-0j), -0.0, nan]"
     first, second = sandbox.decode(sandbox.encode([shared, shared]))
     assert first is second
     for line in LINES.values():
@@ -794,6 +802,27 @@ def test_a_root_that_is_not_built_is_not_waited_for(monkeypatch):
             sandbox.prepare_namespaces({})
     finally:
         socket.setdefaulttimeout(None)
+
+
+@pytest.mark.parametrize("process", ["launcher", "keeper"])
+def test_a_sandbox_that_cannot_start_says_why(monkeypatch, process):
+    """Whoever waits for it has that in the message: what the kernel refused, not that a connection ended."""
+
+    def refuse(*_):
+        raise OSError("unshare: Operation not permitted")
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(sandbox, "kernel", refuse)
+    monkeypatch.setattr(os, "_exit", leave)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        with pytest.raises(SystemExit) as end:
+            {"launcher": sandbox.launch, "keeper": sandbox.keep}[process](theirs, {"isolated": True}, (0, 1))
+        ours.settimeout(5)
+        theirs.close()
+        assert (end.value.code, ours.recv(100)) == (1, b"unshare: Operation not permitted")
 
 
 @isolated
