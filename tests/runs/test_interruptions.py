@@ -523,3 +523,14 @@ def test_a_rank_has_five_seconds_to_notice_a_failure_by_itself(monkeypatch, caps
     assert clock.seconds == first + 5.0
     why = "the launcher or rank 0 is gone (connection reset)" if lost else "rank 1 failed: ValueError: why"
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_rank_that_is_gone_may_be_on_a_node_that_cannot_be_reached(monkeypatch, several):
+    """Where there is another node; on one machine it was killed."""
+    from runtime import watchdog
+
+    monkeypatch.setattr(watchdog, "several_nodes", lambda: several)
+    watch = SimpleNamespace(_next_rank=lambda: "rank 1")
+    why = "killed, no memory, or its node cannot be reached?" if several else "killed, no memory?"
+    assert watchdog.Watch._loss(watch) == f"rank 1 is gone without a word ({why})"

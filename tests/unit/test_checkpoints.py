@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -523,3 +524,13 @@ def test_the_wandb_run_is_continued(tiny, tmp_path, monkeypatch):
     assert {p.name.rsplit("-", 1)[1] for p in (folder / "wandb").glob("offline-run-*")} == {
         first.name.rsplit("-", 1)[1]
     }
+
+
+def test_the_end_of_a_run_ends_its_tracking(tmp_path, capsys):
+    """And a run that is not tracked says nothing of it."""
+    ended = []
+    for tracker in (None, SimpleNamespace(finish=lambda: ended.append("finish"))):
+        log = runlog.RunLog(tmp_path / "run", grpo.Args(), 2, 10, True)
+        log.wandb = tracker
+        log.close()
+    assert ended == ["finish"] and "wandb" not in capsys.readouterr().out

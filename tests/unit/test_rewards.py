@@ -489,6 +489,19 @@ def test_an_alarm_of_one_verification_does_not_strike_the_next():
     pool.close()
 
 
+def test_no_alarm_is_left_of_a_verification():
+    """Nor one of ours: by default an alarm ends the process that it strikes."""
+    name = f"{MINE}:leaves_an_alarm"
+    handler = signal.getsignal(signal.SIGALRM)
+    try:
+        reward, raised = rewards._verify([name], rewards.source_of(name), {}, "", "", {})
+        left = signal.getitimer(signal.ITIMER_REAL)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert (reward.score, raised, left) == (1.0, set(), (0.0, 0.0))
+
+
 STARTED = {"child": 1000.25, "a session": 1000.5, "orphan": 1000.75, "daemon": 1000.875}
 END = {"hangs": "timeout", "dies": "crash", "": "ok"}
 

@@ -1025,6 +1025,18 @@ def test_a_killed_launcher_takes_its_programs_along(attack):
         assert running() == []
 
 
+@isolated
+def test_a_program_whose_launcher_is_killed_has_no_output():
+    """Nor that of the program before it in the same sandbox."""
+    with Sandbox(20.0) as run:
+        run.start("program", "print('first')")
+        assert run.finish() == (0, b"first\n")
+        run.start("program", "while True: pass")
+        (launcher,) = psutil.Process(sandbox._server[0].pid).children()
+        launcher.kill()
+        assert run.finish() == (None, b"")
+
+
 def test_a_killed_server_is_replaced():
     assert passes(F + "return a + b")
     sandbox._server[0].kill()
