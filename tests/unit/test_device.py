@@ -226,9 +226,10 @@ def test_the_thread_of_transformers_works_on_the_gpu_of_its_rank(monkeypatch, de
     monkeypatch.setattr(torch.cuda, "set_device", lambda place: done.append(f"the thread: {place}"))
     monkeypatch.setattr(utils, "load_model", lambda *rest: model)
     inbox, outbox = queue.Queue(), queue.Queue()
+    inbox.put(("sleep",))  # it has nothing to give back, and says so: the main thread waits for that
     inbox.put(("stop",))
     utils.hf_thread(grpo.Args(), torch.float32, 0, 1, [2], inbox, outbox)
-    assert list(outbox.queue) == [("ready",)]
+    assert list(outbox.queue) == [("ready",), ("slept",)]
     assert done == ([f"the thread: {device}"] if device != "cpu" else []) + [device]
 
 

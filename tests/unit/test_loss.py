@@ -179,6 +179,20 @@ def test_each_optimizer_step_is_counted_once(monkeypatch):
     assert stats.totals["tokens"] == 4 * 6 and stats.metrics(1e-3)["optim/grad_norm"] == 1.0
 
 
+def test_tokens_without_weight_are_in_no_metric(monkeypatch):
+    """What only keeps a rank in step with the others, and what is masked: neither in the means nor in their count."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    run = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
+    tokens = grpo.Tokens(**{field.name: torch.rand(6) for field in dataclasses.fields(grpo.Tokens)})
+    tokens.weights_T[4:] = 0.0
+    args = Args(max_sampler_diff=0.0)
+    stats = utils.UpdateStats(args, run, 1, True, torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.long))
+    stats.add(SimpleNamespace(tokens=torch.arange(6)), tokens, *grpo.token_loss(tokens, 0.1, args))
+    stats.drop(None)
+    assert (stats.sums["tokens"], stats.sums["fresh"]) == (4, 4)
+    assert stats.sums["entropy"] == pytest.approx(tokens.entropy_T[:4].sum().item())
+
+
 def test_one_stale_engine_of_many_is_noticed():
     """The check is per engine: over all 64 engines a difference of 0.64 nats on one of them would be a mean of 0.01."""
     stats = utils.TokenStats(torch.device("cpu"), engines=64)
