@@ -514,7 +514,8 @@ def test_a_rank_has_five_seconds_to_notice_a_failure_by_itself(monkeypatch, caps
         raise End(code)
 
     clock = Clock()
-    store = SimpleNamespace(check=check, get=lambda key: b"rank 1 failed:\nTraceback\nValueError: why", add=lambda *_: 0)
+    failure = b"rank 1 failed:\nTraceback\nValueError: why"
+    store = SimpleNamespace(check=check, get=lambda key: failure, add=lambda *_: 0)
     watch = SimpleNamespace(store=store, ended=clock, name="rank 0", count=1, limit=0, _neighbor_is_gone=lambda: False)
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(End, match="1"):
