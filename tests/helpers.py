@@ -247,10 +247,14 @@ def run_here(args, script: str = "grpo") -> list[dict]:
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     module = importlib.import_module(script)
-    if torch.distributed.is_initialized():  # runs of one process share a board: what an earlier one failed of is over
-        store = watchdog.board(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        for key in ("failure", "reported"):
-            store.delete_key(key)
+
+    def forget_failures() -> None:  # the runs of one process share a board, and watchdogs that look at it
+        if torch.distributed.is_initialized():
+            store = watchdog.board(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            for key in ("failure", "reported"):
+                store.delete_key(key)
+
+    forget_failures()
     leave = os._exit
 
     def stay(code: int) -> None:  # a failing run leaves at once, and would take pytest along; a time-out may
@@ -266,6 +270,7 @@ def run_here(args, script: str = "grpo") -> list[dict]:
         end_engines()
         raise
     finally:
+        forget_failures()
         os._exit = leave
     folder = Path(args.output_dir) / rundir.run_name(args, module.Args())
     return read_jsonl(folder / "metrics.jsonl")
