@@ -501,7 +501,11 @@ def test_a_thread_that_computes_does_not_hold_back_the_other(monkeypatch):
     try:
         for changes, expected in (({}, 5e-3), ({"async_steps": 1}, 2e-4)):
             sys.setswitchinterval(5e-3)
-            Engine(lambda *rest: None, grpo.Args(**changes), torch.float32, None, [2], watchdog.Watch(0))
+            watch = watchdog.Watch(0)
+            try:
+                Engine(lambda *rest: None, grpo.Args(**changes), torch.float32, None, [2], watch)
+            finally:
+                watch.close()  # one that goes on would end this process for a failure of a later test's run
             assert sys.getswitchinterval() == pytest.approx(expected)
     finally:
         sys.setswitchinterval(before)
