@@ -4,8 +4,10 @@
     python scripts/ab.py "grpo.py --beta 0.1" --against "grpo.py"    two settings of a script
     python scripts/ab.py mine.py -- --total_steps 100                with flags that both sides have
     python scripts/ab.py "grpo.py --beta 0.1" --controls             a gain, and what of it its reward is needed for
+    python scripts/ab.py grpo.py --controls --quickstart             the same of the quickstart's runs
 
-Runs are those of the test bed (docs/evidence/testbed.md), unless the flags after -- differ. A seed is a pair: both
+Runs are those of the test bed (docs/evidence/testbed.md), or with --quickstart those of the scripts' own defaults; the
+flags after -- change either. A seed is a pair: both
 sides have the same prompts, held-out problems and seeds of samples. After each pair the mean difference has a 95 %
 interval, and the comparison ends when 0 is outside it (better, worse), when all of it is within --smallest of 0 (no
 difference), or when the seeds are used up (undecided: about how many more would decide). It is an interval that may be
@@ -46,10 +48,11 @@ from runtime import flags, process, rundir
 from runtime.reading import read
 from runtime.verdict import t_quantile
 
+PLACE = "--output_dir runs/ab "
 TESTBED = (
-    "--model_name_or_path models/testbed-1 --dtype float32 --total_steps 40 --num_unique_prompts_rollout 4 "
+    f"{PLACE}--model_name_or_path models/testbed-1 --dtype float32 --total_steps 40 --num_unique_prompts_rollout 4 "
     "--dataset reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1 --eval_prompts 64 "
-    "--learning_rate 2e-4 --lr_min_ratio 0 --save_minutes 0 --output_dir runs/ab "
+    "--learning_rate 2e-4 --lr_min_ratio 0 --save_minutes 0 "
     """--vllm_args '{"kv_cache_memory_bytes": 107374182}'"""
 )
 # Values of --control -> what a run is then trained on.
@@ -219,13 +222,15 @@ def seeds_of(text: str) -> range:
 
 
 def parse(parser: argparse.ArgumentParser, seeds: str) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the flags of all runs: those of the test bed, and what follows --, which wins."""
+    """The options, and the flags of all runs: those of the test bed or none, and what follows --, which wins."""
     parser.add_argument("--seeds", type=seeds_of, default=seeds, metavar="A..B", help="default: %(default)s")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--lanes", type=int, default=cores, help="runs side by side (default: one per core)")
+    parser.add_argument("--quickstart", action="store_true", help="runs of the scripts' defaults, not of the test bed")
     words = [*sys.argv[1:], "--"]
     end = words.index("--")
-    return parser.parse_args(words[:end]), [*shlex.split(TESTBED), *words[end + 1 : -1]]
+    options = parser.parse_args(words[:end])
+    return options, [*shlex.split(PLACE if options.quickstart else TESTBED), *words[end + 1 : -1]]
 
 
 def gain(ends: list[tuple[float, float]]) -> tuple[float, float, float]:
