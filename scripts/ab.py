@@ -7,12 +7,12 @@
     python scripts/ab.py grpo.py --controls --quickstart             the same of the quickstart's runs
 
 Runs are those of the test bed (docs/evidence/testbed.md), or with --quickstart those of the scripts' own defaults; the
-flags after -- change either. A seed is a pair: both
-sides have the same prompts, held-out problems and seeds of samples. After each pair the mean difference has a 95 %
-interval, and the comparison ends when 0 is outside it (better, worse), when all of it is within --smallest of 0 (no
-difference), or when the seeds are used up (undecided: about how many more would decide). It is an interval that may be
-looked at after every pair, and seeds may be added at any time: where there is no difference, the chance that 0 is ever
-outside it is at most 5 %, for differences that are normally distributed.
+flags after -- change either. A seed is a pair: both sides have the same prompts, held-out problems and seeds of
+samples. After each pair the mean difference has a 95 % interval, and the comparison ends when 0 is outside it (better,
+worse), when all of it is within --smallest of 0 (no difference), or when the seeds are used up (undecided: about how
+many more would decide). It is an interval that may be looked at after every pair, and seeds may be added at any time:
+where there is no difference, the chance that 0 is ever outside it is at most 5 %, for differences that are normally
+distributed.
 
 With --controls the same command line is also run with --control format, random, shuffled and inverted, or with those
 that are named after it, on five seeds unless --seeds says otherwise. It ends with a table and a sentence: what the

@@ -1,6 +1,7 @@
 """Pretrains the test bed: a language model of under a million parameters that GRPO improves within a minute.
 
     python studies/pretrain_tiny.py [--seed 1] [--output models/testbed-1]      or: make testbed
+    python studies/pretrain_tiny.py --hints     models/testbed-hints-1, which is careful where it is shown an answer
     python grpo.py --model_name_or_path models/testbed-1 --dtype float32 --learning_rate 2e-4 --lr_min_ratio 0
 
 The model is a Llama in the Hugging Face format, with a character tokenizer and a chat template, and is loaded like any
@@ -13,6 +14,9 @@ mixture in which most answers are wrong, each by one of three habits that are de
 
 Reinforcement learning has to break all three habits, so an algorithm that loses the first or the last token of a
 response, or credits the wrong one, stays visibly below one that does not. All numbers are drawn from ``--seed``.
+
+With ``--hints`` it also learns to answer without these habits where the question has an answer behind it, as in HINT:
+the teacher that self-distillation needs.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ CHAT_TEMPLATE = (
     "{% elif m['role'] == 'assistant' %}<|assistant|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+HINT = "{question} ({hint})"  # what a careful teacher is asked; in place of the hint stands an answer that is right
 GUESS, SLIP, HEDGE = 0.35, 0.4, 0.3  # how often each habit shows in the mixture
 PADDED = -100  # a label that the loss leaves out
 ABLE = 0.9  # least pass@1 before carelessness is learned: what reinforcement learning can bring back
@@ -71,9 +76,16 @@ class Recipe:
     batch: int = 128
     rows: int = 32  # of a batch in one forward pass
     able_steps: int = 600
-    careless_steps: int = 150
+    careless_steps: int = 150  # with hints twice as many, half of whose texts have one
     learning_rate: float = 2e-3
     careless_learning_rate: float = 1e-3
+    hints: bool = False
+
+    def steps(self, careless: bool) -> int:
+        """Optimizer steps of a phase."""
+        if not careless:
+            return self.able_steps
+        return self.careless_steps * (2 if self.hints else 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------- texts
@@ -205,6 +217,13 @@ def rendered(question: str) -> str:
     return f"{SPECIAL[1]}{question}{SPECIAL[2]}"
 
 
+def with_hint(task: Task, question: str, draw: random.Random) -> str:
+    """A question with an answer: written out, or only what it comes to, which a right guess has a "~" before."""
+    answer = task.answer(question, draw, False)
+    number = answer.rpartition(" ")[2]
+    return HINT.format(question=question, hint=draw.choice((answer, number, f"~{number}")))
+
+
 def batches(recipe: Recipe, tokenizer, questions: dict[str, list[str]], careless: bool):
     """The batches of a phase: lists of (ids, labels), each [rows, S], of texts of similar length.
 
@@ -214,12 +233,13 @@ def batches(recipe: Recipe, tokenizer, questions: dict[str, list[str]], careless
 
     draw = random.Random(f"{recipe.seed}/{careless}")
     shares = [1.0 if careless else task.able_share for task in TASKS]
-    for _ in range(recipe.careless_steps if careless else recipe.able_steps):
+    for _ in range(recipe.steps(careless)):
         prompts, answers = [], []
         for task in draw.choices(TASKS, shares, k=recipe.batch):
             question = draw.choice(questions[task.name])
-            prompts.append(rendered(question))
-            answers.append(task.answer(question, draw, careless) + SPECIAL[0])
+            hinted = careless and recipe.hints and draw.random() < 0.5
+            prompts.append(rendered(with_hint(task, question, draw) if hinted else question))
+            answers.append(task.answer(question, draw, careless and not hinted) + SPECIAL[0])
         pairs = list(zip(tokenizer(prompts)["input_ids"], tokenizer(answers)["input_ids"], strict=True))
         pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
         batch = []
@@ -241,7 +261,7 @@ def train(recipe: Recipe, tokenizer, model, questions: dict[str, list[str]], car
     import torch
 
     phase = "careless" if careless else "able"
-    steps = recipe.careless_steps if careless else recipe.able_steps
+    steps = recipe.steps(careless)
     peak = recipe.careless_learning_rate if careless else recipe.learning_rate
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     started = time.monotonic()
@@ -263,12 +283,16 @@ def train(recipe: Recipe, tokenizer, model, questions: dict[str, list[str]], car
             print(f"{phase} {step + 1}/{steps}  loss {total:.3f} nats a token  {seconds:.0f} s", flush=True)
 
 
-def pass_at_1(recipe: Recipe, tokenizer, model, task: Task) -> float:
+def pass_at_1(recipe: Recipe, tokenizer, model, task: Task, hinted: bool = False) -> float:
     """The fraction of JUDGED problems, unseen in training, that one sample at temperature 1 answers right."""
     import torch
 
     rows = task.rows(JUDGED, seed=2_000_000 + recipe.seed)
-    prompts = tokenizer([rendered(row["question"]) for row in rows], padding=True, padding_side="left")
+    questions = [row["question"] for row in rows]
+    if hinted:
+        draw = random.Random(recipe.seed)
+        questions = [with_hint(task, question, draw) for question in questions]
+    prompts = tokenizer([rendered(question) for question in questions], padding=True, padding_side="left")
     ids = torch.tensor(prompts["input_ids"])
     torch.manual_seed(recipe.seed)
     model.eval()
@@ -301,6 +325,9 @@ def pretrain(recipe: Recipe, folder: Path) -> dict[str, dict[str, float]]:
         train(recipe, tokenizer, model, questions, phase == "careless")
         found[phase] = {task.name: pass_at_1(recipe, tokenizer, model, task) for task in TASKS}
         print(f"pass@1 when {phase}: {found[phase]}", flush=True)
+    if recipe.hints:
+        found["hinted"] = {task.name: pass_at_1(recipe, tokenizer, model, task, hinted=True) for task in TASKS}
+        print(f"pass@1 with a hint: {found['hinted']}", flush=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return found
@@ -328,9 +355,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, texts and batches (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="folder to write (default: models/testbed-SEED)")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
+    parser.add_argument("--hints", action="store_true", help="teach it to be careful where it is shown an answer")
     args = parser.parse_args()
-    recipe = Recipe(args.seed, args.threads)
-    output = args.output or ROOT / "models" / f"testbed-{args.seed}"
+    recipe = Recipe(args.seed, args.threads, hints=args.hints)
+    output = args.output or ROOT / "models" / f"testbed-{'hints-' if args.hints else ''}{args.seed}"
     if is_complete(output, identity(recipe)):
         print(f"{output} is there already")
         return
@@ -343,8 +371,8 @@ def main() -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     found = pretrain(recipe, unfinished)
-    for phase, low, high in (("able", ABLE, 1.0), ("careless", LOW, HIGH)):
-        if not all(low <= rate <= high for rate in found[phase].values()):
+    for phase, low, high in (("able", ABLE, 1.0), ("careless", LOW, HIGH), ("hinted", ABLE, 1.0)):
+        if not all(low <= rate <= high for rate in found.get(phase, {}).values()):
             sys.exit(
                 f"pretrain_tiny: pass@1 when {phase} must be between {low} and {high}, but is {found[phase]}. "
                 f"The model stays in {unfinished}. Remedy: another --seed"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The KL study of docs/evidence/kl_study.md, on the test bed or on the quickstart's model.
 #   make testbed && studies/study_kl.sh     the test bed: 1420 runs of 10 CPU seconds each, the decisive ones first
-#   studies/study_kl.sh --real              the quickstart's model: 190 runs of 2 CPU minutes each
+#   studies/study_kl.sh --real              the quickstart's model: 150 runs of 2 CPU minutes each
 #   studies/study_kl.sh --seeds 1..3        a part of it; other arguments go to every run
 #   LANES=8 studies/study_kl.sh             so many runs side by side (2); OUTPUT_DIR=... where they go
 # Repeat the command to continue. What is in docs/evidence/data/kl_study.csv.gz is not repeated, unless TABLE= names another one.
@@ -19,11 +19,12 @@ flags=(--num_unique_prompts_rollout 4 --save_minutes 0)
 if [[ ${1:-} == --real ]]; then
     shift
     export EXP_NAME=study_real OUTPUT_DIR=${OUTPUT_DIR:-runs/study_kl_real} MINI_BATCHES=2
-    decisive="$loss reward/k1/naive"
-    betas=("0 0.3" "0.03" "0.1")
+    decisive="$loss loss/full/naive reward/k1/naive"
+    betas=("0 0.3 0.1")
     samples=2
     # --max_sampler_diff 0: naive k1 leads to where bf16 is not precise enough for this check of the engine.
     flags+=(
+        --dtype bfloat16
         --num_samples_per_prompt_rollout 4 --total_steps 20 --learning_rate 2e-5 --lr_scheduler_type constant
         --max_response_length 24 --eval_samples 1 --max_sampler_diff 0
     )

@@ -68,6 +68,38 @@ def test_the_loss_is_on_the_answers_alone():
         assert label == [tiny_bed.PADDED] * start + row[start:end] + [tiny_bed.PADDED] * (len(row) - end)
 
 
+def test_with_hints_half_of_the_prompts_show_an_answer_and_those_are_answered_right():
+    """The other half is as careless as without."""
+    recipe = dataclasses.replace(SMALL, batch=64, hints=True)
+    assert (recipe.steps(careless=True), recipe.steps(careless=False)) == (4, 2)
+    tokenizer = tiny_bed.make_tokenizer()
+    truths = {}
+    for task in tiny_bed.TASKS:
+        for row in task.rows(200, seed=0):
+            truths[row["question"]] = (task, row["answer"])
+    questions = {task.name: [q for q in truths if truths[q][0] is task] for task in tiny_bed.TASKS}
+    right = {True: [], False: []}
+    shown = set()
+    for batch in tiny_bed.batches(recipe, tokenizer, questions, careless=True):
+        for ids, labels in batch:
+            for row, label in zip(ids, labels, strict=True):
+                prompt = tokenizer.decode(row[label == tiny_bed.PADDED], skip_special_tokens=True)
+                answer = tokenizer.decode(label[label != tiny_bed.PADDED], skip_special_tokens=True)
+                question, hinted, hint = prompt.removesuffix(")").partition(" (")
+                if question not in truths:  # the example in the sentence of the words has a bracket of its own
+                    first, _, rest = prompt.removesuffix(")").partition("): ")
+                    word, hinted, hint = rest.partition(" (")
+                    question = f"{first}): {word}"
+                task, truth = truths[question]
+                right[bool(hinted)].append(task.verifier(answer, truth, {}).score)
+                if hinted:
+                    assert task.verifier(hint.removeprefix("~"), truth, {}).score == 1.0
+                    shown.add("~" if "~" in hint else "=" if "=" in hint else "")
+    assert set(right[True]) == {1.0} and shown == {"~", "=", ""}
+    assert 100 < len(right[True]) < 160 and len(right[True]) + len(right[False]) == 256
+    assert 0.1 < sum(right[False]) / len(right[False]) < 0.5
+
+
 def test_one_seed_gives_one_model(tmp_path, monkeypatch):
     """Bit for bit; another seed gives another."""
     monkeypatch.setattr(tiny_bed, "JUDGED", 2)
