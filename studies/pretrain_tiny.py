@@ -58,6 +58,7 @@ HINT = "{question} ({hint})"  # what a careful teacher is asked; in place of the
 GUESS, SLIP, HEDGE = 0.35, 0.4, 0.3  # how often each habit shows in the mixture
 PADDED = -100  # a label that the loss leaves out
 ABLE = 0.9  # least pass@1 before carelessness is learned: what reinforcement learning can bring back
+TAUGHT = 0.8  # least pass@1 of the finished model where it is shown an answer
 LOW, HIGH = 0.2, 0.4  # pass@1 of the finished model
 JUDGED = 256  # problems of each task that the finished model answers
 
@@ -371,7 +372,7 @@ def main() -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     found = pretrain(recipe, unfinished)
-    for phase, low, high in (("able", ABLE, 1.0), ("careless", LOW, HIGH), ("hinted", ABLE, 1.0)):
+    for phase, low, high in (("able", ABLE, 1.0), ("careless", LOW, HIGH), ("hinted", TAUGHT, 1.0)):
         if not all(low <= rate <= high for rate in found.get(phase, {}).values()):
             sys.exit(
                 f"pretrain_tiny: pass@1 when {phase} must be between {low} and {high}, but is {found[phase]}. "
