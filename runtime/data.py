@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from runtime import sandbox
-from runtime.process import refuse
+from runtime.process import on_a_line, refuse
 from runtime.records import Problem, Sample
 from runtime.sources import (
     GYM,
@@ -165,7 +165,7 @@ def _is_column(key: str, has: Iterable[str]) -> bool:
 
 def _names(columns: Iterable) -> str:
     """Names of columns for a message of one line, whatever a file holds."""
-    return ", ".join(name if name.isprintable() else repr(name) for name in map(str, columns))
+    return ", ".join(on_a_line(str(name)) for name in columns)
 
 
 def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns:
@@ -614,7 +614,8 @@ def chat_template(args) -> str | None:
         return CHAT_TEMPLATES[args.chat_template]
     if Path(args.chat_template).is_file():
         return Path(args.chat_template).read_text(encoding="utf-8-sig")
-    refuse(f"--chat_template {args.chat_template}: neither a file nor one of {', '.join(CHAT_TEMPLATES)}")
+    known = ", ".join(CHAT_TEMPLATES)
+    refuse(f"--chat_template {on_a_line(args.chat_template)}: neither a file nor one of {known}")
 
 
 # Variables that --chat_template cannot set: render does.

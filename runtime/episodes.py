@@ -33,7 +33,7 @@ from typing import Any
 from runtime import data, environments, reading
 from runtime.answers import after_thinking
 from runtime.chat import Call, Chat
-from runtime.process import refuse
+from runtime.process import on_a_line, refuse
 from runtime.records import Problem
 from runtime.workers import Nursery, Worker, loaded_code
 
@@ -85,15 +85,16 @@ def ask_once(spec: str, request: tuple, seconds: float) -> Any:
 def about(spec: str) -> dict[str, Any]:
     """What ``environments.describe`` says of ``file.py:Class``. Ends with exit code 2 where that is no environment."""
     path, _, name = spec.rpartition(":")
+    given = on_a_line(spec)
     if not path.endswith(".py") or not name.isidentifier():
-        refuse(f"--environment {spec}: give a file and a class in it, as in game.py:Guess")
+        refuse(f"--environment {given}: give a file and a class in it, as in game.py:Guess")
     try:
         environments.source(path)
         found = ask_once(spec, ("describe",), START)
     except (OSError, SyntaxError, UnicodeError, TimeoutError, EOFError) as error:
-        refuse(f"--environment {spec}: the file does not load: {type(error).__name__}: {error}")
+        refuse(f"--environment {given}: the file does not load: {type(error).__name__}: {error}")
     if found["error"]:
-        refuse(f"--environment {spec}: {found['error']}")
+        refuse(f"--environment {given}: {found['error']}")
     return found
 
 

@@ -99,6 +99,11 @@ def lock_holder(folder: Path) -> str:
 # ------------------------------------------------------------------------------------------------ the end of a program
 
 
+def on_a_line(text: str) -> str:
+    """What a user gave, as it may stand in a refusal: as it is, or as a string of Python where that is not one line."""
+    return text if text.isprintable() else repr(text)
+
+
 def refuse(message: str) -> NoReturn:
     """End the program because of bad input: the message on stderr (once per node), exit code 2."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":

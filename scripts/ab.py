@@ -210,14 +210,14 @@ def run(
 
 
 def seeds_of(text: str) -> range:
-    """1..24 as a range."""
+    """1..44 as a range."""
     first, _, last = text.partition("..")
     try:
         seeds = range(int(first), int(last) + 1)
     except ValueError:
         seeds = range(0)
     if not seeds:
-        raise argparse.ArgumentTypeError(f"{text!r}: write 1..24")
+        raise argparse.ArgumentTypeError(f"{text!r}: write 1..44")
     return seeds
 
 
@@ -284,7 +284,7 @@ def main() -> int:
     parser.add_argument("--smallest", type=float, default=0.03, help="smallest difference that matters (default: 0.03)")
     meaning = "compare with these values of --control instead (default: all)"
     parser.add_argument("--controls", nargs="*", choices=CONTROLS, metavar="CONTROL", help=meaning)
-    options, shared = parse(parser, "1..5" if "--controls" in sys.argv else "1..24")
+    options, shared = parse(parser, "1..5" if "--controls" in sys.argv else "1..44")
     if options.controls is not None:
         return compare_controls(options.mine, shared, options)
     mine = Arm(options.mine, shared)

@@ -82,7 +82,7 @@ def test_the_number_of_missing_pairs_is_the_first_that_decides():
         (["grpo.py"], "are one and the same run"),
         (["README.md"], "is not a script"),
         (["grpo.py --nonsense 1"], "nonsense"),
-        (["grpo.py --beta 0.1", "--seeds", "5..1"], "write 1..24"),
+        (["grpo.py --beta 0.1", "--seeds", "5..1"], "write 1..44"),
     ],
 )
 def test_what_cannot_be_compared_ends_it_at_once(words, says):

@@ -116,6 +116,10 @@ def takes(words: list[str]) -> bool:
         words = words[at + 1 :]
         if "&&" in words:  # set-up before the command
             words = words[words.index("&&") + 1 :]
+    if "scripts/ab.py" in words and "--" in words:
+        at = words.index("--")
+        flags.parse(grpo.Args, words=words[at + 1 :])
+        words = words[:at]
     files = [i for i, word in enumerate(words) if re.search(r"\.(py|sh)$", word)]
     file = files[0] if files else None
     if file is not None and words[file] in ("scripts/launch.py", "scripts/rehearse.py"):  # they take a script's line

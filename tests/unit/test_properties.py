@@ -185,6 +185,9 @@ def checked(args, script) -> int:
 
 
 @given(changed_flags(), st.sampled_from([grpo, ppo]))
+@example(changes={"environment": "\n0"}, script=grpo)
+@example(changes={"chat_template": "a\nb"}, script=grpo)
+@example(changes={"critic": ("a\nb",)}, script=ppo)
 def test_flags_mean_something_or_are_refused(tiny, changes, script):
     """Steps, samples and a run's name follow from what is accepted, and what is refused is named."""
     known = {field.name for field in dataclasses.fields(script.Args)}
