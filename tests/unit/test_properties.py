@@ -212,7 +212,9 @@ def test_flags_mean_something_or_are_refused(tiny, changes, script):
     assert isinstance(steps, int)
     assert steps >= 1 or args.num_unique_prompts_rollout > PROBLEMS  # which the data is refused for
     name = rundir.run_name(args, script.Args())
-    assert name and "/" not in name.replace(args.run_name or "", "") and len(name.encode()) <= 255
+    given_folders = args.run_name or args.exp_name  # the only ones
+    assert name and "/" not in name.replace(given_folders, "")
+    assert max(len(os.fsencode(part)) for part in Path(name).parts) <= 255
     sampling = data.sampling(args)
     assert sampling["max_tokens"] == args.max_response_length and 0 < sampling["temperature"] < math.inf
     again = dataclasses.replace(args)
