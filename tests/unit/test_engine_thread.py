@@ -419,6 +419,11 @@ def test_the_memory_of_an_engine(script, monkeypatch):
 
 
 @SCRIPTS
+def test_an_engine_has_room_for_the_longest_prompt_and_the_longest_response(script, monkeypatch):
+    assert built(script, monkeypatch, False, max_prompt_length=100, max_response_length=30)["max_model_len"] == 130
+
+
+@SCRIPTS
 def test_what_an_engine_does_only_on_a_gpu(script, monkeypatch):
     for cuda, asked in itertools.product((False, True), ("off", "engine", "all")):
         given = built(script, monkeypatch, cuda, sleep=asked)

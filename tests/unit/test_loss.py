@@ -271,6 +271,17 @@ def test_the_kl_in_the_loss_is_bounded(place, name, gradient):
     torch.testing.assert_close(torch.autograd.grad(kl.sum(), x["logprobs_T"])[0], expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("script", [grpo, ppo])
+def test_a_mask_keeps_importance_weights_at_its_ends(script):
+    """And drops those outside; what is kept is not changed."""
+    old_T = torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0])
+    weight_T = old_T.exp()
+    low, high = weight_T[1].item(), weight_T[3].item()
+    args = script.Args(importance_sampling_mask=(low, high), truncated_importance_sampling_ratio_cap=0.0)
+    found_T = script.importance_weights(old_T, torch.zeros(5), args)
+    assert found_T.tolist() == [0.0, low, 1.0, high, 0.0]
+
+
 def test_importance_weights_are_bounded():
     """By exp(20) on both sides: one token of a sampler that went astray must not make the sum infinite."""
     away_T = torch.tensor([-30.0, -20.5, -19.5, 19.5, 20.5, 30.0], dtype=F64)
