@@ -1,6 +1,7 @@
 """Memory of a run: the table by model and GPU, and what runs really hold against what runtime/memory.py predicts.
 
     python studies/memory.py table                 what fits where, as in docs/evidence/memory.md
+    python studies/memory.py laptop                what a machine without a GPU trains, as there
     python studies/memory.py first                 commands of a first GPU run, for docs/evidence/gpu.md
     python studies/memory.py defaults              what a bare command takes for ten models and data sets
     python studies/memory.py measure               six configurations on this machine's CPU: a table
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import shutil
@@ -257,7 +259,12 @@ SIZES = {"num_unique_prompts_rollout": 64, "max_prompt_length": 256, "max_respon
 
 def qwen(name: str) -> memory.Model:
     """The model of a name in MODELS."""
-    *numbers, vocabulary, tied = MODELS[name]
+    return model_of(MODELS[name])
+
+
+def model_of(sizes: tuple) -> memory.Model:
+    """A model by its numbers, as in MODELS."""
+    *numbers, vocabulary, tied = sizes
     return memory.model_of(dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary}, tied=tied)
 
 
@@ -323,6 +330,36 @@ def table() -> str:
     return "\n".join(lines)
 
 
+# What 16 GB hold: models without Qwen's, and bytes that the system leaves to a run.
+SMALL = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (30, 576, 1536, 9, 3, 49_152, True),
+    "HuggingFaceTB/SmolLM2-360M-Instruct": (32, 960, 2560, 15, 5, 49_152, True),
+}
+LAPTOP = 14e9
+
+
+def on_a_laptop(script: str, model: memory.Model, bf16: bool, length: int) -> str:
+    """The bound in 10^9 bytes of the quickstart with responses of ``length`` tokens; "C" with checkpointing."""
+    setting = memory.Setting(1, bf16, critic=script == "ppo")
+    for ways in ({}, {"gradient_checkpointing": True}):
+        args = importlib.import_module(script).Args(max_response_length=length, max_prompt_length=256, **ways)
+        peak = memory.predict(args, model, setting).peak
+        if peak < LAPTOP:
+            return f"{'C ' if ways else ''}{peak / 1e9:.1f}"
+    return f"-- ({peak / 1e9:.0f})"
+
+
+def laptops() -> str:
+    """What a machine of 16 GB without a GPU trains, as Markdown."""
+    kinds = list(itertools.product(("grpo", "ppo"), (True, False), (32, 256)))
+    heads = [f"{script}.py, {'bf16' if bf16 else 'fp32'}, {length}" for script, bf16, length in kinds]
+    lines = [f"| model | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for name, sizes in list((SMALL | MODELS).items())[:4]:
+        cells = [on_a_laptop(script, model_of(sizes), bf16, length) for script, bf16, length in kinds]
+        lines.append(f"| {name.split('/')[1]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 # Model, its parameters in 10^6 and context as its config has them, whether its template lets it think; data set, its
 # training problems, the verifier that its columns choose.
 BARE = (
@@ -361,10 +398,10 @@ def main() -> None:
         run_measured(sys.argv[2], sys.argv[3], sys.argv[4:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("table", "first", "defaults", "measure"))
+    parser.add_argument("what", choices=("table", "laptop", "first", "defaults", "measure"))
     what = parser.parse_args().what
     if what != "measure":
-        print({"table": table, "first": first_runs, "defaults": defaults_table}[what]())
+        print({"table": table, "laptop": laptops, "first": first_runs, "defaults": defaults_table}[what]())
         return
     with tempfile.TemporaryDirectory() as folder:
         model = small_model(Path(folder) / "model")
