@@ -227,7 +227,8 @@ def settings_of_critic(args: Args) -> Args:
     for word in args.critic:
         name, _, value = word.partition("=")
         if name not in CRITIC_SETTINGS:
-            process.refuse(f"--critic {process.on_a_line(word)}: give NAME=VALUE with a NAME of {', '.join(CRITIC_SETTINGS)}")
+            given = process.on_a_line(word)
+            process.refuse(f"--critic {given}: give NAME=VALUE with a NAME of {', '.join(CRITIC_SETTINGS)}")
         kind = type(getattr(Args, name))
         try:
             changes[name] = kind(value)
