@@ -30,11 +30,14 @@ import csv
 import gzip
 import itertools
 import math
+import os
 import shlex
 import statistics
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy would start threads, and a fork lacks them
 
 import numpy as np
 

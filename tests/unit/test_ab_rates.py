@@ -165,9 +165,12 @@ def test_recording_goes_on_where_it_was(tiny, tmp_path, monkeypatch):
     table = tmp_path / "ab_runs.csv"
     monkeypatch.setattr(ab_rates, "RECORDED", table)
     rows: list[str] = []
+    environment = run_environment()
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # the command sets what its forks need
+        environment.pop(name, None)
     for seeds in (1, 2, 2):
         line = [sys.executable, "-c", RECORD, str(table), shlex.join(words), str(seeds)]
-        done = subprocess.run(line, cwd=ROOT, env=run_environment(), capture_output=True, text=True, timeout=900)
+        done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout + done.stderr
         before, rows = rows, table.read_text().splitlines()
         assert set(before) <= set(rows) and len(rows) == 1 + 2 * seeds
