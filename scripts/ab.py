@@ -65,6 +65,7 @@ CONTROLS = {
 }
 ERROR = 0.05  # the chance of a false alarm, however often one looks
 UNDECIDED = 3
+PAIRS = 44  # at most, unless --seeds says otherwise: 16 CPU minutes (docs/evidence/testbed.md)
 
 
 def widest(pairs: int) -> float:
@@ -284,7 +285,7 @@ def main() -> int:
     parser.add_argument("--smallest", type=float, default=0.03, help="smallest difference that matters (default: 0.03)")
     meaning = "compare with these values of --control instead (default: all)"
     parser.add_argument("--controls", nargs="*", choices=CONTROLS, metavar="CONTROL", help=meaning)
-    options, shared = parse(parser, "1..5" if "--controls" in sys.argv else "1..44")
+    options, shared = parse(parser, "1..5" if "--controls" in sys.argv else f"1..{PAIRS}")
     if options.controls is not None:
         return compare_controls(options.mine, shared, options)
     mine = Arm(options.mine, shared)

@@ -330,7 +330,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-# What 16 GB hold: models without Qwen's, and bytes that the system leaves to a run.
+# Beside Qwen's, what a machine of 16 GB may train, and the bytes of them that it leaves to a run.
 SMALL = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": (30, 576, 1536, 9, 3, 49_152, True),
     "HuggingFaceTB/SmolLM2-360M-Instruct": (32, 960, 2560, 15, 5, 49_152, True),
@@ -354,7 +354,7 @@ def laptops() -> str:
     kinds = list(itertools.product(("grpo", "ppo"), (True, False), (32, 256)))
     heads = [f"{script}.py, {'bf16' if bf16 else 'fp32'}, {length}" for script, bf16, length in kinds]
     lines = [f"| model | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
-    for name, sizes in list((SMALL | MODELS).items())[:4]:
+    for name, sizes in (SMALL | MODELS).items():
         cells = [on_a_laptop(script, model_of(sizes), bf16, length) for script, bf16, length in kinds]
         lines.append(f"| {name.split('/')[1]} | {' | '.join(cells)} |")
     return "\n".join(lines)

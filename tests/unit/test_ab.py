@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import math
 import random
 import statistics
@@ -12,6 +14,8 @@ import ab
 import numpy as np
 import pytest
 from helpers import ROOT, command, run_environment
+
+import grpo
 
 
 def first_decision(differences: np.ndarray, smallest: float) -> tuple[str, int]:
@@ -89,6 +93,20 @@ def test_what_cannot_be_compared_ends_it_at_once(words, says):
     line = [sys.executable, str(ROOT / "scripts" / "ab.py"), *words]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and says in done.stderr, done.stderr
+
+
+def test_the_runs_are_those_of_the_test_bed_or_of_the_quickstart(monkeypatch):
+    """With --quickstart only their folder is given; the flags after -- come last, and win."""
+    found = []
+    for words in ([], ["--quickstart"]):
+        monkeypatch.setattr(sys, "argv", ["ab.py", *words, "--", "--total_steps", "7"])
+        _, shared = ab.parse(argparse.ArgumentParser(), "1..2")
+        found.append(ab.Arm("grpo.py", shared).args(1))
+    bed, quickstart = found
+    assert (bed.total_steps, bed.model_name_or_path, bed.learning_rate) == (7, "models/testbed-1", 2e-4)
+    own = {f.name for f in dataclasses.fields(grpo.Args) if f.init}
+    changed = {name for name in own if getattr(quickstart, name) != getattr(grpo.Args(), name)}
+    assert changed == {"total_steps", "output_dir"} and quickstart.output_dir == "runs/ab"
 
 
 def test_the_sentence_of_the_controls():
