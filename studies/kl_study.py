@@ -111,8 +111,23 @@ def add(table: pd.DataFrame, folders: list[Path]) -> pd.DataFrame:
             rows.append(row(config.parent))
     fresh = pd.DataFrame([found for found in rows if found is not None])
     print(f"{len(fresh)} runs are finished and measured, {rows.count(None)} are not")
-    both = pd.concat([table, fresh], ignore_index=True)
-    return both.drop_duplicates("run", keep="last").sort_values("run", ignore_index=True)
+    both = pd.concat([table, fresh], ignore_index=True).drop_duplicates("run", keep="last")
+    for said in unlike(both):
+        process.refuse(
+            f"{said}: they are not of one model. Another machine makes another test bed, and bf16 samples differently "
+            "there; give --table FILE, and start a table of this machine's runs"
+        )
+    return both.sort_values("run", ignore_index=True)
+
+
+def unlike(table: pd.DataFrame) -> list[str]:
+    """Which runs of a model and a seed do not begin with the same pass@1, so that nothing pairs them."""
+    found = []
+    for (model, seed), runs in table.groupby(["model", "seed"]):
+        begins = sorted(set(runs["base pass@1"].round(4)))  # the file has six digits
+        if len(begins) > 1:
+            found.append(f"runs of {model} with seed {seed:.0f} begin at pass@1 {' and '.join(map(str, begins))}")
+    return found
 
 
 def read(path: Path) -> pd.DataFrame:

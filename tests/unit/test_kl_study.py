@@ -110,7 +110,7 @@ def test_what_is_averaged_differs_in_the_seed_alone():
     assert sorted(seen) == [2.0 + number for number in range(len(kinds))]
 
 
-def write_run(folder, beta: float, measured: bool = True, **more: object) -> None:
+def write_run(folder, beta: float, measured: bool = True, begin: float = 0.25, **more: object) -> None:
     """The folder of a finished run, as far as it is read here."""
     args = grpo.Args(beta=beta, output_dir=str(folder.parent), model_name_or_path="models/testbed-1", **more)
     folder.mkdir(exist_ok=True)
@@ -118,7 +118,7 @@ def write_run(folder, beta: float, measured: bool = True, **more: object) -> Non
     (folder / "config.json").write_text(json.dumps(config))
     metrics = [{"step": step, "reward/mean": step / 10, "kl/sequence": 1.0} for step in range(1, 11)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
-    evaluations = [{"step": 0, "eval/pass@1": 0.25}, {"step": 10, "eval/pass@1": 0.75}]
+    evaluations = [{"step": 0, "eval/pass@1": begin}, {"step": 10, "eval/pass@1": 0.75}]
     (folder / "eval.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
     if measured:
         (folder / measure_kl.RESULT).write_text(json.dumps({"kl/exact": 2.0 * beta, "kl/exact_stderr": 0.1}))
@@ -147,6 +147,23 @@ def test_runs_are_collected_into_a_table(tmp_path, capsys):
     assert table["run"].tolist() == ["a", "b"] and table["kl/exact"].tolist() == [1.0, 1.5]
     kl_study.write(table[:1], file)
     assert file.read_bytes() == before and before[4:8] == bytes(4), "equal tables are equal files, with no time in them"
+
+
+def test_runs_of_another_model_are_refused(tmp_path, capsys):
+    """A test bed that was made on another machine: its runs begin elsewhere with the same seed. Nothing is written."""
+    for name, seed in (("a", 1), ("b", 2), ("c", 2)):
+        write_run(tmp_path / name, 0.5, seed=seed)
+    table = kl_study.add(pd.DataFrame({"run": []}), [tmp_path])
+    write_run(tmp_path / "b", 0.5, seed=2, begin=0.265625)
+    assert kl_study.unlike(table) == []
+    with pytest.raises(SystemExit) as end:
+        kl_study.add(table, [tmp_path])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "testbed-1 with seed 2 begin at pass@1 0.25 and 0.2656" in said and "--table" in said
+
+
+def test_the_table_is_of_one_model_each():
+    assert kl_study.unlike(kl_study.read(kl_study.TABLE)) == []
 
 
 @pytest.mark.slow
