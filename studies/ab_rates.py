@@ -53,7 +53,7 @@ from runtime.verdict import t_quantile
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "docs" / "evidence" / "data" / "ab_runs.csv"
 PLAIN = "grpo.py"
-SECOND = "grpo.py --learning_rate 1e-4"
+SECOND = "grpo.py --learning_rate 1.1e-4"
 MOST = ab.PAIRS
 METRIC = "eval/pass@1"
 RUNS = ROOT / "docs" / "evidence" / "data" / "kl_study.csv.gz"
