@@ -65,7 +65,7 @@ CONTROLS = {
 }
 ERROR = 0.05  # the chance of a false alarm, however often one looks
 UNDECIDED = 3
-PAIRS = 44  # at most, unless --seeds says otherwise: 16 CPU minutes (docs/evidence/testbed.md)
+PAIRS = 44  # at most, unless --seeds says otherwise: 20 CPU minutes (docs/evidence/testbed.md)
 
 
 def widest(pairs: int) -> float:
