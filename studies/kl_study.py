@@ -58,7 +58,6 @@ RESULTS = (
     "completions/length_mean",
     "time/step",
 )
-NONE = 1e-6  # a beta below stands for none: the KL is measured, but has no effect
 STYLES = {  # one of scripts/plot.py's colors per estimator, dashed where the gradient is unbiased
     "k1, naive": ("C1", "-"),
     "k1, unbiased": ("C1", "--"),
@@ -148,7 +147,7 @@ def names(table: pd.DataFrame) -> list[str]:
             if isinstance(field.default, int):
                 value = int(value)
             given[field.name] = value
-        if run["beta"] < NONE:
+        if run["beta"] == 0:
             for name in ("kl_placement", "kl_estimator", "kl_gradient"):
                 given.pop(name, None)
             given |= {"beta": 0.0, "load_ref_policy": True}
@@ -169,7 +168,7 @@ def write(table: pd.DataFrame, path: Path) -> None:
 
 def setting(run: pd.Series) -> str:
     """The estimator of a run and, where it matters, its gradient; "" for a run without a KL term."""
-    if run["beta"] < NONE:
+    if run["beta"] == 0:
         return ""
     if run["kl_placement"] == "reward" or run["kl_estimator"] == "full":
         return run["kl_estimator"]

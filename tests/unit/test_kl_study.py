@@ -39,7 +39,7 @@ def power_law(factor: float, slope: float, estimator: str = "k2", **more: object
 @pytest.fixture
 def runs() -> pd.DataFrame:
     """A part of a table: no KL, k2 that holds, k1 that drives away, k3 twice as far as k2 and better by 0.1."""
-    rows = [run(seed, 1e-9, base) for seed, base in BASES.items()]
+    rows = [run(seed, 0.0, base) for seed, base in BASES.items()]
     rows += power_law(0.5, -0.25) + power_law(2.0, 0.5, "k1") + power_law(1.0, -0.25, "k3", solved=0.6)
     (part,) = kl_study.parts(pd.DataFrame(rows)).values()
     return part
@@ -82,7 +82,7 @@ def test_intervals_are_students(runs):
 
 def test_what_is_averaged_differs_in_the_seed_alone():
     """Models, optimizer steps per batch, placements, estimators and, in the loss, gradients are kept apart."""
-    rows = [run(seed, 1e-9, 1.0) for seed in BASES]
+    rows = [run(seed, 0.0, 1.0) for seed in BASES]
     kinds = [
         {"num_mini_batches": 1},
         {"model": "SmolLM2"},
