@@ -73,6 +73,7 @@ STYLES = {  # one of scripts/plot.py's colors per estimator, dashed where the gr
     "k3": ("C4", "-"),
     "k4": ("C2", "-"),
 }
+SAME = ("k1, unbiased", "k2, unbiased", "k4, unbiased")  # as k3, unbiased: one algorithm, and one line in the figures
 
 
 # ------------------------------------------------------------------------------------------------------------ the table
@@ -221,49 +222,76 @@ def cells(runs: pd.DataFrame, placement: str) -> dict[str, pd.DataFrame]:
 # ---------------------------------------------------------------------------------------------------------- the figures
 
 
-def panels(table: pd.DataFrame, height: float) -> tuple[plt.Figure, list[tuple[pd.DataFrame, str, plt.Axes]]]:
-    """A figure with a row per part and a column per placement, and (runs, placement, axis) of each panel."""
+def panels(table: pd.DataFrame, title: str) -> tuple[plt.Figure, list[tuple[pd.DataFrame, str, plt.Axes]]]:
+    """A figure with a row per part and a column per placement, and (runs, placement, axis) of each panel.
+
+    ``title``: the message of the figure.
+    """
     found = parts(table)
-    figure, axes = plt.subplots(len(found), 2, figsize=(10, height * len(found) + 0.6), squeeze=False, sharey="row")
+    figure, axes = plt.subplots(len(found), 2, figsize=(10, 3.2 * len(found) + 0.6), squeeze=False, sharey="row")
     places = []
     for (part, runs), pair in zip(found.items(), axes, strict=True):
         for placement, axis in zip(("loss", "reward"), pair, strict=True):
             axis.set_title(f"{part}: KL in the {placement}", fontsize=9)
             axis.grid(alpha=0.25)
-            places.append((runs, placement, axis))
+            places.append((runs[~runs["setting"].isin(SAME)], placement, axis))
+    figure.suptitle(title, fontsize=11)
     figure.set_layout_engine("constrained")
     return figure, places
 
 
-def add_legend(figure: plt.Figure, places: list[tuple[pd.DataFrame, str, plt.Axes]]) -> None:
-    """One legend above all panels, where it hides no data: every setting, in the order of STYLES. In the reward the
-    estimators have the colors of the loss's naive ones."""
-    found = {}
-    for *_, axis in places:
-        for handle, word in zip(*axis.get_legend_handles_labels(), strict=True):
-            found.setdefault(f"{word}, naive" if f"{word}, naive" in STYLES else word, handle)
-    words = [word for word in ("no KL", *STYLES) if word in found]
-    shown = [word.replace(", naive", ", naive or in the reward") for word in words]
-    handles = [found[word] for word in words]
-    figure.legend(
-        handles,
-        shown,
-        loc="outside upper center",
-        ncols=4,
-        fontsize=8,
-    )
+def label_ends(axis: plt.Axes, lines: dict[str, tuple[float, float, str]], at: float, side: str = "left") -> None:
+    """Write each line's name at ``at`` of the axis's width, as near to the height of its end as others let it.
+
+    ``lines``: name -> (x, y, color), where the line ends.
+    """
+    height = 0.07  # of a word, as a part of the axis's
+    to_axis = axis.transData + axis.transAxes.inverted()
+    places = {}
+    lowest = 0.02
+    for name in sorted(lines, key=lambda name: lines[name][1]):
+        x, y, _ = lines[name]
+        _, here = to_axis.transform((x, y))
+        places[name] = max(lowest, here)
+        lowest = places[name] + height
+    highest = 0.98
+    for name in reversed(places):
+        places[name] = min(highest, places[name])
+        highest = places[name] - height
+        x, y, color = lines[name]
+        axis.annotate(
+            name,
+            (x, y),
+            (at, places[name]),
+            textcoords="axes fraction",
+            color=color,
+            fontsize=7.5,
+            va="center",
+            ha=side,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color,
+                "lw": 0.4,
+                "alpha": 0.5,
+                "shrinkA": 0,
+                "shrinkB": 2,
+            },
+        )
 
 
 def draw_kl(table: pd.DataFrame, output: Path) -> None:
     """Final exact KL over beta, a small dot per run; the band is the interval without a KL term."""
-    figure, places = panels(table, 3.2)
+    figure, places = panels(
+        table, "In the loss all but naive k1 hold the policy; in the reward k1 does and k3 does not"
+    )
     for runs, placement, axis in places:
         without = summary(runs[runs["setting"] == ""])
-        axis.axhline(without["kl"], color="0.5", lw=1, label="no KL")
+        axis.axhline(without["kl"], color="0.5", lw=1)
         if without["n"] > 1:
             axis.axhspan(without["low"], without["high"], color="0.5", alpha=0.2, lw=0)
         axis.set_ylim(runs["kl/exact"].min() / 2, runs["kl/exact"].max() * 2)  # an interval may be cut off, no run is
         lines = cells(runs, placement)
+        ends = {}
         for number, (name, points) in enumerate(lines.items()):
             color, style = STYLES[name]
             shift = 1.06 ** (number - (len(lines) - 1) / 2)  # keeps the intervals apart
@@ -279,8 +307,9 @@ def draw_kl(table: pd.DataFrame, output: Path) -> None:
                 ms=3.5,
                 capsize=2,
                 lw=1.2,
-                label=name,
             )
+            last = points.iloc[-1]
+            ends[name] = (last.name * shift, last["kl"], color)
         axis.set_xscale("log")
         axis.set_yscale("log")
         betas = sorted(runs["beta"][runs["setting"] != ""].unique())
@@ -290,16 +319,18 @@ def draw_kl(table: pd.DataFrame, output: Path) -> None:
         axis.set_xlabel("beta")
         if placement == "loss":
             axis.set_ylabel("exact KL (nats per sequence)")
-    add_legend(figure, places)
+        ends["no KL"] = (axis.get_xlim()[1], without["kl"], "0.4")
+        label_ends(axis, ends, at=1.02)
     plot.save(figure, output)
 
 
 def draw_frontier(table: pd.DataFrame, output: Path) -> None:
     """pass@1 against exact KL: a line per setting, through its betas; dotted is pass@1 of the reference."""
-    figure, places = panels(table, 3.2)
+    figure, places = panels(table, "At the same distance from the reference, naive k4 and k1 in the loss solve less")
     for runs, placement, axis in places:
         without = pd.DataFrame([summary(runs[runs["setting"] == ""])])
         lines = {"no KL": without, **cells(runs, placement)}
+        ends = {True: {}, False: {}}  # by whether the run ends farther away than without a KL term
         for name, points in lines.items():
             color, style = STYLES.get(name, ("0.5", "none"))
             axis.errorbar(
@@ -313,16 +344,19 @@ def draw_frontier(table: pd.DataFrame, output: Path) -> None:
                 ms=3.5,
                 lw=1.2,
                 elinewidth=0.7,
-                label=name,
             )
+            last = points.iloc[-1]
+            away = last["kl"] >= without["kl"].iloc[0]
+            ends[away][name] = (last["kl"], last["pass"], color)
         axis.axhline(runs["base pass@1"].mean(), color="0.5", lw=0.8, ls=":")
         axis.set_xscale("log")
-        axis.set_xlim(runs["kl/exact"].min() / 2, runs["kl/exact"].max() * 2)  # as in the other figure
+        axis.set_xlim(runs["kl/exact"].min() / 8, runs["kl/exact"].max() * 5)  # room for the names
         axis.set_ylim(-0.03, 1.03)
         axis.set_xlabel("exact KL (nats per sequence)")
         if placement == "loss":
             axis.set_ylabel("pass@1")
-    add_legend(figure, places)
+        label_ends(axis, ends[False], at=0.02)
+        label_ends(axis, ends[True], at=0.98, side="right")
     plot.save(figure, output)
 
 
