@@ -282,7 +282,7 @@ def label_ends(axis: plt.Axes, lines: dict[str, tuple[float, float, str]], at: f
 def draw_kl(table: pd.DataFrame, output: Path) -> None:
     """Final exact KL over beta, a small dot per run; the band is the interval without a KL term."""
     figure, places = panels(
-        table, "In the loss all but naive k1 hold the policy; in the reward k1 does and k3 does not"
+        table, "In the loss naive k1 ends farthest from the reference; in the reward k1 holds the policy, k3 does not"
     )
     for runs, placement, axis in places:
         without = summary(runs[runs["setting"] == ""])
