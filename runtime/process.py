@@ -416,7 +416,7 @@ class Heap:
     2.5 were in use between two steps.
     """
 
-    GROWTH = 1.25  # the step after gaps were given back takes a second or more for page faults: not after every step
+    GROWTH = 1.1  # the step after gaps were given back takes a second or more for page faults: not after every step
 
     def __init__(self) -> None:
         self.steps = 0
