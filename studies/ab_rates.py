@@ -13,7 +13,8 @@ grpo.py with a lower learning rate, the difference that is to be found.
                     of the KL study, the seeds of a setting, paired at random
 
 Simulated: a comparison draws its differences with replacement, and adds the one that it is to find. The first two are
-of the KL study (docs/evidence/data/kl_study.csv.gz): every setting with four seeds whose mean pass@1 is at least 0.85.
+of the KL study (docs/evidence/data/kl_study.csv.gz): every setting with four seeds whose mean pass@1 is within 0.05 of
+the best.
 
     one setting     the differences between two of its seeds: an A/A comparison, for which equal seeds would say nothing
     two settings    the differences of equal seeds, less the mean of the four (deviation corrected for that): what a
@@ -81,10 +82,10 @@ def study_settings() -> dict[tuple, np.ndarray]:
                 runs[row["seed"]] = float(row["eval/pass@1"])
     settings = {}
     for setting, runs in found.items():
-        ends = np.array([runs[seed] for seed in sorted(runs)])
-        if len(ends) == 4 and ends.mean() >= 0.85:
-            settings[setting] = ends
-    return settings
+        if len(runs) == 4:
+            settings[setting] = np.array([runs[seed] for seed in sorted(runs)])
+    least = max(ends.mean() for ends in settings.values()) - 0.05
+    return {setting: ends for setting, ends in settings.items() if ends.mean() >= least}
 
 
 def spread() -> dict[str, np.ndarray]:
