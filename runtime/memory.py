@@ -23,7 +23,8 @@ USABLE = 0.95  # of a GPU; the rest is for fragments
 CUDA = 2 * GIB  # its context, libraries' workspaces, CUDA graphs; not measured
 ENGINE_WORK = 1.5 * GIB  # what an engine on a GPU computes with, beside weights and KV cache; not measured
 CONTEXT = 0.75 * GIB  # CUDA's, of a second process on a GPU; not measured
-PROCESS = {"hf": 0.95e9, "vllm": 1.6e9}  # interpreter, libraries, gaps between tensors on a CPU, by --rollout
+PROCESS = {"hf": 0.95e9, "vllm": 1.6e9}  # interpreter, libraries, what building an engine leaves, by --rollout
+GAPS = 0.25  # of all else, on a CPU: freed memory that no later tensor fits into; from whole runs of the quickstart
 FIELDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -216,7 +217,7 @@ def second_process(args, model: Model, setting: Setting) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a rank holds: the parts, the most while the engine samples and while the trainer works, and of both."""
+    """What a rank holds: the parts, the most while the engine samples and while the trainer works, and with gaps."""
 
     parts: dict[str, float]
     phases: dict[str, float]
@@ -244,7 +245,9 @@ def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> 
     sampling = held - gradients - asleep + sum(sampler.values())
     training = held + update + beside
     phases = {"sampling": sampling, "training": training}
-    return Prediction(parts, phases, max(sampling, training))
+    most = max(sampling, training)
+    parts["gaps"] = 0 if on_gpu else GAPS * most
+    return Prediction(parts, phases, most + parts["gaps"])
 
 
 def describe(prediction: Prediction, model: Model, setting: Setting) -> list[str]:

@@ -5,17 +5,22 @@
     python studies/memory.py first                 commands of a first GPU run, for docs/evidence/gpu.md
     python studies/memory.py defaults              what a bare command takes for ten models and data sets
     python studies/memory.py measure               six configurations on this machine's CPU: a table
+    python studies/memory.py quickstart            the quickstart's memory part by part, in both data types
 
 A measured run is a run of the script itself, of two steps with responses of full length. In its second step every rank
 notes for each phase the most bytes of tensors that its main thread had allocated at a time (by the events of torch's
 profiler), and in a run of its own, since the profiler's records take memory, too, its largest resident memory (VmHWM,
 reset at the start of the phase). scripts/rehearse.py says what one command needs.
+
+The quickstart is measured with its own engine, model, prompts and responses, but with rewards by chance, so that every
+group trains: resident memory after each part of the start, and in each phase of its second step.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import importlib
 import itertools
@@ -26,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -181,6 +187,123 @@ def measure(kind: str, name: str, script: str, ranks: int, words: tuple[str, ...
     return [json.loads(file.read_text()) for file in files]
 
 
+# --------------------------------------------------------------------------------------------------- the quickstart's
+
+# Micro-batches of one size on all machines, which would choose it by their rates.
+QUICKSTART = (
+    *("--total_steps", "2", "--eval_prompts", "0", "--seed", "1", "--micro_batch_tokens", "1024"),
+    *("--save_minutes", "0", "--overwrite", "--run_name", "measured"),
+)
+MEASURED = ("generate", "update", "push")  # phases
+
+
+class HeapSize(ctypes.Structure):
+    """What glibc's mallinfo2 returns; in bytes but for counts."""
+
+    _fields_ = [
+        *[(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")],
+        *[(name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")],
+    ]
+
+
+def heap_in_use() -> int:
+    """Bytes that this process has taken from the heap and not freed."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = HeapSize
+    sizes = mallinfo2()
+    return sizes.uordblks + sizes.hblkhd
+
+
+class HeapWatch:
+    """The most that was in use of the heap since ``forget``, looked at by a thread every three milliseconds."""
+
+    def __init__(self):
+        self.most = 0
+        threading.Thread(target=self.look, daemon=True).start()
+
+    def look(self) -> None:
+        while True:
+            now = heap_in_use()  # takes a while: ``forget`` may come meanwhile
+            self.most = max(self.most, now)
+            time.sleep(0.003)
+
+    def forget(self) -> None:
+        self.most = heap_in_use()
+
+
+def run_quickstart(words: list[str]) -> None:
+    """The start and two steps of grpo.py. Writes parts.json to the folder of the run: {part: bytes}, in order."""
+    from runtime import process, runlog
+
+    parts = {"Python, and what this measurement imports": resident()}
+    process.prepare_environment()
+    grpo = importlib.import_module("grpo")
+    import utils
+
+    parts["torch, transformers, DeepSpeed"] = resident()
+    args = flags.parse(grpo.Args, words=words)
+    ready = grpo.preflight(args)
+    heap = HeapWatch()
+    timed = utils.Stopwatch.__call__
+
+    def noted_after(part: str, function):
+        def wrapped(*arguments):
+            result = function(*arguments)
+            parts[part] = resident()
+            return result
+
+        return wrapped
+
+    @contextlib.contextmanager
+    def noted(clock, phase: str):
+        forget_peak()
+        heap.forget()
+        with timed(clock, phase):
+            yield
+        if phase in MEASURED:
+            parts[f"{phase}: the most"] = resident("VmHWM")
+            parts[f"{phase}: in use of the heap, the most"] = heap.most
+
+    def end(log, metrics, samples, problems):
+        if metrics["step"] == args.total_steps:
+            (log.folder / "parts.json").write_text(json.dumps(parts))
+            os._exit(0)
+
+    grpo.Engine = noted_after("the engine, and vLLM", grpo.Engine)
+    utils.prepare_policy = noted_after("the trainer's weights, read and checked", utils.prepare_policy)
+    utils.lean = noted_after("DeepSpeed", utils.lean)
+    utils.Stopwatch.__call__ = noted
+    runlog.RunLog.step = end
+    grpo.main(args, ready)
+
+
+def quickstart(dtype: str, folder: Path) -> dict[str, float]:
+    """The parts of a run in GiB, by name, and the bound of all of it. Raises RuntimeError where the run fails."""
+    import grpo
+
+    (folder / "coin.py").write_text(COIN)
+    words = [*QUICKSTART, "--dtype", dtype, "--verifier", f"{folder / 'coin.py'}:coin", "--output_dir", str(folder)]
+    command = [sys.executable, str(Path(__file__).resolve()), "parts", *words]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
+    file = folder / "measured" / "parts.json"
+    if done.returncode != 0 or not file.exists():
+        raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
+    args = flags.parse(grpo.Args, words=words)
+    model = memory.read_model(PROJECT / args.model_name_or_path)
+    bound = memory.predict(args, model, memory.Setting(1, dtype == "bfloat16")).peak
+    return {name: size / 2**30 for name, size in (json.loads(file.read_text()) | {"the bound": bound}).items()}
+
+
+def quickstart_table(folder: Path) -> str:
+    """The parts in both data types, as Markdown."""
+    bf16 = quickstart("bfloat16", folder)
+    fp32 = quickstart("float32", folder)
+    lines = ["| GiB | bf16 | fp32 |", "|---|---|---|"]
+    for name in bf16:
+        lines.append(f"| {name} | {bf16[name]:.2f} | {fp32[name]:.2f} |")
+    return "\n".join(lines)
+
+
 # ------------------------------------------------------------------------------------------------------- the two tables
 
 
@@ -223,12 +346,13 @@ def compare(configuration: tuple, model: Path, folder: Path, runs: int = 3) -> l
     plain = [measure("resident", name, script, ranks, words, folder) for _ in range(runs)]
     setting = memory.Setting(ranks, args.dtype == "bfloat16", critic=script == "ppo")
     prediction = memory.predict(args, memory.read_model(model), setting)
-    trainer = prediction.peak - sum(prediction.parts[name] for name in ("engine", "KV cache", "process"))
+    whole = prediction.peak - prediction.parts["gaps"]  # which are those of larger models and longer runs
+    trainer = whole - sum(prediction.parts[name] for name in ("engine", "KV cache", "process"))
     rows = []
     for rank in range(ranks):
         allocated = min(max(run[rank]["allocated"].values()) for run in found)
         resident = statistics.median(max(run[rank]["resident"].values()) for run in plain)
-        rows.append(Row(name, rank, trainer, allocated, prediction.peak, resident))
+        rows.append(Row(name, rank, trainer, allocated, whole, resident))
     return rows
 
 
@@ -397,13 +521,19 @@ def main() -> None:
     if sys.argv[1:2] == ["run"]:  # a rank of a measured run
         run_measured(sys.argv[2], sys.argv[3], sys.argv[4:])
         return
+    if sys.argv[1:2] == ["parts"]:  # the measured quickstart
+        run_quickstart(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("table", "laptop", "first", "defaults", "measure"))
+    parser.add_argument("what", choices=("table", "laptop", "first", "defaults", "measure", "quickstart"))
     what = parser.parse_args().what
-    if what != "measure":
+    if what not in ("measure", "quickstart"):
         print({"table": table, "laptop": laptops, "first": first_runs, "defaults": defaults_table}[what]())
         return
     with tempfile.TemporaryDirectory() as folder:
+        if what == "quickstart":
+            print(quickstart_table(Path(folder)))
+            return
         model = small_model(Path(folder) / "model")
         rows = []
         for configuration in CONFIGURATIONS:

@@ -312,10 +312,30 @@ def test_more_than_the_card_is_a_warning():
         assert len(memory.describe(memory.predict(grpo.Args(), MODEL, setting), MODEL, setting)) == 3
 
 
+def test_gaps_are_counted_where_a_heap_keeps_them():
+    on_cpu = memory.predict(grpo.Args(), MODEL, CPU)
+    assert on_cpu.parts["gaps"] == pytest.approx(0.25 * on_cpu.phases["training"])
+    assert on_cpu.peak == pytest.approx(1.25 * on_cpu.phases["training"])
+    on_gpu = memory.predict(grpo.Args(), MODEL, GPU)
+    assert on_gpu.parts["gaps"] == 0 and on_gpu.peak == max(on_gpu.phases.values())
+
+
 def test_the_table_of_the_page_is_what_the_command_prints():
     page = (ROOT / "docs" / "evidence" / "memory.md").read_text()
     assert script.table() in page and script.laptops() in page
     assert script.first_runs() in (ROOT / "docs" / "evidence" / "gpu.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("column", "dtype"), [(1, "bfloat16"), (2, "float32")])
+def test_the_parts_of_the_quickstart_are_those_of_the_page(tmp_path, column, dtype):
+    page = (ROOT / "docs" / "evidence" / "memory.md").read_text()
+    table = page.split("| GiB | bf16 | fp32 |\n|---|---|---|\n")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    written = {row[0]: float(row[column]) for row in rows}
+    found = script.quickstart(dtype, tmp_path)
+    assert found == pytest.approx(written, rel=0.1, abs=0.1)
+    assert max(found.values()) == found["the bound"] < 1.5 * found["update: the most"]
 
 
 @pytest.mark.slow
