@@ -294,10 +294,11 @@ def room_here(args, ranks: int, folder: Path) -> tuple:
         critic = not getattr(args, "disable_value", True)
         setting = memory.Setting(trainers, run.dtype == "bfloat16", critic=critic)
         bound = memory.predict(run, model, setting)
-        if bound.peak * trainers < memory.USABLE * free:
+        needed = max(bound.phases.values())  # without gaps in the heap, which ``give_back`` leaves to no process here
+        if needed * trainers < memory.USABLE * free:
             return trainers, changes, config, bound
     process.refuse(
-        f"a rank of {LAYERS} layers may need {bound.peak / 1e9:.1f} GB, and {free / 1e9:.1f} are free here; give "
+        f"a rank of {LAYERS} layers may need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} are free here; give "
         f"--dry_run for the arithmetic alone, or a smaller --micro_batch_tokens"
     )
 
