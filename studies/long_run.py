@@ -4,7 +4,7 @@
     python studies/long_run.py --script ppo.py --async_steps 1     what it does not know goes to the script
 
 The run evaluates, saves and writes samples all along. After every step this program reads what the kernel says of the
-run's processes, and the run notes what malloc has in use: what it has freed it keeps, up to a quarter more than it had
+run's processes, and the run notes what malloc has in use: what it has freed it keeps, up to a tenth more than it had
 after its second step (runtime/process.py, Heap), and gaps between what stays are resident, too. A slope is that of a
 straight line through the means of twenty blocks of steps, without the first tenth; its interval is Student's over the
 blocks, 95 %. The exit code is 1 where memory in use, its jumps left out, files or threads rise by more than zero and by
@@ -67,6 +67,14 @@ class Malloc(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in MALLINFO]
 
 
+def heap_in_use() -> int:
+    """Bytes that this process has taken from malloc and not freed."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Malloc
+    found = mallinfo2()
+    return found.uordblks + found.hblkhd
+
+
 def inside(script: str, words: list[str]) -> None:
     """Be the run of a script, and write after each step how many MiB its process has in use to the file IN_USE."""
     from runtime import process
@@ -75,15 +83,12 @@ def inside(script: str, words: list[str]) -> None:
     module = importlib.import_module(script.removesuffix(".py"))
     from runtime import flags, runlog
 
-    libc = ctypes.CDLL(None)
-    libc.mallinfo2.restype = Malloc
     write = runlog.RunLog.step
 
     def write_and_look(log, *arguments):
         write(log, *arguments)
-        found = libc.mallinfo2()
         with open(log.folder / IN_USE, "a") as out:
-            out.write(f"{(found.uordblks + found.hblkhd) / 2**20}\n")
+            out.write(f"{heap_in_use() / 2**20}\n")
 
     runlog.RunLog.step = write_and_look
     args = flags.parse(module.Args, words=words)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import importlib
 import itertools
@@ -197,38 +196,24 @@ QUICKSTART = (
 MEASURED = ("generate", "update", "push")  # phases
 
 
-class HeapSize(ctypes.Structure):
-    """What glibc's mallinfo2 returns; in bytes but for counts."""
-
-    _fields_ = [
-        *[(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")],
-        *[(name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")],
-    ]
-
-
-def heap_in_use() -> int:
-    """Bytes that this process has taken from the heap and not freed."""
-    mallinfo2 = ctypes.CDLL(None).mallinfo2
-    mallinfo2.restype = HeapSize
-    sizes = mallinfo2()
-    return sizes.uordblks + sizes.hblkhd
-
-
 class HeapWatch:
     """The most that was in use of the heap since ``forget``, looked at by a thread every three milliseconds."""
 
     def __init__(self):
+        from long_run import heap_in_use
+
+        self.in_use = heap_in_use
         self.most = 0
         threading.Thread(target=self.look, daemon=True).start()
 
     def look(self) -> None:
         while True:
-            now = heap_in_use()  # takes a while: ``forget`` may come meanwhile
+            now = self.in_use()  # takes a while: ``forget`` may come meanwhile
             self.most = max(self.most, now)
             time.sleep(0.003)
 
     def forget(self) -> None:
-        self.most = heap_in_use()
+        self.most = self.in_use()
 
 
 def run_quickstart(words: list[str]) -> None:
