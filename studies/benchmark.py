@@ -11,6 +11,8 @@
 4. A step of AdamW, and a push of weights.
 5. The floor: the time that these phases would take at the measured rates without any overhead; efficiency is floor /
    time.
+6. The operators of an update and of sampling, on CPUs: the share of matrix products, what the same products take alone,
+   and what the rest is, by name.
 
 Alternatives are timed in turn (A B A B) in one process: the speed of a machine drifts within minutes, the ratio of
 neighboring measurements hardly does. Exit code 1: the two layouts do not give the same log-probs and gradient.
@@ -20,11 +22,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import random
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,9 +41,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts a
 from runtime.process import prepare_environment
 
 prepare_environment()
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would say when it starts and stops
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 import grpo  # noqa: E402
@@ -461,6 +467,82 @@ def print_floors(bound: dict[str, float], timings: Timings) -> None:
         say(f"  {phase:16s} {floor:8.3f} s of {seconds:8.3f} s   {100 * floor / seconds:3.0f} %")
 
 
+# -------------------------------------------------------------------------------------------------------- 6 operators
+
+NAMED = 10  # rows of the table; the others are summed
+
+
+@dataclass
+class Operator:
+    """What was spent in an operator for inputs of the same sizes, without the operators that it calls."""
+
+    name: str
+    inputs: list[list[int]]  # sizes; empty for what is not a tensor
+    calls: int
+    seconds: float
+
+    def product(self) -> tuple[int, int, int, int] | None:
+        """(matrices, rows, inner, columns) where it multiplies matrices, else None."""
+        match self.name, self.inputs:
+            case ("aten::mm", [[m, k], [_, n]]) | ("aten::addmm", [_, [m, k], [_, n], *_]):
+                return 1, m, k, n
+            case ("aten::bmm", [[b, m, k], [_, _, n]]) | ("aten::baddbmm", [_, [b, m, k], [_, _, n], *_]):
+                return b, m, k, n
+            case "_C::onednn_mm", [[m, n], [_, k], *_]:  # vLLM's; the output comes first, the packed weights hide
+                return 1, m, k, n
+        return None
+
+
+def profiled(work: Callable[[], Any], there: Callable[[Callable], Any]) -> tuple[float, list[Operator]]:
+    """(seconds of ``work`` under the profiler, its operators).
+
+    ``there`` calls a function in the thread that computes: a profiler sees the one it was started in, and autograd's.
+    """
+    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+    there(lambda *_: profiler.start())
+    seconds, _ = timed(work)
+    there(lambda *_: profiler.stop())
+    operators = []
+    for event in profiler.key_averages(group_by_input_shape=True):
+        operators.append(Operator(event.key, event.input_shapes, event.count, event.self_cpu_time_total / 1e6))
+    return seconds, operators
+
+
+def seconds_alone(product: tuple[int, int, int, int], dtype: torch.dtype) -> float:
+    """Seconds of one call of torch's product of these sizes; best of 4."""
+    count, m, k, n = product
+    a, b = torch.randn(count, m, k, dtype=dtype), torch.randn(count, k, n, dtype=dtype)
+    multiply = partial(torch.bmm, a, b) if count > 1 else partial(torch.mm, a[0], b[0])
+    return min(timed_repeatedly(multiply, 4))
+
+
+def print_operators(title: str, seconds: float, operators: list[Operator], dtype: torch.dtype) -> dict[str, float]:
+    """Print what ``profiled`` returned. Returns the rows, and what the products take alone, in seconds."""
+    calls: Counter[tuple[int, int, int, int]] = Counter()
+    rest: Counter[str] = Counter()
+    in_products = 0.0
+    for operator in operators:
+        if product := operator.product():
+            calls[product] += operator.calls
+            in_products += operator.seconds
+        else:
+            rest[operator.name] += operator.seconds
+    rows = {"matrix products": in_products} | dict(rest.most_common(NAMED))
+    rows["other operators"] = rest.total() - sum(own for _, own in rest.most_common(NAMED))
+    rows["between operators"] = seconds - in_products - rest.total()
+    say(f"\noperators  of {title}, {seconds:.2f} s with the profiler")
+    for name, own in rows.items():
+        name = name.removeprefix("autograd::engine::evaluate_function: ")
+        say(f"  {name:40s} {own:8.3f} s   {100 * own / seconds:3.0f} %")
+    flops = sum(2 * math.prod(product) * count for product, count in calls.items())
+    alone = sum(seconds_alone(product, dtype) * count for product, count in calls.items())
+    say(
+        f"  products at {flops / in_products / 1e9:.0f} GFLOP/s; torch's of the same sizes, alone: "
+        f"{flops / alone / 1e9:.0f}, {alone:.2f} s"
+    )
+    return rows | {"products alone": alone}
+
+
 # --------------------------------------------------------------------------------------------------------------- main
 
 
@@ -537,7 +619,6 @@ def main(args: Args) -> None:
     time_optimizer(policy, args, timings)
     if bench is not None:
         time_push(bench, model, args, timings)
-        bench.close()
 
     # 5 the floor, at the better of the rates before and after: another program may have been busy during one of them
     flops_after, bandwidth_after = machine_rates(device, dtype)
@@ -546,6 +627,19 @@ def main(args: Args) -> None:
     bound = floors(ModelSizes.of(model), samples, cap, flops, bandwidth, sizes.vllm_max_num_seqs)
     say(f"\nfloor      at {flops / 1e9:.0f} GFLOP/s and {bandwidth / 1e9:.1f} GB/s, the best of before and after")
     print_floors(bound, timings)
+
+    # 6 the operators
+    operators = {}
+    if device.type == "cpu":
+        policy.zero_grad(set_to_none=True)
+        again = partial(update, policy, samples, "shared", args.micro_batch_tokens)
+        operators["update"] = print_operators("an update", *profiled(again, lambda call: call()), dtype)
+        if bench is not None:
+            bench.call(lambda llm: llm.reset_prefix_cache())
+            again = partial(bench.by_tokens, problems, group, cap)
+            operators["generate"] = print_operators("sampling", *profiled(again, bench.call), dtype)
+    if bench is not None:
+        bench.close()
 
     if args.json is not None:
         numbers = {
@@ -560,6 +654,7 @@ def main(args: Args) -> None:
             "seconds": timings.seconds,
             "ratios": timings.ratios,
             "floor_seconds": bound,
+            "operator_seconds": operators,
             "response_tokens": tokens,
             "gradient_error": error,
         }

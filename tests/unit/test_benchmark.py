@@ -34,6 +34,14 @@ def quick_rates(monkeypatch):
     monkeypatch.setattr(benchmark, "COPY_BYTES", 10**6)
 
 
+def check_operators(rows: dict[str, float]) -> None:
+    """All rows but the last are the parts of a whole, and products were found."""
+    *parts, alone = rows.values()
+    assert next(iter(rows)) == "matrix products"
+    assert 0 < rows["matrix products"] < sum(parts)
+    assert alone == rows["products alone"] > 0
+
+
 def check_numbers(numbers: dict, phases: set[str], repeats: int) -> None:
     """Every phase has a floor and positive times, and every ratio is that of its two times."""
     seconds = numbers["seconds"]
@@ -54,6 +62,8 @@ def test_the_update_is_timed_without_an_engine(tiny, tmp_path, quick_rates, caps
     check_numbers(numbers, {"shared", "padded", "optimizer"}, repeats=2)
     assert set(numbers["seconds"]) == {"shared", "padded", "optimizer"}
     assert set(numbers["ratios"]) == {"padded / shared"}
+    assert set(numbers["operator_seconds"]) == {"update"}
+    check_operators(numbers["operator_seconds"]["update"])
     assert 8 <= numbers["response_tokens"] <= 8 * 16
     output = capsys.readouterr().out
     assert "same result      yes" in output
@@ -91,6 +101,35 @@ def test_flops_of_a_forward_pass_are_those_that_torch_counts(tiny_model):
     assert sizes.forward_flops([n], [], n) + unseen == pytest.approx(counter.get_total_flops(), rel=1e-3)
     split = sizes.forward_flops([30], [(30, 10)], n)
     assert split == sizes.forward_flops([n], [], n), "a prompt and its continuation cost what the whole row costs"
+
+
+def test_products_are_found_with_their_flops(tiny_model):
+    """Forward and backward of a model, and each kind of product, against torch's own count."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    three, square = torch.randn(3, 8, 8), torch.randn(8, 8)
+
+    def work():
+        tiny_model(input_ids=torch.arange(40)[None]).logits.sum().backward()
+        torch.addmm(square, square, square)
+        torch.baddbmm(three, three, three)
+
+    with FlopCounterMode(display=False) as counter:
+        work()
+    seconds, operators = benchmark.profiled(work, lambda call: call())
+    tiny_model.zero_grad()
+    flops = 0
+    for operator in operators:
+        if product := operator.product():
+            flops += 2 * math.prod(product) * operator.calls
+    assert flops == pytest.approx(counter.get_total_flops(), rel=1e-6)
+    assert 0 < sum(operator.seconds for operator in operators) <= seconds
+
+
+def test_products_of_the_engine_are_found():
+    """As the profiler shows vLLM's linear layers on CPUs, 64 tokens from 576 to 3072: packed weights have no sizes."""
+    operator = benchmark.Operator("_C::onednn_mm", [[64, 3072], [64, 576], [], []], calls=30, seconds=0.1)
+    assert operator.product() == (1, 64, 576, 3072)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +172,9 @@ def test_the_engine_is_timed_both_ways(tiny, tmp_path):
     assert numbers["ratios"]["chat / ids"] == chat_over_ids
     assert all(math.isfinite(ratio) for ratio in chat_over_ids)
     assert "8 responses of exactly 16 tokens" in done.stdout
+    assert set(numbers["operator_seconds"]) == {"update", "generate"}
+    for rows in numbers["operator_seconds"].values():
+        check_operators(rows)
 
 
 def test_cpus_with_and_without_amx_have_two_names(monkeypatch):
