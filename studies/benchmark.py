@@ -511,8 +511,12 @@ def profiled(work: Callable[[], Any], there: Callable[[Callable], Any]) -> tuple
 def seconds_alone(product: tuple[int, int, int, int], dtype: torch.dtype) -> float:
     """Seconds of one call of torch's product of these sizes; best of 4."""
     count, m, k, n = product
-    a, b = torch.randn(count, m, k, dtype=dtype), torch.randn(count, k, n, dtype=dtype)
-    multiply = partial(torch.bmm, a, b) if count > 1 else partial(torch.mm, a[0], b[0])
+    a = torch.randn(count, m, k, dtype=dtype)
+    b = torch.randn(count, k, n, dtype=dtype)
+    if count > 1:
+        multiply = partial(torch.bmm, a, b)
+    else:
+        multiply = partial(torch.mm, a[0], b[0])
     return min(timed_repeatedly(multiply, 4))
 
 
@@ -527,19 +531,22 @@ def print_operators(title: str, seconds: float, operators: list[Operator], dtype
             in_products += operator.seconds
         else:
             rest[operator.name] += operator.seconds
-    rows = {"matrix products": in_products} | dict(rest.most_common(NAMED))
-    rows["other operators"] = rest.total() - sum(own for _, own in rest.most_common(NAMED))
+    rows = {"matrix products": in_products}
+    rows |= dict(rest.most_common(NAMED))
+    rows["other operators"] = in_products + rest.total() - sum(rows.values())
     rows["between operators"] = seconds - in_products - rest.total()
     say(f"\noperators  of {title}, {seconds:.2f} s with the profiler")
     for name, own in rows.items():
         name = name.removeprefix("autograd::engine::evaluate_function: ")
         say(f"  {name:40s} {own:8.3f} s   {100 * own / seconds:3.0f} %")
-    flops = sum(2 * math.prod(product) * count for product, count in calls.items())
-    alone = sum(seconds_alone(product, dtype) * count for product, count in calls.items())
-    say(
-        f"  products at {flops / in_products / 1e9:.0f} GFLOP/s; torch's of the same sizes, alone: "
-        f"{flops / alone / 1e9:.0f}, {alone:.2f} s"
-    )
+    flops = 0
+    alone = 0.0
+    for product, count in calls.items():
+        flops += 2 * math.prod(product) * count
+        alone += seconds_alone(product, dtype) * count
+    own_rate = flops / in_products / 1e9
+    rate_alone = flops / alone / 1e9
+    say(f"  products at {own_rate:.0f} GFLOP/s; torch's of the same sizes, alone: {rate_alone:.0f}, {alone:.2f} s")
     return rows | {"products alone": alone}
 
 
