@@ -15,9 +15,8 @@ quickstart: setup
 testbed: setup
 	$(PYTHON_BIN) studies/pretrain_tiny.py $(ARGS)
 
-# Three processes, on two cores as well: a third of the tests' time is waiting for timeouts and other processes
 test: setup
-	$(PYTHON_BIN) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
+	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
 # Every test; continues where it was stopped: make test-all ARGS='-m "slow or learn"', ARGS=tests/runs/test_faults.py
 test-all: setup
