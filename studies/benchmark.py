@@ -544,9 +544,10 @@ def print_operators(title: str, seconds: float, operators: list[Operator], dtype
     for product, count in calls.items():
         flops += 2 * math.prod(product) * count
         alone += seconds_alone(product, dtype) * count
-    own_rate = flops / in_products / 1e9
-    rate_alone = flops / alone / 1e9
-    say(f"  products at {own_rate:.0f} GFLOP/s; torch's of the same sizes, alone: {rate_alone:.0f}, {alone:.2f} s")
+    if alone > 0:  # another build of vLLM may have other names for its products
+        own_rate = flops / in_products / 1e9
+        rate_alone = flops / alone / 1e9
+        say(f"  products at {own_rate:.0f} GFLOP/s; torch's of the same sizes, alone: {rate_alone:.0f}, {alone:.2f} s")
     return rows | {"products alone": alone}
 
 

@@ -126,6 +126,22 @@ def test_products_are_found_with_their_flops(tiny_model):
     assert 0 < sum(operator.seconds for operator in operators) <= seconds
 
 
+def test_rows_of_the_operators_are_the_whole(capsys):
+    """What has no row of its own and what no operator took are rows, too; no product is known in the second table."""
+    rest = [benchmark.Operator(f"other::{k}", [[k]], calls=1, seconds=0.01 * k) for k in range(1, 15)]
+    twice = benchmark.Operator("other::14", [[1]], calls=1, seconds=0.02)
+    product = benchmark.Operator("aten::mm", [[8, 8], [8, 8]], calls=2, seconds=0.5)
+    rows = benchmark.print_operators("this", 2.0, [product, twice, *rest], torch.float32)
+    assert rows.pop("products alone") > 0
+    assert sum(rows.values()) == pytest.approx(2.0)
+    assert rows["matrix products"] == 0.5 and rows["other::14"] == pytest.approx(0.16)
+    assert rows["other operators"] == pytest.approx(0.01 * (1 + 2 + 3 + 4))
+    assert "GFLOP/s" in capsys.readouterr().out
+    rows = benchmark.print_operators("that", 2.0, rest, torch.float32)
+    assert rows["matrix products"] == rows["products alone"] == 0
+    assert "GFLOP/s" not in capsys.readouterr().out
+
+
 def test_products_of_the_engine_are_found():
     """As the profiler shows vLLM's linear layers on CPUs, 64 tokens from 576 to 3072: packed weights have no sizes."""
     operator = benchmark.Operator("_C::onednn_mm", [[64, 3072], [64, 576], [], []], calls=30, seconds=0.1)
