@@ -30,7 +30,6 @@ micro-batches that only keep a rank in step with the others.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
 from collections import Counter
@@ -42,7 +41,6 @@ from typing import Literal
 from rewards import Verifiers, check_reward_args, truth_error
 from runtime import data, flags, process, start
 from runtime.records import Batch, Problem, Sample
-from runtime.sources import split_revision
 
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
 
@@ -415,15 +413,14 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     given = utils.engine_settings(args, dtype, world_size)  # what fits this device, and --vllm_args
     from vllm import LLM
 
-    name, revision = split_revision(args.model_name_or_path)
     return LLM(
-        model=name,
-        revision=revision,
+        model=args.model.name,
+        revision=args.model.revision,
         tokenizer=args.tokenizer_name_or_path,
-        tokenizer_revision=revision if args.tokenizer_name_or_path is None else None,
+        tokenizer_revision=args.model.revision if args.tokenizer_name_or_path is None else None,
         skip_tokenizer_init=not args.stop,  # ids go in and come out: only to stop at strings it needs their text
         trust_remote_code=args.trust_remote_code,
-        hf_overrides=json.loads(args.override_config) if args.override_config else {},
+        hf_overrides=args.config_overrides,
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
         max_model_len=args.max_prompt_length + args.max_response_length,

@@ -29,7 +29,6 @@ at its end, for the micro-batches that only keep a rank in step with the others.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
 from collections import Counter
@@ -41,7 +40,6 @@ from typing import Literal
 from rewards import Verifiers, check_reward_args, truth_error
 from runtime import data, flags, process, start
 from runtime.records import Batch, Problem, Sample
-from runtime.sources import split_revision
 
 CRITIC_SETTINGS = ("model_name_or_path", "lr_scheduler_type", "warm_up", "weight_decay", "max_grad_norm", "num_epochs")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -649,15 +647,14 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     given = utils.engine_settings(args, dtype, world_size)  # what fits this device, and --vllm_args
     from vllm import LLM
 
-    name, revision = split_revision(args.model_name_or_path)
     return LLM(
-        model=name,
-        revision=revision,
+        model=args.model.name,
+        revision=args.model.revision,
         tokenizer=args.tokenizer_name_or_path,
-        tokenizer_revision=revision if args.tokenizer_name_or_path is None else None,
+        tokenizer_revision=args.model.revision if args.tokenizer_name_or_path is None else None,
         skip_tokenizer_init=not args.stop,  # ids go in and come out: only to stop at strings it needs their text
         trust_remote_code=args.trust_remote_code,
-        hf_overrides=json.loads(args.override_config) if args.override_config else {},
+        hf_overrides=args.config_overrides,
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
         max_model_len=args.max_prompt_length + args.max_response_length,

@@ -68,7 +68,6 @@ from runtime.gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.process import refuse
 from runtime.redaction import redact
 from runtime.sandbox import Sandbox
-from runtime.sources import split_revision
 from runtime.workers import Nursery, loaded_code
 
 STATUSES = ("ok", "timeout", "crash", "unscorable")
@@ -1153,7 +1152,7 @@ class RewardModel:
     def __init__(self, args, device, dtype):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        name, revision = split_revision(args.reward_model_name_or_path)
+        name, revision = args.reward_model
         where = {"revision": revision, "trust_remote_code": args.trust_remote_code}
         self.tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False, **where)  # as load_tokenizer says
         self.device = device

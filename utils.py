@@ -36,11 +36,10 @@ from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_
 from runtime import cpu_norms, data, episodes, fitting, flags, machine, rundir, runlog
 from runtime.attention import attention_inputs, check_mask_size, choose_layout, grouped_attention, varlen_attention
 from runtime.batching import ROW_MULTIPLE, MicroBatch, flat, micro_batches, per_token, token_offsets
-from runtime.flags import check_override, is_dropout
 from runtime.memory import FULL_KL_SAMPLES, Setting, logit_block, read_model, reduce_bucket
 from runtime.process import refuse, resident_bytes, sync, trim_heap
 from runtime.records import Problem, Sample
-from runtime.sources import split_revision
+from runtime.values import is_dropout
 from runtime.watchdog import Watch
 from runtime.weights import ShardedWeights, current_weights, finish_gpu_work
 
@@ -105,11 +104,10 @@ def load_model(args, dtype: torch.dtype, attention: str):
 
     register_attention()
     unset_hf_deepspeed_config()  # under ZeRO-3 it would load every model in pieces, also those DeepSpeed never sees
-    name, revision = split_revision(args.model_name_or_path)
+    name, revision = args.model
     shared = {"revision": revision, "trust_remote_code": args.trust_remote_code}
-    override = check_override(args.override_config) if args.override_config else {}
     config = AutoConfig.from_pretrained(name, **shared)
-    for key, value in override.items():
+    for key, value in args.config_overrides.items():
         if not hasattr(config, key) and key != "head_dtype":
             refuse(f"--override_config: the config of {name} has no field {key!r}")
         setattr(config, key, value)
@@ -300,7 +298,7 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
     longest = 0 if cuda else args.max_prompt_length + args.max_response_length
     tokens = max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, longest)
     numbers = {"max_num_seqs": sizes.vllm_max_num_seqs, "max_num_batched_tokens": tokens}
-    return usual | flags.engine_args(args.vllm_args) | numbers
+    return usual | args.engine_args | numbers
 
 
 def begin(args, ready: tuple) -> Run:
@@ -368,14 +366,14 @@ def kl_lines(args) -> list[str]:
         cap=args.truncated_importance_sampling_ratio_cap,
         mask=args.importance_sampling_mask,
     )
-    if any(flags.kl_coefficients(args)) and args.filter_zero_std_samples:
+    if any(args.kl_coefficients) and args.filter_zero_std_samples:
         warnings.append("KL: --filter_zero_std_samples leaves groups of equal reward without a pull to the reference")
     return [meaning, *(f"warning: {line}" for line in warnings)]
 
 
 def make_kl(args) -> KLCoefficients:
     """The coefficients of the KL as the flags set them; ``kl.loss`` and ``kl.reward`` may move during the run."""
-    loss, reward = flags.kl_coefficients(args)
+    loss, reward = args.kl_coefficients
     if args.kl_target is None:
         return KLCoefficients((loss, reward))
     return KLCoefficients((loss, reward), AdaptiveKLController(reward or loss, args.kl_target, args.kl_horizon))
@@ -406,7 +404,7 @@ def end_run(log: runlog.RunLog, stopping: bool, parts: Iterable) -> None:
 
 def load_reference(args, run: Run) -> TokenLogprobs | None:
     """The reference, frozen, or None where no flag asks for one; with --offload ref in CPU memory."""
-    if not flags.loads_reference(args):
+    if not args.loads_reference:
         return None
     model = load_model(args, run.dtype, run.attention).eval()
     reference = TokenLogprobs(model, args.temperature, run.sizes.logprob_chunk)
@@ -1315,7 +1313,7 @@ class Phases(Stopwatch):
         self.trainers = trainers if args.sleep == "all" else []
         self.reference = reference if "ref" in args.offload else None
         self.device = device
-        self.full_kl = flags.kl_coefficients(args)[0] > 0 and args.kl_estimator == "full"
+        self.full_kl = args.kl_coefficients[0] > 0 and args.kl_estimator == "full"
         self.present = {"trainers"}
 
     @contextmanager

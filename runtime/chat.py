@@ -80,8 +80,8 @@ class Chat:
 
     def __init__(self, tokenizer, args, about: dict[str, Any]):
         self.tokenizer = tokenizer
-        self.template = data.chat_template(args)
-        self.variables = data.template_variables(args)
+        self.template = args.template.text
+        self.variables = args.template.variables
         self.name = f"--chat_template {args.chat_template}" if args.chat_template else "the tokenizer's chat template"
         self.special = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self.tools = about["tools"]

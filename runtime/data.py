@@ -34,12 +34,10 @@ from runtime.sources import (
     first_line,
     gym_rows,
     int_lists,
-    json_object,
     read_source,
     refuse_broken_line,
     rows_of,
     source_name,
-    split_revision,
 )
 
 # For data sets, or verifiers chosen by the columns, that say nothing about the form of an answer. The example of the
@@ -98,11 +96,6 @@ FIRST = 100  # rows by which a source's columns are recognized
 # could not go on after midnight, and one command would be another run on every day. It is the date that Llama's
 # template writes where it is given none.
 TODAY = datetime.datetime(2024, 7, 26)
-
-CHAT_TEMPLATES = {
-    path.stem: path.read_text(encoding="utf-8").removesuffix("\n")
-    for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))
-}
 
 
 # ---------------------------------------------------------------------------------------------------- rows to problems
@@ -468,33 +461,14 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
 # ------------------------------------------------------------------------------------------------- mixtures and splits
 
 
-def mixture(text: str, flag: str) -> dict[str, float | int] | None:
-    """Source -> fraction of its problems, at most 1.0, or their number, where ``flag`` was given these; else None."""
-    if not text.lstrip().startswith("{"):
-        return None
-    example = '{"gsm8k.jsonl": 1.0, "math.jsonl": 500}'
-    mixer = json_object(flag, text, example)
-    if not mixer:
-        refuse(f"{flag}: names no source; for example '{example}'")
-    for source, part in mixer.items():
-        count = type(part) is int and part > 0
-        fraction = type(part) is float and 0 < part <= 1
-        if not count and not fraction:
-            refuse(
-                f"{flag}: {source!r} has {part!r}, which is neither a fraction in (0, 1] nor a count above 0; for "
-                f"example '{example}': a fraction has a point, a count has none"
-            )
-    return mixer
-
-
-def _mix(parts: dict[str, float | int], flag: str, args, check: Check, pick: Pick) -> dict[str, Problem]:
-    """The problems of a mixture, source by source; the key says which prompts are equal: they count for the first.
+def _mix(sources: list, flag: str, args, check: Check, pick: Pick) -> dict[str, Problem]:
+    """Return the problems of several sources; the key is the prompt, and equal prompts count for the first source.
 
     ``pick`` chooses among the problems of a source where fewer than all are wanted.
     """
     problems: dict[str, Problem] = {}
-    names = Counter(map(source_name, parts))
-    for source, part in parts.items():
+    names = Counter(source_name(source) for source, _ in sources)
+    for source, part in sources:
         own = read_problems(source, args, check)
         for same in problems.keys() & own.keys():
             del own[same]
@@ -513,14 +487,13 @@ def _mix(parts: dict[str, float | int], flag: str, args, check: Check, pick: Pic
 
 def mixed_problems(args, check: Check) -> dict[str, Problem]:
     """The problems of ``--dataset``, where ``--seed`` draws those of a mixture; the key is the prompt."""
-    parts = mixture(args.dataset, "--dataset")
-    if parts is None:
-        return read_problems(args.dataset, args, check)
+    if args.sources[0].part is None:
+        return read_problems(args.sources[0].name, args, check)
 
     def draw(source: str, keys: list[str], count: int) -> list[str]:
         return random.Random(f"{args.seed}/{source}").sample(keys, count)
 
-    return _mix(parts, "--dataset", args, check, draw)
+    return _mix(args.sources, "--dataset", args, check, draw)
 
 
 def evaluation_problems(args, check: Check) -> dict[str, Problem] | None:
@@ -528,17 +501,16 @@ def evaluation_problems(args, check: Check) -> dict[str, Problem] | None:
 
     None where it is not given: then a part of the training data is held out.
     """
-    if args.eval_dataset is None:
+    if not args.eval_sources:
         return None
-    parts = mixture(args.eval_dataset, "--eval_dataset")
-    if parts is not None:
+    if args.eval_sources[0].part is not None:
 
         def first(source: str, keys: list[str], count: int) -> list[str]:
             return keys[:count]
 
-        found = _mix(parts, "--eval_dataset", args, check, first)
+        found = _mix(args.eval_sources, "--eval_dataset", args, check, first)
         return found if args.eval_prompts > 0 else {}
-    found = read_problems(args.eval_dataset, args, check)
+    found = read_problems(args.eval_sources[0].name, args, check)
     if args.eval_prompts > 0 and args.eval_prompts != len(found) and os.environ.get("RANK", "0") == "0":
         which = "all" if args.eval_prompts > len(found) else f"the first {args.eval_prompts}"
         mixer = json.dumps({args.eval_dataset: 1.0})
@@ -606,41 +578,9 @@ def check_sandbox(problems: list[Problem], args) -> None:
 # --------------------------------------------------------------------------------------------------------- token ids
 
 
-def chat_template(args) -> str | None:
-    """The Jinja text that ``--chat_template`` names, or None for the tokenizer's own."""
-    if args.chat_template is None or args.chat_template.startswith("{"):
-        return None
-    if args.chat_template in CHAT_TEMPLATES:
-        return CHAT_TEMPLATES[args.chat_template]
-    if Path(args.chat_template).is_file():
-        return Path(args.chat_template).read_text(encoding="utf-8-sig")
-    known = ", ".join(CHAT_TEMPLATES)
-    refuse(f"--chat_template {on_a_line(args.chat_template)}: neither a file nor one of {known}")
-
-
-# Variables that --chat_template cannot set: render does.
-TEMPLATE_ARGUMENTS = (
-    *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
-    *("return_dict", "return_assistant_tokens_mask", "strftime_now"),
-)
-
-
-def template_variables(args) -> dict[str, Any]:
-    """The variables of the tokenizer's own template in ``--chat_template``. Exits with code 2 for anything else."""
-    if args.chat_template is None or not args.chat_template.startswith("{"):
-        return {}
-    found = json_object("--chat_template", args.chat_template, '{"enable_thinking": false}')
-    for name, value in found.items():
-        if isinstance(value, str) and value.lower() in ("true", "false", "none", "null"):
-            refuse(f"--chat_template: {name} is the text {value!r}, which counts as true; give it without quotes")
-    if taken := found.keys() & set(TEMPLATE_ARGUMENTS):
-        refuse(f"--chat_template: {min(taken)} is set here, and not for a template to choose; leave it out")
-    return found
-
-
 def check_template_variables(tokenizer, args) -> None:
     """Refuse a variable that the chat template does not read: a misspelled one would change nothing."""
-    for name in template_variables(args):
+    for name in args.template.variables:
         if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
             owner = args.tokenizer_name_or_path or args.model_name_or_path
             refuse(
@@ -656,17 +596,17 @@ def load_tokenizer(args):
     """
     from transformers import AutoTokenizer
 
-    name, revision = split_revision(args.tokenizer_name_or_path or args.model_name_or_path)
+    name, revision = args.tokenizer
     where = {"revision": revision, "trust_remote_code": args.trust_remote_code}
     return AutoTokenizer.from_pretrained(name, mistral_format=False, **where)
 
 
 def prompt_key(tokenizer, args) -> str:
     """A name of tokenizer and template: it changes whenever the same messages could become other ids."""
-    given = chat_template(args)
+    given = args.template.text
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    values = [template_variables(args), str(TODAY)]
+    values = [args.template.variables, str(TODAY)]
     text = json.dumps([state, given or tokenizer.get_chat_template(), given is None, special, values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -737,7 +677,7 @@ def render_cached(dataset, tokenizer, args, more: dict[str, Any]) -> list[list[i
     """``render`` of the column ``messages`` (JSON) of a data set: by several processes, and cached."""
     import datasets
 
-    how = {"tokenizer": tokenizer, "template": chat_template(args), "variables": template_variables(args) | more}
+    how = {"tokenizer": tokenizer, "template": args.template.text, "variables": args.template.variables | more}
     function = functools.partial(_render_batch, **how)
     kinds = {"ids": datasets.List(datasets.Value("int32"))}
     key = digest(prompt_key(tokenizer, args).encode(), json.dumps(more).encode(), dataset._fingerprint.encode())
@@ -763,7 +703,7 @@ def render_prompts(problems: list[Problem], tokenizer, args, more: dict[str, Any
             found = render_cached(datasets.Dataset.from_dict({"messages": texts}), tokenizer, args, more or {})
         else:
             conversations = [problem.messages for problem in problems]
-            found = render(conversations, tokenizer, chat_template(args), template_variables(args) | (more or {}))
+            found = render(conversations, tokenizer, args.template.text, args.template.variables | (more or {}))
     except Unrenderable as error:
         refuse(str(error))
     for problem, ids in zip(problems, found, strict=True):

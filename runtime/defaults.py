@@ -98,8 +98,8 @@ def steps(args, problems: int) -> Choice:
 
 def thinks(tokenizer, args, problem: Problem) -> bool:
     """Whether the chat template lets the model think before it answers."""
-    template = data.chat_template(args) or tokenizer.get_chat_template()
-    switch = "enable_thinking" in template and data.template_variables(args).get("enable_thinking", True)
+    template = args.template.text or tokenizer.get_chat_template()
+    switch = "enable_thinking" in template and args.template.variables.get("enable_thinking", True)
     return bool(switch) or tokenizer.decode(problem.prompt_ids).rstrip().endswith("<think>")
 
 

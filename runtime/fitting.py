@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from runtime.flags import Sizes, engine_args, sizes
+from runtime.flags import Sizes, sizes
 from runtime.memory import GIB, USABLE, Model, Setting, predict
 from runtime.process import refuse
 
@@ -55,7 +55,7 @@ def fits(args, model: Model, setting: Setting, size: Sizes) -> bool:
     sequences = min(ENGINE_SEQUENCES, -(-samples // setting.ranks))
     keys_and_values = 2 * model.layers * model.kv_heads * model.head_size * setting.number  # of a token
     needed = sequences * (args.max_prompt_length + args.max_response_length) * keys_and_values
-    own = "kv_cache_memory_bytes" in engine_args(args.vllm_args)
+    own = "kv_cache_memory_bytes" in args.engine_args
     apart = args.vllm_engines > 0 or args.rollout == "hf" or own
     room = apart or cache * args.vllm_tensor_parallel_size >= needed
     return room and predict(args, model, setting, size).peak <= USABLE * setting.card

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import itertools
 import json
@@ -22,10 +23,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import tyro
 
 from runtime import presets
-from runtime.data import CHAT_TEMPLATES, chat_template, template_variables
 from runtime.foreign import refuse_foreign
 from runtime.process import refuse
-from runtime.sources import json_object, split_revision
+from runtime.sources import json_object
+from runtime.values import CHAT_TEMPLATES, ChatTemplate, InitialKL, ModelName, Source, config_overrides, sources
 
 # Three groups of arguments that are no part of a run's name or identity; the reasons: docs/evidence/checkpoints.md.
 # Where and how a run is shown, saved and resumed. No number of the run depends on them.
@@ -273,6 +274,72 @@ class RunFlags:
     """Keep in CPU memory: master weights and optimizer states (optimizer), parameters (param, ZeRO 3), and on a GPU the
     reference between its passes (ref)."""
 
+    # The flags with a structure, as values of a type. What a shell cannot give, such as a Path, is taken by its text.
+    @functools.cached_property
+    def model(self) -> ModelName:
+        """The policy: ``--model_name_or_path``."""
+        return ModelName.parse(str(self.model_name_or_path))
+
+    @functools.cached_property
+    def tokenizer(self) -> ModelName:
+        """Where the tokenizer is loaded from: ``--tokenizer_name_or_path``, or else the policy."""
+        return self.model if self.tokenizer_name_or_path is None else ModelName.parse(self.tokenizer_name_or_path)
+
+    @functools.cached_property
+    def reward_model(self) -> ModelName | None:
+        """The reward model: ``--reward_model_name_or_path``."""
+        name = self.reward_model_name_or_path
+        return None if name is None else ModelName.parse(name)
+
+    @functools.cached_property
+    def config_overrides(self) -> dict[str, Any]:
+        """Fields to change in the model's config: ``--override_config``."""
+        return config_overrides(self.override_config)
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template and its variables: ``--chat_template``."""
+        return ChatTemplate.parse(self.chat_template)
+
+    @functools.cached_property
+    def sources(self) -> list[Source]:
+        """Where the training problems come from: ``--dataset``."""
+        return sources(str(self.dataset), "--dataset")
+
+    @functools.cached_property
+    def eval_sources(self) -> list[Source]:
+        """Where the evaluation problems come from: ``--eval_dataset``; empty where it is not given."""
+        return [] if self.eval_dataset is None else sources(str(self.eval_dataset), "--eval_dataset")
+
+    @functools.cached_property
+    def engine_args(self) -> dict[str, Any]:
+        """Arguments for vLLM's ``LLM``: ``--vllm_args``."""
+        return engine_args(self.vllm_args)
+
+    @property
+    def kl_coefficients(self) -> InitialKL:
+        """The coefficients of the KL in the loss and in the reward at the start."""
+        in_loss = self.kl_placement in ("loss", "both")
+        in_reward = self.kl_placement in ("reward", "both")
+        reward_coef = self.beta if self.kl_reward_coef is None else self.kl_reward_coef
+        return InitialKL(self.beta * in_loss, reward_coef * in_reward)
+
+    @property
+    def loads_reference(self) -> bool:
+        """A run loads a reference model if a KL coefficient is above 0 or ``--load_ref_policy`` asks for it."""
+        return self.load_ref_policy or any(self.kl_coefficients)
+
+
+STRUCTURED = (
+    "model",
+    "tokenizer",
+    "reward_model",
+    "config_overrides",
+    "template",
+    "sources",
+    "eval_sources",
+    "engine_args",
+)
 
 # ------------------------------------------------------------------------------------------------------- command line
 
@@ -325,6 +392,8 @@ def check(args: RunFlags, world_size: int) -> None:
     check_launch(world_size)
     check_places(args)
     check_words(args)
+    for name in STRUCTURED:
+        getattr(args, name)
     check_numbers(args)
     check_engine(args, world_size)
     check_engine_args(args)
@@ -371,7 +440,7 @@ def sizes(args: Any, cuda: bool, fast: bool = False) -> Sizes:
         vllm_max_num_seqs=1024 if cuda else 128,
         vllm_max_num_batched_tokens=16384 if cuda else 8192,
     )
-    own = engine_args(args.vllm_args)
+    own = args.engine_args
     given = {name: getattr(args, name, own.get(name.removeprefix("vllm_"))) for name in vars(default)}
     return replace(default, **{name: value for name, value in given.items() if value is not None})
 
@@ -421,7 +490,7 @@ def what_counts(name: str, value: Any) -> Any:
 
 def check_engine_args(args: Any) -> None:
     """Refuse arguments that vLLM does not have, and those that something else sets. vLLM's import takes seconds."""
-    given = engine_args(args.vllm_args)
+    given = args.engine_args
     vllm = importlib.util.find_spec("vllm")
     known = dict.fromkeys(given)
     path = None if vllm is None else Path(vllm.origin).parent / "engine" / "arg_utils.py"
@@ -437,19 +506,6 @@ def check_engine_args(args: Any) -> None:
             refuse(f"--vllm_args: vLLM has no argument {name!r}; the nearest name is {near}")
         if name in VLLM_RESOURCES and type(value) is int and value <= 0:
             refuse(f"--vllm_args: {name} {value}: must be above 0")
-
-
-def kl_coefficients(args: Any) -> tuple[float, float]:
-    """Coefficient of the KL in the loss and of that in the reward at the start; 0 where --kl_placement puts none."""
-    in_loss = args.kl_placement in ("loss", "both")
-    in_reward = args.kl_placement in ("reward", "both")
-    reward_coef = args.beta if args.kl_reward_coef is None else args.kl_reward_coef
-    return args.beta * in_loss, reward_coef * in_reward
-
-
-def loads_reference(args: Any) -> bool:
-    """Whether a run has a reference model."""
-    return args.load_ref_policy or any(kl_coefficients(args))
 
 
 def check_places(args: Any) -> None:
@@ -475,7 +531,7 @@ def check_places(args: Any) -> None:
 
 def check_words(args: RunFlags) -> None:
     """Refuse what a shell can make of a word: nothing, of a variable that is not set; a ~; the end of a line."""
-    for name, value in vars(args).items():
+    for name, value in dataclasses.asdict(args).items():
         if name in ("system_prompt", "stop"):  # they are text for the model
             continue
         for word in value if isinstance(value, tuple) else (value,):
@@ -495,7 +551,7 @@ def check_numbers(args: RunFlags) -> None:
             f"score of {args.non_stop_penalty:g} give --non_stop_penalty {-args.non_stop_penalty:g} with "
             f"--mask_no_eos_with_zero"
         )
-    for name, value in vars(args).items():
+    for name, value in dataclasses.asdict(args).items():
         if isinstance(value, float) and not math.isfinite(value):
             refuse(f"--{name} {value}: must be a finite number")
         if name in MUST_BE_POSITIVE and value is not None and value <= 0:
@@ -581,7 +637,7 @@ def check_kl(args: Any) -> None:
     """Refuse KL settings that contradict each other."""
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     in_reward = args.kl_placement in ("reward", "both")
-    loss_coef, reward_coef = kl_coefficients(args)
+    loss_coef, reward_coef = args.kl_coefficients
     adaptive = args.kl_target is not None
     refuse_first(
         [
@@ -606,7 +662,7 @@ def check_kl(args: Any) -> None:
                 f"--kl_horizon {args.kl_horizon:g} is too short for {samples} samples per step; beta could reach 0",
             ),
             (
-                args.ref_policy_update_freq > 0 and not loads_reference(args),
+                args.ref_policy_update_freq > 0 and not args.loads_reference,
                 "--ref_policy_update_freq moves a reference that --beta 0 or --kl_placement none does not load",
             ),
         ]
@@ -750,8 +806,7 @@ def check_model(args: RunFlags, flag: str = "--model_name_or_path") -> None:
     name = args.model_name_or_path
     is_policy = flag == "--model_name_or_path"
     config, tokenizer_config, files = read_configs(name, flag, args.dry_run)
-    if args.override_config is not None:
-        config |= check_override(args.override_config)
+    config |= args.config_overrides
     if is_policy and args.tokenizer_name_or_path is not None:
         tokenizer_config, files = read_tokenizer(args.tokenizer_name_or_path)
     context = config.get("max_position_embeddings")
@@ -765,8 +820,7 @@ def check_model(args: RunFlags, flag: str = "--model_name_or_path") -> None:
         return
     check_reward_model(args)
     own_template = not files or "chat_template.jinja" in files or tokenizer_config.get("chat_template")
-    template_variables(args)
-    if chat_template(args) is None and not own_template:
+    if args.template.text is None and not own_template:
         known = ", ".join(CHAT_TEMPLATES)
         owner = args.tokenizer_name_or_path or name
         refuse(f"--chat_template: the tokenizer of {owner} has no template of its own; give a file or one of {known}")
@@ -774,7 +828,7 @@ def check_model(args: RunFlags, flag: str = "--model_name_or_path") -> None:
 
 def read_configs(model: str, flag: str, dry_run: bool) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
     """(config.json, tokenizer_config.json, names of the files) of a local model; no names for a model on the hub."""
-    name, revision = split_revision(model)
+    name, revision = ModelName.parse(model)
     folder = Path(name)
     hint = "give a local folder or a hub id; `make setup` prepares the default model"
     if folder.exists():
@@ -829,27 +883,6 @@ def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:
     if name.startswith((".", "/", "~")) or (folder.parent != Path() and folder.parent.is_dir()):
         refuse(f"--tokenizer_name_or_path {name}: no such folder; give a local folder or a hub id")
     return {}, set()
-
-
-def is_dropout(name: str, value: object) -> bool:
-    """Whether a config field or module attribute is a dropout probability above 0 (attention_dropout, resid_pdrop)."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return "drop" in name and is_number and 0 < value <= 1
-
-
-def check_override(text: str) -> dict[str, Any]:
-    """The fields of ``--override_config``. Ends with exit code 2 where it is no JSON object, or asks for dropout."""
-    override = json_object("--override_config", text, '{"rope_theta": 10000}')
-    parts = [override, *(part for part in override.values() if isinstance(part, dict))]
-    for key, value in (item for part in parts for item in part.items()):
-        if is_dropout(key, value):
-            refuse(
-                f"--override_config: {key} {value}: training runs without dropout, because the model that is trained "
-                f"must be the one that generates the samples; leave the field out"
-            )
-        if key == "head_dtype" and value != "float32":
-            refuse(f"--override_config: head_dtype {value!r}: the head computes in the model's type, or in 'float32'")
-    return override
 
 
 def check_reward_model(args: RunFlags) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 
-from runtime.flags import Sizes, engine_args, kl_coefficients, loads_reference, sizes
+from runtime.flags import Sizes, sizes
 from runtime.sources import split_revision
 
 GIB = 2**30
@@ -108,7 +108,7 @@ def trainer_states(args, model: Model, setting: Setting) -> dict[str, float]:
         "weights": weights * trained,
         "gradients": gradients * (1 if args.zero_stage == 2 else trained),  # policy and critic take steps in turn
         "optimizer": shard * 12 * trained * on_device,
-        "reference": model.parameters * setting.number * loads_reference(args),
+        "reference": model.parameters * setting.number * args.loads_reference,
     }
 
 
@@ -161,10 +161,10 @@ def passes(args, model: Model, setting: Setting, size: Sizes) -> dict[str, float
     if "head_dtype" in (args.override_config or ""):  # in fp32, with a copy of the head and its gradient
         logits += 2 * (4 - number) * predictions + 8 * head
     compared = -(-FULL_KL_SAMPLES // setting.ranks) * args.max_response_length * model.vocabulary
-    if "full" in (args.kl_estimator, args.kl_reward_estimator) and any(kl_coefficients(args)):
+    if "full" in (args.kl_estimator, args.kl_reward_estimator) and any(args.kl_coefficients):
         compared = predictions
         logits += (number + 28) * compared
-    exact_kl = (number + 28) * min(compared, predictions) * loads_reference(args)
+    exact_kl = (number + 28) * min(compared, predictions) * args.loads_reference
     # A gradient goes through a bucket and a flat copy, with gloo two; a tied head's and the embedding's meet.
     several = setting.ranks > 1
     bucket = reduce_bucket(on_gpu)
@@ -200,7 +200,7 @@ def engine(args, model: Model, setting: Setting, share: float) -> dict[str, floa
     weights = model.parameters * setting.number / args.vllm_tensor_parallel_size
     weights += ENGINE_WORK * (setting.card > 0 and args.rollout == "vllm")
     cache = max(0, share * setting.card - weights) if setting.card > 0 else 0.5 * GIB
-    cache = engine_args(args.vllm_args).get("kv_cache_memory_bytes", cache) * (args.rollout == "vllm")
+    cache = args.engine_args.get("kv_cache_memory_bytes", cache) * (args.rollout == "vllm")
     beside = args.vllm_engines == 0
     return {"engine": weights * beside, "KV cache": cache * beside}
 

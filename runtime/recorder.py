@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from runtime import batching, process
-from runtime.flags import loads_reference, recorded_steps
+from runtime.flags import recorded_steps
 from runtime.identity import script_of
 from runtime.records import Sample
 from runtime.watchdog import Watch
@@ -100,7 +100,7 @@ class Recorder:
         self.errors = []
         if self.rank == 0:
             has_old = self.args.num_epochs * self.args.num_mini_batches > 1 or reward_coef > 0
-            has_ref = loads_reference(self.args)
+            has_ref = self.args.loads_reference
             arrays = {"advantages": advantages_N[:-1].tolist()}
             arrays["old_logprobs"] = old_N[:-1].tolist() if has_old else None
             arrays["ref_logprobs"] = ref_N[:-1].tolist() if has_ref else None

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/loading.py
 import loading
 
 from rewards import Verifiers, check_reward_args, lenient, truth_error
-from runtime import data, episodes, flags, foreign, identity, process, rundir, sources
+from runtime import data, episodes, flags, foreign, identity, process, rundir
 from runtime.flags import RunFlags
 from runtime.records import Problem, Sample
 from runtime.redaction import HIDDEN
@@ -78,7 +78,7 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
         unknown = [f"--{name}" for name, value in vars(args).items() if value == HIDDEN]
         if unknown:
             process.refuse(f"{', '.join(unknown)}: a secret, which the run did not write down; give it here as well")
-    if flags.engine_args(args.vllm_args).get("load_format") == "dummy":
+    if args.engine_args.get("load_format") == "dummy":
         process.refuse(
             "--vllm_args: load_format dummy: nothing trains here and would push the real weights; leave it out"
         )
@@ -247,7 +247,7 @@ def answer(script: ModuleType, args: RunFlags, problems: list[Problem], tokenize
     watch = watchdog.Watch(args.timeout)
     torch.distributed.init_process_group("gloo")
     verifiers = Verifiers(args, problems, device, dtype)
-    name, revision = sources.split_revision(args.model_name_or_path)
+    name, revision = args.model
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     try:
         generation = GenerationConfig.from_pretrained(name, revision=revision)

@@ -33,7 +33,6 @@ import loading
 
 from runtime import fitting, flags, memory, process
 from runtime.memory import GIB
-from runtime.sources import split_revision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +117,8 @@ def step_seconds(args, model: memory.Model, setting: memory.Setting, size, card:
     read /= args.vllm_tensor_parallel_size
 
     steps = args.num_epochs * args.num_mini_batches
-    passes = memory.loads_reference(args) + setting.critic
-    passes += steps > 1 or flags.kl_coefficients(args)[1] > 0
+    passes = args.loads_reference + setting.critic
+    passes += steps > 1 or args.kl_coefficients[1] > 0
     trained = args.num_epochs * tokens * (4 if args.gradient_checkpointing else 3)
     batches = args.num_epochs * tokens / size.micro_batch_tokens
     exchanges = max(steps, batches) * (3 if args.zero_stage == 3 else 1) + steps
@@ -240,7 +239,7 @@ def narrow(args, width: int):
     """The config of the model that runs here: two layers, and 1 / ``width`` of their columns and heads."""
     from transformers import AutoConfig
 
-    name, revision = split_revision(args.model_name_or_path)
+    name, revision = args.model
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     config.num_hidden_layers = LAYERS
     if getattr(config, "layer_types", None):
@@ -258,7 +257,7 @@ def write_model(config, args, folder: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    name, revision = split_revision(args.model_name_or_path)
+    name, revision = args.model
     own = {"trust_remote_code": args.trust_remote_code}
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **own).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name_or_path or name, revision=revision, **own)

@@ -228,7 +228,7 @@ def phase_6(script: ModuleType) -> str:
 def statistics(setting: Setting) -> tuple:
     """What the advantages of a setting follow from; settings of one script with equal ones have equal advantages."""
     args = setting.args
-    _, reward_coef = flags.kl_coefficients(args)
+    _, reward_coef = args.kl_coefficients
     kl = None
     if reward_coef > 0:
         kl = (reward_coef, args.kl_reward_estimator, getattr(args, "kl_reward_norm", None))
@@ -240,7 +240,7 @@ def statistics(setting: Setting) -> tuple:
 
 def uses_reference(setting: Setting) -> bool:
     """Whether a setting has a KL to the reference."""
-    return any(flags.kl_coefficients(setting.args))
+    return any(setting.args.kl_coefficients)
 
 
 def without_kl(setting: Setting) -> Setting:
@@ -434,7 +434,7 @@ class Replay:
         """
         if statistics(setting) != statistics(self.base):
             return False
-        if flags.kl_coefficients(setting.args)[1] == 0:
+        if setting.args.kl_coefficients[1] == 0:
             return True
         first_tokens = [self.offsets[i] for i in self.in_loss(setting.args, set(self.groups))]
         return not self.recorded.old_N[first_tokens].isnan().any()
@@ -443,7 +443,7 @@ class Replay:
         """Phase 6 of grpo.py: group statistics, and the KL in the reward. [N + 1]"""
         args = setting.args
         script = setting.script
-        _, reward_coef = flags.kl_coefficients(args)
+        _, reward_coef = args.kl_coefficients
         rewards = torch.tensor([s.reward for s in self.samples], dtype=torch.float64)
         rewards_PG = rewards.view(len(self.groups), -1)
         kind = args.advantage_normalization_type
@@ -480,7 +480,7 @@ class Replay:
         values = torch.stack([self.logprobs_N, self.entropy_N, self.full_kl_N])
         leaves = values[:, :-1].clone().requires_grad_()
         logprobs_N, entropy_N, full_kl_N = leaves
-        loss_coef, _ = flags.kl_coefficients(args)
+        loss_coef, _ = args.kl_coefficients
         has_kl = self.reference is not None
         known = {
             "logprobs_T": logprobs_N,
@@ -674,7 +674,7 @@ def compare(settings: list[Setting], replay: Replay) -> Comparison:
         policy = replay.slopes(without_kl(setting)).direction
         numbers = [directions.place(policy), directions.place(own.direction - policy)]
         full = torch.zeros_like(policy)
-        full[2] = sum(flags.kl_coefficients(setting.args)) * own.weights_N
+        full[2] = sum(setting.args.kl_coefficients) * own.weights_N
         sums.append(numbers)
         kl_names.append(setting.name)
         kl_sums.append(numbers[1:])

@@ -241,7 +241,7 @@ UNHOOKED = (
     unhook("eval_temperature", "runtime/data.py", '"temperature": args.eval_temperature', '"temperature": 1.0'),
     unhook("prompt_key", "runtime/data.py", "args.prompt_key or prompt", "prompt"),  # data
     unhook("keep_checkpoints", "runtime/checkpoints.py", "saved[: -self.args.keep_checkpoints]", "saved[:-2]"),
-    unhook("vllm_args", "utils.py", "usual | flags.engine_args(args.vllm_args) | numbers", "usual | numbers"),  # engine
+    unhook("vllm_args", "utils.py", "usual | args.engine_args | numbers", "usual | numbers"),  # engine
     unhook("log_samples", "runtime/runlog.py", "[: self.args.log_samples]", "[:4]"),  # log
     unhook("track", "runtime/runlog.py", "if args.track:", "if False:"),  # tracking
     unhook("gradient_checkpointing", "utils.py", "    if args.gradient_checkpointing:\n", "    if False:\n"),  # memory

@@ -31,7 +31,7 @@ from typing import ClassVar
 import pytest
 import warm
 
-from runtime import data, process, records, rundir, runlog
+from runtime import process, records, rundir, runlog, values
 from runtime.flags import RunFlags
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,7 +83,7 @@ def make_tiny(folder: Path) -> Path:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=special[1], eos_token=special[2], pad_token=special[2]
     )
-    tokenizer.chat_template = data.CHAT_TEMPLATES["chatml"]
+    tokenizer.chat_template = values.CHAT_TEMPLATES["chatml"]
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -15,7 +15,7 @@ import torch
 from helpers import ROOT
 from test_episodes import Player, arguments, observations
 
-from runtime import batching, data, episodes
+from runtime import batching, data, episodes, values
 from runtime.records import Problem, Sample
 
 OWN = [ROOT / "tests" / "templates" / f"{name}.jinja" for name in ("qwen2_5", "qwen3", "llama3", "hermes")]
@@ -122,7 +122,7 @@ def test_thinking_that_is_switched_off_is_written_before_every_turn(folder):
 
 
 def test_a_template_without_tools_gets_them_in_the_system_message(folder, tmp_path):
-    (tmp_path / "plain.jinja").write_text(data.CHAT_TEMPLATES["chatml"])
+    (tmp_path / "plain.jinja").write_text(values.CHAT_TEMPLATES["chatml"])
     player = Special(folder, tmp_path / "plain.jinja")
     text = player.tokenizer.decode(player.ask().prompt_ids)
     assert all(json.dumps(tool["function"]) in text for tool in player.chat.tools)

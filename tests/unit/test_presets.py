@@ -296,7 +296,7 @@ def ours(case: frameworks.Case, args) -> dict[str, torch.Tensor]:
     new_values.requires_grad_()
     rewards_PG = torch.tensor([s.reward for s in samples], dtype=F64).view(4, 4)
     kl_N = torch.zeros_like(old)
-    loss_coef, reward_coef = flags.kl_coefficients(args)
+    loss_coef, reward_coef = args.kl_coefficients
     if reward_coef > 0:
         kl_N = reward_coef * kl_reward(
             old, ref, torch.ones_like(old, dtype=torch.bool), estimator=args.kl_reward_estimator or "k1"

@@ -17,7 +17,7 @@ from helpers import ROOT, real, script
 
 from grpo import Args
 from rewards import truth_error
-from runtime import data, records, rundir, sandbox, sources
+from runtime import data, records, rundir, sandbox, sources, values
 
 
 def rows(count: int = 30, first: int = 0) -> list[dict]:
@@ -65,7 +65,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(rows(20)), encoding="utf-8-sig")
     assert len(everything(Args(dataset=f"{tmp_path}/a.json"))) == 20
     (tmp_path / "t.jinja").write_text("{{ messages[0]['content'] }}", encoding="utf-8-sig")
-    assert data.chat_template(Args(chat_template=f"{tmp_path}/t.jinja")) == "{{ messages[0]['content'] }}"
+    assert Args(chat_template=f"{tmp_path}/t.jinja").template.text == "{{ messages[0]['content'] }}"
 
 
 def test_a_chat_as_text(tmp_path):
@@ -765,7 +765,7 @@ def test_templates_of_a_real_tokenizer():
     for messages in (CHAT, CHAT[1:2]):
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert data.render([messages], tokenizer, None) == [ids]
-    own, named = (data.render([CHAT], tokenizer, template) for template in (None, data.CHAT_TEMPLATES["chatml"]))
+    own, named = (data.render([CHAT], tokenizer, template) for template in (None, values.CHAT_TEMPLATES["chatml"]))
     assert own == named
 
 
@@ -778,12 +778,12 @@ def test_templates_of_a_real_tokenizer():
     ],
 )
 def test_named_templates(tokenizer, name, expected):
-    (ids,) = data.render([CHAT[1:2]], tokenizer, data.CHAT_TEMPLATES[name])
+    (ids,) = data.render([CHAT[1:2]], tokenizer, values.CHAT_TEMPLATES[name])
     assert tokenizer.decode(ids) == expected
 
 
 def test_tulu_ends_an_answer(tokenizer):
-    text = tokenizer.decode(data.render([CHAT], tokenizer, data.CHAT_TEMPLATES["tulu"])[0])
+    text = tokenizer.decode(data.render([CHAT], tokenizer, values.CHAT_TEMPLATES["tulu"])[0])
     assert text == (
         "<|system|>\nBe  brief.\n\n<|user|>\n1 + 1 = \n<|assistant|>\n2<|im_end|>\n"
         "<|user|>\nand «ß» 2?\n<|assistant|>\n"
@@ -793,7 +793,7 @@ def test_tulu_ends_an_answer(tokenizer):
 def test_r1_asks_for_what_the_verifier_takes(tokenizer):
     import rewards
 
-    text = tokenizer.decode(data.render([CHAT[1:2]], tokenizer, data.CHAT_TEMPLATES["r1"])[0])
+    text = tokenizer.decode(data.render([CHAT[1:2]], tokenizer, values.CHAT_TEMPLATES["r1"])[0])
     assert text.endswith("\nUser: 1 + 1 = \nAssistant:")
     form = text.split("tags: ")[-1].partition("answer>: ")[2].partition(".\n")[0]
     assert rewards.format_(form, "", {}).score == 1
@@ -811,9 +811,9 @@ def test_exactly_one_bos(tokenizer, tiny):
     )
     assert llama("1")["input_ids"][0] == bos
     for template in ("question_answer", "chatml"):  # the second writes this tokenizer's BOS itself
-        (ids,) = data.render([CHAT[1:2]], llama, data.CHAT_TEMPLATES[template])
+        (ids,) = data.render([CHAT[1:2]], llama, values.CHAT_TEMPLATES[template])
         assert ids[0] == bos and ids[1] != bos
-    (ids,) = data.render([CHAT[1:2]], tokenizer, data.CHAT_TEMPLATES["question_answer"])
+    (ids,) = data.render([CHAT[1:2]], tokenizer, values.CHAT_TEMPLATES["question_answer"])
     assert ids[0] != bos, "this one adds none by itself"
 
 
@@ -1111,7 +1111,7 @@ def test_many_prompts_come_from_the_cache(tokenizer, cache):
         problems = [records.Problem(messages, "1", "exact", {}) for messages in content]
         return [p.prompt_ids for p in data.render_prompts(problems, tokenizer, Args(**changes))]
 
-    expected = {t: data.render(content, tokenizer, data.CHAT_TEMPLATES[t]) for t in ("chatml", "tulu")}
+    expected = {t: data.render(content, tokenizer, values.CHAT_TEMPLATES[t]) for t in ("chatml", "tulu")}
     assert ids(chat_template="chatml") == expected["chatml"]
     first = computed(cache)
     assert first
