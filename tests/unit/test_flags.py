@@ -270,11 +270,11 @@ CASES = {
     ),
     "dedicated, asleep": (
         {"vllm_engines": 1, "sleep": "engine"},
-        ["--sleep engine with --vllm_engines 1", "leave it out"],
+        ["--sleep engine with --vllm_engines 1", "drop --sleep"],
     ),
     "a process, dedicated": (
         {"engine_process": True, "vllm_engines": 1},
-        ["--engine_process with --vllm_engines 1", "leave it out"],
+        ["--engine_process with --vllm_engines 1", "drop --engine_process"],
     ),
     "a process, tensor parallel": (
         {"engine_process": True, "vllm_tensor_parallel_size": 2},
@@ -439,7 +439,7 @@ def test_dedicated_engines_leave_a_trainer(place, nothing_is_loaded, capsys, mon
     monkeypatch.setenv("WORLD_SIZE", "4")
     changes = {"vllm_engines": 2, "vllm_tensor_parallel_size": 2}
     message = refusal(arguments(place, changes), capsys)
-    assert "--vllm_engines 2 of 2 rank(s) leave no trainer in a launch of 4" in message
+    assert "--vllm_engines 2 of 2 rank(s) each leave no trainer in a launch of 4" in message
     assert "--num_processes 5" in message
 
 
