@@ -151,30 +151,22 @@ class Args(flags.RunFlags):
 def check_args(args: Args) -> None:
     """Refuse what GRPO cannot do, or what would not mean what it says. ``flags.check`` has what all scripts share."""
     mask = args.importance_sampling_mask
-    flags.refuse_first(
-        [
-            (
-                args.num_samples_per_prompt_rollout == 1,
-                f"--num_samples_per_prompt_rollout 1: a group of one has no mean of others and no standard deviation "
-                f"(--advantage_normalization_type {args.advantage_normalization_type}); use at least 2",
-            ),
-            (
-                not 0 <= args.clip_lower < 1 or args.clip_higher < 0,
-                f"--clip_lower {args.clip_lower} must be in [0, 1) and --clip_higher {args.clip_higher} not negative",
-            ),
-            (
-                args.clip_ratio_c is not None and args.clip_ratio_c <= 1.0,
-                f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it caps ratios that are fine; usual is 3",
-            ),
-            (
-                mask is not None and not 0 <= mask[0] < 1 < mask[1] < math.inf,
-                f"--importance_sampling_mask {mask}: give LOW from 0 to below 1 and HIGH above 1, e.g. 0.5 5",
-            ),
-        ]
-    )
+    if args.num_samples_per_prompt_rollout == 1:
+        process.refuse(
+            f"--num_samples_per_prompt_rollout 1: --advantage_normalization_type {args.advantage_normalization_type} "
+            f"compares a response with the others of its group; use at least 2"
+        )
+    if not 0 <= args.clip_lower < 1 or args.clip_higher < 0:
+        process.refuse(
+            f"--clip_lower {args.clip_lower} must be in [0, 1), and --clip_higher {args.clip_higher} at least 0"
+        )
+    if args.clip_ratio_c is not None and args.clip_ratio_c <= 1.0:
+        process.refuse(f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it bounds ratios near 1; 3 is usual")
+    if mask is not None and not 0 <= mask[0] < 1 < mask[1] < math.inf:
+        process.refuse(f"--importance_sampling_mask {mask}: LOW must be in [0, 1) and HIGH above 1, e.g. 0.5 5")
 
 
-def preflight(args: Args) -> tuple[list[Problem], list[Problem], Path, Path | None] | None:
+def preflight(args: Args) -> start.Ready | None:
     """Refuse here, before torch is imported, whatever can be refused. What it returns is what ``main`` takes."""
     return start.preflight(args, Args(), [check_reward_args, check_args], truth_error)
 
@@ -476,7 +468,14 @@ def collect(engine: Engine, verifiers: Verifiers, batch: Batch, clock: utils.Sto
     return batch.samples
 
 
-def select(step: int, batch: Batch, queue: Queue, verifiers: Verifiers, clock, args: Args) -> tuple[list[Sample], dict]:
+def select(
+    step: int,
+    batch: Batch,
+    queue: Queue,
+    verifiers: Verifiers,
+    clock: utils.Stopwatch,
+    args: Args,
+) -> tuple[list[Sample], dict]:
     """The samples to train on, and metrics of what was left out: the best of each prompt's (--generation_size), and new
     prompts in place of groups of equal reward (--dynamic_sampling_rounds). Problems in ``batch`` are replaced, too.
     """
@@ -503,7 +502,15 @@ def select(step: int, batch: Batch, queue: Queue, verifiers: Verifiers, clock, a
     return samples, metrics
 
 
-def evaluate(step: int, engine: Engine, verifiers, problems: list[Problem], log, clock, args: Args) -> None:
+def evaluate(
+    step: int,
+    engine: Engine,
+    verifiers: Verifiers,
+    problems: list[Problem],
+    log,
+    clock: utils.Stopwatch,
+    args: Args,
+) -> None:
     """Answer the held-out problems with the weights after ``step``; the same seeds in every evaluation."""
     if not problems:
         return
@@ -517,7 +524,7 @@ def evaluate(step: int, engine: Engine, verifiers, problems: list[Problem], log,
 
 
 @watchdog.ends_all_ranks
-def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | None] | None) -> None:
+def main(args: Args, ready: start.Ready | None) -> None:
     """Train, or on a rank of --vllm_engines sample. ``ready``: what ``preflight(args)`` found."""
     if ready is None:
         dedicated.serve(args, vllm_thread)

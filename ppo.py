@@ -176,44 +176,30 @@ class Args(flags.RunFlags):
 def check_args(args: Args) -> None:
     """Refuse what PPO cannot do, or what would not mean what it says. ``flags.check`` has what all scripts share."""
     mask = args.importance_sampling_mask
-    flags.refuse_first(
-        [
-            (
-                args.num_samples_per_prompt_rollout == 1
-                and (args.filter_zero_std_samples or args.dynamic_sampling_rounds > 0),
-                "--num_samples_per_prompt_rollout 1: a group of one always has equal rewards "
-                "(--filter_zero_std_samples, --dynamic_sampling_rounds); use at least 2",
-            ),
-            (
-                not 0 <= args.clip_lower < 1 or args.clip_higher < 0,
-                f"--clip_lower {args.clip_lower} must be in [0, 1) and --clip_higher {args.clip_higher} not negative",
-            ),
-            (
-                args.clip_ratio_c is not None and args.clip_ratio_c <= 1.0,
-                f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it caps ratios that are fine; usual is 3",
-            ),
-            (
-                mask is not None and not 0 <= mask[0] < 1 < mask[1] < math.inf,
-                f"--importance_sampling_mask {mask}: give LOW from 0 to below 1 and HIGH above 1, e.g. 0.5 5",
-            ),
-            (
-                args.disable_value and (args.bootstrap_truncated or args.critic_warmup > 0 or args.critic != ()),
-                "--bootstrap_truncated, --critic_warmup and --critic need a critic, and --disable_value is set",
-            ),
-            (
-                args.total_epochs is None and args.critic_warmup >= max(1, flags.total_steps(args, 0)),
-                f"--critic_warmup {args.critic_warmup} leaves no step for the policy, of {flags.total_steps(args, 0)}",
-            ),
-            (
-                0 in (args.critic_learning_rate, args.value_clip),
-                "--critic_learning_rate and --value_clip must be above 0 (no clip: --value_clip None)",
-            ),
-            (
-                args.bootstrap_truncated and args.mask_truncated_completions,
-                "--bootstrap_truncated is about truncated responses, which --mask_truncated_completions leaves out",
-            ),
-        ]
-    )
+    if args.num_samples_per_prompt_rollout == 1 and (args.filter_zero_std_samples or args.dynamic_sampling_rounds > 0):
+        process.refuse(
+            "--num_samples_per_prompt_rollout 1: --filter_zero_std_samples and --dynamic_sampling_rounds would drop "
+            "every prompt, since a group of one has zero variance; use at least 2"
+        )
+    if not 0 <= args.clip_lower < 1 or args.clip_higher < 0:
+        process.refuse(
+            f"--clip_lower {args.clip_lower} must be in [0, 1), and --clip_higher {args.clip_higher} at least 0"
+        )
+    if args.clip_ratio_c is not None and args.clip_ratio_c <= 1.0:
+        process.refuse(f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it bounds ratios near 1; 3 is usual")
+    if mask is not None and not 0 <= mask[0] < 1 < mask[1] < math.inf:
+        process.refuse(f"--importance_sampling_mask {mask}: LOW must be in [0, 1) and HIGH above 1, e.g. 0.5 5")
+    if args.disable_value and (args.bootstrap_truncated or args.critic_warmup > 0 or args.critic != ()):
+        process.refuse("--bootstrap_truncated, --critic_warmup and --critic need a critic; drop --disable_value")
+    steps = flags.total_steps(args, 0) if args.total_epochs is None else math.inf  # epochs: the data is not read yet
+    if args.critic_warmup >= max(1, steps):
+        process.refuse(f"--critic_warmup {args.critic_warmup} leaves none of the {steps} steps to train the policy")
+    if 0 in (args.critic_learning_rate, args.value_clip):
+        process.refuse("--critic_learning_rate and --value_clip must be above 0; --value_clip None disables clipping")
+    if args.bootstrap_truncated and args.mask_truncated_completions:
+        process.refuse(
+            "--bootstrap_truncated needs truncated responses in the loss; add --no-mask_truncated_completions"
+        )
     critic = settings_of_critic(args)
     if critic.model_name_or_path != args.model_name_or_path:
         flags.check_model(critic, "--critic model_name_or_path")
@@ -245,7 +231,7 @@ def settings_of_critic(args: Args) -> Args:
     return found
 
 
-def preflight(args: Args) -> tuple[list[Problem], list[Problem], Path, Path | None] | None:
+def preflight(args: Args) -> start.Ready | None:
     """Refuse here, before torch is imported, whatever can be refused. What it returns is what ``main`` takes."""
     return start.preflight(args, Args(), [check_reward_args, check_args], truth_error)
 
@@ -480,7 +466,9 @@ def values_of(
     """
     longer = []
     for sample, one_more in zip(samples, bootstrap, strict=True):
-        longer.append(replace(sample, response_ids=np.append(sample.response_ids, 0)) if one_more else sample)
+        if one_more:
+            sample = replace(sample, response_ids=np.append(sample.response_ids, 0))
+        longer.append(sample)
     offsets = batching.token_offsets(longer)
     device = cutting["device"]
     outputs = torch.zeros(offsets[-1] + 1, device=device)
@@ -710,7 +698,14 @@ def collect(engine: Engine, verifiers: Verifiers, batch: Batch, clock: utils.Sto
     return batch.samples
 
 
-def select(step: int, batch: Batch, queue: Queue, verifiers: Verifiers, clock, args: Args) -> tuple[list[Sample], dict]:
+def select(
+    step: int,
+    batch: Batch,
+    queue: Queue,
+    verifiers: Verifiers,
+    clock: utils.Stopwatch,
+    args: Args,
+) -> tuple[list[Sample], dict]:
     """The samples to train on, and metrics of what was left out: the best of each prompt's (--generation_size), and new
     prompts in place of groups of equal reward (--dynamic_sampling_rounds). Problems in ``batch`` are replaced, too.
     """
@@ -737,7 +732,15 @@ def select(step: int, batch: Batch, queue: Queue, verifiers: Verifiers, clock, a
     return samples, metrics
 
 
-def evaluate(step: int, engine: Engine, verifiers, problems: list[Problem], log, clock, args: Args) -> None:
+def evaluate(
+    step: int,
+    engine: Engine,
+    verifiers: Verifiers,
+    problems: list[Problem],
+    log,
+    clock: utils.Stopwatch,
+    args: Args,
+) -> None:
     """Answer the held-out problems with the weights after ``step``; the same seeds in every evaluation."""
     if not problems:
         return
@@ -751,7 +754,7 @@ def evaluate(step: int, engine: Engine, verifiers, problems: list[Problem], log,
 
 
 @watchdog.ends_all_ranks
-def main(args: Args, ready: tuple[list[Problem], list[Problem], Path, Path | None] | None) -> None:
+def main(args: Args, ready: start.Ready | None) -> None:
     """Train, or on a rank of --vllm_engines sample. ``ready``: what ``preflight(args)`` found."""
     if ready is None:
         dedicated.serve(args, vllm_thread)

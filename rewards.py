@@ -20,10 +20,8 @@ from __future__ import annotations
 import ast
 import collections
 import contextlib
-import functools
-import importlib.util
+import importlib
 import json
-import linecache
 import math
 import numbers
 import operator
@@ -41,11 +39,10 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
-from runtime import episodes, process, sandbox
+from runtime import episodes, process, sandbox, user_files
 from runtime.algebra import parse_math, parts_of
 from runtime.answers import (
     LONGEST_ANSWER,
@@ -68,7 +65,7 @@ from runtime.gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.process import refuse
 from runtime.redaction import redact
 from runtime.sandbox import Sandbox
-from runtime.workers import Nursery, loaded_code
+from runtime.workers import Nursery, code_of_run
 
 STATUSES = ("ok", "timeout", "crash", "unscorable")
 
@@ -660,50 +657,23 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     path, _, function = name.rpartition(":")
     if not path:
         raise ValueError(f"no verifier {name!r}; known: {', '.join(VERIFIERS)}, or path/to/file.py:function")
-    if path not in sources and not Path(path).is_file():
+    if path not in user_files.texts and not Path(path).is_file():
         raise ValueError(f"no file {path!r} to take the verifier {function!r} from")
     if not path.endswith(".py"):
         raise ValueError(f"the file {path!r} is not named as Python's are; rename it to {path}.py")
-    found = getattr(_load_file(path), function, None)
+    try:
+        found = getattr(user_files.load(path), function, None)
+    except (Exception, SystemExit) as error:  # whatever the user's file raises
+        raise ValueError(f"the file {path!r} does not load: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ValueError(f"the file {path!r} has no function {function!r}")
     return found
 
 
-sources: dict[str, str] = {}  # path of a user's file -> its text; in a worker, as the run has it
-
-
 def source_of(name: str) -> dict[str, str]:
-    """{path: text} of the file that a verifier comes from; {} for one of this project.
-
-    A file is read once in a run, at its start: an edit is for the next one.
-    """
+    """Return {path: text} of the user's file that a verifier comes from; {} for a verifier of this project."""
     path = name.rpartition(":")[0]
-    if name in VERIFIERS or not path:
-        return {}
-    if path not in sources:
-        sources[path] = importlib.util.decode_source(Path(path).read_bytes())
-    return {path: sources[path]}
-
-
-@functools.cache
-def _load_file(path: str) -> ModuleType:
-    """The module of a user's file. Raises ValueError where it does not load."""
-    name = f"verifiers of {path.replace('.', '_')}"  # that no import means; pickle takes what is before a dot apart
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look up the annotations of their fields
-    folder = str(Path(path).resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # for what lies beside it; last, so that it hides nothing
-    try:
-        text = source_of(f"{path}:")[path]
-        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # what a traceback shows
-        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
-    except (Exception, SystemExit) as error:  # whatever the user's file does wrong
-        del sys.modules[name]
-        raise ValueError(f"the file {path!r} does not load: {type(error).__name__}: {error}") from error
-    return module
+    return {path: user_files.text_of(path)} if path and name not in VERIFIERS else {}
 
 
 def names_of(verifier: str) -> list[str]:
@@ -822,9 +792,6 @@ def check_reward_args(args) -> None:
 WORKER_MEMORY = 4 * 2**30  # bytes of address space
 
 
-code_of_run = functools.cache(loaded_code)  # first called at the start of a run
-
-
 def _prepare_workers(verifiers: list[str]) -> None:
     """In the nursery: import what takes long, so that no worker does it again, and no sample's time pays for it."""
     if "math" in verifiers:
@@ -883,7 +850,7 @@ def _verify(
     names: list[str], texts: dict[str, str], weights: dict, response: str, truth: str, row: dict
 ) -> tuple[Reward, set[str]]:
     """In a worker: (the combined Reward, the verifiers that raised). ``texts`` are those of ``source_of``."""
-    sources.update(texts)
+    user_files.texts.update(texts)
     found = {}
     raised = set()
     worker = os.getpid()

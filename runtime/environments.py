@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import importlib.util
 import inspect
-import linecache
 import math
 import numbers
 import os
@@ -21,11 +18,10 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from runtime import process
+from runtime import process, user_files
 
 MEMORY = 4 * 2**30  # bytes of address space, as a verifier's
 CHARACTERS = 10_000  # of an observation; what is longer is cut. A class may have another number as max_characters
@@ -34,23 +30,12 @@ OWN = ("reset", "get_reward", "get_turn_reward", "turn")  # methods that are no 
 loaded = SimpleNamespace(cls=None, error="")  # in the nursery and its forks
 
 
-@functools.cache
-def source(path: str) -> str:
-    """The text of an environment's file, read once in a run. Raises OSError, SyntaxError or UnicodeError."""
-    return importlib.util.decode_source(Path(path).read_bytes())
-
-
 def load(path: str, name: str, text: str) -> None:
-    """In the nursery: have the class ``name`` of the file ``path``, or say why not."""
-    module = type(sys)(f"environments of {path.replace('.', '_')}")  # that no import means
-    module.__file__ = path
-    sys.modules[module.__name__] = module
-    sys.path.append(str(Path(path).resolve().parent))  # for what lies beside it; last, so that it hides nothing
-    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # what a traceback shows
+    """In the nursery: load the class ``name`` of the file ``path``, or record why it does not load."""
+    user_files.texts[path] = text
     try:
-        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
-        loaded.cls = getattr(module, name)
-    except BaseException as error:  # whatever the user's file does wrong
+        loaded.cls = getattr(user_files.load(path), name)
+    except BaseException as error:  # whatever the user's file raises
         loaded.error = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-2)}"
 
 

@@ -30,25 +30,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from runtime import data, environments, reading
+from runtime import data, environments, reading, user_files
 from runtime.answers import after_thinking
 from runtime.chat import Call, Chat
 from runtime.process import on_a_line, refuse
 from runtime.records import Problem
-from runtime.workers import Nursery, Worker, loaded_code
+from runtime.workers import Nursery, Worker, code_of_run
 
 AT_ONCE = 64  # rows that one process resets at the start
 START = 120.0  # seconds in which a file must load
-
-
-code_of_run = functools.cache(loaded_code)
 
 
 @functools.cache
 def nursery_of(spec: str, life: int) -> Nursery:
     """The process whose forks hold the objects of ``file.py:Class``. ``life``: counts those that a tool has killed."""
     path, _, name = spec.rpartition(":")
-    return Nursery(code_of_run(), environments.load, path, name, environments.source(path))
+    return Nursery(code_of_run(), environments.load, path, name, user_files.text_of(path))
 
 
 class Lives:
@@ -89,7 +86,7 @@ def about(spec: str) -> dict[str, Any]:
     if not path.endswith(".py") or not name.isidentifier():
         refuse(f"--environment {given}: give a file and a class in it, as in game.py:Guess")
     try:
-        environments.source(path)
+        user_files.text_of(path)
         found = ask_once(spec, ("describe",), START)
     except (OSError, SyntaxError, UnicodeError, TimeoutError, EOFError) as error:
         refuse(f"--environment {given}: the file does not load: {type(error).__name__}: {error}")

@@ -402,13 +402,6 @@ def check(args: RunFlags, world_size: int) -> None:
     check_model(args)
 
 
-def refuse_first(cases: list[tuple[bool, str]]) -> None:
-    """End the program with the message of the first case that holds."""
-    for wrong, message in cases:
-        if wrong:
-            refuse(message)
-
-
 @dataclass
 class Sizes:
     """What fits a device, where its flag leaves it open; the flags' names."""
@@ -573,58 +566,42 @@ def check_training(args: RunFlags) -> None:
     episodes = args.total_episodes
     dropped = args.dataset_filter
     check_warm_up("--warm_up ", args.warm_up)
-    refuse_first(
-        [
-            (
-                args.num_mini_batches > prompts,
-                f"--num_mini_batches {args.num_mini_batches} is more than --num_unique_prompts_rollout {prompts}: the "
-                f"samples of a prompt stay together, so give at most one mini-batch per prompt",
-            ),
-            (
-                episodes is not None and episodes < prompts * group,
-                f"--total_episodes {episodes} is less than the {prompts * group} samples of a step "
-                f"(--num_unique_prompts_rollout {prompts} x --num_samples_per_prompt_rollout {group})",
-            ),
-            (
-                args.total_epochs is not None and args.total_epochs <= 0,
-                f"--total_epochs {args.total_epochs}: must be above 0",
-            ),
-            (
-                episodes is not None and args.total_epochs is not None,
-                "--total_episodes and --total_epochs both set the length of the run: give one of them",
-            ),
-            *(
-                (
-                    getattr(args, name) is not None and getattr(args, name) < longest,
-                    f"--{name} {getattr(args, name)} is less than one sample: {sample} = {longest}",
-                )
-                for name in ("micro_batch_tokens", "logprob_micro_batch_tokens")
-            ),
-            (
-                args.ignore_eos and args.mask_truncated_completions,
-                "--ignore_eos truncates every response, and truncated responses are left out of the loss; add "
-                "--no-mask_truncated_completions",
-            ),
-            (
-                args.overlong_buffer >= args.max_response_length,
-                f"--overlong_buffer {args.overlong_buffer} must be below --max_response_length "
-                f"{args.max_response_length}: the penalty would start before the first token",
-            ),
-            (
-                args.generation_size is not None and args.generation_size < group,
-                f"--generation_size {args.generation_size} is less than --num_samples_per_prompt_rollout {group}, "
-                f"which are kept",
-            ),
-            (
-                dropped is not None and not (0 < dropped[0] < 1 and 0 < dropped[1] <= 1),
-                f"--dataset_filter {dropped}: give a SHARE above 0 and below 1, and a THRESHOLD above 0 and at most 1",
-            ),
-            (
-                not all(0 <= beta <= 1 for beta in args.adam_betas),
-                f"--adam_betas {args.adam_betas}: both must be between 0 and 1",
-            ),
-        ]
-    )
+    if args.num_mini_batches > prompts:
+        refuse(
+            f"--num_mini_batches {args.num_mini_batches} is more than --num_unique_prompts_rollout {prompts}: all "
+            f"samples of a prompt go into the same mini-batch; use at most one mini-batch per prompt"
+        )
+    if episodes is not None and episodes < prompts * group:
+        refuse(
+            f"--total_episodes {episodes} is less than the {prompts * group} samples of one step "
+            f"(--num_unique_prompts_rollout {prompts} x --num_samples_per_prompt_rollout {group}); increase it"
+        )
+    if args.total_epochs is not None and args.total_epochs <= 0:
+        refuse(f"--total_epochs {args.total_epochs}: must be above 0")
+    if episodes is not None and args.total_epochs is not None:
+        refuse("--total_episodes and --total_epochs both set the length of the run; pass one of them")
+    for name in ("micro_batch_tokens", "logprob_micro_batch_tokens"):
+        if getattr(args, name) is not None and getattr(args, name) < longest:
+            refuse(f"--{name} {getattr(args, name)} is smaller than the longest sample: {sample} = {longest}")
+    if args.ignore_eos and args.mask_truncated_completions:
+        refuse(
+            "--ignore_eos truncates every response, and --mask_truncated_completions excludes truncated responses "
+            "from the loss; add --no-mask_truncated_completions"
+        )
+    if args.overlong_buffer >= args.max_response_length:
+        refuse(
+            f"--overlong_buffer {args.overlong_buffer} must be below --max_response_length "
+            f"{args.max_response_length}; otherwise the penalty starts before the first token"
+        )
+    if args.generation_size is not None and args.generation_size < group:
+        refuse(
+            f"--generation_size {args.generation_size} is less than --num_samples_per_prompt_rollout {group}, the "
+            f"number of responses to keep; increase it"
+        )
+    if dropped is not None and not (0 < dropped[0] < 1 and 0 < dropped[1] <= 1):
+        refuse(f"--dataset_filter {dropped}: SHARE must be above 0 and below 1, and THRESHOLD above 0 and at most 1")
+    if not all(0 <= beta <= 1 for beta in args.adam_betas):
+        refuse(f"--adam_betas {args.adam_betas}: both must be between 0 and 1")
 
 
 def check_warm_up(flag: str, value: float) -> None:
@@ -639,34 +616,29 @@ def check_kl(args: Any) -> None:
     in_reward = args.kl_placement in ("reward", "both")
     loss_coef, reward_coef = args.kl_coefficients
     adaptive = args.kl_target is not None
-    refuse_first(
-        [
-            (
-                not in_reward and (args.kl_reward_coef is not None or args.kl_reward_estimator != "k1"),
-                f"--kl_reward_coef and --kl_reward_estimator need the KL in the reward, and --kl_placement is "
-                f"{args.kl_placement}; give --kl_placement reward or both",
-            ),
-            (
-                args.kl_placement == "reward" and args.beta > 0 and args.kl_reward_coef is not None,
-                f"--beta {args.beta:g} and --kl_reward_coef {args.kl_reward_coef}: with --kl_placement reward there is "
-                f"one coefficient; give one of them, or --kl_placement both",
-            ),
-            (
-                adaptive and not ((reward_coef if in_reward else loss_coef) > 0 < args.kl_target),
-                f"--kl_target moves the coefficient in the {'reward' if in_reward else 'loss'}: it needs "
-                f"--{'kl_reward_coef or --' if in_reward else ''}beta, --kl_target and --kl_horizon above 0, and a "
-                f"--kl_placement",
-            ),
-            (
-                adaptive and 0.2 * samples >= args.kl_horizon,
-                f"--kl_horizon {args.kl_horizon:g} is too short for {samples} samples per step; beta could reach 0",
-            ),
-            (
-                args.ref_policy_update_freq > 0 and not args.loads_reference,
-                "--ref_policy_update_freq moves a reference that --beta 0 or --kl_placement none does not load",
-            ),
-        ]
-    )
+    if not in_reward and (args.kl_reward_coef is not None or args.kl_reward_estimator != "k1"):
+        refuse(
+            f"--kl_reward_coef and --kl_reward_estimator need the KL in the reward, but --kl_placement is "
+            f"{args.kl_placement}; use --kl_placement reward or both"
+        )
+    if args.kl_placement == "reward" and args.beta > 0 and args.kl_reward_coef is not None:
+        refuse(
+            f"--beta {args.beta:g} and --kl_reward_coef {args.kl_reward_coef}: --kl_placement reward has a single "
+            f"coefficient; pass one of the two flags, or use --kl_placement both"
+        )
+    if adaptive and not ((reward_coef if in_reward else loss_coef) > 0 < args.kl_target):
+        refuse(
+            f"--kl_target adjusts the KL coefficient in the {'reward' if in_reward else 'loss'}; it needs "
+            f"--{'kl_reward_coef or --' if in_reward else ''}beta, --kl_target and --kl_horizon above 0, and a "
+            f"--kl_placement other than none"
+        )
+    if adaptive and 0.2 * samples >= args.kl_horizon:
+        refuse(
+            f"--kl_horizon {args.kl_horizon:g} is too short for {samples} samples per step: the coefficient could "
+            f"reach 0; increase it"
+        )
+    if args.ref_policy_update_freq > 0 and not args.loads_reference:
+        refuse("--ref_policy_update_freq needs a reference model; with --beta 0 or --kl_placement none, none is loaded")
 
 
 def total_steps(args: RunFlags, problems: int) -> int:
@@ -688,40 +660,28 @@ def check_engine(args: RunFlags, world_size: int) -> None:
     """Refuse combinations that attention, DeepSpeed or the engine cannot do."""
     tp = args.vllm_tensor_parallel_size
     without_mask = "flash" in args.attn_implementation or args.attn_implementation == "varlen"
-    refuse_first(
-        [
-            (
-                args.batch_layout == "shared" and without_mask,
-                f"--attn_implementation {args.attn_implementation} takes no 4-D mask; use --batch_layout packed",
-            ),
-            (
-                args.dtype == "float32" and without_mask,
-                "--dtype float32: flash attention has no such kernel; use bfloat16 or --attn_implementation sdpa",
-            ),
-            (
-                "param" in args.offload and args.zero_stage != 3,
-                f"--offload param needs --zero_stage 3, not {args.zero_stage}",
-            ),
-            (
-                args.sleep == "all" and args.zero_stage != 2,
-                f"--sleep all needs --zero_stage 2: DeepSpeed does not move the states of stage {args.zero_stage}",
-            ),
-            (args.rollout == "hf" and bool(args.stop), "--stop works with --rollout vllm only"),
-            (
-                args.engine_process and tp > 1,
-                f"--engine_process with --vllm_tensor_parallel_size {tp}: the engine would have to be in the processes "
-                f"of several trainers; leave it out, or give --vllm_engines",
-            ),
-            (
-                args.engine_process and args.zero_stage == 3,
-                "--engine_process with --zero_stage 3: no trainer has whole weights to hand over; give --zero_stage 2",
-            ),
-            (
-                (world_size % tp != 0 and args.vllm_engines == 0) or (args.rollout == "hf" and tp > 1),
-                f"--vllm_tensor_parallel_size {tp} must divide the {world_size} rank(s), and needs --rollout vllm",
-            ),
-        ]
-    )
+    if args.batch_layout == "shared" and without_mask:
+        refuse(
+            f"--attn_implementation {args.attn_implementation} does not support the 4-D mask of shared rows; use "
+            f"--batch_layout packed"
+        )
+    if args.dtype == "float32" and without_mask:
+        refuse("--dtype float32: flash attention does not support float32; use bfloat16 or --attn_implementation sdpa")
+    if "param" in args.offload and args.zero_stage != 3:
+        refuse(f"--offload param needs --zero_stage 3, not {args.zero_stage}")
+    if args.sleep == "all" and args.zero_stage != 2:
+        refuse(f"--sleep all needs --zero_stage 2: DeepSpeed cannot offload the states of stage {args.zero_stage}")
+    if args.rollout == "hf" and args.stop:
+        refuse("--stop needs --rollout vllm")
+    if args.engine_process and tp > 1:
+        refuse(
+            f"--engine_process with --vllm_tensor_parallel_size {tp}: the engine would run in the processes of "
+            f"several trainers; drop --engine_process, or use --vllm_engines"
+        )
+    if args.engine_process and args.zero_stage == 3:
+        refuse("--engine_process with --zero_stage 3: no trainer holds the complete weights; use --zero_stage 2")
+    if (world_size % tp != 0 and args.vllm_engines == 0) or (args.rollout == "hf" and tp > 1):
+        refuse(f"--vllm_tensor_parallel_size {tp} must divide the {world_size} rank(s) and needs --rollout vllm")
 
 
 def check_dedicated(args: RunFlags, world_size: int) -> None:
@@ -731,71 +691,61 @@ def check_dedicated(args: RunFlags, world_size: int) -> None:
     """
     tp = args.vllm_tensor_parallel_size
     apart = args.vllm_engines > 0
-    refuse_first(
-        [
-            (
-                args.engine_process and apart,
-                f"--engine_process with --vllm_engines {args.vllm_engines}: these engines have processes of their own; "
-                f"leave it out",
-            ),
-            (
-                apart and args.rollout != "vllm",
-                f"--vllm_engines {args.vllm_engines} needs --rollout vllm, not {args.rollout}",
-            ),
-            (
-                apart and args.sleep != "off",
-                f"--sleep {args.sleep} with --vllm_engines {args.vllm_engines}: an engine on a GPU of its own has "
-                f"nobody to release memory to; leave it out",
-            ),
-            (
-                args.vllm_engines * tp >= world_size and apart,
-                f"--vllm_engines {args.vllm_engines} of {tp} rank(s) leave no trainer in a launch of {world_size} "
-                f"rank(s); give --num_processes {args.vllm_engines * tp + 1} or more to accelerate launch",
-            ),
-            (
-                apart and tp > 1 and args.inflight_updates != "off",
-                f"--vllm_tensor_parallel_size {tp} with --vllm_engines {args.vllm_engines} and --inflight_updates "
-                f"{args.inflight_updates}: the ranks of an engine would take weights after different steps; give "
-                f"--vllm_tensor_parallel_size 1 or --inflight_updates off",
-            ),
-        ]
-    )
+    if args.engine_process and apart:
+        refuse(
+            f"--engine_process with --vllm_engines {args.vllm_engines}: these engines already run in their own "
+            f"processes; drop --engine_process"
+        )
+    if apart and args.rollout != "vllm":
+        refuse(f"--vllm_engines {args.vllm_engines} needs --rollout vllm, not {args.rollout}")
+    if apart and args.sleep != "off":
+        refuse(
+            f"--sleep {args.sleep} with --vllm_engines {args.vllm_engines}: an engine with its own GPU shares no "
+            f"memory with a trainer; drop --sleep"
+        )
+    if apart and args.vllm_engines * tp >= world_size:
+        refuse(
+            f"--vllm_engines {args.vllm_engines} of {tp} rank(s) each leave no trainer in a launch of {world_size} "
+            f"rank(s); pass --num_processes {args.vllm_engines * tp + 1} or more to accelerate launch"
+        )
+    if apart and tp > 1 and args.inflight_updates != "off":
+        refuse(
+            f"--vllm_tensor_parallel_size {tp} with --vllm_engines {args.vllm_engines} and --inflight_updates "
+            f"{args.inflight_updates}: the ranks of one engine would update their weights at different steps; use "
+            f"--vllm_tensor_parallel_size 1 or --inflight_updates off"
+        )
 
 
 def check_asynchrony(args: RunFlags) -> None:
     """Refuse ways to sample ahead of training that cannot work, or would only make samples older."""
     ahead = args.async_steps > 0
     inflight = args.inflight_updates != "off"
-    refuse_first(
-        [
-            (
-                args.async_steps > 1 and not inflight,
-                f"--async_steps {args.async_steps} with --inflight_updates off: an engine that changes weights only "
-                f"between batches is never more than one ahead, so samples would only be older; give --async_steps 1, "
-                f"or --inflight_updates recompute",
-            ),
-            (
-                inflight and not ahead,
-                f"--inflight_updates {args.inflight_updates} needs --async_steps 1 or more: with 0 no sequence runs "
-                f"while weights change",
-            ),
-            (
-                inflight and args.rollout == "hf",
-                f"--inflight_updates {args.inflight_updates} needs --rollout vllm: generate of transformers cannot "
-                f"change weights in the middle of a response",
-            ),
-            (
-                ahead and args.sleep != "off",
-                f"--sleep {args.sleep} drops the sequences that --async_steps has running during an update, and all "
-                f"takes the trainer off the GPU while they run; give one of them",
-            ),
-            (
-                ahead and args.dataset_filter is not None,
-                "--dataset_filter with --async_steps: prompts that were asked for ahead come from the list before the "
-                "filter; give one of them",
-            ),
-        ]
-    )
+    if args.async_steps > 1 and not inflight:
+        refuse(
+            f"--async_steps {args.async_steps} with --inflight_updates off: an engine that updates its weights only "
+            f"between batches is at most one batch ahead, so more steps only make samples staler; use --async_steps "
+            f"1 or --inflight_updates recompute"
+        )
+    if inflight and not ahead:
+        refuse(
+            f"--inflight_updates {args.inflight_updates} needs --async_steps 1 or more: with 0, no sequence is "
+            f"running when the weights are updated"
+        )
+    if inflight and args.rollout == "hf":
+        refuse(
+            f"--inflight_updates {args.inflight_updates} needs --rollout vllm: transformers' generate cannot update "
+            f"weights in the middle of a response"
+        )
+    if ahead and args.sleep != "off":
+        refuse(
+            f"--sleep {args.sleep} with --async_steps {args.async_steps}: --sleep discards the sequences that "
+            f"--async_steps keeps running during an update; pass one of them"
+        )
+    if ahead and args.dataset_filter is not None:
+        refuse(
+            "--dataset_filter with --async_steps: prompts requested ahead of training are drawn before the filter is "
+            "applied; pass one of them"
+        )
 
 
 def check_model(args: RunFlags, flag: str = "--model_name_or_path") -> None:

@@ -1,5 +1,4 @@
-"""Words that are no flags here, answered all at once: those of other frameworks with their rows of docs/flags.md,
-what is fixed here and what flags were called before by one table.
+"""Answers to words that are no flags here: other frameworks' flags, by their rows of docs/flags.md, and fixed settings.
 
 Both spellings are known, by name and by path: ``--num_generations 8``, ``--algorithm.kl_ctrl.kl_coef=0.005``,
 ``data.train_batch_size=1024``, ``+trainer.val_before_train=False``. Imports no torch.
@@ -18,72 +17,22 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 PATH = re.compile(r"[+~]{0,2}([A-Za-z_][\w.]*)=")  # a word that sets a field by its path, as Hydra has it
 SWITCH = {"true": "", "yes": "", "1": "", "false": "no-", "no": "no-", "0": "no-"}
 
-# Words without a row on the page, and what to give: what is fixed here, and flags of earlier versions. "{}" stands for
-# the value that was given.
-WHOLE = (
-    "fixed here: training samples from the whole distribution, or the trainer's log-probs would not be the sampler's; "
-    "it is off, in evaluation as well; leave the flag out"
+# Settings of other frameworks that are fixed here and have no row on the page.
+FULL_DISTRIBUTION = (
+    "fixed here: samples are drawn from the full distribution, so that the trainer's log-probs equal the sampler's; "
+    "it is off in training and evaluation; drop the flag"
 )
-ANSWERS = {
-    "top_p": WHOLE,
-    "top_k": WHOLE,
-    "min_p": WHOLE,
-    "min_tokens": WHOLE,
-    "min_new_tokens": WHOLE,
-    "frequency_penalty": WHOLE,
-    "presence_penalty": WHOLE,
-    "repetition_penalty": WHOLE,
-    "do_sample": "fixed here: greedy responses to one prompt are all equal, and there would be nothing to compare; for "
-    "greedy evaluation give --eval_temperature 0",
-    # earlier versions
-    "accept_changed_code": "--resume FOLDER, with the checkpoint's: it accepts the code (evaluate.py has the flag)",
-    "adam_beta1": "--adam_betas {} BETA2",
-    "adam_beta2": "--adam_betas BETA1 {}",
-    "best_metric": "--save_every as --eval_every: the checkpoint of the best evaluation is kept, with its model/",
-    "chat_template_kwargs": "--chat_template '{}'",
-    "critic_lr_scheduler_type": "--critic lr_scheduler_type={}",
-    "critic_max_grad_norm": "--critic max_grad_norm={}",
-    "critic_num_epochs": "--critic num_epochs={}",
-    "critic_warm_up_steps": "--critic warm_up={}",
-    "critic_weight_decay": "--critic weight_decay={}",
-    "dataset_filter_threshold": "--dataset_filter SHARE {}",
-    "dataset_max_filter_share": "--dataset_filter {} 1",
-    "dataset_mixer": "--dataset '{}'",
-    "dataset_split": "--dataset ID@{}",
-    "deepspeed_enable_sleep_mode": "--sleep all",
-    "engine_restarts": "leave it out: a failed engine is built again up to 2 times",
-    "eval_dataset_mixer": "--eval_dataset '{}'",
-    "eval_top_k": WHOLE,
-    "eval_top_p": WHOLE,
-    "kl_controller": "--kl_target NATS_PER_TOKEN: with a target the controller is adaptive, without one fixed",
-    "kl_full_samples": "leave it out: the exact KL is logged of 4 samples a step",
-    "kl_target_unit": "--kl_target in nats per token; a target per sequence, divided by the length of a response",
-    "log_samples_every": "leave it out: step 1 and every 10th show samples, and none with --log_samples 0",
-    "logprob_chunk": "leave it out: it follows from the device",
-    "offload_optimizer": "--offload optimizer",
-    "offload_param": "--offload param",
-    "offload_ref": "--offload ref",
-    "optimizer": "leave it out for AdamW; another one is a line in make_optimizer of utils.py",
-    "repetition_max_penalty": "--verifier file.py:function: a verifier of yours sees the whole response",
-    "revision": "--model_name_or_path ID@{}",
-    "reward_fn": "--verifier {}",
-    "reward_model_revision": "--reward_model_name_or_path ID@{}",
-    "rollout_timeout": "--timeout {}",
-    "shuffle": "leave it out: every epoch has an order of its own, by --seed",
-    "stall_timeout": "--timeout {}",
-    "value_coef": "--critic_learning_rate: AdamW cancels a coefficient of the critic's loss",
-    "value_model_name_or_path": "--critic model_name_or_path={}",
-    "vllm_enable_sleep_mode": "--sleep engine",
-    "vllm_enforce_eager": """--vllm_args '{"enforce_eager": true}'""",
-    "vllm_kv_cache_gb": """--vllm_args '{"kv_cache_memory_bytes": BYTES}', of {} GiB""",
-    "vllm_load_format": """--vllm_args '{"load_format": "{}"}'""",
-    "vllm_max_num_batched_tokens": """--vllm_args '{"max_num_batched_tokens": {}}'""",
-    "vllm_max_num_seqs": """--vllm_args '{"max_num_seqs": {}}'""",
-    "vllm_mode": "--vllm_engines N for engines on ranks of their own; 0 is one beside each trainer",
-    "wandb_entity": "WANDB_ENTITY={} in the environment",
-    "wandb_project": "WANDB_PROJECT={} in the environment",
-    "warm_up_ratio": "--warm_up {}",
-    "warm_up_steps": "--warm_up {}",
+FIXED = {
+    "top_p": FULL_DISTRIBUTION,
+    "top_k": FULL_DISTRIBUTION,
+    "min_p": FULL_DISTRIBUTION,
+    "min_tokens": FULL_DISTRIBUTION,
+    "min_new_tokens": FULL_DISTRIBUTION,
+    "frequency_penalty": FULL_DISTRIBUTION,
+    "presence_penalty": FULL_DISTRIBUTION,
+    "repetition_penalty": FULL_DISTRIBUTION,
+    "do_sample": "fixed here: greedy responses to a prompt are all identical, so a group would have no variance; for "
+    "greedy evaluation use --eval_temperature 0",
 }
 
 
@@ -176,9 +125,8 @@ def answer(part: list[str], fields: dict[str, dataclasses.Field], table: list[Ro
         return None
     path = flag if head.startswith("--") else path.group(1)
     name = path.rpartition(".")[2].removeprefix("no_")
-    if name in ANSWERS and (ANSWERS[name].startswith("fixed") or name == path.removeprefix("no_")):
-        value = " ".join(values) if values else head.partition("=")[2]
-        return ANSWERS[name].replace("{}", value or "VALUE")
+    if name in FIXED:
+        return FIXED[name]
     known = matching(path, table) or matching(path.removeprefix("no_"), table)
     here = [row for row in known if has(row, fields)]
     return told(here or known, bool(here))

@@ -10,17 +10,19 @@ from runtime import data, episodes, flags, process, rundir
 from runtime import defaults as defaults_of_data
 from runtime.records import Problem
 
+# Training problems, evaluation problems, the folder of the run, and the checkpoint to resume from, if there is one.
+Ready = tuple[list[Problem], list[Problem], Path, Path | None]
+
 
 def preflight(
     args: flags.RunFlags,
     defaults: flags.RunFlags,
     checks: list[Callable[[flags.RunFlags], None]],
     truth_error: Callable,
-) -> tuple[list[Problem], list[Problem], Path, Path | None] | None:
+) -> Ready | None:
     """Refuse a run that cannot work or would not mean what it says, with exit code 2. Loads no model.
 
-    Returns (training problems, evaluation problems, the run's folder, the checkpoint to resume from or None); None on a
-    rank that only samples.
+    Returns what ``main`` needs; None on a rank that only samples.
 
     Args:
         args: of the run.

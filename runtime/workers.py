@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import multiprocessing
 import multiprocessing.context
@@ -41,8 +42,11 @@ def loaded_files() -> list[Path]:
 
 
 def loaded_code() -> dict[Path, str]:
-    """The SHA-256 of each of ``loaded_files``."""
+    """Return the SHA-256 of each of ``loaded_files``."""
     return {path: process.file_digest(path) for path in loaded_files()}
+
+
+code_of_run = functools.cache(loaded_code)  # first called at the start of a run
 
 
 def changed_files(code: dict[Path, str], files: Iterable[Path]) -> list[str]:
@@ -74,7 +78,7 @@ class Nursery(multiprocessing.context.SpawnContext):
     Or, without pebble: ``worker`` starts one with a line of its own to it.
 
     ``prepare`` is called in the nursery with ``arguments``: for what all workers import. ``code``: what
-    ``loaded_code`` said when the run began.
+    ``code_of_run`` says.
     """
 
     def __init__(self, code: dict[Path, str], prepare: Callable, *arguments) -> None:

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/loading.py
 import loading
 
 from rewards import Verifiers, check_reward_args, lenient, truth_error
-from runtime import data, episodes, flags, foreign, identity, process, rundir
+from runtime import data, episodes, flags, identity, process, rundir
 from runtime.flags import RunFlags
 from runtime.records import Problem, Sample
 from runtime.redaction import HIDDEN
@@ -110,16 +110,13 @@ def arguments_of_run(folder: Path, script: Path, stored: dict) -> RunFlags:
     """The run's arguments, of its script's own class, with its final model and an engine that nobody trains beside."""
     kind = loading.load_arguments(script).Args
     known = {f.name for f in dataclasses.fields(kind)}
-    earlier = [f"--{name}" for name in stored if name in foreign.ANSWERS and name not in known]
-    if earlier:
+    unknown = [f"--{name}" for name in stored if name not in known]
+    if unknown:
         process.refuse(
-            f"--run {folder}: has flags of an earlier version ({', '.join(earlier[:3])}); evaluate it with the code of "
-            f"its commit, or its weights by --model_name_or_path {folder / 'model'}"
+            f"--run {folder}: {script.name} no longer has flags of this run ({', '.join(unknown[:3])}); evaluate it "
+            f"with the code of its commit, or evaluate its weights with --model_name_or_path {folder / 'model'}"
         )
-    values = {}
-    for name, value in stored.items():
-        if name in known:
-            values[name] = tuple(value) if isinstance(value, list) else value
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
     engine = flags.engine_args(values.get("vllm_args")) | {"load_format": "auto"}
     values |= {"model_name_or_path": str(folder / "model"), "tokenizer_name_or_path": None, "sleep": "off"}
     values["control"] = "none"

@@ -251,8 +251,8 @@ def test_a_script_that_is_gone_or_another_one_is_refused(edited, capsys):
         identity._digests.cache_clear()
 
 
-def test_a_run_with_flags_of_an_earlier_version_is_refused(run, tmp_path, capsys):
-    """Its verifier and its data had other names then, and would be left out."""
+def test_a_run_with_flags_that_its_script_no_longer_has_is_refused(run, tmp_path, capsys):
+    """Reject the run instead of evaluating it without them: its verifier or its data may have had another name."""
     folder = run[0]
     config = json.loads((folder / "config.json").read_text())
     config["args"]["reward_fn"] = config["args"].pop("verifier")
@@ -260,7 +260,7 @@ def test_a_run_with_flags_of_an_earlier_version_is_refused(run, tmp_path, capsys
     with pytest.raises(SystemExit) as end:
         evaluate.parse(["--run", str(tmp_path)])
     message = capsys.readouterr().err
-    assert end.value.code == 2 and "flags of an earlier version (--reward_fn)" in message and "commit" in message
+    assert end.value.code == 2 and "no longer has flags of this run (--reward_fn)" in message and "commit" in message
 
 
 def test_other_files_that_have_changed_are_named_and_secrets_are_asked_for(edited, tmp_path, capsys):

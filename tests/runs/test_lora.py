@@ -127,11 +127,11 @@ def test_a_run_trains_adapters_alone(tiny, tmp_path, apart):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rollout": "hf"}, "adapters alone are pushed"),
-        ({"zero_stage": 3}, "adapters alone are pushed"),
-        ({"sleep": "engine"}, "adapters alone are pushed"),
-        ({"ref_policy_update_freq": 1, "beta": 0.1}, "--ref_policy_update_freq is for whole weights, not adapters"),
-        ({"record_batches": 1}, "--record_batches is for whole weights, not adapters"),
+        ({"rollout": "hf"}, "only the adapters are pushed"),
+        ({"zero_stage": 3}, "only the adapters are pushed"),
+        ({"sleep": "engine"}, "only the adapters are pushed"),
+        ({"ref_policy_update_freq": 1, "beta": 0.1}, "--ref_policy_update_freq supports complete weights"),
+        ({"record_batches": 1}, "--record_batches supports complete weights, not adapters"),
     ],
 )
 def test_what_needs_all_weights_is_refused(lora, tiny, tmp_path, capsys, change, words):

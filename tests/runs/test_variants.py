@@ -241,7 +241,7 @@ def test_distill_refuses_a_kl_in_rewards_that_it_does_not_learn_from(modules, ti
     with pytest.raises(SystemExit) as ended:
         modules["distill"].check_args(dataclasses.replace(args, kl_reward_norm="inside"))
     assert ended.value.code == 2
-    assert "--kl_reward_norm inside adds the KL to a reward that is not learned from" in capsys.readouterr().err
+    assert "--kl_reward_norm inside adds the KL to a reward that is not trained on" in capsys.readouterr().err
 
 
 def test_distill_learns_from_a_policy_that_does_not_end_its_answers(modules, tiny, tmp_path):
@@ -365,7 +365,7 @@ def test_sdpo_refuses_what_is_not_its_loss(modules, tiny, tmp_path, capsys):
         ({"beta": 0.0}, sampled),
         ({"kl_placement": "reward"}, sampled),
         ({"kl_estimator": "full"}, sampled),
-        ({"control": "random"}, "--control random: no reward is in the loss"),
+        ({"control": "random"}, "--control random: the loss uses no reward"),
     ):
         with pytest.raises(SystemExit) as ended:
             modules["sdpo"].check_args(dataclasses.replace(args, **change))
@@ -493,7 +493,7 @@ def test_dppo_refuses_the_mask_that_its_own_stands_for(modules, tiny, tmp_path, 
     with pytest.raises(SystemExit) as ended:
         modules["dppo"].check_args(dataclasses.replace(args, importance_sampling_mask=(0.5, 5.0)))
     assert ended.value.code == 2
-    assert "--importance_sampling_mask: DPPO has a mask of its own, --max_probability_change" in capsys.readouterr().err
+    assert "--importance_sampling_mask: DPPO masks by --max_probability_change" in capsys.readouterr().err
 
 
 # Whose policy loss has the weight of trainer against sampler from the ratio that it has already.

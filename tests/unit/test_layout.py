@@ -25,6 +25,7 @@ RANKS = [
         "runtime.cpu_norms",
         "runtime.machine",
         "runtime.reading",
+        "runtime.user_files",
     },
     {
         "runtime.presets",
