@@ -20,7 +20,6 @@ from __future__ import annotations
 import ast
 import collections
 import contextlib
-import importlib
 import json
 import math
 import numbers
@@ -31,19 +30,17 @@ import re
 import signal
 import sys
 import textwrap
-import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import TimeoutError, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
-from runtime import episodes, process, sandbox, user_files
-from runtime.algebra import parse_math, parts_of
+from runtime import episodes, sandbox, user_files
+from runtime.algebra import parts_of
 from runtime.answers import (
     LONGEST_ANSWER,
     NEGATED,
@@ -65,7 +62,8 @@ from runtime.gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.process import refuse
 from runtime.redaction import redact
 from runtime.sandbox import Sandbox
-from runtime.workers import Nursery, code_of_run
+from runtime.worker_pool import Failure, WorkerPool
+from runtime.workers import code_of_run
 
 STATUSES = ("ok", "timeout", "crash", "unscorable")
 
@@ -789,28 +787,6 @@ def check_reward_args(args) -> None:
 
 # ------------------------------------------------------------------------------------------------ the worker processes
 
-WORKER_MEMORY = 4 * 2**30  # bytes of address space
-
-
-def _prepare_workers(verifiers: list[str]) -> None:
-    """In the nursery: import what takes long, so that no worker does it again, and no sample's time pays for it."""
-    if "math" in verifiers:
-        parse_math("1")
-    if "reasoning_gym" in verifiers:
-        importlib.import_module("reasoning_gym")
-
-
-def _start_worker(verifiers: list[str], unsafe: bool) -> None:
-    """In a new worker: whom it lives for, its memory limit and its own sandboxes."""
-    import resource
-
-    process.live_for_parent()
-    sandbox.allow_unsafe = unsafe
-    sys.set_int_max_str_digits(0)  # what takes too long is killed; an exception here would be taken for a bug
-    if "code" in verifiers:
-        sandbox.namespaces_refused()  # starts the server of this worker's sandboxes
-    resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY, WORKER_MEMORY))
-
 
 def _as_reward(name: str, found) -> Reward:
     """What a verifier returned as a Reward. Raises TypeError or ValueError for what is neither that nor a number."""
@@ -868,61 +844,17 @@ def _verify(
 
 
 MANY = 16  # responses on each of which a verifier of the user's own must have raised before the run ends
-STARTS = 5  # of the workers, before a run gives up
 
 
-class RewardPool:
-    """Worker processes that each verify one sample at a time, forks of one that was started by spawn.
-
-    ``verifiers`` says which will be needed, so that their libraries are there before the first sample.
-    """
+class RewardPool(WorkerPool):
+    """Worker processes that each verify one sample at a time. ``verifiers``: those that will be needed."""
 
     def __init__(self, workers: int, timeout: float, verifiers=(), weights=None, unsafe: bool = False):
-        self.workers = workers
-        self.timeout = timeout
         self.weights = weights or {}
         self.shown: set[str] = set()  # statuses of which one was printed
         self.returned = set(VERIFIERS)  # verifiers that are known to return something
         self.raised: collections.Counter[str] = collections.Counter()
-        self.verifiers = sorted({name for v in verifiers for name in names_of(v)})
-        self.unsafe = unsafe
-        self.lock = threading.Lock()
-        self._start()
-
-    def _start(self) -> None:
-        from pebble import ProcessPool
-
-        self.nursery = Nursery(code_of_run(), _prepare_workers, self.verifiers)
-        self.pool = ProcessPool(
-            max_workers=self.workers,
-            context=self.nursery,
-            initializer=_start_worker,
-            initargs=[self.verifiers, self.unsafe],
-        )
-        self.starting = threading.Thread(target=self._open, daemon=True)
-        self.starting.start()  # while the models load
-        self.nursery.spawned.wait()
-
-    def _open(self) -> None:
-        try:
-            self.pool.schedule(find_verifier, args=["exact"])
-        except Exception:  # whatever it was: ``submit`` meets it again, and says so
-            pass
-        finally:
-            self.nursery.spawned.set()
-
-    def _make_ready(self) -> None:
-        """Start again where that is necessary. Raises RuntimeError where it cannot be done."""
-        with self.lock:
-            for _ in range(STARTS):
-                with contextlib.suppress(BrokenProcessPool):
-                    if self.pool.active:
-                        return
-                self.starting.join()
-                self.pool.stop()
-                self.nursery.close()
-                self._start()
-        raise RuntimeError("the verifier processes do not start")
+        super().__init__(_verify, workers, timeout, sorted({name for v in verifiers for name in names_of(v)}), unsafe)
 
     def check(self, problems) -> str:
         """Try each verifier of the user's own once, on the first problem's truth as response; return what is wrong.
@@ -942,39 +874,20 @@ class RewardPool:
                 self.returned |= set(names_of(future.asked[0]))
         return ""
 
-    def submit(self, verifier: str, response: str, truth: str, row: dict, tries: int = STARTS):
+    def submit(self, verifier: str, response: str, truth: str, row: dict) -> Future:
         """Start verifying one response; the returned future goes to ``result``."""
-        self._make_ready()
         names = names_of(verifier)
         texts = {path: text for name in names for path, text in source_of(name).items()}
-        arguments = [names, texts, self.weights, response, truth, row]
-        future = self.pool.schedule(_verify, args=arguments, timeout=self.timeout)
-        future.pool = self.pool
-        future.asked = (verifier, response, truth, row)
-        future.tries = tries
+        future = self.schedule(names, texts, self.weights, response, truth, row)
+        future.asked = (verifier, response, truth)
         return future
 
-    def _wait(self, future) -> tuple[Reward, set[str]]:
+    def _wait(self, future: Future) -> tuple[Reward, set[str]]:
         """Wait for (Reward, verifiers that raised), whatever became of the worker."""
-        from pebble import ProcessExpired
-
-        while not wait([future], timeout=1.0).done and future.pool.active:
-            pass  # pebble gives a pool up where a worker dies before it has read that it took a task
-        error = future.exception() if future.done() else BrokenProcessPool("given up, and what was queued is forgotten")
-        if error is None:
-            return future.result()
-        if isinstance(error, BrokenProcessPool):
-            if future.tries > 1:
-                return self._wait(self.submit(*future.asked, tries=future.tries - 1))
-            raise RuntimeError("the verifier processes do not start") from error
-        if isinstance(error, TimeoutError):
-            detail = f"killed after {self.timeout:g} s (--reward_timeout)"
-            return Reward(0.0, status="timeout", detail=detail), set()
-        if isinstance(error, ProcessExpired):
-            detail = f"the worker died: {error}, exit code {error.exitcode}"
-        else:  # whatever a verifier raises was caught in the worker
-            detail = f"what the worker was asked, or its answer, cannot be sent: {error!r}"
-        return Reward(0.0, status="crash", detail=detail), set()
+        found = self.outcome(future)
+        if isinstance(found, Failure):
+            return Reward(0.0, status=found.status, detail=found.detail), set()
+        return found
 
     def result(self, future) -> Reward:
         """Wait for one Reward; the first that is not ok is shown.
@@ -995,13 +908,6 @@ class RewardPool:
             about = f"{verifier} on {response[:200]!r}"
             print(redact(f"warning: first {reward.status} of a verification: {about}\n{reward.detail}"), flush=True)
         return reward
-
-    def close(self) -> None:
-        """Kill the workers, whatever they are doing; a sandbox dies with the worker that started it."""
-        self.starting.join()
-        self.pool.stop()
-        self.pool.join()
-        self.nursery.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- shaping

@@ -1,7 +1,7 @@
 """Typed values of the flags that have a structure: a model and its revision, JSON objects, chat templates, data sets.
 
-``RunFlags`` has a property for each of them, which is computed once; ``check`` reads them all, so an invalid value ends a
-run with exit code 2 before anything is loaded. The text of a flag stays what names a run.
+``RunFlags`` has a property for each of them, which is computed once. ``check`` reads them all, so an invalid value ends
+a run with exit code 2 before anything is loaded. The run's name and identity come from the text of the flags.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -66,12 +67,12 @@ def test_the_quickstart_is_what_it_was(of, tiny):
     """Bare, with flags, and with another small model: nothing is filled in, nothing said, the name as before."""
     for words in ((), ("--seed", "2"), ("--model_name_or_path", tiny)):
         args = parsed(*words, of=of)
-        before = vars(args).copy()
+        before = dataclasses.asdict(args)
         if not words:
             assert rundir.run_name(args, of.Args()) == f"{of.Args().exp_name}__seed=1"
         problems, held_out = data.load_problems(args, truth_error)
         defaults.fill(args, problems, held_out)
-        assert vars(args) == before
+        assert dataclasses.asdict(args) == before
         assert defaults.reasons(args, problems, held_out, memory.read_model(args.model_name_or_path), None) == []
 
 

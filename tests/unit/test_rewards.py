@@ -34,7 +34,7 @@ from rewards import (
     last_number,
     parse_weights,
 )
-from runtime import records, rundir, runlog, sandbox, verdict, workers
+from runtime import process, records, rundir, runlog, sandbox, verdict, worker_pool, workers
 from runtime.reading import control_of
 
 MINE = ROOT / "tests" / "verifiers.py"
@@ -316,14 +316,14 @@ def test_a_worker_that_outlives_its_nursery_is_killed():
 def test_what_a_verifier_needs_is_there_before_its_first_sample(monkeypatch, verifier):
     """And what the others would need is not."""
     started = []
-    monkeypatch.setattr(rewards.sandbox, "namespaces_refused", lambda: started.append("code"))
-    monkeypatch.setattr(rewards.process, "live_for_parent", lambda: None)
-    monkeypatch.setattr(rewards.sandbox, "allow_unsafe", False)
+    monkeypatch.setattr(sandbox, "namespaces_refused", lambda: started.append("code"))
+    monkeypatch.setattr(process, "live_for_parent", lambda: None)
+    monkeypatch.setattr(sandbox, "allow_unsafe", False)
     monkeypatch.setattr("resource.setrlimit", lambda *a: None)
     monkeypatch.setattr(sys, "set_int_max_str_digits", lambda digits: None)
-    monkeypatch.setattr(rewards.importlib, "import_module", started.append)
-    rewards._prepare_workers([verifier])
-    rewards._start_worker([verifier], unsafe=True)
+    monkeypatch.setattr(worker_pool.importlib, "import_module", started.append)
+    worker_pool.prepare_workers(rewards._verify, [verifier])
+    worker_pool.start_worker([verifier], unsafe=True)
     assert started == [verifier][verifier == "exact" :]
     assert sandbox.allow_unsafe, "--allow_unsafe_code_exec reaches the process that runs code"
 
@@ -594,6 +594,7 @@ def test_a_pool_that_is_not_closed_does_not_keep_its_program(tmp_path):
 
 EDITED = """
 import sys, time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import rewards
@@ -619,7 +620,7 @@ if __name__ == "__main__":
     score()
     print(found)
     print(rewards.code("f = lambda: 1", '[{"input": [], "output": 1}]', {"entry_point": "f"}).score)
-    pool.pool._pool_manager.handle_broken_pool(rewards.BrokenProcessPool("as if all workers had been killed"))
+    pool.pool._pool_manager.handle_broken_pool(BrokenProcessPool("as if all workers had been killed"))
     try:
         score()
     except RuntimeError as error:
