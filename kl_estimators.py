@@ -21,12 +21,15 @@ The gradient `unbiased` keeps any value and replaces its slope by ratio d. That 
 token changes the KL of later tokens; k1 in the reward, summed from each token to the end of the response, has the
 gradient of the sequence KL.
 
-Run this file to compute and print the table from the loss of grpo.py, the one that trains; studies/kl_demo.py trains
-small tables with each estimator.
+`python kl_estimators.py [SCRIPT]` computes and prints the table from the `token_loss` of SCRIPT (default: grpo.py), so
+an edited copy shows what its own loss does. studies/kl_demo.py trains small tables with each estimator.
 """
 
 import argparse
 import math
+import runpy
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -422,7 +425,7 @@ class TableRow(NamedTuple):
 
 
 def table_row(script: ModuleType, place: str, estimator: str, gradient: str, condition: str) -> TableRow:
-    """The row of one setting under one of CONDITIONS. ``script``: grpo or ppo, whose own loss is looked at."""
+    """Return the row of one setting under one of CONDITIONS. ``script``: grpo, ppo, or a copy, whose loss is used."""
     theta = torch.tensor(THETA, dtype=torch.float64, requires_grad=True)
     sampler_logits = THETA if condition == "fresh" else OLD
     old_logits = OLD if condition == "stale" else THETA
@@ -488,8 +491,22 @@ def print_table(script: ModuleType) -> None:
             print("{:8}{:6}{:9}{:+11.4f}{:6.3f}  {:33}{:+7.3f}{:6.3f}".format(*setting, *row))
 
 
-if __name__ == "__main__":
-    argparse.ArgumentParser(description="Print the table of all KL settings.").parse_args()
-    import grpo  # here, as a program, this file stands above the script that imports it
+def main(words: list[str]) -> None:
+    """Print the table of a script's loss."""
+    parser = argparse.ArgumentParser(description="Print the table of all KL settings, computed from a script's loss.")
+    default = Path(__file__).resolve().with_name("grpo.py")
+    parser.add_argument("script", nargs="?", type=Path, default=default, help="grpo.py, ppo.py, or an edited copy")
+    path = parser.parse_args(words).script
+    if not path.is_file():
+        parser.error(f"{path}: no such file; pass grpo.py, ppo.py, or an edited copy")
+    sys.path.insert(0, str(path.resolve().parent))  # where Python looks first when it runs the script
+    script = ModuleType("script")
+    vars(script).update(runpy.run_path(str(path), run_name="script"))
+    missing = [name for name in ("Args", "Tokens", "token_loss") if not hasattr(script, name)]
+    if missing:
+        parser.error(f"{path} does not define {', '.join(missing)}; pass grpo.py, ppo.py, or an edited copy")
+    print_table(script)
 
-    print_table(grpo)
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -154,8 +154,6 @@ class Args(flags.RunFlags):
     """Peak learning rate. 1e-6 is usual from 0.5B parameters on."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """Decay of AdamW's mean of gradients, and of its mean of squared gradients."""
-    adam_eps: float = 1e-8
-    """Epsilon added to the root of AdamW's second moment."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"

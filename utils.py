@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 
 OLDEST_GPU = (7, 5)  # compute capability of Turing: T4
+ADAM_EPS = 1e-8  # added to the root of AdamW's second moment
 MODERN_GPU = (8, 0)  # of Ampere, with which bfloat16, flash attention and Triton's support begin
 
 
@@ -503,7 +504,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], rate: float, args) -> tor
         parameters,
         lr=rate,
         betas=args.adam_betas,
-        eps=args.adam_eps,
+        eps=ADAM_EPS,
         weight_decay=args.weight_decay,
         fused=True,  # on CPUs, too: eight passes over the memory of an offloaded optimizer become one
     )

@@ -1,7 +1,7 @@
 """Episodes: responses of several turns, each of which an object of --environment answers in a process of its own.
 
 The engine's thread calls this between two steps and never waits for what it could do without. A turn that has ended is
-sent to its episode's process, and the answer is taken --turn_lag engine steps later, whenever it came, or earlier
+sent to its episode's process, and the answer is taken TURN_LAG engine steps later, whenever it came, or earlier
 where the engine has nothing else to compute: then all answers are. Only if one has not come by then does the engine
 wait. So which requests an engine step computes is counted, never timed: a run with tools repeats to the bit, and tools
 that take less than that many steps cost the others nothing.
@@ -39,6 +39,7 @@ from runtime.workers import Nursery, Worker, code_of_run
 
 AT_ONCE = 64  # rows that one process resets at the start
 START = 120.0  # seconds in which a file must load
+TURN_LAG = 128  # engine steps from the end of a turn to its answer, so that timing does not decide which steps it joins
 
 
 @functools.cache
@@ -99,8 +100,8 @@ def check(args) -> None:
     """Refuse an --environment that cannot work; one with a reward of its own becomes the default verifier."""
     if args.environment is None:
         for field in dataclasses.fields(args):
-            if field.name in ("max_turns", "turn_timeout", "turn_lag") and getattr(args, field.name) != field.default:
-                refuse(f"--{field.name}: is for an --environment, and there is none")
+            if field.name in ("max_turns", "turn_timeout") and getattr(args, field.name) != field.default:
+                refuse(f"--{field.name} {getattr(args, field.name)} has no effect without --environment; drop it")
         return
     for flag, wrong, why in (
         ("rollout hf", args.rollout == "hf", "only vLLM's thread has turns"),
@@ -307,7 +308,7 @@ class Episodes:
             episode.answer = self.answers.find(episode)
         if episode.answer is None:
             self.queue.append(episode)
-        episode.due = self.step + self.args.turn_lag
+        episode.due = self.step + TURN_LAG
         self.aside.append(episode)
         self._pump()
 

@@ -214,8 +214,6 @@ class RunFlags:
     """Turns of the model in a response; max_response_length is for all turns together, the environment's included."""
     turn_timeout: float = 10.0
     """Seconds for each answer of an environment; then its process is killed, and the model is told."""
-    turn_lag: int = 128
-    """Engine steps after which an answer is taken, however early it came; all are where nothing else is to compute."""
 
     # ---- evaluation
     eval_prompts: int = 64

@@ -130,7 +130,6 @@ EVIDENCE: dict[str, Row] = {
     "turn_timeout": row(
         0.2, "env/failures", **GAME | {"environment": "FILES/game.py:Late", "eval_prompts": 0, "total_steps": 1}
     ),
-    "turn_lag": row(1, "engine steps", **GAME),
     # ---- evaluation
     "eval_prompts": row(3, "held-out prompts"),
     "eval_samples": row(1, "evaluation responses"),
@@ -206,12 +205,11 @@ EVIDENCE: dict[str, Row] = {
     # ---- optimizer
     "learning_rate": row(1e-2, "optim/lr", "weights"),
     "adam_betas": row((0.5, 0.95), "weights"),
-    "adam_eps": row(1e-2, "weights"),
     "weight_decay": row(0.5, "weights"),
     "lr_scheduler_type": row("constant", "optim/lr", "weights"),
     "warm_up": row(1, "optim/lr", "weights"),
     "lr_min_ratio": row(0.9, "optim/lr", "weights"),
-    "max_grad_norm": row(0.01, "weights", adam_eps=1e-2),
+    "max_grad_norm": row(0.01, "weights"),
 }
 
 

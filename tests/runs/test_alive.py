@@ -102,7 +102,7 @@ def seen_here(tiny, tmp_path_factory):
     return see
 
 
-SAMPLE = ("adam_eps", "eval_samples")  # what was trained, what was written: the slow test tries every flag
+SAMPLE = ("weight_decay", "eval_samples")  # what was trained, what was written: the slow test tries every flag
 
 
 @pytest.mark.parametrize("flag", SAMPLE)
@@ -115,16 +115,16 @@ def test_a_flag_is_seen_to_change_what_its_row_says(seen_here, flag):
 
 
 def test_a_flag_that_is_not_read_is_found_dead(seen_here, monkeypatch):
-    """make_optimizer with an epsilon of its own: the row of --adam_eps has nothing to show then."""
+    """make_optimizer with a weight decay of its own: the row of --weight_decay has nothing to show then."""
     make = utils.make_optimizer
 
     def make_otherwise(parameters, rate, args):
-        return make(parameters, rate, dataclasses.replace(args, adam_eps=1e-8))
+        return make(parameters, rate, dataclasses.replace(args, weight_decay=0.0))
 
     monkeypatch.setattr(utils, "make_optimizer", make_otherwise)
-    row = evidence.EVIDENCE["adam_eps"]
-    tried = seen_here(adam_eps=row.tried, exp_name="another key")
-    assert "weights is the same" in "".join(alive.complaints("adam_eps", row, seen_here(), tried))
+    row = evidence.EVIDENCE["weight_decay"]
+    tried = seen_here(weight_decay=row.tried, exp_name="another key")
+    assert "weights is the same" in "".join(alive.complaints("weight_decay", row, seen_here(), tried))
 
 
 # ----------------------------------------------------------------------------------------------- every flag, each alone

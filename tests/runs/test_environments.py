@@ -30,8 +30,8 @@ from runtime import episodes, watchdog
 
 FILE = ROOT / "tests" / "environments.py"
 FEW = ("--verifier", "environment", "--max_response_length", "64", "--max_turns", "3", "--total_steps", "3")
-# The random model seldom earns anything; the entropy moves its weights. (Adam without the sign of what is about 0.)
-FEW += ("--entropy_coeff", "0.05", "--learning_rate", "1e-3", "--adam_eps", "1e-3")
+# The random model seldom earns anything; the entropy moves its weights.
+FEW += ("--entropy_coeff", "0.05", "--learning_rate", "1e-3", "--external_lib", "tests.soft_adam")
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_a_run_killed_with_a_tool_under_way_resumes_to_the_weights_of_one_that_w
     """The tool's answers are random. What was answered is given again; the straight run is given all of it."""
     calls = tmp_path / "calls"
     monkeypatch.setenv("FICKLE", str(calls))
-    more = ("--total_steps", "4", "--save_every", "1", "--turn_timeout", "100", "--turn_lag", "2")
+    more = ("--total_steps", "4", "--save_every", "1", "--turn_timeout", "100")
     parts = line(chatty, tmp_path / "parts", "Fickle", *more)
     codes = []
     start = lambda: codes.extend(forked(parts[1:], tmp_path / "parts.log", vllm=True, timeout=1500)[0])  # noqa: E731
@@ -358,7 +358,7 @@ TOOLS = (0, 0.5)  # seconds
 
 
 def throughput(model: str) -> None:
-    """What one engine takes for four turns of each of 32 episodes, by the tool's seconds and --turn_lag."""
+    """What one engine takes for four turns of each of 32 episodes, by the tool's seconds and TURN_LAG."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
     args = grpo.Args(
@@ -398,7 +398,7 @@ def throughput(model: str) -> None:
 
     def taken(tool: float | None, lag: int) -> str:
         nonlocal steps
-        args.turn_lag = lag
+        episodes.TURN_LAG = lag
         steps = 0
         row = [] if tool is None else [{"answer": "none", "seconds": tool}]
         started = time.perf_counter()
@@ -412,7 +412,7 @@ def throughput(model: str) -> None:
         taken(0, 8)  # a warm-up
         tokens = sum(map(sum, lengths))
         print(f"{name}, {tokens} in all: in one turn {taken(None, 8)}; in four, a tool of ... s:", flush=True)
-        print(f"{'--turn_lag':>18}" + "".join(f"{tool:>32}" for tool in TOOLS))
+        print(f"{'TURN_LAG':>18}" + "".join(f"{tool:>32}" for tool in TOOLS))
         for lag, count in LAGS.items():
             print(f"{lag:>18}" + "".join(f"{taken(tool, count):>32}" for tool in TOOLS), flush=True)
     os._exit(0)  # as a run ends that has said all: the tools' processes go with this one

@@ -20,6 +20,7 @@ from runtime.flags import RunFlags
 from runtime.records import Problem
 
 FILE = ROOT / "tests" / "environments.py"
+TURN_LAG = episodes.TURN_LAG
 
 
 @functools.cache
@@ -28,7 +29,7 @@ def tokenizer_of(tiny):
 
 
 def arguments(tiny, name: str, **more) -> RunFlags:
-    values = {"max_turns": 20, "turn_timeout": 20.0, "turn_lag": 2, "max_response_length": 100_000}
+    values = {"max_turns": 20, "turn_timeout": 20.0, "max_response_length": 100_000}
     values |= {"environment": f"{FILE}:{name}", **more}
     return RunFlags(model_name_or_path=str(tiny), **values)
 
@@ -73,10 +74,11 @@ class Player:
 
 
 @pytest.fixture
-def player(tiny):
+def player(tiny, monkeypatch):
     made = []
 
-    def make(name: str, **more) -> Player:
+    def make(name: str, lag: int = 2, **more) -> Player:
+        monkeypatch.setattr(episodes, "TURN_LAG", lag)
         made.append(Player(tiny, name, **more))
         return made[-1]
 
@@ -155,7 +157,7 @@ def test_the_other_episodes_go_on_while_one_hangs(player):
 
 
 def test_an_answer_is_taken_after_so_many_steps_however_fast_it_came(player):
-    one = player("Tools", turn_lag=5)
+    one = player("Tools", lag=5)
     episode = one.begin()
     one.says(episode, call("add", number=2))
     time.sleep(0.5)
@@ -164,7 +166,7 @@ def test_an_answer_is_taken_after_so_many_steps_however_fast_it_came(player):
 
 def test_what_nothing_else_runs_beside_is_taken_at_once(player):
     """All that wait, in the order in which their turns ended; how long the tools take decides nothing."""
-    one = player("Late", turn_lag=100)
+    one = player("Late", lag=100)
     first, second = one.begin(0, seconds=1.0), one.begin(1, seconds=0.0)
     one.says(first, "1")
     assert list(one.episodes.due(idle=False)) == []
@@ -178,7 +180,7 @@ def test_what_nothing_else_runs_beside_is_taken_at_once(player):
 
 def test_what_has_ended_is_handed_on_before_anything_is_waited_for(player):
     """The engine may pause for new weights first."""
-    one = player("Late", turn_lag=100)
+    one = player("Late", lag=100)
     first, second = one.begin(0, seconds=1.0), one.begin(1)
     second.row = None
     one.says(first, "1")
@@ -189,7 +191,7 @@ def test_what_has_ended_is_handed_on_before_anything_is_waited_for(player):
 
 def test_all_processes_end_with_the_engine(player):
     """That of an episode whose turn the engine computes, that of one that waits, and one that works."""
-    one = player("Late", turn_lag=100)
+    one = player("Late", lag=100)
     first, second, third = (one.begin(k, seconds=600.0 * (k == 2)) for k in range(3))
     one.says(first, "1")
     assert one.steps() == [first]
@@ -217,7 +219,7 @@ def test_only_so_many_processes_work_at_once(player):
 
 def test_a_process_that_is_free_is_asked_before_an_answer_is_due(player):
     """Two episodes and room for one: the second tool works while the first answer waits to be taken."""
-    one = player("Tools", turn_lag=1_000_000)
+    one = player("Tools", lag=1_000_000)
     one.episodes.about = one.episodes.about | {"at_once": 1}
     first, second = one.begin(0), one.begin(1)
     for episode in (first, second):
@@ -278,14 +280,14 @@ def seconds(one: Player, lengths: list[list[int]], step: float, tool: float) -> 
 
 def test_slow_tools_do_not_stall_the_engine_and_fast_ones_gain(player):
     """Against turn-synchronous, which a lag is that no turn reaches."""
-    lags = {"8": 8, "32": 32, "128": RunFlags.turn_lag, "512": 512, "turn-synchronous": 10**9}
+    lags = {"8": 8, "32": 32, "128": TURN_LAG, "512": 512, "turn-synchronous": 10**9}
     ratios = {lag: [] for lag in lags}
     for name, lengths in LENGTHS.items():
         for step in (0.005, 0.025):
             print(f"\nturns of {name}, {1000 * step:g} ms a step: seconds with a tool of 0, 0.05, 0.5, 5 s")
             found = {}
             for lag, count in lags.items():
-                one = player("Late", turn_lag=count, max_turns=4)
+                one = player("Late", lag=count, max_turns=4)
                 found[lag] = [seconds(one, lengths, step, tool) for tool in (0.0, 0.05, 0.5, 5.0)]
                 print(f"{lag:>16}" + "".join(f"{value:8.2f}" for value in found[lag]))
             for lag in lags:

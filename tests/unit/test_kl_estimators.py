@@ -5,6 +5,8 @@ The formulas here are written a second time, from their definitions, and differe
 
 import itertools
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -643,6 +645,41 @@ def test_the_table_is_that_of_both_scripts():
     for condition in kl.CONDITIONS:
         for setting in kl.SETTINGS:
             assert kl.table_row(grpo, *setting, condition) == kl.table_row(ppo, *setting, condition)
+
+
+def test_the_program_prints_the_table_of_the_script_it_is_given(monkeypatch, tmp_path, capsys):
+    """grpo.py without an argument. A copy whose k2 is wrong by a factor of 2 differs in the rows of k2 in the loss."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    kl.print_table(grpo)
+    expected = capsys.readouterr().out
+    kl.main([])
+    assert capsys.readouterr().out == expected
+    text = Path(grpo.__file__).read_text()
+    right = "kl_T = d_T.square() / 2"
+    assert text.count(right) == 1
+    (tmp_path / "mine.py").write_text(text.replace(right, "kl_T = d_T.square()"))
+    kl.main([str(tmp_path / "mine.py")])
+    rows = list(zip(expected.splitlines(), capsys.readouterr().out.splitlines(), strict=True))
+    changed = [(before, after) for before, after in rows if before != after]
+    assert len(changed) == 2 * len(kl.CONDITIONS)
+    assert all(before.split()[:2] == after.split()[:2] == ["loss", "k2"] for before, after in changed)
+    fresh = changed[0]
+    assert fresh[0].split()[2] == "naive" and kl.REVERSE in fresh[0] and kl.NONE in fresh[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "no such file"), ("Args = Tokens = object\n", "does not define token_loss"), ("x = 1\n", "Args, Tokens")],
+)
+def test_a_file_without_a_loss_is_rejected(monkeypatch, tmp_path, capsys, text, words):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "mine.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit) as end:
+        kl.main([str(file)])
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and str(file) in message and words in message
 
 
 def test_table_prints_the_golden_numbers(capsys):

@@ -55,9 +55,8 @@ def module_files() -> dict[str, Path]:
 
 
 def project_imports(path: Path) -> list[tuple[str, bool]]:
-    """(module of the project, whether a function imports it) for each import in a file, as long as it is no program."""
+    """(module of the project, whether a function imports it) for each import in a file, also under ``__main__``."""
     tree = ast.parse(path.read_text())
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__main__" in ast.dump(node.test))]
     inside = {id(node) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.Lambda) for node in ast.walk(f)}
     found = []
     for node in ast.walk(tree):

@@ -17,11 +17,20 @@ import torch.nn.functional as F
 from helpers import ROOT, command, finish, folder_of, interrupted, read_jsonl, record, run_here, tiny_args
 from transformers import AutoModelForCausalLM
 
+import utils
 from runtime import batching, flags, recorder
 
 # Moves far enough in each step for ratios to leave the clip and for the reference to be left behind.
-LEARNS = {"learning_rate": 3e-3, "adam_eps": 1e-3, "beta": 0.05, "total_steps": 3, "run_name": "run"}
+LEARNS = {"learning_rate": 3e-3, "beta": 0.05, "total_steps": 3, "run_name": "run"}
 RECORDS = {"record_batches": 3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def soft_adam():
+    """Give AdamW the large epsilon of tests/soft_adam.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "ADAM_EPS", 1e-3)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -612,6 +621,7 @@ def test_angles_and_norms_of_the_kl_are_those_of_its_gradients(single):
 def test_two_ranks_record_what_one_does(tiny, tmp_path):
     """The batch has the samples of both ranks, and its gradient is that of the run."""
     given = [f"--{name}={value}" for name, value in {**LEARNS, **RECORDS}.items()]
+    given.append("--external_lib=tests.soft_adam")
     finish(command(tiny, tmp_path, *given, ranks=2), tmp_path / "log")
     folder = tmp_path / "run"
     batch = replay.read_batch(folder / "batches" / "step_000003")

@@ -1020,8 +1020,8 @@ def test_a_control_that_would_leak_the_reward_is_refused(capsys, changes, says):
 
 def test_a_run_refuses_what_is_for_an_environment_where_there_is_none(capsys):
     with pytest.raises(SystemExit):
-        rewards.check_reward_args(ppo.Args(turn_lag=7))
-    assert "--turn_lag: is for an --environment" in capsys.readouterr().err
+        rewards.check_reward_args(ppo.Args(max_turns=7))
+    assert "--max_turns 7 has no effect without --environment" in capsys.readouterr().err
 
 
 def test_a_run_refuses_a_control_that_leaks(capsys):
