@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime import data, episodes, flags, process, rundir
+from runtime import data, flags, process, rundir
 from runtime import defaults as defaults_of_data
 from runtime.records import Problem
 
@@ -43,15 +43,13 @@ def preflight(
         flags.check_training(args)
         flags.check_model(args)
     if world_size == 0:
-        folder, _ = rundir.open_run(args, defaults)  # ends here, as on the trainers, where the run is finished
-        episodes.records.folder = folder / "answers"
+        rundir.open_run(args, defaults)  # ends here, as on the trainers, where the run is finished
         if args.dry_run:
             raise SystemExit(0)
         process.prepare_environment(args.dtype)
         return None
     folder, start = rundir.open_run(args, defaults, world_size)
     rundir.check_disk(args, folder)
-    episodes.records.folder = folder / "answers"
     args.kept = rundir.earlier_choices(args, folder)
     process.prepare_environment(args.kept.get("dtype", args.dtype))
     return problems, eval_problems, folder, start
