@@ -872,10 +872,14 @@ def prompts_at(position: int, count: int, num_problems: int, seed: int) -> list[
     return found
 
 
+def seed_from(text: str) -> int:
+    """Return a seed of 32 bits that follows from a text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
 def sampling_seed(seed: int, step: int | str, prompt_id: int, sample_id: int) -> int:
     """Seed of one response: it depends on these four numbers, not on what the engine did before."""
-    hashed = hashlib.sha256(f"{seed}/{step}/{prompt_id}/{sample_id}".encode()).digest()
-    return int.from_bytes(hashed[:4], "little")
+    return seed_from(f"{seed}/{step}/{prompt_id}/{sample_id}")
 
 
 def requests(chosen: Sequence[int], count: int, seed: int, step: int | str) -> list[Request]:

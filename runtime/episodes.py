@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 import time
@@ -116,8 +115,7 @@ def check(args) -> None:
 
 def seed_of(row: dict) -> int:
     """Seed of an object's random numbers: the same for all samples of a row, at every time."""
-    text = json.dumps(row, sort_keys=True, default=str)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+    return data.seed_from(json.dumps(row, sort_keys=True, default=str))
 
 
 def first_turns(problems: list[Problem], tokenizer, args) -> dict[str, Any]:
@@ -195,10 +193,7 @@ class Episode:
 
     def request(self) -> tuple[dict, dict, int]:
         """(prompt, sampling parameters, seed) of its next turn."""
-        seed = self.seed
-        if self.turns:
-            hashed = hashlib.sha256(f"{self.seed}/{len(self.turns)}".encode()).digest()
-            seed = int.from_bytes(hashed[:4], "little")
+        seed = data.seed_from(f"{self.seed}/{len(self.turns)}") if self.turns else self.seed
         left = self.sampling["max_tokens"] - len(self.ids)
         return self.prompt_ids + self.ids, self.sampling | {"max_tokens": left}, seed
 
