@@ -25,7 +25,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -36,7 +35,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from runtime import process, workers
-from runtime.watchdog import Mailbox
+from runtime.watchdog import Mailbox, Outbox
 from runtime.weights import finish_gpu_work
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -266,21 +265,6 @@ def opened(handle: tuple) -> torch.Tensor:
     return rebuild_cuda_tensor(*handle[:DEVICE], 0, *handle[DEVICE + 1 :])
 
 
-class Outbox:
-    """What the script's thread function takes for its outbox. An exception travels as its text."""
-
-    abandoned = False  # then the process is killed
-
-    def __init__(self, line: Connection):
-        self.line = line
-
-    def put(self, message: tuple) -> None:
-        """Send a message."""
-        if message[0] == "error":
-            message = ("error", RuntimeError("".join(traceback.format_exception(message[1]))))
-        self.line.send(message)
-
-
 def serve(line: Connection, thread: Callable, setting: tuple, code: dict[Path, str]) -> None:
     """The engine's process from its start to its end.
 
@@ -298,7 +282,7 @@ def serve(line: Connection, thread: Callable, setting: tuple, code: dict[Path, s
     process.prepare_environment()
     multiprocessing.set_start_method("fork", force=True)  # as in the trainer: then its locks leave no names behind
     multiprocessing.current_process()._config["daemon"] = False  # such processes have no children: environments do
-    outbox = Outbox(line)
+    outbox = Outbox(line.send)
     try:
         changed = workers.changed_files(code, workers.loaded_files())
         if changed:

@@ -44,6 +44,21 @@ class Mailbox(queue.Queue):
     abandoned = False  # nobody reads it any more: another engine has taken this one's place
 
 
+class Outbox(Mailbox):
+    """The outbox of an engine in another process than its trainer: ``send`` sends a message there."""
+
+    def __init__(self, send: Callable[[tuple], None]):
+        super().__init__()
+        self.send = send
+
+    def put(self, message: tuple) -> None:
+        """Send a message; an exception travels as its text."""
+        if message[0] == "error":
+            message = ("error", RuntimeError("".join(traceback.format_exception(message[1]))))
+        if not self.abandoned:
+            self.send(message)
+
+
 def explain_restart(error: Exception, left: int) -> None:
     """Print why an engine failed, and let go of what its traceback holds: the engine, with all its memory."""
     print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
