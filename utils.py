@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl, kl_setting_message, kl_values
-from runtime import cpu_norms, data, episodes, fitting, flags, machine, rundir, runlog
+from runtime import cpu_norms, data, episodes, fitting, flags, machine, process, rundir, runlog
 from runtime.attention import attention_inputs, check_mask_size, choose_layout, grouped_attention, varlen_attention
 from runtime.batching import ROW_MULTIPLE, MicroBatch, flat, micro_batches, per_token, token_offsets
 from runtime.flags import check_override, is_dropout
@@ -312,7 +312,7 @@ def begin(args, ready: tuple) -> Run:
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
     device, dtype, attention = resolve_device(args)
-    world_size = int(os.environ["WORLD_SIZE"])
+    world_size = process.world_size()
     model = read_model(args.model_name_or_path)
     setting = memory_setting(args, dtype, world_size)
     sizes, reason = fitting.sizes_for(args, model, setting)
@@ -328,7 +328,7 @@ def begin(args, ready: tuple) -> Run:
         eval_problems=eval_problems,
         tokenizer=tokenizer,
         total_steps=flags.total_steps(args, len(problems)),
-        rank=int(os.environ["RANK"]),
+        rank=process.rank(),
         world_size=world_size,
         device=device,
         dtype=dtype,
@@ -437,7 +437,7 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
     bucket = reduce_bucket(cuda)
     zero = {
         "stage": args.zero_stage,
-        "overlap_comm": cuda and int(os.environ.get("WORLD_SIZE", "1")) > 1,
+        "overlap_comm": cuda and process.world_size() > 1,
         "contiguous_gradients": True,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,

@@ -27,8 +27,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 import torch
 import torch.distributed as dist
 
-from runtime import network
-from runtime.process import launch_size
+from runtime import network, process
 from runtime.watchdog import Mailbox, Outbox, Watch, board
 
 Weights = list[tuple[str, torch.Tensor]]
@@ -78,8 +77,8 @@ class Engines:
     """
 
     def __init__(self, args, watch: Watch):
-        self.rank = int(os.environ["RANK"])
-        self.trainers = int(os.environ["WORLD_SIZE"])
+        self.rank = process.rank()
+        self.trainers = process.world_size()
         self.count = args.vllm_engines
         self.shards = args.vllm_tensor_parallel_size
         self.timeout = args.timeout
@@ -240,7 +239,7 @@ def serve(args, thread: Callable) -> None:
     watch = Watch(args.timeout)
     shards = args.vllm_tensor_parallel_size
     ranks = args.vllm_engines * shards
-    trainers = launch_size() - ranks
+    trainers = process.launch_size() - ranks
     place = watch.rank - trainers
     engine, shard = divmod(place, shards)
     store = board(watch.host, watch.port)  # a wait there would hold up the watchdog's connection

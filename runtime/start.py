@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,9 +27,8 @@ def preflight(
         checks: what only this script refuses, and what the verifiers do.
         truth_error: what is wrong with the ground truth of a row, for the verifiers.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     process.listen_for_signals()
-    flags.check(args, world_size)
+    flags.check(args, process.world_size())
     flags.check_training(args)
     flags.check_kl(args)
     for check in checks:

@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 
 from runtime import network
-from runtime.process import launch_size, several_nodes
+from runtime.process import launch_size, rank, several_nodes
 from runtime.redaction import redact
 
 
@@ -89,7 +89,7 @@ class Watch:
     current: Watch | None = None  # the one that watches this process
 
     def __init__(self, timeout: float) -> None:
-        self.rank = int(os.environ["RANK"])
+        self.rank = rank()
         self.count = launch_size()
         self.limit = timeout
         self.ended = threading.Event()
