@@ -38,7 +38,7 @@ from runtime.attention import attention_inputs, check_mask_size, choose_layout, 
 from runtime.batching import ROW_MULTIPLE, MicroBatch, flat, micro_batches, per_token, token_offsets
 from runtime.flags import check_override, is_dropout
 from runtime.memory import FULL_KL_SAMPLES, Setting, logit_block, read_model, reduce_bucket
-from runtime.process import refuse, resident_bytes, sync, trim_heap
+from runtime.process import refuse, resident_bytes, trim_heap
 from runtime.records import Problem, Sample
 from runtime.sources import split_revision
 from runtime.watchdog import Watch
@@ -959,9 +959,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
     shutil.rmtree(beside, ignore_errors=True)
     yield beside
     for path in beside.iterdir():
-        sync(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    beside.rename(folder)
+        process.sync(path)
+    process.replace_folder(folder, beside)
 
 
 def gather_samples(mine: list[Sample]) -> list[Sample]:

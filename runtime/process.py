@@ -14,6 +14,7 @@ import io
 import math
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -306,6 +307,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_folder(folder: Path, partial: Path) -> None:
+    """Rename the written files ``partial`` to ``folder`` on the disk, in place of what was there."""
+    sync(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)
+    sync(folder.parent)
 
 
 def write_whole(path: Path, text: str | Iterable[str]) -> None:
