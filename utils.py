@@ -33,11 +33,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl, kl_setting_message, kl_values
-from runtime import cpu_norms, data, episodes, fitting, flags, machine, rundir, runlog
+from runtime import cpu_norms, data, episodes, fitting, flags, machine, process, rundir, runlog
 from runtime.attention import attention_inputs, check_mask_size, choose_layout, grouped_attention, varlen_attention
 from runtime.batching import ROW_MULTIPLE, MicroBatch, flat, micro_batches, per_token, token_offsets
 from runtime.memory import FULL_KL_SAMPLES, Setting, logit_block, read_model, reduce_bucket
-from runtime.process import refuse, resident_bytes, sync, trim_heap
+from runtime.process import refuse, resident_bytes, trim_heap
 from runtime.records import Problem, Sample
 from runtime.values import is_dropout
 from runtime.watchdog import Watch
@@ -274,7 +274,7 @@ def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
     """The fraction of a GPU's memory that an engine takes: beside a trainer what leaves it room."""
     if args.vllm_engines > 0:
         return flags.sizes(args, True).vllm_gpu_memory_utilization
-    model = read_model(args.model_name_or_path)
+    model = read_model(args.model)
     sizes, _ = fitting.sizes_for(args, model, memory_setting(args, dtype, world_size))
     return sizes.vllm_gpu_memory_utilization
 
@@ -311,8 +311,8 @@ def begin(args, ready: tuple) -> Run:
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
     device, dtype, attention = resolve_device(args)
-    world_size = int(os.environ["WORLD_SIZE"])
-    model = read_model(args.model_name_or_path)
+    world_size = process.world_size()
+    model = read_model(args.model)
     setting = memory_setting(args, dtype, world_size)
     sizes, reason = fitting.sizes_for(args, model, setting)
     modern = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MODERN_GPU
@@ -327,7 +327,7 @@ def begin(args, ready: tuple) -> Run:
         eval_problems=eval_problems,
         tokenizer=tokenizer,
         total_steps=flags.total_steps(args, len(problems)),
-        rank=int(os.environ["RANK"]),
+        rank=process.rank(),
         world_size=world_size,
         device=device,
         dtype=dtype,
@@ -436,7 +436,7 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
     bucket = reduce_bucket(cuda)
     zero = {
         "stage": args.zero_stage,
-        "overlap_comm": cuda and int(os.environ.get("WORLD_SIZE", "1")) > 1,
+        "overlap_comm": cuda and process.world_size() > 1,
         "contiguous_gradients": True,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
@@ -958,9 +958,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
     shutil.rmtree(beside, ignore_errors=True)
     yield beside
     for path in beside.iterdir():
-        sync(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    beside.rename(folder)
+        process.sync(path)
+    process.replace_folder(folder, beside)
 
 
 def gather_samples(mine: list[Sample]) -> list[Sample]:

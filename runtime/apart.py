@@ -25,7 +25,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -35,8 +34,8 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from runtime import episodes, process, workers
-from runtime.watchdog import Mailbox
+from runtime import process, workers
+from runtime.watchdog import Mailbox, Outbox
 from runtime.weights import finish_gpu_work
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -168,7 +167,7 @@ class EngineProcess:
     def _start(self, setting: tuple) -> tuple[BaseProcess, Connection]:
         """Start the engine's process; the line to it. The kernel will end it with the thread that calls this."""
         line, theirs = multiprocessing.Pipe()
-        work = (theirs, self.thread, setting, self.code, episodes.records.folder)
+        work = (theirs, self.thread, setting, self.code)
         child = multiprocessing.get_context("spawn").Process(target=serve, args=work, daemon=True)
         with signals_blocked(), own_gpu_alone():
             child.start()
@@ -266,22 +265,7 @@ def opened(handle: tuple) -> torch.Tensor:
     return rebuild_cuda_tensor(*handle[:DEVICE], 0, *handle[DEVICE + 1 :])
 
 
-class Outbox:
-    """What the script's thread function takes for its outbox. An exception travels as its text."""
-
-    abandoned = False  # then the process is killed
-
-    def __init__(self, line: Connection):
-        self.line = line
-
-    def put(self, message: tuple) -> None:
-        """Send a message."""
-        if message[0] == "error":
-            message = ("error", RuntimeError("".join(traceback.format_exception(message[1]))))
-        self.line.send(message)
-
-
-def serve(line: Connection, thread: Callable, setting: tuple, code: dict[Path, str], folder: Path | None) -> None:
+def serve(line: Connection, thread: Callable, setting: tuple, code: dict[Path, str]) -> None:
     """The engine's process from its start to its end.
 
     Args:
@@ -289,7 +273,6 @@ def serve(line: Connection, thread: Callable, setting: tuple, code: dict[Path, s
         thread: the script's function, which builds and steps the engine.
         setting: what it takes, but for inbox and outbox.
         code: what ``workers.loaded_code`` said when the run began.
-        folder: where answers of environments are recorded.
     """
     process.live_for_parent()
     if os.getppid() != multiprocessing.parent_process().pid:  # it ended before this process could ask to end with it
@@ -299,8 +282,7 @@ def serve(line: Connection, thread: Callable, setting: tuple, code: dict[Path, s
     process.prepare_environment()
     multiprocessing.set_start_method("fork", force=True)  # as in the trainer: then its locks leave no names behind
     multiprocessing.current_process()._config["daemon"] = False  # such processes have no children: environments do
-    episodes.records.folder = folder
-    outbox = Outbox(line)
+    outbox = Outbox(line.send)
     try:
         changed = workers.changed_files(code, workers.loaded_files())
         if changed:

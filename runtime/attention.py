@@ -54,21 +54,14 @@ def attention_inputs(batch: MicroBatch, model) -> dict[str, Any]:
     return {"attention_mask": _shared_mask(batch, model, window)}  # Mistral, Phi-3: every layer has the window
 
 
-def _shared_mask(
-    batch: MicroBatch,
-    model,
-    window: int | None,
-) -> torch.Tensor | BlockMask:
+def _shared_mask(batch: MicroBatch, model, window: int | None) -> torch.Tensor | BlockMask:
     if model.config.get_text_config()._attn_implementation == "flex_attention":
         return block_mask(batch.ends, batch.position_ids, window)
     return dense_mask(batch.ends, batch.position_ids, window, model.dtype)
 
 
 def dense_mask(
-    ends_BS: torch.Tensor,
-    positions_BS: torch.Tensor,
-    window: int | None,
-    dtype: torch.dtype,
+    ends_BS: torch.Tensor, positions_BS: torch.Tensor, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """0 where a token (row of the last two dimensions) sees another (column), else the lowest number: [B, 1, S, S]."""
     places_S = torch.arange(ends_BS.shape[1], device=ends_BS.device)
@@ -82,11 +75,7 @@ def dense_mask(
     return mask[:, None]
 
 
-def block_mask(
-    ends_BS: torch.Tensor,
-    positions_BS: torch.Tensor,
-    window: int | None,
-) -> BlockMask:
+def block_mask(ends_BS: torch.Tensor, positions_BS: torch.Tensor, window: int | None) -> BlockMask:
     """The same for FlexAttention, from the extremes of each block of 128 places: nothing of size [S, S] is computed.
 
     A block of queries skips a block of keys that none of it sees, and evaluates the rule only where some are seen and
@@ -204,13 +193,7 @@ def varlen_attention(
     return output.unflatten(0, (rows, length)), None
 
 
-def mask_bytes(
-    layout: str,
-    attention: str,
-    budget: int,
-    dtype: torch.dtype,
-    args,
-) -> int:
+def mask_bytes(layout: str, attention: str, budget: int, dtype: torch.dtype, args) -> int:
     """Bytes of the largest dense mask that micro-batches of ``budget`` tokens may need.
 
     Shared rows have a mask in the model's dtype. Those of packed and padded rows are transformers' own, of booleans for
@@ -229,13 +212,7 @@ def mask_bytes(
     return budget * widths[layout] * (1 if boolean else dtype.itemsize)
 
 
-def choose_layout(
-    args,
-    sizes: Sizes,
-    cuda: bool,
-    dtype: torch.dtype,
-    attention: str,
-) -> tuple[str, str, str]:
+def choose_layout(args, sizes: Sizes, cuda: bool, dtype: torch.dtype, attention: str) -> tuple[str, str, str]:
     """(layout of the rows, attention implementation, why) for ``--batch_layout`` and ``--attn_implementation``.
 
     cuda: on a GPU for which FlexAttention and flash kernels are made. attention: as ``utils.resolve_device`` has it, by
@@ -251,23 +228,17 @@ def choose_layout(
     budget = max(sizes.micro_batch_tokens, sizes.logprob_micro_batch_tokens)
     mask = mask_bytes("shared", attention, budget, dtype, args)
     if args.batch_layout != "auto":
-        layout = args.batch_layout
-        reason = "--batch_layout"
+        layout, reason = args.batch_layout, "--batch_layout"
     elif "flash" in attention or attention == "varlen":
-        layout = "packed"
-        reason = f"{attention} takes no mask"
+        layout, reason = "packed", f"{attention} takes no mask"
     elif free and alone and half:
-        layout = "packed"
-        reason = "there is hardly a prompt to share"
+        layout, reason = "packed", "there is hardly a prompt to share"
     elif free or attention == "flex_attention":
-        layout = "shared"
-        reason = "on a GPU"
+        layout, reason = "shared", "on a GPU"
     elif mask <= MASK_LIMIT:
-        layout = "shared"
-        reason = f"masks of at most {mask / 2**20:.0f} MiB"
+        layout, reason = "shared", f"masks of at most {mask / 2**20:.0f} MiB"
     else:
-        layout = "padded"
-        reason = f"masks of shared rows could take {mask / 2**30:.1f} GiB"
+        layout, reason = "padded", f"masks of shared rows could take {mask / 2**30:.1f} GiB"
     if free:
         packed = "varlen" if half else "sdpa"
         widest = min(budget, args.max_prompt_length + args.num_samples_per_prompt_rollout * args.max_response_length)

@@ -68,11 +68,7 @@ def flat(parts: list[np.ndarray], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(whole).to(device)
 
 
-def per_token(
-    values: list[float],
-    offsets: list[int],
-    device: torch.device | str = "cpu",
-) -> torch.Tensor:
+def per_token(values: list[float], offsets: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
     """One value per sample -> [N + 1]: that of its sample for each token, and a 0 for idle tokens."""
     lengths = torch.tensor([*np.diff(offsets), 1])
     whole = torch.tensor([*values, 0]).repeat_interleave(lengths)
@@ -189,13 +185,7 @@ def sample_length(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.response_ids)
 
 
-def make_rows(
-    samples: list[Sample],
-    indices: list[int],
-    layout: str,
-    budget: int,
-    most: int,
-) -> list[list[int]]:
+def make_rows(samples: list[Sample], indices: list[int], layout: str, budget: int, most: int) -> list[list[int]]:
     """Lists of samples that share a row of at most ``budget`` tokens and ``most`` samples.
 
     shared: samples of one prompt, the prompt once. packed: any samples, first fit by decreasing length. padded: one.
@@ -207,12 +197,7 @@ def make_rows(
     return _shared_rows(samples, indices, budget, most)
 
 
-def _packed_rows(
-    samples: list[Sample],
-    indices: list[int],
-    budget: int,
-    most: int,
-) -> list[list[int]]:
+def _packed_rows(samples: list[Sample], indices: list[int], budget: int, most: int) -> list[list[int]]:
     """First fit by decreasing length."""
     rows: list[list[int]] = []
     used: list[int] = []  # tokens of each row
@@ -230,12 +215,7 @@ def _packed_rows(
     return rows
 
 
-def _shared_rows(
-    samples: list[Sample],
-    indices: list[int],
-    budget: int,
-    most: int,
-) -> list[list[int]]:
+def _shared_rows(samples: list[Sample], indices: list[int], budget: int, most: int) -> list[list[int]]:
     """Samples of one prompt in the order of ``indices``, as many per row as fit."""
     rows: list[list[int]] = []
     used: list[int] = []
@@ -313,12 +293,7 @@ def _deal(rows: list[Row], world_size: int) -> list[list[Row]]:
     return dealt
 
 
-def _cut(
-    rows: list[Row],
-    layout: str,
-    budget: int,
-    multiple: int,
-) -> list[MicroRows]:
+def _cut(rows: list[Row], layout: str, budget: int, multiple: int) -> list[MicroRows]:
     """Micro-batches of one rank's rows, which come longest first: the first row of a micro-batch sets its width."""
     cut: list[MicroRows] = []
     for row in rows:
@@ -346,12 +321,7 @@ def row_length(row: Row) -> int:
     return sum(len(tree) for tree in row)
 
 
-def _tensors(
-    rows: MicroRows,
-    offsets: list[int],
-    layout: str,
-    width: int,
-) -> MicroBatch:
+def _tensors(rows: MicroRows, offsets: list[int], layout: str, width: int) -> MicroBatch:
     """Ids, positions, visibility and index arrays of some rows, padded on the right to ``width``."""
     ids = np.zeros((len(rows), width), dtype=np.int64)
     positions = np.zeros_like(ids)

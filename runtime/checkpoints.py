@@ -301,10 +301,7 @@ class Checkpoints:
         for log in self.log.folder.glob("*.jsonl"):  # a resume keeps their lines up to this step, and must find them
             process.sync(log)
         process.write_whole(partial / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
-        process.sync(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        process.sync(self.folder)
+        process.replace_folder(final, partial)
         process.write_whole(self.folder / "latest", final.name + "\n")
         if "RUN_DIR" in os.environ:  # of a job of scripts/submit.py, which starts it again if it crashes after this
             with contextlib.suppress(OSError):

@@ -11,7 +11,6 @@ import inspect
 import itertools
 import json
 import math
-import os
 import random
 import re
 from collections import Counter
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from runtime import sandbox
-from runtime.process import on_a_line, refuse
+from runtime.process import on_a_line, print_on_rank_0, rank, refuse
 from runtime.records import Problem, Sample
 from runtime.sources import (
     GYM,
@@ -347,8 +346,7 @@ def report_bad_rows(bad: BadRows, count: int, source: str, args) -> None:
     if args.bad_rows == "raise":
         alone = ", --verifier reward_model for that model alone" if args.reward_model_name_or_path else ""
         refuse(f"{found}; repair them, choose other columns or a --verifier{alone}, or add --bad_rows drop")
-    if os.environ.get("RANK", "0") == "0":
-        print(f"warning: --bad_rows drop: {found}")
+    print_on_rank_0(f"warning: --bad_rows drop: {found}")
 
 
 # ------------------------------------------------------------------------------------------------------------- sources
@@ -511,11 +509,12 @@ def evaluation_problems(args, check: Check) -> dict[str, Problem] | None:
         found = _mix(args.eval_sources, "--eval_dataset", args, check, first)
         return found if args.eval_prompts > 0 else {}
     found = read_problems(args.eval_sources[0].name, args, check)
-    if args.eval_prompts > 0 and args.eval_prompts != len(found) and os.environ.get("RANK", "0") == "0":
+    if args.eval_prompts > 0 and args.eval_prompts != len(found):
         which = "all" if args.eval_prompts > len(found) else f"the first {args.eval_prompts}"
         mixer = json.dumps({args.eval_dataset: 1.0})
         every = f"; --eval_dataset '{mixer}' takes all" if args.eval_prompts < len(found) else ""
-        print(f"--eval_prompts {args.eval_prompts}: {which} of the {len(found)} of {args.eval_dataset}{every}")
+        source = args.eval_dataset
+        print_on_rank_0(f"--eval_prompts {args.eval_prompts}: {which} of the {len(found)} of {source}{every}")
     return dict(itertools.islice(found.items(), args.eval_prompts))
 
 
@@ -571,8 +570,7 @@ def check_sandbox(problems: list[Problem], args) -> None:
             f"the verifier code has no sandbox here: the kernel provides no namespaces ({why}). Run where user "
             f"namespaces are allowed, or accept time and memory limits alone with --allow_unsafe_code_exec"
         )
-    if os.environ.get("RANK", "0") == "0":
-        print(f"warning: --allow_unsafe_code_exec: programs run with this user's rights, no sandbox ({why})")
+    print_on_rank_0(f"warning: --allow_unsafe_code_exec: programs run with this user's rights, no sandbox ({why})")
 
 
 # --------------------------------------------------------------------------------------------------------- token ids
@@ -740,7 +738,7 @@ def refuse_wrapped(problems: list[Problem], args) -> None:
 def warn_of_special_tokens(problems: list[Problem], tokenizer, args) -> None:
     """Warn where messages hold special tokens: as a rule another template has written them, and this one does again."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    if args.chat_template == "none" or not special or os.environ.get("RANK", "0") != "0":
+    if args.chat_template == "none" or not special or rank() != 0:
         return
     pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
     found = []
@@ -771,8 +769,7 @@ def _without_overlong(problems: list[Problem], args) -> list[Problem]:
     )
     if how == "error":
         refuse(f"{words}. Raise --max_prompt_length, or choose --overlong_prompts filter, left or right")
-    if os.environ.get("RANK", "0") == "0":
-        print(f"warning: --overlong_prompts {how}: {words}")
+    print_on_rank_0(f"warning: --overlong_prompts {how}: {words}")
     kept = {"filter": slice(0), "left": slice(-most, None), "right": slice(most)}[how]
     for problem in long:
         problem.prompt_ids = problem.prompt_ids[kept]
@@ -812,10 +809,14 @@ def prompts_at(position: int, count: int, num_problems: int, seed: int) -> list[
     return found
 
 
+def seed_from(text: str) -> int:
+    """Return a seed of 32 bits that follows from a text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
 def sampling_seed(seed: int, step: int | str, prompt_id: int, sample_id: int) -> int:
     """Seed of one response: it depends on these four numbers, not on what the engine did before."""
-    hashed = hashlib.sha256(f"{seed}/{step}/{prompt_id}/{sample_id}".encode()).digest()
-    return int.from_bytes(hashed[:4], "little")
+    return seed_from(f"{seed}/{step}/{prompt_id}/{sample_id}")
 
 
 def requests(chosen: Sequence[int], count: int, seed: int, step: int | str) -> list[Request]:

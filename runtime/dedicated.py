@@ -18,18 +18,17 @@ import secrets
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 
 import torch
 import torch.distributed as dist
 
-from runtime import network
-from runtime.process import launch_size
-from runtime.watchdog import Mailbox, Watch, board
+from runtime import network, process
+from runtime.watchdog import Mailbox, Outbox, Watch, board
 
 Weights = list[tuple[str, torch.Tensor]]
 
@@ -78,8 +77,8 @@ class Engines:
     """
 
     def __init__(self, args, watch: Watch):
-        self.rank = int(os.environ["RANK"])
-        self.trainers = int(os.environ["WORLD_SIZE"])
+        self.rank = process.rank()
+        self.trainers = process.world_size()
         self.count = args.vllm_engines
         self.shards = args.vllm_tensor_parallel_size
         self.timeout = args.timeout
@@ -226,21 +225,10 @@ class Engines:
 # ------------------------------------------------------------------------------------------------------ on the engines
 
 
-class Outbox(Mailbox):
-    """What the script's thread function takes for its outbox. Only the first shard of an engine reports samples."""
-
-    def __init__(self, line: Connection, life: int, reports: bool):
-        super().__init__()
-        self.line = line
-        self.life = life
-        self.reports = reports
-
-    def put(self, message: tuple) -> None:
-        """Send a message; an exception travels as its text."""
-        if message[0] == "error":
-            message = ("error", RuntimeError("".join(traceback.format_exception(message[1]))))
-        if not self.abandoned and (message[0] != "sample" or self.reports):
-            self.line.send((self.life, message))
+def report(line: Connection, life: int, shard: int, message: tuple) -> None:
+    """Send a message of an engine's rank. Only the first shard of an engine reports samples."""
+    if shard == 0 or message[0] != "sample":
+        line.send((life, message))
 
 
 def serve(args, thread: Callable) -> None:
@@ -251,7 +239,7 @@ def serve(args, thread: Callable) -> None:
     watch = Watch(args.timeout)
     shards = args.vllm_tensor_parallel_size
     ranks = args.vllm_engines * shards
-    trainers = launch_size() - ranks
+    trainers = process.launch_size() - ranks
     place = watch.rank - trainers
     engine, shard = divmod(place, shards)
     store = board(watch.host, watch.port)  # a wait there would hold up the watchdog's connection
@@ -274,7 +262,7 @@ def serve(args, thread: Callable) -> None:
                         inbox.put(("stop",))
                         worker.join(timeout=30)  # its memory is wanted
                     inbox = Mailbox()
-                    outbox = Outbox(line, life, shard == 0)
+                    outbox = Outbox(partial(report, line, life, shard))
                     arguments = (args, dtype, place, shards, stop_ids, inbox, outbox)
                     worker = threading.Thread(target=thread, args=arguments, daemon=True, name="rollout")
                     worker.start()

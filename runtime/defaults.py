@@ -114,7 +114,7 @@ def choices(args, problems: Sequence[Problem], count: int, model, tokenizer) -> 
     if other_data(args) and flags.is_open(args, "max_prompt_length") and args.overlong_prompts == "error":
         found["max_prompt_length"] = prompt_length(problems)
     if other_data(args) and flags.is_open(args, "max_response_length"):
-        config, _, _ = flags.read_configs(args.model_name_or_path, "--model_name_or_path", args.dry_run)
+        config, _, _ = flags.read_configs(args.model, "--model_name_or_path", args.dry_run)
         prompt, _ = found.get("max_prompt_length", (args.max_prompt_length, ""))
         room = (config.get("max_position_embeddings") or math.inf) - prompt
         verifiers = {problem.verifier for problem in problems}
@@ -130,7 +130,7 @@ def needs_data(args) -> bool:
 
 def fill(args, problems: list[Problem], eval_problems: list[Problem]) -> None:
     """Set what was not given to what follows from model and data. ``reasons`` says why."""
-    model = memory.read_model(args.model_name_or_path)
+    model = memory.read_model(args.model)
     tokenizer = None
     if needs_data(args):  # the tokenizer's library imports torch
         process.prepare_environment(args.dtype)

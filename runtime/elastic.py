@@ -32,12 +32,7 @@ class Unit(NamedTuple):
     begin: int  # where in it, on every rank
 
 
-def find_units(
-    shapes: Shapes,
-    stage: int,
-    ranks: int,
-    lengths: list[int],
-) -> list[list[Unit]]:
+def find_units(shapes: Shapes, stage: int, ranks: int, lengths: list[int]) -> list[list[Unit]]:
     """The units of each flat tensor. ``lengths``: of these tensors on one rank, which stage 3 does not need."""
     found = []
     for flat, group in enumerate(shapes):
@@ -56,12 +51,7 @@ def find_units(
     return found
 
 
-def own_part(
-    parts: list[torch.Tensor],
-    count: int,
-    rank: int,
-    size: int,
-) -> torch.Tensor:
+def own_part(parts: list[torch.Tensor], count: int, rank: int, size: int) -> torch.Tensor:
     """Numbers ``rank * size`` to ``(rank + 1) * size`` of a unit that was cut into ``parts``; zeros after its end."""
     own = torch.zeros(size, dtype=parts[0].dtype)
     width = len(parts[0])

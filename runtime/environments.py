@@ -54,7 +54,6 @@ def describe() -> dict[str, Any]:
         "has_reward": "get_reward" in names or "get_turn_reward" in names,
         "tools": [],
         "at_once": int(getattr(cls, "at_once", 64)),
-        "recorded": bool(getattr(cls, "recorded", False)),
     }
     if about["is_game"]:
         return about

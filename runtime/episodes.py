@@ -8,29 +8,23 @@ that take less than that many steps cost the others nothing.
 
 A call that lasts longer than --turn_timeout ends its process, and so may anything else that a tool does. The model is
 told, and the object is made again for its next turn: reset, and the turns before, which are called once more.
-
-What a class answers that says ``recorded = True`` is written down, and given again where the same episode is drawn
-again, after a kill or by a new engine: a run with tools that are not functions of their calls resumes to the same bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from runtime import data, environments, reading, user_files
+from runtime import data, environments, user_files
 from runtime.answers import after_thinking
 from runtime.chat import Call, Chat
 from runtime.process import on_a_line, refuse
@@ -119,8 +113,7 @@ def check(args) -> None:
 
 def seed_of(row: dict) -> int:
     """Seed of an object's random numbers: the same for all samples of a row, at every time."""
-    text = json.dumps(row, sort_keys=True, default=str)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+    return data.seed_from(json.dumps(row, sort_keys=True, default=str))
 
 
 def first_turns(problems: list[Problem], tokenizer, args) -> dict[str, Any]:
@@ -198,17 +191,9 @@ class Episode:
 
     def request(self) -> tuple[dict, dict, int]:
         """(prompt, sampling parameters, seed) of its next turn."""
-        seed = self.seed
-        if self.turns:
-            hashed = hashlib.sha256(f"{self.seed}/{len(self.turns)}".encode()).digest()
-            seed = int.from_bytes(hashed[:4], "little")
+        seed = data.seed_from(f"{self.seed}/{len(self.turns)}") if self.turns else self.seed
         left = self.sampling["max_tokens"] - len(self.ids)
         return self.prompt_ids + self.ids, self.sampling | {"max_tokens": left}, seed
-
-    def key_of_answer(self) -> str:
-        """What the answer to ``asked`` is recorded by: prompt, sample, turn, and the weights that began the episode."""
-        text = repr((self.seed, self.versions[0][0], self.prompt_ids, self.ids, self.asked))
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def add(self, answer) -> None:
         """Add a turn: vLLM's ``CompletionOutput``."""
@@ -224,34 +209,6 @@ class Episode:
         """What the run is told of it: the fields of a Sample, from its ids on."""
         plain = (self.ids, self.logprobs, self.finish_reason, self.versions)
         return plain if self.row is None else (*plain, self.observed, self.turns, self.outcome)
-
-
-records = SimpleNamespace(folder=None)  # the run's, where answers are recorded
-
-
-class Answers:
-    """Answers of environments that would not answer the same again, in the run's folder: a file for each rank."""
-
-    def __init__(self, folder: Path | None, is_new: bool):
-        """``folder``: None where nothing is recorded. ``is_new``: what an earlier run has left there is not read."""
-        self.folder = folder
-        self.known: dict[str, dict] = {}
-        if folder is not None and not is_new:
-            rows = itertools.chain.from_iterable(reading.records(path) for path in sorted(folder.glob("*.jsonl")))
-            self.known = {row["key"]: row["answer"] for row in rows}
-
-    def find(self, episode: Episode) -> dict | None:
-        """The answer that was recorded of what an episode asks."""
-        return self.known.get(episode.key_of_answer()) if self.known else None
-
-    def keep(self, episode: Episode, answer: dict) -> None:
-        """Record an answer, before anything is made of it."""
-        if self.folder is None or (key := episode.key_of_answer()) in self.known:
-            return
-        self.known[key] = answer
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / f"{os.environ.get('RANK', '0')}.jsonl", "a") as file:
-            file.write("\n" + json.dumps({"key": key, "answer": answer}) + "\n")  # the line before may have been cut
 
 
 class Episodes:
@@ -270,8 +227,6 @@ class Episodes:
         self.about = about(args.environment)
         self.chat = chat_of(data.load_tokenizer(args), args)
         self.lives = Lives(args.environment)
-        is_kept = self.about["recorded"] and not args.dry_run
-        self.answers = Answers(records.folder if is_kept else None, is_new=args.overwrite)
 
     def turn_ended(self, episode: Episode, answer) -> None:
         """Take a turn of the model; ``answer``: vLLM's ``CompletionOutput``. Asks the environment without waiting."""
@@ -305,8 +260,6 @@ class Episodes:
         if text is None and not calls and not is_last:  # calls that are malformed, all of them
             episode.answer = {"said": [], "ended": False, "turn_reward": None, "reward": None}
         else:
-            episode.answer = self.answers.find(episode)
-        if episode.answer is None:
             self.queue.append(episode)
         episode.due = self.step + TURN_LAG
         self.aside.append(episode)
@@ -413,7 +366,6 @@ class Episodes:
         answer, episode.answer = episode.answer, None
         if isinstance(answer, str):
             answer = self._lost(episode, answer)
-        self.answers.keep(episode, answer)
         if not answer.get("lost"):
             episode.past.append(episode.asked)
         self._count_reward(episode, answer["turn_reward"])

@@ -753,7 +753,7 @@ def check_model(args: RunFlags, flag: str = "--model_name_or_path") -> None:
     """
     name = args.model_name_or_path
     is_policy = flag == "--model_name_or_path"
-    config, tokenizer_config, files = read_configs(name, flag, args.dry_run)
+    config, tokenizer_config, files = read_configs(args.model, flag, args.dry_run)
     config |= args.config_overrides
     if is_policy and args.tokenizer_name_or_path is not None:
         tokenizer_config, files = read_tokenizer(args.tokenizer_name_or_path)
@@ -774,14 +774,14 @@ def check_model(args: RunFlags, flag: str = "--model_name_or_path") -> None:
         refuse(f"--chat_template: the tokenizer of {owner} has no template of its own; give a file or one of {known}")
 
 
-def read_configs(model: str, flag: str, dry_run: bool) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+def read_configs(model: ModelName, flag: str, dry_run: bool) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
     """(config.json, tokenizer_config.json, names of the files) of a local model; no names for a model on the hub."""
-    name, revision = ModelName.parse(model)
+    name, revision = model
     folder = Path(name)
     hint = "give a local folder or a hub id; `make setup` prepares the default model"
     if folder.exists():
         if revision is not None:
-            refuse(f"{flag} {model}: {name} is a folder here, which is loaded as it is; leave out @{revision}")
+            refuse(f"{flag} {name}@{revision}: a local folder cannot have a revision; drop @{revision}")
         files = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
         if "config.json" not in files:
             refuse(f"{flag} {name}: no config.json there; {hint}")
@@ -841,7 +841,7 @@ def check_reward_model(args: RunFlags) -> None:
         if length is not None:
             refuse("--reward_model_max_length needs --reward_model_name_or_path; give it, or leave this out")
         return
-    config = read_configs(name, "--reward_model_name_or_path", args.dry_run)[0]
+    config = read_configs(args.reward_model, "--reward_model_name_or_path", args.dry_run)[0]
     if not any("SequenceClassification" in a for a in config.get("architectures") or ()):
         refuse(
             f"--reward_model_name_or_path {name}: {config.get('architectures')} is no sequence classifier; its scores "

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.flags import MAY_CHANGE, PRESENTATION, is_open, what_counts
-from runtime.process import file_digest
+from runtime.process import PROJECT, file_digest
 from runtime.redaction import redact_values
-
-PROJECT = Path(__file__).resolve().parent.parent
 
 
 def recorded(args) -> dict[str, Any]:

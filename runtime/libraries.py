@@ -1,13 +1,11 @@
-"""What libraries say: to libraries.log in the run's folder. Errors, and whatever is not known, stay on the console."""
+"""Log records and warnings of libraries go to libraries.log in the run's folder, errors to the console as well."""
 
 from __future__ import annotations
 
 import logging
 import logging.handlers
 import sysconfig
-import warnings
 from pathlib import Path
-from typing import TextIO
 
 from runtime.redaction import redact
 
@@ -24,7 +22,9 @@ class LibraryLogger(logging.Logger):
     """
 
     def callHandlers(self, record: logging.LogRecord) -> None:
-        if record.pathname.startswith(LIBRARIES):
+        """Handle a record by the file that it comes from; the text of a warning begins with that file's name."""
+        origin = record.getMessage() if self.name == "py.warnings" else record.pathname
+        if origin.startswith(LIBRARIES):
             waiting.handle(record)
             if record.levelno < logging.ERROR:
                 return
@@ -43,26 +43,11 @@ def quiet_libraries() -> None:
 
     Nothing is redirected below Python: a traceback, a crash in C code and a print are on the console, as ever.
     """
-    if logging.getLoggerClass() is LibraryLogger:
-        return
     logging.setLoggerClass(LibraryLogger)
-    show = warnings.showwarning
-
-    def show_own(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if file is None and filename.startswith(LIBRARIES):
-            text = warnings.formatwarning(message, category, filename, lineno, line)
-            waiting.handle(logging.LogRecord("warnings", logging.WARNING, filename, lineno, text, None, None))
-        else:
-            show(message, category, filename, lineno, file, line)
-
-    warnings.showwarning = show_own
+    logging.captureWarnings(True)
+    own = logging.getLogger("py.warnings")
+    own.addHandler(logging.lastResort)  # standard error, for warnings of our own and of a user's files
+    own.propagate = False
 
 
 def write_to(folder: Path | None) -> None:
@@ -70,10 +55,8 @@ def write_to(folder: Path | None) -> None:
 
     None: drop it. Rank 0 writes; what libraries tell the other ranks is the same.
     """
-    handler: logging.Handler = logging.NullHandler()
-    if folder is not None:
-        handler = logging.FileHandler(folder / "libraries.log", delay=True)
-        handler.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler = logging.NullHandler() if folder is None else logging.FileHandler(folder / "libraries.log", delay=True)
+    handler.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     before = waiting.target
     waiting.setTarget(handler)
     waiting.flush()

@@ -5,17 +5,16 @@ docs/evidence/memory.md has the formula in words, and what runs were measured to
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 
-from runtime.flags import Sizes, sizes
-from runtime.sources import split_revision
+from runtime.flags import Sizes, read_configs, sizes
+from runtime.values import ModelName
 
 GIB = 2**30
 FULL_KL_SAMPLES = 4  # of a step, for which the exact KL is logged
@@ -58,18 +57,12 @@ class Setting:
         return 2 if self.bf16 else 4
 
 
-def read_model(name: str | Path) -> Model | None:
-    """The model in a folder, or on the hub if its config.json is in the cache; None without the usual names."""
-    folder = Path(name)
-    file = folder / "config.json"
-    if not folder.is_dir():
-        hub_id, revision = split_revision(str(name))
-        file = Path(try_to_load_from_cache(hub_id, "config.json", revision=revision) or "")
-    if not file.is_file():
-        return None
-    config = json.loads(file.read_text())
+@functools.cache  # one question to the hub
+def read_model(name: ModelName) -> Model | None:
+    """The model in a folder or on the hub; None without the usual names. Exits with code 2 where there is no model."""
+    config, _, _ = read_configs(name, "--model_name_or_path", dry_run=True)  # its weights may be elsewhere
     parameters = 0
-    for weights in folder.glob("*.safetensors"):
+    for weights in Path(name.name).glob("*.safetensors"):
         with safe_open(weights, "np") as tensors:
             parameters += sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
     text = config.get("text_config", config)

@@ -14,6 +14,7 @@ import io
 import math
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -102,6 +103,12 @@ def lock_holder(folder: Path) -> str:
 def on_a_line(text: str) -> str:
     """What a user gave, as it may stand in a refusal: as it is, or as a string of Python where that is not one line."""
     return text if text.isprintable() else repr(text)
+
+
+def print_on_rank_0(text: str) -> None:
+    """Print a line, without secrets, on rank 0."""
+    if rank() == 0:
+        print(redact(text), flush=True)
 
 
 def refuse(message: str) -> NoReturn:
@@ -193,7 +200,7 @@ def _listen(pipe: socket.socket, keep: socket.socket) -> None:
         repeated = Stop.asked and now - first < 1.0  # a launcher repeats what the terminal sent to everyone
         if signum not in STOP_SIGNALS or repeated:
             continue
-        name = f"rank {os.environ.get('RANK', '0')}: {signal.Signals(signum).name}"
+        name = f"rank {rank()}: {signal.Signals(signum).name}"
         if Stop.asked:
             _write(f"{name} again: ending now, without a checkpoint\n")
             os._exit(128 + signum)
@@ -302,6 +309,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def replace_folder(folder: Path, partial: Path) -> None:
+    """Rename the written files ``partial`` to ``folder`` on the disk, in place of what was there."""
+    sync(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)
+    sync(folder.parent)
+
+
 def write_whole(path: Path, text: str | Iterable[str]) -> None:
     """Write a file, of a text or of lines, so that a crash leaves the old text or the new one, never a part."""
     beside = path.with_name(path.name + ".partial")
@@ -315,9 +330,19 @@ def write_whole(path: Path, text: str | Iterable[str]) -> None:
 # --------------------------------------------------------------------------------------------------------- environment
 
 
+def rank() -> int:
+    """Rank of this process in its launch: 0 where no launcher has started it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Ranks that train; before ``split_launch``, all ranks of the launch."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def launch_size() -> int:
     """Ranks of the launch, trainers and engines."""
-    return int(os.environ.get("LAUNCH_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("LAUNCH_WORLD_SIZE") or world_size())
 
 
 def several_nodes() -> bool:
@@ -333,19 +358,18 @@ def split_launch(engines: int, shards: int) -> int:
     LOCAL_WORLD_SIZE; what concerns all ranks uses ``launch_size``. An engine of one rank takes the first GPU that it
     sees, so it is shown its own alone; this must come before CUDA is initialized.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = world_size()
     if engines == 0:
         return size
-    rank = int(os.environ["RANK"])
     trainers = size - engines * shards
     here = os.environ.get("LOCAL_WORLD_SIZE", "1")
     os.environ |= {"LAUNCH_WORLD_SIZE": str(size), "LAUNCH_LOCAL_WORLD_SIZE": here}
-    if rank >= trainers:
+    if rank() >= trainers:
         wait_for_the_trainers()
         if shards == 1:
             see_one_gpu()
         return 0
-    first_here = rank - int(os.environ["LOCAL_RANK"])
+    first_here = rank() - int(os.environ["LOCAL_RANK"])
     os.environ |= {"WORLD_SIZE": str(trainers), "LOCAL_WORLD_SIZE": str(min(int(here), trainers - first_here))}
     return trainers
 

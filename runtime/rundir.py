@@ -18,7 +18,7 @@ from typing import Any
 from runtime import presets
 from runtime.flags import MAY_CHANGE, NAME_BYTES, is_open, total_steps, what_counts
 from runtime.identity import changed_arguments, changed_code, code_of, ignored_changes
-from runtime.process import UNLEARNED, file_digest, lock_holder, refuse, versions, write_whole
+from runtime.process import UNLEARNED, file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
 from runtime.records import Problem
 from runtime.redaction import redact_values
 from runtime.verdict import refused
@@ -30,15 +30,9 @@ WRITTEN = (
 )
 # What else it leaves there, and what the programs that read it do: --overwrite removes all this and nothing else.
 LEFT = (
-    *(*WRITTEN, "libraries.log", "bad_batch.jsonl", "wandb", "answers"),
+    *(*WRITTEN, "libraries.log", "bad_batch.jsonl", "wandb"),
     *("curves.png", "report.html", "eval_samples.jsonl", "measured_kl.json"),
 )
-
-
-def say(text: str) -> None:
-    """Print a line on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
 
 
 def run_name(args, defaults) -> str:
@@ -78,7 +72,7 @@ def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
     ``checkpoints.Checkpoints`` tells the other ranks. For a finished run the program ends here, with exit code 0.
     """
     folder = Path(args.output_dir) / run_name(args, defaults)
-    if os.environ.get("RANK", "0") == "0":
+    if rank() == 0:
         check_writable(folder, args)
     if holder := lock_holder(folder):
         refuse(f"{folder} is in use by a running process ({holder}); wait for its end or choose another --run_name")
@@ -90,7 +84,7 @@ def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
         return folder, None
     if (folder / "config.json").exists():
         check_earlier_run(folder, args)
-    if os.environ.get("RANK", "0") != "0" or args.resume == "never":
+    if rank() != 0 or args.resume == "never":
         return folder, None
     return folder, choose_checkpoint(folder, args, world_size)
 
@@ -166,7 +160,7 @@ def check_earlier_run(folder: Path, args) -> None:
         )
     ignored = ignored_changes(config["args"], args)
     note = f" (it ran with another {', '.join(f'--{name}' for name in ignored)})" if ignored else ""
-    say(f"{folder} is finished{note}; --overwrite replaces it, --seed or --exp_name start another")
+    print_on_rank_0(f"{folder} is finished{note}; --overwrite replaces it, --seed or --exp_name start another")
     raise SystemExit(UNLEARNED if args.require_learning and refused(folder) else 0)
 
 
@@ -191,7 +185,7 @@ def check_writable(folder: Path, args) -> None:
         message = f"--output_dir {args.output_dir}: {place} cannot be written ({error.strerror}); choose another folder"
     if not args.dry_run:
         refuse(message)
-    say(f"warning: {message}")
+    print_on_rank_0(f"warning: {message}")
 
 
 def check_disk(args, folder: Path) -> None:
@@ -225,7 +219,7 @@ def check_disk(args, folder: Path) -> None:
     )
     if not args.dry_run:
         refuse(message)
-    say(f"warning: {message}")
+    print_on_rank_0(f"warning: {message}")
 
 
 FIRST_FIELD = re.compile(r'\{"step": (-?\d+),')
@@ -338,7 +332,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     Prints why newer ones were skipped. Ends with exit code 2 where all are damaged.
     """
     for partial in sorted((folder / "checkpoints").glob("step_*.partial")):
-        say(f"skipping {partial}: the save was not finished")
+        print_on_rank_0(f"skipping {partial}: the save was not finished")
     steps = saved_steps(folder)
     start = None
     for _, checkpoint in reversed(steps):
@@ -346,7 +340,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
         if not wrong:
             start = checkpoint
             break
-        say(f"skipping {checkpoint}: {wrong}")
+        print_on_rank_0(f"skipping {checkpoint}: {wrong}")
     if steps and start is None:
         refuse(
             f"{folder}: no checkpoint is intact (see above). Restore one from a copy, or give --overwrite to discard "
@@ -354,7 +348,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
         )
     named = folder / "checkpoints" / "latest"
     if start is not None and (not named.is_file() or named.read_text().strip() != start.name):
-        say(f"{named} does not name {start.name}, the newest intact checkpoint")
+        print_on_rank_0(f"{named} does not name {start.name}, the newest intact checkpoint")
     return start
 
 
@@ -373,7 +367,7 @@ def check_nothing_is_lost(folder: Path, args) -> None:
             f"{folder / 'model'} starts a run from its weights"
         )
     if done > 0:
-        say(f"{folder} stopped after step {done} without a checkpoint: starting from scratch")
+        print_on_rank_0(f"{folder} stopped after step {done} without a checkpoint: starting from scratch")
 
 
 def check_same_run(start: Path, state: dict[str, Any], args) -> None:
@@ -391,20 +385,21 @@ def check_same_run(start: Path, state: dict[str, Any], args) -> None:
 
 def report_changes(start: Path, state: dict[str, Any], args, world_size: int) -> None:
     """Print which checkpoint is resumed, and what has changed since it was saved."""
-    say(f"resuming after step {state['step']}, from {start}")
+    print_on_rank_0(f"resuming after step {state['step']}, from {start}")
     if state["world_size"] != world_size:
-        say(
+        print_on_rank_0(
             f"  changed: {state['world_size']} rank(s) there, {world_size} here: the state of the optimizer is cut "
             f"anew for them, results are equal up to rounding"
         )
     _, allowed = changed_arguments(state["args"], args)
     for line in allowed:
-        say(f"  changed: {line}")
+        print_on_rank_0(f"  changed: {line}")
     for line in changed_code(state.get("code"), code_of(args)):
-        say(f"  changed: {line}")
+        print_on_rank_0(f"  changed: {line}")
     if "code" not in state:
-        say("  its code is unknown: the checkpoint was saved before runs recorded their code")
+        print_on_rank_0("  its code is unknown: the checkpoint was saved before runs recorded their code")
     new = versions()
     for name in sorted({*new, *state["versions"]}):
-        if new.get(name) != state["versions"].get(name):
-            say(f"  changed: {name} {state['versions'].get(name)} there, {new.get(name)} here: results may differ")
+        theirs, ours = state["versions"].get(name), new.get(name)
+        if theirs != ours:
+            print_on_rank_0(f"  changed: {name} {theirs} there, {ours} here: results may differ")

@@ -19,7 +19,7 @@ import numpy as np
 from runtime import defaults, git, libraries, memory, presets, verdict
 from runtime.flags import Sizes, recorded_steps
 from runtime.identity import code_of, recorded, script_of
-from runtime.process import PROJECT, UNLEARNED, FolderLock, Heap, Stop, refuse, versions, write_whole
+from runtime.process import PROJECT, UNLEARNED, FolderLock, Heap, Stop, print_on_rank_0, refuse, versions, write_whole
 from runtime.reading import control_of
 from runtime.records import Problem, Sample
 from runtime.redaction import redact, redact_words, secret_values
@@ -311,12 +311,8 @@ class RunLog:
         try:
             getattr(self.wandb, method)(*arguments, **named)
         except Exception as error:
-            self._say(f"warning: wandb failed ({type(error).__name__}: {error}); no more tracking")
+            print_on_rank_0(f"warning: wandb failed ({type(error).__name__}: {error}); no more tracking")
             self.wandb = None
-
-    def _say(self, text: str) -> None:
-        if self.is_main:
-            print(redact(text), flush=True)
 
     def write(self, file: str, record: dict[str, Any]) -> None:
         """Append one object to ``file`` (metrics.jsonl, eval.jsonl, samples.jsonl)."""
@@ -332,7 +328,7 @@ class RunLog:
         """Write one evaluation to eval.jsonl and the console."""
         self.write("eval.jsonl", result)
         self.scores[result["step"]] = result.get("eval/pass@1")
-        self._say(eval_line(result))
+        print_on_rank_0(eval_line(result))
 
     def step(self, metrics: dict[str, Any], samples: list[Sample], batch: list[Problem]) -> None:
         """Write one step: metrics.jsonl, a few samples to samples.jsonl, and a line on the console."""
@@ -348,13 +344,13 @@ class RunLog:
         else:
             self.zero_steps += 1
             if self.zero_steps % ZERO_STEPS == 0:
-                self._say(explain_zeros(samples, batch, self.zero_steps))
+                print_on_rank_0(explain_zeros(samples, batch, self.zero_steps))
         remaining = (time.monotonic() - self.begun) / (step - self.first) * (self.total - step)
-        self._say(step_line(metrics, self.total, remaining, self.args.mask_truncated_completions))
+        print_on_rank_0(step_line(metrics, self.total, remaining, self.args.mask_truncated_completions))
         if step == 1 or step % SHOW_SAMPLES == 0:
             for s in shown:
                 problem = batch[s.prompt_id]
-                self._say(
+                print_on_rank_0(
                     f"  {problem.messages[-1]['content']!r} -> {s.response!r} | ground truth {problem.truth} | "
                     f"reward {s.reward:.2f} | advantage {s.advantage:+.2f} | {s.finish_reason}"
                 )
@@ -381,12 +377,12 @@ class RunLog:
         """
         if self.is_main:
             try:
-                self._say(verdict.write(self.folder, self.total))
+                print_on_rank_0(verdict.write(self.folder, self.total))
             except Exception as error:
-                self._say(f"warning: no verdict ({type(error).__name__}: {error})")
+                print_on_rank_0(f"warning: no verdict ({type(error).__name__}: {error})")
         if not self.args.require_learning or not verdict.refused(self.folder):
             return 0
-        self._say(f"--require_learning: the run did not learn, so it ends with exit code {UNLEARNED}")
+        print_on_rank_0(f"--require_learning: the run did not learn, so it ends with exit code {UNLEARNED}")
         return UNLEARNED
 
     def close(self) -> None:

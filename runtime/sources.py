@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from runtime import gym_tasks
-from runtime.process import alone, file_digest, refuse
+from runtime.process import alone, file_digest, rank, refuse
 
 READABLE = (".jsonl", ".json", ".parquet", ".csv")
 AS_JSON = "row as JSON"  # the only column of a data set whose rows are still text
@@ -296,7 +296,7 @@ def quiet() -> None:
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a local file is read without asking the network
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+    if sys.stderr.isatty() and rank() == 0:
         datasets.enable_progress_bars()
     else:
         datasets.disable_progress_bars()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime import data, episodes, flags, process, rundir
+from runtime import data, flags, process, rundir
 from runtime import defaults as defaults_of_data
 from runtime.records import Problem
 
@@ -30,9 +29,8 @@ def preflight(
         checks: what only this script refuses, and what the verifiers do.
         truth_error: what is wrong with the ground truth of a row, for the verifiers.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     process.listen_for_signals()
-    flags.check(args, world_size)
+    flags.check(args, process.world_size())
     flags.check_training(args)
     flags.check_kl(args)
     for check in checks:
@@ -45,15 +43,13 @@ def preflight(
         flags.check_training(args)
         flags.check_model(args)
     if world_size == 0:
-        folder, _ = rundir.open_run(args, defaults)  # ends here, as on the trainers, where the run is finished
-        episodes.records.folder = folder / "answers"
+        rundir.open_run(args, defaults)  # ends here, as on the trainers, where the run is finished
         if args.dry_run:
             raise SystemExit(0)
         process.prepare_environment(args.dtype)
         return None
     folder, start = rundir.open_run(args, defaults, world_size)
     rundir.check_disk(args, folder)
-    episodes.records.folder = folder / "answers"
     args.kept = rundir.earlier_choices(args, folder)
     process.prepare_environment(args.kept.get("dtype", args.dtype))
     return problems, eval_problems, folder, start

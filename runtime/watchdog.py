@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 
 from runtime import network
-from runtime.process import launch_size, several_nodes
+from runtime.process import launch_size, rank, several_nodes
 from runtime.redaction import redact
 
 
@@ -42,6 +42,21 @@ class Mailbox(queue.Queue):
     """Messages to or from the engine's thread."""
 
     abandoned = False  # nobody reads it any more: another engine has taken this one's place
+
+
+class Outbox(Mailbox):
+    """The outbox of an engine in another process than its trainer: ``send`` sends a message there."""
+
+    def __init__(self, send: Callable[[tuple], None]):
+        super().__init__()
+        self.send = send
+
+    def put(self, message: tuple) -> None:
+        """Send a message; an exception travels as its text."""
+        if message[0] == "error":
+            message = ("error", RuntimeError("".join(traceback.format_exception(message[1]))))
+        if not self.abandoned:
+            self.send(message)
 
 
 def explain_restart(error: Exception, left: int) -> None:
@@ -74,7 +89,7 @@ class Watch:
     current: Watch | None = None  # the one that watches this process
 
     def __init__(self, timeout: float) -> None:
-        self.rank = int(os.environ["RANK"])
+        self.rank = rank()
         self.count = launch_size()
         self.limit = timeout
         self.ended = threading.Event()

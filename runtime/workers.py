@@ -16,14 +16,13 @@ import multiprocessing
 import multiprocessing.context
 import multiprocessing.reduction
 import os
-import select
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from runtime import process
@@ -165,11 +164,7 @@ class Worker:
 
     def is_alive(self) -> bool:
         """Whether it has not ended."""
-        if self.code is not None:
-            return False
-        ended = select.poll()
-        ended.register(self.descriptor, select.POLLIN)
-        return not ended.poll(0)
+        return self.code is None and not wait([self.descriptor], 0)
 
     @property
     def exitcode(self) -> int | None:
@@ -193,9 +188,7 @@ class Worker:
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end, up to ``timeout`` seconds. None: ``terminate`` has waited."""
         if timeout is not None and self.code is None:
-            ended = select.poll()
-            ended.register(self.descriptor, select.POLLIN)
-            ended.poll(1000 * timeout)
+            wait([self.descriptor], timeout)
 
 
 def _serves_sandboxes(pid: int) -> bool:

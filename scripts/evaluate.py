@@ -28,7 +28,6 @@ import dataclasses
 import importlib
 import json
 import math
-import os
 import random
 import sys
 from dataclasses import dataclass
@@ -136,7 +135,7 @@ def check_code(folder: Path, config: dict, args: RunFlags, accept: bool) -> None
                 f"--run {folder}: {line} since the run, and its engine is part of what the run measured; restore it "
                 f"(the run's commit: {commit}), or evaluate with today's by --accept_changed_code"
             )
-        if os.environ.get("RANK", "0") == "0":
+        if process.rank() == 0:
             print(f"warning: since the run, {line}", file=sys.stderr)
 
 
@@ -161,7 +160,7 @@ def problems_of(args: RunFlags, held_out: RunFlags | None) -> list[Problem]:
 
 if __name__ == "__main__":  # --help and every refusal come before the slow imports
     args, output, held_out, path = parse(sys.argv[1:])
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = process.world_size()
     flags.check(args, world_size)
     check_reward_args(args)
     problems = problems_of(args, held_out)
@@ -298,7 +297,7 @@ def main(args: RunFlags, output: Path, problems: list[Problem], path: Path) -> d
     script = loading.load_script(path, ("vllm_thread", "collect"))
     samples = answer(script, args, problems, tokenizer)
     result = utils.eval_metrics(samples, problems, step=0)
-    if os.environ["RANK"] == "0":
+    if process.rank() == 0:
         write_samples(samples, problems, output)
         sampled = f"temperature {args.eval_temperature:g}" if args.eval_temperature > 0 else "greedy"
         print(f"{args.model_name_or_path}, {sampled}, at most {args.max_response_length} tokens, seed {args.seed}")

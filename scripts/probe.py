@@ -73,7 +73,7 @@ def main(path: Path, words: list[str]) -> list[str]:
     args = flags.parse(script.Args, __doc__, words)
     args.dry_run = True
     run = utils.begin(args, script.preflight(args))
-    context, _, _ = flags.read_configs(args.model_name_or_path, "--model_name_or_path", dry_run=False)
+    context, _, _ = flags.read_configs(args.model, "--model_name_or_path", dry_run=False)
     room = context.get("max_position_embeddings", sys.maxsize) - args.max_prompt_length
     cap = min(2 * args.max_response_length, room)
     steps = -(-PROMPTS // args.num_unique_prompts_rollout)

@@ -354,7 +354,7 @@ def main(words: list[str]) -> None:
     args = flags.parse(script.Args, __doc__, words[2:])
     only_arithmetic, args.dry_run = args.dry_run, True  # of the whole run nothing is written
     problems, *_ = script.preflight(args)
-    found = foretell(args, memory.read_model(args.model_name_or_path), kind, gpus, len(problems))
+    found = foretell(args, memory.read_model(args.model), kind, gpus, len(problems))
     if not only_arithmetic:
         rehearse(args, found, gpus, environment, words[1:])
 

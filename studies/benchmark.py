@@ -583,7 +583,7 @@ def main(args: Args) -> None:
     problems = [problems[i] for i in chosen]
 
     device, dtype, attention = utils.resolve_device(run)
-    sizes, _ = fitting.sizes_for(run, read_model(run.model_name_or_path), utils.memory_setting(run, dtype, 1))
+    sizes, _ = fitting.sizes_for(run, read_model(run.model), utils.memory_setting(run, dtype, 1))
     _, attention, _ = choose_layout(run, sizes, device.type == "cuda", dtype, attention)  # as a run has it
     args.micro_batch_tokens = sizes.micro_batch_tokens
     dtype_name = str(dtype).removeprefix("torch.")

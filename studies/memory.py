@@ -42,6 +42,7 @@ sys.path.insert(0, str(PROJECT / "scripts"))
 from rehearse import CARDS, MEAN, forget_peak, resident, step_seconds  # noqa: E402
 
 from runtime import defaults, fitting, flags, memory  # noqa: E402
+from runtime.values import ModelName  # noqa: E402
 
 # name, script, ranks, flags. What all have in common is in RUN.
 CONFIGURATIONS = (
@@ -274,7 +275,7 @@ def quickstart(dtype: str, folder: Path) -> dict[str, float]:
     if done.returncode != 0 or not file.exists():
         raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
     args = flags.parse(grpo.Args, words=words)
-    model = memory.read_model(PROJECT / args.model_name_or_path)
+    model = memory.read_model(ModelName(str(PROJECT / args.model_name_or_path), None))
     bound = memory.predict(args, model, memory.Setting(1, dtype == "bfloat16")).peak
     return {name: size / 2**30 for name, size in (json.loads(file.read_text()) | {"the bound": bound}).items()}
 
@@ -330,7 +331,7 @@ def compare(configuration: tuple, model: Path, folder: Path, runs: int = 3) -> l
     found = [measure("allocated", name, script, ranks, words, folder) for _ in range(runs if ranks > 1 else 1)]
     plain = [measure("resident", name, script, ranks, words, folder) for _ in range(runs)]
     setting = memory.Setting(ranks, args.dtype == "bfloat16", critic=script == "ppo")
-    prediction = memory.predict(args, memory.read_model(model), setting)
+    prediction = memory.predict(args, memory.read_model(ModelName(str(model), None)), setting)
     whole = prediction.peak - prediction.parts["gaps"]  # which are those of larger models and longer runs
     trainer = whole - sum(prediction.parts[name] for name in ("engine", "KV cache", "process"))
     rows = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import signal
@@ -91,25 +92,27 @@ class OnlyPaid:
         return self.number
 
 
-class Fickle:
-    """A game whose every answer is another one. FICKLE, or the row's "calls": a file that gets a line for each call."""
-
-    recorded = True
+class Logged:
+    """A game whose answers follow from what was said. The file CALLS of the environment gets a line for each call."""
 
     def reset(self, **row):
-        self.numbers = []
-        self.calls = row.get("calls") or os.environ["FICKLE"]
+        self.said = []
 
     def turn(self, text):
-        with open(self.calls, "a") as file:
+        calls = os.environ["CALLS"]
+        with open(calls, "a") as file:
             file.write(f"{os.getpid()}\n")
-        if os.path.exists(f"{self.calls}.stop"):  # the tool that is under way when its run is killed
+        if os.path.exists(f"{calls}.stop"):  # the tool that is under way when its run is killed
             time.sleep(600)
-        self.numbers.append(os.urandom(2).hex())
-        return self.numbers[-1]
+        self.said.append(text)
+        return self.number()
+
+    def number(self):
+        """A number of four digits, the same for the same turns."""
+        return hashlib.sha256(repr(self.said).encode()).hexdigest()[:4]
 
     def get_reward(self):
-        return int(self.numbers[-1], 16) / 2**16 if self.numbers else 0.0
+        return int(self.number(), 16) / 2**16
 
 
 class Tools:

@@ -92,11 +92,11 @@ def until(condition) -> None:
 
 @pytest.mark.slow
 def test_a_run_killed_with_a_tool_under_way_resumes_to_the_weights_of_one_that_was_not(chatty, tmp_path, monkeypatch):
-    """The tool's answers are random. What was answered is given again; the straight run is given all of it."""
+    """The tool's answers follow from its calls, so the turns that the kill cost are played again as they were."""
     calls = tmp_path / "calls"
-    monkeypatch.setenv("FICKLE", str(calls))
+    monkeypatch.setenv("CALLS", str(calls))
     more = ("--total_steps", "4", "--save_every", "1", "--turn_timeout", "100")
-    parts = line(chatty, tmp_path / "parts", "Fickle", *more)
+    parts = line(chatty, tmp_path / "parts", "Logged", *more)
     codes = []
     start = lambda: codes.extend(forked(parts[1:], tmp_path / "parts.log", vllm=True, timeout=1500)[0])  # noqa: E731
     run = threading.Thread(target=start)
@@ -111,20 +111,16 @@ def test_a_run_killed_with_a_tool_under_way_resumes_to_the_weights_of_one_that_w
     run.join()
     assert codes == [-signal.SIGKILL]
     Path(f"{calls}.stop").unlink()
-    answers = sum(len(file.read_text().split("\n\n")) for file in (tmp_path / "parts" / "run" / "answers").iterdir())
     finish(parts, tmp_path / "resumed.log")
     resumed = record(tmp_path / "parts" / "run")
     asked = len(calls.read_text().splitlines())
 
-    shutil.copytree(tmp_path / "parts" / "run" / "answers", tmp_path / "straight" / "run" / "answers")
-    finish(line(chatty, tmp_path / "straight", "Fickle", *more), tmp_path / "straight.log")
+    finish(line(chatty, tmp_path / "straight", "Logged", *more), tmp_path / "straight.log")
     straight = record(tmp_path / "straight" / "run")
-    print(f"{answers} answers before the kill, {asked} calls in all", resumed["weights"], straight["weights"])
-    assert len(calls.read_text().splitlines()) == asked, "the straight run has asked for something again"
+    print(f"{asked} calls with the kill", resumed["weights"], straight["weights"])
+    assert asked > len(calls.read_text().splitlines()) - asked, "no turn was played again"
     assert resumed == straight
-
-    finish(line(chatty, tmp_path / "other", "Fickle", *more), tmp_path / "other.log")
-    assert record(tmp_path / "other" / "run")["weights"] != straight["weights"], "without its answers it is another run"
+    assert all(row["optim/grad_norm"] > 0 for row in straight["metrics"])
 
 
 # --------------------------------------------------------------------------------------------------------------- proof

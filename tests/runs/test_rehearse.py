@@ -15,6 +15,7 @@ from helpers import ROOT, TINY_RUN, run_to_end
 import grpo
 import ppo
 from runtime import flags, memory
+from runtime.values import ModelName
 
 MODEL = memory.Model(
     parameters=10**9, layers=10, hidden=1000, intermediate=3000, heads=10, kv_heads=2, head_size=100, vocabulary=50_000
@@ -147,8 +148,8 @@ def test_a_run_here_keeps_lengths_and_vocabulary(tiny, tmp_path):
     assert (run.attn_implementation, run.vllm_args) == ("auto", None)
     assert (run.critic, run.critic_warmup) == (("warm_up=3",), 0)
     rehearse.write_model(config, args, tmp_path / "model")
-    written = memory.read_model(tmp_path / "model")
-    assert written == memory.read_model(tiny)
+    written = memory.read_model(ModelName(str(tmp_path / "model"), None))
+    assert written == memory.read_model(ModelName(str(tiny), None))
 
 
 def test_a_model_too_large_for_this_machine_is_made_narrow(monkeypatch, tiny, tmp_path):

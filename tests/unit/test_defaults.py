@@ -58,7 +58,7 @@ def filled(args):
     defaults.fill(args, problems, held_out)
     tokenizer = data.load_tokenizer(args)
     problems, held_out = data.render_problems(problems, held_out, tokenizer, args)
-    model = memory.read_model(args.model_name_or_path)
+    model = memory.read_model(args.model)
     return args, defaults.reasons(args, problems, held_out, model, tokenizer)
 
 
@@ -73,7 +73,7 @@ def test_the_quickstart_is_what_it_was(of, tiny):
         problems, held_out = data.load_problems(args, truth_error)
         defaults.fill(args, problems, held_out)
         assert dataclasses.asdict(args) == before
-        assert defaults.reasons(args, problems, held_out, memory.read_model(args.model_name_or_path), None) == []
+        assert defaults.reasons(args, problems, held_out, memory.read_model(args.model), None) == []
 
 
 @pytest.mark.parametrize(

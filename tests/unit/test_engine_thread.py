@@ -358,7 +358,7 @@ def test_the_ranks_of_engines_follow_those_of_the_trainers(monkeypatch, rank, en
     own, other = multiprocessing.Pipe()
     noted = {}
     monkeypatch.setattr(dedicated, "Watch", lambda timeout: watch)
-    monkeypatch.setattr(dedicated, "launch_size", lambda: 6)
+    monkeypatch.setattr(dedicated.process, "launch_size", lambda: 6)
     monkeypatch.setattr(dedicated, "board", lambda host, port: None)
     monkeypatch.setattr(dedicated, "answer_call", lambda store, place: noted.update(place=place) or own)
     monkeypatch.setattr(dedicated, "weights_group", lambda store, rank, size, timeout: noted.update(group=(rank, size)))

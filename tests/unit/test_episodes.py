@@ -8,7 +8,6 @@ import json
 import os
 import random
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -401,56 +400,6 @@ def test_rewards_of_turns_alone_are_a_reward(player, tiny):
     assert args.verifier == "environment"
     episode = player("OnlyPaid").play(call("pay", number=1.5), call("pay", number=0.25) + call("pay"), "done")
     assert episode.outcome["score"] == 1.75 and [value for _, value in episode.outcome["steps"]] == [1.5, 1.75]
-
-
-def test_what_is_recorded_is_answered_again_and_not_asked(player, tmp_path, monkeypatch):
-    """By prompt, sample, turn and what was said; after a kill that cut the last line, and by a new engine."""
-    monkeypatch.setattr(episodes.records, "folder", tmp_path / "answers")
-    file = str(tmp_path / "calls")
-    calls = lambda: len(Path(file).read_text().splitlines())  # noqa: E731
-    first = player("Fickle", max_turns=3).play("a", "b", "c", calls=file)
-    assert calls() == 3 and len(set(observations(first))) == 3
-    (answers,) = (tmp_path / "answers").iterdir()
-    text = answers.read_text()
-    again = player("Fickle", max_turns=3).play("a", "b", "c", calls=file)
-    assert calls() == 3 and answers.read_text() == text
-    assert again.found() == first.found()
-
-    answers.write_text(text[: text.rindex('"answer"')])  # the last line is cut
-    cut = player("Fickle", max_turns=3).play("a", "b", "c", calls=file)
-    assert calls() == 3 + 3, "the turns before are called again, for the object's state"
-    assert cut.turns[:5] == first.turns[:5] and cut.outcome != first.outcome
-    whole = player("Fickle", max_turns=3).play("a", "b", "c", calls=file)
-    assert calls() == 6 and whole.found() == cut.found()
-
-    other = player("Fickle", max_turns=3).play("a", "other", "c", calls=file)
-    assert other.turns[1] == first.turns[1] and other.turns[3]["text"] != first.turns[3]["text"]
-    one = player("Fickle", max_turns=3)
-    episode = one.begin(calls=file)
-    episode.seed = 8  # another sample
-    one.says(episode, "a")
-    one.steps()
-    assert observations(episode) != observations(first)[:1]
-
-
-def test_nothing_is_recorded_of_a_class_that_does_not_ask_for_it(player, tmp_path, monkeypatch):
-    monkeypatch.setattr(episodes.records, "folder", tmp_path / "answers")
-    player("Guess").play("1", "4")
-    file = str(tmp_path / "calls")
-    player("Fickle", dry_run=True, max_turns=1).play("a", calls=file)
-    assert not (tmp_path / "answers").exists()
-
-
-def test_a_time_out_is_recorded_as_well(player, tmp_path, monkeypatch):
-    """It is the clock's, and no function of the call."""
-    monkeypatch.setattr(episodes.records, "folder", tmp_path / "answers")
-    file = str(tmp_path / "calls")
-    (tmp_path / "calls.stop").touch()
-    first = player("Fickle", max_turns=1, turn_timeout=2.0).play("a", calls=file)
-    (tmp_path / "calls.stop").unlink()
-    again = player("Fickle", max_turns=1).play("a", calls=file)
-    assert "no answer within 2 s" in observations(again)[0] and again.found() == first.found()
-    assert again.outcome["status"] == "timeout"
 
 
 def test_a_turn_that_is_cut_off_ends_the_episode_unanswered(player):

@@ -7,6 +7,7 @@ import re
 import sys
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from helpers import ROOT
@@ -15,6 +16,7 @@ import grpo
 import ppo
 import utils
 from runtime import batching, fitting, flags, memory
+from runtime.values import ModelName
 
 # 10^9 bytes, as sold; those that are there have a little more.
 CARDS = (24, 40, 48, 80, 141)
@@ -149,15 +151,16 @@ def test_the_gpu_that_is_there_decides(monkeypatch, tiny, tmp_path):
 
 
 def test_a_model_on_the_hub_is_counted(monkeypatch, tmp_path):
-    """By the config.json that check_model has fetched, of the revision that is asked for."""
+    """By its config.json, of the revision that is asked for, which is asked for once."""
     config = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 1000}))
     asked = []
 
-    def cached(name, file, revision):
+    def fetched(name, file, revision):
         asked.append((name, file, revision))
         return str(tmp_path / file)
 
-    monkeypatch.setattr(memory, "try_to_load_from_cache", cached)
-    assert memory.read_model("someone/model@v2").parameters > 0
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetched)
+    for _ in range(2):
+        assert memory.read_model(ModelName("someone/model", "v2")).parameters > 0
     assert asked == [("someone/model", "config.json", "v2")]

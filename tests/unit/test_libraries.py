@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, Run, command
 
+from runtime import process
+
 NOISY = """
 import logging, sys, warnings
 
@@ -105,6 +107,13 @@ def test_a_normal_run_prints_its_own_lines_alone(tiny, tmp_path, script, ranks, 
     others = [line for line in run.text().splitlines() if line and not line.startswith(OURS)]
     assert not others, "\n".join(others)
     assert "Setting accelerator to CPU" in Path(tmp_path / "run" / "libraries.log").read_text()
+
+
+def test_what_is_printed_on_rank_0_has_no_secrets(capsys, monkeypatch):
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        process.print_on_rank_0("rows of https://me:pa55word@hub/data cannot be used")
+    assert capsys.readouterr().out == "rows of https://***@hub/data cannot be used\n"
 
 
 def test_pass_at_1_is_shown_once():

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 
+import huggingface_hub
 import pytest
 import torch
 from helpers import ROOT
@@ -17,6 +18,7 @@ import grpo
 import utils
 from runtime import batching, flags, memory
 from runtime.records import Sample
+from runtime.values import ModelName
 
 spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "studies" / "memory.py")
 script = importlib.util.module_from_spec(spec)
@@ -264,16 +266,18 @@ def test_no_micro_batch_is_larger_than_the_bound():
     assert fullest > 3 * 1280, "responses of full length would make no more, and this shows nothing"
 
 
-def test_the_model_is_read_from_its_folder(tiny):
-    """Counts of a saved model; a folder without weights has none, and one of an unknown family neither."""
+def test_the_model_is_read_from_its_folder(tiny, capsys):
+    """Counts of a saved model; one of an unknown family has none, and a folder without a model ends the program."""
     from transformers import AutoModelForCausalLM
 
-    found = memory.read_model(tiny)
+    found = memory.read_model(ModelName(str(tiny), None))
     assert found.parameters == AutoModelForCausalLM.from_pretrained(tiny).num_parameters()
     assert (found.layers, found.hidden) == (2, 64)
     assert (found.kv_heads * found.head_size, found.heads * found.head_size) == (32, 64)
-    assert memory.read_model(ROOT / "docs") is None
     assert memory.model_of({"d_model": 512}, 10) is None
+    with pytest.raises(SystemExit):
+        memory.read_model(ModelName(str(ROOT / "docs"), None))
+    assert f"{ROOT / 'docs'}: no config.json there" in capsys.readouterr().err
 
 
 QWEN3_MOE = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
@@ -281,7 +285,7 @@ QWEN3_MOE |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}
 
 
 def test_a_model_without_files_is_counted_by_its_config(monkeypatch, tmp_path):
-    """One on the hub, by the config in the cache, within 1 % of the model: dense with biases, tied, and experts.
+    """One on the hub, by its config, within 1 % of the model: dense with biases, tied, and experts.
 
     What is not said of the embeddings is that they are untied; a model that also sees says it among its text's.
     """
@@ -294,13 +298,11 @@ def test_a_model_without_files_is_counted_by_its_config(monkeypatch, tmp_path):
         if "tie_word_embeddings" not in more:
             said.pop("tie_word_embeddings", None)
         count = AutoModelForCausalLM.from_config(config).num_parameters()
-        monkeypatch.setattr(memory, "try_to_load_from_cache", lambda name, file, revision: str(tmp_path / file))
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, revision: str(tmp_path / file))
         for text in (said, {"text_config": said}):
             (tmp_path / "config.json").write_text(json.dumps(text))
-            found = memory.read_model("someone/model")
+            found = memory.read_model.__wrapped__("someone/model")
             assert found.parameters == pytest.approx(count, rel=0.01), kind
-    monkeypatch.setattr(memory, "try_to_load_from_cache", lambda name, file, revision: None)
-    assert memory.read_model("someone/model") is None
 
 
 def test_more_than_the_card_is_a_warning():
