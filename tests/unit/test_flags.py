@@ -232,7 +232,7 @@ CASES = {
     ),
     "revision of a folder": (
         {"model_name_or_path": "PLACE/model@v2"},
-        ["--model_name_or_path", "model is a folder here", "leave out @v2"],
+        ["--model_name_or_path", "a local folder cannot have a revision", "drop @v2"],
     ),
     "context overridden": ({"override_config": '{"max_position_embeddings": 100}'}, ["288", "100", "shorten"]),
     "override is not JSON": ({"override_config": "{rope_theta: 1}"}, ["--override_config", "not valid JSON", "for ex"]),
