@@ -499,7 +499,7 @@ def evaluation_problems(args, check: Check) -> dict[str, Problem] | None:
 
     None where it is not given: then a part of the training data is held out.
     """
-    if not args.eval_sources:
+    if args.eval_dataset is None:
         return None
     if args.eval_sources[0].part is not None:
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import functools
 import importlib.util
 import itertools
 import json
@@ -17,6 +16,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -26,7 +26,7 @@ from runtime import presets
 from runtime.foreign import refuse_foreign
 from runtime.process import refuse
 from runtime.sources import json_object
-from runtime.values import CHAT_TEMPLATES, ChatTemplate, InitialKL, ModelName, Source, config_overrides, sources
+from runtime.values import CHAT_TEMPLATES, ChatTemplate, InitialKL, ModelName, config_overrides, sources
 
 # Three groups of arguments that are no part of a run's name or identity; the reasons: docs/evidence/checkpoints.md.
 # Where and how a run is shown, saved and resumed. No number of the run depends on them.
@@ -272,47 +272,17 @@ class RunFlags:
     """Keep in CPU memory: master weights and optimizer states (optimizer), parameters (param, ZeRO 3), and on a GPU the
     reference between its passes (ref)."""
 
-    # The flags with a structure, as values of a type. What a shell cannot give, such as a Path, is taken by its text.
-    @functools.cached_property
-    def model(self) -> ModelName:
-        """The policy: ``--model_name_or_path``."""
-        return ModelName.parse(str(self.model_name_or_path))
-
-    @functools.cached_property
-    def tokenizer(self) -> ModelName:
-        """Where the tokenizer is loaded from: ``--tokenizer_name_or_path``, or else the policy."""
-        return self.model if self.tokenizer_name_or_path is None else ModelName.parse(self.tokenizer_name_or_path)
-
-    @functools.cached_property
-    def reward_model(self) -> ModelName | None:
-        """The reward model: ``--reward_model_name_or_path``."""
-        name = self.reward_model_name_or_path
-        return None if name is None else ModelName.parse(name)
-
-    @functools.cached_property
-    def config_overrides(self) -> dict[str, Any]:
-        """Fields to change in the model's config: ``--override_config``."""
-        return config_overrides(self.override_config)
-
-    @functools.cached_property
-    def template(self) -> ChatTemplate:
-        """The chat template and its variables: ``--chat_template``."""
-        return ChatTemplate.parse(self.chat_template)
-
-    @functools.cached_property
-    def sources(self) -> list[Source]:
-        """Where the training problems come from: ``--dataset``."""
-        return sources(str(self.dataset), "--dataset")
-
-    @functools.cached_property
-    def eval_sources(self) -> list[Source]:
-        """Where the evaluation problems come from: ``--eval_dataset``; empty where it is not given."""
-        return [] if self.eval_dataset is None else sources(str(self.eval_dataset), "--eval_dataset")
-
-    @functools.cached_property
-    def engine_args(self) -> dict[str, Any]:
-        """Arguments for vLLM's ``LLM``: ``--vllm_args``."""
-        return engine_args(self.vllm_args)
+    # Structured flags as typed values, each parsed once; ``check`` reads them all, so invalid ones exit with code 2.
+    model = cached_property(lambda args: ModelName.parse(str(args.model_name_or_path)))
+    tokenizer = cached_property(
+        lambda args: ModelName.parse(args.tokenizer_name_or_path or str(args.model_name_or_path))
+    )
+    reward_model = cached_property(lambda args: ModelName.parse(args.reward_model_name_or_path or ""))
+    config_overrides = cached_property(lambda args: config_overrides(args.override_config))
+    engine_args = cached_property(lambda args: engine_args(args.vllm_args))
+    template = cached_property(lambda args: ChatTemplate.parse(args.chat_template))
+    sources = cached_property(lambda args: sources(str(args.dataset), "--dataset"))
+    eval_sources = cached_property(lambda args: sources(str(args.eval_dataset or ""), "--eval_dataset"))
 
     @property
     def kl_coefficients(self) -> InitialKL:
@@ -328,16 +298,7 @@ class RunFlags:
         return self.load_ref_policy or any(self.kl_coefficients)
 
 
-STRUCTURED = (
-    "model",
-    "tokenizer",
-    "reward_model",
-    "config_overrides",
-    "template",
-    "sources",
-    "eval_sources",
-    "engine_args",
-)
+STRUCTURED = tuple(name for name, value in vars(RunFlags).items() if isinstance(value, cached_property))
 
 # ------------------------------------------------------------------------------------------------------- command line
 

@@ -301,7 +301,7 @@ def test_a_model_without_files_is_counted_by_its_config(monkeypatch, tmp_path):
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, revision: str(tmp_path / file))
         for text in (said, {"text_config": said}):
             (tmp_path / "config.json").write_text(json.dumps(text))
-            found = memory.read_model.__wrapped__("someone/model")
+            found = memory.read_model.__wrapped__(ModelName("someone/model", None))
             assert found.parameters == pytest.approx(count, rel=0.01), kind
 
 

@@ -202,7 +202,7 @@ def test_refused(classifier, tiny, tmp_path, capsys):
         ({"reward_model_name_or_path": str(tmp_path / "none")}, "--reward_model_name_or_path", "no such folder"),
         ({"reward_model_name_or_path": str(two)}, "--reward_model_name_or_path", "2 outputs"),
         ({"reward_model_max_length": 9}, "--reward_model_max_length", "needs --reward_model_name_or_path"),
-        ({"reward_model_name_or_path": f"{classifier}@v2"}, "--reward_model_name_or_path", "leave out @v2"),
+        ({"reward_model_name_or_path": f"{classifier}@v2"}, "--reward_model_name_or_path", "drop @v2"),
         (known | {"reward_model_max_length": 0}, "--reward_model_max_length", "must be above 0"),
         (known | {"reward_model_max_length": 257}, "--reward_model_max_length", "at most the 256 tokens"),
     ]
