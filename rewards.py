@@ -969,7 +969,7 @@ class RewardPool:
                 return self._wait(self.submit(*future.asked, tries=future.tries - 1))
             raise RuntimeError("the verifier processes do not start") from error
         if isinstance(error, TimeoutError):
-            detail = f"killed after {self.timeout:g} s (--reward_timeout)"
+            detail = f"killed after {self.timeout:g} s (--call_timeout)"
             return Reward(0.0, status="timeout", detail=detail), set()
         if isinstance(error, ProcessExpired):
             detail = f"the worker died: {error}, exit code {error.exitcode}"
@@ -1197,7 +1197,7 @@ class Verifiers:
         self.weights = parse_weights(args.reward_weights)
         names = {problem.verifier for problem in problems}
         workers = args.reward_workers or default_workers()
-        self.pool = RewardPool(workers, args.reward_timeout, names, self.weights, args.allow_unsafe_code_exec)
+        self.pool = RewardPool(workers, args.call_timeout, names, self.weights, args.allow_unsafe_code_exec)
         trial = {} if args.environment is None else {"episode": {"turns": [], "outcome": {"score": 0.0}}}
         tried = [replace(problem, row=problem.row | trial) for problem in problems]
         wrong = self.pool.check(tried)

@@ -66,8 +66,8 @@ MAY_CHANGE = (*PRESENTATION, *RESOURCES, *LENGTH)  # between the parts of a run 
 
 MUST_BE_POSITIVE = (
     *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "num_mini_batches", "num_epochs"),
-    *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate", "reward_timeout"),
-    *("max_turns", "turn_timeout", "reward_workers", "eval_samples", "vllm_tensor_parallel_size"),
+    *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate", "call_timeout"),
+    *("max_turns", "reward_workers", "eval_samples", "vllm_tensor_parallel_size"),
 )
 MAY_BE_NEGATIVE = ("reward_scaling", "reward_bias", "entropy_coeff")
 AT_MOST_ONE = (*("lr_min_ratio", "ref_policy_alpha", "gamma", "gae_lambda", "value_norm_beta"),)
@@ -180,8 +180,9 @@ class RunFlags:
     control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
     """Train on something else than the reward, to see what a gain owes to it: the rewards of a step dealt out at
     random, the part format alone, the score by another problem's truth, or the negative. Evaluations stay true."""
-    reward_timeout: float = 10.0
-    """Seconds per verification; then its process is killed and the score is 0."""
+    call_timeout: float = 10.0
+    """Timeout in seconds of each call of a verifier or an environment; then its process is killed. A verification that
+    is killed scores 0; a turn that is killed shows the model an error."""
     reward_workers: int | None = None
     """Verifier processes per rank. Default: this rank's share of the cores minus two, at least 1 and at most 8."""
     check_verifier_status: bool = False
@@ -211,8 +212,6 @@ class RunFlags:
     """Responses of several turns: path/to/file.py:Class, whose reset(...), tools and get_reward() play each of them."""
     max_turns: int = 8
     """Turns of the model in a response; max_response_length is for all turns together, the environment's included."""
-    turn_timeout: float = 10.0
-    """Seconds for each answer of an environment; then its process is killed, and the model is told."""
 
     # ---- evaluation
     eval_prompts: int = 64

@@ -80,7 +80,7 @@ AILMENTS = (
     Ailment(
         "verifier_failures",
         "three responses in a hundred hang their verifier",
-        {"verifier": "rewards_of_ailments.py:sometimes_hangs", "reward_timeout": 0.5},
+        {"verifier": "rewards_of_ailments.py:sometimes_hangs", "call_timeout": 0.5},
         steps=6,
     ),
     Ailment("equal_groups", "hardly any temperature", {"temperature": 0.02}, steps=15),

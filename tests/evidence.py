@@ -110,7 +110,11 @@ EVIDENCE: dict[str, Row] = {
     "verifier_key": row("judge", "rewards", dataset=ROWS),
     "reward_weights": row(("FILES/own.py:parity=0.5",), "rewards"),
     "control": row("inverted", "rewards", "weights"),
-    "reward_timeout": row(0.2, "reward/timeouts", verifier="FILES/own.py:late", **SHORT),
+    "call_timeout": row(
+        0.2,
+        *("reward/timeouts", "env/failures"),
+        **GAME | SHORT | {"environment": "FILES/game.py:Late", "verifier": "FILES/own.py:late"},
+    ),
     "reward_workers": row(2, "verifier processes"),
     "check_verifier_status": row(True, "exit", "last words", verifier="FILES/own.py:never"),
     "allow_unsafe_code_exec": row(
@@ -127,9 +131,6 @@ EVIDENCE: dict[str, Row] = {
     # ---- environments
     "environment": row("FILES/game.py:Guess", "responses", "env/turns", **VLLM, max_response_length=64),
     "max_turns": row(1, "env/turns", **GAME),
-    "turn_timeout": row(
-        0.2, "env/failures", **GAME | {"environment": "FILES/game.py:Late", "eval_prompts": 0, "total_steps": 1}
-    ),
     # ---- evaluation
     "eval_prompts": row(3, "held-out prompts"),
     "eval_samples": row(1, "evaluation responses"),

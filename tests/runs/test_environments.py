@@ -95,7 +95,7 @@ def test_a_run_killed_with_a_tool_under_way_resumes_to_the_weights_of_one_that_w
     """The tool's answers are random. What was answered is given again; the straight run is given all of it."""
     calls = tmp_path / "calls"
     monkeypatch.setenv("FICKLE", str(calls))
-    more = ("--total_steps", "4", "--save_every", "1", "--turn_timeout", "100")
+    more = ("--total_steps", "4", "--save_every", "1", "--call_timeout", "100")
     parts = line(chatty, tmp_path / "parts", "Fickle", *more)
     codes = []
     start = lambda: codes.extend(forked(parts[1:], tmp_path / "parts.log", vllm=True, timeout=1500)[0])  # noqa: E731
@@ -328,7 +328,7 @@ def test_others_environments_are_played_as_they_are(chatty, tmp_path, name):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shape = ("--dataset", str(tmp_path / "rows.jsonl"), "--prompt_key", "prompt", "--ground_truth_key", "answer")
     shape += ("--num_unique_prompts_rollout", str(len(rows)), "--num_samples_per_prompt_rollout", "2")
-    shape += ("--turn_timeout", "300")
+    shape += ("--call_timeout", "300")
     samples, _ = prove(chatty, tmp_path / "out", str(ROOT / "adapters" / name), *shape)
     assert {int(s["truth"]) for s in samples} == set(range(len(rows))) and len(samples) == 4 * len(rows)
     asked = []

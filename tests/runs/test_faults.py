@@ -474,7 +474,7 @@ def test_a_tokenizer_without_padding(tiny, tmp_path, capfd):
 @pytest.mark.parametrize(
     "fault, injection, verifier, words, metric",
     [
-        ("a verifier hangs", "`sleep(3600)`", "hangs", "killed after 1 s (--reward_timeout)", "reward/timeouts"),
+        ("a verifier hangs", "`sleep(3600)`", "hangs", "killed after 1 s (--call_timeout)", "reward/timeouts"),
         ("a verifier's process dies", "`os._exit(3)`", "dies", "the worker died", "reward/errors"),
         ("a verifier exits", "`sys.exit(0)`", "exits_on_a_response", "SystemExit: 0", "reward/unscorable"),
         ("a verifier takes all memory", "100 GB", "takes_memory", "first crash of a verification", "reward/errors"),
@@ -494,7 +494,7 @@ def test_verifiers_that_cost_a_sample(small, capfd, fault, injection, verifier, 
         "num_samples_per_prompt_rollout": 2,
         "total_steps": 1,
         "reward_workers": 2,
-        "reward_timeout": 1,
+        "call_timeout": 1,
     }
     args = small(verifier=f"{ROOT}/tests/verifiers.py:{verifier}", **sizes)
     metrics, text = goes_on(args, capfd)

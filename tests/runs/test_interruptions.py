@@ -271,7 +271,7 @@ def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
     hangs = [
         "--verifier",
         f"{ROOT}/tests/verifiers.py:hangs_on_a_response",
-        "--reward_timeout",
+        "--call_timeout",
         "600",
         "--reward_workers",
         "2",

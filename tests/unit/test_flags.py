@@ -151,7 +151,7 @@ CASES = {
         for name in (
             *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "num_mini_batches", "num_epochs"),
             *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate"),
-            *("reward_timeout", "reward_workers", "eval_samples", "vllm_tensor_parallel_size"),
+            *("call_timeout", "reward_workers", "eval_samples", "vllm_tensor_parallel_size"),
         )
     },
     "negative temperature": ({"temperature": -1.0}, ["--temperature -1.0", "above 0"]),
