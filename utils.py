@@ -393,12 +393,14 @@ def open_log(args, run: Run) -> runlog.RunLog:
 
 
 def end_run(log: runlog.RunLog, stopping: bool, parts: Iterable) -> None:
-    """Close the parts of a run, and exit with what its verdict makes of it; with 75 if it is to be started again.
+    """Write the verdict of a finished run and close its parts; exit with code 75 if it is to be started again.
 
     Every rank must call.
     """
-    code = [75 if stopping else log.end()]
-    dist.broadcast_object_list(code)  # rank 0 has written the verdict
+    if not stopping:
+        log.end()
+    code = [75 if stopping else 0]
+    dist.broadcast_object_list(code)  # no rank ends before rank 0 has written the verdict
     for part in parts:
         part.close()
     if code[0] != 0:

@@ -34,7 +34,6 @@ PRESENTATION = (
     "run_name",
     "dry_run",
     "overwrite",
-    "require_learning",
     "track",
     "log_samples",
     "record_batches",
@@ -107,8 +106,6 @@ class RunFlags:
     """Folder of this run in output_dir. Default: exp_name, the arguments that differ from their defaults, the seed."""
     overwrite: bool = False
     """Replace the folder of an earlier run of this name."""
-    require_learning: bool = False
-    """End with exit code 3 if the verdict at the end is that the run did not learn (docs/evidence/doctor.md)."""
     dry_run: bool = False
     """Check everything, print sizes and the first prompt, load no model, and stop. (scripts/probe.py samples, too.)"""
     track: bool = False

@@ -18,10 +18,9 @@ from typing import Any
 from runtime import presets
 from runtime.flags import MAY_CHANGE, NAME_BYTES, is_open, total_steps, what_counts
 from runtime.identity import changed_arguments, changed_code, code_of, ignored_changes
-from runtime.process import UNLEARNED, file_digest, lock_holder, refuse, versions, write_whole
+from runtime.process import file_digest, lock_holder, refuse, versions, write_whole
 from runtime.records import Problem
 from runtime.redaction import redact_values
-from runtime.verdict import refused
 
 # What a run writes in its folder and changes or renames when it starts again.
 WRITTEN = (
@@ -145,7 +144,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_earlier_run(folder: Path, args) -> None:
-    """Refuse a folder whose run is another one; end where this very run is finished, by --require_learning with 3."""
+    """Reject the folder of another run; exit with code 0 where this very run is finished."""
     try:
         config = read_config(folder)
     except ValueError as error:
@@ -167,7 +166,7 @@ def check_earlier_run(folder: Path, args) -> None:
     ignored = ignored_changes(config["args"], args)
     note = f" (it ran with another {', '.join(f'--{name}' for name in ignored)})" if ignored else ""
     say(f"{folder} is finished{note}; --overwrite replaces it, --seed or --exp_name start another")
-    raise SystemExit(UNLEARNED if args.require_learning and refused(folder) else 0)
+    raise SystemExit(0)
 
 
 def earlier_choices(args, folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import numpy as np
 from runtime import defaults, git, libraries, memory, presets, verdict
 from runtime.flags import Sizes, recorded_steps
 from runtime.identity import code_of, recorded, script_of
-from runtime.process import PROJECT, UNLEARNED, FolderLock, Heap, Stop, refuse, versions, write_whole
+from runtime.process import PROJECT, FolderLock, Heap, Stop, refuse, versions, write_whole
 from runtime.reading import control_of
 from runtime.records import Problem, Sample
 from runtime.redaction import redact, redact_words, secret_values
@@ -374,20 +374,16 @@ class RunLog:
         for sample in samples:
             self.write(file, {"step": -1, **dataclasses.asdict(sample)})
 
-    def end(self) -> int:
-        """Say whether the run, which is at its end, has learned. The exit code of rank 0.
+    def end(self) -> None:
+        """Write and print the verdict of a finished run: whether it has learned.
 
-        What goes wrong here costs the verdict, not the run, which is saved.
+        An error here costs the verdict, not the run, which is saved.
         """
         if self.is_main:
             try:
                 self._say(verdict.write(self.folder, self.total))
             except Exception as error:
                 self._say(f"warning: no verdict ({type(error).__name__}: {error})")
-        if not self.args.require_learning or not verdict.refused(self.folder):
-            return 0
-        self._say(f"--require_learning: the run did not learn, so it ends with exit code {UNLEARNED}")
-        return UNLEARNED
 
     def close(self) -> None:
         """Finish wandb, and let other runs have the folder."""

@@ -84,7 +84,6 @@ HERE = {
     "tokenizer_name_or_path": None,
     "track": False,
     "overwrite": False,
-    "require_learning": False,
     "resume": "auto",
     "run_name": "run",
 }

@@ -70,7 +70,6 @@ EVIDENCE: dict[str, Row] = {
     "output_dir": row("RUN/elsewhere", "files"),
     "run_name": row("other", "files"),
     "overwrite": row(True, "steps", stage="repeated"),
-    "require_learning": row(True, "exit", verifier="FILES/own.py:zero", filter_zero_std_samples=True),
     "dry_run": row(True, "steps", "files"),
     "track": row(True, "wandb.init", "files"),
     "log_samples": row(3, "rows of samples.jsonl"),
