@@ -203,7 +203,7 @@ def check_disk(args, folder: Path) -> None:
     weights = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
     copies = 1
     batches = min(args.record_batches, total_steps(args, sys.maxsize))  # the steps of epochs are unknown here
-    kept = batches * (2 if args.ref_policy_update_freq > 0 else 1)
+    kept = batches * (2 if args.ref_policy_update is not None else 1)
     copies += max(0, kept - sum(1 for _ in (folder / "batches").glob("step_*/*/*.safetensors")))
     place = Path(args.output_dir).absolute()
     while not place.exists():

@@ -81,7 +81,7 @@ def print_header(
     else:
         lines += memory.describe(memory.predict(args, model, setting, sizes), model, setting)
     if args.record_batches > 0:
-        models = 2 if args.ref_policy_update_freq > 0 else 1  # a reference that moves is kept, too
+        models = 2 if args.ref_policy_update is not None else 1  # a reference that moves is kept, too
         size = (model.parameters if model else 0) * models * (2 if setting.bf16 else 4)
         steps = recorded_steps(args.record_batches, total_steps)
         weights = f", {size * len(steps) / memory.GIB:.1f} GiB of weights" if model else ""

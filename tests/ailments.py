@@ -123,7 +123,7 @@ AILMENTS = (
     Ailment(
         "throughput_loss",
         "a verifier that gets slow",
-        {"verifier": "rewards_of_ailments.py:ever_slower", "reward_workers": 1},
+        {"verifier": "rewards_of_ailments.py:ever_slower"},
     ),
 )
 # The same task learned without a KL, held by one, and with a critic.

@@ -278,7 +278,7 @@ class Soak:
         flags = ["--total_steps", str(args.steps), "--eval_prompts", "0", "--track"]
         flags += ["--save_every", "2", "--keep_checkpoints", "0", "--num_mini_batches", "2", "--beta", "0.1"]
         flags += ["--timeout", str(TIMEOUT), "--dtype", args.dtype]
-        flags += ["--call_timeout", "10", "--reward_workers", "2", "--async_steps", str(args.async_steps)]
+        flags += ["--call_timeout", "10", "--async_steps", str(args.async_steps)]
         flags += ["--verifier", f"{ROOT / 'tests' / 'verifiers.py'}:parity_or_hangs"]
         if args.environment:
             flags += ["--environment", f"{ROOT / 'tests' / 'environments.py'}:Troubled", "--call_timeout", "10"]

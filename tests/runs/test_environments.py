@@ -194,7 +194,7 @@ def prove(model: Path, out: Path, name: str, *more: str) -> tuple[list[dict], di
     words = ("--max_prompt_length", "5000", "--max_response_length", "2500", "--total_steps", "2")
     words += ("--log_samples", "1000")
     words += ("--beta", "0.01")  # so that every token is computed, also in groups of equal rewards
-    words += ("--eval_prompts", "0", "--micro_batch_tokens", "8192", "--logprob_micro_batch_tokens", "8192", *more)
+    words += ("--eval_prompts", "0", "--micro_batch_tokens", "8192", *more)
     finish(with_program(line(model, out, name, *words), out, PROOF), out / "run.log")
     for row in read_jsonl(out / "run" / "metrics.jsonl"):
         assert row["sampler/logprob_diff_max"] < 1e-4, "in fp32: the trainer's context is the engine's"

@@ -123,7 +123,7 @@ INPUTS = [
     Input(
         "a response that does not fit into the model's context",
         "`--max_response_length 600` of 512",
-        {"max_response_length": 600, "micro_batch_tokens": 999, "logprob_micro_batch_tokens": 999},
+        {"max_response_length": 600, "micro_batch_tokens": 999},
         "shorten",
     ),
     Input(
@@ -493,7 +493,6 @@ def test_verifiers_that_cost_a_sample(small, capfd, fault, injection, verifier, 
         "num_unique_prompts_rollout": 1,
         "num_samples_per_prompt_rollout": 2,
         "total_steps": 1,
-        "reward_workers": 2,
         "call_timeout": 1,
     }
     args = small(verifier=f"{ROOT}/tests/verifiers.py:{verifier}", **sizes)

@@ -664,7 +664,7 @@ def test_own_verifiers_are_tried_at_the_start(pool):
 
 
 def test_a_run_does_not_start_with_a_verifier_that_raises(capsys):
-    args = Args(reward_workers=1, call_timeout=20.0)
+    args = Args(call_timeout=20.0)
     with pytest.raises(SystemExit) as end:
         rewards.Verifiers(args, [problem(f"{MINE}:raises")], "cpu", None)
     assert end.value.code == 2 and f"--verifier: the verifier {MINE}:raises raises" in capsys.readouterr().err
