@@ -112,17 +112,14 @@ class Args(flags.RunFlags):
     """Estimator of the KL in the reward: k1 is the only one with a KL's gradient there."""
     kl_reward_norm: Literal["outside", "inside"] = "outside"
     """In the reward: add after the group normalization (return-to-go), or to the reward before it (as verl does)."""
-    kl_target: float | None = None
-    """Adjust a coefficient to keep the KL near this, in nats per token: the reward's if the KL is there, or the loss's.
-    Default: off."""
-    kl_horizon: float = 10000.0
-    """Horizon of that controller, in sequences."""
+    kl_target: tuple[float] | tuple[float, float] | None = None
+    """TARGET [HORIZON]: adjust the KL coefficient in the reward, or in the loss without a KL in the reward, to keep the
+    KL near TARGET nats per token. HORIZON, in sequences, is the inverse of the speed (10000). Default: off."""
     load_ref_policy: bool = False
     """Load the reference and log the KL even if every coefficient is 0."""
-    ref_policy_update_freq: int = 0
-    """Move the reference every N steps. 0 disables."""
-    ref_policy_alpha: float = 1.0
-    """Move the reference to alpha * policy + (1 - alpha) * reference. 1 copies the policy."""
+    ref_policy_update: tuple[int, float] | None = None
+    """FREQ ALPHA: every FREQ steps, set the reference to ALPHA * policy + (1 - ALPHA) * reference. ALPHA 1 copies the
+    policy. Default: off."""
 
     # ---- optimizer
     learning_rate: float = 3e-5
@@ -552,7 +549,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
     kl = utils.make_kl(args)  # kl.loss, kl.reward
     full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None
     full_in_reward = reference if kl.reward > 0 and args.kl_reward_estimator == "full" else None
-    moving = utils.MovingReference(reference, args.ref_policy_alpha) if args.ref_policy_update_freq > 0 else None
+    moving = utils.moving_reference(reference, args)
     skips = SimpleNamespace(policy=0)  # optimizer steps in a row that were not applied
     queue = Queue(engine, data.Prompts(run.problems, args), data.sampling(args), args)
     clock = utils.Phases(args, engine, reference, [policy], device)
@@ -610,8 +607,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
         with clock("logprobs"), torch.no_grad():
-            budget = run.sizes.logprob_micro_batch_tokens
-            for mb in batching.micro_batches(samples, known, budget=budget, **run.cutting):
+            for mb in batching.micro_batches(samples, known, **run.cutting):
                 if updates > 1 or kl.reward > 0:
                     old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
                     if full_kl_T is not None:
@@ -659,8 +655,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
                 if not mini_in_loss or stats.stopped:
                     continue
                 weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
-                budget = run.sizes.micro_batch_tokens
-                for mb in batching.micro_batches(samples, mini_with_gradient, budget=budget, **run.cutting):
+                for mb in batching.micro_batches(samples, mini_with_gradient, **run.cutting):
                     logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coeff != 0)
                     tokens = Tokens(
                         logprobs_T,
@@ -687,7 +682,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
         with clock("push"):
             engine.push(utils.engine_weights(policy, args))
         queue.look()
-        if moving is not None and step % args.ref_policy_update_freq == 0:
+        if moving is not None and step % moving.freq == 0:
             moving.move(policy, args.zero_stage)
         kl.update(kl_metrics.get("kl/reward"), stats.mean_kl(), len(samples))
 

@@ -173,7 +173,7 @@ class AdaptiveKLController:
         if factor <= 0:
             raise ValueError(
                 f"adaptive KL: {n_sequences} sequences with a horizon of {self.horizon:g} would multiply beta by "
-                f"{factor:g}; raise --kl_horizon"
+                f"{factor:g}; raise the HORIZON of --kl_target"
             )
         self.coef *= factor
         return self.coef

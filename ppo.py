@@ -107,17 +107,14 @@ class Args(flags.RunFlags):
     """Coefficient of the KL in the reward, if it is not to be beta."""
     kl_reward_estimator: KLEstimator = "k1"
     """Estimator of the KL in the reward: k1 is the only one with a KL's gradient there."""
-    kl_target: float | None = None
-    """Adjust a coefficient to keep the KL near this, in nats per token: the reward's if the KL is there, or the loss's.
-    Default: off."""
-    kl_horizon: float = 10000.0
-    """Horizon of that controller, in sequences."""
+    kl_target: tuple[float] | tuple[float, float] | None = None
+    """TARGET [HORIZON]: adjust the KL coefficient in the reward, or in the loss without a KL in the reward, to keep the
+    KL near TARGET nats per token. HORIZON, in sequences, is the inverse of the speed (10000). Default: off."""
     load_ref_policy: bool = False
     """Load the reference and log the KL even if every coefficient is 0."""
-    ref_policy_update_freq: int = 0
-    """Move the reference every N steps. 0 disables."""
-    ref_policy_alpha: float = 1.0
-    """Move the reference to alpha * policy + (1 - alpha) * reference. 1 copies the policy."""
+    ref_policy_update: tuple[int, float] | None = None
+    """FREQ ALPHA: every FREQ steps, set the reference to ALPHA * policy + (1 - ALPHA) * reference. ALPHA 1 copies the
+    policy. Default: off."""
 
     # ---- critic
     disable_value: bool = False
@@ -478,7 +475,8 @@ def values_of(
     extra = torch.tensor(extra, dtype=torch.long, device=device)
     after_B = torch.zeros(len(samples), device=device)
     after_B[torch.tensor(bootstrap, device=device)] = outputs[extra]
-    return outputs[torch.ones_like(outputs, dtype=torch.bool).index_fill(0, extra, False)], after_B
+    kept = torch.ones_like(outputs, dtype=torch.bool).index_fill(0, extra, False)
+    return outputs[kept], after_B
 
 
 def value_loss(
@@ -502,7 +500,8 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float | N
     """1 - Var(R - V) / Var(R): 1 a perfect critic, 0 one that knows no more than the mean. None: all R are equal."""
     if returns.amax() == returns.amin():
         return None
-    return 1 - ((returns - values).var() / returns.var()).item()
+    unexplained = (returns - values).var() / returns.var()
+    return 1 - unexplained.item()
 
 
 class ValueNormalizer:
@@ -787,10 +786,11 @@ def main(args: Args, ready: start.Ready | None) -> None:
     kl = utils.make_kl(args)  # kl.loss, kl.reward
     full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None
     full_in_reward = reference if kl.reward > 0 and args.kl_reward_estimator == "full" else None
-    moving = utils.MovingReference(reference, args.ref_policy_alpha) if args.ref_policy_update_freq > 0 else None
+    moving = utils.moving_reference(reference, args)
     skips = SimpleNamespace(policy=0, critic=0)  # optimizer steps in a row that were not applied
     queue = Queue(engine, data.Prompts(run.problems, args), data.sampling(args), args)
-    clock = utils.Phases(args, engine, reference, [policy] if critic is None else [policy, critic], device)
+    trainers = [policy] if critic is None else [policy, critic]
+    clock = utils.Phases(args, engine, reference, trainers, device)
     log = utils.open_log(args, run)
     parts = {"policy": policy, "reference": moving, "controller": kl.controller, "skips": skips}
     parts |= {"prompts": queue.source.state, "progress": queue.state}
@@ -840,8 +840,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
         with clock("logprobs"), torch.no_grad():
-            budget = run.sizes.logprob_micro_batch_tokens
-            for mb in batching.micro_batches(samples, known, budget=budget, **run.cutting):
+            for mb in batching.micro_batches(samples, known, **run.cutting):
                 if updates > 1 or kl.reward > 0:
                     old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
                     if full_kl_T is not None:
@@ -861,7 +860,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
         bootstrap = [args.bootstrap_truncated and s.finish_reason == "length" for s in samples]
         if critic is not None:
             with clock("logprobs"):
-                outputs_N, after_B = values_of(critic, samples, bootstrap, budget=budget, **run.cutting)
+                outputs_N, after_B = values_of(critic, samples, bootstrap, **run.cutting)
 
         # 6 advantages: one per token, whitened over all responses, also those that the loss leaves out: an end is worth
         # something compared with being truncated. Every rank has all tokens and finds the same numbers, in fp64.
@@ -910,9 +909,8 @@ def main(args: Args, ready: start.Ready | None) -> None:
                 members = utils.mini_batch(groups, step, epoch, mini, args)
                 own = [i for i in every_sample if samples[i].prompt_id in members]
                 weights_N = F.pad(loss_weights(samples, own, args), (0, 1)).to(device)
-                budget = run.sizes.micro_batch_tokens
                 value_stats = utils.TokenStats(device)
-                for mb in batching.micro_batches(samples, own, budget=budget, **run.cutting):
+                for mb in batching.micro_batches(samples, own, **run.cutting):
                     weights_T = weights_N[mb.tokens]
                     loss_T, clipped_T = value_loss(
                         critic(mb), outputs_N[mb.tokens], targets_N[mb.tokens], args.value_clip
@@ -942,8 +940,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
                 if not mini_in_loss or stats.stopped or policy_step < 0:
                     continue
                 weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
-                budget = run.sizes.micro_batch_tokens
-                for mb in batching.micro_batches(samples, mini_in_loss, budget=budget, **run.cutting):
+                for mb in batching.micro_batches(samples, mini_in_loss, **run.cutting):
                     logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coeff != 0)
                     tokens = Tokens(
                         logprobs_T,
@@ -970,7 +967,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
         with clock("push"):
             engine.push(utils.engine_weights(policy, args))
         queue.look()
-        if moving is not None and step % args.ref_policy_update_freq == 0:
+        if moving is not None and step % moving.freq == 0:
             moving.move(policy, args.zero_stage)
         kl.update(kl_metrics.get("kl/reward"), stats.mean_kl(), len(samples))
 

@@ -1029,7 +1029,7 @@ class RewardModel:
         where = {"revision": revision, "trust_remote_code": args.trust_remote_code}
         self.tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False, **where)  # as load_tokenizer says
         self.device = device
-        self.budget = sizes(args, "cuda" in str(device)).logprob_micro_batch_tokens
+        self.budget = sizes(args, "cuda" in str(device)).micro_batch_tokens
         self.max_length = args.reward_model_max_length
         model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype, **where)
         self.model = model.eval().requires_grad_(False)
@@ -1088,10 +1088,13 @@ class RewardModel:
 # ------------------------------------------------------------------------------------------------- all of it, for a run
 
 
-def default_workers() -> int:
-    """Verifier processes of this rank: its part of the cores, less two for trainer and engine; from 1 to 8."""
+MOST_WORKERS = 32  # on a machine with very many cores; a step's samples seldom keep more of them busy
+
+
+def worker_count() -> int:
+    """Return the number of verifier processes of this rank: its cores minus two, for trainer and engine; 1 to 32."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks - 2))
+    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // ranks - 2))
 
 
 class Verifiers:
@@ -1101,8 +1104,7 @@ class Verifiers:
         self.args = args
         self.weights = parse_weights(args.reward_weights)
         names = {problem.verifier for problem in problems}
-        workers = args.reward_workers or default_workers()
-        self.pool = RewardPool(workers, args.reward_timeout, names, self.weights, args.allow_unsafe_code_exec)
+        self.pool = RewardPool(worker_count(), args.call_timeout, names, self.weights, args.allow_unsafe_code_exec)
         trial = {} if args.environment is None else {"episode": {"turns": [], "outcome": {"score": 0.0}}}
         tried = [replace(problem, row=problem.row | trial) for problem in problems]
         wrong = self.pool.check(tried)

@@ -238,8 +238,9 @@ class Run:
 
     @property
     def cutting(self) -> dict:
-        """What ``batching.micro_batches`` takes, but for samples and budget."""
-        return {"layout": self.layout, "rank": self.rank, "world_size": self.world_size, "device": self.device}
+        """Arguments of ``batching.micro_batches``, but for the samples."""
+        ranks = {"rank": self.rank, "world_size": self.world_size, "device": self.device}
+        return {"layout": self.layout, "budget": self.sizes.micro_batch_tokens, **ranks}
 
 
 def take_gpu(args) -> None:
@@ -377,7 +378,7 @@ def make_kl(args) -> KLCoefficients:
     loss, reward = args.kl_coefficients
     if args.kl_target is None:
         return KLCoefficients((loss, reward))
-    return KLCoefficients((loss, reward), AdaptiveKLController(reward or loss, args.kl_target, args.kl_horizon))
+    return KLCoefficients((loss, reward), AdaptiveKLController(reward or loss, *flags.target_and_horizon(args)))
 
 
 def open_log(args, run: Run) -> runlog.RunLog:
@@ -391,12 +392,14 @@ def open_log(args, run: Run) -> runlog.RunLog:
 
 
 def end_run(log: runlog.RunLog, stopping: bool, parts: Iterable) -> None:
-    """Close the parts of a run, and exit with what its verdict makes of it; with 75 if it is to be started again.
+    """Write the verdict of a finished run and close its parts; exit with code 75 if it is to be started again.
 
     Every rank must call.
     """
-    code = [75 if stopping else log.end()]
-    dist.broadcast_object_list(code)  # rank 0 has written the verdict
+    if not stopping:
+        log.end()
+    code = [75 if stopping else 0]
+    dist.broadcast_object_list(code)  # no rank ends before rank 0 has written the verdict
     for part in parts:
         part.close()
     if code[0] != 0:
@@ -879,10 +882,11 @@ class MovingReference(nn.Module):
     reference and the average.
     """
 
-    def __init__(self, reference: TokenLogprobs, alpha: float):
+    def __init__(self, reference: TokenLogprobs, alpha: float, freq: int = 1):
         super().__init__()
         self.reference = reference
         self.alpha = alpha
+        self.freq = freq  # steps from one move to the next
         self.averages = nn.ParameterList()
         if alpha < 1.0:
             for weight in reference.model.parameters():  # tied weights once
@@ -900,6 +904,14 @@ class MovingReference(nn.Module):
                 weight.copy_(average)
             else:
                 weight.copy_(targets[name])
+
+
+def moving_reference(reference: TokenLogprobs | None, args) -> MovingReference | None:
+    """Return the reference with its ``--ref_policy_update``; None where it does not move."""
+    if args.ref_policy_update is None:
+        return None
+    freq, alpha = args.ref_policy_update
+    return MovingReference(reference, alpha, freq)
 
 
 def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
@@ -1136,8 +1148,7 @@ def exact_kl(policy, reference, samples: list[Sample], members: list[int], run: 
     end = token_offsets(samples)[-1]
     sums = torch.zeros(3, device=run.device)  # both directions, tokens
     largest = torch.zeros(1, device=run.device)  # of a token
-    budget = run.sizes.logprob_micro_batch_tokens
-    for mb in micro_batches(samples, members[:FULL_KL_SAMPLES], budget=budget, **run.cutting):
+    for mb in micro_batches(samples, members[:FULL_KL_SAMPLES], **run.cutting):
         real_T = mb.tokens < end
         full_kl_T = policy(mb, reference)[2] * real_T
         forward_kl_T = policy(mb, reference, divergence=forward_kl)[2] * real_T
@@ -1191,8 +1202,7 @@ def check_engines(policy, engine: Engine, samples: list[Sample], trained: list[i
     fresh_N = flat([s.token_versions() == step for s in looks], run.device)
     engine_N = per_token([s.engine for s in looks], offsets, run.device)
     stats = TokenStats(run.device, engine.count)
-    budget = run.sizes.logprob_micro_batch_tokens
-    for mb in micro_batches(looks, list(range(len(looks))), budget=budget, **run.cutting):
+    for mb in micro_batches(looks, list(range(len(looks))), **run.cutting):
         diff_T = (policy(mb)[0] - sampler_N[mb.tokens]).abs()
         stats.add(fresh_N[mb.tokens], {"tokens": torch.ones_like(diff_T), "diff": diff_T})
         stats.add_sampler_diff(fresh_N[mb.tokens], diff_T, engine_N[mb.tokens])

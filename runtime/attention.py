@@ -225,7 +225,7 @@ def choose_layout(args, sizes: Sizes, cuda: bool, dtype: torch.dtype, attention:
     alone = short or args.num_samples_per_prompt_rollout == 1
     half = dtype != torch.float32  # flash kernels have 16 bits
     free = cuda and args.attn_implementation == "auto"  # the attention follows the layout
-    budget = max(sizes.micro_batch_tokens, sizes.logprob_micro_batch_tokens)
+    budget = sizes.micro_batch_tokens
     mask = mask_bytes("shared", attention, budget, dtype, args)
     if args.batch_layout != "auto":
         layout, reason = args.batch_layout, "--batch_layout"
@@ -252,11 +252,10 @@ def check_mask_size(model, layout: str, sizes: Sizes, args) -> None:
     """Refuse micro-batches whose dense masks could be larger than ``MASK_LIMIT``. Exits with code 2."""
     attention = model.config.get_text_config()._attn_implementation
     other = " or use --batch_layout padded" if layout != "padded" else ""
-    for name in ("micro_batch_tokens", "logprob_micro_batch_tokens"):
-        budget = getattr(sizes, name)
-        size = mask_bytes(layout, attention, budget, model.dtype, args)
-        if size > MASK_LIMIT:
-            refuse(
-                f"--batch_layout {layout}: a mask of --{name} {budget} with {attention} attention could take "
-                f"{size / 2**30:.1f} GiB, and the limit is {MASK_LIMIT / 2**30:.0f}; lower --{name}{other}"
-            )
+    budget = sizes.micro_batch_tokens
+    size = mask_bytes(layout, attention, budget, model.dtype, args)
+    if size > MASK_LIMIT:
+        refuse(
+            f"--batch_layout {layout}: a mask of --micro_batch_tokens {budget} with {attention} attention could take "
+            f"{size / 2**30:.1f} GiB, and the limit is {MASK_LIMIT / 2**30:.0f}; lower --micro_batch_tokens{other}"
+        )

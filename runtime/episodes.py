@@ -6,13 +6,12 @@ where the engine has nothing else to compute: then all answers are. Only if one 
 wait. So which requests an engine step computes is counted, never timed: a run with tools repeats to the bit, and tools
 that take less than that many steps cost the others nothing.
 
-A call that lasts longer than --turn_timeout ends its process, and so may anything else that a tool does. The model is
+A call that lasts longer than --call_timeout ends its process, and so may anything else that a tool does. The model is
 told, and the object is made again for its next turn: reset, and the turns before, which are called once more.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -93,9 +92,8 @@ def about(spec: str) -> dict[str, Any]:
 def check(args) -> None:
     """Refuse an --environment that cannot work; one with a reward of its own becomes the default verifier."""
     if args.environment is None:
-        for field in dataclasses.fields(args):
-            if field.name in ("max_turns", "turn_timeout") and getattr(args, field.name) != field.default:
-                refuse(f"--{field.name} {getattr(args, field.name)} has no effect without --environment; drop it")
+        if args.max_turns != type(args).max_turns:
+            refuse(f"--max_turns {args.max_turns} has no effect without --environment; drop --max_turns")
         return
     for flag, wrong, why in (
         ("rollout hf", args.rollout == "hf", "only vLLM's thread has turns"),
@@ -129,7 +127,7 @@ def first_turns(problems: list[Problem], tokenizer, args) -> dict[str, Any]:
     for start in range(0, len(rows), AT_ONCE):
         part = rows[start : start + AT_ONCE]
         try:
-            found += ask_once(args.environment, ("first", part), START + len(part) * args.turn_timeout)
+            found += ask_once(args.environment, ("first", part), START + len(part) * args.call_timeout)
         except (TimeoutError, EOFError) as error:
             refuse(f"--environment {args.environment}: reset of rows {start} to {start + len(part) - 1}: {error!r}")
     for problem, answer in zip(problems, found, strict=True):
@@ -299,7 +297,7 @@ class Episodes:
             self._receive(by_line[line])
         for episode in list(self.asked):
             if time.monotonic() > episode.deadline:
-                self._give_up(episode, f"no answer within {self.args.turn_timeout:g} s")
+                self._give_up(episode, f"no answer within {self.args.call_timeout:g} s")
 
     def _ask(self, episode: Episode) -> None:
         """Send a turn to the episode's process: to a new one, with all that went before, where there is none."""
@@ -310,7 +308,7 @@ class Episodes:
             messages = [("begin", episode.row, seed_of(episode.row)), *(("turn", *p) for p in episode.past), *messages]
         episode.unanswered = len(messages)
         episode.sent = time.monotonic()
-        episode.deadline = episode.sent + self.args.turn_timeout * (1 if len(messages) == 1 else len(messages) + 1)
+        episode.deadline = episode.sent + self.args.call_timeout * (1 if len(messages) == 1 else len(messages) + 1)
         self.asked.append(episode)
         try:
             for message in messages:

@@ -200,9 +200,7 @@ def verifier_failures(case: Case) -> Finding | None:
     failed = sum(case.curve(f"reward/{kind}") for kind in counts)
     shares = ", ".join(f"{kind} {count / samples:.1%}" for kind, count in counts.items() if count > 0)
     what = f"verifications fail and count as 0: {shares} of the samples"
-    remedy = (
-        "Raise --reward_timeout or --reward_workers for time-outs; reward_status in samples.jsonl names the others."
-    )
+    remedy = "Raise --call_timeout for time-outs; reward_status in samples.jsonl names the others."
     return Finding("verifier_failures", what, remedy, since(smooth(failed) > 0.01 * samples))
 
 

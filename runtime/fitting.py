@@ -34,7 +34,7 @@ def candidates(args, setting: Setting) -> Iterator[Sizes]:
     kind = "in turns" if args.sleep != "off" else "beside"
     if args.vllm_engines > 0:
         kind = "alone"
-    given = args.vllm_gpu_memory_utilization
+    given = args.engine_args.get("gpu_memory_utilization")
     longest = args.max_prompt_length + args.max_response_length
     chunk = base.logprob_chunk if setting.card >= 40e9 else 1024
     for tokens in sorted({max(longest, tokens) for tokens in TOKENS}, reverse=True):
@@ -42,7 +42,6 @@ def candidates(args, setting: Setting) -> Iterator[Sizes]:
             yield replace(
                 base,
                 micro_batch_tokens=args.micro_batch_tokens or tokens,
-                logprob_micro_batch_tokens=args.logprob_micro_batch_tokens or tokens,
                 logprob_chunk=chunk,
                 vllm_gpu_memory_utilization=share,
             )
@@ -90,7 +89,7 @@ def sizes_for(args, model: Model | None, setting: Setting) -> tuple[Sizes, str]:
     if found is not None:
         part = "all of these fit" if found == wanted else "the largest that fit"
         return found, f"{part} a GPU of {setting.card / GIB:.1f} GiB"
-    if args.micro_batch_tokens is not None and args.vllm_gpu_memory_utilization is not None:
+    if args.micro_batch_tokens is not None and "gpu_memory_utilization" in args.engine_args:
         return wanted, "as the flags say"
     least = list(candidates(args, setting))[-1]
     needed = predict(args, model, setting, least).peak / GIB
@@ -103,5 +102,5 @@ def sizes_for(args, model: Model | None, setting: Setting) -> tuple[Sizes, str]:
     refuse(
         f"--model_name_or_path {args.model_name_or_path}: the smallest sizes may need {needed:.1f} GiB, and the GPU "
         f"has {setting.card / GIB:.1f}; {remedy}. (To try all the same, give --micro_batch_tokens and "
-        f"--vllm_gpu_memory_utilization.)"
+        f"gpu_memory_utilization in --vllm_args.)"
     )

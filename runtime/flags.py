@@ -35,7 +35,6 @@ PRESENTATION = (
     "run_name",
     "dry_run",
     "overwrite",
-    "require_learning",
     "track",
     "log_samples",
     "record_batches",
@@ -43,15 +42,12 @@ PRESENTATION = (
     "save_minutes",
     "keep_checkpoints",
     "resume",
-    "reward_workers",
 )
 # Memory, speed, and limits that only end a run: results are the same bit for bit, or up to rounding.
 RESOURCES = (
     "micro_batch_tokens",
-    "logprob_micro_batch_tokens",
     "gradient_checkpointing",
     "engine_process",
-    "vllm_gpu_memory_utilization",
     "sleep",
     "timeout",
     "max_sampler_diff",
@@ -59,7 +55,8 @@ RESOURCES = (
 # Those of --vllm_args for which the same holds.
 VLLM_RESOURCES = (
     *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size"),
-    *("enforce_eager", "load_format", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+    *("gpu_memory_utilization", "enforce_eager"),
+    *("load_format", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
 )
 # How long a run is. The learning rate of a step depends on it, unless --lr_scheduler_type is constant.
 LENGTH = ("total_steps", "total_episodes", "total_epochs")
@@ -67,13 +64,14 @@ MAY_CHANGE = (*PRESENTATION, *RESOURCES, *LENGTH)  # between the parts of a run 
 
 MUST_BE_POSITIVE = (
     *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "num_mini_batches", "num_epochs"),
-    *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate", "reward_timeout"),
-    *("max_turns", "turn_timeout", "reward_workers", "eval_samples", "vllm_tensor_parallel_size"),
+    *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate", "call_timeout"),
+    *("max_turns", "eval_samples", "vllm_tensor_parallel_size"),
 )
 MAY_BE_NEGATIVE = ("reward_scaling", "reward_bias", "entropy_coeff")
-AT_MOST_ONE = (*("lr_min_ratio", "ref_policy_alpha", "gamma", "gae_lambda", "value_norm_beta"),)
+AT_MOST_ONE = ("lr_min_ratio", "gamma", "gae_lambda", "value_norm_beta")
 # What follows from model and data where it is not given: runtime/defaults.py.
 OPEN = ("learning_rate", "critic_learning_rate", "max_prompt_length", "max_response_length", "total_steps")
+KL_HORIZON = 10000.0  # sequences, of --kl_target TARGET
 LFS_POINTER = b"version https://git-lfs"  # how it begins
 # The type of the field as_: "as" is a word of Python's own, so that only the command line can have it.
 As = Annotated[str | None, tyro.conf.arg(name="as", metavar="NAME")]
@@ -108,8 +106,6 @@ class RunFlags:
     """Folder of this run in output_dir. Default: exp_name, the arguments that differ from their defaults, the seed."""
     overwrite: bool = False
     """Replace the folder of an earlier run of this name."""
-    require_learning: bool = False
-    """End with exit code 3 if the verdict at the end is that the run did not learn (docs/evidence/doctor.md)."""
     dry_run: bool = False
     """Check everything, print sizes and the first prompt, load no model, and stop. (scripts/probe.py samples, too.)"""
     track: bool = False
@@ -181,10 +177,9 @@ class RunFlags:
     control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
     """Train on something else than the reward, to see what a gain owes to it: the rewards of a step dealt out at
     random, the part format alone, the score by another problem's truth, or the negative. Evaluations stay true."""
-    reward_timeout: float = 10.0
-    """Seconds per verification; then its process is killed and the score is 0."""
-    reward_workers: int | None = None
-    """Verifier processes per rank. Default: this rank's share of the cores minus two, at least 1 and at most 8."""
+    call_timeout: float = 10.0
+    """Timeout in seconds of each call of a verifier or an environment; then its process is killed. A verification that
+    is killed scores 0; a turn that is killed shows the model an error."""
     check_verifier_status: bool = False
     """End the run when no score of a step is above 0: the verifier fails, or the prompt does."""
     allow_unsafe_code_exec: bool = False
@@ -212,8 +207,6 @@ class RunFlags:
     """Responses of several turns: path/to/file.py:Class, whose reset(...), tools and get_reward() play each of them."""
     max_turns: int = 8
     """Turns of the model in a response; max_response_length is for all turns together, the environment's included."""
-    turn_timeout: float = 10.0
-    """Seconds for each answer of an environment; then its process is killed, and the model is told."""
 
     # ---- evaluation
     eval_prompts: int = 64
@@ -248,21 +241,17 @@ class RunFlags:
     """Engines on ranks of their own, the last of the launch, which only sample. 0: one beside each trainer."""
     vllm_tensor_parallel_size: int = 1
     """Ranks that share one engine."""
-    vllm_gpu_memory_utilization: float | None = None
-    """Fraction of a GPU's memory for vLLM; on CPUs the cache has 0.5 GiB. Default: 0.4, less where a GPU is small, more
-    for an engine that sleeps or is alone."""
     vllm_args: str | None = None
-    """JSON object of vLLM's own arguments, for example {"max_num_seqs": 512, "enforce_eager": true}."""
+    """JSON object of vLLM's own arguments, e.g. {"max_num_seqs": 512, "gpu_memory_utilization": 0.5}. Default of
+    gpu_memory_utilization: 0.4, less on small GPUs, more with --sleep or --vllm_engines."""
     sleep: Literal["off", "engine", "all"] = "off"
     """On a GPU: engine releases the engine's memory to the trainer between generation phases. all: also keep weights,
     master weights and optimizer states in CPU memory while the engine samples (ZeRO 2)."""
 
     # ---- memory and parallelism
     micro_batch_tokens: int | None = None
-    """Tokens per forward and backward pass on one device, padding included. Default: on GPUs as many of 16384 as fit
-    (docs/evidence/memory.md), on CPUs 1024, with AMX 3072."""
-    logprob_micro_batch_tokens: int | None = None
-    """The same for passes without gradient (old and reference log-probs)."""
+    """Tokens per pass of a model on one device, padding included, with and without gradient. Default: on GPUs as many
+    of 16384 as fit (docs/evidence/memory.md), on CPUs 1024, with AMX 3072."""
     batch_layout: Literal["auto", "shared", "padded", "packed"] = "auto"
     """shared: one row per group, common prefixes once. padded: one row per sample. packed: no padding. auto: shared,
     unless the device or the lengths are against it (docs/evidence/layouts.md)."""
@@ -366,7 +355,6 @@ class Sizes:
     """What fits a device, where its flag leaves it open; the flags' names."""
 
     micro_batch_tokens: int
-    logprob_micro_batch_tokens: int
     logprob_chunk: int
     vllm_gpu_memory_utilization: float
     vllm_max_num_seqs: int
@@ -383,10 +371,8 @@ def sizes(args: Any, cuda: bool, fast: bool = False) -> Sizes:
     """
     longest = args.max_prompt_length + args.max_response_length
     usual = 16384 if cuda else 3072 if fast else 1024
-    micro_batch = max(longest, usual)
     default = Sizes(
-        micro_batch_tokens=micro_batch,
-        logprob_micro_batch_tokens=micro_batch,
+        micro_batch_tokens=max(longest, usual),
         logprob_chunk=4096 if cuda else 2048,
         vllm_gpu_memory_utilization=0.9 if args.vllm_engines > 0 else 0.4,
         vllm_max_num_seqs=1024 if cuda else 128,
@@ -411,7 +397,6 @@ VLLM_TAKEN = {
     "max_model_len": "--max_prompt_length and --max_response_length",
     "tensor_parallel_size": "--vllm_tensor_parallel_size",
     "distributed_executor_backend": "--num_processes of accelerate launch",
-    "gpu_memory_utilization": "--vllm_gpu_memory_utilization",
     "enable_sleep_mode": "--sleep",
     "async_scheduling": "--inflight_updates",
     "enable_chunked_prefill": "the script, which needs it off on CPUs",
@@ -458,6 +443,13 @@ def check_engine_args(args: Any) -> None:
             refuse(f"--vllm_args: vLLM has no argument {name!r}; the nearest name is {near}")
         if name in VLLM_RESOURCES and type(value) is int and value <= 0:
             refuse(f"--vllm_args: {name} {value}: must be above 0")
+        if name == "gpu_memory_utilization" and not (isinstance(value, int | float) and 0 < value <= 1):
+            refuse(f"--vllm_args: {name} {value!r}: must be a number above 0 and at most 1")
+
+
+def target_and_horizon(args: Any) -> tuple[float, float]:
+    """Return TARGET and HORIZON of ``--kl_target``, which must be set."""
+    return (*args.kl_target, KL_HORIZON)[:2]
 
 
 def check_places(args: Any) -> None:
@@ -539,9 +531,10 @@ def check_training(args: RunFlags) -> None:
         refuse(f"--total_epochs {args.total_epochs}: must be above 0")
     if episodes is not None and args.total_epochs is not None:
         refuse("--total_episodes and --total_epochs both set the length of the run; pass one of them")
-    for name in ("micro_batch_tokens", "logprob_micro_batch_tokens"):
-        if getattr(args, name) is not None and getattr(args, name) < longest:
-            refuse(f"--{name} {getattr(args, name)} is smaller than the longest sample: {sample} = {longest}")
+    if args.micro_batch_tokens is not None and args.micro_batch_tokens < longest:
+        refuse(
+            f"--micro_batch_tokens {args.micro_batch_tokens} is smaller than the longest sample: {sample} = {longest}"
+        )
     if args.ignore_eos and args.mask_truncated_completions:
         refuse(
             "--ignore_eos truncates every response, and --mask_truncated_completions excludes truncated responses "
@@ -585,19 +578,24 @@ def check_kl(args: Any) -> None:
             f"--beta {args.beta:g} and --kl_reward_coef {args.kl_reward_coef}: --kl_placement reward has a single "
             f"coefficient; pass one of the two flags, or use --kl_placement both"
         )
-    if adaptive and not ((reward_coef if in_reward else loss_coef) > 0 < args.kl_target):
+    target, horizon = target_and_horizon(args) if adaptive else (math.inf, math.inf)
+    if adaptive and not ((reward_coef if in_reward else loss_coef) > 0 < min(target, horizon)):
         refuse(
             f"--kl_target adjusts the KL coefficient in the {'reward' if in_reward else 'loss'}; it needs "
-            f"--{'kl_reward_coef or --' if in_reward else ''}beta, --kl_target and --kl_horizon above 0, and a "
+            f"--{'kl_reward_coef or --' if in_reward else ''}beta, TARGET and HORIZON above 0, and a "
             f"--kl_placement other than none"
         )
-    if adaptive and 0.2 * samples >= args.kl_horizon:
+    if 0.2 * samples >= horizon:
         refuse(
-            f"--kl_horizon {args.kl_horizon:g} is too short for {samples} samples per step: the coefficient could "
-            f"reach 0; increase it"
+            f"--kl_target {target:g} {horizon:g}: the HORIZON {horizon:g} is too short for {samples} samples per step: "
+            f"the coefficient could reach 0; increase it"
         )
-    if args.ref_policy_update_freq > 0 and not args.loads_reference:
-        refuse("--ref_policy_update_freq needs a reference model; with --beta 0 or --kl_placement none, none is loaded")
+    if args.ref_policy_update is not None:
+        freq, alpha = args.ref_policy_update
+        if freq < 1 or not 0 < alpha <= 1:
+            refuse(f"--ref_policy_update {freq} {alpha:g}: FREQ must be 1 or more, and ALPHA above 0 and at most 1")
+        if not args.loads_reference:
+            refuse("--ref_policy_update needs a reference model; with --beta 0 or --kl_placement none, none is loaded")
 
 
 def total_steps(args: RunFlags, problems: int) -> int:

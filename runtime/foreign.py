@@ -1,4 +1,4 @@
-"""Answers to words that are no flags here: other frameworks' flags, by their rows of docs/flags.md, and fixed settings.
+"""Answers to words that are no flags here: other frameworks' flags (by the rows of docs/flags.md), removed flags.
 
 Both spellings are known, by name and by path: ``--num_generations 8``, ``--algorithm.kl_ctrl.kl_coef=0.005``,
 ``data.train_batch_size=1024``, ``+trainer.val_before_train=False``. Imports no torch.
@@ -33,6 +33,22 @@ FIXED = {
     "repetition_penalty": FULL_DISTRIBUTION,
     "do_sample": "fixed here: greedy responses to a prompt are all identical, so a group would have no variance; for "
     "greedy evaluation use --eval_temperature 0",
+}
+# Flags of earlier commits, and what replaces each. "{}" stands for the value that was given.
+REMOVED = {
+    "adam_eps": "removed: AdamW's epsilon is 1e-8",
+    "kl_horizon": "--kl_target TARGET {}",
+    "logprob_micro_batch_tokens": "removed: --micro_batch_tokens is the budget of passes without gradient as well",
+    "record_batches": "removed: a step is repeatable from the checkpoint before it; studies/replay.py rebuilds its "
+    "batch",
+    "ref_policy_alpha": "--ref_policy_update FREQ {}",
+    "ref_policy_update_freq": "--ref_policy_update {} ALPHA",
+    "require_learning": "removed: python scripts/doctor.py RUN exits with code 3 if the run did not learn",
+    "reward_timeout": "--call_timeout {}",
+    "reward_workers": "removed: a rank has as many verifier processes as cores, less two (1 to 32)",
+    "turn_lag": "removed: answers of an environment are taken 128 engine steps after the turn",
+    "turn_timeout": "--call_timeout {}",
+    "vllm_gpu_memory_utilization": """--vllm_args '{"gpu_memory_utilization": {}}'""",
 }
 
 
@@ -127,6 +143,9 @@ def answer(part: list[str], fields: dict[str, dataclasses.Field], table: list[Ro
     name = path.rpartition(".")[2].removeprefix("no_")
     if name in FIXED:
         return FIXED[name]
+    if path.removeprefix("no_") in REMOVED:
+        value = " ".join(values) or head.partition("=")[2] or "VALUE"
+        return REMOVED[name].replace("{}", value)
     known = matching(path, table) or matching(path.removeprefix("no_"), table)
     here = [row for row in known if has(row, fields)]
     return told(here or known, bool(here))
@@ -181,4 +200,6 @@ def refuse_foreign(words: list[str], fields: dict[str, dataclasses.Field]) -> No
     if not any(answers.values()):
         return
     lines = [f"{text[:60]} -> {found or 'not known'}" for text, found in answers.items()]
-    refuse("\n  ".join(["written otherwise here (docs/flags.md has other frameworks' names):", *lines]))
+    refuse(
+        "\n  ".join(["these flags do not exist here; use instead (docs/flags.md has other frameworks' names):", *lines])
+    )

@@ -255,6 +255,6 @@ def describe(prediction: Prediction, model: Model, setting: Setting) -> list[str
     if 0 < setting.card * USABLE < prediction.peak:
         lines.append(
             f"warning: the GPU has {setting.card / GIB:.1f} GiB, and {prediction.peak / GIB:.1f} may be needed; see "
-            f"--gradient_checkpointing, --sleep, --offload, --micro_batch_tokens, --vllm_gpu_memory_utilization"
+            f"--gradient_checkpointing, --sleep, --offload, --micro_batch_tokens, gpu_memory_utilization in --vllm_args"
         )
     return lines

@@ -149,7 +149,6 @@ def outlive_the_console() -> None:
         setattr(sys, name, own)
 
 
-UNLEARNED = 3  # exit code of a run that did not learn, with --require_learning
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # the last: the terminal is closed
 
 

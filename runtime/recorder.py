@@ -139,7 +139,7 @@ class Recorder:
         base = None
         if self.reference is not None:
             base = self.reference.model.config._name_or_path
-        if self.args.ref_policy_update_freq > 0:
+        if self.args.ref_policy_update is not None:
             base = "reference"
             self.reference.model.save_pretrained(partial / base)
             for path in (partial / base).iterdir():

@@ -18,10 +18,9 @@ from typing import Any
 from runtime import presets
 from runtime.flags import MAY_CHANGE, NAME_BYTES, is_open, total_steps, what_counts
 from runtime.identity import changed_arguments, changed_code, code_of, ignored_changes
-from runtime.process import UNLEARNED, file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
+from runtime.process import file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
 from runtime.records import Problem
 from runtime.redaction import redact_values
-from runtime.verdict import refused
 
 # What a run writes in its folder and changes or renames when it starts again.
 WRITTEN = (
@@ -139,7 +138,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_earlier_run(folder: Path, args) -> None:
-    """Refuse a folder whose run is another one; end where this very run is finished, by --require_learning with 3."""
+    """Reject the folder of another run; exit with code 0 where this very run is finished."""
     try:
         config = read_config(folder)
     except ValueError as error:
@@ -161,7 +160,7 @@ def check_earlier_run(folder: Path, args) -> None:
     ignored = ignored_changes(config["args"], args)
     note = f" (it ran with another {', '.join(f'--{name}' for name in ignored)})" if ignored else ""
     print_on_rank_0(f"{folder} is finished{note}; --overwrite replaces it, --seed or --exp_name start another")
-    raise SystemExit(UNLEARNED if args.require_learning and refused(folder) else 0)
+    raise SystemExit(0)
 
 
 def earlier_choices(args, folder: Path) -> dict[str, Any]:
@@ -198,7 +197,7 @@ def check_disk(args, folder: Path) -> None:
     weights = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
     copies = 1
     batches = min(args.record_batches, total_steps(args, sys.maxsize))  # the steps of epochs are unknown here
-    kept = batches * (2 if args.ref_policy_update_freq > 0 else 1)
+    kept = batches * (2 if args.ref_policy_update is not None else 1)
     copies += max(0, kept - sum(1 for _ in (folder / "batches").glob("step_*/*/*.safetensors")))
     place = Path(args.output_dir).absolute()
     while not place.exists():

@@ -19,7 +19,7 @@ import numpy as np
 from runtime import defaults, git, libraries, memory, presets, verdict
 from runtime.flags import Sizes, recorded_steps
 from runtime.identity import code_of, recorded, script_of
-from runtime.process import PROJECT, UNLEARNED, FolderLock, Heap, Stop, print_on_rank_0, refuse, versions, write_whole
+from runtime.process import PROJECT, FolderLock, Heap, Stop, print_on_rank_0, refuse, versions, write_whole
 from runtime.reading import control_of
 from runtime.records import Problem, Sample
 from runtime.redaction import redact, redact_words, secret_values
@@ -81,7 +81,7 @@ def print_header(
     else:
         lines += memory.describe(memory.predict(args, model, setting, sizes), model, setting)
     if args.record_batches > 0:
-        models = 2 if args.ref_policy_update_freq > 0 else 1  # a reference that moves is kept, too
+        models = 2 if args.ref_policy_update is not None else 1  # a reference that moves is kept, too
         size = (model.parameters if model else 0) * models * (2 if setting.bf16 else 4)
         steps = recorded_steps(args.record_batches, total_steps)
         weights = f", {size * len(steps) / memory.GIB:.1f} GiB of weights" if model else ""
@@ -370,20 +370,16 @@ class RunLog:
         for sample in samples:
             self.write(file, {"step": -1, **dataclasses.asdict(sample)})
 
-    def end(self) -> int:
-        """Say whether the run, which is at its end, has learned. The exit code of rank 0.
+    def end(self) -> None:
+        """Write and print the verdict of a finished run: whether it has learned.
 
-        What goes wrong here costs the verdict, not the run, which is saved.
+        An error here costs the verdict, not the run, which is saved.
         """
         if self.is_main:
             try:
                 print_on_rank_0(verdict.write(self.folder, self.total))
             except Exception as error:
                 print_on_rank_0(f"warning: no verdict ({type(error).__name__}: {error})")
-        if not self.args.require_learning or not verdict.refused(self.folder):
-            return 0
-        print_on_rank_0(f"--require_learning: the run did not learn, so it ends with exit code {UNLEARNED}")
-        return UNLEARNED
 
     def close(self) -> None:
         """Finish wandb, and let other runs have the folder."""

@@ -140,8 +140,3 @@ def outcome_of(folder: Path) -> str | None:
         return json.loads((folder / FILE).read_text())["outcome"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def refused(folder: Path) -> bool:
-    """Whether ``--require_learning`` ends the finished run in ``folder`` with ``process.UNLEARNED``."""
-    return outcome_of(folder) == NOT_LEARNED

@@ -261,8 +261,8 @@ def ends_all_ranks(main: Callable) -> Callable:
             Watch.current.ended.set()
             text = f"{Watch.current.name} failed:\n{redact(''.join(traceback.format_exception(error)))}"
             if "OutOfMemoryError" in text:
-                text += "lower --micro_batch_tokens, --logprob_micro_batch_tokens or --vllm_gpu_memory_utilization, or "
-                text += "add --gradient_checkpointing; docs/run.md has more"
+                text += "lower --micro_batch_tokens or the gpu_memory_utilization of --vllm_args, or add "
+                text += "--gradient_checkpointing; docs/run.md has more"
             Watch.current.abort(text)
             raise
         finally:

@@ -122,7 +122,7 @@ class WorkerPool:
                 return self.outcome(self.schedule(*future.arguments, tries=future.tries - 1))
             raise RuntimeError("the verifier processes do not start") from error
         if isinstance(error, TimeoutError):
-            return Failure("timeout", f"killed after {self.timeout:g} s (--reward_timeout)")
+            return Failure("timeout", f"killed after {self.timeout:g} s (--call_timeout)")
         if isinstance(error, ProcessExpired):
             return Failure("crash", f"the worker died: {error}, exit code {error.exitcode}")
         # Whatever a verifier raises was caught in the worker.

@@ -10,8 +10,8 @@ side by side, each with ``--threads`` threads of arithmetic.
 A run that is finished or running is skipped, and an interrupted one resumes (scripts/finished.py), so the same command
 continues a sweep. What a run prints is in OUTPUT_DIR/RUN_NAME.log, beside its folder. Lines with arguments that the
 script does not take end the program before the first run, with exit code 2. A run that fails is reported with its exit
-code, and one that did not learn (--require_learning) as that; the others still run, and the exit code is 1. SIGTERM and
-SIGINT are passed on to the runs, which save and end; no further run starts, and the exit code is 75.
+code; the others still run, and the exit code is 1. SIGTERM and SIGINT are passed on to the runs, which save and end; no
+further run starts, and the exit code is 75.
 """
 
 from __future__ import annotations
@@ -144,8 +144,7 @@ class Lanes:
             print(f"finished in {seconds}: {name}", flush=True)
         elif not (self.stopped and code == STOPPED):
             self.failed += 1
-            how = "did not learn" if code == process.UNLEARNED else f"failed with exit code {code}"
-            print(f"{how} after {seconds}: {name}; see its .log", flush=True)
+            print(f"failed with exit code {code} after {seconds}: {name}; see its .log", flush=True)
         return name, code
 
 

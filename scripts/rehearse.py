@@ -83,7 +83,6 @@ HERE = {
     "tokenizer_name_or_path": None,
     "track": False,
     "overwrite": False,
-    "require_learning": False,
     "resume": "auto",
     "run_name": "run",
 }
@@ -162,9 +161,9 @@ def foretell(args, model: memory.Model | None, kind: str, gpus: int, problems: i
     fitting.sizes_for(args, model, setting)  # refuses what fits in no way, with what would
     if found.peak > memory.USABLE * setting.card:
         process.refuse(
-            f"--micro_batch_tokens {size.micro_batch_tokens} and --vllm_gpu_memory_utilization "
-            f"{size.vllm_gpu_memory_utilization}: {found.peak / 1e9:.1f} GB may be needed, more than {memory.USABLE} "
-            f"of {card.gb}; leave both out, and what fits is chosen"
+            f"--micro_batch_tokens {size.micro_batch_tokens} and gpu_memory_utilization "
+            f"{size.vllm_gpu_memory_utilization} in --vllm_args: {found.peak / 1e9:.1f} GB may be needed, more than "
+            f"{memory.USABLE} of {card.gb}; drop both to get sizes that fit"
         )
     print("\n".join(memory.describe(found, model, setting)))
     print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(size).items())}")
@@ -271,7 +270,6 @@ def changed(args, trainers: int, folder: Path) -> dict:
     here["output_dir"] = str(folder)
     here["dtype"] = "float32" if args.dtype == "float32" else "bfloat16"
     here["micro_batch_tokens"] = size.micro_batch_tokens
-    here["logprob_micro_batch_tokens"] = size.logprob_micro_batch_tokens
     here["num_unique_prompts_rollout"] = max(trainers, args.num_mini_batches)
     here["eval_prompts"] = min(trainers, args.eval_prompts)
     here["vllm_engines"] = min(1, args.vllm_engines)

@@ -74,7 +74,7 @@ run() {
         started=$((started + 1))
     else
         state=$?
-        ((state == 3)) && echo "did not learn: $*" >&2 || echo "failed with exit code $state: $*" >&2
+        echo "failed with exit code $state: $*" >&2
         failed=$((failed + 1))
     fi
 }

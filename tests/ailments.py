@@ -80,7 +80,7 @@ AILMENTS = (
     Ailment(
         "verifier_failures",
         "three responses in a hundred hang their verifier",
-        {"verifier": "rewards_of_ailments.py:sometimes_hangs", "reward_timeout": 0.5},
+        {"verifier": "rewards_of_ailments.py:sometimes_hangs", "call_timeout": 0.5},
         steps=6,
     ),
     Ailment("equal_groups", "hardly any temperature", {"temperature": 0.02}, steps=15),
@@ -123,7 +123,7 @@ AILMENTS = (
     Ailment(
         "throughput_loss",
         "a verifier that gets slow",
-        {"verifier": "rewards_of_ailments.py:ever_slower", "reward_workers": 1},
+        {"verifier": "rewards_of_ailments.py:ever_slower"},
     ),
 )
 # The same task learned without a KL, held by one, and with a critic.

@@ -70,7 +70,6 @@ EVIDENCE: dict[str, Row] = {
     "output_dir": row("RUN/elsewhere", "files"),
     "run_name": row("other", "files"),
     "overwrite": row(True, "steps", stage="repeated"),
-    "require_learning": row(True, "exit", verifier="FILES/own.py:zero", filter_zero_std_samples=True),
     "dry_run": row(True, "steps", "files"),
     "track": row(True, "wandb.init", "files"),
     "log_samples": row(3, "rows of samples.jsonl"),
@@ -110,8 +109,11 @@ EVIDENCE: dict[str, Row] = {
     "verifier_key": row("judge", "rewards", dataset=ROWS),
     "reward_weights": row(("FILES/own.py:parity=0.5",), "rewards"),
     "control": row("inverted", "rewards", "weights"),
-    "reward_timeout": row(0.2, "reward/timeouts", verifier="FILES/own.py:late", **SHORT),
-    "reward_workers": row(2, "verifier processes"),
+    "call_timeout": row(
+        0.2,
+        *("reward/timeouts", "env/failures"),
+        **GAME | SHORT | {"environment": "FILES/game.py:Late", "verifier": "FILES/own.py:late"},
+    ),
     "check_verifier_status": row(True, "exit", "last words", verifier="FILES/own.py:never"),
     "allow_unsafe_code_exec": row(
         True, "exit", "steps", stage="no namespaces", dataset="FILES/code.jsonl", verifier="code"
@@ -127,9 +129,6 @@ EVIDENCE: dict[str, Row] = {
     # ---- environments
     "environment": row("FILES/game.py:Guess", "responses", "env/turns", **VLLM, max_response_length=64),
     "max_turns": row(1, "env/turns", **GAME),
-    "turn_timeout": row(
-        0.2, "env/failures", **GAME | {"environment": "FILES/game.py:Late", "eval_prompts": 0, "total_steps": 1}
-    ),
     # ---- evaluation
     "eval_prompts": row(3, "held-out prompts"),
     "eval_samples": row(1, "evaluation responses"),
@@ -145,13 +144,11 @@ EVIDENCE: dict[str, Row] = {
     "engine_process": row(True, "processes of engines"),
     # One process has no rank to spare: what they do in a launch of several is shown by tests/launch/test_dedicated.py.
     "vllm_engines": row(1, "exit", "last words"),
-    "vllm_gpu_memory_utilization": row(0.6, "vllm.LLM(gpu_memory_utilization)", stage="on a GPU"),
     "vllm_tensor_parallel_size": row(2, "vllm.LLM(tensor_parallel_size)", stage="on two GPUs"),
     "vllm_args": row(CACHE, "blocks of the KV cache", rollout="vllm"),
     "sleep": row("all", "moves of the trainer"),
     # ---- memory and parallelism
-    "micro_batch_tokens": row(140, "training passes"),
-    "logprob_micro_batch_tokens": row(140, "log-prob passes", num_mini_batches=2),
+    "micro_batch_tokens": row(140, "training passes", "log-prob passes", num_mini_batches=2),
     "batch_layout": row("padded", "training passes"),
     "zero_stage": row(1, "DeepSpeed(zero_optimization.stage)"),
     "offload": row(("optimizer",), "DeepSpeed(zero_optimization.offload_optimizer.device)"),
@@ -182,12 +179,10 @@ EVIDENCE: dict[str, Row] = {
     "kl_gradient": row("naive", "weights", **KL),
     "kl_reward_coef": row(0.5, "token advantages", "kl/reward_coef", **KL, kl_placement="both"),
     "kl_reward_estimator": row("k2", "token advantages", "kl/reward", **KL, kl_placement="both"),
-    "kl_target": row(1e-4, "kl/coef", **KL),
+    "kl_target": row((1e-4, 100.0), "kl/coef", **KL),
     "load_ref_policy": row(True, "kl/k1", "kl/full"),
-    "kl_horizon": row(100.0, "kl/coef", **KL, kl_target=6.0),
     "kl_reward_norm": row("inside", "token advantages", **KL, kl_placement="reward"),
-    "ref_policy_update_freq": row(1, "kl/k1", **KL),
-    "ref_policy_alpha": row(0.5, "kl/k1", **KL, ref_policy_update_freq=1),
+    "ref_policy_update": row((1, 0.5), "kl/k1", **KL),
     # ---- critic
     "disable_value": row(True, "value/mean", "token advantages"),
     "gamma": row(0.9, "value/return_mean", "token advantages"),
@@ -232,7 +227,7 @@ def unhook(flag: str, file: str, text: str, other: str, *scripts: str) -> Breaka
 # Of every kind: after its edit a flag is parsed, checked and written to config.json as before, and does nothing.
 UNHOOKED = (
     unhook("clip_higher", "{script}", "1 + args.clip_higher)", "1 + 0.2)"),  # loss
-    unhook("kl_horizon", "utils.py", "args.kl_target, args.kl_horizon)", "args.kl_target, 10000.0)"),  # KL
+    unhook("ref_policy_update", "utils.py", "if args.ref_policy_update is None:", "if True:"),  # KL
     unhook("gae_lambda", "{script}", "args.gamma, args.gae_lambda)", "args.gamma, 1.0)", "ppo.py"),  # critic
     unhook("adam_betas", "utils.py", "betas=args.adam_betas", "betas=(0.9, 0.95)"),  # optimizer
     unhook("reward_bias", "rewards.py", "- args.reward_bias)", "- 0.0)"),  # rewards

@@ -167,7 +167,6 @@ TINY_RUN = {
     "max_response_length": 8,
     "max_prompt_length": 128,
     "micro_batch_tokens": 256,
-    "logprob_micro_batch_tokens": 256,
     "mask_no_eos_with_zero": False,
     "mask_truncated_completions": False,  # a random model seldom ends by itself
     "verifier": f"{VERIFIERS}:parity",

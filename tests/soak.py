@@ -278,10 +278,10 @@ class Soak:
         flags = ["--total_steps", str(args.steps), "--eval_prompts", "0", "--track"]
         flags += ["--save_every", "2", "--keep_checkpoints", "0", "--num_mini_batches", "2", "--beta", "0.1"]
         flags += ["--timeout", str(TIMEOUT), "--dtype", args.dtype]
-        flags += ["--reward_timeout", "10", "--reward_workers", "2", "--async_steps", str(args.async_steps)]
+        flags += ["--call_timeout", "10", "--async_steps", str(args.async_steps)]
         flags += ["--verifier", f"{ROOT / 'tests' / 'verifiers.py'}:parity_or_hangs"]
         if args.environment:
-            flags += ["--environment", f"{ROOT / 'tests' / 'environments.py'}:Troubled", "--turn_timeout", "10"]
+            flags += ["--environment", f"{ROOT / 'tests' / 'environments.py'}:Troubled", "--call_timeout", "10"]
             flags += ["--max_response_length", "64", "--max_turns", "3"]
         os.environ["SOAK_ORDERS"] = str(self.orders)
         kind = {"script": args.script.removesuffix(".py"), "rollout": args.rollout}
@@ -666,8 +666,8 @@ def slow_verifier(soak: Soak) -> str:
 
 
 def hanging_verifier(soak: Soak) -> str:
-    """A verifier that hangs. In one response, until --reward_timeout has killed it."""
-    words = soak.says("killed after 10 s (--reward_timeout)")
+    """A verifier that hangs. In one response, until --call_timeout has killed it."""
+    words = soak.says("killed after 10 s (--call_timeout)")
     soak.order("verifier_hangs")
     soak.until(words)
     return "was killed, the sample has no reward, the run went on"
@@ -743,7 +743,7 @@ def tool_fails(soak: Soak, how: str = "tool_raises") -> str:
 
 
 def tool_hangs(soak: Soak) -> str:
-    """A tool hangs. In one turn of one episode, until --turn_timeout has killed it."""
+    """A tool hangs. In one turn of one episode, until --call_timeout has killed it."""
     return tool_fails(soak, "tool_hangs")
 
 

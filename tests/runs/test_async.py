@@ -309,7 +309,7 @@ def test_one_batch_ahead(tiny, tmp_path, script):
 
 
 RESUMED = [
-    ("grpo", {"dynamic_sampling_rounds": 2, "beta": 0.1, "kl_target": 0.01}, 1),
+    ("grpo", {"dynamic_sampling_rounds": 2, "beta": 0.1, "kl_target": (0.01,)}, 1),
     pytest.param("grpo", {"generation_size": 6, "num_mini_batches": 2}, 2, marks=SLOW),
     pytest.param("ppo", {"beta": 0.1, "kl_placement": "reward", "value_norm": "exp"}, 3, marks=SLOW),
 ]

@@ -95,7 +95,7 @@ def test_a_run_killed_with_a_tool_under_way_resumes_to_the_weights_of_one_that_w
     """The tool's answers follow from its calls, so the turns that the kill cost are played again as they were."""
     calls = tmp_path / "calls"
     monkeypatch.setenv("CALLS", str(calls))
-    more = ("--total_steps", "4", "--save_every", "1", "--turn_timeout", "100")
+    more = ("--total_steps", "4", "--save_every", "1", "--call_timeout", "100")
     parts = line(chatty, tmp_path / "parts", "Logged", *more)
     codes = []
     start = lambda: codes.extend(forked(parts[1:], tmp_path / "parts.log", vllm=True, timeout=1500)[0])  # noqa: E731
@@ -190,7 +190,7 @@ def prove(model: Path, out: Path, name: str, *more: str) -> tuple[list[dict], di
     words = ("--max_prompt_length", "5000", "--max_response_length", "2500", "--total_steps", "2")
     words += ("--log_samples", "1000")
     words += ("--beta", "0.01")  # so that every token is computed, also in groups of equal rewards
-    words += ("--eval_prompts", "0", "--micro_batch_tokens", "8192", "--logprob_micro_batch_tokens", "8192", *more)
+    words += ("--eval_prompts", "0", "--micro_batch_tokens", "8192", *more)
     finish(with_program(line(model, out, name, *words), out, PROOF), out / "run.log")
     for row in read_jsonl(out / "run" / "metrics.jsonl"):
         assert row["sampler/logprob_diff_max"] < 1e-4, "in fp32: the trainer's context is the engine's"
@@ -324,7 +324,7 @@ def test_others_environments_are_played_as_they_are(chatty, tmp_path, name):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shape = ("--dataset", str(tmp_path / "rows.jsonl"), "--prompt_key", "prompt", "--ground_truth_key", "answer")
     shape += ("--num_unique_prompts_rollout", str(len(rows)), "--num_samples_per_prompt_rollout", "2")
-    shape += ("--turn_timeout", "300")
+    shape += ("--call_timeout", "300")
     samples, _ = prove(chatty, tmp_path / "out", str(ROOT / "adapters" / name), *shape)
     assert {int(s["truth"]) for s in samples} == set(range(len(rows))) and len(samples) == 4 * len(rows)
     asked = []

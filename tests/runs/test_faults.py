@@ -123,7 +123,7 @@ INPUTS = [
     Input(
         "a response that does not fit into the model's context",
         "`--max_response_length 600` of 512",
-        {"max_response_length": 600, "micro_batch_tokens": 999, "logprob_micro_batch_tokens": 999},
+        {"max_response_length": 600, "micro_batch_tokens": 999},
         "shorten",
     ),
     Input(
@@ -474,7 +474,7 @@ def test_a_tokenizer_without_padding(tiny, tmp_path, capfd):
 @pytest.mark.parametrize(
     "fault, injection, verifier, words, metric",
     [
-        ("a verifier hangs", "`sleep(3600)`", "hangs", "killed after 1 s (--reward_timeout)", "reward/timeouts"),
+        ("a verifier hangs", "`sleep(3600)`", "hangs", "killed after 1 s (--call_timeout)", "reward/timeouts"),
         ("a verifier's process dies", "`os._exit(3)`", "dies", "the worker died", "reward/errors"),
         ("a verifier exits", "`sys.exit(0)`", "exits_on_a_response", "SystemExit: 0", "reward/unscorable"),
         ("a verifier takes all memory", "100 GB", "takes_memory", "first crash of a verification", "reward/errors"),
@@ -493,8 +493,7 @@ def test_verifiers_that_cost_a_sample(small, capfd, fault, injection, verifier, 
         "num_unique_prompts_rollout": 1,
         "num_samples_per_prompt_rollout": 2,
         "total_steps": 1,
-        "reward_workers": 2,
-        "reward_timeout": 1,
+        "call_timeout": 1,
     }
     args = small(verifier=f"{ROOT}/tests/verifiers.py:{verifier}", **sizes)
     metrics, text = goes_on(args, capfd)

@@ -43,9 +43,8 @@ VALUES = {
     "kl_reward_coef": [0.02],
     "kl_reward_estimator": ["k1", "full"],
     "load_ref_policy": [True],
-    "ref_policy_update_freq": [1],
-    "ref_policy_alpha": [0.5],
-    "kl_target": [0.01],
+    "ref_policy_update": [(1, 1.0), (1, 0.5)],
+    "kl_target": [(0.01,)],
     "offload": [("ref",), ("optimizer",)],
     "sleep": ["all"],
     "max_grad_norm": [0.0],
@@ -55,7 +54,6 @@ VALUES = {
     "gradient_checkpointing": [True],
     "batch_layout": ["padded", "packed"],
     "micro_batch_tokens": [140],
-    "logprob_micro_batch_tokens": [140],
     "attn_implementation": ["eager"],
     "generation_size": [6],
     "dynamic_sampling_rounds": [2],
@@ -98,8 +96,7 @@ NEEDS = {
     "kl_reward_estimator": {"beta": 0.1, "kl_placement": "both"},
     "kl_target": {"beta": 0.1},
     "kl_reward_norm": {"beta": 0.1, "kl_placement": "reward"},
-    "ref_policy_update_freq": {"beta": 0.1},
-    "ref_policy_alpha": {"beta": 0.1, "ref_policy_update_freq": 1},
+    "ref_policy_update": {"beta": 0.1},
 }
 
 

@@ -337,7 +337,7 @@ def test_a_borrowed_device_keeps_nothing(place):
 
 SLEEPS = {
     "cpu": ("--sleep", "all"),
-    "cuda": ("--sleep", "all", "--vllm_gpu_memory_utilization", "0.85"),
+    "cuda": ("--sleep", "all"),
 }
 
 
@@ -345,15 +345,15 @@ def sleeping(place: str, tiny: Path, out: Path) -> list[str]:
     """The command line of a run of five steps whose parts sleep in turns."""
     words = ("--total_steps", "5", "--dtype", str(DTYPE[place]).removeprefix("torch."), *SLEEPS[place])
     line = command(tiny, out, *words, rollout={"cpu": "hf", "cuda": "vllm"}[place])
-    at = line.index("--vllm_args")  # a small cache, which on a GPU would take the place of the share
-    return [*line[:at], *line[at + 2 :]] if place == "cuda" else line
+    if place == "cuda":  # in place of a small cache, which would take the place of the share
+        line[line.index("--vllm_args") + 1] = '{"gpu_memory_utilization": 0.85}'
+    return line
 
 
 def test_the_share_of_an_engine_that_sleeps_is_not_a_fixed_cache(tiny, tmp_path):
     """Else its 85 % of the GPU would be 0.1 GiB, and the test of sleeping would show nothing."""
     line = sleeping("cuda", tiny, tmp_path)
-    assert "--vllm_args" not in line and line[line.index("--vllm_gpu_memory_utilization") + 1] == "0.85"
-    assert flags.parse(grpo.Args, words=line[2:]).vllm_args is None
+    assert flags.engine_args(flags.parse(grpo.Args, words=line[2:]).vllm_args) == {"gpu_memory_utilization": 0.85}
     assert "kv_cache" in flags.parse(grpo.Args, words=sleeping("cpu", tiny, tmp_path)[2:]).vllm_args
 
 

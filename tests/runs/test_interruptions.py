@@ -271,10 +271,8 @@ def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
     hangs = [
         "--verifier",
         f"{ROOT}/tests/verifiers.py:hangs_on_a_response",
-        "--reward_timeout",
+        "--call_timeout",
         "600",
-        "--reward_workers",
-        "2",
     ]
     run = Run(command(tiny, tmp_path, *LONG, *hangs, ranks=ranks, rollout=rollout), tmp_path / "log")
     run.until(lambda: (tmp_path / "run" / "config.json").exists())

@@ -130,7 +130,7 @@ def test_a_run_trains_adapters_alone(tiny, tmp_path, apart):
         ({"rollout": "hf"}, "only the adapters are pushed"),
         ({"zero_stage": 3}, "only the adapters are pushed"),
         ({"sleep": "engine"}, "only the adapters are pushed"),
-        ({"ref_policy_update_freq": 1, "beta": 0.1}, "--ref_policy_update_freq supports complete weights"),
+        ({"ref_policy_update": (1, 1.0), "beta": 0.1}, "--ref_policy_update supports complete weights"),
         ({"record_batches": 1}, "--record_batches supports complete weights, not adapters"),
     ],
 )

@@ -81,7 +81,11 @@ def test_engines_with_gpus_of_their_own():
     [
         ("h100", {}, None),
         ("a10", {}, "it fits with --gradient_checkpointing --sleep engine"),
-        ("a10", {"micro_batch_tokens": 16384, "vllm_gpu_memory_utilization": 0.4}, "--micro_batch_tokens 16384 and"),
+        (
+            "a10",
+            {"micro_batch_tokens": 16384, "vllm_args": '{"gpu_memory_utilization": 0.4}'},
+            "--micro_batch_tokens 16384",
+        ),
         ("a10", {"max_response_length": 10**6}, "give shorter lengths or more GPUs"),
     ],
 )

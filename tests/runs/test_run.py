@@ -200,8 +200,7 @@ def test_adaptive_kl_moves_the_coefficient_of_the_reward_alone(tiny, tmp_path, s
         kl_placement="both",
         kl_reward_coef=0.5,
         kl_reward_estimator="k1",
-        kl_target=0.05,
-        kl_horizon=100.0,
+        kl_target=(0.05, 100.0),
         entropy_coeff=0.01,  # moves the policy when the few responses that end have no advantage
         num_mini_batches=2,
         total_steps=3,
@@ -391,10 +390,8 @@ def test_many_switches_at_once(tiny, tmp_path):
     args = tiny_args(
         *(tiny, tmp_path),
         beta=0.05,
-        kl_target=1e-6,
-        kl_horizon=50,
-        ref_policy_update_freq=1,
-        ref_policy_alpha=0.5,
+        kl_target=(1e-6, 50.0),
+        ref_policy_update=(1, 0.5),
         num_epochs=2,
         num_mini_batches=2,
         entropy_coeff=0.01,

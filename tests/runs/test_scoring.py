@@ -30,7 +30,7 @@ def test_scoring_adds_less_than_five_percent(monkeypatch, tmp_path):
     data.render_prompts(problems, tokenizer, args)
     _, dtype, attention = utils.resolve_device(args)
     stop_ids = utils.stop_token_ids(utils.load_model(args, dtype, attention), tokenizer)
-    pool = RewardPool(1, args.reward_timeout, {p.verifier for p in problems})
+    pool = RewardPool(1, args.call_timeout, {p.verifier for p in problems})
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     thread = threading.Thread(target=grpo.vllm_thread, args=(args, dtype, 0, 1, stop_ids, inbox, outbox), daemon=True)
     thread.start()

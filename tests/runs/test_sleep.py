@@ -75,7 +75,7 @@ RUN = {"eval_every": 1, "save_every": 2, "num_mini_batches": 2, "learning_rate":
 @pytest.mark.parametrize(
     "script, changes",
     [
-        ("grpo", {"beta": 0.1, "ref_policy_update_freq": 1}),
+        ("grpo", {"beta": 0.1, "ref_policy_update": (1, 1.0)}),
         pytest.param("grpo", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("grpo", {"offload": ("optimizer",)}, marks=pytest.mark.slow),
         pytest.param("ppo", {"value_norm": "running"}, marks=pytest.mark.slow),

@@ -65,7 +65,7 @@ def file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def player(tiny, file):
-    made = Player(tiny, "Own", environment=file, turn_timeout=30.0)
+    made = Player(tiny, "Own", environment=file, call_timeout=30.0)
     yield made
     made.episodes.close()
 
@@ -91,15 +91,15 @@ def test_an_episode_is_played_in_the_other_python(player):
 
 
 def test_what_ends_or_hangs_there_costs_its_episode_an_observation_and_leaves_nothing(player):
-    player.args.turn_timeout = 60.0
+    player.args.call_timeout = 60.0
     left = player.play("a", "leave", "b", "end")
     assert "its process in the other Python has ended" in observations(left)[1]
-    player.args.turn_timeout = 2.0
+    player.args.call_timeout = 2.0
     hung = player.begin(1)
     player.says(hung, "hang")
     assert player.steps() == [hung]
     assert observations(hung) == ["error: no answer within 2 s"]
-    player.args.turn_timeout = 60.0
+    player.args.call_timeout = 60.0
     player.says(hung, "end")
     assert player.steps() == [hung] and hung.outcome == {"score": 0.5}
     deadline = time.monotonic() + 20

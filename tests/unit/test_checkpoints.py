@@ -37,7 +37,7 @@ import grpo
 import utils
 from runtime import checkpoints, process, rundir, runlog
 
-KL = {"beta": 0.1, "kl_target": 0.01, "kl_horizon": 100.0, "ref_policy_update_freq": 1}
+KL = {"beta": 0.1, "kl_target": (0.01, 100.0), "ref_policy_update": (1, 1.0)}
 PPO = {"value_norm": "running", "dataset_filter": (0.5, 0.3)}
 
 
@@ -45,7 +45,7 @@ PPO = {"value_norm": "running", "dataset_filter": (0.5, 0.3)}
     "script, changes",
     [
         pytest.param("grpo", {}, marks=pytest.mark.slow),  # as the next one, without a reference
-        ("grpo", KL | {"kl_placement": "both", "ref_policy_alpha": 0.5}),
+        ("grpo", KL | {"kl_placement": "both", "ref_policy_update": (1, 0.5)}),
         ("grpo", {"zero_stage": 1}),
         ("grpo", {"zero_stage": 3}),
         ("grpo", {"offload": ("optimizer",)}),

@@ -121,16 +121,17 @@ def test_fp16_is_trained_with_a_scaled_loss(tiny, tmp_path, monkeypatch):
         assert '"dtype": "float16"' in file.read()
 
 
-@pytest.mark.parametrize("cores, ranks, expected", [(2, 1, 1), (4, 1, 2), (16, 1, 8), (64, 8, 6), (8, 8, 1)])
+@pytest.mark.parametrize(
+    "cores, ranks, expected", [(2, 1, 1), (4, 1, 2), (16, 1, 14), (64, 8, 6), (8, 8, 1), (128, 1, 32)]
+)
 def test_verifiers_have_the_cores_that_are_left(monkeypatch, cores, ranks, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert rewards.default_workers() == expected
+    assert rewards.worker_count() == expected
     started = []
     monkeypatch.setattr(rewards, "RewardPool", lambda workers, *rest: started.append(workers) or IDLE)
-    for given in (None, 3):
-        rewards.Verifiers(grpo.Args(reward_workers=given), [], None, None)
-    assert started == [expected, 3]
+    rewards.Verifiers(grpo.Args(), [], None, None)
+    assert started == [expected]
 
 
 IDLE = SimpleNamespace(check=lambda problems: "")

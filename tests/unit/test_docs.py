@@ -71,8 +71,12 @@ def test_config_and_files(folder):
     assert config["args"]["batch_layout"] == "auto" and config["args"]["vllm_args"] is None
     assert set(config["resolved"].pop("product_rates")) == {"float32", "bfloat16"}
     resolved = {"dtype": "float32", "batch_layout": "shared", "attn_implementation": "sdpa", "micro_batch_tokens": 256}
-    resolved |= {"logprob_micro_batch_tokens": 256, "logprob_chunk": 2048}
-    resolved |= {"vllm_gpu_memory_utilization": 0.4, "vllm_max_num_seqs": 128, "vllm_max_num_batched_tokens": 8192}
+    resolved |= {
+        "logprob_chunk": 2048,
+        "vllm_gpu_memory_utilization": 0.4,
+        "vllm_max_num_seqs": 128,
+        "vllm_max_num_batched_tokens": 8192,
+    }
     assert config["resolved"] == resolved
     tree = (ROOT / "docs" / "metrics.md").read_text().split("```")[1]
     for path in folder.iterdir():

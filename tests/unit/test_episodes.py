@@ -28,7 +28,7 @@ def tokenizer_of(tiny):
 
 
 def arguments(tiny, name: str, **more) -> RunFlags:
-    values = {"max_turns": 20, "turn_timeout": 20.0, "max_response_length": 100_000}
+    values = {"max_turns": 20, "call_timeout": 20.0, "max_response_length": 100_000}
     values |= {"environment": f"{FILE}:{name}", **more}
     return RunFlags(model_name_or_path=str(tiny), **values)
 
@@ -119,7 +119,7 @@ TOLD = {
 @pytest.mark.parametrize("name", TOLD)
 def test_whatever_a_tool_does_the_model_is_told_and_the_episode_goes_on(player, name):
     """Before and after, the object counts: it is made again with what went before, where its process was killed."""
-    one = player("Hostile", turn_timeout=2.0 if name in ("hang", "spin") else 60.0)
+    one = player("Hostile", call_timeout=2.0 if name in ("hang", "spin") else 60.0)
     before = {pid for pid in descendants(os.getpid()) if alive(pid)}
     episode = one.play(call("fine"), call(name), call("fine"), "done")
     said = observations(episode)
@@ -141,7 +141,7 @@ def test_a_call_s_arguments_are_its_own(player):
 
 def test_the_other_episodes_go_on_while_one_hangs(player):
     """Another's answer is taken at its step, before the time-out of the first."""
-    one = player("Hostile", turn_timeout=3.0)
+    one = player("Hostile", call_timeout=3.0)
     first, second = one.begin(0), one.begin(1)
     started = time.monotonic()
     one.says(second, call("fine"))

@@ -153,7 +153,7 @@ def test_the_service_of_the_page(tmp_path, monkeypatch, remote):
 
 @pytest.mark.slow
 def test_a_run_with_a_remote_verifier(service, remote, tiny, tmp_path):
-    steps = run_here(tiny_args(tiny, tmp_path / "runs", verifier=remote, reward_workers=2))
+    steps = run_here(tiny_args(tiny, tmp_path / "runs", verifier=remote))
     assert [step["reward/unscorable"] for step in steps] == [0, 0]
     assert len(service.attempts) > 32
 

@@ -88,7 +88,8 @@ def test_smaller_cards_get_smaller_sizes():
     tried = {size.micro_batch_tokens for size in fitting.candidates(args, memory.Setting(1, True, 24e9))}
     assert all(tokens % batching.ROW_MULTIPLE == 0 for tokens in tried), "whole rows of a GPU"
     given = {"micro_batch_tokens": 3000, "vllm_gpu_memory_utilization": 0.25}
-    size = fitting.first_fit(grpo.Args(**given), qwen(name), memory.Setting(1, True, 80e9))
+    args = grpo.Args(micro_batch_tokens=3000, vllm_args='{"gpu_memory_utilization": 0.25}')
+    size = fitting.first_fit(args, qwen(name), memory.Setting(1, True, 80e9))
     assert {key: getattr(size, key) for key in given} == given
 
 
@@ -112,7 +113,7 @@ def test_what_fits_nowhere_is_refused_with_what_would_fit(capsys):
         assert stop.value.code == 2
         assert remedy in capsys.readouterr().err, card
     setting = memory.Setting(1, True, 24e9)
-    args.micro_batch_tokens, args.vllm_gpu_memory_utilization = 1024, 0.3
+    args.micro_batch_tokens, args.vllm_args = 1024, '{"gpu_memory_utilization": 0.3}'
     assert fitting.sizes_for(args, model, setting)[0].micro_batch_tokens == 1024
     apart = grpo.Args(vllm_engines=1, max_response_length=512)
     with pytest.raises(SystemExit):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -142,16 +144,12 @@ CASES = {
         {"micro_batch_tokens": 287},
         ["--micro_batch_tokens 287", "--max_prompt_length 256", "--max_response_length 32", "288"],
     ),
-    "log-prob micro-batch too small": (
-        {"logprob_micro_batch_tokens": 287},
-        ["--logprob_micro_batch_tokens 287", "288"],
-    ),
     **{
         f"{name} zero": ({name: 0}, [f"--{name} 0", "above 0"])
         for name in (
             *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "num_mini_batches", "num_epochs"),
             *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate"),
-            *("reward_timeout", "reward_workers", "eval_samples", "vllm_tensor_parallel_size"),
+            *("call_timeout", "eval_samples", "vllm_tensor_parallel_size"),
         )
     },
     "negative temperature": ({"temperature": -1.0}, ["--temperature -1.0", "above 0"]),
@@ -226,8 +224,7 @@ CASES = {
     "no template": ({"model_name_or_path": "PLACE/no_template"}, ["--chat_template", "chatml", "question_answer"]),
     "unknown template": ({"chat_template": "nothing"}, ["--chat_template nothing", "chatml", "file"]),
     "context too short": (
-        {"max_prompt_length": 1200, "max_response_length": 1200, "micro_batch_tokens": 9999}
-        | {"logprob_micro_batch_tokens": 9999},
+        {"max_prompt_length": 1200, "max_response_length": 1200, "micro_batch_tokens": 9999},
         ["--max_prompt_length 1200", "--max_response_length 1200", "2400", "2048", "shorten"],
     ),
     "revision of a folder": (
@@ -256,6 +253,13 @@ CASES = {
         {"vllm_args": '{"max_num_seqs": 0}'},
         ["--vllm_args: max_num_seqs 0: must be above 0"],
     ),
+    **{
+        f"a share of the GPU's memory for vLLM of {share}": (
+            {"vllm_args": f'{{"gpu_memory_utilization": {share}}}'},
+            [f"--vllm_args: gpu_memory_utilization {text}: must be a number above 0 and at most 1"],
+        )
+        for share, text in (("0.0", "0.0"), ("1.5", "1.5"), ('"0.5"', "'0.5'"))
+    },
     **{
         f"an argument of vLLM that is set: {name}": (
             {"vllm_args": json.dumps({name: 1})},
@@ -338,18 +342,18 @@ CASES = {
     "mask without an end": ({"importance_sampling_mask": (0.5, math.inf)}, ["--importance_sampling_mask", "HIGH"]),
     # KL
     "negative beta": ({"beta": -0.1}, ["--beta -0.1", "0 or more"]),
-    "adaptive without KL": ({"kl_target": 6.0}, ["--kl_target", "--beta"]),
+    "adaptive without KL": ({"kl_target": (6.0,)}, ["--kl_target", "--beta"]),
     "adaptive, target zero": (
-        {"beta": 0.1, "kl_target": 0.0},
+        {"beta": 0.1, "kl_target": (0.0,)},
         ["--kl_target", "above 0"],
     ),
     "adaptive without place": (
-        {"kl_target": 6.0, "beta": 0.1, "kl_placement": "none"},
+        {"kl_target": (6.0,), "beta": 0.1, "kl_placement": "none"},
         ["--kl_target", "--kl_placement"],
     ),
     "adaptive, short horizon": (
-        {"kl_target": 6.0, "beta": 0.1, "kl_horizon": 12.0},
-        ["--kl_horizon 12", "64 samples"],
+        {"kl_target": (6.0, 12.0), "beta": 0.1},
+        ["--kl_target 6 12", "64 samples"],
     ),
     "coefficient of no reward": ({"beta": 0.1, "kl_reward_coef": 0.1}, ["--kl_reward_coef", "is loss", "both"]),
     "estimator of no reward": (
@@ -361,7 +365,7 @@ CASES = {
         ["--beta 0.1", "--kl_reward_coef 0.2", "--kl_placement both"],
     ),
     "adaptive, reward's coefficient zero": (
-        {"kl_target": 6.0, "beta": 0.1, "kl_reward_coef": 0.0, "kl_placement": "both"},
+        {"kl_target": (6.0,), "beta": 0.1, "kl_reward_coef": 0.0, "kl_placement": "both"},
         ["--kl_target", "--kl_reward_coef", "in the reward"],
     ),
     # places
@@ -391,11 +395,18 @@ CASES = {
     "a negative seed": ({"seed": -1}, ["--seed -1", "0 or more"]),
     "a seed beyond NumPy's": ({"seed": 2**31}, ["--seed 2147483648", "below"]),
     "reward's coefficient negative": ({"kl_reward_coef": -0.1, "kl_placement": "both"}, ["--kl_reward_coef -0.1"]),
-    "reference moves without beta": ({"ref_policy_update_freq": 5}, ["--ref_policy_update_freq", "--beta 0"]),
+    "reference moves without beta": ({"ref_policy_update": (5, 1.0)}, ["--ref_policy_update", "--beta 0"]),
     "reference moves without place": (
-        {"ref_policy_update_freq": 5, "beta": 0.1, "kl_placement": "none"},
-        ["--ref_policy_update_freq", "--kl_placement none"],
+        {"ref_policy_update": (5, 1.0), "beta": 0.1, "kl_placement": "none"},
+        ["--ref_policy_update", "--kl_placement none"],
     ),
+    **{
+        f"a reference that moves by {update}": (
+            {"ref_policy_update": update, "beta": 0.1},
+            [f"--ref_policy_update {update[0]} {update[1]:g}: FREQ must be 1 or more, and ALPHA above 0"],
+        )
+        for update in ((0, 0.5), (1, 0.0), (1, 1.5))
+    },
 }
 
 
@@ -932,6 +943,48 @@ def test_without_its_docs_a_copy_still_knows_what_is_fixed(monkeypatch, tmp_path
     assert "fixed here" in capsys.readouterr().err
 
 
+# Every flag that was removed, with a value that it took, and a part of the answer.
+REMOVED = {
+    "adam_eps": ("1e-5", "AdamW's epsilon is 1e-8"),
+    "kl_horizon": ("100", "--kl_target TARGET 100"),
+    "logprob_micro_batch_tokens": ("4096", "--micro_batch_tokens"),
+    "record_batches": ("4", "studies/replay.py rebuilds its batch"),
+    "ref_policy_alpha": ("0.5", "--ref_policy_update FREQ 0.5"),
+    "ref_policy_update_freq": ("5", "--ref_policy_update 5 ALPHA"),
+    "require_learning": ("", "scripts/doctor.py RUN exits with code 3"),
+    "reward_timeout": ("60", "--call_timeout 60"),
+    "reward_workers": ("4", "as many verifier processes as cores, less two"),
+    "turn_lag": ("32", "128 engine steps"),
+    "turn_timeout": ("30", "--call_timeout 30"),
+    "vllm_gpu_memory_utilization": ("0.5", """--vllm_args '{"gpu_memory_utilization": 0.5}'"""),
+}
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_flag_is_answered_with_what_replaces_it(name, capsys):
+    """With a space and with =, with underscores and with dashes; a switch also where it is turned off."""
+    value, answer = REMOVED[name]
+    dashes = name.replace("_", "-")
+    if value:
+        lines = [[f"--{name}", value], [f"--{name}={value}"], [f"--{dashes}", value], [f"--{dashes}={value}"]]
+    else:
+        lines = [[f"--{name}"], [f"--{dashes}"], [f"--no-{dashes}"], [f"--no_{name}"]]
+    for line, kind in itertools.product(lines, (grpo.Args, ppo.Args)):
+        fields = {f.name: f for f in dataclasses.fields(kind) if f.name != "record_batches"}
+        with pytest.raises(SystemExit) as end:
+            foreign.refuse_foreign(["--beta", "0.1", *line, "--seed", "3"], fields)
+        answers = capsys.readouterr().err.splitlines()
+        assert end.value.code == 2
+        assert [answer in text for text in answers if text.startswith(f"  {' '.join(line)[:60]} -> ")] == [True]
+
+
+def test_the_table_of_removed_flags_names_flags_of_today():
+    today = {f.name for script in (grpo, ppo) for f in dataclasses.fields(script.Args)} - {"record_batches"}
+    assert foreign.REMOVED.keys() == REMOVED.keys() and not foreign.REMOVED.keys() & today
+    named = {name for text in foreign.REMOVED.values() for name in re.findall(r"--(\w+)", text)}
+    assert named - today == set()
+
+
 def test_import_starts_nothing():
     code = (
         "import threading, multiprocessing, os, torch, transformers; before = dict(os.environ); import grpo; "
@@ -982,15 +1035,15 @@ def test_algorithms_as_in_their_papers_leave_no_response_out():
 
 def test_sizes_that_are_left_open_follow_the_device():
     """None is never a size; what is given holds on any device, and a micro-batch holds the longest sample."""
-    assert list(vars(flags.sizes(Args(), False)).values()) == [1024, 1024, 2048, 0.4, 128, 8192]
-    assert list(vars(flags.sizes(Args(), False, fast=True)).values()) == [3072, 3072, 2048, 0.4, 128, 8192]
-    assert list(vars(flags.sizes(Args(), True)).values()) == [16384, 16384, 4096, 0.4, 1024, 16384]
-    own = '{"max_num_seqs": 9, "max_num_batched_tokens": 10}'
-    given = Args(micro_batch_tokens=7, logprob_micro_batch_tokens=8, vllm_args=own, vllm_gpu_memory_utilization=0.3)
+    assert list(vars(flags.sizes(Args(), False)).values()) == [1024, 2048, 0.4, 128, 8192]
+    assert list(vars(flags.sizes(Args(), False, fast=True)).values()) == [3072, 2048, 0.4, 128, 8192]
+    assert list(vars(flags.sizes(Args(), True)).values()) == [16384, 4096, 0.4, 1024, 16384]
+    own = '{"max_num_seqs": 9, "max_num_batched_tokens": 10, "gpu_memory_utilization": 0.3}'
+    given = Args(micro_batch_tokens=7, vllm_args=own)
     for cuda, chunk in ((False, 2048), (True, 4096)):
-        assert list(vars(flags.sizes(given, cuda)).values()) == [7, 8, chunk, 0.3, 9, 10]
+        assert list(vars(flags.sizes(given, cuda)).values()) == [7, chunk, 0.3, 9, 10]
     long = flags.sizes(Args(max_prompt_length=2000, max_response_length=20000), True)
-    assert (long.micro_batch_tokens, long.logprob_micro_batch_tokens, long.logprob_chunk) == (22000, 22000, 4096)
+    assert (long.micro_batch_tokens, long.logprob_chunk) == (22000, 4096)
 
 
 def test_fewer_processes_than_asked_for():

@@ -215,9 +215,10 @@ def test_without_sleeping_in_turns_a_line_does_not_fit():
     """Without the flags that free memory in turns verl's line needs more than the card: the engine's share counts."""
     model = memory.Model(7 * 10**9, 30, 4096, 11008, 32, 32, 128, 102_400)
     line = "--num_samples_per_prompt_rollout 1 --num_unique_prompts_rollout 64 --gradient_checkpointing --beta 0.005"
-    line += " --kl_placement reward --sleep engine --vllm_gpu_memory_utilization 0.5"
-    plain = needed("ppo.py", line.split(), model, 8, 80)
-    moved = needed("ppo.py", [*line.replace("engine", "all").split(), "--offload", "ref"], model, 8, 80)
+    line += " --kl_placement reward"
+    words = [*line.split(), "--vllm_args", '{"gpu_memory_utilization": 0.5}']
+    plain = needed("ppo.py", [*words, "--sleep", "engine"], model, 8, 80)
+    moved = needed("ppo.py", [*words, "--sleep", "all", "--offload", "ref"], model, 8, 80)
     assert plain.phases["sampling"] > 80e9 > memory.USABLE * 80e9 > moved.peak
     assert plain.phases["sampling"] - moved.phases["sampling"] == pytest.approx(7e9 * (4 + 24 / 8 + 2))
     assert moved.phases["sampling"] == pytest.approx(0.5 * 80e9 + memory.CUDA)

@@ -496,13 +496,13 @@ def test_the_state_of_a_moving_reference_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [
-    pytest.param({"dtype": "bfloat16", "zero_stage": 3, "ref_policy_alpha": 0.1}, marks=pytest.mark.slow),
-    {"dtype": "bfloat16", "offload": ("ref",), "ref_policy_alpha": 0.1},
-    {"zero_stage": 3, "ref_policy_alpha": 1.0},
+    pytest.param({"dtype": "bfloat16", "zero_stage": 3, "ref_policy_update": (2, 0.1)}, marks=pytest.mark.slow),
+    {"dtype": "bfloat16", "offload": ("ref",), "ref_policy_update": (2, 0.1)},
+    {"zero_stage": 3, "ref_policy_update": (2, 1.0)},
 ], ids=str)  # fmt: skip
 def test_runs_with_a_moving_reference_resume_exactly(tiny, tmp_path, monkeypatch, changes):
     """Stopped after two of four steps and started again: the same KL to the reference, weights and reference."""
-    kl = {"beta": 0.1, "ref_policy_update_freq": 2, "save_every": 4, "max_sampler_diff": 0.0, "log_samples": 16}
+    kl = {"beta": 0.1, "save_every": 4, "max_sampler_diff": 0.0, "log_samples": 16}
     small = {"total_steps": 4, "learning_rate": 1e-3, "eval_prompts": 0}
     straight = tiny_args(tiny, tmp_path / "straight", **kl, **small, **changes)
     run_here(straight)
@@ -515,7 +515,7 @@ def test_runs_with_a_moving_reference_resume_exactly(tiny, tmp_path, monkeypatch
         states.append(torch.load(run / "checkpoints" / "step_000004" / "reference.pt", weights_only=True))
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert any(name.startswith("averages") for name in states[0]) == (changes["ref_policy_alpha"] < 1)
+    assert any(name.startswith("averages") for name in states[0]) == (changes["ref_policy_update"][1] < 1)
     assert any(m["kl/k3"] > 0 for m in record(folder)["metrics"])
 
 

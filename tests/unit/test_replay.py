@@ -148,7 +148,7 @@ def test_the_header_names_the_recorded_steps_and_the_size_of_their_weights(tiny,
 
 @pytest.mark.slow
 def test_a_reference_that_moves_is_recorded_and_replayed(tiny, tmp_path):
-    moving = {"ref_policy_update_freq": 1, "ref_policy_alpha": 0.5, "record_batches": 3}
+    moving = {"ref_policy_update": (1, 0.5), "record_batches": 3}
     args = tiny_args(tiny, tmp_path, **{**LEARNS, **moving})
     run_here(args)
     batch, _ = opened(args, 3)

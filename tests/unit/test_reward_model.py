@@ -50,7 +50,7 @@ def scorer(folder, token_budget: int = 10_000, **changes) -> RewardModel:
     """The reward model of a run with these arguments."""
     import torch
 
-    names = {"reward_model_name_or_path": str(folder), "logprob_micro_batch_tokens": token_budget}
+    names = {"reward_model_name_or_path": str(folder), "micro_batch_tokens": token_budget}
     return RewardModel(Args(**names, **changes), "cpu", torch.float32)
 
 
@@ -126,7 +126,7 @@ from runtime import flags
 
 found = []
 for revision, trust in (("", False), ("@v2", False), ("@own", True), ("@own", False)):
-    args = Args(reward_model_name_or_path=f"me/scorer{revision}", logprob_micro_batch_tokens=1000)
+    args = Args(reward_model_name_or_path=f"me/scorer{revision}", micro_batch_tokens=1000)
     args.trust_remote_code = trust
     flags.check_reward_model(args)
     try:
@@ -235,6 +235,6 @@ def test_the_page_is_complete():
         assert f"`{name}`" in page
     rows = [line.split("|")[1].strip(" `") for line in page.splitlines() if line.startswith("| `")]
     assert set(rows) == set(rewards.VERIFIERS)
-    flags = {name for name in vars(Args()) if name.startswith("reward_") and name not in ("reward_workers",)}
+    flags = {name for name in vars(Args()) if name.startswith("reward_")}
     for name in flags | {"verifier", "verifier_key", "bad_rows", "allow_unsafe_code_exec", "overlong_buffer"}:
         assert f"--{name}" in page, name

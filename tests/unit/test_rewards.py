@@ -665,7 +665,7 @@ def test_own_verifiers_are_tried_at_the_start(pool):
 
 
 def test_a_run_does_not_start_with_a_verifier_that_raises(capsys):
-    args = Args(reward_workers=1, reward_timeout=20.0)
+    args = Args(call_timeout=20.0)
     with pytest.raises(SystemExit) as end:
         rewards.Verifiers(args, [problem(f"{MINE}:raises")], "cpu", None)
     assert end.value.code == 2 and f"--verifier: the verifier {MINE}:raises raises" in capsys.readouterr().err
@@ -708,7 +708,7 @@ def test_first_of_each_kind_is_shown_once(pool, capsys):
             verify(pool, name, response="what it said")
     said = capsys.readouterr().out
     assert [said.count(f"first {kind}") for kind in ("crash", "unscorable", "timeout")] == [1, 1, 1]
-    for words in ("MemoryError", "in takes_memory", "names no source_dataset", "--reward_timeout", "'what it said'"):
+    for words in ("MemoryError", "in takes_memory", "names no source_dataset", "--call_timeout", "'what it said'"):
         assert words in said
 
 
