@@ -111,23 +111,26 @@ def gym_rows(name: str, options: dict) -> list[dict]:
 
     ``metadata`` is for people and for own verifiers. The column ``reasoning_gym`` holds what the data set's own scorer
     needs: the metadata with its tuples, and the options of the data set.
-
-    A process of its own makes them. Some tasks (word_ladder, ransom_note, polynomial_multiplication, ...) choose from
-    sets, so their problems follow from Python's hash seed, which is drawn anew for every process: ranks would train on
-    different problems, and a run could not go on. Others (codeio, list_functions) draw from the random numbers that a
-    process has in common, whatever their seed is. Both are fixed there.
     """
-    chosen = json.dumps(options, sort_keys=True)
-    command = [sys.executable, "-m", "runtime.gym_tasks", name, chosen]
-    folder = Path(__file__).resolve().parent.parent
-    environment = os.environ | {"PYTHONHASHSEED": "0"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True
-    )
-    found = json.loads(done.stdout)
+    found = json.loads(printed_rows(name, json.dumps(options, sort_keys=True)))
     if isinstance(found, str):
         raise ValueError(found)
     return found
+
+
+def printed_rows(name: str, chosen: str) -> str:
+    """Return what ``main`` prints in a process of its own.
+
+    Some tasks (word_ladder, ransom_note, polynomial_multiplication, ...) choose from sets, so their problems follow
+    from Python's hash seed, which is drawn anew for every process: ranks would train on different problems, and a run
+    could not go on. Others (codeio, list_functions) draw from the random numbers that a process has in common, whatever
+    their seed is. Both are fixed there.
+    """
+    command = [sys.executable, "-m", "runtime.gym_tasks", name, chosen]
+    folder = Path(__file__).resolve().parent.parent
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.run(command, cwd=folder, env=environment, **pipes, check=True).stdout
 
 
 def _rows_here(name: str, chosen: str) -> list[dict]:

@@ -12,6 +12,7 @@ from importlib import metadata
 
 import numpy as np
 import pytest
+import warm
 from helpers import ROOT
 
 import rewards
@@ -110,11 +111,15 @@ def test_the_answer_of_a_data_set_scores_one_and_another_does_not(name, here):
     assert (right, wrong) == (rows, 0)
 
 
-def test_the_rows_of_the_process_that_a_run_starts_are_those_made_here():
+def test_the_rows_of_the_process_that_a_run_starts_are_those_made_here(plain_printed_rows):
+    """And those of the fork that other tests ask."""
     rows, right, _, wrong = counts("composite")
     assert (right, wrong) == (rows, 0)
     options = json.loads(json.loads(problems("composite")[0].row["reasoning_gym"])["options"])
-    assert gym_tasks.gym_rows("composite", options) == rows_here("composite", options)
+    chosen = json.dumps(options, sort_keys=True)
+    printed = plain_printed_rows("composite", chosen)
+    assert json.loads(printed) == rows_here("composite", options)
+    assert warm.printed_rows("composite", chosen) == printed
 
 
 def test_game_of_life_is_computed_without_matplotlib(monkeypatch):
