@@ -95,8 +95,8 @@ def observations(episode: episodes.Episode) -> list[str]:
 
 # What a hostile tool does -> what the model is told, as a part of the observation. The last call is of a good tool.
 TOLD = {
-    "hang": "error: no answer within 2 s",
-    "spin": "error: no answer within 2 s",
+    "hang": "error: no answer within 0.2 s",
+    "spin": "error: no answer within 0.2 s",
     "fail": "error: ValueError: bad ? words",
     "leave": "error: its process ended, exit code 3",
     "say_exit": "error: SystemExit: enough",
@@ -118,9 +118,15 @@ TOLD = {
 @pytest.mark.parametrize("name", TOLD)
 def test_whatever_a_tool_does_the_model_is_told_and_the_episode_goes_on(player, name):
     """Before and after, the object counts: it is made again with what went before, where its process was killed."""
-    one = player("Hostile", turn_timeout=2.0 if name in ("hang", "spin") else 60.0)
+    one = player("Hostile")
     before = {pid for pid in descendants(os.getpid()) if alive(pid)}
-    episode = one.play(call("fine"), call(name), call("fine"), "done")
+    episode = one.begin()
+    for tool, seconds in (("fine", 60.0), (name, 0.2 if name in ("hang", "spin") else 60.0), ("fine", 60.0)):
+        one.args.turn_timeout = seconds
+        one.says(episode, call(tool))
+        assert one.steps() == [episode]
+    one.says(episode, "done")
+    assert one.steps() == [episode]
     said = observations(episode)
     assert said[0] == "1" and TOLD[name] in said[1] and said[2] == "2"
     assert len(said[1]) < 11_000
@@ -140,17 +146,13 @@ def test_a_call_s_arguments_are_its_own(player):
 
 def test_the_other_episodes_go_on_while_one_hangs(player):
     """Another's answer is taken at its step, before the time-out of the first."""
-    one = player("Hostile", turn_timeout=3.0)
+    one = player("Hostile", turn_timeout=60.0)
     first, second = one.begin(0), one.begin(1)
     started = time.monotonic()
     one.says(second, call("fine"))
     one.says(first, call("hang"))
-    found = []
-    for _ in range(2):
-        found += one.episodes.due(idle=False)
-        if found:
-            break
-    assert found[0] is second and time.monotonic() - started < 60
+    assert [next(one.episodes.due(idle=False), None) for _ in range(2)] == [None, second]
+    assert first.answer is None and time.monotonic() - started < 60
     assert observations(second) == ["1"]
 
 
@@ -444,10 +446,10 @@ def test_a_time_out_is_recorded_as_well(player, tmp_path, monkeypatch):
     monkeypatch.setattr(episodes.records, "folder", tmp_path / "answers")
     file = str(tmp_path / "calls")
     (tmp_path / "calls.stop").touch()
-    first = player("Fickle", max_turns=1, turn_timeout=2.0).play("a", calls=file)
+    first = player("Fickle", max_turns=1, turn_timeout=0.2).play("a", calls=file)
     (tmp_path / "calls.stop").unlink()
     again = player("Fickle", max_turns=1).play("a", calls=file)
-    assert "no answer within 2 s" in observations(again)[0] and again.found() == first.found()
+    assert "no answer within 0.2 s" in observations(again)[0] and again.found() == first.found()
     assert again.outcome["status"] == "timeout"
 
 
