@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 # Some scorers pass the answer to eval, directly or inside sympy's parse_expr. What they may get: a list without calls,
@@ -57,14 +58,43 @@ def untagged(value):
     return value
 
 
+# Modules that cellpylib, which computes the rows of game_of_life, imports for functions that draw. Nothing here draws.
+PLOTTING = (
+    "matplotlib",
+    "matplotlib.animation",
+    "matplotlib.collections",
+    "matplotlib.pyplot",
+    "mpl_toolkits",
+    "mpl_toolkits.mplot3d",
+)
+
+
+@contextlib.contextmanager
+def without_plotting():
+    """Let imports find empty modules in place of matplotlib, whose import takes 0.4 of reasoning-gym's 1.1 CPU seconds.
+
+    A matplotlib that is already imported stays in use, and a later import finds the real one.
+    """
+    stand_ins = {} if "matplotlib" in sys.modules else {name: types.ModuleType(name) for name in PLOTTING}
+    if stand_ins:
+        stand_ins["mpl_toolkits.mplot3d"].Axes3D = None
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+
+
 @functools.lru_cache(maxsize=16)
 def gym_dataset(name: str, options: str):
     """A data set of reasoning-gym with these options (JSON). Raises ValueError, TypeError or AssertionError if none.
 
     The ``datasets`` of a composite are ``[{"name": ..., "weight": ..., "config": {...}}]``.
     """
-    import reasoning_gym
-    from reasoning_gym.composite import DatasetSpec
+    with without_plotting():
+        import reasoning_gym
+        from reasoning_gym.composite import DatasetSpec
 
     chosen = json.loads(options)
     parts = chosen.get("datasets")
@@ -81,23 +111,26 @@ def gym_rows(name: str, options: dict) -> list[dict]:
 
     ``metadata`` is for people and for own verifiers. The column ``reasoning_gym`` holds what the data set's own scorer
     needs: the metadata with its tuples, and the options of the data set.
-
-    A process of its own makes them. Some tasks (word_ladder, ransom_note, polynomial_multiplication, ...) choose from
-    sets, so their problems follow from Python's hash seed, which is drawn anew for every process: ranks would train on
-    different problems, and a run could not go on. Others (codeio, list_functions) draw from the random numbers that a
-    process has in common, whatever their seed is. Both are fixed there.
     """
-    chosen = json.dumps(options, sort_keys=True)
-    command = [sys.executable, "-m", "runtime.gym_tasks", name, chosen]
-    folder = Path(__file__).resolve().parent.parent
-    environment = os.environ | {"PYTHONHASHSEED": "0"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True
-    )
-    found = json.loads(done.stdout)
+    found = json.loads(printed_rows(name, json.dumps(options, sort_keys=True)))
     if isinstance(found, str):
         raise ValueError(found)
     return found
+
+
+def printed_rows(name: str, chosen: str) -> str:
+    """Return what ``main`` prints in a process of its own.
+
+    Some tasks (word_ladder, ransom_note, polynomial_multiplication, ...) choose from sets, so their problems follow
+    from Python's hash seed, which is drawn anew for every process: ranks would train on different problems, and a run
+    could not go on. Others (codeio, list_functions) draw from the random numbers that a process has in common, whatever
+    their seed is. Both are fixed there.
+    """
+    command = [sys.executable, "-m", "runtime.gym_tasks", name, chosen]
+    folder = Path(__file__).resolve().parent.parent
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.run(command, cwd=folder, env=environment, **pipes, check=True).stdout
 
 
 def _rows_here(name: str, chosen: str) -> list[dict]:

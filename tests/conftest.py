@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -32,6 +32,7 @@ hypothesis.settings.load_profile("fast")
 
 pytest.register_assert_rewrite("helpers")
 import learning  # noqa: E402
+import warm  # noqa: E402
 from helpers import (  # noqa: E402
     ROOT,
     SMALL,
@@ -95,20 +96,15 @@ def not_asked_to_stop():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def made_once():
-    """Rows of reasoning-gym, for which a run starts a process that imports it: equal ones are made once."""
-    plain = gym_tasks.gym_rows
-    made = {}
+def plain_printed_rows():
+    """The function that starts a process which imports reasoning-gym; tests ask a fork of one that has imported it.
 
-    def gym_rows(name: str, options: dict) -> list[dict]:
-        key = name, json.dumps(options, sort_keys=True)
-        if key not in made:
-            made[key] = json.dumps(plain(name, options))
-        return json.loads(made[key])
-
-    gym_tasks.gym_rows = gym_rows
-    yield
-    gym_tasks.gym_rows = plain
+    Equal rows are made once.
+    """
+    plain = gym_tasks.printed_rows
+    gym_tasks.printed_rows = functools.cache(warm.printed_rows)
+    yield plain
+    gym_tasks.printed_rows = plain
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import ctypes
 import difflib
+import functools
 import gc
 import hashlib
 import importlib
@@ -178,6 +179,7 @@ def shortened(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
+@functools.cache
 def mutations_of(file: str, source: bytes) -> list[Mutation]:
     """All mutations of a file, those that change nothing but the form left out."""
     starts = [0]

@@ -6,6 +6,7 @@ For tests that compare what runs have left. Those of signals, of launchers and o
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -14,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -65,8 +67,46 @@ def run(
     return codes, "".join(Path(f"{log}.{rank}").read_text() for rank in range(ranks))
 
 
+ROWS: list[subprocess.Popen] = []  # the process that has imported reasoning-gym, once there is one
+
+
+def printed_rows(name: str, options: str) -> str:
+    """What ``python -m runtime.gym_tasks NAME OPTIONS`` prints."""
+    if not ROWS:
+        line = [sys.executable, str(Path(__file__).resolve()), "rows"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        environment = os.environ | {"PYTHONHASHSEED": "0"}
+        ROWS.append(subprocess.Popen(line, env=environment, start_new_session=True, **pipes))
+    with tempfile.NamedTemporaryFile("r") as file:
+        ROWS[0].stdin.write(json.dumps([file.name, name, options]) + "\n")
+        ROWS[0].stdin.flush()
+        assert ROWS[0].stdout.readline() == "0\n", f"no rows of {name} with {options}: stderr has the reason"
+        return file.read()
+
+
+def serve_rows() -> None:
+    """Answer each line of standard input with the exit code of a fork that has written its rows to a file."""
+    sys.path.insert(0, str(ROOT))
+    from runtime import gym_tasks
+
+    gym_tasks.gym_dataset("chain_sum", "{}")
+    gym_tasks.gym_dataset.cache_clear()
+    gc.freeze()
+    for line in sys.stdin:
+        file, *sys.argv[1:] = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                with open(file, "w") as out, contextlib.redirect_stdout(out):
+                    gym_tasks.main()
+                code = 0
+            finally:
+                os._exit(code)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
 def import_libraries(vllm: bool) -> None:
-    import gc
     import importlib
 
     sys.path.insert(0, str(ROOT / "scripts"))
@@ -136,6 +176,9 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    if "rows" in sys.argv:
+        serve_rows()
+        sys.exit()
     import_libraries("vllm" in sys.argv)
     print("ready", flush=True)
     serve()

@@ -449,7 +449,7 @@ def test_progress_of_any_rank_counts(monkeypatch):
     watch = watchdog.Watch(1.0)
     monkeypatch.setattr(watch, "abort", lambda text: (ends.append(text), watch.ended.set()))
     watch.beat()
-    for _ in range(12):  # another rank, for three seconds
+    for _ in range(8):  # another rank, for two seconds
         time.sleep(0.25)
         store.add("beats", 1)
     assert not ends

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import (
     ACCELERATE_LAUNCH,
+    ROOT,
     TINY_COMMAND,
     VERIFIERS,
     command,
@@ -49,6 +50,21 @@ def test_one_process_where_two_were_asked_for(tiny, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("accelerate starts two processes on a machine with GPUs")
     assert code != 0 and "--use_deepspeed" in text and "--num_processes" in text
+
+
+IMPORTS = """
+import multiprocessing, os, sys, threading
+before = dict(os.environ)
+sys.path.insert(0, "{root}")
+import grpo
+print(threading.active_count(), len(multiprocessing.active_children()), dict(os.environ) == before)
+"""
+
+
+def test_import_starts_nothing(tmp_path):
+    (tmp_path / "imports.py").write_text(IMPORTS.format(root=ROOT))
+    codes, text = forked([str(tmp_path / "imports.py")], tmp_path / "log")
+    assert codes == [0] and text.split() == ["1", "0", "True"]
 
 
 RAISES_ON_THE_TRUTH = f"error: --verifier: the verifier {VERIFIERS}:raises raises on the truth"

@@ -94,11 +94,11 @@ def test_what_ends_or_hangs_there_costs_its_episode_an_observation_and_leaves_no
     player.args.call_timeout = 60.0
     left = player.play("a", "leave", "b", "end")
     assert "its process in the other Python has ended" in observations(left)[1]
-    player.args.call_timeout = 2.0
+    player.args.call_timeout = 0.3
     hung = player.begin(1)
     player.says(hung, "hang")
     assert player.steps() == [hung]
-    assert observations(hung) == ["error: no answer within 2 s"]
+    assert observations(hung) == ["error: no answer within 0.3 s"]
     player.args.call_timeout = 60.0
     player.says(hung, "end")
     assert player.steps() == [hung] and hung.outcome == {"score": 0.5}

@@ -476,7 +476,7 @@ def busy(stop):
 def hooks():
     sleep = ctypes.CDLL(None).usleep
     started = time.perf_counter()
-    for _ in range(300):
+    for _ in range(100):
         sleep(100)
     return time.perf_counter() - started
 stop = []
@@ -493,7 +493,7 @@ print(found[0] / found[1])
 
 
 def test_a_thread_that_computes_does_not_hold_back_the_other(monkeypatch):
-    """300 calls that leave Python's lock for 0.1 ms, beside a thread that computes: as an engine beside the trainer.
+    """100 calls that leave Python's lock for 0.1 ms, beside a thread that computes: as an engine beside the trainer.
 
     With Python's own interval of 5 ms they take several times as long as with the one that a run sets.
     """

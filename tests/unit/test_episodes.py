@@ -96,8 +96,8 @@ def observations(episode: episodes.Episode) -> list[str]:
 
 # What a hostile tool does -> what the model is told, as a part of the observation. The last call is of a good tool.
 TOLD = {
-    "hang": "error: no answer within 2 s",
-    "spin": "error: no answer within 2 s",
+    "hang": "error: no answer within 0.2 s",
+    "spin": "error: no answer within 0.2 s",
     "fail": "error: ValueError: bad ? words",
     "leave": "error: its process ended, exit code 3",
     "say_exit": "error: SystemExit: enough",
@@ -119,9 +119,15 @@ TOLD = {
 @pytest.mark.parametrize("name", TOLD)
 def test_whatever_a_tool_does_the_model_is_told_and_the_episode_goes_on(player, name):
     """Before and after, the object counts: it is made again with what went before, where its process was killed."""
-    one = player("Hostile", call_timeout=2.0 if name in ("hang", "spin") else 60.0)
+    one = player("Hostile")
     before = {pid for pid in descendants(os.getpid()) if alive(pid)}
-    episode = one.play(call("fine"), call(name), call("fine"), "done")
+    episode = one.begin()
+    for tool, seconds in (("fine", 60.0), (name, 0.2 if name in ("hang", "spin") else 60.0), ("fine", 60.0)):
+        one.args.call_timeout = seconds
+        one.says(episode, call(tool))
+        assert one.steps() == [episode]
+    one.says(episode, "done")
+    assert one.steps() == [episode]
     said = observations(episode)
     assert said[0] == "1" and TOLD[name] in said[1] and said[2] == "2"
     assert len(said[1]) < 11_000
@@ -141,17 +147,13 @@ def test_a_call_s_arguments_are_its_own(player):
 
 def test_the_other_episodes_go_on_while_one_hangs(player):
     """Another's answer is taken at its step, before the time-out of the first."""
-    one = player("Hostile", call_timeout=3.0)
+    one = player("Hostile", call_timeout=60.0)
     first, second = one.begin(0), one.begin(1)
     started = time.monotonic()
     one.says(second, call("fine"))
     one.says(first, call("hang"))
-    found = []
-    for _ in range(2):
-        found += one.episodes.due(idle=False)
-        if found:
-            break
-    assert found[0] is second and time.monotonic() - started < 60
+    assert [next(one.episodes.due(idle=False), None) for _ in range(2)] == [None, second]
+    assert first.answer is None and time.monotonic() - started < 60
     assert observations(second) == ["1"]
 
 

@@ -776,13 +776,13 @@ HEAVY = {"torch", "transformers", "vllm", "deepspeed", "accelerate", "datasets",
 
 @pytest.mark.parametrize("words", [("--help",), ("--beta", "-1"), ("--dataset", "nowhere.jsonl")], ids=" ".join)
 def test_help_and_refusals_come_before_the_slow_imports(words):
-    code, out, err, _ = call(*script("-X", "importtime", "grpo.py", *words))
+    code, out, err, seconds = call(*script("-X", "importtime", "grpo.py", *words))
     assert code == (0 if words == ("--help",) else 2)
     assert "runtime" in imported(err), "the option was not heeded"
     assert not imported(err) & HEAVY
     if words == ("--help",):
         assert out.index("│ --num_unique_prompts_rollout") < out.index("│ --beta") < out.index("│ --vllm_args")
-        assert call(*script("grpo.py", *words))[3] < 3
+        assert seconds < 3
 
 
 @pytest.mark.parametrize(
@@ -983,15 +983,6 @@ def test_the_table_of_removed_flags_names_flags_of_today():
     assert foreign.REMOVED.keys() == REMOVED.keys() and not foreign.REMOVED.keys() & today
     named = {name for text in foreign.REMOVED.values() for name in re.findall(r"--(\w+)", text)}
     assert named - today == set()
-
-
-def test_import_starts_nothing():
-    code = (
-        "import threading, multiprocessing, os, torch, transformers; before = dict(os.environ); import grpo; "
-        "print(threading.active_count(),"
-    )
-    code += " len(multiprocessing.active_children()), dict(os.environ) == before)"
-    assert call(*script("-c", code))[1].split() == ["1", "0", "True"]
 
 
 def test_dry_run(tiny, tmp_path, capsys):

@@ -22,7 +22,7 @@ def outcome(tmp_path, monkeypatch, gpu: str, code: str, *words: str) -> tuple[in
 
     def short(*rest):
         for part in plain(*rest):
-            yield gpu_day.Part(part.name, [sys.executable, "-c", code], 1 if "sleep" in code else 5, part.needs)
+            yield gpu_day.Part(part.name, [sys.executable, "-c", code], 0.3 if "sleep" in code else 5, part.needs)
 
     monkeypatch.setattr(gpu_day, "parts", short)
     found = gpu_day.main(["--out", str(tmp_path), *words])

@@ -61,6 +61,7 @@ def test_the_same_command_measures_what_is_missing(tmp_path, monkeypatch):
     """After an interruption only the runs without a line are made; another machine or other sizes count for nothing."""
     runs = []
     monkeypatch.setattr(history, "machine_rate", lambda: ("machine", 2e9))
+    monkeypatch.setattr(history, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(history, "run", lambda *a: runs.append(a) or {"seconds": 3.0, "memory": 1.0, "start": 2.0})
     file = tmp_path / "history.jsonl"
     words = ["--file", str(file), "--what", "speed,memory", "--steps", "5"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import time
 
 import pytest
 import torch
-from helpers import ROOT, folder_of, interrupted, run_here, tiny_args
+from helpers import folder_of, interrupted, run_here, tiny_args
 
 import grpo
 import utils
@@ -100,15 +100,24 @@ def test_rates_are_measured_once_for_each_machine(cache, monkeypatch):
     assert len(json.loads(cache.read_text())) == 2
 
 
-def test_processes_that_start_together_have_one_choice(cache):
+def test_processes_that_start_together_have_one_choice(cache, monkeypatch):
     """Ranks of a launch: each would measure something else."""
-    code = "import os, sys; from runtime import machine; machine.product_rates = lambda: {'float32': os.getpid()}; "
-    code += "print(machine.known_rates()['float32'])"
-    line = [sys.executable, "-c", code]
-    ranks = [subprocess.Popen(line, cwd=ROOT, env=os.environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = {rank.communicate(timeout=120)[0] for rank in ranks}
-    assert len(said) == 1
-    assert [rank.returncode for rank in ranks] == [0, 0]
+
+    def measure() -> dict[str, float]:
+        time.sleep(0.2)  # the other process is waiting then
+        return {"float32": os.getpid()}
+
+    monkeypatch.setattr(machine, "product_rates", measure)
+    processes = multiprocessing.get_context("fork")
+    found = processes.SimpleQueue()
+    ranks = [processes.Process(target=lambda: found.put(machine.known_rates())) for _ in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=120)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    (kept,) = json.loads(cache.read_text()).values()
+    assert found.get() == found.get() == kept
 
 
 def test_a_cache_that_cannot_be_used_is_no_error(cache, monkeypatch):

@@ -10,7 +10,9 @@ import sys
 from collections import deque
 from importlib import metadata
 
+import numpy as np
 import pytest
+import warm
 from helpers import ROOT
 
 import rewards
@@ -109,11 +111,28 @@ def test_the_answer_of_a_data_set_scores_one_and_another_does_not(name, here):
     assert (right, wrong) == (rows, 0)
 
 
-def test_the_rows_of_the_process_that_a_run_starts_are_those_made_here():
+def test_the_rows_of_the_process_that_a_run_starts_are_those_made_here(plain_printed_rows):
+    """And those of the fork that other tests ask."""
     rows, right, _, wrong = counts("composite")
     assert (right, wrong) == (rows, 0)
     options = json.loads(json.loads(problems("composite")[0].row["reasoning_gym"])["options"])
-    assert gym_tasks.gym_rows("composite", options) == rows_here("composite", options)
+    chosen = json.dumps(options, sort_keys=True)
+    printed = plain_printed_rows("composite", chosen)
+    assert json.loads(printed) == rows_here("composite", options)
+    assert warm.printed_rows("composite", chosen) == printed
+
+
+def test_game_of_life_is_computed_without_matplotlib(monkeypatch):
+    """A glider moves one cell down and right in four generations, and a later import would find the real matplotlib."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("cellpylib", "matplotlib", "mpl_toolkits")]:
+        monkeypatch.delitem(sys.modules, name)
+    with gym_tasks.without_plotting():
+        import cellpylib
+    assert not sys.modules.keys() & set(gym_tasks.PLOTTING)
+    board = np.zeros((1, 8, 8), dtype=int)
+    board[0, [1, 2, 3, 3, 3], [2, 3, 1, 2, 3]] = 1
+    later = cellpylib.evolve2d(board, timesteps=5, apply_rule=cellpylib.game_of_life_rule, memoize="recursive")
+    assert (later[-1] == np.roll(board[0], (1, 1), (0, 1))).all()
 
 
 # These choose from sets: their problems follow from Python's hash seed, which every process draws for itself.

@@ -571,7 +571,7 @@ def test_a_trial_that_a_busy_machine_ended_is_repeated(monkeypatch):
     monkeypatch.setattr(rewards.Sandbox, "ask", busy)
     assert "no function" in rewards.truth_error("code", "def check(f):\n    pass\n", {"entry_point": "f"})
     assert len(asked) == 2
-    forever = {"entry_point": "f", "time_limit": 1.0}
+    forever = {"entry_point": "f", "time_limit": 0.4}
     assert rewards.truth_error("code", "def check(f):\n    while True:\n        f(1)\n", forever) == ""
 
 
@@ -994,7 +994,7 @@ def gone(worker: int) -> bool:
 def test_a_killed_worker_takes_its_programs_along(world):
     """The pool kills the verifier in the middle of a program's run: nobody is left to clean up but the launcher."""
     _, left = world
-    pool = RewardPool(1, 4.0, ("code",), unsafe=bool(REFUSED))
+    pool = RewardPool(1, 2.0, ("code",), unsafe=bool(REFUSED))
     pool.result(pool.submit("exact", "x", "x", {}))
     (worker,) = [child.pid for child in psutil.Process(pool.nursery.process.pid).children()]
     future = pool.submit("code", ATTACKS["ignores signals"], TESTS, {**ADD, "time_limit": 60})

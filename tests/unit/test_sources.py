@@ -281,7 +281,7 @@ def test_csv_cells_stay_what_the_file_says(tmp_path, case):
     assert found[0].row == {"question": "0", "answer": text}
 
 
-@pytest.mark.parametrize(("lines", "cells"), [(1, 100_000), (40_000, 50), (2_000_000, 2)])
+@pytest.mark.parametrize(("lines", "cells"), [(16, 15_000), (40_000, 50), (2_000_000, 2)])
 def test_csv_cells_of_many_lines(tmp_path, lines, cells):
     """The reader takes a file in blocks of a megabyte unless told otherwise, and lines for rows at their borders."""
     texts = [f"{i}\n" + "x, y\n" * lines for i in range(cells)]
@@ -670,8 +670,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(
+    ("case", "large"), [*((case, False) for case in BAD), ("half an emoji in a message", True), ("not an object", True)]
+)
 def test_bad_rows(tmp_path, capsys, monkeypatch, case, large):
     monkeypatch.setattr(data, "LARGE", 10 if large else 1000)
     bad, words = BAD[case]
@@ -682,6 +683,19 @@ def test_bad_rows(tmp_path, capsys, monkeypatch, case, large):
     assert len(found) == 27
     said = capsys.readouterr().out
     assert words in said and "--bad_rows drop" in said
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_bad_rows_of_every_kind_in_one_file(tmp_path, capsys, monkeypatch, large):
+    """Each is counted and dropped alone; processes that check many rows find the same ones, and the same complaint."""
+    monkeypatch.setattr(data, "LARGE", 10 if large else 1000)
+    source = write(tmp_path / "a.jsonl", [*rows(7), *(bad for bad, _ in BAD.values()), *rows(20, first=7)])
+    first = next(iter(BAD.values()))[1]
+    message = refusal(capsys, Args(dataset=source))
+    assert first in message and f"{len(BAD)} of {27 + len(BAD)} rows" in message
+    found = everything(Args(dataset=source, bad_rows="drop", eval_prompts=5))
+    assert sorted(questions(found)) == sorted(row["question"] for row in rows(27))
+    assert first in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("large", [False, True])
