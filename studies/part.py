@@ -240,8 +240,13 @@ def load(root: Path, script: str):
 
 
 def arguments(script, values: dict[str, Any]) -> Any:
-    """The ``Args`` of a script from values as JSON has them, which has no tuples."""
-    return script.Args(**{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()})
+    """The ``Args`` of a script from values in JSON, which has no tuples; names that the script lacks are left out."""
+    given = {}
+    for field in dataclasses.fields(script.Args):
+        if field.name in values:
+            value = values[field.name]
+            given[field.name] = tuple(value) if isinstance(value, list) else value
+    return script.Args(**given)
 
 
 def traced(pipe, root: Path, script: str, values: dict[str, Any], log: Path) -> None:

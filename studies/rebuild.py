@@ -35,6 +35,7 @@ import part
 
 from runtime import batching, flags, identity, process, rundir
 
+PROGRAM = Path(__file__).resolve()  # which each rank runs
 # The local variables of a script's ``main`` that make up a batch, at the point where the update begins.
 NAMES = (
     *("step", "samples", "known", "old_N", "ref_N", "advantages_N", "kl"),
@@ -190,8 +191,8 @@ def rebuild(run: Path, step: int, place: Path, force: bool = False) -> None:
     """
     config = rundir.read_config(run)
     check_code(run, config, force)
-    done, start = last_checkpoint(run, step)
-    origin = f"the checkpoint of step {done}" if start else "the start: there is no intact checkpoint before"
+    done, start = last_checkpoint(run, config, step)
+    origin = f"the checkpoint of step {done}" if start else "the start: there is no usable checkpoint before"
     print(f"running step(s) {done + 1} to {step} of {run} again, from {origin}", flush=True)
     begun = time.monotonic()
     partial = place.with_name(place.name + ".partial")
@@ -200,17 +201,28 @@ def rebuild(run: Path, step: int, place: Path, force: bool = False) -> None:
         again = Path(scratch, "run")
         run_again(config, step, again, start, partial)
         check_metrics(run, again, step, force)
-    about = json.loads((partial / "batch.json").read_text())
-    about["run"] = process.file_digest(run / "config.json")
-    (partial / "batch.json").write_text(json.dumps(about, indent=1) + "\n")
+    name_run(partial, run)
     os.replace(partial, place)
     print(f"rebuilt the batch of step {step} in {time.monotonic() - begun:.0f} s", flush=True)
 
 
-def last_checkpoint(run: Path, step: int) -> tuple[int, Path | None]:
-    """(step, folder) of the newest intact checkpoint before a step; (0, None) without any."""
+def name_run(place: Path, run: Path) -> None:
+    """Enter in batch.json which run the batch is of."""
+    about = json.loads((place / "batch.json").read_text())
+    about["run"] = process.file_digest(run / "config.json")
+    (place / "batch.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def last_checkpoint(run: Path, config: dict[str, Any], step: int) -> tuple[int, Path | None]:
+    """(step, folder) of the newest intact checkpoint before a step from which the run repeats; (0, None) without any.
+
+    With updates in flight a checkpoint lacks the unfinished sequences, which a resumed run samples again with newer
+    weights: such a run repeats only from its start, or from the checkpoint that it resumed from itself.
+    """
+    in_flight = config["args"]["inflight_updates"] != "off"
     for saved, path in reversed(rundir.saved_steps(run)):
-        if saved < step and not rundir.damage(path):
+        repeats = not in_flight or saved == config["resumed_after"]
+        if saved < step and repeats and not rundir.damage(path):
             return saved, path
     return 0, None
 
@@ -281,7 +293,7 @@ def run_again(config: dict[str, Any], step: int, again: Path, start: Path | None
 
 def start_rank(order: Path, environment: dict[str, str], log: Path) -> subprocess.Popen:
     """Start this file as one rank, in a process group of its own, with what it prints in ``log``."""
-    line = [sys.executable, str(Path(__file__).resolve()), str(order)]
+    line = [sys.executable, str(PROGRAM), str(order)]
     with open(log, "w") as out:
         return subprocess.Popen(line, env=environment, stdout=out, stderr=out, start_new_session=True)
 

@@ -131,7 +131,6 @@ def test_a_run_trains_adapters_alone(tiny, tmp_path, apart):
         ({"zero_stage": 3}, "adapters alone are pushed"),
         ({"sleep": "engine"}, "adapters alone are pushed"),
         ({"ref_policy_update_freq": 1, "beta": 0.1}, "--ref_policy_update_freq is for whole weights, not adapters"),
-        ({"record_batches": 1}, "--record_batches is for whole weights, not adapters"),
     ],
 )
 def test_what_needs_all_weights_is_refused(lora, tiny, tmp_path, capsys, change, words):

@@ -553,18 +553,22 @@ def earlier_run(place: Path, changes: dict) -> None:
 
 
 def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
-    """Weights larger than what is free (a hole in a file takes no room); with a recorded batch, twice the weights."""
+    """Weights larger than what is free are refused (a hole in a file takes no room), half as large ones are not."""
     model = shutil.copytree(place / "model", tmp_path / "model")
     free = shutil.disk_usage(tmp_path).free
-    for size, changes in ((free + 2**30, {}), (free // 2 + 2**30, {"record_batches": 1})):
+
+    def make_weights(size: int) -> None:
         header = json.dumps({"hole": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
         (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
         os.truncate(model / "model.safetensors", 8 + len(header) + size)
-        args = arguments(place, {"model_name_or_path": str(model), "output_dir": str(tmp_path / "runs/new"), **changes})
-        message = refusal(args, capsys)
-        for word in ("--output_dir", "GiB free", "free some space"):
-            assert word in message
-        assert not (tmp_path / "runs").exists()
+
+    make_weights(free + 2**30)
+    args = arguments(place, {"model_name_or_path": str(model), "output_dir": str(tmp_path / "runs/new")})
+    message = refusal(args, capsys)
+    for word in ("--output_dir", "GiB free", "free some space"):
+        assert word in message
+    assert not (tmp_path / "runs").exists()
+    make_weights(free // 2)
     with pytest.raises(AssertionError, match="went on"):
         start(arguments(place, {"model_name_or_path": str(model)}))
 
