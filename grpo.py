@@ -181,7 +181,6 @@ from runtime import batching, dedicated, watchdog  # noqa: E402
 from runtime.checkpoints import Checkpoints  # noqa: E402
 from runtime.engine import Engine, Queue  # noqa: E402
 from runtime.episodes import Episode, Episodes  # noqa: E402
-from runtime.recorder import Recorder  # noqa: E402
 from runtime.weights import push_weights, release_vllm  # noqa: E402
 
 # ------------------------------------------------------------------------------------------- the algorithm's arithmetic
@@ -557,7 +556,6 @@ def main(args: Args, ready: start.Ready | None) -> None:
     parts = {"policy": policy, "reference": moving, "controller": kl.controller, "skips": skips}
     parts |= {"prompts": queue.source.state, "progress": queue.state}
     checkpoints = Checkpoints(log, args, run.tokenizer, clock, parts, utils.save_model)
-    recorder = Recorder(log, args, run.tokenizer, policy, reference, utils.save_model)
 
     done = checkpoints.load(run.start)
     engine.version = done
@@ -639,7 +637,6 @@ def main(args: Args, ready: start.Ready | None) -> None:
         for sample, advantage in zip(samples, advantages_PG.flatten().tolist(), strict=True):
             sample.advantage = advantage
         advantages_N = batching.per_token([s.advantage for s in samples], offsets, device) - penalty_N
-        recorder.record(step, samples, known, old_N, ref_N, advantages_N, kl.loss, kl.reward)
 
         # 7 update: epochs x mini-batches x micro-batches; KL in the loss enters in token_loss
         groups = sorted({samples[i].prompt_id for i in in_loss})

@@ -248,7 +248,6 @@ from runtime import batching, dedicated, watchdog  # noqa: E402
 from runtime.checkpoints import Checkpoints  # noqa: E402
 from runtime.engine import Engine, Queue  # noqa: E402
 from runtime.episodes import Episode, Episodes  # noqa: E402
-from runtime.recorder import Recorder  # noqa: E402
 from runtime.weights import push_weights, release_vllm  # noqa: E402
 
 # ------------------------------------------------------------------------------------------- the algorithm's arithmetic
@@ -796,7 +795,6 @@ def main(args: Args, ready: start.Ready | None) -> None:
     parts |= {"prompts": queue.source.state, "progress": queue.state}
     parts |= {"critic": critic, "normalizer": normalizer}
     checkpoints = Checkpoints(log, args, run.tokenizer, clock, parts, utils.save_model)
-    recorder = Recorder(log, args, run.tokenizer, policy, reference, utils.save_model)
 
     done = checkpoints.load(run.start)
     engine.version = done
@@ -892,7 +890,6 @@ def main(args: Args, ready: start.Ready | None) -> None:
             normalizer.update(returns_N)
             outputs_N = F.pad(outputs_N, (0, 1))
             targets_N = F.pad(normalizer.normalize(returns_N).float(), (0, 1)).to(device)
-        recorder.record(step, samples, known, old_N, ref_N, advantages_N, kl.loss, kl.reward)
 
         # 7 update: epochs x mini-batches x micro-batches; KL in the loss enters in token_loss
         value_totals = Counter()

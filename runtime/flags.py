@@ -37,7 +37,6 @@ PRESENTATION = (
     "overwrite",
     "track",
     "log_samples",
-    "record_batches",
     "save_every",
     "save_minutes",
     "keep_checkpoints",
@@ -112,8 +111,6 @@ class RunFlags:
     """Log to Weights & Biases as well, to WANDB_PROJECT (rlvr) of WANDB_ENTITY. Without network: offline, and warn."""
     log_samples: int = 4
     """Samples per step written to samples.jsonl; step 1 and every 10th step also print some. 0 disables both."""
-    record_batches: int = 0
-    """Keep N batches, evenly spread over the steps, and the weights of those steps, for studies/replay.py. 0: none."""
 
     # ---- model
     model_name_or_path: str = "models/SmolLM2-135M-Instruct"
@@ -605,12 +602,6 @@ def total_steps(args: RunFlags, problems: int) -> int:
     if args.total_episodes is not None:
         return args.total_episodes // (args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout)
     return args.total_steps
-
-
-def recorded_steps(count: int, total: int) -> list[int]:
-    """The steps of --record_batches ``count`` in a run of ``total`` steps: evenly spread, the last one among them."""
-    count = min(count, total)
-    return [-(-total * k // count) for k in range(1, count + 1)]
 
 
 def check_engine(args: RunFlags, world_size: int) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from runtime.redaction import redact_values
 # What a run writes in its folder and changes or renames when it starts again.
 WRITTEN = (
     *("config.json", "metrics.jsonl", "samples.jsonl", "eval.jsonl", "verdict.json"),
-    *("model", "critic", "batches", "checkpoints"),
+    *("model", "critic", "checkpoints"),
 )
 # What else it leaves there, and what the programs that read it do: --overwrite removes all this and nothing else.
 LEFT = (
@@ -190,19 +189,15 @@ def check_writable(folder: Path, args) -> None:
 def check_disk(args, folder: Path) -> None:
     """Refuse a disk that cannot take the trained weights: better in the first second than after the last step.
 
-    Counts model/, batches/ and critic/ at the size of the given weights (safetensors of a local folder; the size
-    of a model on the hub is unknown). What the folder of the run holds already is not counted again. Checkpoints are
-    left out: with several ranks each node may have a disk of its own. A dry run writes nothing and is only warned.
+    Counts model/ and critic/ at the size of the given weights (safetensors of a local folder; the size of a model on
+    the hub is unknown). Checkpoints are left out: with several ranks each node may have a disk of its own. A dry run
+    writes nothing and is only warned.
     """
     weights = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
-    copies = 1
-    batches = min(args.record_batches, total_steps(args, sys.maxsize))  # the steps of epochs are unknown here
-    kept = batches * (2 if args.ref_policy_update is not None else 1)
-    copies += max(0, kept - sum(1 for _ in (folder / "batches").glob("step_*/*/*.safetensors")))
     place = Path(args.output_dir).absolute()
     while not place.exists():
         place = place.parent
-    needed = weights * copies
+    needed = weights
     if not getattr(args, "disable_value", True):  # ppo.py, with a critic
         given = dict(word.split("=", 1) for word in args.critic)
         critic = Path(given.get("model_name_or_path", args.model_name_or_path))

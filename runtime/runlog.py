@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from runtime import defaults, git, libraries, memory, presets, verdict
-from runtime.flags import Sizes, recorded_steps
+from runtime.flags import Sizes
 from runtime.identity import code_of, recorded, script_of
 from runtime.process import PROJECT, FolderLock, Heap, Stop, print_on_rank_0, refuse, versions, write_whole
 from runtime.reading import control_of
@@ -80,12 +80,6 @@ def print_header(
         lines.append(f"memory     unknown: the config of {args.model_name_or_path} has not the usual names")
     else:
         lines += memory.describe(memory.predict(args, model, setting, sizes), model, setting)
-    if args.record_batches > 0:
-        models = 2 if args.ref_policy_update is not None else 1  # a reference that moves is kept, too
-        size = (model.parameters if model else 0) * models * (2 if setting.bf16 else 4)
-        steps = recorded_steps(args.record_batches, total_steps)
-        weights = f", {size * len(steps) / memory.GIB:.1f} GiB of weights" if model else ""
-        lines.append(f"record     {len(steps)} batch(es) of steps {', '.join(map(str, steps))}{weights}")
     ids = problems[0].prompt_ids
     lines.append(f"prompt     {tokenizer.decode(ids)!r}")
     lines.append(f"ids        {ids}")

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-UNEQUAL = ("time/", "perf/", "engine/")  # metrics that no two runs have alike
+UNEQUAL = ("time/", "perf/", "engine/", "env/tool_seconds")  # metrics that no two runs have alike
 SAMPLED = ("response_ids", "sampler_logprobs", "finish_reason", "weight_versions")
 SCORED = ("reward", "score", "reward_parts", "reward_status", "extracted")
 
@@ -92,12 +92,21 @@ def gathered(found: list, _) -> dict[str, Any]:
     return of_samples(found, SAMPLED + SCORED)
 
 
-def logprobs(_, step: int, samples: list, known: list, old_N, ref_N, *__) -> dict[str, Any]:
-    return {"old_N": old_N, "ref_N": ref_N}
+def names_of_main() -> dict[str, Any]:
+    """The local variables of the script's ``main``, of a function that it has called."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "main":
+        frame = frame.f_back
+    return frame.f_locals
 
 
-def advantages(*given) -> dict[str, Any]:
-    return {"advantages_N": given[6]}
+def logprobs(*_) -> dict[str, Any]:
+    names = names_of_main()
+    return {"old_N": names["old_N"], "ref_N": names["ref_N"]}
+
+
+def advantages(*_) -> dict[str, Any]:
+    return {"advantages_N": names_of_main()["advantages_N"]}
 
 
 def first_argument(tokens, *_) -> dict[str, Any]:
@@ -200,15 +209,14 @@ class Tracer:
         utils = importlib.import_module("utils")
         deepspeed = importlib.import_module("deepspeed")
         Engine = importlib.import_module("runtime.engine").Engine
-        Recorder = importlib.import_module("runtime.recorder").Recorder
         RunLog = importlib.import_module("runtime.runlog").RunLog
         watch = self.watch
         watch(Engine, "ask", "1 prompts", asked)
         watch(utils, "gather_samples", "3 score", scored)
         watch(utils, "gather_samples", "2 generate", sampled)
         watch(utils, "gather_samples", "4 gather", after=gathered)
-        watch(Recorder, "record", "6 advantages", advantages)
-        watch(Recorder, "record", "5 log-probs", logprobs)
+        watch(utils.UpdateStats, "__init__", "6 advantages", advantages)  # which main makes after phase 6
+        watch(utils.UpdateStats, "__init__", "5 log-probs", logprobs)
         watch(script, "token_loss", "7 update", first_argument, result_of_loss)
         watch(script, "value_loss", "7 update", first_argument, result_of_loss)
         watch(utils, "backward", "7 update", summed_loss)
@@ -231,6 +239,16 @@ def load(root: Path, script: str):
     return importlib.import_module(path.stem)
 
 
+def arguments(script, values: dict[str, Any]) -> Any:
+    """The ``Args`` of a script from values in JSON, which has no tuples; names that the script lacks are left out."""
+    given = {}
+    for field in dataclasses.fields(script.Args):
+        if field.name in values:
+            value = values[field.name]
+            given[field.name] = tuple(value) if isinstance(value, list) else value
+    return script.Args(**given)
+
+
 def traced(pipe, root: Path, script: str, values: dict[str, Any], log: Path) -> None:
     """In a process of its own: the run with these arguments."""
     os.setsid()  # so that it ends with all that it has started
@@ -239,10 +257,7 @@ def traced(pipe, root: Path, script: str, values: dict[str, Any], log: Path) -> 
         os.dup2(out, standard)
     os.environ.pop("MASTER_PORT", None)  # every run needs one of its own
     module = load(root, script)
-    for name, value in values.items():
-        if isinstance(value, list):  # JSON has no tuples
-            values[name] = tuple(value)
-    args = module.Args(**values)
+    args = arguments(module, values)
     utils = importlib.import_module("utils")
     begin = utils.begin
 
@@ -272,10 +287,8 @@ class Side:
             fail(f"{folder} is no folder of a run: config.json cannot be read ({error})")
         if self.config["world_size"] != 1:
             fail(f"{folder} had {self.config['world_size']} ranks; only runs of one rank are run again here")
-        for name, known in self.config["code"].items():
-            file = self.root / name
-            if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != known:
-                fail(f"{file} is not what {folder} ran: check its commit out, and name the folder by --code")
+        for name in changed_files(self.config, self.root):
+            fail(f"{self.root / name} is not what {folder} ran: check its commit out, and name the folder by --code")
         self.metrics = read(folder)
 
     def checkpoints(self) -> dict[int, tuple[Path, dict]]:
@@ -290,15 +303,7 @@ class Side:
     def start(self, place: Path, start: Path | None) -> None:
         """Run again from ``start``, into the folder ``place``."""
         self.place = place
-        values = self.config["args"] | {
-            "output_dir": str(place.parent),
-            "run_name": place.name,
-            "resume": str(start) if start else "auto",
-            "overwrite": False,
-            "track": False,
-            "save_every": 0,
-            "save_minutes": 0,
-        }
+        values = again(self.config, place, start)
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe()
         arguments = (theirs, self.root, self.config["script"], values, place.with_suffix(".log"))
@@ -328,6 +333,29 @@ class Side:
             if names:
                 print(f"warning: {self.folder} does not repeat here: step {line['step']}, {', '.join(names[:4])}")
                 return
+
+
+def changed_files(config: dict[str, Any], root: Path) -> list[str]:
+    """The files of a run's code that are not in ``root`` as the run had them."""
+    found = []
+    for name, known in config["code"].items():
+        file = root / name
+        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != known:
+            found.append(name)
+    return found
+
+
+def again(config: dict[str, Any], place: Path, start: Path | None) -> dict[str, Any]:
+    """The arguments of a run for running again from the checkpoint ``start``, or from scratch, into ``place``."""
+    return config["args"] | {
+        "output_dir": str(place.parent),
+        "run_name": place.name,
+        "resume": str(start) if start else "auto",
+        "overwrite": False,
+        "track": False,
+        "save_every": 0,
+        "save_minutes": 0,
+    }
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,7 @@
-"""Compare the gradients of several settings on the very same samples: a batch that a run kept with --record_batches.
+"""Compare the gradients of several settings on the very same samples: the batch of a step of a run.
+
+The batch is rebuilt: the run is repeated from its last checkpoint before the step (studies/rebuild.py), which takes as
+long as it took then, and is compared with what the run logged. Nothing is written to the folder of the run.
 
     python studies/replay.py runs/NAME --set kl_estimator=k1,k2,k3 kl_gradient=naive,unbiased --set loss=clip,cispo,gspo
     python studies/replay.py runs/NAME --step 14 --after 4 --set clip_higher=0.2,0.28 --set loss=mine.py
@@ -8,8 +11,10 @@ again from the run's own. The flags are those of the script, as far as the gradi
 (SETTABLE), and loss=NAME: clip for grpo.py, the name of a variant (scripts/variant.py --list), or a script, FILE.py.
 That script's own token_loss, loss_weights and group_advantages are called, with the defaults that it has.
 
-    --step S      which of the recorded batches. Default: the last one
+    --step S      the step whose batch is rebuilt. Default: the last one
     --after N     first take N optimizer steps of the run's own setting on the batch, so that ratios leave 1
+    --batch DIR   keep the rebuilt batch in this folder; a later call with it does not repeat the run again
+    --force       only warn if the code of the run has changed, or if the repeated steps differ from the run's
 
 Prints a table and the cosines between the gradients. docs/evidence/replay.md says what each number is.
 """
@@ -28,11 +33,12 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))
 
-from runtime import flags, process
+from runtime import flags, process, rundir
 
 # What the advantages depend on, and what the loss of given advantages depends on.
 ADVANTAGE_FLAGS = (
@@ -53,28 +59,75 @@ SETTABLE = (
 )
 
 
-def parse(words: list[str]) -> tuple[argparse.Namespace, Path]:
-    """The arguments, and the folder of the recorded batch. Exits with code 2 where there is none."""
+def parse(words: list[str]) -> argparse.Namespace:
+    """The arguments. Exits with code 2 for a run or a step of which no batch can be rebuilt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a run, runs/NAME")
     parser.add_argument("--set", nargs="+", action="append", default=[], metavar="FLAG=A,B", dest="settings")
     parser.add_argument("--step", type=int)
     parser.add_argument("--after", type=int, default=0, metavar="N")
+    parser.add_argument("--batch", type=Path, metavar="DIR")
+    parser.add_argument("--force", action="store_true")
     args = parser.parse_args(words)
     if not (args.run / "config.json").is_file():
         process.refuse(f"{args.run}: no config.json there; give the folder of a run, runs/NAME")
-    steps = {}
-    for path in sorted((args.run / "batches").glob("step_*/batch.json")):
-        number = path.parent.name.removeprefix("step_")
-        if number.isdigit():
-            steps[int(number)] = path.parent
-    if not steps:
-        process.refuse(f"{args.run} has kept no batch; start the run with --record_batches N")
-    if args.step is not None and args.step not in steps:
-        process.refuse(f"--step {args.step}: the batches of {args.run} are of steps {', '.join(map(str, steps))}")
+    given = read_config(args.run)["args"]
+    if "lora_rank" in given:
+        process.refuse(f"{args.run} trained adapters, and replay computes gradients of whole weights only")
+    last = rundir.last_step(args.run / "metrics.jsonl")
+    if last < 1:
+        process.refuse(f"{args.run} has logged no step in metrics.jsonl, so there is no batch to rebuild")
+    args.step = last if args.step is None else args.step
+    if not 1 <= args.step <= last:
+        process.refuse(f"--step {args.step}: {args.run} has logged steps 1 to {last}")
     if args.after < 0:
         process.refuse(f"--after {args.after}: must be 0 or more")
-    return args, steps[max(steps) if args.step is None else args.step]
+    if args.after > 0:
+        check_after(args, given)
+    if args.batch is not None and args.batch.exists():
+        check_batch(args)
+    return args
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a run. Exits with code 2 if it cannot be read."""
+    try:
+        return rundir.read_config(folder)
+    except ValueError as error:
+        process.refuse(f"{folder}: its config.json cannot be read ({error})")
+
+
+def check_after(chosen: argparse.Namespace, args: dict[str, Any]) -> None:
+    """Reject --after where the run's own update of this step did not go as far: its weights would be made up."""
+    if chosen.step <= args.get("critic_warmup", 0):
+        process.refuse(
+            f"--after {chosen.after}: in step {chosen.step} only the critic learned (--critic_warmup "
+            f"{args['critic_warmup']}); leave --after out, or choose a later --step"
+        )
+    limit = args.get("early_stop_imp_ratio")
+    if limit is None:
+        return
+    for line in (chosen.run / "metrics.jsonl").read_text().splitlines():
+        metrics = json.loads(line)
+        if metrics["step"] == chosen.step and metrics["optim/steps"] < chosen.after:
+            process.refuse(
+                f"--after {chosen.after}: the run stopped its update of step {chosen.step} after "
+                f"{metrics['optim/steps']} optimizer step(s) (--early_stop_imp_ratio {limit:g}); pass at most that many"
+            )
+
+
+def check_batch(args: argparse.Namespace) -> None:
+    """Reject a folder that does not hold the batch of this step of this run."""
+    wanted = {"step": args.step, "run": process.file_digest(args.run / "config.json")}
+    try:
+        about = json.loads((args.batch / "batch.json").read_text())
+        same = wanted.items() <= about.items()
+    except (OSError, ValueError, AttributeError):
+        same = False
+    if not same:
+        process.refuse(
+            f"--batch {args.batch} exists and is not the batch of step {args.step} of {args.run}; choose another folder"
+        )
 
 
 if __name__ == "__main__":  # --help and a wrong folder come before the slow imports
@@ -82,6 +135,7 @@ if __name__ == "__main__":  # --help and a wrong folder come before the slow imp
     process.prepare_environment()
 
 import loading  # noqa: E402
+import rebuild  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import variant  # noqa: E402
@@ -89,13 +143,13 @@ import variant  # noqa: E402
 import grpo  # noqa: E402
 import utils  # noqa: E402
 from kl_estimators import kl_reward  # noqa: E402
-from runtime import batching, rundir  # noqa: E402
+from runtime import batching  # noqa: E402
 from runtime.attention import choose_layout  # noqa: E402
 from runtime.identity import changed_code, code_of  # noqa: E402
 from runtime.records import Sample  # noqa: E402
 
 EXACT = "exact"  # the row of the KL over the whole vocabulary
-VARIANTS = tempfile.TemporaryDirectory(prefix="replay-")  # scripts that are made here, until the end of the process
+SCRATCH = tempfile.TemporaryDirectory(prefix="replay-")  # variants and the batch, until the end of the process
 
 # ------------------------------------------------------------------------------------------------------------ settings
 
@@ -124,7 +178,7 @@ def script_of(loss: str) -> ModuleType:
         return grpo
     if loss.endswith(".py"):
         return load_script(Path(loss))
-    file = Path(VARIANTS.name) / f"{loss}.py"
+    file = Path(SCRATCH.name) / f"{loss}.py"
     file.write_text(variant.variant(loss))
     return load_script(file)
 
@@ -142,13 +196,10 @@ def arguments(script: ModuleType, base: Setting) -> flags.RunFlags:
     return script.Args(**changed)
 
 
-def run_setting(folder: Path, recorded: Recorded) -> Setting:
+def run_setting(folder: Path, batch: RunBatch) -> Setting:
     """The run's own setting, with the coefficient of the KL that the step had. Prints what has changed in its code."""
-    try:
-        config = rundir.read_config(folder)
-    except ValueError as error:
-        process.refuse(f"{folder}: its config.json cannot be read ({error})")
-    path = process.PROJECT / recorded.script
+    config = read_config(folder)
+    path = process.PROJECT / batch.script
     if not path.is_file():
         process.refuse(f"{path}, the script of {folder}, is gone: restore it, or name a copy of it with loss=FILE.py")
     script = load_script(path)
@@ -158,15 +209,15 @@ def run_setting(folder: Path, recorded: Recorded) -> Setting:
         if name in known:
             values[name] = tuple(value) if isinstance(value, list) else value
         else:
-            print(f"warning: since the run, {recorded.script} has lost --{name}, which was {value}")
+            print(f"warning: since the run, {batch.script} has lost --{name}, which was {value}")
     args = script.Args(**values)
     for line in changed_code(config["code"], code_of(args)):
-        if line.startswith(("kl_estimators", "utils", recorded.script)):
+        if line.startswith(("kl_estimators", "utils", batch.script)):
             print(f"warning: since the run, {line}")
     if args.kl_target is not None:
         in_both = args.kl_placement == "both"
-        own = {"kl_target": None, "beta": recorded.loss_coef or recorded.reward_coef}
-        own["kl_reward_coef"] = recorded.reward_coef if in_both else None
+        own = {"kl_target": None, "beta": batch.loss_coef or batch.reward_coef}
+        own["kl_reward_coef"] = batch.reward_coef if in_both else None
         args = replace(args, **own)
     return Setting("run", script, args)
 
@@ -219,7 +270,7 @@ def make_setting(values: dict[str, str], base: Setting, scripts: dict[str, Modul
 
 
 def phase_6(script: ModuleType) -> str:
-    """The text of a script from its advantages to its update: grpo.py's is what ``rebuilt_advantages`` computes."""
+    """The text of a script from its advantages to its update: grpo.py's is what ``computed_advantages`` computes."""
     text = Path(script.__file__).read_text()
     _, _, rest = text.partition("# 6 advantages")
     return rest.partition("# 7 update")[0]
@@ -252,8 +303,8 @@ def without_kl(setting: Setting) -> Setting:
 
 
 @dataclass
-class Recorded:
-    """A batch as it was recorded. Flat arrays as in the scripts, [N + 1]; NaN where nothing was computed."""
+class RunBatch:
+    """A batch as the run had it. Flat arrays as in the scripts, [N + 1]; NaN where the run computed nothing."""
 
     folder: Path
     step: int
@@ -267,11 +318,12 @@ class Recorded:
     advantages_N: torch.Tensor
 
 
-def read_batch(folder: Path) -> Recorded:
-    """What the ``Recorder`` of a run wrote. Raises OSError or ValueError for what is no such folder."""
+def read_batch(folder: Path) -> RunBatch:
+    """The batch that ``rebuild`` wrote. Raises OSError or ValueError for what is no such folder."""
     import pyarrow.parquet
 
     about = json.loads((folder / "batch.json").read_text())
+    about.pop("run", None)
     table = pyarrow.parquet.read_table(folder / "samples.parquet").to_pylist()
     samples = []
     arrays = {"old_logprobs": [], "ref_logprobs": [], "advantages": []}
@@ -279,12 +331,12 @@ def read_batch(folder: Path) -> Recorded:
     for row in table:
         versions = list(zip(row["versions"], row["version_starts"], strict=True))
         values = {name: value for name, value in row.items() if name in names}
-        values["observed"] = [tuple(span) for span in row.get("observed", ())]  # older batches have no such column
+        values["observed"] = [tuple(span) for span in row["observed"]]
         samples.append(Sample(**values, weight_versions=versions))
         for name, flat in arrays.items():
             flat += [math.nan] * len(row["sampler_logprobs"]) if row[name] is None else row[name]
     flat = [torch.tensor([*values, 0.0]) for values in arrays.values()]
-    return Recorded(folder, **about, samples=samples, old_N=flat[0], ref_N=flat[1], advantages_N=flat[2])
+    return RunBatch(folder, **about, samples=samples, old_N=flat[0], ref_N=flat[1], advantages_N=flat[2])
 
 
 @dataclass
@@ -298,17 +350,17 @@ class Slopes:
 
 
 class Replay:
-    """A recorded batch, the weights of its step, and the reference, all in fp32 and on one device."""
+    """A batch of a run, the weights of its step, and the reference, all in fp32 and on one device."""
 
-    def __init__(self, recorded: Recorded, base: Setting, with_reference: bool):
+    def __init__(self, batch: RunBatch, base: Setting, with_reference: bool):
         args = replace(base.args, dtype="float32", attn_implementation="auto", vllm_tensor_parallel_size=1)
         self.device, dtype, attention = utils.resolve_device(args)
         cuda = self.device.type == "cuda"
         sizes = flags.sizes(args, cuda)
         layout, attention, _ = choose_layout(args, sizes, cuda, dtype, attention)
-        self.recorded = recorded
+        self.batch = batch
         self.base = base
-        self.samples = recorded.samples
+        self.samples = batch.samples
         self.groups = sorted({s.prompt_id for s in self.samples})
         rewards: dict[int, set[float]] = {}
         for sample in self.samples:
@@ -334,15 +386,15 @@ class Replay:
             return utils.TokenLogprobs(model.to(self.device), args.temperature, sizes.logprob_chunk)
 
         # A saved config has the changes of --override_config in it.
-        self.policy = load(model_name_or_path=str(recorded.folder / "model"), override_config=None)
+        self.policy = load(model_name_or_path=str(batch.folder / "model"), override_config=None)
         self.reference = None
         if with_reference:
-            name = recorded.reference or args.model_name_or_path
+            name = batch.reference or args.model_name_or_path
             teacher = getattr(args, "teacher_name_or_path", None)  # of variants/distill.patch: its reference
             if teacher is not None:
                 place = {"model_name_or_path": teacher, "override_config": None}
-            elif recorded.reference == "reference":
-                place = {"model_name_or_path": str(recorded.folder / name), "override_config": None}
+            elif batch.reference == "reference":
+                place = {"model_name_or_path": str(batch.folder / name), "override_config": None}
             else:
                 place = {"model_name_or_path": name}
             self.reference = load(**place).requires_grad_(False)
@@ -367,24 +419,24 @@ class Replay:
         self.logprobs_N, self.entropy_N, self.full_kl_N, self.ref_N = values
 
     def agreement(self) -> dict[str, float]:
-        """Largest differences, in nats, between recorded log-probs and those of the weights; -1 where none is known.
+        """Largest differences, in nats, between the run's log-probs and those of the weights; -1 where none is known.
 
-        The sampler's and the advantages are compared for the tokens in the loss: the KL in the reward of samples that
-        are left out is not recorded.
+        The sampler's and the advantages are compared for the tokens in the loss: the run did not compute the KL in the
+        reward of samples that are left out.
         """
-        recorded = self.recorded
+        batch = self.batch
         counted_N = self.slopes(self.base).weights_N.cpu() > 0
-        fresh_N = batching.flat([s.token_versions() == recorded.step for s in self.samples], "cpu")
+        fresh_N = batching.flat([s.token_versions() == batch.step for s in self.samples], "cpu")
         sampler_N = F.pad(self.sampler_N.cpu(), (0, 1))
         pairs = {
             "sampler": (torch.where(fresh_N & counted_N, sampler_N, torch.nan), self.logprobs_N),
-            "old": (recorded.old_N, self.logprobs_N),
+            "old": (batch.old_N, self.logprobs_N),
         }
         if self.reference is not None:
-            pairs["reference"] = (recorded.ref_N, self.ref_N)
+            pairs["reference"] = (batch.ref_N, self.ref_N)
         if phase_6(self.base.script) == phase_6(grpo):
-            theirs_N = torch.where(counted_N, recorded.advantages_N, torch.nan)
-            pairs["advantages"] = (theirs_N, self.rebuilt_advantages(self.base))
+            theirs_N = torch.where(counted_N, batch.advantages_N, torch.nan)
+            pairs["advantages"] = (theirs_N, self.computed_advantages(self.base))
         found = {}
         for name, (theirs, ours) in pairs.items():
             difference = (theirs - ours.cpu())[:-1].abs()
@@ -405,12 +457,12 @@ class Replay:
         return found
 
     def advantages(self, setting: Setting) -> torch.Tensor:
-        """Of every token, [N + 1]: the recorded ones, or new ones where those are not the setting's.
+        """Of every token, [N + 1]: the run's, or new ones where those are not the setting's.
 
         Exits with code 2 for a script whose advantages are not grpo.py's, and for rewards that a script refuses.
         """
-        if self.has_recorded_advantages(setting):
-            return self.recorded.advantages_N.to(self.device)
+        if self.has_run_advantages(setting):
+            return self.batch.advantages_N.to(self.device)
         if not self.knows_advantages(setting):
             process.refuse(
                 f"{setting.name}: {Path(setting.script.__file__).name} computes advantages in a way of its own, which "
@@ -418,28 +470,28 @@ class Replay:
                 f"samples to the loss of a run with a KL in the reward"
             )
         try:
-            return self.rebuilt_advantages(setting)
+            return self.computed_advantages(setting)
         except ValueError as error:
             process.refuse(f"{setting.name}: {error}")
 
     def knows_advantages(self, setting: Setting) -> bool:
-        """Whether they are the recorded ones, or follow from the rewards as in grpo.py."""
-        return self.has_recorded_advantages(setting) or phase_6(setting.script) == phase_6(grpo)
+        """Whether they are the run's, or follow from the rewards as in grpo.py."""
+        return self.has_run_advantages(setting) or phase_6(setting.script) == phase_6(grpo)
 
-    def has_recorded_advantages(self, setting: Setting) -> bool:
-        """Whether the recorded advantages are those of the setting, for every sample in its loss.
+    def has_run_advantages(self, setting: Setting) -> bool:
+        """Whether the run's advantages are those of the setting, for every sample in its loss.
 
-        For a KL in the reward a run has the log-probs of the samples in its own loss, or of all of them; what is
-        recorded of the others lacks the KL, and their old log-probs are NaN.
+        For a KL in the reward a run has the log-probs of the samples in its own loss, or of all of them; the advantages
+        of the others lack the KL, and their old log-probs are NaN.
         """
         if statistics(setting) != statistics(self.base):
             return False
         if setting.args.kl_coefficients[1] == 0:
             return True
         first_tokens = [self.offsets[i] for i in self.in_loss(setting.args, set(self.groups))]
-        return not self.recorded.old_N[first_tokens].isnan().any()
+        return not self.batch.old_N[first_tokens].isnan().any()
 
-    def rebuilt_advantages(self, setting: Setting) -> torch.Tensor:
+    def computed_advantages(self, setting: Setting) -> torch.Tensor:
         """Phase 6 of grpo.py: group statistics, and the KL in the reward. [N + 1]"""
         args = setting.args
         script = setting.script
@@ -545,7 +597,7 @@ class Replay:
         args = self.base.args
         updates = args.num_epochs * args.num_mini_batches
         warmup = getattr(args, "critic_warmup", 0) * updates  # of ppo.py: the policy's steps are counted from its end
-        before = (self.recorded.step - 1) * updates - warmup
+        before = (self.batch.step - 1) * updates - warmup
         prompts = {self.samples[i].prompt_id for i in self.in_loss(args, set(self.groups))}
         if not getattr(args, "disable_value", True):  # ppo.py deals all prompts: its critic learns from every sample
             prompts = set(self.groups)
@@ -555,7 +607,7 @@ class Replay:
             epoch, mini = divmod(k, args.num_mini_batches)
             order = sorted(prompts)
             if args.shuffle_mini_batches:
-                random.Random(f"{args.seed}/{self.recorded.step}/{epoch}").shuffle(order)
+                random.Random(f"{args.seed}/{self.batch.step}/{epoch}").shuffle(order)
             members = utils.even_part(order, mini, args.num_mini_batches)
             if not self.in_loss(args, members):
                 continue
@@ -749,36 +801,19 @@ def matrix(names: list[str], cosines: torch.Tensor) -> str:
 # ------------------------------------------------------------------------------------------------------------- program
 
 
-def check_after(chosen: argparse.Namespace, args: flags.RunFlags, step: int) -> None:
-    """Refuse --after where the run's own update of this step did not go as far: its weights would be made up."""
-    if step <= getattr(args, "critic_warmup", 0):
-        process.refuse(
-            f"--after {chosen.after}: in step {step} only the critic learned (--critic_warmup {args.critic_warmup}); "
-            f"leave --after out, or choose a later --step"
-        )
-    if args.early_stop_imp_ratio is None:
-        return
-    for line in (chosen.run / "metrics.jsonl").read_text().splitlines():
-        metrics = json.loads(line)
-        if metrics["step"] == step and metrics["optim/steps"] < chosen.after:
-            process.refuse(
-                f"--after {chosen.after}: the run stopped its update of step {step} after {metrics['optim/steps']} "
-                f"optimizer step(s) (--early_stop_imp_ratio {args.early_stop_imp_ratio:g}); give at most that many"
-            )
-
-
-def main(chosen: argparse.Namespace, folder: Path) -> Comparison:
-    """Read the batch, compare, print."""
-    recorded = read_batch(folder)
-    base = run_setting(chosen.run, recorded)
+def main(chosen: argparse.Namespace) -> Comparison:
+    """Rebuild the batch, unless an earlier call has kept it; compare, print."""
+    folder = chosen.batch or Path(SCRATCH.name, "batch")
+    if not folder.exists():
+        rebuild.rebuild(chosen.run, chosen.step, folder, chosen.force)
+    batch = read_batch(folder)
+    base = run_setting(chosen.run, batch)
     settings = make_settings(chosen.settings, base)
-    if chosen.after > 0:
-        check_after(chosen, base.args, recorded.step)
-    replay = Replay(recorded, base, any(uses_reference(setting) for setting in settings))
-    tokens = replay.offsets[-1]
-    print(f"{folder}: {len(replay.groups)} prompts, {len(replay.samples)} samples, {tokens} tokens")
+    replay = Replay(batch, base, any(uses_reference(setting) for setting in settings))
+    size = f"{len(replay.groups)} prompts, {len(replay.samples)} samples, {replay.offsets[-1]} tokens"
+    print(f"step {batch.step} of {chosen.run}: {size}")
     differences = [f"{name} {value:.1e}" for name, value in replay.agreement().items() if value >= 0]
-    print(f"largest difference from what was recorded: {', '.join(differences)}")
+    print(f"largest difference from the run's own numbers: {', '.join(differences)}")
     if chosen.after > 0:
         config = json.loads((chosen.run / "config.json").read_text())
         steps = flags.total_steps(base.args, config["problems"])
@@ -792,4 +827,4 @@ def main(chosen: argparse.Namespace, folder: Path) -> Comparison:
 
 
 if __name__ == "__main__":
-    main(*chosen)
+    main(chosen)

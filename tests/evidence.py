@@ -73,7 +73,6 @@ EVIDENCE: dict[str, Row] = {
     "dry_run": row(True, "steps", "files"),
     "track": row(True, "wandb.init", "files"),
     "log_samples": row(3, "rows of samples.jsonl"),
-    "record_batches": row(2, "files"),
     # ---- model
     "model_name_or_path": row("FILES/other", "weights", "responses"),
     "tokenizer_name_or_path": row("FILES/tokenizer", "prompts"),

@@ -72,7 +72,6 @@ VALUES = {
     "save_every": [1],
     "ignore_eos": [True],
     "log_samples": [0],
-    "record_batches": [1],
 }
 OF_GRPO = {"advantage_normalization_type": ["centered", "leave_one_out"], "kl_reward_norm": ["inside"]}
 OF_PPO = {

@@ -131,7 +131,6 @@ def test_a_run_trains_adapters_alone(tiny, tmp_path, apart):
         ({"zero_stage": 3}, "only the adapters are pushed"),
         ({"sleep": "engine"}, "only the adapters are pushed"),
         ({"ref_policy_update": (1, 1.0), "beta": 0.1}, "--ref_policy_update supports complete weights"),
-        ({"record_batches": 1}, "--record_batches supports complete weights, not adapters"),
     ],
 )
 def test_what_needs_all_weights_is_refused(lora, tiny, tmp_path, capsys, change, words):

@@ -27,7 +27,6 @@ def folder(tiny, tmp_path_factory):
         "beta": 0.1,
         "entropy_coeff": 0.01,  # moves the policy whatever the rewards are
         "kl_placement": "both",
-        "record_batches": 1,
         "eval_every": 1,
         "save_every": 1,
         "filter_zero_std_samples": False,

@@ -563,18 +563,22 @@ def earlier_run(place: Path, changes: dict) -> None:
 
 
 def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
-    """Weights larger than what is free (a hole in a file takes no room); with a recorded batch, twice the weights."""
+    """Weights larger than what is free are refused (a hole in a file takes no room), half as large ones are not."""
     model = shutil.copytree(place / "model", tmp_path / "model")
     free = shutil.disk_usage(tmp_path).free
-    for size, changes in ((free + 2**30, {}), (free // 2 + 2**30, {"record_batches": 1})):
+
+    def make_weights(size: int) -> None:
         header = json.dumps({"hole": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
         (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
         os.truncate(model / "model.safetensors", 8 + len(header) + size)
-        args = arguments(place, {"model_name_or_path": str(model), "output_dir": str(tmp_path / "runs/new"), **changes})
-        message = refusal(args, capsys)
-        for word in ("--output_dir", "GiB free", "free some space"):
-            assert word in message
-        assert not (tmp_path / "runs").exists()
+
+    make_weights(free + 2**30)
+    args = arguments(place, {"model_name_or_path": str(model), "output_dir": str(tmp_path / "runs/new")})
+    message = refusal(args, capsys)
+    for word in ("--output_dir", "GiB free", "free some space"):
+        assert word in message
+    assert not (tmp_path / "runs").exists()
+    make_weights(free // 2)
     with pytest.raises(AssertionError, match="went on"):
         start(arguments(place, {"model_name_or_path": str(model)}))
 
@@ -970,7 +974,7 @@ def test_a_removed_flag_is_answered_with_what_replaces_it(name, capsys):
     else:
         lines = [[f"--{name}"], [f"--{dashes}"], [f"--no-{dashes}"], [f"--no_{name}"]]
     for line, kind in itertools.product(lines, (grpo.Args, ppo.Args)):
-        fields = {f.name: f for f in dataclasses.fields(kind) if f.name != "record_batches"}
+        fields = {f.name: f for f in dataclasses.fields(kind)}
         with pytest.raises(SystemExit) as end:
             foreign.refuse_foreign(["--beta", "0.1", *line, "--seed", "3"], fields)
         answers = capsys.readouterr().err.splitlines()
@@ -979,7 +983,7 @@ def test_a_removed_flag_is_answered_with_what_replaces_it(name, capsys):
 
 
 def test_the_table_of_removed_flags_names_flags_of_today():
-    today = {f.name for script in (grpo, ppo) for f in dataclasses.fields(script.Args)} - {"record_batches"}
+    today = {f.name for script in (grpo, ppo) for f in dataclasses.fields(script.Args)}
     assert foreign.REMOVED.keys() == REMOVED.keys() and not foreign.REMOVED.keys() & today
     named = {name for text in foreign.REMOVED.values() for name in re.findall(r"--(\w+)", text)}
     assert named - today == set()

@@ -41,7 +41,7 @@ RANKS = [
     {"runtime.flags", "runtime.elastic", "runtime.workers", "runtime.verdict", "runtime.chat"},
     {"runtime.identity", "runtime.attention", "runtime.memory", "runtime.episodes"},
     {"runtime.fitting", "runtime.defaults"},
-    {"runtime.rundir", "runtime.runlog", "runtime.checkpoints", "runtime.recorder", "runtime.weights"},
+    {"runtime.rundir", "runtime.runlog", "runtime.checkpoints", "runtime.weights"},
     {"kl_estimators", "rewards", "runtime.dedicated", "runtime.apart", "runtime.start"},
     {"runtime.engine"},
     {"utils"},

@@ -1,28 +1,31 @@
-"""studies/replay.py: recorded batches are the run's, gradients those of independent formulas, no run is changed."""
+"""studies/replay.py: rebuilt batches are the run's, gradients those of independent formulas, no run is changed."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import itertools
 import json
 import math
 import shlex
 import shutil
+from pathlib import Path
 
+import part
 import pytest
+import rebuild
 import replay
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, command, finish, folder_of, interrupted, read_jsonl, record, run_here, tiny_args
+from helpers import PROBLEMS, ROOT, command, finish, flip, folder_of, read_jsonl, record, run_here, tiny_args
 from transformers import AutoModelForCausalLM
 
 import utils
-from runtime import batching, flags, recorder
+from runtime import batching, process, rundir
 
 # Moves far enough in each step for ratios to leave the clip and for the reference to be left behind.
 LEARNS = {"learning_rate": 3e-3, "beta": 0.05, "total_steps": 3, "run_name": "run"}
-RECORDS = {"record_batches": 3}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,9 +37,9 @@ def soft_adam():
 
 
 @pytest.fixture(scope="module")
-def recorded(tiny, tmp_path_factory):
-    """A run of three steps with two optimizer steps each, all of them recorded; its arguments."""
-    args = tiny_args(tiny, tmp_path_factory.mktemp("recorded"), **LEARNS, **RECORDS, num_mini_batches=2)
+def finished(tiny, tmp_path_factory):
+    """A run of three steps with two optimizer steps each; its arguments."""
+    args = tiny_args(tiny, tmp_path_factory.mktemp("finished"), **LEARNS, num_mini_batches=2)
     run_here(args)
     return args
 
@@ -44,13 +47,13 @@ def recorded(tiny, tmp_path_factory):
 @pytest.fixture(scope="module")
 def single(tiny, tmp_path_factory):
     """The same with one optimizer step per batch and the KL as k3 is written; its arguments."""
-    args = tiny_args(tiny, tmp_path_factory.mktemp("single"), **LEARNS, **RECORDS, kl_gradient="naive")
+    args = tiny_args(tiny, tmp_path_factory.mktemp("single"), **LEARNS, kl_gradient="naive")
     run_here(args)
     return args
 
 
 # Groups of two, of which about half have equal rewards, dealt to four mini-batches: some of those have no gradient.
-SPARSE = LEARNS | {"seed": 3, "record_batches": 3, "num_samples_per_prompt_rollout": 2, "num_mini_batches": 4}
+SPARSE = LEARNS | {"seed": 3, "num_samples_per_prompt_rollout": 2, "num_mini_batches": 4}
 
 
 @pytest.fixture(scope="module")
@@ -70,29 +73,52 @@ def unfiltered(tiny, tmp_path_factory):
     return args
 
 
-def opened(args, step: int, script: str = "grpo"):
-    """(replay, the run's own setting) of a recorded step."""
+def repeated(args, script: str, place: Path, start: Path | None = None) -> Path:
+    """Repeat a run to its end in this process, with the batches of all steps at place/STEP; the folder of it."""
     folder = folder_of(args, script)
-    batch = replay.read_batch(folder / "batches" / f"step_{step:06d}")
-    base = replay.run_setting(folder, batch)
+    values = part.again(rundir.read_config(folder), place / "run", start)
+    with rebuild.keeping({step: place / f"{step}" for step in range(1, args.total_steps + 1)}):
+        run_here(part.arguments(importlib.import_module(script), values), script)
+    for path in place.glob("[0-9]*"):
+        rebuild.name_run(path, folder)
+    return place / "run"
+
+
+def batch_folder(args, step: int, script: str = "grpo") -> Path:
+    """The rebuilt batch of a step; a run is repeated once, and checked as ``rebuild`` does."""
+    place = Path(args.output_dir) / "rebuilt"
+    if not place.exists():
+        again = repeated(args, script, place)
+        rebuild.check_metrics(folder_of(args, script), again, args.total_steps, force=False)
+    return place / f"{step}"
+
+
+def opened(args, step: int, script: str = "grpo"):
+    """(replay, the run's own setting) of a step."""
+    batch = replay.read_batch(batch_folder(args, step, script))
+    base = replay.run_setting(folder_of(args, script), batch)
     return replay.Replay(batch, base, with_reference=True), base
 
 
-# ----------------------------------------------------------------------------------------------------- what is recorded
+def content(folder: Path) -> dict[str, bytes]:
+    """The bytes of all files of a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_recording_changes_no_number_of_a_run(recorded, tiny, tmp_path):
+# ------------------------------------------------------------------------------------------------------ what is rebuilt
+
+
+def test_a_repeated_run_whose_batches_are_kept_is_the_run(finished):
     """Weights, samples, evaluations and every metric are equal, bit for bit."""
-    plain = tiny_args(tiny, tmp_path, **LEARNS, num_mini_batches=2)
-    run_here(plain)
-    assert record(folder_of(recorded)) == record(folder_of(plain))
+    batch_folder(finished, 3)
+    assert record(Path(finished.output_dir) / "rebuilt" / "run") == record(folder_of(finished))
 
 
-def test_a_recorded_batch_and_the_weights_of_its_step_are_those_of_the_run(recorded):
-    """Log-probs by the recorded weights equal the sampler's, the old and the reference's, and advantages the run's."""
-    metrics = read_jsonl(folder_of(recorded) / "metrics.jsonl")
+def test_a_rebuilt_batch_and_the_weights_of_its_step_are_those_of_the_run(finished):
+    """Log-probs by the rebuilt weights equal the sampler's, the old and the reference's, and advantages the run's."""
+    metrics = read_jsonl(folder_of(finished) / "metrics.jsonl")
     for step in (1, 2, 3):
-        batch, _ = opened(recorded, step)
+        batch, _ = opened(finished, step)
         found = batch.agreement()
         assert set(found) == {"sampler", "old", "reference", "advantages"}
         assert all(0 <= value < 1e-5 for value in found.values()), found
@@ -102,74 +128,152 @@ def test_a_recorded_batch_and_the_weights_of_its_step_are_those_of_the_run(recor
         assert all(s.weight_versions == [(step, 0)] for s in batch.samples)
 
 
-def test_the_steps_to_record_are_spread_evenly_and_end_with_the_last():
-    assert flags.recorded_steps(4, 28) == [7, 14, 21, 28]
-    assert flags.recorded_steps(3, 28) == [10, 19, 28]
-    assert flags.recorded_steps(1, 28) == [28]
-    assert flags.recorded_steps(9, 3) == [1, 2, 3]
-    assert flags.recorded_steps(0, 3) == []
+@pytest.mark.parametrize(
+    ("script", "changes"),
+    [
+        ("grpo", {"num_mini_batches": 2, "kl_placement": "both"}),
+        ("grpo", {"async_steps": 1}),
+        ("ppo", {"num_mini_batches": 2}),
+        pytest.param("grpo", {"kl_target": 1e-4}, marks=pytest.mark.slow),
+        pytest.param("grpo", {"ref_policy_update": (1, 0.5)}, marks=pytest.mark.slow),
+        pytest.param("grpo", {"dynamic_sampling_rounds": 2, "beta": 0.0}, marks=pytest.mark.slow),
+    ],
+    ids=["both", "async", "ppo", "controller", "moving reference", "dynamic sampling"],
+)
+def test_a_batch_from_a_checkpoint_is_the_batch_that_the_run_had(tiny, tmp_path, script, changes):
+    """Byte for byte: samples, log-probs, advantages, weights, coefficients; the run's own are kept while it runs."""
+    args = tiny_args(tiny, tmp_path / "runs", script, **LEARNS | changes, save_every=1)
+    with rebuild.keeping({3: tmp_path / "own"}):
+        run_here(args, script)
+    folder = folder_of(args, script)
+    rebuild.name_run(tmp_path / "own", folder)
+    done, start = rebuild.last_checkpoint(folder, rundir.read_config(folder), 3)
+    assert done == 2
+    repeated(args, script, tmp_path / "again", start)
+    assert not (tmp_path / "again" / "2").exists()
+    assert content(tmp_path / "again" / "3") == content(tmp_path / "own")
+    if args.async_steps == 0:
+        batch = replay.read_batch(tmp_path / "own")
+        found = replay.Replay(batch, replay.run_setting(folder, batch), with_reference=args.beta > 0).agreement()
+        assert all(value < 1e-5 for value in found.values())
 
 
-def test_a_resumed_run_records_what_the_uninterrupted_one_does(recorded, tiny, tmp_path, monkeypatch):
-    """Batches of steps that are done again are dropped, so is a half-written one; the others stay."""
-    args = tiny_args(tiny, tmp_path, **LEARNS, **RECORDS, num_mini_batches=2, save_every=1)
-    folder = interrupted(args, monkeypatch, after=2) / "batches"
-    assert sorted(p.name for p in folder.iterdir()) == ["step_000001", "step_000002"]
-    kept = (folder / "step_000001" / "samples.parquet").stat().st_mtime_ns
-    shutil.copytree(folder / "step_000002", folder / "step_000003")
-    shutil.copytree(folder / "step_000002", folder / "step_000002.partial")
+def test_the_newest_intact_checkpoint_before_the_step_is_taken(tmp_path):
+    for step in (2, 4, 6):
+        folder = tmp_path / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text("{}")
+        files = {"state.json": (2, process.file_digest(folder / "state.json"))}
+        (folder / "manifest.json").write_text(json.dumps({"files": files}))
+    config = {"args": {"inflight_updates": "off"}, "resumed_after": 0}
+    assert rebuild.last_checkpoint(tmp_path, config, 7)[0] == 6
+    assert rebuild.last_checkpoint(tmp_path, config, 6) == (4, tmp_path / "checkpoints" / "step_000004")
+    in_flight = {"args": {"inflight_updates": "keep"}, "resumed_after": 4}  # unfinished sequences are in no checkpoint
+    assert [rebuild.last_checkpoint(tmp_path, in_flight, step)[0] for step in (7, 5, 4)] == [4, 4, 0]
+    flip(tmp_path / "checkpoints" / "step_000004" / "state.json")
+    assert rebuild.last_checkpoint(tmp_path, config, 5)[0] == 2
+    assert rebuild.last_checkpoint(tmp_path, config, 2) == (0, None)
+
+
+def test_the_program_rebuilds_a_batch_keeps_it_and_leaves_the_run_alone(tiny, tmp_path, monkeypatch, capsys):
+    """In processes of its own, from a checkpoint; a second call with --batch repeats nothing."""
+    args = tiny_args(tiny, tmp_path, **LEARNS, save_every=2, dataset=str(PROBLEMS))
     run_here(args)
-    assert sorted(p.name for p in folder.iterdir()) == ["step_000001", "step_000002", "step_000003"]
-    assert (folder / "step_000001" / "samples.parquet").stat().st_mtime_ns == kept
-    for name in ("samples.parquet", "batch.json", "model/model.safetensors"):
-        other = folder_of(recorded) / "batches" / "step_000003" / name
-        assert (folder / "step_000003" / name).read_bytes() == other.read_bytes()
-
-
-def test_a_full_disk_costs_the_batch_and_not_the_run(tiny, tmp_path, monkeypatch, capsys):
-    def full(self, partial, table):
-        partial.mkdir(parents=True)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(recorder.Recorder, "_write_samples", full)
-    args = tiny_args(tiny, tmp_path, total_steps=1, record_batches=1)
-    assert len(run_here(args)) == 1
-    assert "WARNING: BATCH OF STEP 1 NOT RECORDED; the run continues. OSError" in capsys.readouterr().out
-    assert list((folder_of(args) / "batches").iterdir()) == []
-
-
-def test_the_header_names_the_recorded_steps_and_the_size_of_their_weights(tiny, tmp_path, capsys):
-    import grpo
-
-    args = tiny_args(tiny, tmp_path, total_steps=28, record_batches=4, dry_run=True)
-    grpo.main(args, grpo.preflight(args))
-    assert "record     4 batch(es) of steps 7, 14, 21, 28, 0.0 GiB of weights" in capsys.readouterr().out
+    folder = folder_of(args)
+    before = content(folder)
+    words = [str(folder), "--batch", str(tmp_path / "kept"), "--set", "loss=cispo"]
+    found = replay.main(replay.parse(words))
+    said = capsys.readouterr().out
+    assert f"running step(s) 3 to 3 of {folder} again, from the checkpoint of step 2" in said
+    assert "rebuilt the batch of step 3" in said
+    assert content(folder) == before
+    logged = read_jsonl(folder / "metrics.jsonl")[2]
+    assert found.gradients.norms[0].item() == pytest.approx(logged["optim/grad_norm"], rel=2e-4)
+    monkeypatch.delattr(rebuild, "rebuild")
+    assert torch.equal(replay.main(replay.parse(words)).gradients.norms, found.gradients.norms)
 
 
 @pytest.mark.slow
-def test_a_reference_that_moves_is_recorded_and_replayed(tiny, tmp_path):
-    moving = {"ref_policy_update": (1, 0.5), "record_batches": 3}
-    args = tiny_args(tiny, tmp_path, **{**LEARNS, **moving})
-    run_here(args)
-    batch, _ = opened(args, 3)
-    assert batch.recorded.reference == "reference"
-    assert 0 <= batch.agreement()["reference"] < 1e-5
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_are_started_again_and_a_batch_has_the_samples_of_all(tiny, tmp_path, monkeypatch, ranks):
+    """From the start: there is no checkpoint. The gradient of the batch is that of the run."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    given = [f"--{name}={value}" for name, value in LEARNS.items()]
+    given.append("--external_lib=tests.soft_adam")
+    finish(command(tiny, tmp_path, *given, ranks=ranks), tmp_path / "log")
+    folder = tmp_path / "run"
+    rebuild.rebuild(folder, 3, tmp_path / "kept")
+    batch = replay.read_batch(tmp_path / "kept")
+    base = replay.run_setting(folder, batch)
+    opened_batch = replay.Replay(batch, base, with_reference=True)
+    assert len(batch.samples) == 16
+    assert {s.engine for s in batch.samples} == set(range(ranks))
+    assert all(value < 1e-5 for value in opened_batch.agreement().values())
+    found = replay.compare([base], opened_batch)
+    logged = read_jsonl(folder / "metrics.jsonl")[2]
+    assert found.gradients.norms[0].item() == pytest.approx(logged["optim/grad_norm"], rel=2e-4)
+
+
+@pytest.fixture
+def stand_in(finished, tmp_path, monkeypatch):
+    """A copy of a run, to be changed, whose repetition is the unchanged run."""
+    batch = batch_folder(finished, 3)
+
+    def run_again(config, step, again, start, place):
+        again.mkdir()
+        shutil.copy(folder_of(finished) / "metrics.jsonl", again)
+        shutil.copytree(batch, place)
+
+    monkeypatch.setattr(rebuild, "run_again", run_again)
+    return shutil.copytree(folder_of(finished), tmp_path / "run")
+
+
+def changed_code(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["code"]["utils.py"] = "0"
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def changed_metrics(folder: Path) -> None:
+    lines = read_jsonl(folder / "metrics.jsonl")
+    lines[1]["kl/k1"] += 1e-9
+    lines[2]["time/step"] += 1.0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("change", "words"),
     [
-        ({"record_batches": -1}, "--record_batches -1: must be 0 or more"),
-        ({"record_batches": 10**9, "total_steps": 10**9}, "GiB free there, but the trained weights alone take"),
+        (changed_code, "these files of its code have changed: utils.py"),
+        (changed_metrics, "does not repeat on this machine: 1 of its metrics differ, among them kl/k1"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(tiny, tmp_path, capsys, changes, words):
-    import grpo
-
+def test_a_batch_that_may_not_be_the_runs_is_rejected_without_force(stand_in, tmp_path, capsys, change, words):
+    change(stand_in)
     with pytest.raises(SystemExit) as ended:
-        grpo.preflight(tiny_args(tiny, tmp_path, **changes))
+        rebuild.rebuild(stand_in, 3, tmp_path / "kept")
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+    assert not (tmp_path / "kept").exists()
+    rebuild.rebuild(stand_in, 3, tmp_path / "kept", force=True)
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert words in warning
+    assert replay.read_batch(tmp_path / "kept").step == 3
+
+
+def test_a_repetition_that_fails_is_reported_with_what_it_printed(finished, tmp_path, monkeypatch, capsys):
+    program = tmp_path / "program.py"
+    program.write_text("print('no room'); raise SystemExit(3)")
+    monkeypatch.setattr(rebuild, "PROGRAM", program)
+    with pytest.raises(SystemExit) as ended:
+        rebuild.rebuild(folder_of(finished), 3, tmp_path / "kept")
     assert ended.value.code == 2
-    assert words in capsys.readouterr().err
+    assert "the repeated run has failed (exit code 3):\nno room" in capsys.readouterr().err
+
+
+def test_a_script_with_other_variables_is_rejected(tmp_path):
+    with pytest.raises(RuntimeError, match="main\\(\\) has no variable known, advantages_N: the script is no copy of"):
+        names = set(rebuild.NAMES) - {"known", "advantages_N"}
+        rebuild.write_batch(dict.fromkeys(names), tmp_path / "batch")
 
 
 # ------------------------------------------------------------------------------------------- an independent computation
@@ -251,8 +355,8 @@ class Plain:
 
     @torch.no_grad()
     def move(self, direction: list[torch.Tensor], size: float) -> None:
-        for weight, part in zip(self.model.parameters(), direction, strict=True):
-            weight += size * part
+        for weight, piece in zip(self.model.parameters(), direction, strict=True):
+            weight += size * piece
 
 
 STEP = 1e-5  # of the central differences
@@ -389,7 +493,7 @@ def setting_of(words: str, base: replay.Setting) -> replay.Setting:
     return replay.make_setting(dict(word.split("=", 1) for word in shlex.split(words)), base, {})
 
 
-def shortened(batch: replay.Recorded) -> replay.Recorded:
+def shortened(batch: replay.RunBatch) -> replay.RunBatch:
     """The batch with responses of 2 to 8 tokens: the tiny model's are all of 8, where means of means are means."""
     starts = batching.token_offsets(batch.samples)
     kept = []
@@ -404,10 +508,10 @@ def shortened(batch: replay.Recorded) -> replay.Recorded:
 
 
 @pytest.fixture(scope="module")
-def moved(recorded, tiny):
+def moved(finished, tiny):
     """(replay after two more optimizer steps, base, the independent computation, directions and the values beside)."""
-    folder = folder_of(recorded)
-    shorter = shortened(replay.read_batch(folder / "batches" / "step_000003"))
+    folder = folder_of(finished)
+    shorter = shortened(replay.read_batch(batch_folder(finished, 3)))
     base = replay.run_setting(folder, shorter)
     batch = replay.Replay(shorter, base, with_reference=True)
     batch.take_steps(2, 6)
@@ -475,11 +579,11 @@ def test_a_mutated_loss_is_caught(moved, tmp_path, old):
 # ----------------------------------------------------------------------------------------------- against the run itself
 
 
-def test_steps_on_a_batch_are_those_of_the_run(recorded):
+def test_steps_on_a_batch_are_those_of_the_run(finished):
     """Two optimizer steps on the batch of step 1, whose moments are fresh, give the weights with which step 2 began."""
-    batch, _ = opened(recorded, 1)
+    batch, _ = opened(finished, 1)
     batch.take_steps(2, 6)
-    later, _ = opened(recorded, 2)
+    later, _ = opened(finished, 2)
     for ours, theirs in zip(batch.policy.parameters(), later.policy.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
 
@@ -526,7 +630,7 @@ def test_steps_on_a_batch_of_ppo_are_those_of_the_run(tiny, tmp_path, changes, s
 
     The step is the first in which the policy learns, so that its moments are fresh.
     """
-    args = tiny_args(tiny, tmp_path, "ppo", **LEARNS, **RECORDS, **changes)
+    args = tiny_args(tiny, tmp_path, "ppo", **LEARNS, **changes)
     run_here(args, "ppo")
     batch, base = opened(args, step, "ppo")
     if args.mask_truncated_completions:
@@ -547,25 +651,25 @@ def test_steps_on_a_batch_of_ppo_are_those_of_the_run(tiny, tmp_path, changes, s
     ],
 )
 def test_steps_that_the_run_did_not_take_are_refused(tiny, tmp_path, capsys, script, changes, words):
-    args = tiny_args(tiny, tmp_path, script, **LEARNS, **RECORDS, **changes)
+    args = tiny_args(tiny, tmp_path, script, **LEARNS, **changes)
     run_here(args, script)
     with pytest.raises(SystemExit) as end:
-        replay.main(*replay.parse([str(folder_of(args, script)), "--step", "1", "--after", "1"]))
+        replay.parse([str(folder_of(args, script)), "--step", "1", "--after", "1"])
     assert end.value.code == 2 and words in capsys.readouterr().err
 
 
 def test_samples_that_the_run_left_out_have_the_kl_in_their_advantages(filtered):
-    """The run never computed their log-probs, and recorded none; a setting that has them in its loss needs it."""
+    """The run never computed their log-probs; a setting that has them in its loss needs it."""
     batch, base = opened(filtered, 3)
     left_out = [i for i, sample in enumerate(batch.samples) if sample.prompt_id in batch.zero_std]
     assert 0 < len(left_out) < len(batch.samples)
-    recorded_N = batch.recorded.advantages_N
-    assert torch.equal(batch.advantages(base), recorded_N)
+    own_N = batch.batch.advantages_N
+    assert torch.equal(batch.advantages(base), own_N)
     added_N = batch.advantages(setting_of("filter_zero_std_samples=off", base))
     starts = batching.token_offsets(batch.samples)
     for i in range(len(batch.samples)):
         own = slice(starts[i], starts[i + 1])
-        expected = recorded_N[own]
+        expected = own_N[own]
         if i in left_out:  # the advantage is 0, and the penalty of a token is that of itself and all after it
             d = batch.logprobs_N[own] - batch.ref_N[own]
             expected = -0.05 * torch.stack([d[t:].sum() for t in range(len(d))])
@@ -582,7 +686,7 @@ def compared(args, words: list[list[str]], step: int = 3, script: str = "grpo"):
 def test_the_gradient_of_the_run_has_the_norm_that_the_run_logged(single, tiny, tmp_path, script):
     args = single
     if script == "ppo":
-        args = tiny_args(tiny, tmp_path, script, **LEARNS, **RECORDS, kl_gradient="naive")
+        args = tiny_args(tiny, tmp_path, script, **LEARNS, kl_gradient="naive")
         run_here(args, script)
     found = compared(args, [], script=script)
     logged = read_jsonl(folder_of(args, script) / "metrics.jsonl")[2]
@@ -596,13 +700,13 @@ def gradients_of_the_kl(batch, base) -> list[torch.Tensor]:
     weights_N = F.pad(base.script.loss_weights(batch.samples, in_loss, args), (0, 1))
     cutting = {"layout": "padded", "budget": 200, "rank": 0, "world_size": 1, "device": torch.device("cpu")}
     sums = []
-    for part in range(3):
+    for k in range(3):
         batch.policy.zero_grad()
         for mb in batching.micro_batches(batch.samples, in_loss, **cutting):
             logprobs_T, _, full_kl_T = batch.policy(mb, batch.reference)
             d_T = logprobs_T - batch.ref_N[mb.tokens]
             terms = (torch.exp(-d_T) - 1 + d_T, d_T.detach() * logprobs_T, full_kl_T)
-            (args.beta * terms[part] * weights_N[mb.tokens]).sum().backward()
+            (args.beta * terms[k] * weights_N[mb.tokens]).sum().backward()
         sums.append(torch.cat([p.grad.flatten().double() for p in batch.policy.parameters()]))
     return sums
 
@@ -615,24 +719,6 @@ def test_angles_and_norms_of_the_kl_are_those_of_its_gradients(single):
     assert found.kl.cosines[0, 1].item() == pytest.approx(angle, abs=1e-4) and -1 < angle < 0.999
     assert found.exact[0] == pytest.approx(torch.cosine_similarity(chosen, exact, dim=0).item(), abs=1e-4)
     assert found.kl.norms.tolist() == pytest.approx([v.norm().item() for v in (chosen, unbiased, exact)], rel=1e-3)
-
-
-@pytest.mark.slow
-def test_two_ranks_record_what_one_does(tiny, tmp_path):
-    """The batch has the samples of both ranks, and its gradient is that of the run."""
-    given = [f"--{name}={value}" for name, value in {**LEARNS, **RECORDS}.items()]
-    given.append("--external_lib=tests.soft_adam")
-    finish(command(tiny, tmp_path, *given, ranks=2), tmp_path / "log")
-    folder = tmp_path / "run"
-    batch = replay.read_batch(folder / "batches" / "step_000003")
-    base = replay.run_setting(folder, batch)
-    opened_batch = replay.Replay(batch, base, with_reference=True)
-    assert len(batch.samples) == 16
-    assert {s.engine for s in batch.samples} == {0, 1}
-    assert all(value < 1e-5 for value in opened_batch.agreement().values())
-    found = replay.compare([base], opened_batch)
-    logged = read_jsonl(folder / "metrics.jsonl")[2]
-    assert found.gradients.norms[0].item() == pytest.approx(logged["optim/grad_norm"], rel=2e-4)
 
 
 # --------------------------------------------------------------------------------------------------------- the geometry
@@ -660,8 +746,8 @@ def test_the_signal_is_that_of_independent_halves():
     assert found.signal[0].item() == pytest.approx(2 * 0.3 / math.sqrt(2), rel=0.02)
 
 
-def test_two_halves_make_the_whole(recorded):
-    batch, base = opened(recorded, 2)
+def test_two_halves_make_the_whole(finished):
+    batch, base = opened(finished, 2)
     direction = batch.slopes(base).direction
     whole = batch.gradient(direction, set(batch.groups))
     parts = [batch.gradient(direction, set(batch.groups[k::2])) for k in (0, 1)]
@@ -673,7 +759,7 @@ def test_dropped_tokens_are_those_without_a_gradient(moved):
     """By the definition of the clip: ratio beyond it on the side where the advantage points."""
     batch, base, _, _ = moved
     ratio = (batch.logprobs_N - batch.old_N).exp()[:-1]
-    a = batch.recorded.advantages_N[:-1]
+    a = batch.batch.advantages_N[:-1]
     dropped = ((a > 0) & (ratio > 1.2)) | ((a < 0) & (ratio < 0.8))
     assert batch.slopes(base).dropped == pytest.approx((dropped.sum() / (a != 0).sum()).item())
     assert batch.slopes(base).clipped == pytest.approx((dropped.sum() / len(a)).item())
@@ -684,8 +770,8 @@ def test_dropped_tokens_are_those_without_a_gradient(moved):
 # ---------------------------------------------------------------------------------------------------------- the program
 
 
-def test_flags_of_one_set_are_combined_and_each_set_begins_anew(recorded):
-    _, base = opened(recorded, 1)
+def test_flags_of_one_set_are_combined_and_each_set_begins_anew(finished):
+    _, base = opened(finished, 1)
     groups = [
         ["kl_estimator=k1,k2", "kl_gradient=naive,unbiased"],
         ["loss=clip,gspo"],
@@ -707,16 +793,16 @@ def test_flags_of_one_set_are_combined_and_each_set_begins_anew(recorded):
     assert settings[7].args.mask_truncated_completions is True
 
 
-def test_a_flag_that_the_script_has_lost_is_named(recorded, tmp_path, capsys):
+def test_a_flag_that_the_script_has_lost_is_named(finished, tmp_path, capsys):
     """An edited script may have deleted a flag since the run: the batch is replayed without it, and one is told."""
     folder = tmp_path / "run"
-    shutil.copytree(folder_of(recorded), folder)
+    shutil.copytree(folder_of(finished), folder)
     config = json.loads((folder / "config.json").read_text())
     config["args"]["sharpness"] = 0.5
     (folder / "config.json").write_text(json.dumps(config))
-    batch = replay.read_batch(folder / "batches" / "step_000001")
+    batch = replay.read_batch(batch_folder(finished, 1))
     base = replay.run_setting(folder, batch)
-    assert base.args == replay.run_setting(folder_of(recorded), batch).args
+    assert base.args == replay.run_setting(folder_of(finished), batch).args
     assert "since the run, grpo.py has lost --sharpness, which was 0.5" in capsys.readouterr().out
     (folder / "config.json").write_text("")
     with pytest.raises(SystemExit) as ended:
@@ -724,9 +810,9 @@ def test_a_flag_that_the_script_has_lost_is_named(recorded, tmp_path, capsys):
     assert ended.value.code == 2 and "config.json cannot be read" in capsys.readouterr().err
 
 
-def test_another_script_has_its_own_defaults_and_what_the_run_changed(recorded):
+def test_another_script_has_its_own_defaults_and_what_the_run_changed(finished):
     """As if the run's command line had started it."""
-    _, base = opened(recorded, 1)
+    _, base = opened(finished, 1)
     gspo_setting = replay.make_setting({"loss": "gspo"}, base, {})
     assert gspo_setting.args.loss_norm == "sequence"
     assert gspo_setting.args.clip_higher == 4e-4
@@ -747,28 +833,28 @@ def test_another_script_has_its_own_defaults_and_what_the_run_changed(recorded):
         (["loss=distill"], "--teacher_name_or_path is missing"),
     ],
 )
-def test_what_cannot_be_set_is_refused(recorded, capsys, words, message):
-    _, base = opened(recorded, 1)
+def test_what_cannot_be_set_is_refused(finished, capsys, words, message):
+    _, base = opened(finished, 1)
     with pytest.raises(SystemExit) as ended:
         replay.make_settings([words], base)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_script_with_advantages_of_its_own_is_refused_for_other_statistics(recorded, capsys, tmp_path):
+def test_a_script_with_advantages_of_its_own_is_refused_for_other_statistics(finished, capsys, tmp_path):
     file = tmp_path / "own.py"
     text = (ROOT / "grpo.py").read_text()
     mark = "        # 7 update: epochs"
     file.write_text(text.replace(mark, f"        advantages_N = 2 * advantages_N\n\n{mark}"))
-    batch, base = opened(recorded, 1)
+    batch, base = opened(finished, 1)
     setting = replay.make_setting({"loss": str(file)}, base, {})
     with pytest.raises(SystemExit):
         batch.slopes(setting)
     assert "own.py computes advantages in a way of its own" in capsys.readouterr().err
 
 
-def test_rewards_that_a_variant_refuses_are_refused(recorded, capsys):
-    batch, base = opened(recorded, 1)
+def test_rewards_that_a_variant_refuses_are_refused(finished, capsys):
+    batch, base = opened(finished, 1)
     batch.samples[0].reward = -1.0
     with pytest.raises(SystemExit) as ended:
         batch.slopes(setting_of("loss=maxrl", base))
@@ -779,31 +865,50 @@ def test_rewards_that_a_variant_refuses_are_refused(recorded, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--step", "7"], "--step 7: the batches of"),
+        (["--step", "7"], "has logged steps 1 to 3"),
+        (["--step", "0"], "has logged steps 1 to 3"),
         (["--after", "-1"], "--after -1: must be 0 or more"),
+        (["--batch", "BATCH", "--step", "2"], "exists and is not the batch of step 2"),
+        (["--batch", "."], "exists and is not the batch of step 3"),
     ],
 )
-def test_a_wrong_step_is_refused(recorded, capsys, words, message):
+def test_a_wrong_step_is_refused(finished, capsys, words, message):
+    words = [str(batch_folder(finished, 3)) if word == "BATCH" else word for word in words]
     with pytest.raises(SystemExit) as ended:
-        replay.parse([str(folder_of(recorded)), *words])
+        replay.parse([str(folder_of(finished)), *words])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_run_without_batches_is_refused(tmp_path, capsys):
-    for words in ("no config.json there", "has kept no batch; start the run with --record_batches"):
-        with pytest.raises(SystemExit):
-            replay.parse([str(tmp_path)])
-        assert words in capsys.readouterr().err
-        (tmp_path / "config.json").write_text("{}")
+def test_a_batch_of_another_run_is_refused(single, finished, capsys):
+    with pytest.raises(SystemExit):
+        replay.parse([str(folder_of(single)), "--batch", str(batch_folder(finished, 3))])
+    assert "exists and is not the batch of step 3" in capsys.readouterr().err
 
 
-def test_the_tables_have_every_setting(recorded, capsys):
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "no config.json there"),
+        ("{}", "its config.json cannot be read"),
+        ('{"args": {"lora_rank": 16}}', "trained adapters, and replay computes gradients of whole weights only"),
+        ('{"args": {}}', "has logged no step in metrics.jsonl"),
+    ],
+)
+def test_a_run_without_batches_is_refused(tmp_path, capsys, config, words):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(SystemExit) as ended:
+        replay.parse([str(tmp_path)])
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_the_tables_have_every_setting(finished, capsys):
     """The whole program: eight settings, three variants among them, after two optimizer steps."""
-    words = [str(folder_of(recorded)), "--after", "2"]
+    words = [str(folder_of(finished)), "--after", "2", "--batch", str(batch_folder(finished, 3))]
     words += ["--set", "kl_estimator=k1,k2,k3", "kl_gradient=naive", "--set", "loss=cispo,gspo,maxrl"]
     words += ["--set", "kl_placement=none,reward"]
-    found = replay.main(*replay.parse(words))
+    found = replay.main(replay.parse(words))
     said = capsys.readouterr().out
     assert len(found.settings) == 9
     assert found.kl_names[-1] == "exact"
