@@ -39,8 +39,11 @@ from types import SimpleNamespace
 from typing import Literal
 
 from rewards import Verifiers, check_reward_args, truth_error
-from runtime import data, flags, process, start
-from runtime.records import Batch, Problem, Sample
+from runtime.arguments import flags
+from runtime.data import prompt_order
+from runtime.data.samples import Batch, Problem, Sample
+from runtime.run.preflight import Ready, prepare_run
+from runtime.system import process
 
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
 
@@ -144,7 +147,7 @@ class Args(flags.RunFlags):
 
 
 def check_args(args: Args) -> None:
-    """Refuse what GRPO cannot do, or what would not mean what it says. ``flags.check`` has what all scripts share."""
+    """Refuse what GRPO cannot do, or what would not mean what it says. ``checks.check`` has what all scripts share."""
     mask = args.importance_sampling_mask
     if args.num_samples_per_prompt_rollout == 1:
         process.refuse(
@@ -161,27 +164,30 @@ def check_args(args: Args) -> None:
         process.refuse(f"--importance_sampling_mask {mask}: LOW must be in [0, 1) and HIGH above 1, e.g. 0.5 5")
 
 
-def preflight(args: Args) -> start.Ready | None:
+def preflight(args: Args) -> Ready | None:
     """Refuse here, before torch is imported, whatever can be refused. What it returns is what ``main`` takes."""
-    return start.preflight(args, Args(), [check_reward_args, check_args], truth_error)
+    return prepare_run(args, Args(), [check_reward_args, check_args], truth_error)
 
 
 if __name__ == "__main__":  # --help and every refusal come before the slow imports
     args = flags.parse(Args, __doc__)
     ready = preflight(args)
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from accelerate.utils import set_seed  # noqa: E402
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate.utils import set_seed
 
-import utils  # noqa: E402
-from kl_estimators import kl_reward, rollout_kl  # noqa: E402
-from runtime import batching, dedicated, watchdog  # noqa: E402
-from runtime.checkpoints import Checkpoints  # noqa: E402
-from runtime.engine import Engine, Queue  # noqa: E402
-from runtime.episodes import Episode, Episodes  # noqa: E402
-from runtime.weights import push_weights, release_vllm  # noqa: E402
+import utils
+from kl_estimators import kl_reward, rollout_kl
+from runtime.engine import engine_ranks, vllm_settings
+from runtime.engine.client import Engine, Queue
+from runtime.engine.weights import push_weights, release_vllm
+from runtime.environments.episodes import Episode, Episodes
+from runtime.run import saving
+from runtime.run.checkpoints import Checkpoints
+from runtime.system import watchdog
+from runtime.training import batching, deepspeed_zero, pretrained
 
 # ------------------------------------------------------------------------------------------- the algorithm's arithmetic
 
@@ -396,7 +402,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
 def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     """vLLM's ``LLM`` in this process, in the thread that will use it."""
     cuda = torch.cuda.is_available()
-    given = utils.engine_settings(args, dtype, world_size)  # what fits this device, and --vllm_args
+    given = vllm_settings.engine_settings(args, dtype, world_size)  # what fits this device, and --vllm_args
     from vllm import LLM
 
     return LLM(
@@ -479,16 +485,16 @@ def select(
     source = queue.source
     source.record(batch.chosen, batch.samples)
     rounds = [batch.samples]
-    samples = data.best_of(batch.samples, group)
+    samples = prompt_order.best_of(batch.samples, group)
     for again in range(1, args.dynamic_sampling_rounds + 1):
-        equal = data.equal_groups(samples)
+        equal = prompt_order.equal_groups(samples)
         if not equal:
             break
         more = queue.ask(len(equal), f"{step}/{again}")
         rounds.append(collect(queue.engine, verifiers, more, clock))
         source.record(more.chosen, more.samples)
-        data.replace_groups(batch.problems, samples, more.problems, data.best_of(more.samples, group))
-    metrics = data.draw_metrics(rounds, len(batch.problems)) if args.dynamic_sampling_rounds > 0 else {}
+        prompt_order.replace_groups(batch.problems, samples, more.problems, prompt_order.best_of(more.samples, group))
+    metrics = prompt_order.draw_metrics(rounds, len(batch.problems)) if args.dynamic_sampling_rounds > 0 else {}
     if args.dataset_filter is not None:
         metrics["data/problems"] = source.drop_solved()
     if queue.group > group:
@@ -509,7 +515,7 @@ def evaluate(
     if not problems:
         return
     with clock("eval"):
-        requests, sampling = data.eval_requests(len(problems), args)
+        requests, sampling = prompt_order.eval_requests(len(problems), args)
         samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), clock)
     log.evaluation(utils.eval_metrics(samples, problems, step))
 
@@ -518,10 +524,10 @@ def evaluate(
 
 
 @watchdog.ends_all_ranks
-def main(args: Args, ready: start.Ready | None) -> None:
+def main(args: Args, ready: Ready | None) -> None:
     """Train, or on a rank of --vllm_engines sample. ``ready``: what ``preflight(args)`` found."""
     if ready is None:
-        dedicated.serve(args, vllm_thread)
+        engine_ranks.serve(args, vllm_thread)
         return
     run = utils.begin(args, ready)  # prints sizes and what the KL setting means
     if args.dry_run:
@@ -532,10 +538,10 @@ def main(args: Args, ready: start.Ready | None) -> None:
     updates = args.num_epochs * args.num_mini_batches  # optimizer steps on each batch
 
     watch = watchdog.Watch(args.timeout)  # from here on, a failure on one rank ends all of them
-    accelerator = utils.make_accelerator(args, run.dtype, device)
+    accelerator = deepspeed_zero.make_accelerator(args, run.dtype, device)
     verifiers = Verifiers(args, [*run.problems, *run.eval_problems], device, run.dtype)
-    model = utils.load_model(args, run.dtype, run.attention)
-    stop_ids = utils.stop_token_ids(model, run.tokenizer)
+    model = pretrained.load_model(args, run.dtype, run.attention)
+    stop_ids = pretrained.stop_token_ids(model, run.tokenizer)
     # The engine comes first: it measures free memory, and changes global settings of torch while it is built.
     thread = vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, run.dtype, run.tokenizer, stop_ids, watch)
@@ -543,19 +549,19 @@ def main(args: Args, ready: start.Ready | None) -> None:
     reference = utils.load_reference(args, run)
     policy = utils.prepare_policy(model, args, run, stop_ids[0])
     optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
-    policy = utils.lean(accelerator.prepare(policy, optimizer)[0])
+    policy = deepspeed_zero.lean(accelerator.prepare(policy, optimizer)[0])
 
     kl = utils.make_kl(args)  # kl.loss, kl.reward
     full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None
     full_in_reward = reference if kl.reward > 0 and args.kl_reward_estimator == "full" else None
     moving = utils.moving_reference(reference, args)
     skips = SimpleNamespace(policy=0)  # optimizer steps in a row that were not applied
-    queue = Queue(engine, data.Prompts(run.problems, args), data.sampling(args), args)
+    queue = Queue(engine, prompt_order.Prompts(run.problems, args), prompt_order.sampling(args), args)
     clock = utils.Phases(args, engine, reference, [policy], device)
     log = utils.open_log(args, run)
     parts = {"policy": policy, "reference": moving, "controller": kl.controller, "skips": skips}
     parts |= {"prompts": queue.source.state, "progress": queue.state}
-    checkpoints = Checkpoints(log, args, run.tokenizer, clock, parts, utils.save_model)
+    checkpoints = Checkpoints(log, args, run.tokenizer, clock, parts, saving.save_model)
 
     done = checkpoints.load(run.start)
     engine.version = done
@@ -645,7 +651,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
             for epoch, mini in itertools.product(range(args.num_epochs), range(args.num_mini_batches)):
                 optimizer_step = (step - 1) * updates + epoch * args.num_mini_batches + mini
                 lr = utils.learning_rate(optimizer_step, run.total_steps * updates, args)
-                utils.set_learning_rate(policy, lr)
+                deepspeed_zero.set_learning_rate(policy, lr)
                 members = utils.mini_batch(groups, step, epoch, mini, args)
                 mini_in_loss = [i for i in in_loss if samples[i].prompt_id in members]
                 mini_with_gradient = [i for i in with_gradient if samples[i].prompt_id in members] or mini_in_loss[:1]
@@ -668,7 +674,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
                     drop = mb.is_last and stats.drop(args.early_stop_imp_ratio)  # or not finite: alike on every rank
-                    utils.backward(policy, loss, mb.is_last, drop)
+                    deepspeed_zero.backward(policy, loss, mb.is_last, drop)
                 stats.stepped(policy, skips, len(mini_with_gradient))
         log.check_skips(skips, samples)
 
@@ -705,7 +711,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
 
     if not checkpoints.stopping:
         evaluate(run.total_steps, engine, verifiers, run.eval_problems, log, clock, args)
-        utils.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
+        saving.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
     utils.end_run(log, checkpoints.stopping, (engine, verifiers, log, watch))
 
 

@@ -38,8 +38,12 @@ from types import SimpleNamespace
 from typing import Literal
 
 from rewards import Verifiers, check_reward_args, truth_error
-from runtime import data, flags, process, start
-from runtime.records import Batch, Problem, Sample
+from runtime.arguments import checks, flags
+from runtime.data import prompt_order
+from runtime.data.samples import Batch, Problem, Sample
+from runtime.run.preflight import Ready, prepare_run
+from runtime.system import process
+from runtime.training import model_files
 
 CRITIC_SETTINGS = ("model_name_or_path", "lr_scheduler_type", "warm_up", "weight_decay", "max_grad_norm", "num_epochs")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -169,7 +173,7 @@ class Args(flags.RunFlags):
 
 
 def check_args(args: Args) -> None:
-    """Refuse what PPO cannot do, or what would not mean what it says. ``flags.check`` has what all scripts share."""
+    """Refuse what PPO cannot do, or what would not mean what it says. ``checks.check`` has what all scripts share."""
     mask = args.importance_sampling_mask
     if args.num_samples_per_prompt_rollout == 1 and (args.filter_zero_std_samples or args.dynamic_sampling_rounds > 0):
         process.refuse(
@@ -197,7 +201,7 @@ def check_args(args: Args) -> None:
         )
     critic = settings_of_critic(args)
     if critic.model_name_or_path != args.model_name_or_path:
-        flags.check_model(critic, "--critic model_name_or_path")
+        model_files.check_model(critic, "--critic model_name_or_path")
 
 
 def settings_of_critic(args: Args) -> Args:
@@ -222,33 +226,36 @@ def settings_of_critic(args: Args) -> Args:
         process.refuse(f"--critic lr_scheduler_type={found.lr_scheduler_type}: give one of {', '.join(SCHEDULES)}")
     if found.num_epochs == 0:
         process.refuse("--critic num_epochs=0: must be above 0")
-    flags.check_warm_up("--critic warm_up=", found.warm_up)
+    checks.check_warm_up("--critic warm_up=", found.warm_up)
     return found
 
 
-def preflight(args: Args) -> start.Ready | None:
+def preflight(args: Args) -> Ready | None:
     """Refuse here, before torch is imported, whatever can be refused. What it returns is what ``main`` takes."""
-    return start.preflight(args, Args(), [check_reward_args, check_args], truth_error)
+    return prepare_run(args, Args(), [check_reward_args, check_args], truth_error)
 
 
 if __name__ == "__main__":  # --help and every refusal come before the slow imports
     args = flags.parse(Args, __doc__)
     ready = preflight(args)
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from accelerate.utils import set_seed  # noqa: E402
-from torch import nn  # noqa: E402
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate.utils import set_seed
+from torch import nn
 
-import utils  # noqa: E402
-from kl_estimators import kl_reward, rollout_kl  # noqa: E402
-from runtime import batching, dedicated, watchdog  # noqa: E402
-from runtime.checkpoints import Checkpoints  # noqa: E402
-from runtime.engine import Engine, Queue  # noqa: E402
-from runtime.episodes import Episode, Episodes  # noqa: E402
-from runtime.weights import push_weights, release_vllm  # noqa: E402
+import utils
+from kl_estimators import kl_reward, rollout_kl
+from runtime.engine import engine_ranks, vllm_settings
+from runtime.engine.client import Engine, Queue
+from runtime.engine.weights import push_weights, release_vllm
+from runtime.environments.episodes import Episode, Episodes
+from runtime.run import saving
+from runtime.run.checkpoints import Checkpoints
+from runtime.system import watchdog
+from runtime.training import batching, deepspeed_zero, pretrained
 
 # ------------------------------------------------------------------------------------------- the algorithm's arithmetic
 
@@ -396,7 +403,7 @@ class TokenValues(nn.Module):
     """A transformer with a scalar head, called for the values of the states in which given tokens were chosen.
 
     The head starts with zero bias and weights small enough for all values to start near 0, the same on every rank
-    whatever else has drawn random numbers, or as ``head``, which ``utils.saved_head`` found. In bf16 its inputs and
+    whatever else has drawn random numbers, or as ``head``, which ``saving.saved_head`` found. In bf16 its inputs and
     weights are bf16, its product and the value fp32.
     """
 
@@ -429,7 +436,7 @@ def make_critic(args: Args, run: utils.Run, vocabulary: int):
     """
     import deepspeed
 
-    model = utils.load_model(args, run.dtype, run.attention)
+    model = pretrained.load_model(args, run.dtype, run.attention)
     size = model.config.get_text_config().vocab_size
     if size != vocabulary:
         process.refuse(
@@ -440,10 +447,10 @@ def make_critic(args: Args, run: utils.Run, vocabulary: int):
     utils.check_forward(checked, run.layout, 0, longest)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    critic = TokenValues(model, utils.saved_head(Path(args.model_name_or_path))).to(run.device)
-    config = utils.deepspeed_config(args, run.dtype, run.device.type == "cuda")
+    critic = TokenValues(model, saving.saved_head(Path(args.model_name_or_path))).to(run.device)
+    config = deepspeed_zero.deepspeed_config(args, run.dtype, run.device.type == "cuda")
     optimizer = utils.make_optimizer(critic.parameters(), args.learning_rate, args)
-    return utils.lean(deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0])
+    return deepspeed_zero.lean(deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0])
 
 
 @torch.no_grad()
@@ -628,7 +635,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
 def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     """vLLM's ``LLM`` in this process, in the thread that will use it."""
     cuda = torch.cuda.is_available()
-    given = utils.engine_settings(args, dtype, world_size)  # what fits this device, and --vllm_args
+    given = vllm_settings.engine_settings(args, dtype, world_size)  # what fits this device, and --vllm_args
     from vllm import LLM
 
     return LLM(
@@ -711,16 +718,16 @@ def select(
     source = queue.source
     source.record(batch.chosen, batch.samples)
     rounds = [batch.samples]
-    samples = data.best_of(batch.samples, group)
+    samples = prompt_order.best_of(batch.samples, group)
     for again in range(1, args.dynamic_sampling_rounds + 1):
-        equal = data.equal_groups(samples)
+        equal = prompt_order.equal_groups(samples)
         if not equal:
             break
         more = queue.ask(len(equal), f"{step}/{again}")
         rounds.append(collect(queue.engine, verifiers, more, clock))
         source.record(more.chosen, more.samples)
-        data.replace_groups(batch.problems, samples, more.problems, data.best_of(more.samples, group))
-    metrics = data.draw_metrics(rounds, len(batch.problems)) if args.dynamic_sampling_rounds > 0 else {}
+        prompt_order.replace_groups(batch.problems, samples, more.problems, prompt_order.best_of(more.samples, group))
+    metrics = prompt_order.draw_metrics(rounds, len(batch.problems)) if args.dynamic_sampling_rounds > 0 else {}
     if args.dataset_filter is not None:
         metrics["data/problems"] = source.drop_solved()
     if queue.group > group:
@@ -741,7 +748,7 @@ def evaluate(
     if not problems:
         return
     with clock("eval"):
-        requests, sampling = data.eval_requests(len(problems), args)
+        requests, sampling = prompt_order.eval_requests(len(problems), args)
         samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), clock)
     log.evaluation(utils.eval_metrics(samples, problems, step))
 
@@ -750,10 +757,10 @@ def evaluate(
 
 
 @watchdog.ends_all_ranks
-def main(args: Args, ready: start.Ready | None) -> None:
+def main(args: Args, ready: Ready | None) -> None:
     """Train, or on a rank of --vllm_engines sample. ``ready``: what ``preflight(args)`` found."""
     if ready is None:
-        dedicated.serve(args, vllm_thread)
+        engine_ranks.serve(args, vllm_thread)
         return
     run = utils.begin(args, ready)  # prints sizes and what the KL setting means
     if args.dry_run:
@@ -765,10 +772,10 @@ def main(args: Args, ready: start.Ready | None) -> None:
     critic_args = settings_of_critic(args)
 
     watch = watchdog.Watch(args.timeout)  # from here on, a failure on one rank ends all of them
-    accelerator = utils.make_accelerator(args, run.dtype, device)
+    accelerator = deepspeed_zero.make_accelerator(args, run.dtype, device)
     verifiers = Verifiers(args, [*run.problems, *run.eval_problems], device, run.dtype)
-    model = utils.load_model(args, run.dtype, run.attention)
-    stop_ids = utils.stop_token_ids(model, run.tokenizer)
+    model = pretrained.load_model(args, run.dtype, run.attention)
+    stop_ids = pretrained.stop_token_ids(model, run.tokenizer)
     # The engine comes first: it measures free memory, and changes global settings of torch while it is built.
     thread = vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, run.dtype, run.tokenizer, stop_ids, watch)
@@ -776,7 +783,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
     reference = utils.load_reference(args, run)
     policy = utils.prepare_policy(model, args, run, stop_ids[0])
     optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
-    policy = utils.lean(accelerator.prepare(policy, optimizer)[0])
+    policy = deepspeed_zero.lean(accelerator.prepare(policy, optimizer)[0])
     critic = None
     if not args.disable_value:
         critic = make_critic(critic_args, run, model.config.get_text_config().vocab_size)
@@ -787,14 +794,14 @@ def main(args: Args, ready: start.Ready | None) -> None:
     full_in_reward = reference if kl.reward > 0 and args.kl_reward_estimator == "full" else None
     moving = utils.moving_reference(reference, args)
     skips = SimpleNamespace(policy=0, critic=0)  # optimizer steps in a row that were not applied
-    queue = Queue(engine, data.Prompts(run.problems, args), data.sampling(args), args)
+    queue = Queue(engine, prompt_order.Prompts(run.problems, args), prompt_order.sampling(args), args)
     trainers = [policy] if critic is None else [policy, critic]
     clock = utils.Phases(args, engine, reference, trainers, device)
     log = utils.open_log(args, run)
     parts = {"policy": policy, "reference": moving, "controller": kl.controller, "skips": skips}
     parts |= {"prompts": queue.source.state, "progress": queue.state}
     parts |= {"critic": critic, "normalizer": normalizer}
-    checkpoints = Checkpoints(log, args, run.tokenizer, clock, parts, utils.save_model)
+    checkpoints = Checkpoints(log, args, run.tokenizer, clock, parts, saving.save_model)
 
     done = checkpoints.load(run.start)
     engine.version = done
@@ -863,7 +870,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
         # 6 advantages: one per token, whitened over all responses, also those that the loss leaves out: an end is worth
         # something compared with being truncated. Every rank has all tokens and finds the same numbers, in fp64.
         # KL in the reward enters here.
-        task_rewards_N = torch.from_numpy(data.token_rewards(samples, run.tokenizer.decode, args))
+        task_rewards_N = torch.from_numpy(prompt_order.token_rewards(samples, run.tokenizer.decode, args))
         if kl.reward > 0:
             all_N = torch.ones(slots, dtype=torch.bool, device=device)
             kl_N = kl_reward(old_N, ref_N, all_N, estimator=args.kl_reward_estimator, full_kl=full_kl_N)
@@ -902,7 +909,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
             for epoch, mini in itertools.product(range(critic_epochs), range(args.num_mini_batches)):
                 optimizer_step = (step - 1) * critic_updates + epoch * args.num_mini_batches + mini
                 critic_lr = utils.learning_rate(optimizer_step, run.total_steps * critic_updates, critic_args)
-                utils.set_learning_rate(critic, critic_lr)
+                deepspeed_zero.set_learning_rate(critic, critic_lr)
                 members = utils.mini_batch(groups, step, epoch, mini, args)
                 own = [i for i in every_sample if samples[i].prompt_id in members]
                 weights_N = F.pad(loss_weights(samples, own, args), (0, 1)).to(device)
@@ -918,7 +925,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
                     if mb.is_last:
                         sums, _ = value_stats.reduce()
                     drop = mb.is_last and not math.isfinite(sums["loss"])
-                    utils.backward(critic, loss, mb.is_last, drop)
+                    deepspeed_zero.backward(critic, loss, mb.is_last, drop)
                 value_totals.update(sums, rounds=1)
                 applied_to_critic = critic.was_step_applied()
                 skips.critic = 0 if applied_to_critic else skips.critic + 1
@@ -931,7 +938,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
                 policy_step = optimizer_step - args.critic_warmup * updates  # negative while the critic warms up
                 policy_steps = max(1, run.total_steps - args.critic_warmup) * updates
                 lr = utils.learning_rate(policy_step, policy_steps, args) if policy_step >= 0 else 0.0
-                utils.set_learning_rate(policy, lr)
+                deepspeed_zero.set_learning_rate(policy, lr)
                 members = utils.mini_batch(groups, step, epoch, mini, args)
                 mini_in_loss = [i for i in in_loss if samples[i].prompt_id in members]
                 if not mini_in_loss or stats.stopped or policy_step < 0:
@@ -953,7 +960,7 @@ def main(args: Args, ready: start.Ready | None) -> None:
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
                     drop = mb.is_last and stats.drop(args.early_stop_imp_ratio)  # or not finite: alike on every rank
-                    utils.backward(policy, loss, mb.is_last, drop)
+                    deepspeed_zero.backward(policy, loss, mb.is_last, drop)
                 stats.stepped(policy, skips, len(mini_in_loss))
         log.check_skips(skips, samples)
 
@@ -995,9 +1002,9 @@ def main(args: Args, ready: start.Ready | None) -> None:
 
     if not checkpoints.stopping:
         evaluate(run.total_steps, engine, verifiers, run.eval_problems, log, clock, args)
-        utils.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
+        saving.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
         if critic is not None:
-            utils.save_critic(critic, normalizer, run.tokenizer, run.folder / "critic", args.zero_stage, run.rank)
+            saving.save_critic(critic, normalizer, run.tokenizer, run.folder / "critic", args.zero_stage, run.rank)
     utils.end_run(log, checkpoints.stopping, (engine, verifiers, log, watch))
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import ast
 import collections
-import contextlib
 import json
 import math
 import numbers
@@ -29,7 +28,6 @@ import random
 import re
 import signal
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -39,9 +37,12 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime import episodes, sandbox, user_files
-from runtime.algebra import parts_of
-from runtime.answers import (
+from runtime.arguments.flags import sizes
+from runtime.data.reasoning_gym_tasks import GYM_ANSWERS, gym_dataset, untagged
+from runtime.data.rendering import TODAY
+from runtime.environments import episodes
+from runtime.grading.algebra import parts_of
+from runtime.grading.answers import (
     LONGEST_ANSWER,
     NEGATED,
     NUMBER,
@@ -49,21 +50,18 @@ from runtime.answers import (
     as_decimal,
     equal,
     final_answer,
-    in_last_tag,
     last_boxed,
     tagged_answer,
     tidy,
     without_delimiters,
 )
-from runtime.constraints import CONSTRAINTS
-from runtime.data import TODAY
-from runtime.flags import sizes
-from runtime.gym_tasks import GYM_ANSWERS, gym_dataset, untagged
-from runtime.process import refuse
-from runtime.redaction import redact
-from runtime.sandbox import Sandbox
-from runtime.worker_pool import Failure, WorkerPool
-from runtime.workers import code_of_run
+from runtime.grading.code_tests import _code_tests, _program_in, _run_tests, code_error
+from runtime.grading.ifeval import CONSTRAINTS
+from runtime.grading.worker_pool import Failure, WorkerPool
+from runtime.system import user_files
+from runtime.system.process import refuse
+from runtime.system.redaction import redact
+from runtime.system.workers import code_of_run
 
 STATUSES = ("ok", "timeout", "crash", "unscorable")
 
@@ -284,324 +282,6 @@ def ifeval(response: str, truth: str, row: dict) -> Reward:
 
 
 # ------------------------------------------------------------------------------- models' programs, run by sandbox.py
-
-CODE_SECONDS = 5.0  # of wall time for one program; a row's column time_limit changes it
-SHORTEST_SECONDS, LONGEST_SECONDS = 0.1, 600.0  # what such a column may say
-SOLUTION_COLUMNS = ("canonical_solution", "solution", "completion", "code")  # where a row may have a right program
-VERDICT = b'{"verdict"'  # how the last line of a judge begins
-
-
-class UnusableTests(ValueError):
-    """Tests that no program can be judged by: they do not load, or use what the sandbox does not have."""
-
-
-@dataclass(frozen=True)
-class CodeTests:
-    """The tests of a row, of one of three kinds."""
-
-    entry: str  # the function under test: "f", or "Solution().f"
-    seconds: float
-    calls: tuple[dict, ...] = ()  # {"input": arguments, "output": value}, or "outputs": the values that are right
-    method: bool = False  # whether the function may be a method of the program's class Solution
-    programs: tuple[dict, ...] = ()  # {"stdin": text, "stdout": text}
-    check: str = ""  # Python that calls the program's functions, or defines check(candidate)
-    before: str = ""  # the row's prompt, where it is Python: it comes before the program, and before the check
-
-
-def _time_limit(row: dict) -> float:
-    """Seconds for a program of this row. Raises ValueError for a time limit that is none."""
-    given = row.get("time_limit")
-    if given is None:
-        return CODE_SECONDS
-    try:
-        seconds = float(given)
-    except (TypeError, ValueError):
-        seconds = math.nan
-    if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS:  # NaN is not, either
-        raise ValueError(f"time_limit is {given!r}, not a number from {SHORTEST_SECONDS:g} to {LONGEST_SECONDS:g}")
-    return seconds
-
-
-def _python_prompt(prompt: object, entry: str) -> str:
-    """The prompt if it is Python with definitions, as in HumanEval; "" if it is text or a chat.
-
-    Raises SyntaxError where it begins the function itself and is not Python: programs could not follow it.
-    """
-    if not isinstance(prompt, str):
-        return ""
-    try:
-        statements = ast.parse(prompt).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        if re.search(rf"^def {re.escape(entry)}\b", prompt, re.MULTILINE) and "```" not in prompt:
-            raise
-        return ""
-    kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-    return prompt if any(isinstance(statement, kinds) for statement in statements) else ""
-
-
-def _input_output_tests(truth: str, row: dict) -> CodeTests:
-    """Tests as APPS, TACO and AReaL have them: ``{"inputs": [...], "outputs": [...], "fn_name": "f"}``.
-
-    Without fn_name an input and an output are the text of stdin and stdout, or its lines. With it an input is a list of
-    arguments, the function may be a method of a class Solution, and a list of one output stands for the output itself
-    as well: some of APPS's are wrapped, others are not. Raises ValueError for what is not of this form.
-    """
-    given = json.loads(truth)
-    inputs, outputs = given.get("inputs"), given.get("outputs")
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
-        raise ValueError('must hold "inputs" and "outputs", two lists of equal length, and at least one of each')
-    entry = given.get("fn_name") or ""
-    if not entry:
-        programs = []
-        for number, pair in enumerate(zip(inputs, outputs, strict=True)):
-            lines = [[side] if isinstance(side, str) else side for side in pair]
-            if not all(isinstance(side, list) and set(map(type, side)) <= {str} for side in lines):
-                raise ValueError(f"test {number}: without fn_name its input and output must be text, or lists of lines")
-            programs.append({"stdin": "\n".join(lines[0]), "stdout": "\n".join(lines[1])})
-        return CodeTests("", _time_limit(row), programs=tuple(programs))
-    if not str(entry).isidentifier():
-        raise ValueError(f"fn_name is {entry!r}, not the name of a function")
-    calls = []
-    for number, (arguments, output) in enumerate(zip(inputs, outputs, strict=True)):
-        if not isinstance(arguments, list):
-            raise ValueError(f"test {number}: with fn_name its input must be a list of arguments")
-        right = [output, output[0]] if isinstance(output, list) and len(output) == 1 else [output]
-        calls.append({"input": arguments, "outputs": right})
-    return CodeTests(entry, _time_limit(row), calls=tuple(calls), method=True)
-
-
-def _code_tests(truth: str, row: dict) -> CodeTests:
-    """The tests of a row. Raises ValueError or what Python and JSON raise for tests that are none."""
-    entry, seconds = str(row.get("entry_point") or ""), _time_limit(row)
-    parts = [part.removesuffix("()") for part in entry.split(".")]
-    if entry and not all(part.isidentifier() for part in parts):
-        raise ValueError(f"entry_point is {entry!r}, not a name such as f or Solution().f")
-    if truth.lstrip().startswith("{"):
-        return _input_output_tests(truth, row)
-    if not truth.lstrip().startswith("["):
-        tests = CodeTests(entry, seconds, check=truth, before=_python_prompt(row.get("prompt"), entry))
-        ast.parse(f"{tests.before}\n{truth}")
-        if "def check(" not in truth:
-            return tests
-    else:
-        found = json.loads(truth)
-        if found and all(isinstance(line, str) for line in found):  # assertions one by one, as in MBPP
-            return _code_tests("\n".join(found), row)
-        if not isinstance(found, list) or not found or not all(isinstance(test, dict) for test in found):
-            raise ValueError("JSON must be a list of tests")
-        if "input" in found[0]:
-            tests = CodeTests(entry, seconds, calls=tuple(found))
-            good = [test.keys() >= {"input", "output"} and isinstance(test["input"], list | dict) for test in found]
-            wanted = "an input, a list of arguments or an object with their names, and an output"
-        else:
-            tests = CodeTests(entry, seconds, programs=tuple(found))
-            good = [isinstance(test.get("stdin"), str) and isinstance(test.get("stdout"), str) for test in found]
-            wanted = "the texts stdin and stdout, or an input and an output"
-        if not all(good):
-            raise ValueError(f"test {good.index(False)} has not {wanted}")
-    if not entry and not tests.programs:
-        raise ValueError("tests of a function need a column entry_point with its name")
-    return tests
-
-
-def _same_leaf(value: object, expected: object) -> bool:
-    """Whether two scalars are the same: True is not 1, floats are compared to 9 digits."""
-    if {type(value), type(expected)} in ({float}, {int, float}):
-        return value == expected or math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-9)
-    return type(value) is type(expected) and value == expected
-
-
-def _same(message: dict, expected: object) -> bool:
-    """Whether a program's value, as the sandbox encodes it, is that of a test in JSON: tuples are lists, keys text.
-
-    The value is not built: the time is that of the expected one, whatever was sent. Raises what wrong input makes of
-    it, ArithmeticError, AttributeError, LookupError, TypeError or ValueError.
-    """
-    items = message["items"]
-    pending = [(message["value"], expected)]
-    while pending:
-        value, wanted = pending.pop()
-        kind = None
-        parts = []
-        if isinstance(value, list):
-            kind, *parts = items[value[0]]
-        if kind == "int":
-            if int(parts[0], 16) != wanted or type(wanted) is not int:
-                return False
-        elif kind in ("list", "tuple"):
-            if not isinstance(wanted, list) or len(parts) != len(wanted):
-                return False
-            pending += zip(parts, wanted, strict=True)
-        elif kind == "dict":
-            found = {str(key): part for key, part in zip(parts[::2], parts[1::2], strict=True)}
-            if not isinstance(wanted, dict) or found.keys() != wanted.keys() or 2 * len(found) != len(parts):
-                return False
-            pending += [(found[key], wanted[key]) for key in wanted]
-        elif kind is not None or not _same_leaf(value, wanted):
-            return False
-    return True
-
-
-def _longest_reply(expected: object) -> int:
-    """Bytes that a right value can need: what is longer is not read."""
-    return 2**16 + 20 * len(json.dumps(expected))
-
-
-def _whole(digits: str) -> int:
-    """A whole number of JSON. Python needs quadratic time to read one, and long ones come in hexadecimal."""
-    if len(digits) > 20:
-        raise ValueError("a number longer than the sandbox sends")
-    return int(digits)
-
-
-def _returns(program: str, tests: CodeTests) -> str:
-    """Why the function fails; "" if it returns each output for its input. The process never gets the outputs."""
-    in_class = tests.method and re.search(r"^class Solution\b", program, re.MULTILINE)
-    function = f"Solution().{tests.entry}" if in_class else tests.entry
-    with Sandbox(tests.seconds) as solution:
-        solution.start("calls", program)
-        for number, test in enumerate(tests.calls):
-            given = test["input"]
-            right = test.get("outputs", [test.get("output")])
-            arguments, named = (given, {}) if isinstance(given, list) else ([], given)
-            call = sandbox.encode((arguments, named)) | {"function": function, "changes": False}
-            reply = solution.ask(json.dumps(call).encode() + b"\n", _longest_reply(right))
-            try:
-                message = json.loads(reply, parse_int=_whole)
-                if "error" in message:
-                    return f"test {number}: the program raised {str(message['error'])[:200]}"
-                if not any(_same(message, output) for output in right):
-                    return f"test {number}: another value"
-            except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-                return f"test {number}: no value"  # the program ended, or said what is none
-    return ""
-
-
-def _lines(text: str) -> list[list[str]]:
-    return [line.split() for line in text.strip().splitlines()]
-
-
-def _prints(program: str, tests: CodeTests) -> str:
-    """Why the program fails; "" if it ends well and prints each stdout for its stdin, line by line, spacing aside."""
-    with Sandbox(tests.seconds) as sandboxed:
-        for number, test in enumerate(tests.programs):
-            sandboxed.start("program", program, text=test["stdin"])
-            ended, said = sandboxed.finish()
-            wanted = test["stdout"]
-            if ended != 0:
-                return f"test {number}: exit status {ended}"
-            if len(said) > _longest_reply(wanted) or _lines(said.decode(errors="replace")) != _lines(wanted):
-                return f"test {number}: another output"
-    return ""
-
-
-def _passes(program: str, tests: CodeTests) -> str:
-    """Why test code refuses the function; "" if it does not. They run in two sandboxes that exchange plain values.
-
-    Raises UnusableTests where the test code itself does not load.
-    """
-    with Sandbox(tests.seconds + 1) as judge, Sandbox(tests.seconds) as solution:
-        judge.start("judge", tests.check, tests.before, tests.entry)
-        line = judge.ask(b"")
-        if line and not line.startswith(VERDICT):  # the program's time begins when the test has loaded
-            solution.start("calls", program, tests.before)
-        while line and not line.startswith(VERDICT):
-            reply = solution.ask(line)
-            if not reply:
-                return "the program ended, or its time"
-            line = judge.ask(reply)
-    verdict = json.loads(line) if line else {"verdict": "failed", "why": "the test's time or memory ended"}
-    if verdict["verdict"] == "unusable":
-        raise UnusableTests(verdict["why"])
-    return "" if verdict["verdict"] == "passed" else verdict["why"] or "the test failed"
-
-
-def _run_tests(program: str, tests: CodeTests) -> str:
-    """Why the program fails its tests; "" if it passes all. Raises UnusableTests, and OSError without a sandbox."""
-    if tests.check:
-        return _passes(program, tests)
-    return _returns(program, tests) if tests.calls else _prints(program, tests)
-
-
-def _try_tests(tests: CodeTests) -> str:
-    """What is wrong with test code that no program is there for; "" if nothing shows when it is run without one.
-
-    What ends without a word is tried once more: on a busy machine a test may not even have been loaded in its time.
-    """
-    for _ in range(2):
-        with Sandbox(tests.seconds) as judge:
-            judge.start("try", tests.check, tests.before, tests.entry)
-            line = judge.ask(b"")
-        if line:
-            break
-    verdict = json.loads(line) if line else {}
-    return verdict["why"] if verdict.get("verdict") == "unusable" else ""
-
-
-OPENING = re.compile(r"(?<!`)(`{3,}+)([^`]*)$|(?<!~)(~{3,}+)([^~]*)$")  # a fence, and what is said of its block
-CLOSING = re.compile(r"^\s*(`{3,}+|~{3,}+)|(?<![`~])(`{3,}+|~{3,}+)(?=\s*$|</)")
-
-
-def _program_in(text: str) -> str:
-    """The last fenced block that is marked as Python, or else the last without a mark, or else all of the text.
-
-    A fence that is never closed is closed by the end. Without fences the inside of ``<answer>...</answer>`` counts.
-    """
-    blocks: dict[str, str] = {}
-    fence = mark = indent = ""
-    lines: list[str] = []
-    for line in [*text.split("\n"), None]:
-        closings = [end for end in CLOSING.finditer(line or "") if (end[1] or end[2]).startswith(fence or "none")]
-        closed = line is None or next(iter(closings), None)
-        if fence and not closed:
-            lines.append(line)
-            continue
-        if fence:
-            program = "\n".join([*lines, line[: closed.start()] if line else ""])
-            blocks[mark] = textwrap.dedent(program) if indent else program
-        if line is None:
-            break
-        rest = line[closed.end() :] if fence else line
-        opening = OPENING.search(rest)
-        fence = (opening[1] or opening[3]) if opening else ""
-        if opening:
-            indent = "" if rest[: opening.start()].strip() else rest[: opening.start()]
-            said = re.match(r"[{. \t]*(\w*)", opening[2] or opening[4] or "")[1].lower()
-            mark = "python" if said in ("py", "python", "python3") else said
-            lines = []
-    return blocks.get("python", blocks.get("", in_last_tag(text) or text))
-
-
-def _own_solution(row: dict, tests: CodeTests) -> tuple[str, str]:
-    """(column, program) of a row that holds a right program; ("", "") where none does, prose for example."""
-    for column in SOLUTION_COLUMNS:
-        text = row.get(column)
-        program = _program_in(text) if isinstance(text, str) else ""
-        for whole in (program, tests.before + program):
-            with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-                if program.strip() and ast.parse(whole).body:
-                    return column, program
-    return "", ""
-
-
-def code_error(truth: str, row: dict) -> str:
-    """What is wrong with a row's tests, found by running them; "" if nothing is.
-
-    The row's own solution must pass, by the way that every sample goes. Without one, test code is run against a
-    stand-in: it shows what does not load, and arguments that cannot be passed.
-    """
-    try:
-        tests = _code_tests(truth, row)
-        if sandbox.namespaces_refused() and not sandbox.allow_unsafe:
-            return ""  # nothing may run: the run is refused as a whole
-        column, program = _own_solution(row, tests)
-        if not program:
-            wrong = _try_tests(tests) if tests.check else ""
-            return wrong and f"tests: {wrong}"
-        wrong = _run_tests(program, tests)
-    except (AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
-        return f"tests: {type(error).__name__}: {error}"
-    return wrong and f"its own solution, in column {column}, does not pass: {wrong}"
 
 
 def code(response: str, truth: str, row: dict) -> Reward:

@@ -8,213 +8,61 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import math
-import os
 import random
-import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl, kl_setting_message, kl_values
-from runtime import cpu_norms, data, episodes, fitting, flags, machine, process, rundir, runlog
-from runtime.attention import attention_inputs, check_mask_size, choose_layout, grouped_attention, varlen_attention
-from runtime.batching import ROW_MULTIPLE, MicroBatch, flat, micro_batches, per_token, token_offsets
-from runtime.memory import FULL_KL_SAMPLES, Setting, logit_block, read_model, reduce_bucket
-from runtime.process import refuse, resident_bytes, trim_heap
-from runtime.records import Problem, Sample
-from runtime.values import is_dropout
-from runtime.watchdog import Watch
-from runtime.weights import ShardedWeights, current_weights, finish_gpu_work
+from runtime.arguments import flags
+from runtime.data import rendering
+from runtime.data.samples import Problem, Sample
+from runtime.engine.vllm_settings import memory_setting, product_rates
+from runtime.environments import episodes
+from runtime.run import directory, logger
+from runtime.system import process
+from runtime.system.process import refuse, resident_bytes
+from runtime.system.watchdog import Watch
+from runtime.training import device_sizes
+from runtime.training.attention import (
+    attention_inputs,
+    check_mask_size,
+    choose_layout,
+)
+from runtime.training.batching import ROW_MULTIPLE, MicroBatch, flat, micro_batches, per_token, token_offsets
+from runtime.training.deepspeed_zero import (
+    ShardedWeights,
+    borrow_device,
+    current_weights,
+    finish_gpu_work,
+    leave_gpu,
+    pin,
+    return_device,
+    return_to_gpu,
+)
+from runtime.training.memory import FULL_KL_SAMPLES, logit_block, read_model
+from runtime.training.pretrained import MODERN_GPU, check_tokenizer, load_model, resolve_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from runtime.engine import Engine
+    from runtime.engine.client import Engine
 
 
-OLDEST_GPU = (7, 5)  # compute capability of Turing: T4
 ADAM_EPS = 1e-8  # added to the root of AdamW's second moment
-MODERN_GPU = (8, 0)  # of Ampere, with which bfloat16, flash attention and Triton's support begin
-
-
-def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
-    """(device of this rank, dtype of weights, attention implementation), with "auto" decided by the hardware.
-
-    A CPU takes the data type in which it multiplies faster: runtime/machine.py measures it. fp32 has to be much slower,
-    for bf16 rounds: the engine's log-probs differ from the trainer's by 3e-2 nats instead of 1e-5. A run that goes on
-    keeps the type that it began with.
-
-    On CPUs eager attention trained faster than sdpa in bf16 (750 against 600 tokens/s, SmolLM2-135M), and grouped than
-    eager (an update 3.03 against 3.29 s, mean of eight); in fp32 neither was ahead at every micro-batch size. On GPUs
-    ``attention.choose_layout`` may still change the attention.
-    """
-    cuda = torch.cuda.is_available()
-    if not cuda and args.vllm_tensor_parallel_size > 1:  # its shared memory has one name and outlives a killed run
-        refuse(f"--vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} needs GPUs; on CPUs leave it at 1")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    wanted = args.kept.get("dtype", "auto") if args.dtype == "auto" else args.dtype
-    if cuda:
-        wanted = gpu_dtype(wanted, device)
-    elif wanted == "float16":
-        refuse("--dtype float16 needs a GPU: on CPUs DeepSpeed has no training in it; give bfloat16 or float32")
-    elif wanted == "auto":
-        wanted = "bfloat16" if machine.bf16_pays(machine.known_rates()) else "float32"
-    dtype = getattr(torch, wanted)
-    attention = args.attn_implementation
-    if attention in ("flex_attention", "varlen") and not cuda:
-        refuse(f"--attn_implementation {attention} needs a GPU: PyTorch has no backward pass of it for CPUs; use sdpa")
-    if attention == "auto":
-        attention = "grouped" if not cuda and dtype == torch.bfloat16 else "sdpa"
-    return device, dtype, attention
-
-
-def gpu_dtype(wanted: str, device: torch.device) -> str:
-    """The data type for a GPU, with "auto" decided; exit code 2 for a GPU that lacks it, or is too old for CUDA 13."""
-    capability = torch.cuda.get_device_capability(device)
-    name = f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}"
-    if capability < OLDEST_GPU:
-        refuse(f"{name}, and CUDA 13, for which torch and vLLM are built here, begins with 7.5: take a newer GPU")
-    if capability < MODERN_GPU and wanted == "bfloat16":
-        refuse(f"--dtype bfloat16: {name} and no bfloat16, which begins with 8.0; give --dtype float16 or float32")
-    if wanted != "auto":
-        return wanted
-    return "bfloat16" if capability >= MODERN_GPU else "float16"
-
-
-def load_model(args, dtype: torch.dtype, attention: str):
-    """The causal language model that ``--model_name_or_path`` names, on the CPU, dropout off, in train mode."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    register_attention()
-    unset_hf_deepspeed_config()  # under ZeRO-3 it would load every model in pieces, also those DeepSpeed never sees
-    name, revision = args.model
-    shared = {"revision": revision, "trust_remote_code": args.trust_remote_code}
-    config = AutoConfig.from_pretrained(name, **shared)
-    for key, value in args.config_overrides.items():
-        if not hasattr(config, key) and key != "head_dtype":
-            refuse(f"--override_config: the config of {name} has no field {key!r}")
-        setattr(config, key, value)
-    model = AutoModelForCausalLM.from_pretrained(
-        name,
-        config=config,
-        dtype=dtype,
-        attn_implementation=attention_for(config, attention, args.attn_implementation),
-        **shared,
-    )
-    switch_off_dropout(model)
-    if getattr(config, "head_dtype", None) == "float32":  # vLLM reads the same field
-        head = model.get_output_embeddings()
-        head.forward = partial(exact_product, head)
-    if attention == "flex_attention":
-        # Its kernels are compiled per kind of mask, batch size and use of gradients. Beyond the default of 8 versions
-        # PyTorch takes the uncompiled one, which holds the scores of all pairs.
-        torch._dynamo.config.recompile_limit = 64
-    return model.train()
-
-
-def exact_product(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """What a head computes, in fp32: bf16 has no numbers between logits of 16 and of 16.125."""
-    bias = None if head.bias is None else head.bias.float()
-    return nn.functional.linear(hidden.float(), head.weight.float(), bias)
-
-
-def register_attention() -> None:
-    """Make the implementations of runtime/attention.py known to transformers by their names."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask
-
-    AttentionInterface.register("varlen", varlen_attention)
-    AttentionInterface.register("grouped", grouped_attention)
-    AttentionMaskInterface.register("grouped", eager_mask)
-
-
-def attention_for(config, attention: str, wanted: str) -> str | None:
-    """The attention implementation for a model of this config; None leaves the choice to transformers.
-
-    sdpa, varlen and grouped silently leave out the soft cap of Gemma 2's attention scores, and gpt-oss has no sdpa, so
-    transformers takes eager there. ``wanted`` is ``--attn_implementation``; asking for what is wrong exits with code 2.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    if capped and attention in ("sdpa", "varlen", "grouped"):
-        if wanted == attention:
-            refuse(
-                f"--attn_implementation {attention} leaves out the soft cap of this model's attention scores; use eager"
-            )
-        return "eager"
-    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
-    plain = getattr(architecture, "_supports_sdpa", False)  # scores as every model has them, and a mask
-    if attention == "grouped" and not plain:
-        if wanted == attention:
-            refuse("--attn_implementation grouped: this model's attention is not known to be the usual one; use eager")
-        return "eager"
-    if wanted == attention:
-        return attention
-    if attention == "flex_attention" and not getattr(architecture, "_supports_flex_attn", False):
-        return None
-    if attention == "varlen" and not plain:
-        return None
-    return None if attention == "sdpa" else attention
-
-
-def switch_off_dropout(model) -> None:
-    """Set every dropout probability of a transformers model to 0, so that it is the same function in train mode.
-
-    Some models hold the probability in ``nn.Dropout``, some as an attribute of a layer, some read it from the config.
-    """
-    holders = [model.config, model.config.get_text_config()]
-    for module in model.modules():
-        holders.append(module)
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    for holder in holders:
-        for name, value in list(vars(holder).items()):
-            if is_dropout(name, value):
-                setattr(holder, name, 0.0)
-
-
-def check_tokenizer(model, tokenizer, args) -> None:
-    """Refuse a ``--tokenizer_name_or_path`` with more tokens than the model has embeddings."""
-    rows = model.get_input_embeddings().num_embeddings
-    if args.tokenizer_name_or_path is not None and len(tokenizer) > rows:
-        refuse(
-            f"--tokenizer_name_or_path {args.tokenizer_name_or_path}: {len(tokenizer)} tokens, but "
-            f"{args.model_name_or_path} has {rows} embeddings; give the tokenizer that this model was trained with"
-        )
-
-
-def stop_token_ids(model, tokenizer) -> list[int]:
-    """Every id that ends a response: the generation config's (often several), the config's and the tokenizer's.
-
-    Exits with code 2 where there is none.
-    """
-    ids = set()
-    for holder in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
-        value = getattr(holder, "eos_token_id", None)  # the config of a composite model has the field in its text part
-        ids |= set(value if isinstance(value, list) else [value])
-    if not ids - {None}:
-        refuse("this model and its tokenizer name no token that ends a response: set eos_token_id in its config.json")
-    return sorted(ids - {None})
 
 
 @dataclass
@@ -234,73 +82,13 @@ class Run:
     sizes: flags.Sizes
     layout: str
     attention: str
-    rates: dict[str, float]  # of this CPU, or of that where the run began: runtime/machine.py
+    rates: dict[str, float]  # of this CPU, or of that where the run began: runtime/training/cpu_rates.py
 
     @property
     def cutting(self) -> dict:
         """Arguments of ``batching.micro_batches``, but for the samples."""
         ranks = {"rank": self.rank, "world_size": self.world_size, "device": self.device}
         return {"layout": self.layout, "budget": self.sizes.micro_batch_tokens, **ranks}
-
-
-def take_gpu(args) -> None:
-    """Give the calling thread, which will build an engine, this rank's GPU.
-
-    With --async_steps beside a trainer it gets a CUDA stream of its own and the higher priority: on the default one a
-    decode step would wait behind all kernels that the trainer has started. vLLM follows the stream that is set after
-    its import.
-    """
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if args.async_steps > 0 and args.vllm_engines == 0:
-        importlib.import_module("vllm")
-        torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
-
-
-def memory_setting(args, dtype: torch.dtype, world_size: int) -> Setting:
-    """What the memory of a rank depends on here. The GPU is the smallest of this node: all ranks have one size."""
-    cards = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-    critic = not getattr(args, "disable_value", True)
-    fast = not cards and machine.is_fast(cpu_rates(args), dtype)
-    return Setting(world_size, dtype.itemsize == 2, min(cards, default=0), critic, fast)
-
-
-def cpu_rates(args) -> dict[str, float]:
-    """The rates by which sizes and data type are chosen on a CPU; empty on a GPU."""
-    if torch.cuda.is_available():
-        return {}
-    return args.kept.get("product_rates") or machine.known_rates()
-
-
-def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
-    """The fraction of a GPU's memory that an engine takes: beside a trainer what leaves it room."""
-    if args.vllm_engines > 0:
-        return flags.sizes(args, True).vllm_gpu_memory_utilization
-    model = read_model(args.model)
-    sizes, _ = fitting.sizes_for(args, model, memory_setting(args, dtype, world_size))
-    return sizes.vllm_gpu_memory_utilization
-
-
-def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
-    """What vLLM's ``LLM`` takes because of the device here, and ``--vllm_args``. For the thread that builds it."""
-    cuda = torch.cuda.is_available()
-    if cuda:
-        take_gpu(args)  # a thread starts on device 0, and on the trainer's stream
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
-
-    if args.vllm_tensor_parallel_size == 1:  # else each engine waits for all to be built, also one that is built again
-        ExecutorWithExternalLauncher.determine_available_memory = UniProcExecutor.determine_available_memory
-    if cuda:
-        usual = {"gpu_memory_utilization": engine_share(args, dtype, world_size)}
-        usual["kernel_config"] = {"enable_flashinfer_autotune": False}  # minutes, where it is found
-    else:
-        usual = {"kv_cache_memory_bytes": 2**29, "kernel_config": cpu_norms.kernel_config()}
-        usual["enforce_eager"] = True  # compiling takes longer than a short run
-        usual["block_size"] = 32  # the default of 128 would share no prompt shorter than that
-    sizes = flags.sizes(args, cuda)
-    longest = 0 if cuda else args.max_prompt_length + args.max_response_length
-    tokens = max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, longest)
-    numbers = {"max_num_seqs": sizes.vllm_max_num_seqs, "max_num_batched_tokens": tokens}
-    return usual | args.engine_args | numbers
 
 
 def begin(args, ready: tuple) -> Run:
@@ -315,12 +103,12 @@ def begin(args, ready: tuple) -> Run:
     world_size = process.world_size()
     model = read_model(args.model)
     setting = memory_setting(args, dtype, world_size)
-    sizes, reason = fitting.sizes_for(args, model, setting)
+    sizes, reason = device_sizes.sizes_for(args, model, setting)
     modern = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MODERN_GPU
     layout, attention, layout_reason = choose_layout(args, sizes, modern, dtype, attention)
-    tokenizer = data.load_tokenizer(args)
+    tokenizer = rendering.load_tokenizer(args)
     tools = episodes.first_turns([*problems, *eval_problems], tokenizer, args)
-    problems, eval_problems = data.render_problems(problems, eval_problems, tokenizer, args, tools)
+    problems, eval_problems = rendering.render_problems(problems, eval_problems, tokenizer, args, tools)
     run = Run(
         folder=folder,
         start=start,
@@ -335,14 +123,14 @@ def begin(args, ready: tuple) -> Run:
         sizes=sizes,
         layout=layout,
         attention=attention,
-        rates=cpu_rates(args),
+        rates=product_rates(args),
     )
     if run.rank == 0:
         hardware = f"{device.type} {dtype}"
         if run.rates:
             hardware += f" ({', '.join(f'{name} {rate:.0f}' for name, rate in run.rates.items())} GFLOP/s of a core)"
         whole = (problems, eval_problems)
-        runlog.print_header(args, folder, *whole, tokenizer, run.total_steps, hardware, model, setting, sizes)
+        logger.print_header(args, folder, *whole, tokenizer, run.total_steps, hardware, model, setting, sizes)
         print(f"rows       {layout} ({layout_reason}), {attention} attention")
         print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(sizes).items())} ({reason})")
         print("\n".join(kl_lines(args)), flush=True)
@@ -381,17 +169,17 @@ def make_kl(args) -> KLCoefficients:
     return KLCoefficients((loss, reward), AdaptiveKLController(reward or loss, *flags.target_and_horizon(args)))
 
 
-def open_log(args, run: Run) -> runlog.RunLog:
+def open_log(args, run: Run) -> logger.RunLog:
     """The files of the run. What was chosen for this machine is recorded with its arguments."""
     chosen = {"dtype": str(run.dtype).removeprefix("torch."), "product_rates": run.rates}
     chosen |= {"batch_layout": run.layout, "attn_implementation": run.attention, **vars(run.sizes)}
-    digest = rundir.data_digest(run.problems, run.eval_problems)
+    digest = directory.data_digest(run.problems, run.eval_problems)
     is_main = run.rank == 0
     size = run.world_size
-    return runlog.RunLog(run.folder, args, size, run.total_steps, is_main, run.start, digest, len(run.problems), chosen)
+    return logger.RunLog(run.folder, args, size, run.total_steps, is_main, run.start, digest, len(run.problems), chosen)
 
 
-def end_run(log: runlog.RunLog, stopping: bool, parts: Iterable) -> None:
+def end_run(log: logger.RunLog, stopping: bool, parts: Iterable) -> None:
     """Write the verdict of a finished run and close its parts; exit with code 75 if it is to be started again.
 
     Every rank must call.
@@ -427,78 +215,6 @@ def prepare_policy(model, args, run: Run, eos: int) -> TokenLogprobs:
     check_mask_size(model, run.layout, run.sizes, args)
     check_forward(policy, run.layout, eos, args.max_prompt_length + args.max_response_length)
     return policy
-
-
-def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
-    """ZeRO with fp32 master weights and fp32 gradient accumulation (the default, bf16, loses 1 to 2 % of a gradient).
-
-    Clipping has to be set here: accelerate's ``clip_grad_norm_`` does nothing under DeepSpeed. Buckets of the default
-    size (5e8) are allocated in every backward pass, which on a CPU costs more than the reduction. Overlapping reduction
-    and backward pass has one rank wait for the device after each micro-batch, with nothing to reduce.
-    """
-    bucket = reduce_bucket(cuda)
-    zero = {
-        "stage": args.zero_stage,
-        "overlap_comm": cuda and process.world_size() > 1,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": bucket,
-        "allgather_bucket_size": bucket,
-    }
-    if "optimizer" in args.offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
-    if "param" in args.offload:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": args.max_grad_norm,
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-    }
-    if dtype == torch.bfloat16:
-        config["bf16"] = {"enabled": True}
-    if dtype == torch.float16:  # the loss is scaled: 2^16, halved by a gradient that overflows, whose step is dropped
-        config["fp16"] = {"enabled": True, "hysteresis": 1}
-    if dtype != torch.float32:
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return config
-
-
-def make_accelerator(args, dtype: torch.dtype, device: torch.device):
-    """accelerate's Accelerator, with DeepSpeed as ``args`` want it; the process group of all ranks stands afterwards.
-
-    DeepSpeed would otherwise compile an all-reduce for inference on CPUs, which training never calls, and load it at
-    every start, beside a lock file. A killed process leaves that file behind, and every later run waits for it forever.
-    """
-    import deepspeed
-    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
-
-    deepspeed.ops.__compatible_ops__ = {}  # what it might compile; no flag, but only read for that all-reduce
-    cuda = device.type == "cuda"
-    # A rank may wait long for one that still generates, verifies or writes. Watch ends a run in which no rank moves.
-    patience = timedelta(days=1)
-    process_group = InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=patience)
-    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(args, dtype, cuda))
-    return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[process_group])
-
-
-def lean(engine):
-    """A DeepSpeed engine, without what it holds twice. (Its numbers and checkpoints stay as they are.)
-
-    In fp32 the master weights of ZeRO 1 and 2 are a copy of weights that are masters already. On one rank both can be
-    the same memory; on several, a rank's part would be a view of all weights, and its checkpoint would hold them all.
-    Cutting up the weights has also left gaps in the heap, nearly as large as the optimizer's states.
-    """
-    zero = engine.optimizer
-    second_copy = hasattr(zero, "single_partition_of_fp32_groups") and not zero.cpu_offload
-    if second_copy and zero.dtype == torch.float32 and dist.get_world_size() == 1:
-        for master, weights in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups_flat, strict=True):
-            master.data = weights.data
-        zero._link_all_hp_params()  # the fragments by which DeepSpeed saves would keep the copy alive
-    trim_heap()
-    return engine
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], rate: float, args) -> torch.optim.Optimizer:
@@ -813,67 +529,6 @@ def engine_weights(policy, args) -> list[tuple[str, torch.Tensor]] | ShardedWeig
     return current_weights(policy, args.zero_stage, args.rollout == "vllm", args.vllm_engines == 0)
 
 
-def clear_dropped_gradients(engine) -> None:
-    """Forget the gradients of the last optimizer step if DeepSpeed dropped it. ``backward`` calls it after each.
-
-    DeepSpeed 0.19.8 does so itself except in bf16 under ZeRO 1 and 2 with the optimizer offloaded: there the sums of
-    averaged gradients keep their NaN, which would also drop every later step.
-    """
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    if not engine.was_step_applied() and isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-        for group in engine.optimizer.averaged_gradients:
-            engine.optimizer.averaged_gradients[group] = None
-
-
-def leave_gpu(engines: Iterable) -> None:
-    """Move weights, fp32 master weights and optimizer states of DeepSpeed engines (ZeRO 2) to CPU memory.
-
-    In between they can be read, pushed and saved, but not called. Gradients do not outlive the optimizer step.
-    """
-    for engine in engines:
-        engine.offload_states()
-    finish_gpu_work()
-
-
-def return_to_gpu(engines: Iterable) -> None:
-    """The reverse of ``leave_gpu``."""
-    for engine in engines:
-        engine.reload_states()
-
-
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of a module, what is tied once."""
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def pin(module: nn.Module) -> None:
-    """Move a module's tensors to page-locked memory, from which a GPU reads several times as fast."""
-    if torch.cuda.is_available():
-        for tensor in _tensors_of(module):
-            tensor.data = tensor.data.pin_memory()
-
-
-def borrow_device(module: nn.Module, device: torch.device) -> None:
-    """Have a module that is not trained compute on ``device``, with copies of its tensors until ``return_device``.
-
-    The tensors themselves stay in CPU memory, so that nothing has to be copied back.
-    """
-    for tensor in _tensors_of(module):
-        if tensor.device != device:
-            tensor.at_home = tensor.data
-            tensor.data = tensor.data.to(device, non_blocking=True, copy=True)
-
-
-def return_device(module: nn.Module) -> None:
-    """Drop the copies that ``borrow_device`` made."""
-    for tensor in _tensors_of(module):
-        if hasattr(tensor, "at_home"):
-            tensor.data = tensor.at_home
-            del tensor.at_home
-
-
 class MovingReference(nn.Module):
     """A reference that follows the policy: reference = alpha * policy + (1 - alpha) * reference (arXiv 2404.09656).
 
@@ -912,66 +567,6 @@ def moving_reference(reference: TokenLogprobs | None, args) -> MovingReference |
         return None
     freq, alpha = args.ref_policy_update
     return MovingReference(reference, alpha, freq)
-
-
-def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
-    """Weights, config and tokenizer in Hugging Face format, whole or not at all. Every rank must call."""
-    weights = current_weights(policy, zero_stage)  # every rank takes part
-    if rank != 0:
-        return
-    with written_whole(folder) as beside:
-        policy.module.model.save_pretrained(beside, state_dict=dict(weights))
-        tokenizer.save_pretrained(beside)
-
-
-def saved_head(folder: Path) -> dict[str, torch.Tensor]:
-    """The scalar head in the safetensors of a folder, ``weight`` [1, D] and perhaps ``bias`` [1]; empty without one.
-
-    ``save_critic`` and transformers' classifiers name it ``score``. One with several outputs is no value.
-    """
-    head = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            for name in ("weight", "bias"):
-                if f"score.{name}" in tensors.keys():  # noqa: SIM118 (it is no dict)
-                    head[name] = tensors.get_tensor(f"score.{name}")
-    return {name: tensor for name, tensor in head.items() if len(tensor) == 1}
-
-
-def save_critic(critic, normalizer, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
-    """Save the critic as a token classifier in Hugging Face format: its one logit at a token is the return after it.
-
-    The mean and the deviation of ``--value_norm`` become part of the head. Every rank must call.
-    """
-    import deepspeed
-
-    model = critic.module.model
-    weights = dict(current_weights(critic, zero_stage))
-    with deepspeed.zero.GatheredParameters(list(critic.module.head.parameters()), enabled=zero_stage == 3):
-        head = {name: weight.detach().double() for name, weight in critic.module.head.named_parameters()}
-    if rank != 0:
-        return
-    named = {f"{model.base_model_prefix}.{name}": weight for name, weight in weights.items()}
-    named["score.weight"] = (head["weight"] * normalizer.std).to(model.dtype)
-    named["score.bias"] = normalizer.denormalize(head["bias"]).to(model.dtype)
-    with written_whole(folder) as beside:
-        model.save_pretrained(beside, state_dict=named)
-        config = json.loads((beside / "config.json").read_text())
-        config["architectures"] = [config["architectures"][0].removesuffix("Model") + "ForTokenClassification"]
-        config["id2label"] = {"0": "return"}
-        (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tokenizer.save_pretrained(beside)
-
-
-@contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """Where to write the files of ``folder``: beside it, and renamed at the end, so that it is never half there."""
-    beside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    yield beside
-    for path in beside.iterdir():
-        process.sync(path)
-    process.replace_folder(folder, beside)
 
 
 def gather_samples(mine: list[Sample]) -> list[Sample]:
@@ -1211,29 +806,6 @@ def check_engines(policy, engine: Engine, samples: list[Sample], trained: list[i
     if sums["tokens"] == 0:
         return {}
     return {"sampler/logprob_diff_mean": sums["diff"] / sums["tokens"], "sampler/logprob_diff_max": maxima["diff"]}
-
-
-def set_learning_rate(engine, rate: float) -> None:
-    """Set the learning rate of a DeepSpeed engine's optimizer."""
-    for group in engine.optimizer.param_groups:
-        group["lr"] = rate
-
-
-def backward(engine, loss: torch.Tensor, is_last: bool, drop: bool = False) -> None:
-    """Backward pass of a micro-batch; after the last one of a mini-batch, the optimizer step.
-
-    ``drop``: do not take it. DeepSpeed skips a step whose gradient is not finite, on every rank: this is the only way
-    to drop gradients that it has already accumulated.
-    """
-    if drop:
-        loss = loss * math.nan
-    engine.set_gradient_accumulation_boundary(is_boundary=is_last)
-    engine.backward(loss)
-    if drop and engine.fp16_enabled():  # what DeepSpeed halves: not this gradient's size was at fault
-        engine.optimizer.loss_scale *= 2
-    if is_last:
-        engine.step()
-        clear_dropped_gradients(engine)
 
 
 def mini_batch(groups: list[int], step: int, epoch: int, mini: int, args) -> set[int]:

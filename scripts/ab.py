@@ -44,9 +44,11 @@ import finished
 import loading
 import many
 
-from runtime import flags, process, rundir
-from runtime.reading import read
-from runtime.verdict import t_quantile
+from runtime.arguments import flags
+from runtime.run import directory
+from runtime.run.run_files import read
+from runtime.run.verdict import t_quantile
+from runtime.system import process
 
 PLACE = "--output_dir runs/ab "
 TESTBED = (
@@ -131,7 +133,7 @@ class Arm:
 
     def folder(self, seed: int) -> Path:
         args = self.args(seed)
-        return Path(args.output_dir) / rundir.run_name(args, self.script.Args())
+        return Path(args.output_dir) / directory.run_name(args, self.script.Args())
 
     def is_finished(self, seed: int) -> bool:
         """Exits with code 2 for a run that can neither be used nor continued."""

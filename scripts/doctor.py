@@ -5,7 +5,7 @@
 
 It reads metrics.jsonl, samples.jsonl and config.json, also of a run that is still going, and verdict.json of a finished
 one. The exit code is 3 if a finished run did not learn, else 1 if something was found, else 0; 2 for wrong arguments.
-The rules are in runtime/findings.py, which also gives a finished run its verdict; docs/evidence/doctor.md describes
+The rules are in runtime/run/doctor.py, which also gives a finished run its verdict; docs/evidence/doctor.md describes
 them and their tests.
 """
 
@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/plot.py
 
 from plot import find_runs
 
-from runtime.findings import RULES, Case, examine
-from runtime.reading import control_of
-from runtime.verdict import NOT_LEARNED, outcome_of
+from runtime.run.doctor import RULES, Case, examine
+from runtime.run.run_files import control_of
+from runtime.run.verdict import NOT_LEARNED, outcome_of
 
 UNLEARNED = 3  # the exit code where a finished run did not learn
 

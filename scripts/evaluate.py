@@ -5,7 +5,7 @@
     python scripts/evaluate.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k_test.jsonl \\
         --eval_prompts 200 --eval_temperature 0 --max_prompt_length 512 --max_response_length 512
 
-Takes the flags that every run has (runtime/flags.py), with --run all those of its script. Without --run, or with
+Takes the flags that every run has (arguments/flags.py), with --run all those of its script. Without --run, or with
 other data than the run's, the problems are the first --eval_prompts of --dataset (0: all of them). Two more flags:
 
     --run FOLDER       take script, arguments, model and held-out problems from this run; flags given here override its
@@ -42,10 +42,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/loading.py
 import loading
 
 from rewards import Verifiers, check_reward_args, lenient, truth_error
-from runtime import data, episodes, flags, identity, process, rundir
-from runtime.flags import RunFlags
-from runtime.records import Problem, Sample
-from runtime.redaction import HIDDEN
+from runtime.arguments import checks, flags
+from runtime.arguments.flags import RunFlags
+from runtime.data import problem_set, prompt_order, rendering
+from runtime.data.samples import Problem, Sample
+from runtime.environments import episodes
+from runtime.run import directory, identity
+from runtime.system import process
+from runtime.system.redaction import HIDDEN
+from runtime.training import model_files
 
 
 @dataclass
@@ -93,7 +98,7 @@ def find_run(folder: Path) -> tuple[dict, Path]:
     if not (folder / "config.json").is_file():
         process.refuse(f"--run {folder}: no config.json there; give the folder of a run, runs/NAME")
     try:
-        config = rundir.read_config(folder)
+        config = directory.read_config(folder)
     except ValueError as error:
         process.refuse(f"--run {folder}: its config.json cannot be read ({error})")
     name = config.get("script") or config["command"][0]  # older runs name it in their command alone
@@ -142,7 +147,7 @@ def check_code(folder: Path, config: dict, args: RunFlags, accept: bool) -> None
 def problems_of(args: RunFlags, held_out: RunFlags | None) -> list[Problem]:
     """The problems to ask. Ends with exit code 2 where there are none."""
     if held_out is not None:  # the run's own split, however many of its problems are asked
-        problems = data.load_problems(held_out, truth_error)[1]
+        problems = problem_set.load_problems(held_out, truth_error)[1]
         if args.eval_prompts > len(problems):
             process.refuse(
                 f"--eval_prompts {args.eval_prompts}: the run held out {len(problems)}, others were trained on"
@@ -151,8 +156,8 @@ def problems_of(args: RunFlags, held_out: RunFlags | None) -> list[Problem]:
     else:
         if args.eval_dataset is not None:
             process.refuse("--eval_dataset is for a run; name what to evaluate on by --dataset")
-        problems = list(data.mixed_problems(args, truth_error).values())[: args.eval_prompts or None]
-        data.check_sandbox(problems, args)
+        problems = list(problem_set.mixed_problems(args, truth_error).values())[: args.eval_prompts or None]
+        problem_set.check_sandbox(problems, args)
     if not problems:
         process.refuse("no problems to evaluate on: --eval_prompts 0 of a run, or an empty --dataset")
     return problems
@@ -161,17 +166,19 @@ def problems_of(args: RunFlags, held_out: RunFlags | None) -> list[Problem]:
 if __name__ == "__main__":  # --help and every refusal come before the slow imports
     args, output, held_out, path = parse(sys.argv[1:])
     world_size = process.world_size()
-    flags.check(args, world_size)
+    checks.check(args, world_size)
+    model_files.check_model(args)
     check_reward_args(args)
     problems = problems_of(args, held_out)
     process.prepare_environment()
 
-import torch  # noqa: E402
-from transformers import AutoConfig, GenerationConfig  # noqa: E402
+import torch
+from transformers import AutoConfig, GenerationConfig
 
-import utils  # noqa: E402
-from runtime import watchdog  # noqa: E402
-from runtime.engine import Engine  # noqa: E402
+import utils
+from runtime.engine.client import Engine
+from runtime.system import watchdog
+from runtime.training import pretrained
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -239,7 +246,7 @@ def table(samples: list[Sample], problems: list[Problem], result: dict[str, floa
 @watchdog.ends_all_ranks
 def answer(script: ModuleType, args: RunFlags, problems: list[Problem], tokenizer) -> list[Sample]:
     """All samples of all problems, scored, on all ranks, by the engine of ``script``, as in an evaluation of a run."""
-    device, dtype, _ = utils.resolve_device(args)
+    device, dtype, _ = pretrained.resolve_device(args)
     watch = watchdog.Watch(args.timeout)
     torch.distributed.init_process_group("gloo")
     verifiers = Verifiers(args, problems, device, dtype)
@@ -249,12 +256,12 @@ def answer(script: ModuleType, args: RunFlags, problems: list[Problem], tokenize
         generation = GenerationConfig.from_pretrained(name, revision=revision)
     except OSError:  # a model without such a file
         generation = GenerationConfig.from_model_config(config)
-    stop_ids = utils.stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
+    stop_ids = pretrained.stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
     # It would sleep until a first push; and a process could not import the script, whose name only this one knows.
     args = dataclasses.replace(args, sleep="off", engine_process=False)
     thread = script.vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, dtype, tokenizer, stop_ids, watch)
-    requests, sampling = data.eval_requests(len(problems), args)
+    requests, sampling = prompt_order.eval_requests(len(problems), args)
     batch = engine.ask(problems, requests, sampling)
     samples = script.collect(engine, verifiers, batch, utils.Stopwatch())
     engine.close()
@@ -292,8 +299,8 @@ def main(args: RunFlags, output: Path, problems: list[Problem], path: Path) -> d
     """Evaluate with the engine of the script at ``path``, print, write; the metrics by their names in eval.jsonl."""
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
-    tokenizer = data.load_tokenizer(args)
-    problems = data.render_prompts(problems, tokenizer, args, episodes.first_turns(problems, tokenizer, args))
+    tokenizer = rendering.load_tokenizer(args)
+    problems = rendering.render_prompts(problems, tokenizer, args, episodes.first_turns(problems, tokenizer, args))
     script = loading.load_script(path, ("vllm_thread", "collect"))
     samples = answer(script, args, problems, tokenizer)
     result = utils.eval_metrics(samples, problems, step=0)

@@ -17,18 +17,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts a
 
 from loading import load_arguments
 
-from runtime import flags, identity, process, rundir
+from runtime.arguments import flags
+from runtime.run import directory, identity
+from runtime.system import process
 
 FINISHED, LEAVE, RUN = 0, 3, 4
 
 
 def state(args, defaults) -> tuple[int, str]:
     """(FINISHED, LEAVE or RUN, in words) of the run that these arguments name."""
-    folder = Path(args.output_dir) / rundir.run_name(args, defaults)
+    folder = Path(args.output_dir) / directory.run_name(args, defaults)
     if not (folder / "config.json").is_file():
         return RUN, f"not begun: {folder}"
     try:
-        config = rundir.read_config(folder)
+        config = directory.read_config(folder)
     except ValueError as error:  # the run itself would end with the remedy
         return LEAVE, f"damaged: {folder}/config.json cannot be read ({error})"
     other, _ = identity.changed_arguments(config["args"], args)  # secrets are compared, and named, as the run hid them
@@ -37,7 +39,7 @@ def state(args, defaults) -> tuple[int, str]:
     changed = identity.changed_code(config.get("code"), identity.code_of(args))
     if changed and args.resume in ("auto", "never"):
         return LEAVE, f"other code: {folder}: {', '.join(changed[:5])}"
-    lacks = rundir.unfinished(folder, args)
+    lacks = directory.unfinished(folder, args)
     if not lacks:
         return FINISHED, f"finished: {folder}"
     holder = process.lock_holder(folder)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from runtime.libraries import quiet_libraries
-from runtime.process import STOP_SIGNALS, outlive_the_console
+from runtime.system.library_logs import quiet_libraries
+from runtime.system.process import STOP_SIGNALS, outlive_the_console
 
 
 def pass_on(signum: int, frame: object) -> None:
@@ -64,7 +64,7 @@ if __name__ == "__main__":
     from accelerate.commands.launch import main
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from runtime import watchdog
+    from runtime.system import watchdog
 
     try:
         main()

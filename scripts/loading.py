@@ -11,7 +11,7 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from runtime import process
+from runtime.system import process
 
 
 def load_arguments(path: Path) -> ModuleType:

@@ -35,7 +35,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's own arithmetic: it
 import finished
 import loading
 
-from runtime import flags, identity, process, rundir
+from runtime.arguments import flags
+from runtime.run import directory, identity
+from runtime.system import process
 
 # What a run imports only when it needs it: with the modules of Llama models, the largest part of its start.
 LATE = (
@@ -76,7 +78,7 @@ def read_lines(path: Path, lines: list[str]) -> list[tuple[list[str], Path]]:
     for line in lines:
         words = shlex.split(line)
         args = flags.parse(script.Args, script.__doc__, words)
-        runs.append((words, Path(args.output_dir) / rundir.run_name(args, script.Args())))
+        runs.append((words, Path(args.output_dir) / directory.run_name(args, script.Args())))
     return runs
 
 

@@ -35,10 +35,11 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from runtime.flags import PRESENTATION
-from runtime.reading import PHASES, control_of, read, read_config, records, series
-from runtime.runlog import own_pieces
-from runtime.verdict import t_quantile
+from runtime.arguments.flags import PRESENTATION
+from runtime.run.logger import own_pieces
+from runtime.run.run_files import PHASES, control_of, read, read_config, series
+from runtime.run.verdict import t_quantile
+from runtime.system.jsonl import records
 
 matplotlib.use("Agg")  # no display on a cluster
 import matplotlib.pyplot as plt

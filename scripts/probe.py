@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from runtime import process
+from runtime.system import process
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
@@ -30,8 +30,10 @@ import evaluate
 import loading
 
 import utils
-from runtime import data, flags
-from runtime.records import Sample
+from runtime.arguments import flags
+from runtime.data import prompt_order
+from runtime.data.samples import Sample
+from runtime.training import model_files
 
 PROMPTS = 32
 
@@ -73,12 +75,12 @@ def main(path: Path, words: list[str]) -> list[str]:
     args = flags.parse(script.Args, __doc__, words)
     args.dry_run = True
     run = utils.begin(args, script.preflight(args))
-    context, _, _ = flags.read_configs(args.model, "--model_name_or_path", dry_run=False)
+    context, _, _ = model_files.read_configs(args.model, "--model_name_or_path", dry_run=False)
     room = context.get("max_position_embeddings", sys.maxsize) - args.max_prompt_length
     cap = min(2 * args.max_response_length, room)
     steps = -(-PROMPTS // args.num_unique_prompts_rollout)
     count = min(len(run.problems), steps * args.num_unique_prompts_rollout)
-    problems = [run.problems[i] for i in data.prompts_at(0, count, len(run.problems), args.seed)]
+    problems = [run.problems[i] for i in prompt_order.prompts_at(0, count, len(run.problems), args.seed)]
     group = args.num_samples_per_prompt_rollout
     asked = {"eval_samples": group, "eval_temperature": args.temperature, "max_response_length": cap}
     started = time.monotonic()

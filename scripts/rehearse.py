@@ -31,8 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import loading
 
-from runtime import fitting, flags, memory, process
-from runtime.memory import GIB
+from runtime.arguments import flags
+from runtime.system import process
+from runtime.training import device_sizes, memory
+from runtime.training.memory import GIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +150,7 @@ def planned(args, model: memory.Model, gpus: int, gb: float) -> tuple:
     trainers = gpus - args.vllm_engines * args.vllm_tensor_parallel_size
     critic = not getattr(args, "disable_value", True)
     setting = memory.Setting(trainers, args.dtype != "float32", gb * 1e9, critic)
-    size = fitting.first_fit(args, model, setting) or list(fitting.candidates(args, setting))[-1]
+    size = device_sizes.first_fit(args, model, setting) or list(device_sizes.candidates(args, setting))[-1]
     return setting, size, memory.predict(args, model, setting, size)
 
 
@@ -158,7 +160,7 @@ def foretell(args, model: memory.Model | None, kind: str, gpus: int, problems: i
         process.refuse(f"--model_name_or_path {args.model_name_or_path}: its config has not the usual names")
     card = CARDS[kind]
     setting, size, found = planned(args, model, gpus, card.gb)
-    fitting.sizes_for(args, model, setting)  # refuses what fits in no way, with what would
+    device_sizes.sizes_for(args, model, setting)  # refuses what fits in no way, with what would
     if found.peak > memory.USABLE * setting.card:
         process.refuse(
             f"--micro_batch_tokens {size.micro_batch_tokens} and gpu_memory_utilization "

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/plot.py
 
 from plot import PHASES, find_runs, read, read_config, series, summary
 
-from runtime.reading import records, thin
+from runtime.run.run_files import thin
+from runtime.system.jsonl import records
 
 # The curves shown at first, in this order, unless they are constant; all others appear with "all metrics".
 FIRST = (

@@ -52,8 +52,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts a
 
 from backends import BACKENDS, PYTHON, Job, Plan, file_at, has_launcher, split_at
 
-from runtime import git
-from runtime.redaction import SECRET_NAME, form_of_secret
+from runtime.system import git
+from runtime.system.redaction import SECRET_NAME, form_of_secret
 
 EVERYWHERE = {"backend", "name", "run_dir", "setup", "env", "max_retries", "dry_run"}
 CODE = (".py", ".sh", ".jinja", ".yaml")  # endings of the files that are taken along into a container
@@ -305,7 +305,7 @@ def check_arguments(words: list[str]) -> None:
     try:
         import loading
 
-        from runtime import flags
+        from runtime.arguments import flags
     except ImportError:
         return
     flags.parse(loading.load_arguments(path).Args, None, last[file + 1 :])

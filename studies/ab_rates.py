@@ -48,8 +48,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import ab
 import many
 
-from runtime import rundir
-from runtime.verdict import t_quantile
+from runtime.run import directory
+from runtime.run.verdict import t_quantile
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "docs" / "evidence" / "data" / "ab_runs.csv"
@@ -203,7 +203,7 @@ def record(mine: str, seeds: range) -> int:
             if not arm.is_finished(seed):
                 break
             folder = arm.folder(seed)
-            config = rundir.read_config(folder)
+            config = directory.read_config(folder)
             seconds = None if config["resumed_after"] else lanes.seconds.get(folder.name)
             ends = arm.ends(seed, METRIC)
             found[arm.line][seed] = Run(arm.line, seed, *ends, seconds, config["git"]["commit"])

@@ -38,23 +38,27 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from runtime.process import prepare_environment
+from runtime.system.process import prepare_environment
 
 prepare_environment()
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would say when it starts and stops
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoTokenizer
 
-import grpo  # noqa: E402
-import utils  # noqa: E402
-from rewards import truth_error  # noqa: E402
-from runtime import batching, data, fitting, flags, process, watchdog  # noqa: E402
-from runtime.attention import choose_layout  # noqa: E402
-from runtime.memory import read_model  # noqa: E402
-from runtime.records import Problem, Sample  # noqa: E402
+import grpo
+import utils
+from rewards import truth_error
+from runtime.arguments import checks, flags
+from runtime.data import problem_set, prompt_order, rendering
+from runtime.data.samples import Problem, Sample
+from runtime.engine import vllm_settings
+from runtime.system import process, watchdog
+from runtime.training import batching, device_sizes, model_files, pretrained
+from runtime.training.attention import choose_layout
+from runtime.training.memory import read_model
 
 # Largest accepted difference of the layouts: nats per token, and the gradient's as a fraction of its norm.
 LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -560,8 +564,9 @@ def checked_run(args: Args) -> grpo.Args:
     shared = {name: value for name, value in dataclasses.asdict(args).items() if name not in own}
     # A stop string that no request asks for: with one the engine has a tokenizer, which llm.chat needs.
     run = grpo.Args(**shared, ignore_eos=True, mask_truncated_completions=False, stop=("</s>",))
-    flags.check(run, 1)
-    flags.check_training(run)
+    checks.check(run, 1)
+    model_files.check_model(run)
+    checks.check_training(run)
     grpo.check_args(run)
     if args.repeats < 1:
         process.refuse(f"--repeats {args.repeats}: must be above 0")
@@ -578,23 +583,23 @@ def main(args: Args) -> None:
     prompts = args.num_unique_prompts_rollout
     group = args.num_samples_per_prompt_rollout
     cap = args.max_response_length
-    problems = data.load_problems(run, truth_error)[0]
-    chosen = data.prompts_at(0, prompts, len(problems), run.seed)
+    problems = problem_set.load_problems(run, truth_error)[0]
+    chosen = prompt_order.prompts_at(0, prompts, len(problems), run.seed)
     problems = [problems[i] for i in chosen]
 
-    device, dtype, attention = utils.resolve_device(run)
-    sizes, _ = fitting.sizes_for(run, read_model(run.model), utils.memory_setting(run, dtype, 1))
+    device, dtype, attention = pretrained.resolve_device(run)
+    sizes, _ = device_sizes.sizes_for(run, read_model(run.model), vllm_settings.memory_setting(run, dtype, 1))
     _, attention, _ = choose_layout(run, sizes, device.type == "cuda", dtype, attention)  # as a run has it
     args.micro_batch_tokens = sizes.micro_batch_tokens
     dtype_name = str(dtype).removeprefix("torch.")
     tokenizer = AutoTokenizer.from_pretrained(run.model_name_or_path)
-    data.render_prompts(problems, tokenizer, run)
-    model = utils.load_model(run, dtype, attention)
+    rendering.render_prompts(problems, tokenizer, run)
+    model = pretrained.load_model(run, dtype, attention)
     # The engine first, as in the scripts: it measures free memory and changes global settings of torch.
     bench = None
     if not args.skip_engine:
         torch.distributed.init_process_group("gloo")
-        bench = Bench(run, dtype, tokenizer, utils.stop_token_ids(model, tokenizer))
+        bench = Bench(run, dtype, tokenizer, pretrained.stop_token_ids(model, tokenizer))
     policy = utils.TokenLogprobs(model.to(device), run.temperature, sizes.logprob_chunk)
     timings = Timings()
 

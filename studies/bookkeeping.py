@@ -21,7 +21,8 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime import flags, process
+from runtime.arguments import flags
+from runtime.system import process
 
 GROUP = 8
 TOKENS = (100_000, 1_000_000, 10_000_000, 2**24)
@@ -120,13 +121,13 @@ if __name__ == "__main__":
     args = flags.parse(Args, __doc__)
     process.prepare_environment()
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-import grpo  # noqa: E402
-import utils  # noqa: E402
-from runtime import batching  # noqa: E402
-from runtime.records import Sample  # noqa: E402
+import grpo
+import utils
+from runtime.data.samples import Sample
+from runtime.training import batching
 
 if __name__ == "__main__":
     main(args)

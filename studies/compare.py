@@ -50,8 +50,10 @@ from typing import Any, Literal, get_args
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the scripts are not a package
 
-from rewards import truth_error  # noqa: E402
-from runtime import data, flags, git, process  # noqa: E402
+from rewards import truth_error
+from runtime.arguments import flags
+from runtime.data import problem_set
+from runtime.system import git, process
 
 Part = Literal["quickstart", "async", "allocator", "equal", "table", "ranks", "size"]
 PARTS = get_args(Part)
@@ -429,7 +431,7 @@ def mean_length(cell: Cell, steps: list[dict]) -> float:
 def write_rows(count: int, folder: Path) -> Path:
     """A file of prompts of the quickstart's task, as chat messages; all steps of a shape use these."""
     path = folder / f"rows-{count}.jsonl"
-    problems = list(data.mixed_problems(flags.RunFlags(), truth_error).values())[:count]
+    problems = list(problem_set.mixed_problems(flags.RunFlags(), truth_error).values())[:count]
     if len(problems) < count:
         process.refuse(f"--num_unique_prompts_rollout {count}: the quickstart's task has {len(problems)} prompts")
     rows = [json.dumps({"question": problem.messages, "answer": problem.truth}) for problem in problems]

@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the scripts are not a package
 
-from runtime import process  # noqa: E402
+from runtime.system import process
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -71,10 +71,11 @@ def ours(words: list[str]) -> None:
 
         torch.cpu._is_avx512_supported = lambda: False  # vLLM asks which of its kernels to load
     import grpo
-    from runtime import flags, runlog
+    from runtime.arguments import flags
+    from runtime.run import logger
 
     gate = Gate()
-    write = runlog.RunLog.step
+    write = logger.RunLog.step
 
     def write_and_wait(log, metrics, samples, batch):
         write(log, metrics, samples, batch)
@@ -87,7 +88,7 @@ def ours(words: list[str]) -> None:
         prompts = sum(len(s.prompt_ids) for s in samples)
         gate.report(phases=phases, response_tokens=responses, tokens=prompts + responses)
 
-    runlog.RunLog.step = write_and_wait
+    logger.RunLog.step = write_and_wait
     args = flags.parse(grpo.Args, words=words)
     grpo.main(args, grpo.preflight(args))
 
@@ -187,12 +188,12 @@ def floor(dtype: str, cells: dict[str, dict]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     import grpo
-    import utils
-    from runtime import data
-    from runtime.records import Problem, Sample
+    from runtime.data import rendering
+    from runtime.data.samples import Problem, Sample
+    from runtime.training import pretrained
 
     args = grpo.Args(dtype=dtype)
-    device, kind, _ = utils.resolve_device(args)
+    device, kind, _ = pretrained.resolve_device(args)
     flops, bandwidth = benchmark.machine_rates(device, kind)
     floors = {}
     for name, cell in cells.items():
@@ -201,7 +202,7 @@ def floor(dtype: str, cells: dict[str, dict]) -> None:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(cell["model"]), dtype=kind)
         rows = [json.loads(line) for line in Path(cell["rows"]).read_text().splitlines()]
         problems = [Problem(row["question"], "", "", {}) for row in rows]
-        problems = data.render_prompts(problems, AutoTokenizer.from_pretrained(cell["model"]), args)
+        problems = rendering.render_prompts(problems, AutoTokenizer.from_pretrained(cell["model"]), args)
         samples = []
         for place, problem in enumerate(problems):
             for k in range(cell["group"]):

@@ -33,8 +33,8 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the scripts are not a package
 
-import rewards  # noqa: E402
-from rewards import Reward, RewardPool  # noqa: E402
+import rewards
+from rewards import Reward, RewardPool
 
 WHEELS = "RLVR_GRADER_WHEELS"  # the folder of --wheels, for the worker
 

@@ -37,8 +37,8 @@ import benchmark  # first: it sets the environment
 import torch
 
 import grpo
-import utils
-from runtime import git, process
+from runtime.system import git, process
+from runtime.training import pretrained
 
 ROOT = process.PROJECT
 KINDS = {"speed": +1, "memory": +1, "start": +1, "accuracy": -1}  # the sign of what is worse
@@ -46,7 +46,7 @@ TOGETHER = ("speed", "memory", "start")  # are measured in one run
 FLOOR = 0.02  # of the mean: a deviation below it is not told from 0 by a few runs
 DEVIATIONS = 3.0
 LEAST = 3  # degrees of freedom of the deviation
-CODE = ("*.py", "runtime/*.py")
+CODE = ("*.py", "runtime/**/*.py")
 # Variables of this process that would make the run another one.
 OURS = ("PYTHONPATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -56,7 +56,7 @@ OURS = ("PYTHONPATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 
 def machine_rate() -> tuple[str, float]:
     """(name of the machine, FLOP/s of a matrix product in its training type), by studies/benchmark.py."""
-    device, dtype, _ = utils.resolve_device(grpo.Args())
+    device, dtype, _ = pretrained.resolve_device(grpo.Args())
     machine = benchmark.machine_name(device)
     threads = torch.get_num_threads()
     flops, _ = benchmark.machine_rates(device, dtype)

@@ -34,8 +34,9 @@ import pandas as pd
 import plot
 
 import grpo
-from runtime import process, rundir
-from runtime.flags import PRESENTATION
+from runtime.arguments.flags import PRESENTATION
+from runtime.run import directory
+from runtime.system import process
 
 matplotlib.use("Agg")  # no display on a cluster
 import matplotlib.pyplot as plt
@@ -154,7 +155,7 @@ def names(table: pd.DataFrame) -> list[str]:
             given |= {"beta": 0.0, "load_ref_policy": True}
         elif run["kl_placement"] == "reward":
             given["kl_reward_estimator"] = run["kl_estimator"]
-        found.append(rundir.run_name(grpo.Args(**given), grpo.Args()))
+        found.append(directory.run_name(grpo.Args(**given), grpo.Args()))
     return found
 
 

@@ -5,7 +5,7 @@
 
 The run evaluates, saves and writes samples all along. After every step this program reads what the kernel says of the
 run's processes, and the run notes what malloc has in use: what it has freed it keeps, up to a tenth more than it had
-after its second step (runtime/process.py, Heap), and gaps between what stays are resident, too. A slope is that of a
+after its second step (system/process.py, Heap), and gaps between what stays are resident, too. A slope is that of a
 straight line through the means of twenty blocks of steps, without the first tenth; its interval is Student's over the
 blocks, 95 %. The exit code is 1 where memory in use, its jumps left out, files or threads rise by more than zero and by
 more than a thousandth of their mean in a hundred steps, or where it jumps more than once in a hundred steps.
@@ -32,7 +32,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runtime/ is no package that is installed
 
-from runtime.verdict import t_quantile  # noqa: E402
+from runtime.run.verdict import t_quantile
 
 FLAGS = {
     "model_name_or_path": ROOT / "models" / "testbed-1",
@@ -77,20 +77,21 @@ def heap_in_use() -> int:
 
 def inside(script: str, words: list[str]) -> None:
     """Be the run of a script, and write after each step how many MiB its process has in use to the file IN_USE."""
-    from runtime import process
+    from runtime.system import process
 
     process.prepare_environment()
     module = importlib.import_module(script.removesuffix(".py"))
-    from runtime import flags, runlog
+    from runtime.arguments import flags
+    from runtime.run import logger
 
-    write = runlog.RunLog.step
+    write = logger.RunLog.step
 
     def write_and_look(log, *arguments):
         write(log, *arguments)
         with open(log.folder / IN_USE, "a") as out:
             out.write(f"{heap_in_use() / 2**20}\n")
 
-    runlog.RunLog.step = write_and_look
+    logger.RunLog.step = write_and_look
     args = flags.parse(module.Args, words=words)
     module.main(args, module.preflight(args))
 

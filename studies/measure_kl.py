@@ -21,8 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts a
 
 import grpo
 from rewards import truth_error
-from runtime import batching, data, process
-from runtime.records import Problem, Sample
+from runtime.data import problem_set, rendering
+from runtime.data.samples import Problem, Sample
+from runtime.system import process
+from runtime.training import batching
 
 RESULT = "measured_kl.json"
 ROWS = 256  # sequences that are generated together
@@ -63,9 +65,9 @@ def sample_sequences(model, tokenizer, args: grpo.Args, problems: list[Problem],
     """``count`` responses of the model to each problem, by transformers' generate; a response ends with its stop id."""
     import torch
 
-    import utils
+    from runtime.training import pretrained
 
-    stop_ids = utils.stop_token_ids(model, tokenizer)
+    stop_ids = pretrained.stop_token_ids(model, tokenizer)
     samples = []
     torch.manual_seed(args.seed)
     rows = [(place, k) for place in range(len(problems)) for k in range(count)]
@@ -120,17 +122,18 @@ def measure(folder: Path, count: int) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     import utils
+    from runtime.training import pretrained
 
     args = run_args(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    problems = data.load_problems(args, truth_error)[1]
+    problems = problem_set.load_problems(args, truth_error)[1]
     if not problems:
         process.refuse(f"{folder}: the run held no problems out (--eval_prompts 0)")
-    problems = data.render_prompts(problems, tokenizer, args)
+    problems = rendering.render_prompts(problems, tokenizer, args)
     final = dataclasses.replace(args, model_name_or_path=str(folder / "model"))
     with torch.no_grad():
-        policy = utils.TokenLogprobs(utils.load_model(final, torch.float32, "sdpa").eval(), args.temperature, 4096)
-        start = utils.TokenLogprobs(utils.load_model(args, torch.float32, "sdpa").eval(), args.temperature, 4096)
+        policy = utils.TokenLogprobs(pretrained.load_model(final, torch.float32, "sdpa").eval(), args.temperature, 4096)
+        start = utils.TokenLogprobs(pretrained.load_model(args, torch.float32, "sdpa").eval(), args.temperature, 4096)
         samples = sample_sequences(policy.model, tokenizer, args, problems, count)
         kl_P = sequence_kls(policy, start, samples).double().view(len(problems), count).mean(1)
     return {

@@ -1,4 +1,4 @@
-"""Memory of a run: the table by model and GPU, and what runs really hold against what runtime/memory.py predicts.
+"""Memory of a run: the table by model and GPU, and what runs really hold against what training/memory.py predicts.
 
     python studies/memory.py table                 what fits where, as in docs/evidence/memory.md
     python studies/memory.py laptop                what a machine without a GPU trains, as there
@@ -39,10 +39,11 @@ PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # the scripts are not a package
 sys.path.insert(0, str(PROJECT / "scripts"))
 
-from rehearse import CARDS, MEAN, forget_peak, resident, step_seconds  # noqa: E402
+from rehearse import CARDS, MEAN, forget_peak, resident, step_seconds
 
-from runtime import defaults, fitting, flags, memory  # noqa: E402
-from runtime.values import ModelName  # noqa: E402
+from runtime.arguments import flags
+from runtime.arguments.values import ModelName
+from runtime.training import derived_defaults, device_sizes, memory
 
 # name, script, ranks, flags. What all have in common is in RUN.
 CONFIGURATIONS = (
@@ -100,17 +101,19 @@ def run_measured(kind: str, script: str, words: list[str]) -> None:
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     import deepspeed
 
-    from runtime import process, runlog
+    from runtime.run import logger
+    from runtime.system import process
 
     module = importlib.import_module(script)
     import torch
 
     import utils
+    from runtime.training import pretrained
 
     args = flags.parse(module.Args, words=words)
     ready = module.preflight(args)
     found = {"phases": [], "resident": {}}
-    load, call, record = utils.load_model, utils.Stopwatch.__call__, runlog.RunLog.step
+    load, call, record = pretrained.load_model, utils.Stopwatch.__call__, logger.RunLog.step
     weights = utils.current_weights
 
     def note_baseline(*arguments):
@@ -148,10 +151,10 @@ def run_measured(kind: str, script: str, words: list[str]) -> None:
                 pass
         return weights(policy, zero_stage, *arguments)
 
-    utils.load_model = note_baseline
+    pretrained.load_model = note_baseline
     utils.current_weights = gathered_here
     utils.Stopwatch.__call__ = noted
-    runlog.RunLog.step = note_step
+    logger.RunLog.step = note_step
     process.prepare_environment()
     if kind == "allocated":
         profiler = torch.autograd.profiler.profile(profile_memory=True)
@@ -219,12 +222,14 @@ class HeapWatch:
 
 def run_quickstart(words: list[str]) -> None:
     """The start and two steps of grpo.py. Writes parts.json to the folder of the run: {part: bytes}, in order."""
-    from runtime import process, runlog
+    from runtime.run import logger
+    from runtime.system import process
 
     parts = {"Python, and what this measurement imports": resident()}
     process.prepare_environment()
     grpo = importlib.import_module("grpo")
     import utils
+    from runtime.training import deepspeed_zero
 
     parts["torch, transformers, DeepSpeed"] = resident()
     args = flags.parse(grpo.Args, words=words)
@@ -257,9 +262,9 @@ def run_quickstart(words: list[str]) -> None:
 
     grpo.Engine = noted_after("the engine, and vLLM", grpo.Engine)
     utils.prepare_policy = noted_after("the trainer's weights, read and checked", utils.prepare_policy)
-    utils.lean = noted_after("DeepSpeed", utils.lean)
+    deepspeed_zero.lean = noted_after("DeepSpeed", deepspeed_zero.lean)
     utils.Stopwatch.__call__ = noted
-    runlog.RunLog.step = end
+    logger.RunLog.step = end
     grpo.main(args, ready)
 
 
@@ -362,8 +367,8 @@ MODELS = {
 }
 NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 KINDS = ("rtx4090", "l40s", "h100", "h200")
-WAYS = ({}, *fitting.REMEDIES)
-SPLIT = {**fitting.REMEDIES[3], "zero_stage": 3, "vllm_tensor_parallel_size": 2}  # of several GPUs
+WAYS = ({}, *device_sizes.REMEDIES)
+SPLIT = {**device_sizes.REMEDIES[3], "zero_stage": 3, "vllm_tensor_parallel_size": 2}  # of several GPUs
 SIZES = {"num_unique_prompts_rollout": 64, "max_prompt_length": 256, "max_response_length": 1024}
 
 
@@ -385,7 +390,7 @@ def first_that_fits(model: memory.Model, card: int, ranks: int, ways: Sequence[d
     setting = memory.Setting(ranks, True, card * 1e9)
     for needed in ways:
         args = grpo.Args(**SIZES, **needed)
-        size = fitting.first_fit(args, model, setting)
+        size = device_sizes.first_fit(args, model, setting)
         if size is not None:
             return needed, size, memory.predict(args, model, setting, size).peak / 1e9
     return None
@@ -422,7 +427,7 @@ def first_runs() -> str:
             setting = memory.Setting(ranks, True, card.gb * 1e9)
             mean = MEAN * args.max_response_length
             minutes = 200 * sum(step_seconds(args, model, setting, size, card, mean).values()) / 60
-            words = f"`{fitting.as_words(needed)}`" if needed else "none"
+            words = f"`{device_sizes.as_words(needed)}`" if needed else "none"
             chosen = f"{size.micro_batch_tokens}, {size.vllm_gpu_memory_utilization}"
             row = f"| {kind}, {card.gb} GB | {name.split('/')[1]} "
             lines.append(f"{row}| {ranks} | {words} | {chosen} | {peak:.0f} GB | {minutes:.0f} |")
@@ -496,9 +501,9 @@ def defaults_table() -> str:
     lines = ["| model | data | learning rate | response length | steps | why |", "|---|---|---|---|---|---|"]
     for name, millions, context, thinks, source, problems, verifier in BARE:
         model = memory.Model(millions * 10**6, 1, 1, 1, 1, 1, 1, 1)
-        rate, size = defaults.by_model(grpo.Args(), model)["learning_rate"]
-        length, why = defaults.response_length({verifier}, thinks, context - grpo.Args.max_prompt_length)
-        steps, _ = defaults.steps(grpo.Args(), problems - grpo.Args.eval_prompts)
+        rate, size = derived_defaults.by_model(grpo.Args(), model)["learning_rate"]
+        length, why = derived_defaults.response_length({verifier}, thinks, context - grpo.Args.max_prompt_length)
+        steps, _ = derived_defaults.steps(grpo.Args(), problems - grpo.Args.eval_prompts)
         lines.append(f"| {name} | {source} | {rate:g} | {length} | {steps} | {size}; {why} |")
     return "\n".join(lines)
 

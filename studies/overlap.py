@@ -32,18 +32,20 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from runtime.process import prepare_environment
+from runtime.system.process import prepare_environment
 
 prepare_environment()
 
-import torch  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+import torch
+from transformers import AutoTokenizer
 
-import grpo  # noqa: E402
-import utils  # noqa: E402
-from rewards import truth_error  # noqa: E402
-from runtime import data, flags, process, watchdog  # noqa: E402
-from runtime.records import Problem  # noqa: E402
+import grpo
+from rewards import truth_error
+from runtime.arguments import checks, flags
+from runtime.data import problem_set, prompt_order, rendering
+from runtime.data.samples import Problem
+from runtime.system import process, watchdog
+from runtime.training import model_files, pretrained
 
 MODES = {
     "synchronous": {"async_steps": 0},
@@ -123,7 +125,7 @@ def measure(run: grpo.Args, problems: list[Problem], model, tokenizer, update: C
     """The loop of grpo.py in one mode: ask, collect, update, push."""
     watch = watchdog.Watch(run.timeout)
     dtype = model.dtype
-    stop_ids = utils.stop_token_ids(model, tokenizer)
+    stop_ids = pretrained.stop_token_ids(model, tokenizer)
     engine = grpo.Engine(grpo.vllm_thread, run, dtype, tokenizer, stop_ids, watch)
     engine.inbox.put(("call", counted))
     decodes = engine.receive("result")[1]
@@ -138,8 +140,8 @@ def measure(run: grpo.Args, problems: list[Problem], model, tokenizer, update: C
         before = decodes[0]
         started = time.perf_counter()
         for later in range(step + len(waiting), step + run.async_steps + 1):
-            chosen = data.prompts_at((later - 1) * prompts, prompts, len(problems), run.seed)
-            requests = data.requests(chosen, run.num_samples_per_prompt_rollout, run.seed, later)
+            chosen = prompt_order.prompts_at((later - 1) * prompts, prompts, len(problems), run.seed)
+            requests = prompt_order.requests(chosen, run.num_samples_per_prompt_rollout, run.seed, later)
             waiting.append((engine.ask([problems[i] for i in chosen], requests, sampling), []))
         batch, samples = waiting.popleft()
         owners = {id(batch): samples} | {id(other): found for other, found in waiting}
@@ -165,8 +167,9 @@ def checked_run(args: Args) -> grpo.Args:
     """The arguments of the run whose loop is timed. Ends with exit code 2 for those that do not fit together."""
     own = ("update_seconds", "steps", "json")
     run = grpo.Args(**{name: value for name, value in dataclasses.asdict(args).items() if name not in own})
-    flags.check(run, 1)
-    flags.check_training(run)
+    checks.check(run, 1)
+    model_files.check_model(run)
+    checks.check_training(run)
     if args.update_seconds <= 0 or args.steps < 1:
         process.refuse(f"--update_seconds {args.update_seconds:g}, --steps {args.steps}: both must be above 0")
     if args.json is not None and not Path(args.json).absolute().parent.is_dir():
@@ -177,11 +180,11 @@ def checked_run(args: Args) -> grpo.Args:
 @watchdog.ends_all_ranks
 def main(args: Args) -> None:
     run = checked_run(args)
-    problems = data.load_problems(run, truth_error)[0]
+    problems = problem_set.load_problems(run, truth_error)[0]
     tokenizer = AutoTokenizer.from_pretrained(run.model_name_or_path)
-    data.render_prompts(problems, tokenizer, run)
-    _, dtype, attention = utils.resolve_device(run)
-    model = utils.load_model(run, dtype, attention)
+    rendering.render_prompts(problems, tokenizer, run)
+    _, dtype, attention = pretrained.resolve_device(run)
+    model = pretrained.load_model(run, dtype, attention)
     torch.distributed.init_process_group("gloo")
     updates = {
         "an update on a device of its own (it sleeps)": partial(time.sleep, args.update_seconds),

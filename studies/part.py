@@ -208,8 +208,8 @@ class Tracer:
         """Watch what goes from one phase to the next. What is watched last of a function tells first."""
         utils = importlib.import_module("utils")
         deepspeed = importlib.import_module("deepspeed")
-        Engine = importlib.import_module("runtime.engine").Engine
-        RunLog = importlib.import_module("runtime.runlog").RunLog
+        Engine = importlib.import_module("runtime.engine.client").Engine
+        RunLog = importlib.import_module("runtime.run.logger").RunLog
         watch = self.watch
         watch(Engine, "ask", "1 prompts", asked)
         watch(utils, "gather_samples", "3 score", scored)
@@ -235,7 +235,7 @@ def load(root: Path, script: str):
     """A training script as a module, by the code in ``root``."""
     path = (root / script).resolve()
     sys.path[:0] = [str(path.parent), str(root)]
-    importlib.import_module("runtime.process").prepare_environment()
+    importlib.import_module("runtime.system.process").prepare_environment()
     return importlib.import_module(path.stem)
 
 

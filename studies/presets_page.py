@@ -1,4 +1,4 @@
-"""Write docs/evidence/presets.md from runtime/presets.toml.
+"""Write docs/evidence/presets.md from runtime/arguments/presets.toml.
 
 python studies/presets_page.py
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from runtime import presets
+from runtime.arguments import presets
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,7 +35,7 @@ class Setting(NamedTuple):
 
 def settings(name: str) -> list[Setting]:
     """The flags of a preset with the sources in the comments of presets.toml."""
-    text = (ROOT / "runtime" / "presets.toml").read_text()
+    text = (ROOT / "runtime" / "arguments" / "presets.toml").read_text()
     file, lines = re.search(rf"^\[{name}\.flags\] # (\S+)\n(.*?)(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE).groups()
     found = []
     for line in lines.splitlines():
@@ -78,7 +78,7 @@ any order, and also when they say what is our default. A flag to which a copy or
 prints what a preset changed, what it left alone, what was given instead, and what is different there all the same. The
 name of the run and `config.json` (`as_`) record it.
 
-This page is made from `runtime/presets.toml` (`python studies/presets_page.py`). tests/unit/test_presets.py
+This page is made from `runtime/arguments/presets.toml` (`python studies/presets_page.py`). tests/unit/test_presets.py
 installs the wheels of verl, TRL, OpenRLHF and AReaL without their dependencies, reads every default again where the
 table says it stands, calls their own functions on the same tensors (random numbers, equal and almost equal scores,
 responses of one token, ragged lengths, all truncated, ratios far out), and finds advantages, losses and gradients equal

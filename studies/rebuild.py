@@ -33,7 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders a
 import numpy as np
 import part
 
-from runtime import batching, flags, identity, process, rundir
+from runtime.arguments import flags
+from runtime.run import directory, identity
+from runtime.system import process
+from runtime.training import batching
 
 PROGRAM = Path(__file__).resolve()  # which each rank runs
 # The local variables of a script's ``main`` that make up a batch, at the point where the update begins.
@@ -165,8 +168,8 @@ def repeat(order: Path) -> None:
     given = json.loads(order.read_text())
     process.prepare_environment(given["resolved"].get("dtype", given["args"]["dtype"]))
     script = part.load(process.PROJECT, given["script"])
-    rundir.earlier_choices = lambda *_: given["resolved"]  # a start from scratch would choose for this machine
-    log = importlib.import_module("runtime.runlog").RunLog
+    directory.earlier_choices = lambda *_: given["resolved"]  # a start from scratch would choose for this machine
+    log = importlib.import_module("runtime.run.logger").RunLog
     write = log.step
 
     def write_and_end(self, metrics: dict[str, Any], *rest) -> None:
@@ -189,7 +192,7 @@ def rebuild(run: Path, step: int, place: Path, force: bool = False) -> None:
     Exits with code 2 where the code is not that of the run, where the repeated run fails, and where its metrics are not
     those of the run: then the batch is not the run's. With ``force`` changed code and other metrics are warnings.
     """
-    config = rundir.read_config(run)
+    config = directory.read_config(run)
     check_code(run, config, force)
     done, start = last_checkpoint(run, config, step)
     origin = f"the checkpoint of step {done}" if start else "the start: there is no usable checkpoint before"
@@ -220,9 +223,9 @@ def last_checkpoint(run: Path, config: dict[str, Any], step: int) -> tuple[int, 
     weights: such a run repeats only from its start, or from the checkpoint that it resumed from itself.
     """
     in_flight = config["args"]["inflight_updates"] != "off"
-    for saved, path in reversed(rundir.saved_steps(run)):
+    for saved, path in reversed(directory.saved_steps(run)):
         repeats = not in_flight or saved == config["resumed_after"]
-        if saved < step and repeats and not rundir.damage(path):
+        if saved < step and repeats and not directory.damage(path):
             return saved, path
     return 0, None
 

@@ -38,7 +38,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))
 
-from runtime import flags, process, rundir
+from runtime.arguments import flags
+from runtime.run import directory
+from runtime.system import process
 
 # What the advantages depend on, and what the loss of given advantages depends on.
 ADVANTAGE_FLAGS = (
@@ -74,7 +76,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     given = read_config(args.run)["args"]
     if "lora_rank" in given:
         process.refuse(f"{args.run} trained adapters, and replay computes gradients of whole weights only")
-    last = rundir.last_step(args.run / "metrics.jsonl")
+    last = directory.last_step(args.run / "metrics.jsonl")
     if last < 1:
         process.refuse(f"{args.run} has logged no step in metrics.jsonl, so there is no batch to rebuild")
     args.step = last if args.step is None else args.step
@@ -92,7 +94,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a run. Exits with code 2 if it cannot be read."""
     try:
-        return rundir.read_config(folder)
+        return directory.read_config(folder)
     except ValueError as error:
         process.refuse(f"{folder}: its config.json cannot be read ({error})")
 
@@ -134,19 +136,19 @@ if __name__ == "__main__":  # --help and a wrong folder come before the slow imp
     chosen = parse(sys.argv[1:])
     process.prepare_environment()
 
-import loading  # noqa: E402
-import rebuild  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-import variant  # noqa: E402
+import loading
+import rebuild
+import torch
+import torch.nn.functional as F
+import variant
 
-import grpo  # noqa: E402
-import utils  # noqa: E402
-from kl_estimators import kl_reward  # noqa: E402
-from runtime import batching  # noqa: E402
-from runtime.attention import choose_layout  # noqa: E402
-from runtime.identity import changed_code, code_of  # noqa: E402
-from runtime.records import Sample  # noqa: E402
+import grpo
+import utils
+from kl_estimators import kl_reward
+from runtime.data.samples import Sample
+from runtime.run.identity import changed_code, code_of
+from runtime.training import batching, pretrained
+from runtime.training.attention import choose_layout
 
 EXACT = "exact"  # the row of the KL over the whole vocabulary
 SCRATCH = tempfile.TemporaryDirectory(prefix="replay-")  # variants and the batch, until the end of the process
@@ -354,7 +356,7 @@ class Replay:
 
     def __init__(self, batch: RunBatch, base: Setting, with_reference: bool):
         args = replace(base.args, dtype="float32", attn_implementation="auto", vllm_tensor_parallel_size=1)
-        self.device, dtype, attention = utils.resolve_device(args)
+        self.device, dtype, attention = pretrained.resolve_device(args)
         cuda = self.device.type == "cuda"
         sizes = flags.sizes(args, cuda)
         layout, attention, _ = choose_layout(args, sizes, cuda, dtype, attention)
@@ -378,7 +380,7 @@ class Replay:
 
         def load(**place) -> utils.TokenLogprobs:
             try:
-                model = utils.load_model(replace(args, **place), dtype, attention)
+                model = pretrained.load_model(replace(args, **place), dtype, attention)
             except OSError as error:
                 process.refuse(f"{place['model_name_or_path']} cannot be loaded: {error}")
             if args.gradient_checkpointing:

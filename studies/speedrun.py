@@ -31,7 +31,8 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the scripts are not a package
 
-from runtime import flags, git, process  # noqa: E402
+from runtime.arguments import flags
+from runtime.system import git, process
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from learning import BREAKAGES, FLAGS, ROOT, SCRIPT_FLAGS, Breakage, edited, pro
 
 sys.path.insert(0, str(ROOT))
 
-from runtime.findings import RULES, Case, Finding, examine
+from runtime.run.doctor import RULES, Case, Finding, examine
 
 # What --verifier names in the ailments below.
 REWARDS = """

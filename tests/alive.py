@@ -36,10 +36,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import evidence  # noqa: E402
-import learning  # noqa: E402
-from evidence import BASE, EVIDENCE, Row  # noqa: E402
-from helpers import read_jsonl  # noqa: E402
+import evidence
+import learning
+from evidence import BASE, EVIDENCE, Row
+from helpers import read_jsonl
 
 SCRIPTS = ("grpo", "ppo")
 PAGE = ROOT / "docs" / "evidence" / "flags.md"
@@ -218,7 +218,7 @@ def observe(module, seen: dict[str, Any], patch) -> None:
 def observe_samples(module, seen: dict[str, Any], patch) -> None:
     """What is asked for, what is answered and how it is scored."""
     import rewards
-    from runtime import runlog
+    from runtime.run import logger
 
     evaluating: list[bool] = []
     collected: set[int] = set()  # numbers of batches: one that was waited for ahead is collected again
@@ -250,7 +250,7 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
         evaluating.pop()
 
     def note_workers(_, verifiers) -> None:
-        from runtime import sandbox
+        from runtime.system import sandbox
 
         seen["verifier processes"] = len(sandbox.children(verifiers.pool.nursery.process.pid))
 
@@ -265,8 +265,8 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
     spy(patch, module, "collect", note_collected)
     patch.setattr(module, "evaluate", note_evaluation)
     spy(patch, rewards.Verifiers, "collect", lambda _, verifiers, *rest: note_workers(_, verifiers))
-    spy(patch, runlog.RunLog, "evaluation", note_result)
-    spy(patch, runlog.RunLog, "step", note_step)
+    spy(patch, logger.RunLog, "evaluation", note_result)
+    spy(patch, logger.RunLog, "step", note_step)
 
 
 def observe_training(module, seen: dict[str, Any], patch) -> None:
@@ -341,7 +341,7 @@ def observe_libraries(seen: dict[str, Any], patch) -> None:
     """The arguments that reach vLLM and Weights & Biases, what vLLM does with them, and what is started for it."""
     import wandb
 
-    from runtime import apart
+    from runtime.engine import engine_process
 
     def note_process(*_) -> None:
         seen["processes of engines"] = seen.get("processes of engines", 0) + 1
@@ -360,7 +360,7 @@ def observe_libraries(seen: dict[str, Any], patch) -> None:
 
         spy(patch, engine, "step", note_step)
 
-    spy(patch, apart.EngineProcess, "_start", note_process)
+    spy(patch, engine_process.EngineProcess, "_start", note_process)
     spy(patch, wandb, "init", note_tracking)
     if "vllm" in sys.modules:
         spy(patch, sys.modules["vllm"], "LLM", note_engine)
@@ -455,7 +455,7 @@ def build_on_gpus(module, args, seen: dict[str, Any], patch, count: int) -> None
 
 def hinder(stage: str, patch) -> None:
     """What a stage does to the process of a run."""
-    from runtime import sandbox
+    from runtime.system import sandbox
 
     if stage == "no namespaces":
         patch.setattr(sandbox, "namespaces_refused", lambda: "as this test pretends")
@@ -463,7 +463,7 @@ def hinder(stage: str, patch) -> None:
 
 def run_observed(script: str, arguments: dict[str, Any], stage: str, seen: dict[str, Any], patch) -> None:
     """Run a script in this process from its command line on; ``seen`` is filled on the way. Raises what it raises."""
-    from runtime import flags
+    from runtime.arguments import flags
 
     module = importlib.import_module(script)
     observe(module, seen, patch)
@@ -803,7 +803,7 @@ def warm(flags: list[str], files: Path) -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 (it imports the whole of torch.compile)
     import wandb  # noqa: F401
 
-    from runtime import identity
+    from runtime.run import identity
 
     for script in SCRIPTS:
         args = importlib.import_module(script).Args(verifier=located(BASE["verifier"], {"FILES": str(files)}))

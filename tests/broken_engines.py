@@ -142,7 +142,7 @@ def judge(named: dict[int, str], end: str) -> dict[str, str]:
 
 if __name__ == "__main__":  # the verifiers' processes import this file
     sys.path.insert(0, str(ROOT))
-    from runtime import process, watchdog
+    from runtime.system import process, watchdog
 
     process.prepare_environment()
     sys.argv = sys.argv[1:]

@@ -31,9 +31,9 @@ hypothesis.settings.register_profile("long", max_examples=int(os.environ.get("CA
 hypothesis.settings.load_profile("fast")
 
 pytest.register_assert_rewrite("helpers")
-import learning  # noqa: E402
-import warm  # noqa: E402
-from helpers import (  # noqa: E402
+import learning
+import warm
+from helpers import (
     ROOT,
     SMALL,
     Run,
@@ -46,7 +46,9 @@ from helpers import (  # noqa: E402
     tiny_args,
 )
 
-from runtime import gym_tasks, process, records  # noqa: E402
+from runtime.data import reasoning_gym_tasks
+from runtime.data.samples import Sample
+from runtime.system import process
 
 process.prepare_environment()
 
@@ -101,10 +103,10 @@ def plain_printed_rows():
 
     Equal rows are made once.
     """
-    plain = gym_tasks.printed_rows
-    gym_tasks.printed_rows = functools.cache(warm.printed_rows)
+    plain = reasoning_gym_tasks.printed_rows
+    reasoning_gym_tasks.printed_rows = functools.cache(warm.printed_rows)
     yield plain
-    gym_tasks.printed_rows = plain
+    reasoning_gym_tasks.printed_rows = plain
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +134,7 @@ def testbed() -> Path:
 
 
 @pytest.fixture
-def samples() -> list[records.Sample]:
+def samples() -> list[Sample]:
     return make_samples()
 
 

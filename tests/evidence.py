@@ -230,12 +230,14 @@ UNHOOKED = (
     unhook("gae_lambda", "{script}", "args.gamma, args.gae_lambda)", "args.gamma, 1.0)", "ppo.py"),  # critic
     unhook("adam_betas", "utils.py", "betas=args.adam_betas", "betas=(0.9, 0.95)"),  # optimizer
     unhook("reward_bias", "rewards.py", "- args.reward_bias)", "- 0.0)"),  # rewards
-    unhook("eval_temperature", "runtime/data.py", '"temperature": args.eval_temperature', '"temperature": 1.0'),
-    unhook("prompt_key", "runtime/data.py", "args.prompt_key or prompt", "prompt"),  # data
-    unhook("keep_checkpoints", "runtime/checkpoints.py", "saved[: -self.args.keep_checkpoints]", "saved[:-2]"),
+    unhook(
+        "eval_temperature", "runtime/data/problem_set.py", '"temperature": args.eval_temperature', '"temperature": 1.0'
+    ),
+    unhook("prompt_key", "runtime/data/problem_set.py", "args.prompt_key or prompt", "prompt"),  # data
+    unhook("keep_checkpoints", "runtime/run/checkpoints.py", "saved[: -self.args.keep_checkpoints]", "saved[:-2]"),
     unhook("vllm_args", "utils.py", "usual | args.engine_args | numbers", "usual | numbers"),  # engine
-    unhook("log_samples", "runtime/runlog.py", "[: self.args.log_samples]", "[:4]"),  # log
-    unhook("track", "runtime/runlog.py", "if args.track:", "if False:"),  # tracking
+    unhook("log_samples", "runtime/run/logger.py", "[: self.args.log_samples]", "[:4]"),  # log
+    unhook("track", "runtime/run/logger.py", "if args.track:", "if False:"),  # tracking
     unhook("gradient_checkpointing", "utils.py", "    if args.gradient_checkpointing:\n", "    if False:\n"),  # memory
 )
 UNHOOKED_CASES = [(breakage, script) for breakage in UNHOOKED for script in breakage.scripts]

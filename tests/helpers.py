@@ -31,8 +31,11 @@ from typing import ClassVar
 import pytest
 import warm
 
-from runtime import process, records, rundir, runlog, values
-from runtime.flags import RunFlags
+from runtime.arguments import values
+from runtime.arguments.flags import RunFlags
+from runtime.data.samples import Sample
+from runtime.run import directory, logger
+from runtime.system import process
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("RLVR_TEST_DATA", ROOT.parent / "shared" / "data"))  # labeled data sets, where they are
@@ -51,7 +54,7 @@ def real(file: str) -> Path:
     return DATA / file
 
 
-def make_samples(prompts: int = 3, group: int = 4, seed: int = 0, vocabulary: int = 300) -> list[records.Sample]:
+def make_samples(prompts: int = 3, group: int = 4, seed: int = 0, vocabulary: int = 300) -> list[Sample]:
     """Samples of unequal lengths, the last of each group of one token; the last id of some is the EOS (2)."""
     r = random.Random(seed)
     samples = []
@@ -61,7 +64,7 @@ def make_samples(prompts: int = 3, group: int = 4, seed: int = 0, vocabulary: in
             length = 1 if k == group - 1 else r.randrange(2, 14)
             ids = [r.randrange(3, vocabulary) for _ in range(length - 1)] + [2 if k % 2 else r.randrange(3, vocabulary)]
             logprobs = [-r.random() for _ in ids]
-            samples.append(records.Sample(p, k, prompt, ids, logprobs, "stop" if k % 2 else "length", [(1, 0)]))
+            samples.append(Sample(p, k, prompt, ids, logprobs, "stop" if k % 2 else "length", [(1, 0)]))
     return samples
 
 
@@ -197,7 +200,7 @@ def quick_start():
 
     Tests of verifiers, and runs in processes of their own, do it all.
     """
-    from runtime import workers
+    from runtime.system import workers
 
     multiprocessing.set_forkserver_preload(["rewards"])
     with pytest.MonkeyPatch.context() as patch:
@@ -226,7 +229,7 @@ def own_signals():
 
 def end_engines() -> None:
     """End the rollout threads that a failed run has left: one that computes while the interpreter ends aborts it."""
-    from runtime.engine import Engine
+    from runtime.engine.client import Engine
 
     for engine in [thing for thing in gc.get_objects() if isinstance(thing, Engine)]:
         if not hasattr(engine, "thread"):  # a test made it without starting it
@@ -241,7 +244,7 @@ def run_here(args, script: str = "grpo") -> list[dict]:
     import torch
     from accelerate.state import AcceleratorState, PartialState
 
-    from runtime import watchdog
+    from runtime.system import watchdog
 
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
@@ -271,12 +274,12 @@ def run_here(args, script: str = "grpo") -> list[dict]:
     finally:
         forget_failures()
         os._exit = leave
-    folder = Path(args.output_dir) / rundir.run_name(args, module.Args())
+    folder = Path(args.output_dir) / directory.run_name(args, module.Args())
     return read_jsonl(folder / "metrics.jsonl")
 
 
 def folder_of(args, script: str = "grpo") -> Path:
-    return Path(args.output_dir) / rundir.run_name(args, importlib.import_module(script).Args())
+    return Path(args.output_dir) / directory.run_name(args, importlib.import_module(script).Args())
 
 
 TIMES = ("time/", "perf/", "engine/", "env/tool_seconds")
@@ -301,13 +304,13 @@ def record(folder: Path) -> dict:
 
 def stop_after(step: int, monkeypatch) -> None:
     """As if a signal had come during that step."""
-    plain = runlog.RunLog.step
+    plain = logger.RunLog.step
 
     def spy(self, metrics, *rest):
         plain(self, metrics, *rest)
         process.Stop.asked |= metrics["step"] == step
 
-    monkeypatch.setattr(runlog.RunLog, "step", spy)
+    monkeypatch.setattr(logger.RunLog, "step", spy)
 
 
 def interrupted(args, monkeypatch, *, after: int, script: str = "grpo") -> Path:
@@ -333,7 +336,7 @@ def go_back(folder: Path, step: int) -> None:
     """Make a finished run one that was killed after it had saved ``step``."""
     for name in ("model", "critic"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for later, path in rundir.saved_steps(folder):
+    for later, path in directory.saved_steps(folder):
         if later > step:
             shutil.rmtree(path)
     process.write_whole(folder / "checkpoints" / "latest", f"step_{step:06d}\n")
@@ -353,7 +356,7 @@ def engine_file(checkpoint: Path) -> Path:
 def refusal(args, capsys, world_size: int = 1) -> str:
     """The message with which opening the folder of a run ends."""
     with pytest.raises(SystemExit) as end:
-        rundir.open_run(args, importlib.import_module("grpo").Args(), world_size)
+        directory.open_run(args, importlib.import_module("grpo").Args(), world_size)
     assert end.value.code == 2
     return capsys.readouterr().err
 
@@ -574,7 +577,7 @@ def end_engine(inbox, thread: threading.Thread) -> None:
     from deepspeed.utils import groups
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    from runtime.weights import release_vllm
+    from runtime.engine.weights import release_vllm
 
     inbox.put(("call", release_vllm))
     inbox.put(("stop",))
@@ -586,11 +589,11 @@ def end_engine(inbox, thread: threading.Thread) -> None:
 
 def saved(out: Path) -> int:
     """Step of the newest checkpoint that has its name."""
-    return max((step for step, _ in rundir.saved_steps(out / "run")), default=0)
+    return max((step for step, _ in directory.saved_steps(out / "run")), default=0)
 
 
 def logged(out: Path) -> int:
-    return max(0, rundir.last_step(out / "run" / "metrics.jsonl"))
+    return max(0, directory.last_step(out / "run" / "metrics.jsonl"))
 
 
 def messages(text: str) -> list[str]:
@@ -609,14 +612,16 @@ def messages(text: str) -> list[str]:
 
 # A run that stands still after its second step, and from then on may for 12 seconds: its start depends on the machine.
 STALLS = """
-from runtime import process, runlog, watchdog
+from runtime.system import process, watchdog
+from runtime.run import logger
 process.prepare_environment()
 import sys, time
 import tyro
-import grpo, utils
+import grpo
+import utils
 
 if __name__ == "__main__":  # the reward workers import this file
-    plain = runlog.RunLog.step
+    plain = logger.RunLog.step
 
     def stuck(self, metrics, *rest):
         plain(self, metrics, *rest)
@@ -624,14 +629,14 @@ if __name__ == "__main__":  # the reward workers import this file
             watchdog.Watch.current.limit = 12
             time.sleep(3600)
 
-    runlog.RunLog.step = stuck
+    logger.RunLog.step = stuck
     args = tyro.cli(grpo.Args)
     grpo.main(args, grpo.preflight(args))
 """
 
 # A run whose vLLM raises once, in the middle of a step.
 RAISES = """
-from runtime import process
+from runtime.system import process
 process.prepare_environment()
 import tyro
 import grpo

@@ -91,7 +91,7 @@ MUTATIONS = [
     ),
     (
         "KL in the loss whatever the placement",
-        "runtime/flags.py",
+        "runtime/arguments/flags.py",
         "return args.beta * in_loss, reward_coef * in_reward",
         "return args.beta, reward_coef * in_reward",
     ),

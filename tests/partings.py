@@ -111,8 +111,10 @@ class Parting:
 
         import rewards
         import utils
-        from runtime import checkpoints, data
-        from runtime.engine import Engine
+        from runtime.data import prompt_order
+        from runtime.engine.client import Engine
+        from runtime.run import checkpoints
+        from runtime.training import deepspeed_zero
 
         script = sys.modules.get("grpo") or sys.modules["__main__"]
         load, restart = checkpoints.Checkpoints.load, utils.Stopwatch.restart
@@ -127,7 +129,7 @@ class Parting:
 
         checkpoints.Checkpoints.load = loading
         utils.Stopwatch.restart = restarting
-        forward, backward, arrivals = utils.TokenLogprobs.forward, utils.backward, Engine.arrivals
+        forward, backward, arrivals = utils.TokenLogprobs.forward, deepspeed_zero.backward, Engine.arrivals
 
         def forward_once(model, *args, **named):
             result = forward(model, *args, **named)
@@ -151,7 +153,7 @@ class Parting:
 
         match self.phase:
             case 1:
-                self.change(data.Prompts, "draw", self.other_prompt)
+                self.change(prompt_order.Prompts, "draw", self.other_prompt)
             case 2:
                 Engine.arrivals = arrivals_once
             case 3:
@@ -163,7 +165,7 @@ class Parting:
             case 6:
                 self.change(script, "group_advantages", self.other_advantage)
             case 7:
-                utils.backward = backward_once
+                deepspeed_zero.backward = backward_once
             case 8:
                 self.change(utils, "engine_weights", self.other_weight)
             case 9:

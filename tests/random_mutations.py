@@ -41,14 +41,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("grpo.py", "ppo.py", "utils.py", "rewards.py", "kl_estimators.py")
-FILES = (*SCRIPTS, *(f"runtime/{path.name}" for path in sorted((ROOT / "runtime").glob("[!_]*.py"))))
+FILES = (*SCRIPTS, *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "runtime").rglob("[!_]*.py"))))
 PLACES = ("tests/unit", "tests/runs", "tests/launch")
 STAGES = ("parts", "runs")  # tests of parts of the project first, then those that run a whole script
 WHOLE = re.compile(r"\b(run_here|interrupted|stopped|small|Run|command|subprocess|Popen|main)\b")
 EQUIVALENT = ROOT / "tests" / "equivalent_mutations.jsonl"
 # Imported once, by the server: the largest part of the start of a test.
 HEAVY = (
-    "runtime.process",
+    "runtime.system.process",
     "torch",
     "accelerate",
     "deepspeed",
@@ -393,7 +393,7 @@ class Server:
         os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         for name in HEAVY:
             module = importlib.import_module(name)
-            if name == "runtime.process":  # before torch
+            if name == "runtime.system.process":  # before torch
                 module.prepare_environment()
         os.environ.pop("MASTER_PORT", None)  # every fork needs one of its own
         gc.freeze()

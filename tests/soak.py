@@ -54,7 +54,8 @@ from helpers import (
     saved,
 )
 
-from runtime import reading, rundir
+from runtime.run import directory
+from runtime.system import jsonl
 
 LIMIT = 300.0  # seconds that anything may take
 TIMEOUT = 60  # --timeout of the runs: vLLM has to be built within it, also on a busy machine
@@ -139,12 +140,13 @@ class Outbox:
 
 def hook(script: ModuleType, orders: Path) -> None:
     """Put the hooks of some faults into a script. An order is a file; whoever removes it does what its name says."""
-    from runtime import engine, runlog
+    from runtime.engine import client
+    from runtime.run import logger
 
-    engine.RESTARTS = 1000
+    client.RESTARTS = 1000
     plain_push = script.push_weights
     plain_loss = script.token_loss
-    plain_step = runlog.RunLog.step
+    plain_step = logger.RunLog.step
 
     def ordered(fault: str) -> bool:
         try:
@@ -199,7 +201,7 @@ def hook(script: ModuleType, orders: Path) -> None:
     script.utils.hf_thread = reports(script.utils.hf_thread)
     script.push_weights = push
     script.token_loss = token_loss
-    runlog.RunLog.step = step
+    logger.RunLog.step = step
 
 
 class Fork:
@@ -371,13 +373,13 @@ class Soak:
 
     def has_two_checkpoints(self) -> bool:
         """Whether there is one to fall back on."""
-        return len(rundir.saved_steps(self.folder)) > 1
+        return len(directory.saved_steps(self.folder)) > 1
 
     def dead_checkpoint(self) -> Path:
         """Kill the run; its newest checkpoint, which is not the only one."""
         self.until(self.has_two_checkpoints)
         self.kill()
-        return rundir.saved_steps(self.folder)[-1][1]
+        return directory.saved_steps(self.folder)[-1][1]
 
     def resumes(self, words: str) -> str:
         """Start again after damage, which must be named."""
@@ -392,7 +394,7 @@ class Soak:
         """Resume from before the first step that lost a sample or an optimizer step."""
         file = self.folder / "metrics.jsonl"
         first = None
-        for metrics in reading.records(file):
+        for metrics in jsonl.records(file):
             lost = [metrics[f"reward/{kind}"] for kind in ("errors", "timeouts", "unscorable")]
             lost += [metrics["optim/skipped"], metrics.get("env/failures", 0)]
             if first is None and sum(lost) > 0:
@@ -403,7 +405,7 @@ class Soak:
             self.run.process.kill()
             self.run.end(LIMIT)
         # With --async_steps 1 a checkpoint holds the samples of the step after it.
-        earlier = [step for step, _ in rundir.saved_steps(self.folder) if step < first - 1]
+        earlier = [step for step, _ in directory.saved_steps(self.folder) if step < first - 1]
         if earlier:
             go_back(self.folder, earlier[-1])
         else:
@@ -738,7 +740,7 @@ def tool_fails(soak: Soak, how: str = "tool_raises") -> str:
     file = soak.folder / "metrics.jsonl"
     step = soak.step()
     soak.order(how)
-    soak.until(lambda: any(row["env/failures"] > 0 for row in reading.records(file) if row["step"] > step))
+    soak.until(lambda: any(row["env/failures"] > 0 for row in jsonl.records(file) if row["step"] > step))
     return "the model was told, the run went on"
 
 

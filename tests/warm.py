@@ -87,10 +87,10 @@ def printed_rows(name: str, options: str) -> str:
 def serve_rows() -> None:
     """Answer each line of standard input with the exit code of a fork that has written its rows to a file."""
     sys.path.insert(0, str(ROOT))
-    from runtime import gym_tasks
+    from runtime.data import reasoning_gym_tasks
 
-    gym_tasks.gym_dataset("chain_sum", "{}")
-    gym_tasks.gym_dataset.cache_clear()
+    reasoning_gym_tasks.gym_dataset("chain_sum", "{}")
+    reasoning_gym_tasks.gym_dataset.cache_clear()
     gc.freeze()
     for line in sys.stdin:
         file, *sys.argv[1:] = json.loads(line)
@@ -99,7 +99,7 @@ def serve_rows() -> None:
             code = 1
             try:
                 with open(file, "w") as out, contextlib.redirect_stdout(out):
-                    gym_tasks.main()
+                    reasoning_gym_tasks.main()
                 code = 0
             finally:
                 os._exit(code)
@@ -112,7 +112,7 @@ def import_libraries(vllm: bool) -> None:
     sys.path.insert(0, str(ROOT / "scripts"))
     import many
 
-    from runtime import process
+    from runtime.system import process
 
     sys.path.pop(0)
     process.prepare_environment()

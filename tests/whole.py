@@ -33,7 +33,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runtime/ is no package that is installed
 
-from runtime import git, process  # noqa: E402
+from runtime.system import git, process
 
 KINDS = ("fast", "slow", "learn")
 OUTCOMES = ("passed", "failed", "skipped")

@@ -33,7 +33,8 @@ import tyro
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # where rewards.py is; a copy beside it finds it, too
 
 from rewards import last_number
-from runtime import data, process
+from runtime.data import rendering
+from runtime.system import process
 
 
 @dataclass
@@ -71,12 +72,12 @@ if __name__ == "__main__":  # --help comes before the slow imports
 
 process.prepare_environment()  # vLLM in this process: it has to be said before the import
 
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm import LLM, SamplingParams
 
-import utils  # noqa: E402
-from runtime.weights import push_weights  # noqa: E402
+from runtime.engine.weights import push_weights
+from runtime.training import pretrained
 
 # In shapes: G responses of a group, B of them in a micro-batch, T tokens of the longest of these.
 
@@ -188,15 +189,15 @@ def evaluate(step: int, llm: LLM, rows: list[dict], stop_ids: list[int], args: A
 def main(args: Args) -> None:
     """Train, print a line per step, and save the model."""
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    rows = data.shuffled_prompts(args.dataset, tokenizer, args.seed)
+    rows = rendering.shuffled_prompts(args.dataset, tokenizer, args.seed)
     held_out = rows[: args.eval_prompts]
     training = rows[args.eval_prompts :]
 
     llm = make_engine(args)
     model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
-    utils.switch_off_dropout(model)
+    pretrained.switch_off_dropout(model)
     model.to("cuda" if torch.cuda.is_available() else "cpu").train()
-    stop_ids = utils.stop_token_ids(model, tokenizer)
+    stop_ids = pretrained.stop_token_ids(model, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
     evaluate(0, llm, held_out, stop_ids, args)

@@ -106,15 +106,15 @@ def sampling(tiny: Path, out: Path) -> Run:
 
 
 STOPS = """
-from runtime import process
+from runtime.system import process
 process.prepare_environment()
 import os, signal
 import tyro
 import grpo
-from runtime import dedicated
+from runtime.engine import engine_ranks
 
 if __name__ == "__main__":  # the reward workers import this file
-    plain, calls = dedicated.broadcast, []
+    plain, calls = engine_ranks.broadcast, []
 
     def stops(group, tensor):
         plain(group, tensor)
@@ -122,7 +122,7 @@ if __name__ == "__main__":  # the reward workers import this file
         if group.rank() > 0 and len(calls) == 80:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    dedicated.broadcast = stops
+    engine_ranks.broadcast = stops
     args = tyro.cli(grpo.Args)
     grpo.main(args, grpo.preflight(args))
 """
@@ -178,7 +178,7 @@ def test_a_process_beside_the_trainer_is_equal_to_a_thread(in_thread, tiny, tmp_
 
 # The first engine's process is killed in the middle of a step.
 DIES = """
-from runtime import process
+from runtime.system import process
 process.prepare_environment()
 import os, pathlib, signal
 import tyro

@@ -21,18 +21,18 @@ SECONDS, MEGABYTES = 120, 1_500  # of CPU time, of memory: what each program may
 RESUME = """
 import sys
 from pathlib import Path
-from runtime import rundir
+from runtime.run import directory
 folder = Path(sys.argv[1])
-assert rundir.last_step(folder / "metrics.jsonl") == 100_000
+assert directory.last_step(folder / "metrics.jsonl") == 100_000
 for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
-    rundir.cut_back(folder / name, 99_990)
-    assert rundir.last_step(folder / name) == 99_990
+    directory.cut_back(folder / name, 99_990)
+    assert directory.last_step(folder / name) == 99_990
 print("ended where it was cut")
 """
 VERDICT = """
 import sys
 from pathlib import Path
-from runtime import verdict
+from runtime.run import verdict
 print(verdict.write(Path(sys.argv[1]), 100_000))
 """
 # What each of them must have printed.

@@ -21,7 +21,7 @@ import yaml
 from helpers import ROOT
 from jobs import COMMAND, SUBMIT, job_of, script_of, submit
 
-from runtime import process
+from runtime.system import process
 
 SECRET = "hf_9f8e7d6c5b4a"
 NASTY = [

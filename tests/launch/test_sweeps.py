@@ -22,7 +22,9 @@ from helpers import ROOT, clean_environment, command, main_here, run_here, tiny_
 from jobs import job_of, script_of, submit
 
 import grpo
-from runtime import flags, identity, rundir
+from runtime.arguments import checks, flags
+from runtime.run import directory, identity
+from runtime.training import model_files
 
 SWEEPS = sorted((ROOT / "scripts").glob("sweep_*.sh"))
 SMALL = {"ESTIMATORS": "k1 k3", "BETAS": "0 0.1", "LEARNING_RATES": "1e-5 1e-4", "PROMPTS": "4 8", "GROUPS_OF": "4"}
@@ -89,11 +91,12 @@ def check_runs(lines: list[list[str]], count: int, out: Path) -> None:
     names = set()
     for words in lines:
         args = flags.parse(grpo.Args, None, words)
-        flags.check(args, 1)
-        flags.check_training(args)
+        checks.check(args, 1)
+        model_files.check_model(args)
+        checks.check_training(args)
         grpo.check_args(args)
         assert args.output_dir == str(out) and args.seed in (2, 3)
-        names.add(rundir.run_name(args, grpo.Args()))
+        names.add(directory.run_name(args, grpo.Args()))
     assert len(names) == count
 
 
@@ -182,7 +185,7 @@ def finished(tiny, tmp_path_factory) -> tuple[Path, list[str]]:
     run_here(args)
     same = {k: v for k, v in vars(args).items() if v != getattr(grpo.Args(), k) and k not in words}
     common = [w for k, v in same.items() for w in ([f"--no-{k}"] if v is False else [f"--{k}", str(v)])]
-    return out / rundir.run_name(args, grpo.Args()), common
+    return out / directory.run_name(args, grpo.Args()), common
 
 
 def test_a_finished_run_is_skipped(finished, tmp_path):
@@ -337,7 +340,7 @@ def test_the_study_begins_with_what_decides(real, decisive, all_runs, listener, 
     assert {line for line in said if "many.py" in line} == {
         f"scripts/many.py grpo.py --lanes 2 --skip {tmp_path}/runs/skip.txt"
     }
-    assert len({rundir.run_name(run, grpo.Args()) for run in runs}) == decisive
+    assert len({directory.run_name(run, grpo.Args()) for run in runs}) == decisive
     betas = {run.beta for run in runs}
     assert betas == ({0.0, 0.3, 0.1} if real else {0.0, 0.3, 3.0, 0.03})
     settings = {(r.kl_placement, r.kl_estimator, r.kl_gradient) for r in runs if r.beta > 1e-6}

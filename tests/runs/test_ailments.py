@@ -7,7 +7,7 @@ import learning
 import pytest
 from helpers import ROOT
 
-from runtime.findings import RULES
+from runtime.run.doctor import RULES
 
 
 def test_every_ailment_still_applies():

@@ -30,9 +30,11 @@ from helpers import (
 
 import grpo
 import utils
-from runtime import engine as engines
-from runtime import flags, watchdog
-from runtime.records import Problem, Sample
+from runtime.arguments import checks
+from runtime.data.samples import Problem, Sample
+from runtime.engine import client
+from runtime.system import watchdog
+from runtime.training import model_files
 
 AHEAD = SMALL | {"async_steps": 1, "num_mini_batches": 1}
 IN_FLIGHT = [
@@ -170,7 +172,7 @@ def test_an_engine_that_is_built_again_gets_weights_and_every_unfinished_batch(m
         monkeypatch, generate=generate, until=until, weights=lambda version, tensors: [("weights", version, 0.0)]
     )
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    monkeypatch.setattr(engines, "RESTARTS", 1)
+    monkeypatch.setattr(client, "RESTARTS", 1)
     engine = script.engine()
     engine.version = 4
     engine.push([("a", torch.ones(2))])
@@ -347,7 +349,8 @@ def test_what_cannot_be_combined(tiny, tmp_path, capsys):
         ({"async_steps": -1}, ["--async_steps -1", "0 or more"]),
     ):
         with pytest.raises(SystemExit) as end:
-            flags.check(tiny_args(tiny, tmp_path, **changes), 1)
+            checks.check(tiny_args(tiny, tmp_path, **changes), 1)
+            model_files.check_model(tiny_args(tiny, tmp_path, **changes))
         assert end.value.code == 2
         message = capsys.readouterr().err
         assert all(word in message for word in words), message
@@ -478,7 +481,7 @@ import json, os, random, sys, time, traceback
 sys.path.insert(0, "tests")
 from pathlib import Path
 from helpers import record, run_here, tiny_args
-from runtime import process
+from runtime.system import process
 
 process.prepare_environment()
 

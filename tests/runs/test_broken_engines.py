@@ -11,7 +11,7 @@ from broken_engines import STEPS, WAYS, Breaker, judge
 from helpers import ONE_ENGINE, ROOT, command, run_here, run_to_end, tiny_args
 
 import grpo
-from runtime import flags
+from runtime.arguments import checks
 
 CHANGES = {"total_steps": STEPS, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "eval_prompts": 0}
 CHANGES |= {"save_every": 0, "max_response_length": 6}
@@ -34,7 +34,7 @@ MODES = {
 )
 def test_ten_broken_engines_are_named_within_one_step(tiny, tmp_path, monkeypatch, mode):
     """With --rollout hf, whose thread takes weights between batches only; what is compared is that of the mode."""
-    monkeypatch.setattr(flags, "check_asynchrony", lambda args: None)
+    monkeypatch.setattr(checks, "check_asynchrony", lambda args: None)
     breaker = Breaker(grpo, monkeypatch.setattr)
     with pytest.raises(RuntimeError) as end:
         run_here(tiny_args(tiny, tmp_path, **CHANGES, **MODES[mode]))

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 import ppo
 import utils
 from ppo import Args
-from runtime import batching
+from runtime.run import saving
+from runtime.training import batching, deepspeed_zero
 
 # A run in which all of them can be seen: two optimizer steps a batch, a decay and a clip that hold, a falling rate.
 RUN = {"eval_prompts": 0, "num_mini_batches": 2, "learning_rate": 1e-3, "critic_learning_rate": 1e-3}
@@ -23,7 +24,7 @@ class Watched:
     def __init__(self, monkeypatch):
         self.critic = None
         self.steps: dict[str, list[tuple[float, float, float]]] = {"policy": [], "critic": []}
-        make, backward = ppo.make_critic, utils.backward
+        make, backward = ppo.make_critic, deepspeed_zero.backward
 
         def spy_make(*arguments):
             self.critic = make(*arguments)
@@ -38,7 +39,7 @@ class Watched:
             backward(engine, loss, is_last, *rest)
 
         monkeypatch.setattr(ppo, "make_critic", spy_make)
-        monkeypatch.setattr(utils, "backward", spy_backward)
+        monkeypatch.setattr(deepspeed_zero, "backward", spy_backward)
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +82,13 @@ def test_a_setting_of_the_critic_changes_the_critic_alone(tiny, tmp_path, monkey
 
 def test_deepspeed_is_told_of_the_same_device_for_policy_and_critic(tiny, tmp_path, monkeypatch):
     told = []
-    plain_config = utils.deepspeed_config
+    plain_config = deepspeed_zero.deepspeed_config
 
     def config(args, dtype, cuda):
         told.append((args.learning_rate, dtype, cuda))
         return plain_config(args, dtype, cuda)
 
-    monkeypatch.setattr(utils, "deepspeed_config", config)
+    monkeypatch.setattr(deepspeed_zero, "deepspeed_config", config)
     rates = {"learning_rate": 1e-3, "critic_learning_rate": 2e-3}
     run_here(tiny_args(tiny, tmp_path, "ppo", total_steps=1, eval_prompts=0, **rates), "ppo")
     assert sorted(told) == [(1e-3, torch.float32, False), (2e-3, torch.float32, False)]
@@ -171,7 +172,7 @@ def test_a_run_continues_from_a_saved_critic(tiny, tmp_path, monkeypatch):
     samples = make_samples()
     trained = outputs(watched.critic, samples)
     critic = tmp_path / "first" / "critic"
-    assert set(utils.saved_head(critic)) == {"weight", "bias"} and utils.saved_head(tiny) == {}
+    assert set(saving.saved_head(critic)) == {"weight", "bias"} and saving.saved_head(tiny) == {}
     again, metrics, _ = run(
         *(tiny, tmp_path, monkeypatch),
         run_name="second",
@@ -196,7 +197,7 @@ def test_a_critic_of_another_model_keeps_its_own_config(tiny):
 @pytest.mark.parametrize("outputs, names", [(1, {"weight"}), (2, set())])
 def test_the_head_of_a_classifier_counts_if_it_has_one_output(tmp_path, outputs, names):
     save_file({"score.weight": torch.ones(outputs, 8), "model.norm.weight": torch.ones(8)}, tmp_path / "a.safetensors")
-    assert set(utils.saved_head(tmp_path)) == names
+    assert set(saving.saved_head(tmp_path)) == names
 
 
 def test_no_critic_is_saved_where_none_is_trained(tiny, tmp_path):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import grpo
 import utils
-from runtime import batching
+from runtime.training import batching
 
 GROUP = 4
 LONGEST = 16

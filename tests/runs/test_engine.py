@@ -19,9 +19,11 @@ from helpers import alone, command, end_engine, finish
 
 import grpo
 import utils
-from runtime import cpu_norms, watchdog
-from runtime.records import Sample
-from runtime.weights import push_weights, reload_worker
+from runtime.data.samples import Sample
+from runtime.engine import cpu_kernels
+from runtime.engine.weights import push_weights, reload_worker
+from runtime.system import watchdog
+from runtime.training import pretrained
 
 EOS = 2
 LONG = [5 + 7 * i % 300 for i in range(70)]  # more than two cache blocks of 32
@@ -148,7 +150,7 @@ def test_norms_are_computed_by_the_kernels(engine, monkeypatch):
 
     calls = []
     for name in ("rms_norm", "fused_add_rms_norm"):
-        implementation = getattr(ir.ops, name).impls[cpu_norms.NAME]
+        implementation = getattr(ir.ops, name).impls[cpu_kernels.NAME]
         monkeypatch.setattr(implementation, "impl_fn", noted(calls, name, implementation.impl_fn))
     ask(engine, requests()[:1], max_tokens=3)
     assert calls == ["rms_norm", *["fused_add_rms_norm"] * 4] * 3
@@ -244,7 +246,7 @@ def test_generate_has_no_setting_of_its_own(tiny, tmp_path, penalty):
     inbox.put(("stop",))
     utils.hf_thread(args, torch.float32, 0, 1, [EOS], inbox, outbox)
     ids = [5, 6, 7]
-    plain = utils.load_model(args, torch.float32, "sdpa").eval()
+    plain = pretrained.load_model(args, torch.float32, "sdpa").eval()
     for _ in range(24):
         with torch.no_grad():
             ids.append(int(plain(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
@@ -426,7 +428,7 @@ def start_engine(folder, model_type: str, fields: dict):
         max_num_seqs=8,
         disable_log_stats=True,
     )
-    model = utils.load_model(grpo.Args(model_name_or_path=str(folder)), torch.float32, "sdpa")
+    model = pretrained.load_model(grpo.Args(model_name_or_path=str(folder)), torch.float32, "sdpa")
     return llm, model
 
 

@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
-from runtime import episodes, watchdog
+from runtime.environments import episodes
+from runtime.system import watchdog
 
 FILE = ROOT / "tests" / "environments.py"
 FEW = ("--verifier", "environment", "--max_response_length", "64", "--max_turns", "3", "--total_steps", "3")
@@ -128,13 +129,14 @@ def test_a_run_killed_with_a_tool_under_way_resumes_to_the_weights_of_one_that_w
 
 # What vLLM says it was given for each turn, against the episode; each target of the trainer, against its samples.
 PROOF = """
-from runtime import process
+from runtime.system import process
 process.prepare_environment()
 import json, os
 import numpy as np
 import tyro
 import grpo
-from runtime import batching, chat, episodes
+from runtime.training import batching
+from runtime.environments import chat, episodes
 
 if __name__ == "__main__":  # the reward workers import this file
     from vllm.v1.engine.llm_engine import LLMEngine

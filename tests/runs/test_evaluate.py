@@ -13,23 +13,25 @@ from helpers import PROBLEMS, ROOT, VERIFIERS, clean_environment, forked, read_j
 
 import grpo
 import utils
-from runtime import data, identity, records
+from runtime.data import prompt_order
+from runtime.data.samples import Problem, Sample
+from runtime.run import identity
 
 
-def answers(verdicts: list[list], problems: list[records.Problem] | None = None) -> list[records.Sample]:
+def answers(verdicts: list[list], problems: list[Problem] | None = None) -> list[Sample]:
     """Samples: for each problem the answers given, True for a right one, else what was extracted."""
     samples = []
     for p, group in enumerate(verdicts):
         for k, verdict in enumerate(group):
-            sample = records.Sample(p, k, [1], [5] * (k + 1), [0.0] * (k + 1), "length" if k == 0 else "stop", [(4, 0)])
+            sample = Sample(p, k, [1], [5] * (k + 1), [0.0] * (k + 1), "length" if k == 0 else "stop", [(4, 0)])
             sample.response = sample.extracted = "7" if verdict is True else str(verdict)
             sample.score = float(verdict is True)
             samples.append(sample)
     return samples
 
 
-def problems(*sources: str) -> list[records.Problem]:
-    return [records.Problem([{"role": "user", "content": "?"}], "7", "exact", {}, source=s) for s in sources]
+def problems(*sources: str) -> list[Problem]:
+    return [Problem([{"role": "user", "content": "?"}], "7", "exact", {}, source=s) for s in sources]
 
 
 def test_golden_numbers():
@@ -115,16 +117,16 @@ def test_strict_lenient_and_format_side_by_side():
         ["0.500", "0.500"],
         ["0.750", "0.500"],
     ]
-    words = [records.Problem([], "seven", "exact", {})] * 2
+    words = [Problem([], "seven", "exact", {})] * 2
     for sample in found:
         sample.reward_parts = {}
     assert evaluate.side_by_side(found, words) == ("–", "–")
 
 
 def test_greedy_is_one_response_to_each():
-    requests, sampling = data.eval_requests(5, grpo.Args(eval_temperature=0.0, eval_samples=4))
+    requests, sampling = prompt_order.eval_requests(5, grpo.Args(eval_temperature=0.0, eval_samples=4))
     assert [place for place, _, _ in requests] == [0, 1, 2, 3, 4] and sampling["temperature"] == 0
-    assert len(data.eval_requests(5, grpo.Args(eval_samples=4))[0]) == 20
+    assert len(prompt_order.eval_requests(5, grpo.Args(eval_samples=4))[0]) == 20
 
 
 # ---------------------------------------------------------------------------------------------- evaluate.py and a run
@@ -314,8 +316,8 @@ def test_refusals(tmp_path):
 # ----------------------------------------------------------------------------------------------------- dynamic sampling
 
 
-def group(place: int, rewards: list[float], mark: int) -> list[records.Sample]:
-    samples = [records.Sample(place, k, [1], [mark], [0.0], "stop", []) for k in range(len(rewards))]
+def group(place: int, rewards: list[float], mark: int) -> list[Sample]:
+    samples = [Sample(place, k, [1], [mark], [0.0], "stop", []) for k in range(len(rewards))]
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = reward
     return samples
@@ -325,21 +327,21 @@ def test_groups_are_replaced():
     samples = group(0, [1, 1], 0) + group(1, [0, 1], 1) + group(2, [0, 0], 2) + group(3, [1, 1], 3)
     new = group(0, [0, 0], 10) + group(1, [1, 0], 11) + group(2, [0, 1], 12)
     batch, more = list(problems(*"abcd")), list(problems(*"xyz"))
-    assert data.equal_groups(samples) == [0, 2, 3]
-    data.replace_groups(batch, samples, more, new)
+    assert prompt_order.equal_groups(samples) == [0, 2, 3]
+    prompt_order.replace_groups(batch, samples, more, new)
     assert [p.source for p in batch] == ["y", "b", "z", "d"]
     assert [s.response_ids[0] for s in samples] == [11, 11, 1, 1, 12, 12, 3, 3]
     assert [(s.prompt_id, s.sample_id) for s in samples] == [(p, k) for p in range(4) for k in range(2)]
-    assert data.equal_groups(samples) == [3]
-    measured = data.draw_metrics([samples, new], prompts=4)
+    assert prompt_order.equal_groups(samples) == [3]
+    measured = prompt_order.draw_metrics([samples, new], prompts=4)
     assert measured["data/dropped"] == 3 and measured["data/rounds"] == 1
     assert measured["data/zero_std_frac"] == pytest.approx(2 / 7)
 
 
 def test_dynamic_sampling_in_a_run(tiny, tmp_path, monkeypatch):
     """More groups that differ, and prompts in the order of the counter: what was drawn is drawn no second time."""
-    drawn, inside = [], data.prompts_at
-    monkeypatch.setattr(data, "prompts_at", lambda *rest: drawn.append(rest[:2]) or inside(*rest))
+    drawn, inside = [], prompt_order.prompts_at
+    monkeypatch.setattr(prompt_order, "prompts_at", lambda *rest: drawn.append(rest[:2]) or inside(*rest))
     options = {"num_samples_per_prompt_rollout": 2, "eval_prompts": 0, "num_unique_prompts_rollout": 8}
     few, many = (
         run_here(tiny_args(tiny, tmp_path, run_name=f"{rounds}", dynamic_sampling_rounds=rounds, **options))

@@ -48,8 +48,10 @@ from nodes import ADDRESSES, Nodes, ends, reason_for_none, training
 
 import grpo
 import utils
-from runtime import engine as engines
-from runtime import flags, process
+from runtime.arguments import checks
+from runtime.engine import client
+from runtime.system import process
+from runtime.training import pretrained
 
 pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "evidence" / "faults.md"
@@ -275,7 +277,7 @@ def test_an_engine_that_ends_in_a_push(small, capfd, monkeypatch):
         return ("stop",) if sum(pushes) == 2 else message
 
     hf_thread_with(monkeypatch, end_in_the_second)
-    monkeypatch.setattr(engines, "RESTARTS", 0)
+    monkeypatch.setattr(client, "RESTARTS", 0)
     text = fails(small(), capfd)
     note("the engine ends in a push", "its thread returns", text, "the rollout thread ended", ENDS)
 
@@ -326,7 +328,7 @@ def test_stale_weights(small, capfd, monkeypatch):
 def test_stale_weights_of_samples_that_are_stale_anyway(small, capfd, monkeypatch, inflight):
     """With --async_steps no token that is trained on need be fresh: a few are asked for after every push."""
     drop_later_pushes(monkeypatch)
-    monkeypatch.setattr(flags, "check_asynchrony", lambda args: None)  # this thread knows no updates in flight
+    monkeypatch.setattr(checks, "check_asynchrony", lambda args: None)  # this thread knows no updates in flight
     text = fails(small(total_steps=4, learning_rate=1e-2, async_steps=1, inflight_updates=inflight), capfd)
     assert "the engine has stale weights or a different model" in text
 
@@ -453,7 +455,7 @@ def test_all_responses_are_cut(small, capfd):
 
 
 def test_responses_of_one_token(small, capfd, monkeypatch):
-    monkeypatch.setattr(utils, "stop_token_ids", lambda model, _: list(range(model.config.vocab_size)))
+    monkeypatch.setattr(pretrained, "stop_token_ids", lambda model, _: list(range(model.config.vocab_size)))
     metrics, text = goes_on(small(), capfd)
     assert all(m["completions/length_mean"] == 1 and m["optim/skipped"] == 0 for m in metrics)
     note("every response ends at once", "every token a stop token", text, "len 1.0", GOES_ON)
@@ -636,7 +638,7 @@ def test_another_vllm(tiny, tmp_path):
 
 
 VLLM = """
-from runtime import process
+from runtime.system import process
 process.prepare_environment()
 import tyro
 import grpo

@@ -19,8 +19,10 @@ from helpers import ROOT, alone, command, finish, make_samples, read_jsonl
 
 import grpo
 import utils
-from runtime import flags, watchdog
-from runtime.records import Problem, Sample
+from runtime.arguments import flags
+from runtime.data.samples import Problem, Sample
+from runtime.system import watchdog
+from runtime.training import deepspeed_zero, pretrained
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif("not torch.cuda.is_available()", reason="no GPU")]
@@ -52,7 +54,7 @@ def random_model(folder: Path, family: str, **changes) -> str:
 
 def policy_of(folder: str, place: str, attention: str = "sdpa") -> utils.TokenLogprobs:
     """The trainer's model on a device, before DeepSpeed has it."""
-    model = utils.load_model(grpo.Args(model_name_or_path=folder), DTYPE[place], attention)
+    model = pretrained.load_model(grpo.Args(model_name_or_path=folder), DTYPE[place], attention)
     return utils.TokenLogprobs(model.to(place), 1.0, 1024)
 
 
@@ -187,7 +189,7 @@ def perturb(policy: utils.TokenLogprobs, seed: int) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_noise_moves_every_weight_in_bf16(family, tmp_path):
     """As the tests of pushes need it on a GPU: after each of two, no parameter has the sum that it had."""
-    model = utils.load_model(grpo.Args(model_name_or_path=random_model(tmp_path, family)), torch.bfloat16, "sdpa")
+    model = pretrained.load_model(grpo.Args(model_name_or_path=random_model(tmp_path, family)), torch.bfloat16, "sdpa")
     policy = utils.TokenLogprobs(model, 1.0, 1024)
 
     def sums() -> dict[str, float]:
@@ -318,21 +320,21 @@ def check_seeds(place: str, tmp_path: Path) -> None:
 def test_a_borrowed_device_keeps_nothing(place):
     """--offload ref: the same numbers, the weights where they were, and what is written to them stays."""
     module = torch.nn.Linear(64, 64)
-    utils.pin(module)
+    deepspeed_zero.pin(module)
     homes = [p.data_ptr() for p in module.parameters()]
     device = torch.device(place, 0)
     x = torch.randn(2, 64)
     expected = module(x)
-    utils.borrow_device(module, device)
+    deepspeed_zero.borrow_device(module, device)
     assert [p.data_ptr() for p in module.parameters()] != homes
     assert torch.allclose(module(x.to(device)).cpu(), expected, atol=1e-4)
-    utils.return_device(module)
+    deepspeed_zero.return_device(module)
     assert [p.data_ptr() for p in module.parameters()] == homes
     with torch.no_grad():
         module.bias.add_(1.0)
-    utils.borrow_device(module, device)
+    deepspeed_zero.borrow_device(module, device)
     assert torch.allclose(module(x.to(device)).cpu(), expected + 1, atol=1e-4)
-    utils.return_device(module)
+    deepspeed_zero.return_device(module)
 
 
 SLEEPS = {
@@ -409,22 +411,22 @@ def live_bytes(place: str) -> int:
 
 def check_memory(place: str, offload: bool, expected: float) -> None:
     args = grpo.Args(dtype="bfloat16", offload=("optimizer",) * offload)
-    plain = utils.deepspeed_config
+    plain = deepspeed_zero.deepspeed_config
 
     def small_buckets(*rest):
         config = plain(*rest)  # whose size does not grow with the model
         config["zero_optimization"] |= {"reduce_bucket_size": 2**18, "allgather_bucket_size": 2**18}
         return config
 
-    utils.deepspeed_config = small_buckets
-    accelerator = utils.make_accelerator(args, torch.bfloat16, torch.device(place))
+    deepspeed_zero.deepspeed_config = small_buckets
+    accelerator = deepspeed_zero.make_accelerator(args, torch.bfloat16, torch.device(place))
     empty = live_bytes(place)
     width = {"cpu": 512, "cuda": 4096}[place]
     layers = [torch.nn.Linear(width, width, bias=False) for _ in range(32)]
     model = torch.nn.Sequential(*layers).bfloat16().to(place)
     policy, _ = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))
     x = torch.randn(4, width, dtype=torch.bfloat16, device=place)
-    utils.backward(policy, policy(x).float().square().mean(), True)
+    deepspeed_zero.backward(policy, policy(x).float().square().mean(), True)
     per_parameter = (live_bytes(place) - empty) / (32 * width * width)
     print(f"{place}, offload {offload}: {per_parameter:.2f} bytes per parameter")
     assert per_parameter == pytest.approx(expected, rel=0.1, abs=0.3)

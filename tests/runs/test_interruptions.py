@@ -31,7 +31,7 @@ from helpers import (
     with_program,
 )
 
-from runtime import process
+from runtime.system import process
 
 CASES = [("grpo", 1, "hf"), ("grpo", 2, "hf"), ("ppo", 1, "hf"), ("ppo", 2, "hf")]
 CASES += [("grpo", 1, "vllm"), ("ppo", 2, "vllm")]
@@ -39,7 +39,7 @@ CASES += [("grpo", 1, "vllm"), ("ppo", 2, "vllm")]
 
 FORKS = """
 import multiprocessing, os, sys, time
-from runtime import process
+from runtime.system import process
 
 def child(place):
     open(place, "w").write(str(os.getpid()))
@@ -71,7 +71,7 @@ def test_what_a_library_forks(tmp_path):
 
 SPEAKS = r"""
 import os, sys, time
-from runtime import process
+from runtime.system import process
 
 process.listen_for_signals()
 process.Stop.training = True
@@ -126,7 +126,7 @@ def test_the_console_does_not_end_a_run(tmp_path, reader):
 
 def test_a_verifier_that_prints_needs_no_reader():
     """Its score would be that of a verifier that fails."""
-    program = "from runtime import process; process.live_for_parent(); print('a response', flush=True)"
+    program = "from runtime.system import process; process.live_for_parent(); print('a response', flush=True)"
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
@@ -136,7 +136,7 @@ def test_a_verifier_that_prints_needs_no_reader():
 
 def test_what_stood_for_the_console_can_be_put_back():
     """As who redirects what is printed does: the end of this project's streams closes none of the process's own."""
-    program = "import sys; from runtime import process; process.outlive_the_console(); "
+    program = "import sys; from runtime.system import process; process.outlive_the_console(); "
     program += "sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__; "
     program += "print('a response'); print('a warning', file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=ROOT)
@@ -299,12 +299,13 @@ def test_a_run_that_stands_still_says_where_and_ends(tiny, tmp_path):
 
 
 SIGNAL_IN_EVALUATION = """
-from runtime import process
+from runtime.system import process
 process.prepare_environment()
 import os, signal, time
 import tyro
-import grpo, utils
-from runtime import checkpoints
+import grpo
+import utils
+from runtime.run import checkpoints
 
 if __name__ == "__main__":  # the reward workers import this file
     plain, calls = utils.gather_samples, []
@@ -366,11 +367,12 @@ def test_a_signal_in_the_last_evaluation_of_a_long_run(tiny, tmp_path, monkeypat
 
 
 ENDS_IN_A_PUSH = """
-from runtime import process
+from runtime.system import process
 process.prepare_environment()
 import os
 import tyro
-import grpo, utils
+import grpo
+import utils
 
 class Inbox:
     def __init__(self, inbox):
@@ -404,12 +406,13 @@ def test_an_engine_that_ends_in_a_push_on_one_of_two_ranks(tiny, tmp_path):
 
 
 IMBALANCE = """
-from runtime import process
+from runtime.system import process
 process.prepare_environment()
 import os, time
 import tyro
-import grpo, utils
-from runtime.watchdog import Watch
+import grpo
+import utils
+from runtime.system.watchdog import Watch
 
 if __name__ == "__main__":  # the reward workers import this file
     plain, calls = utils.gather_samples, []
@@ -441,7 +444,7 @@ def test_progress_of_any_rank_counts(monkeypatch):
     """One rank alone, by the store: no end while another beats, and the end soon after all have stopped."""
     import torch
 
-    from runtime import watchdog
+    from runtime.system import watchdog
 
     store = torch.distributed.HashStore()
     monkeypatch.setattr(watchdog, "board", lambda *_: store)
@@ -470,7 +473,7 @@ def test_progress_of_any_rank_counts(monkeypatch):
 )
 def test_what_a_rank_that_waits_for_its_engine_hears(message, failure, lives, error, words):
     """The message, or why there will be none: another rank's reason goes before its own."""
-    from runtime import watchdog
+    from runtime.system import watchdog
 
     store = SimpleNamespace(check=lambda keys: failure is not None, get=lambda key: failure)
     watch = SimpleNamespace(store=store, beat=lambda: None)
@@ -488,7 +491,7 @@ def test_what_a_rank_that_waits_for_its_engine_hears(message, failure, lives, er
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_rank_has_five_seconds_to_notice_a_failure_by_itself(monkeypatch, capsys, lost):
     """It may come out of its collective with a reason of its own; then its watchdog ends it, and says why."""
-    from runtime import watchdog
+    from runtime.system import watchdog
 
     class End(BaseException):
         pass
@@ -527,7 +530,7 @@ def test_a_rank_has_five_seconds_to_notice_a_failure_by_itself(monkeypatch, caps
 @pytest.mark.parametrize("several", [False, True])
 def test_a_rank_that_is_gone_may_be_on_a_node_that_cannot_be_reached(monkeypatch, several):
     """Where there is another node; on one machine it was killed."""
-    from runtime import watchdog
+    from runtime.system import watchdog
 
     monkeypatch.setattr(watchdog, "several_nodes", lambda: several)
     watch = SimpleNamespace(_next_rank=lambda: "rank 1")

@@ -9,7 +9,7 @@ from helpers import folder_of, read_jsonl, run_here, tiny_args
 
 import utils
 from grpo import Args
-from runtime import flags
+from runtime.arguments import flags
 
 
 def problems_file(folder, count: int) -> str:

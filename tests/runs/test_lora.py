@@ -10,7 +10,7 @@ import variant
 from helpers import ONE_ENGINE, command, end_engine, finish, load_variant, read_jsonl, tiny_args, with_program
 from transformers import AutoModelForCausalLM
 
-from runtime import watchdog
+from runtime.system import watchdog
 
 RANK = 8
 PROMPTS = [[5 + 7 * i % 300 for i in range(70)], [9, 8, 7, 6, 5]]  # the first: more than two cache blocks of 32

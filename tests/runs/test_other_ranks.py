@@ -33,7 +33,9 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_g
 import grpo
 import ppo
 import utils
-from runtime import checkpoints, process, runlog
+from runtime.training import deepspeed_zero
+from runtime.run import checkpoints, logger
+from runtime.system import process
 
 MOMENTS = {torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), torch.optim.SGD: ()}
 gradients = []
@@ -71,7 +73,7 @@ def backward(engine, loss, is_last, drop=False):
         gradients.append(whole)
         write("gradients", gradients)
         engine.step()
-        utils.clear_dropped_gradients(engine)
+        deepspeed_zero.clear_dropped_gradients(engine)
 
 
 class Watched(checkpoints.Checkpoints):
@@ -116,8 +118,8 @@ def be_rank(rank, port):
 
 def serve():
     global plain_step
-    plain_step, runlog.RunLog.step = runlog.RunLog.step, stop
-    utils.backward = backward
+    plain_step, logger.RunLog.step = logger.RunLog.step, stop
+    deepspeed_zero.backward = backward
     for line in sys.stdin:
         order.update(json.loads(line))
         with socket.socket() as free:
@@ -138,7 +140,7 @@ def serve():
 """
 MAIN = """
 if __name__ == "__main__":  # the reward workers import this file
-    from runtime import process
+    from runtime.system import process
 
     process.prepare_environment()
     import watched

@@ -21,7 +21,9 @@ import ppo
 import rewards
 import utils
 from ppo import Args, ValueNormalizer, explained_variance, gae, value_loss, whiten
-from runtime import batching, data, rundir
+from runtime.data import prompt_order
+from runtime.run import directory
+from runtime.training import batching, pretrained
 
 F64 = torch.float64
 CPU = torch.device("cpu")
@@ -216,7 +218,7 @@ def test_the_reward_is_on_exactly_the_last_token(length, finish):
     samples[2].response_ids, samples[2].finish_reason = list(range(10, 10 + length)), finish
     for i, s in enumerate(samples):
         s.reward = 1.0 + i
-    rewards = torch.tensor(data.token_rewards(samples, None, Args()))
+    rewards = torch.tensor(prompt_order.token_rewards(samples, None, Args()))
     offsets = batching.token_offsets(samples)
     assert len(rewards) == offsets[-1]
     assert rewards.nonzero().flatten().tolist() == [b - 1 for b in offsets[1:]]
@@ -234,7 +236,7 @@ def dense(finish: str = "stop", score: float = 1.0, steps=((2, 0.5), (4, 0.25), 
     def decode(ids, skip_special_tokens):
         return "".join(words[min(i, 4)] for i in ids)
 
-    return sample.reward, data.token_rewards([sample], decode, args).tolist()
+    return sample.reward, prompt_order.token_rewards([sample], decode, args).tolist()
 
 
 def test_dense_rewards():
@@ -339,19 +341,19 @@ def test_best_of():
     samples = make_samples(2, 4)
     for s, reward in zip(samples, [0, 1, 0, 1, 0, 0, 0, 0], strict=True):
         s.reward = float(reward)
-    kept = data.best_of(samples, 3)
+    kept = prompt_order.best_of(samples, 3)
     assert [(s.prompt_id, s.sample_id) for s in kept] == [(0, 0), (0, 1), (0, 3), (1, 0), (1, 1), (1, 2)]
-    assert data.best_of(samples, 4) == samples
+    assert prompt_order.best_of(samples, 4) == samples
 
 
 def test_drop_solved():
     rates = [1.0, 0.5, 0.9, 1.0, 0.0, 0.0]
     problems = list(range(6))
-    assert data.drop_solved(problems, rates, 0.9, 1.0) == [1, 4, 5]
-    assert data.drop_solved(problems, rates, 0.9, 0.34) == [1, 2, 4, 5]
-    assert data.drop_solved(problems, rates, 1.0, 0.9) == [1, 2, 4, 5]
-    assert data.drop_solved(problems, rates, 0.5, 0.0) == problems
-    assert data.drop_solved(problems, [0.0] * 6, 0.5, 0.9) == problems
+    assert prompt_order.drop_solved(problems, rates, 0.9, 1.0) == [1, 4, 5]
+    assert prompt_order.drop_solved(problems, rates, 0.9, 0.34) == [1, 2, 4, 5]
+    assert prompt_order.drop_solved(problems, rates, 1.0, 0.9) == [1, 2, 4, 5]
+    assert prompt_order.drop_solved(problems, rates, 0.5, 0.0) == problems
+    assert prompt_order.drop_solved(problems, [0.0] * 6, 0.5, 0.9) == problems
 
 
 # -------------------------------------------------------------------------------------------------------- the critic
@@ -440,7 +442,7 @@ def weights(args, script="ppo") -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     defaults = {"ppo": ppo, "grpo": grpo}[script].Args()
-    return load_file(Path(args.output_dir) / rundir.run_name(args, defaults) / "model" / "model.safetensors")
+    return load_file(Path(args.output_dir) / directory.run_name(args, defaults) / "model" / "model.safetensors")
 
 
 def same(a: dict, b: dict) -> bool:
@@ -474,7 +476,7 @@ def test_disable_value_creates_no_critic_and_trains_on_the_reward_to_go(tiny, tm
     args = tiny_ppo(tiny, tmp_path, disable_value=True, adv_norm="none", total_steps=1, log_samples=16)
     (m,) = run_here(args, "ppo")
     assert "loss/value" not in m and "value/explained_variance" not in m
-    rows = read_jsonl(Path(args.output_dir) / rundir.run_name(args, Args()) / "samples.jsonl")
+    rows = read_jsonl(Path(args.output_dir) / directory.run_name(args, Args()) / "samples.jsonl")
     assert all(row["advantage"] == pytest.approx(row["reward"]) for row in rows) and len(rows) == 16
     assert set(torch.cat(seen).tolist()) == {row["reward"] for row in rows} == {0.0, 1.0}
 
@@ -580,7 +582,7 @@ def test_a_critic_that_is_never_finite_again_ends_the_run(tiny, tmp_path, monkey
     args = tiny_ppo(tiny, tmp_path, total_steps=12, log_samples=0)
     with pytest.raises(RuntimeError, match="ten optimizer steps in a row"):
         run_here(args, "ppo")
-    assert len(read_jsonl(Path(args.output_dir) / rundir.run_name(args, Args()) / "metrics.jsonl")) == 9
+    assert len(read_jsonl(Path(args.output_dir) / directory.run_name(args, Args()) / "metrics.jsonl")) == 9
 
 
 def test_a_value_loss_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypatch):
@@ -600,8 +602,8 @@ def test_a_value_loss_that_is_not_finite_is_never_applied(tiny, tmp_path, monkey
 
 def test_values_after_a_cut(tiny, tmp_path, monkeypatch):
     """With --bootstrap_truncated a cut response is worth what the critic says after it, and an ended one nothing."""
-    stops = utils.stop_token_ids
-    monkeypatch.setattr(utils, "stop_token_ids", lambda *a: [*stops(*a), *range(100, 130)])  # else it seldom ends
+    stops = pretrained.stop_token_ids
+    monkeypatch.setattr(pretrained, "stop_token_ids", lambda *a: [*stops(*a), *range(100, 130)])  # else it seldom ends
     seen, plain = [], ppo.gae
     monkeypatch.setattr(ppo, "gae", lambda *a: (seen.append(a), plain(*a))[1])
     more = {"critic_learning_rate": 1e-2, "max_response_length": 24, "value_norm": "running", "gamma": 0.9}
@@ -609,7 +611,7 @@ def test_values_after_a_cut(tiny, tmp_path, monkeypatch):
         seen.clear()
         args = tiny_ppo(tiny, tmp_path, bootstrap_truncated=flag, log_samples=16, **more)
         run_here(args, "ppo")
-        rows = read_jsonl(Path(args.output_dir) / rundir.run_name(args, Args()) / "samples.jsonl")
+        rows = read_jsonl(Path(args.output_dir) / directory.run_name(args, Args()) / "samples.jsonl")
         cut = torch.tensor([row["finish_reason"] == "length" for row in rows if row["step"] == 2])
         after = seen[1][2]
         assert cut.any() and not cut.all(), "the tiny model should both end and be cut"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import ppo
 import utils
-from runtime import batching
+from runtime.training import batching
 
 TEMPERATURE = 0.7
 LAMBDA = 0.9

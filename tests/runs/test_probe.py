@@ -8,11 +8,11 @@ import probe
 import pytest
 from helpers import ROOT, TINY_RUN, run_to_end
 
-from runtime import records
+from runtime.data.samples import Sample
 
 
-def sample(prompt: int, number: int, length: int, score: float, reason: str = "stop") -> records.Sample:
-    found = records.Sample(prompt, number, [1], [5] * length, [0.0] * length, reason, [(0, 0)])
+def sample(prompt: int, number: int, length: int, score: float, reason: str = "stop") -> Sample:
+    found = Sample(prompt, number, [1], [5] * length, [0.0] * length, reason, [(0, 0)])
     found.score = found.reward = score
     return found
 

@@ -99,9 +99,11 @@ def test_a_lock_that_a_killed_process_left(tiny, tmp_path, monkeypatch):
 
 DEAD_THREAD = """
 import sys, time
-from runtime import process, runlog
+from runtime.system import process
+from runtime.run import logger
 process.prepare_environment()
-import grpo, utils
+import grpo
+import utils
 sys.path.insert(0, "tests")
 from helpers import tiny_args
 from pathlib import Path

@@ -14,8 +14,9 @@ from helpers import ROOT, TINY_RUN, run_to_end
 
 import grpo
 import ppo
-from runtime import flags, memory
-from runtime.values import ModelName
+from runtime.arguments import flags
+from runtime.arguments.values import ModelName
+from runtime.training import memory
 
 MODEL = memory.Model(
     parameters=10**9, layers=10, hidden=1000, intermediate=3000, heads=10, kv_heads=2, head_size=100, vocabulary=50_000

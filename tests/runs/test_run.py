@@ -27,7 +27,9 @@ from safetensors.torch import load_file
 import grpo
 import utils
 from kl_estimators import ESTIMATORS
-from runtime import process, rundir, runlog
+from runtime.run import directory, logger
+from runtime.system import process
+from runtime.training import pretrained
 
 SLOW = pytest.mark.slow
 SETTINGS = [("loss", name, g) for name in ESTIMATORS for g in ("naive", "unbiased") if (name, g) != ("full", "naive")]
@@ -42,7 +44,7 @@ SCRIPTS = ["grpo", pytest.param("ppo", marks=SLOW)]
 def final_weights(args) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(Path(args.output_dir) / rundir.run_name(args, grpo.Args()) / "model" / "model.safetensors")
+    return load_file(Path(args.output_dir) / directory.run_name(args, grpo.Args()) / "model" / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatc
     advantages, d, log_ratio = seen[-1]
     assert d.abs().mean() > 0.05 and len(advantages) == 16  # the second step: the policy has left the reference
     kl = d if estimator == "k1" else log_ratio.exp() - 1 - log_ratio
-    folder = Path(args.output_dir) / rundir.run_name(args, grpo.Args())
+    folder = Path(args.output_dir) / directory.run_name(args, grpo.Args())
     samples = [s for s in read_jsonl(folder / "samples.jsonl") if s["step"] == 2]
     rewards = torch.tensor([s["reward"] for s in samples], dtype=torch.float64).view(4, 4)
     ends = []
@@ -284,8 +286,8 @@ def test_masked_tokens_are_counted(tiny, tmp_path, monkeypatch):
 
 def test_inside_the_group_statistics_truncated_responses_have_their_kl(tiny, tmp_path, monkeypatch):
     """Left out of the loss, not out of the group: with a KL of 0 they would look better than they are."""
-    stops = utils.stop_token_ids
-    monkeypatch.setattr(utils, "stop_token_ids", lambda *a: [*stops(*a), *range(100, 130)])  # else few end
+    stops = pretrained.stop_token_ids
+    monkeypatch.setattr(pretrained, "stop_token_ids", lambda *a: [*stops(*a), *range(100, 130)])  # else few end
     seen = []
     plain = grpo.group_advantages
 
@@ -307,7 +309,7 @@ def test_inside_the_group_statistics_truncated_responses_have_their_kl(tiny, tmp
         log_samples=16,
     )
     run_here(args)
-    folder = Path(args.output_dir) / rundir.run_name(args, grpo.Args())
+    folder = Path(args.output_dir) / directory.run_name(args, grpo.Args())
     truncated = [s["finish_reason"] == "length" for s in read_jsonl(folder / "samples.jsonl") if s["step"] == 2]
     plain_rewards, penalized = seen[-2:]
     penalty = (plain_rewards - penalized).flatten()
@@ -361,8 +363,8 @@ def test_logged_full_kl_is_the_expectation_of_the_logged_samples(tiny, tmp_path,
 
 def test_without_beta_no_reference_is_loaded(tiny, tmp_path, monkeypatch):
     """The policy, the sampler's copy, and a third model only where the KL is used."""
-    loaded, load = [], utils.load_model
-    monkeypatch.setattr(utils, "load_model", lambda *a: (loaded.append(1), load(*a))[1])
+    loaded, load = [], pretrained.load_model
+    monkeypatch.setattr(pretrained, "load_model", lambda *a: (loaded.append(1), load(*a))[1])
     for beta, placement, expected in ((0.0, "loss", 2), (0.1, "none", 2), (0.1, "loss", 3), (0.1, "reward", 3)):
         loaded.clear()
         (m,) = run_here(tiny_args(tiny, tmp_path, total_steps=1, beta=beta, kl_placement=placement, eval_prompts=0))
@@ -415,7 +417,7 @@ def test_many_switches_at_once(tiny, tmp_path):
         ignore_eos=False,
     )
     metrics = run_here(args)
-    folder = Path(args.output_dir) / rundir.run_name(args, grpo.Args())
+    folder = Path(args.output_dir) / directory.run_name(args, grpo.Args())
     assert [m["episode"] for m in metrics] == [16, 32, 48]
     assert [e["step"] for e in read_jsonl(folder / "eval.jsonl")] == [0, 1, 2, 3]
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["latest", "step_000002"]
@@ -502,14 +504,14 @@ def test_a_gradient_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypa
 def test_the_seconds_of_steps_do_not_overlap(script, tiny, tmp_path, monkeypatch):
     """What comes after a step's record, a checkpoint above all, is the next step's; nothing is counted twice."""
     ends = []
-    plain = runlog.RunLog.step
+    plain = logger.RunLog.step
 
     def noting(log, *rest):
         ends.append(time.perf_counter())
         plain(log, *rest)
         time.sleep(0.2)
 
-    monkeypatch.setattr(runlog.RunLog, "step", noting)
+    monkeypatch.setattr(logger.RunLog, "step", noting)
     found = run_here(tiny_args(tiny, tmp_path, script, eval_prompts=0, total_steps=3), script)
     assert sum(m["time/step"] for m in found[1:]) <= ends[-1] - ends[0]
     for m in found:

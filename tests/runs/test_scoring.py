@@ -11,7 +11,8 @@ from helpers import ROOT, end_engine
 
 import grpo
 from rewards import RewardPool, truth_error
-from runtime import data, watchdog
+from runtime.data import problem_set, rendering
+from runtime.system import watchdog
 
 
 @pytest.mark.slow
@@ -19,17 +20,17 @@ def test_scoring_adds_less_than_five_percent(monkeypatch, tmp_path):
     """Of verifiers, decoding and what hands them on, against generation alone, which is less than a step."""
     from transformers import AutoTokenizer
 
-    import utils
+    from runtime.training import pretrained
 
     monkeypatch.chdir(ROOT)
     args = grpo.Args(output_dir=str(tmp_path))
     if not (ROOT / args.model_name_or_path).is_dir():
         pytest.skip(f"no {args.model_name_or_path}: scripts/setup.sh prepares it")
-    problems = data.load_problems(args, truth_error)[0][: args.num_unique_prompts_rollout]
+    problems = problem_set.load_problems(args, truth_error)[0][: args.num_unique_prompts_rollout]
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    data.render_prompts(problems, tokenizer, args)
-    _, dtype, attention = utils.resolve_device(args)
-    stop_ids = utils.stop_token_ids(utils.load_model(args, dtype, attention), tokenizer)
+    rendering.render_prompts(problems, tokenizer, args)
+    _, dtype, attention = pretrained.resolve_device(args)
+    stop_ids = pretrained.stop_token_ids(pretrained.load_model(args, dtype, attention), tokenizer)
     pool = RewardPool(1, args.call_timeout, {p.verifier for p in problems})
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     thread = threading.Thread(target=grpo.vllm_thread, args=(args, dtype, 0, 1, stop_ids, inbox, outbox), daemon=True)

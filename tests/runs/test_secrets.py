@@ -22,7 +22,9 @@ import submit
 from helpers import ROOT, folder_of, read_jsonl, run_here, tiny_args
 
 from grpo import Args
-from runtime import flags, identity, redaction, rundir, runlog
+from runtime.arguments import flags
+from runtime.run import directory, identity, logger
+from runtime.system import redaction
 
 # What stands where. None of the values occurs in the project.
 PLANTED = {
@@ -189,7 +191,7 @@ def test_a_sample_with_a_secret_is_a_line_of_json(tmp_path, planted, monkeypatch
     """Code and data of tools have secrets in quotes: what hides them must not take a part of the line along."""
     odd = 'a"key\\with é and\nall'
     monkeypatch.setenv("ODD_KEY", odd)
-    log = runlog.RunLog(tmp_path / "run", Args(), 1, 10, True)
+    log = logger.RunLog(tmp_path / "run", Args(), 1, 10, True)
     texts = [text.format(PLANTED["JUDGE_API_KEY"]) for text in QUOTED] + [f"it is {odd}!"]
     for step, text in enumerate(texts, 1):
         log.write("samples.jsonl", {"step": step, "response": text, "parts": {text: 0.5, "token": 1.0}, "all": [text]})
@@ -206,11 +208,11 @@ def test_a_run_with_secrets_resumes(tiny, tmp_path, planted, judged):
     theirs = identity.recorded(args)
     assert theirs["judge_url"] == "https://***@judge.example.com/v1" and theirs["judge_api_key"] == "***"
     assert identity.changed_arguments(theirs, args) == ([], [])
-    name = rundir.run_name(args, type(args)())
+    name = directory.run_name(args, type(args)())
     args.judge_api_key = "another-key-0123456789"
-    assert identity.changed_arguments(theirs, args) == ([], []) and rundir.run_name(args, type(args)()) == name
+    assert identity.changed_arguments(theirs, args) == ([], []) and directory.run_name(args, type(args)()) == name
     args.judge_url = "https://another.example.com"
-    assert len(identity.changed_arguments(theirs, args)[0]) == 1 and rundir.run_name(args, type(args)()) != name
+    assert len(identity.changed_arguments(theirs, args)[0]) == 1 and directory.run_name(args, type(args)()) != name
 
 
 def test_the_environment_of_now(monkeypatch):

@@ -14,14 +14,17 @@ import torch
 from helpers import ROOT, folder_of, interrupted, record, run_here, tiny_args
 
 import utils
+from runtime.training import deepspeed_zero
 
 # After an optimizer step: bytes per parameter of the trainer, and of what is still where it was once it has left.
 MEASURE = """
 import gc, json, os, sys, weakref
-from runtime import process
+from runtime.system import process
 process.prepare_environment()
 import torch
-import grpo, utils
+import grpo
+import utils
+from runtime.training import deepspeed_zero
 
 def live():
     gc.collect()
@@ -36,16 +39,16 @@ def live():
 
 args = grpo.Args(**json.loads(sys.argv[1]))
 dtype = getattr(torch, args.dtype)
-accelerator = utils.make_accelerator(args, dtype, torch.device("cpu"))
+accelerator = deepspeed_zero.make_accelerator(args, dtype, torch.device("cpu"))
 empty = [storage() for storage, _ in live()]
 model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(32)]).to(dtype)
 policy, _ = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))
-utils.backward(policy, policy(torch.randn(4, 512, dtype=dtype)).float().square().mean(), True)
+deepspeed_zero.backward(policy, policy(torch.randn(4, 512, dtype=dtype)).float().square().mean(), True)
 count = 32 * 512 * 512
 bucket = 4 * 2 * 20_000_000  # two buckets at most, which do not grow with the model
 before = [(storage, size) for storage, size in live() if not any(storage() is old for old in empty)]
 moments = sum(t.untyped_storage().nbytes() for s in policy.optimizer.optimizer.state.values() for t in s.values())
-utils.leave_gpu([policy])
+deepspeed_zero.leave_gpu([policy])
 gc.collect()
 stayed = sum(size for storage, size in before if storage() is not None and storage().data_ptr())
 print("BYTES", sum(size for _, size in before) / count, moments / count, stayed / count, flush=True)
@@ -84,7 +87,7 @@ RUN = {"eval_every": 1, "save_every": 2, "num_mini_batches": 2, "learning_rate":
 def test_a_run_that_sleeps_is_the_same_run(tiny, tmp_path, monkeypatch, script, changes):
     """Every number, sample and weight; each sampling finds the trainer asleep, each update awake."""
     states = []
-    plain = utils.backward
+    plain = deepspeed_zero.backward
 
     def spy(engine, *rest):
         states.append(bool(engine.optimizer.offloaded_states))
@@ -93,7 +96,7 @@ def test_a_run_that_sleeps_is_the_same_run(tiny, tmp_path, monkeypatch, script, 
     args = tiny_args(tiny, tmp_path / "awake", script, **RUN, **changes)
     run_here(args, script)
     awake = record(folder_of(args, script))
-    monkeypatch.setattr(utils, "backward", spy)
+    monkeypatch.setattr(deepspeed_zero, "backward", spy)
     args = tiny_args(tiny, tmp_path / "asleep", script, sleep="all", **RUN, **changes)
     run_here(args, script)
     assert record(folder_of(args, script)) == awake
@@ -158,16 +161,16 @@ def test_on_a_gpu_the_trainer_leaves_it(tmp_path):
     import grpo
 
     args = grpo.Args(dtype="bfloat16", sleep="all")
-    accelerator = utils.make_accelerator(args, torch.bfloat16, torch.device("cuda", 0))
+    accelerator = deepspeed_zero.make_accelerator(args, torch.bfloat16, torch.device("cuda", 0))
     model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(32)]).bfloat16().cuda()
     policy, _ = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))
     probe = torch.randn(4, 2048, dtype=torch.bfloat16, device="cuda")
-    utils.backward(policy, policy(probe).float().square().mean(), True)
+    deepspeed_zero.backward(policy, policy(probe).float().square().mean(), True)
     expected = policy(probe)
     before = torch.cuda.memory_allocated()
-    utils.leave_gpu([policy])
+    deepspeed_zero.leave_gpu([policy])
     asleep = torch.cuda.memory_allocated()
-    utils.return_to_gpu([policy])
+    deepspeed_zero.return_to_gpu([policy])
     print(f"{before / 2**30:.2f} GiB awake, {asleep / 2**30:.2f} asleep")
     assert asleep < before / 20
     assert torch.equal(policy(probe), expected)

@@ -20,7 +20,10 @@ from helpers import ROOT, load_variant, make_samples, run_here, tiny_args, token
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import utils
-from runtime import batching, data, presets, records
+from runtime.arguments import presets
+from runtime.data import rendering
+from runtime.data.samples import Problem
+from runtime.training import batching, pretrained
 
 NAMES = variant.names()
 WHOLE = variant.whole_names()
@@ -259,14 +262,14 @@ def test_distill_leaves_the_teacher_s_config_as_it_is(modules, tiny, tmp_path, m
     teacher = tmp_path / "teacher"
     shutil.copytree(tiny, teacher)
     configs = {}
-    plain = utils.load_model
+    plain = pretrained.load_model
 
     def load_model(args, *more):
         model = plain(args, *more)
         configs[args.model_name_or_path] = model.config.rms_norm_eps
         return model
 
-    monkeypatch.setattr(utils, "load_model", load_model)
+    monkeypatch.setattr(pretrained, "load_model", load_model)
     flags = {"teacher_name_or_path": str(teacher), "override_config": '{"rms_norm_eps": 0.5}'}
     run_here(tiny_args(tiny, tmp_path, "variant_distill", total_steps=1, eval_prompts=0, **flags), "variant_distill")
     assert configs[str(tiny)] == 0.5
@@ -276,9 +279,9 @@ def test_distill_leaves_the_teacher_s_config_as_it_is(modules, tiny, tmp_path, m
 def test_sdpo_shows_a_right_answer_of_another_sample(modules, tiny):
     """Each sample with a right sibling reads it in a row of its own; the only right one of a group has none."""
     args = modules["sdpo"].Args(model_name_or_path=str(tiny))
-    tokenizer = data.load_tokenizer(args)
+    tokenizer = rendering.load_tokenizer(args)
     messages = [{"role": "user", "content": "1 + 1 = "}]
-    problems = [records.Problem(messages, truth, "last_number", {"solution": "count"}) for truth in ("2", "3")]
+    problems = [Problem(messages, truth, "last_number", {"solution": "count"}) for truth in ("2", "3")]
     samples = make_samples(prompts=2, group=3)
     for place, sample in enumerate(samples):
         sample.response = f"answer {place}"
@@ -476,8 +479,8 @@ def test_opsd_refuses_what_is_not_its_loss(modules, tiny, tmp_path, capsys):
 def test_opsd_asks_with_any_column(modules, tiny, capsys):
     """A column that there is not is named before anything is built; braces in a column are text."""
     args = modules["opsd"].Args(model_name_or_path=str(tiny), hint="{question} so: {solution}, thus {truth}")
-    tokenizer = data.load_tokenizer(args)
-    problem = records.Problem([{"role": "user", "content": "1 + 1 = "}], "2", "last_number", {"solution": "{count}"})
+    tokenizer = rendering.load_tokenizer(args)
+    problem = Problem([{"role": "user", "content": "1 + 1 = "}], "2", "last_number", {"solution": "{count}"})
     (sample,) = modules["opsd"].hinted(make_samples(prompts=1, group=1), [problem], tokenizer, args)
     assert "1 + 1 =  so: {count}, thus 2" in tokenizer.decode(sample.prompt_ids)
     for hint in ("{question} {none}", "{0}", "{question"):

@@ -13,7 +13,7 @@ import pytest
 from helpers import ROOT, alive, descendants
 from test_episodes import Player, arguments, observations
 
-from runtime import episodes
+from runtime.environments import episodes
 
 FOLDER = ROOT / "adapters"
 OWN = '''

@@ -20,7 +20,8 @@ import pytest
 import torch
 from helpers import ROOT, alive
 
-from runtime import apart, watchdog
+from runtime.engine import engine_process
+from runtime.system import watchdog
 
 ARGS = SimpleNamespace(external_lib=None)
 
@@ -50,7 +51,7 @@ class Talk:
 
     def __init__(self, args=ARGS, **changed):
         self.inbox, self.outbox = watchdog.Mailbox(), watchdog.Mailbox()
-        engine = apart.EngineProcess(obey)
+        engine = engine_process.EngineProcess(obey)
         vars(engine).update(changed)
         arguments = (args, torch.float32, 1, 2, [0], self.inbox, self.outbox)
         self.thread = threading.Thread(target=engine.relay, args=arguments, daemon=True)
@@ -79,7 +80,7 @@ def left() -> tuple[int, int]:
 def test_weights_stand_in_one_block_that_is_laid_out_once():
     """The second push writes where the first one did; other tensors get another block; what is tied stands once."""
     ours, theirs = Pipe()
-    giver, inbox = apart.Giver(ours, os.getpid()), apart.Inbox(theirs)
+    giver, inbox = engine_process.Giver(ours, os.getpid()), engine_process.Inbox(theirs)
     one = torch.arange(5.0)
     weights = [("a", one), ("b", torch.ones(2, 3, dtype=torch.bfloat16)), ("tied", one), ("c", torch.tensor(7))]
     giver.give(1, weights)
@@ -102,10 +103,10 @@ def test_weights_stand_in_one_block_that_is_laid_out_once():
 def test_no_tensor_is_sent(monkeypatch):
     """A megabyte of weights: a message of some hundred bytes, and after the first one of fewer."""
     ours, theirs = Pipe()
-    giver = apart.Giver(ours, os.getpid())
+    giver = engine_process.Giver(ours, os.getpid())
     sizes = []
     monkeypatch.setattr(ours, "_send_bytes", lambda message: sizes.append(len(message)))
-    monkeypatch.setattr(apart.multiprocessing.reduction, "send_handle", lambda *rest: None)
+    monkeypatch.setattr(engine_process.multiprocessing.reduction, "send_handle", lambda *rest: None)
     for version in (1, 2):
         giver.give(version, [("a", torch.ones(500, 500))])
     assert sizes[0] < 1000 and sizes[1] < 100
@@ -124,11 +125,13 @@ def test_on_a_gpu_the_block_is_exported_once(monkeypatch):
     The first push is from CPU memory, as an engine that is built again gets it.
     """
     exported, opened, order = [], [], []
-    monkeypatch.setattr(apart, "reduce_tensor", lambda block: (None, exported.append(block) or tuple(range(15))))
-    monkeypatch.setattr(apart, "rebuild_cuda_tensor", lambda *given: opened.append(given) or exported[0])
-    monkeypatch.setattr(apart, "finish_gpu_work", lambda: order.append("finished"))
+    monkeypatch.setattr(
+        engine_process, "reduce_tensor", lambda block: (None, exported.append(block) or tuple(range(15)))
+    )
+    monkeypatch.setattr(engine_process, "rebuild_cuda_tensor", lambda *given: opened.append(given) or exported[0])
+    monkeypatch.setattr(engine_process, "finish_gpu_work", lambda: order.append("finished"))
     ours, theirs = Pipe()
-    giver, inbox = apart.Giver(ours, os.getpid()), apart.Inbox(theirs)
+    giver, inbox = engine_process.Giver(ours, os.getpid()), engine_process.Inbox(theirs)
     giver.give(3, [("a", torch.ones(3)), ("b", torch.zeros(2))])
     assert inbox.get()[1] == 3 and order == ["finished"] and not exported
     order.clear()
@@ -148,8 +151,8 @@ def test_on_a_gpu_the_block_is_exported_once(monkeypatch):
 def test_the_place_of_a_tensors_device_is_the_one_that_is_replaced():
     import inspect
 
-    names = list(inspect.signature(apart.rebuild_cuda_tensor).parameters)
-    assert names[apart.DEVICE] == "storage_device" and len(names) == 15
+    names = list(inspect.signature(engine_process.rebuild_cuda_tensor).parameters)
+    assert names[engine_process.DEVICE] == "storage_device" and len(names) == 15
 
 
 # --------------------------------------------------------------------------------------------------------- the process
@@ -160,7 +163,7 @@ def test_a_conversation(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
     monkeypatch.setenv("LOCAL_RANK", "2")
     Pipe()  # what multiprocessing opens once
-    apart.multiprocessing.resource_tracker.ensure_running()
+    engine_process.multiprocessing.resource_tracker.ensure_running()
     before = left()
     talk = Talk()
     assert talk.first[0] == "ready" and talk.first[1] != os.getpid() and talk.first[2:] == (1, 2, "7")
@@ -216,7 +219,7 @@ def test_a_process_that_hangs_is_killed_when_another_takes_its_place():
 
 
 def test_code_that_has_changed_since_the_run_began_is_not_run():
-    code = apart.workers.loaded_code() | {Path(apart.__file__): "of another day"}
+    code = engine_process.workers.loaded_code() | {Path(engine_process.__file__): "of another day"}
     kind, error = Talk(code=code).first
     assert kind == "error" and "apart.py has changed since this run began" in str(error)
 

@@ -27,8 +27,9 @@ from transformers.models.llama import modeling_llama as llama
 
 import utils
 from grpo import Args
-from runtime import attention, batching, flags
-from runtime.records import Sample
+from runtime.arguments import flags
+from runtime.data.samples import Sample
+from runtime.training import attention, batching, pretrained
 
 CPU = torch.device("cpu")
 # FlexAttention takes no heads of less than 16 on a GPU.
@@ -180,7 +181,7 @@ def test_grouped_attention_without_a_scale_or_a_mask():
 def test_flex_attention_may_have_more_compiled_versions(tiny, tmp_path, name, limit):
     """Of one kernel per kind of mask and batch size; a user's own limit stays where no flex_attention is used."""
     with torch._dynamo.config.patch(recompile_limit=8):
-        utils.load_model(tiny_args(tiny, tmp_path), torch.float32, name)
+        pretrained.load_model(tiny_args(tiny, tmp_path), torch.float32, name)
         assert torch._dynamo.config.recompile_limit == limit
 
 
@@ -307,33 +308,39 @@ def test_an_architecture_without_the_kernel_has_what_transformers_gives_it(capsy
     """Only as long as the run chooses; what a flag asks for is taken or refused."""
     llama, gpt2, sinks = LlamaConfig(), GPT2Config(), GptOssConfig()
     for attention_name in ("flex_attention", "varlen"):
-        assert utils.attention_for(llama, attention_name, "auto") == attention_name
-    assert utils.attention_for(gpt2, "flex_attention", "auto") is None
-    assert utils.attention_for(gpt2, "flex_attention", "flex_attention") == "flex_attention"
-    assert utils.attention_for(sinks, "varlen", "auto") is None
-    assert utils.attention_for(llama, "sdpa", "auto") is None
-    assert utils.attention_for(llama, "sdpa", "flash_attention_2") is None
-    assert utils.attention_for(llama, "eager", "auto") == "eager"
+        assert pretrained.attention_for(llama, attention_name, "auto") == attention_name
+    assert pretrained.attention_for(gpt2, "flex_attention", "auto") is None
+    assert pretrained.attention_for(gpt2, "flex_attention", "flex_attention") == "flex_attention"
+    assert pretrained.attention_for(sinks, "varlen", "auto") is None
+    assert pretrained.attention_for(llama, "sdpa", "auto") is None
+    assert pretrained.attention_for(llama, "sdpa", "flash_attention_2") is None
+    assert pretrained.attention_for(llama, "eager", "auto") == "eager"
     assert (
-        utils.attention_for(llama, "grouped", "auto") == utils.attention_for(llama, "grouped", "grouped") == "grouped"
+        pretrained.attention_for(llama, "grouped", "auto")
+        == pretrained.attention_for(llama, "grouped", "grouped")
+        == "grouped"
     )
     for own in (sinks, Gemma2Config()):
-        assert utils.attention_for(own, "grouped", "auto") == "eager"
+        assert pretrained.attention_for(own, "grouped", "auto") == "eager"
         with pytest.raises(SystemExit):
-            utils.attention_for(own, "grouped", "grouped")
+            pretrained.attention_for(own, "grouped", "grouped")
         assert "--attn_implementation grouped" in capsys.readouterr().err
     capped = Gemma2Config()
-    assert utils.attention_for(capped, "varlen", "auto") == utils.attention_for(capped, "sdpa", "auto") == "eager"
-    assert utils.attention_for(capped, "flex_attention", "auto") == "flex_attention"
+    assert (
+        pretrained.attention_for(capped, "varlen", "auto")
+        == pretrained.attention_for(capped, "sdpa", "auto")
+        == "eager"
+    )
+    assert pretrained.attention_for(capped, "flex_attention", "auto") == "flex_attention"
     with pytest.raises(SystemExit):
-        utils.attention_for(capped, "varlen", "varlen")
+        pretrained.attention_for(capped, "varlen", "varlen")
     assert "--attn_implementation varlen leaves out the soft cap" in capsys.readouterr().err
 
 
 def test_flags_that_a_cpu_cannot_serve_are_refused(capsys):
     for name in ("flex_attention", "varlen"):
         with pytest.raises(SystemExit):
-            utils.resolve_device(Args(attn_implementation=name))
+            pretrained.resolve_device(Args(attn_implementation=name))
         assert f"--attn_implementation {name} needs a GPU" in capsys.readouterr().err
 
 

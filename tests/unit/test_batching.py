@@ -21,8 +21,8 @@ from helpers import finish, make_samples
 import ppo
 import utils
 from grpo import Args, loss_weights
-from runtime import attention, batching
-from runtime.records import Sample
+from runtime.data.samples import Sample
+from runtime.training import attention, batching
 
 CPU = torch.device("cpu")
 
@@ -333,7 +333,7 @@ import os, sys
 from datetime import timedelta
 from types import SimpleNamespace
 
-from runtime import process
+from runtime.system import process
 
 process.prepare_environment()
 sys.path.insert(0, "tests")
@@ -344,7 +344,8 @@ from helpers import ROOT, make_samples
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import utils
-from runtime import batching
+from runtime.training import deepspeed_zero
+from runtime.training import batching
 
 deepspeed.ops.__compatible_ops__ = {}
 torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=3600))
@@ -360,7 +361,7 @@ for chunk in (1000, 4):
     torch.manual_seed(0)
     policy = utils.TokenLogprobs(LlamaForCausalLM(config), 1.0, chunk)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    settings = utils.deepspeed_config(args, torch.float32, cuda=False)
+    settings = deepspeed_zero.deepspeed_config(args, torch.float32, cuda=False)
     engine = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings)[0]
     assert engine.module.model.lm_head.weight.ds_tensor.numel() < 600 * 256, "the head is not sharded"
     (mb,) = batching.micro_batches(

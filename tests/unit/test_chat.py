@@ -1,4 +1,4 @@
-"""runtime/chat.py with the templates of real models: what an engine is given, turn by turn, is what is trained on.
+"""environments/chat.py with the templates of real models: what an engine is given, turn by turn, is what is trained on.
 
 tests/templates has templates of our own in the forms of Qwen 2.5, Qwen 3, Llama 3 and Hermes. RLVR_TEMPLATES: a folder
 with more, for example those of the models themselves; each must be one of these forms.
@@ -15,8 +15,11 @@ import torch
 from helpers import ROOT
 from test_episodes import Player, arguments, observations
 
-from runtime import batching, data, episodes, values
-from runtime.records import Problem, Sample
+from runtime.arguments import values
+from runtime.data import rendering
+from runtime.data.samples import Problem, Sample
+from runtime.environments import episodes
+from runtime.training import batching
 
 OWN = [ROOT / "tests" / "templates" / f"{name}.jinja" for name in ("qwen2_5", "qwen3", "llama3", "hermes")]
 TEMPLATES = OWN + sorted(Path(os.environ.get("RLVR_TEMPLATES", "/nonexistent")).glob("*.jinja"))
@@ -38,13 +41,13 @@ class Special(Player):
         """A problem with its prompt, as a run makes it."""
         problem = Problem(ASKED, "5", "exact", {})
         tools = episodes.first_turns([problem], self.tokenizer, self.args)
-        return data.render_prompts([problem], self.tokenizer, self.args, tools)[0]
+        return rendering.render_prompts([problem], self.tokenizer, self.args, tools)[0]
 
 
 @pytest.fixture(scope="module")
 def folder(tiny, tmp_path_factory) -> Path:
     """The tiny tokenizer with Llama's special tokens."""
-    tokenizer = data.load_tokenizer(arguments(tiny, "Tools"))
+    tokenizer = rendering.load_tokenizer(arguments(tiny, "Tools"))
     tokenizer.add_special_tokens({"additional_special_tokens": list(LLAMA)})
     place = tmp_path_factory.mktemp("special")
     tokenizer.save_pretrained(place)

@@ -34,8 +34,9 @@ from helpers import (
 )
 
 import grpo
-import utils
-from runtime import checkpoints, process, rundir, runlog
+from runtime.run import checkpoints, directory, logger
+from runtime.system import process
+from runtime.training import deepspeed_zero
 
 KL = {"beta": 0.1, "kl_target": (0.01, 100.0), "ref_policy_update": (1, 1.0)}
 PPO = {"value_norm": "running", "dataset_filter": (0.5, 0.3)}
@@ -61,14 +62,14 @@ def test_a_resumed_run_equals_the_straight_one(tiny, tmp_path, monkeypatch, caps
     every answer; Python's and NumPy's are nobody's but ours here.
     """
     drawn: dict[str, list] = {"straight": [], "parts": []}
-    plain = runlog.RunLog.step
+    plain = logger.RunLog.step
 
     def spy(self, *rest):
         plain(self, *rest)
         numbers = [random.random(), numpy.random.random(), torch.rand(1).item()]  # noqa: NPY002
         drawn[self.folder.parent.name].append(numbers)
 
-    monkeypatch.setattr(runlog.RunLog, "step", spy)
+    monkeypatch.setattr(logger.RunLog, "step", spy)
     straight = tiny_args(tiny, tmp_path / "straight", script, **{**SMALL, **changes})
     run_here(straight, script)
     parts = tiny_args(tiny, tmp_path / "parts", script, **{**SMALL, **changes})
@@ -94,7 +95,7 @@ def test_a_resumed_run_equals_the_straight_one(tiny, tmp_path, monkeypatch, caps
 )
 def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script, changes, masters):
     """DeepSpeed's second copy is gone; numbers, samples, weights and the files of a checkpoint are as with it."""
-    lean = utils.lean
+    lean = deepspeed_zero.lean
     shared = []
 
     def look(engine):
@@ -104,7 +105,7 @@ def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script,
 
     found = {}
     for name, prepare in (("lean", look), ("whole", lambda engine: engine)):
-        monkeypatch.setattr(utils, "lean", prepare)
+        monkeypatch.setattr(deepspeed_zero, "lean", prepare)
         args = tiny_args(
             tiny, tmp_path / name, script, **{**SMALL, "save_every": 2, "max_sampler_diff": 0.0, **changes}
         )
@@ -172,7 +173,7 @@ def test_damage_is_seen_and_passed_over(stopped, tmp_path, capsys, name):
         left = {p.name for p in (folder / "checkpoints").iterdir()}
         assert left - {"step_000003.aside"} == {"latest", *(f"step_00000{k}" for k in (2, 3, 4))}
     else:
-        _, start = rundir.open_run(args, grpo.Args())
+        _, start = directory.open_run(args, grpo.Args())
         said = capsys.readouterr().out
         assert start.name == f"step_{step:06d}"
     assert words in said and f"resuming after step {step}" in said
@@ -191,7 +192,7 @@ def test_without_any_checkpoint(stopped, tmp_path, capsys):
     """Killed before the first save: a new start, unless saving was off and the steps are all there is."""
     args = copy_of(stopped, tmp_path)
     shutil.rmtree(folder_of(args) / "checkpoints")
-    assert rundir.open_run(args, grpo.Args())[1] is None
+    assert directory.open_run(args, grpo.Args())[1] is None
     assert "stopped after step 3 without a checkpoint" in capsys.readouterr().out
     args.save_every, args.save_minutes = 0, 0.0
     message = refusal(args, capsys)
@@ -233,12 +234,12 @@ def test_an_older_checkpoint_that_is_damaged(stopped, tmp_path, capsys):
     state.write_text(state.read_text()[:50])
     run_here(args)
     assert "NO CHECKPOINT" not in capsys.readouterr().out
-    assert [step for step, _ in rundir.saved_steps(folder)] == [3, 4]
+    assert [step for step, _ in directory.saved_steps(folder)] == [3, 4]
 
 
 def test_changed_arguments(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path, total_steps=6, log_samples=2)
-    _, start = rundir.open_run(args, grpo.Args())
+    _, start = directory.open_run(args, grpo.Args())
     said = capsys.readouterr().out
     assert start.name == "step_000003" and "changed: --total_steps 4 there, 6 here" in said and "--log_samples" in said
     args.beta = 0.5
@@ -252,7 +253,7 @@ def test_a_torn_config(stopped, tmp_path, capsys):
     (folder / "config.json").write_text("")
     assert "config.json cannot be read" in refusal(args, capsys)
     (folder / "config.json").unlink()
-    assert rundir.open_run(args, grpo.Args())[1].name == "step_000003"
+    assert directory.open_run(args, grpo.Args())[1].name == "step_000003"
     shutil.rmtree(folder / "checkpoints")
     assert "it has no config.json" in refusal(args, capsys)
 
@@ -273,7 +274,7 @@ def test_resume_never_and_paths(stopped, tmp_path, capsys):
 HOLDS = """
 import sys, time
 from pathlib import Path
-from runtime import process
+from runtime.system import process
 
 lock = process.FolderLock(Path(sys.argv[1]))
 lock.acquire()
@@ -355,7 +356,7 @@ def test_a_finished_run_says_so(stopped, tmp_path, capsys):
 def test_lines_of_steps_that_are_done_again_go(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
-    rundir.cut_back(file, 2)
+    directory.cut_back(file, 2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
@@ -366,8 +367,8 @@ def test_lines_that_are_no_json_stay(tmp_path):
     file.write_bytes(
         "".join(["[1]\n", "7\n", "{}\n", "\n", *whole, '{"step": 2, "response": "']).encode() + b"\xe5\x90"
     )
-    assert rundir.last_step(file) == 2
-    rundir.cut_back(file, 2)
+    assert directory.last_step(file) == 2
+    directory.cut_back(file, 2)
     assert file.read_text() == whole[0] + whole[1] + whole[3]
 
 
@@ -376,26 +377,26 @@ def test_lines_that_are_no_json_stay(tmp_path):
 
 def test_which_checkpoints_stay(tiny, tmp_path, monkeypatch):
     """The newest two and the best: pass@1 is set from here, the rest runs as it is."""
-    scores, plain = {0: 0.0, 1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3, 5: 0.4, 6: 0.5}, runlog.RunLog.evaluation
+    scores, plain = {0: 0.0, 1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3, 5: 0.4, 6: 0.5}, logger.RunLog.evaluation
     monkeypatch.setattr(
-        runlog.RunLog, "evaluation", lambda self, r: plain(self, r | {"eval/pass@1": scores[r["step"]]})
+        logger.RunLog, "evaluation", lambda self, r: plain(self, r | {"eval/pass@1": scores[r["step"]]})
     )
     args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 6, "save_every": 1, "eval_every": 1})
     run_here(args)
-    steps = [step for step, _ in rundir.saved_steps(folder_of(args))]
+    steps = [step for step, _ in directory.saved_steps(folder_of(args))]
     assert steps == [2, 5, 6]
     scripts = list((folder_of(args) / "checkpoints").rglob("*.py"))
     assert not scripts, "DeepSpeed's, which makes of a checkpoint what model/ is already"
     assert (folder_of(args) / "checkpoints" / "latest").read_text() == "step_000006\n"
     run_here(tiny_args(tiny, tmp_path / "all", **{**SMALL, "save_every": 1, "keep_checkpoints": 0}))
-    assert len(rundir.saved_steps(folder_of(tiny_args(tiny, tmp_path / "all", **SMALL)))) == 4
+    assert len(directory.saved_steps(folder_of(tiny_args(tiny, tmp_path / "all", **SMALL)))) == 4
 
 
 def test_save_minutes(tiny, tmp_path):
     """A run with the default, half an hour, saves none: below."""
     args = tiny_args(tiny, tmp_path, **SMALL, save_minutes=1e-6)
     run_here(args)
-    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == [2, 3, 4], (
+    assert [step for step, _ in directory.saved_steps(folder_of(args))] == [2, 3, 4], (
         "after every step; the one with an evaluation stays"
     )
 
@@ -417,17 +418,17 @@ def test_the_last_step_is_saved_before_the_last_evaluation(
     """Unless less is at risk than a start takes, or no checkpoint is wanted; after it nothing is left that was not."""
     monkeypatch.setattr(checkpoints, "RESTART_SECONDS", restart)
     found = []
-    plain = runlog.RunLog.evaluation
+    plain = logger.RunLog.evaluation
 
     def evaluation(self, result):
-        found.append(([step for step, _ in rundir.saved_steps(self.folder)], process.Stop.last_step_saved))
+        found.append(([step for step, _ in directory.saved_steps(self.folder)], process.Stop.last_step_saved))
         return plain(self, result)
 
-    monkeypatch.setattr(runlog.RunLog, "evaluation", evaluation)
+    monkeypatch.setattr(logger.RunLog, "evaluation", evaluation)
     args = tiny_args(tiny, tmp_path, **{**SMALL, **changes})
     run_here(args)
     assert found[-1] == (during, 4 in during)
-    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == after
+    assert [step for step, _ in directory.saved_steps(folder_of(args))] == after
 
 
 def test_a_signal_while_the_last_step_is_saved(tiny, tmp_path, monkeypatch):
@@ -444,7 +445,7 @@ def test_a_signal_while_the_last_step_is_saved(tiny, tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as end:
         run_here(args)
     assert end.value.code == 75 and not (folder_of(args) / "model").exists()
-    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == [4]
+    assert [step for step, _ in directory.saved_steps(folder_of(args))] == [4]
 
 
 @pytest.fixture
@@ -465,7 +466,7 @@ def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, mo
     assert len(run_here(args)) == 4
     said = capsys.readouterr().out
     assert "NO CHECKPOINT after step 2" in said and "GiB free" in said and "needed" in said
-    assert rundir.saved_steps(folder_of(args)) == [] and saves == [False, False]
+    assert directory.saved_steps(folder_of(args)) == [] and saves == [False, False]
 
 
 def test_a_full_disk_refuses_new_weights_only(stopped, tmp_path, monkeypatch, capsys):
@@ -490,28 +491,28 @@ def test_a_full_disk_refuses_new_weights_only(stopped, tmp_path, monkeypatch, ca
         run_here(args)
     assert end.value.code == 0
     assert "is finished" in capsys.readouterr().out
-    rundir.check_disk(dataclasses.replace(args, overwrite=True), folder)  # takes the place of what it removes
+    directory.check_disk(dataclasses.replace(args, overwrite=True), folder)  # takes the place of what it removes
 
 
 def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys, saves):
     """The kernel refuses files above a size, as on a full disk: the old checkpoint stays, the run goes on."""
     args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 3, "save_every": 1})
-    plain, limits = runlog.RunLog.step, resource.getrlimit(resource.RLIMIT_FSIZE)
+    plain, limits = logger.RunLog.step, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill(self, metrics, *rest):
         plain(self, metrics, *rest)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000 if metrics["step"] == 2 else limits[0], limits[1]))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runlog.RunLog, "step", fill)
+        patch.setattr(logger.RunLog, "step", fill)
         try:
             run_here(args)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = capsys.readouterr().out
     assert "NO CHECKPOINT after step 2" in said and "rank 0:" in said
-    assert [step for step, _ in rundir.saved_steps(folder_of(args))] == [1, 3] and saves == [True, False, True]
-    assert not any(rundir.damage(path) for _, path in rundir.saved_steps(folder_of(args)))
+    assert [step for step, _ in directory.saved_steps(folder_of(args))] == [1, 3] and saves == [True, False, True]
+    assert not any(directory.damage(path) for _, path in directory.saved_steps(folder_of(args)))
     assert not list((folder_of(args) / "checkpoints").glob("*.partial"))
 
 
@@ -530,7 +531,7 @@ def test_the_end_of_a_run_ends_its_tracking(tmp_path, capsys):
     """And a run that is not tracked says nothing of it."""
     ended = []
     for tracker in (None, SimpleNamespace(finish=lambda: ended.append("finish"))):
-        log = runlog.RunLog(tmp_path / "run", grpo.Args(), 2, 10, True)
+        log = logger.RunLog(tmp_path / "run", grpo.Args(), 2, 10, True)
         log.wandb = tracker
         log.close()
     assert ended == ["finish"] and "wandb" not in capsys.readouterr().out

@@ -18,7 +18,7 @@ import pytest
 import speedrun
 from helpers import ROOT, TINY_RUN, finish, run_environment
 
-from runtime import flags
+from runtime.arguments import flags
 
 TRL = os.environ.get("TRL_FOLDER")
 CELL = compare.Cell("table", "models/m", 4, 8, 32)

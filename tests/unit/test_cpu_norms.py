@@ -1,4 +1,4 @@
-"""runtime/cpu_norms.py: vLLM's kernels compute the norm, and what they cannot take is left to vLLM."""
+"""runtime/engine/cpu_kernels.py: vLLM's kernels compute the norm, and what they cannot take is left to vLLM."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from vllm import ir
 
-from runtime import cpu_norms
+from runtime.engine import cpu_kernels
 
-CONFIG = cpu_norms.kernel_config()  # registers them
+CONFIG = cpu_kernels.kernel_config()  # registers them
 KINDS = pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2**-7)])
 
 
@@ -30,7 +30,7 @@ def draw(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.Tensor, torc
 def test_a_norm(dtype, tolerance, shape):
     x, _, weight = draw(dtype, shape)
     given = x.clone()
-    found = ir.ops.rms_norm.impls[cpu_norms.NAME].impl_fn(x, weight, 1e-5)
+    found = ir.ops.rms_norm.impls[cpu_kernels.NAME].impl_fn(x, weight, 1e-5)
     torch.testing.assert_close(found.double(), by_hand(given, weight, 1e-5), rtol=tolerance, atol=tolerance)
     assert torch.equal(x, given) and found.dtype == dtype
 
@@ -41,7 +41,7 @@ def test_a_norm_of_a_sum(dtype, tolerance, shape):
     """The sum is returned as the next residual. Both results are written in place, as vLLM's own kernel does."""
     x, residual, weight = draw(dtype, shape)
     total = x + residual
-    norm, next_residual = ir.ops.fused_add_rms_norm.impls[cpu_norms.NAME].impl_fn(x, residual, weight, 1e-5)
+    norm, next_residual = ir.ops.fused_add_rms_norm.impls[cpu_kernels.NAME].impl_fn(x, residual, weight, 1e-5)
     assert torch.equal(next_residual, total)
     torch.testing.assert_close(norm.double(), by_hand(total, weight, 1e-5), rtol=tolerance, atol=tolerance)
 
@@ -56,7 +56,7 @@ def test_what_the_kernels_cannot_take_goes_to_vllm():
         (torch.cat([x, x], 1)[:, :64], weight, 1e-5, None),
         (x[:, :40].contiguous(), weight[:40], 1e-5, None),
     ]
-    norm, added = (getattr(ir.ops, name).impls[cpu_norms.NAME] for name in ("rms_norm", "fused_add_rms_norm"))
+    norm, added = (getattr(ir.ops, name).impls[cpu_kernels.NAME] for name in ("rms_norm", "fused_add_rms_norm"))
     assert norm.supports_args(x, weight, 1e-5) and added.supports_args(x, residual, weight, 1e-5)
     for x, weight, *rest in refused:
         assert not norm.supports_args(x, weight, *rest)
@@ -67,6 +67,6 @@ def test_what_the_kernels_cannot_take_goes_to_vllm():
 
 def test_a_second_engine_in_the_process_registers_nothing_again():
     before = dict(ir.ops.rms_norm.impls)
-    assert cpu_norms.kernel_config() == CONFIG
+    assert cpu_kernels.kernel_config() == CONFIG
     assert ir.ops.rms_norm.impls == before
-    assert all(names == [cpu_norms.NAME, "native"] for names in CONFIG["ir_op_priority"].values())
+    assert all(names == [cpu_kernels.NAME, "native"] for names in CONFIG["ir_op_priority"].values())

@@ -21,24 +21,27 @@ import grpo
 import ppo
 from grpo import Args
 from rewards import truth_error
-from runtime import data, flags, records, rundir, runlog
+from runtime.arguments import flags
+from runtime.data import problem_set, prompt_order, rendering
+from runtime.data.samples import Problem, Sample
+from runtime.run import directory, logger
 
 # ------------------------------------------------------------------------------------------------- problems, prompts
 
 MINE = f"{ROOT / 'tests' / 'verifiers.py'}:parity"
 
 
-def questions(problems: list[records.Problem]) -> list[str]:
+def questions(problems: list[Problem]) -> list[str]:
     return [p.messages[-1]["content"] for p in problems]
 
 
 def test_split_of_the_default_data():
     """The two-number sums have 200 distinct prompts among 2000 rows: 64 are held out, 136 trained on."""
-    training, evaluation = data.load_problems(Args(), truth_error)
+    training, evaluation = problem_set.load_problems(Args(), truth_error)
     assert (len(training), len(evaluation)) == (136, 64)
     assert len({*questions(training), *questions(evaluation)}) == 200
     assert questions(training)[:5] != sorted(questions(training))[:5]
-    again = data.load_problems(Args(), truth_error)
+    again = problem_set.load_problems(Args(), truth_error)
     assert [questions(part) for part in again] == [questions(training), questions(evaluation)]
     assert all(json.loads(json.dumps(p.row)) == p.row for p in training), "rows travel to the workers: plain data only"
 
@@ -47,10 +50,10 @@ def rows(count: int = 30) -> list[dict]:
     return [{"question": f"{i} + 1 =", "answer": str(i + 1), "level": i % 3} for i in range(count)]
 
 
-def from_file(folder: Path, content: list[dict], **changes) -> tuple[list[records.Problem], list[records.Problem]]:
+def from_file(folder: Path, content: list[dict], **changes) -> tuple[list[Problem], list[Problem]]:
     path = folder / "problems.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in content))
-    return data.load_problems(Args(**{"dataset": str(path), "eval_prompts": 10, **changes}), truth_error)
+    return problem_set.load_problems(Args(**{"dataset": str(path), "eval_prompts": 10, **changes}), truth_error)
 
 
 def test_split_is_seeded_and_disjoint(tmp_path):
@@ -87,7 +90,7 @@ def test_sources(tmp_path, suffix):
 
         frame = pandas.DataFrame(rows())
         frame.to_csv(path, index=False) if suffix == "csv" else frame.to_parquet(path)
-    training, evaluation = data.load_problems(Args(dataset=str(path), eval_prompts=10), truth_error)
+    training, evaluation = problem_set.load_problems(Args(dataset=str(path), eval_prompts=10), truth_error)
     problems = {p.messages[0]["content"]: p for p in training + evaluation}
     assert len(problems) == 30
     problem = problems["4 + 1 ="]
@@ -136,13 +139,13 @@ class AddsBos:
         return {"input_ids": [self.inner.convert_tokens_to_ids("<|im_start|>")] * add_special_tokens + ids}
 
 
-def problem(text: str) -> records.Problem:
-    return records.Problem([{"role": "user", "content": text}], "1", "exact", {})
+def problem(text: str) -> Problem:
+    return Problem([{"role": "user", "content": text}], "1", "exact", {})
 
 
 def test_no_second_bos(tokenizer):
     problems = [problem("1 + 1 =")]
-    data.render_prompts(problems, AddsBos(tokenizer), Args())
+    rendering.render_prompts(problems, AddsBos(tokenizer), Args())
     bos = tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert problems[0].prompt_ids[0] == bos and problems[0].prompt_ids.count(bos) == 1
 
@@ -153,7 +156,7 @@ def test_a_template_that_reads_no_messages(tokenizer, tmp_path, capsys, template
     (tmp_path / "mine.jinja").write_text(template)
     args = Args(chat_template=str(tmp_path / "mine.jinja"))
     with pytest.raises(SystemExit) as end:
-        data.render_prompts([problem("1 + 1 ="), problem("1 + 2 =")], tokenizer, args)
+        rendering.render_prompts([problem("1 + 1 ="), problem("1 + 2 =")], tokenizer, args)
     assert end.value.code == 2
     assert f"--chat_template {tmp_path}/mine.jinja leaves out what the messages say" in capsys.readouterr().err
 
@@ -166,7 +169,7 @@ def test_prompts_as_the_template_writes_them(tokenizer, tmp_path):
         "question_answer": "Question: 1 + 1 =\nAnswer:",
         str(tmp_path / "mine.jinja"): "[1 + 1 =]>",
     }.items():
-        data.render_prompts(problems, tokenizer, Args(chat_template=template))
+        rendering.render_prompts(problems, tokenizer, Args(chat_template=template))
         assert tokenizer.decode(problems[0].prompt_ids) == expected
 
 
@@ -174,17 +177,21 @@ def test_prompts_as_the_template_writes_them(tokenizer, tmp_path):
 
 
 def order(steps: int, problems: int, prompts: int, seed: int = 1) -> list[int]:
-    return [i for step in range(1, steps + 1) for i in data.prompts_at((step - 1) * prompts, prompts, problems, seed)]
+    return [
+        i
+        for step in range(1, steps + 1)
+        for i in prompt_order.prompts_at((step - 1) * prompts, prompts, problems, seed)
+    ]
 
 
 def test_order_is_a_pure_function():
     import random
 
-    forward = [data.prompts_at(step * 4 - 4, 4, 10, 1) for step in range(1, 9)]
+    forward = [prompt_order.prompts_at(step * 4 - 4, 4, 10, 1) for step in range(1, 9)]
     random.seed(5)
-    backward = [data.prompts_at(step * 4 - 4, 4, 10, 1) for step in range(8, 0, -1)]
+    backward = [prompt_order.prompts_at(step * 4 - 4, 4, 10, 1) for step in range(8, 0, -1)]
     assert forward == backward[::-1]
-    assert forward != [data.prompts_at(step * 4 - 4, 4, 10, 2) for step in range(1, 9)]
+    assert forward != [prompt_order.prompts_at(step * 4 - 4, 4, 10, 2) for step in range(1, 9)]
 
 
 def test_every_pass_is_a_permutation_of_its_own():
@@ -194,18 +201,18 @@ def test_every_pass_is_a_permutation_of_its_own():
 
 
 def test_batch_larger_than_the_data():
-    assert sorted(data.prompts_at(0, 7, 3, 1)[:6]) == [0, 0, 1, 1, 2, 2]
+    assert sorted(prompt_order.prompts_at(0, 7, 3, 1)[:6]) == [0, 0, 1, 1, 2, 2]
 
 
-def answered(place: int, scores: list[float]) -> list[records.Sample]:
-    samples = [records.Sample(place, k, [1], [2], [0.0], "stop", []) for k in range(len(scores))]
+def answered(place: int, scores: list[float]) -> list[Sample]:
+    samples = [Sample(place, k, [1], [2], [0.0], "stop", []) for k in range(len(scores))]
     for sample, score in zip(samples, scores, strict=True):
         sample.score = score
         sample.reward = score
     return samples
 
 
-def draws(prompts: data.Prompts, steps: int) -> list[list[int]]:
+def draws(prompts: prompt_order.Prompts, steps: int) -> list[list[int]]:
     """The indices drawn by each of ``steps`` steps of 4; multiples of 3 are solved, the others half of the time."""
     found = []
     for _ in range(steps):
@@ -219,23 +226,23 @@ def draws(prompts: data.Prompts, steps: int) -> list[list[int]]:
     return found
 
 
-def numbered(count: int) -> list[records.Problem]:
-    return [records.Problem([], str(i), "exact", {}) for i in range(count)]
+def numbered(count: int) -> list[Problem]:
+    return [Problem([], str(i), "exact", {}) for i in range(count)]
 
 
 def test_prompts_without_filter_are_the_pure_function():
-    prompts = data.Prompts(numbered(10), ppo.Args())
+    prompts = prompt_order.Prompts(numbered(10), ppo.Args())
     assert all(0 <= rate <= 1 for rate in prompts.state.rates), "fractions, also of what was not drawn yet"
-    assert [i for chosen in draws(prompts, 9) for i in chosen] == data.prompts_at(0, 36, 10, 1)
+    assert [i for chosen in draws(prompts, 9) for i in chosen] == prompt_order.prompts_at(0, 36, 10, 1)
 
 
 def test_the_rows_of_a_task_come_in_an_order_of_their_own(tokenizer, monkeypatch):
     """That of the seed, each question once; the variants draw from these rows without shuffling them again."""
     rows = [{"question": f"{k // 2}?", "answer": str(k)} for k in range(100)]
-    monkeypatch.setattr(data, "gym_rows", lambda source, seed: [dict(row) for row in rows])
+    monkeypatch.setattr(rendering, "gym_rows", lambda source, seed: [dict(row) for row in rows])
     orders = []
     for seed in (1, 1, 2):
-        found = data.shuffled_prompts("basic_arithmetic", tokenizer, seed)
+        found = rendering.shuffled_prompts("basic_arithmetic", tokenizer, seed)
         assert all(row["question"] in tokenizer.decode(row["ids"]) for row in found)
         orders.append([row["question"] for row in found])
     questions = [f"{k}?" for k in range(50)]
@@ -246,11 +253,11 @@ def test_the_rows_of_a_task_come_in_an_order_of_their_own(tokenizer, monkeypatch
 def test_prompts_drop_solved_problems_after_an_epoch():
     """At most the share, the best solved first; the shorter list starts an epoch of its own."""
     options = {"dataset_filter": (0.3, 0.9)}
-    prompts = data.Prompts(numbered(10), ppo.Args(**options))
+    prompts = prompt_order.Prompts(numbered(10), ppo.Args(**options))
     found = [i for chosen in draws(prompts, 9) for i in chosen]
-    assert found[:12] == data.prompts_at(0, 12, 10, 1)
+    assert found[:12] == prompt_order.prompts_at(0, 12, 10, 1)
     kept = [i for i in range(10) if i not in (0, 3, 6)]
-    assert found[12:20] == [kept[place] for place in data.prompts_at(0, 8, 7, 1)]
+    assert found[12:20] == [kept[place] for place in prompt_order.prompts_at(0, 8, 7, 1)]
     kept.remove(9)
     assert prompts.state.kept == kept, "one more of seven after the second epoch"
 
@@ -258,18 +265,18 @@ def test_prompts_drop_solved_problems_after_an_epoch():
 def test_prompts_continue_from_their_state():
     """What a checkpoint keeps, through JSON, is enough: the draws after it are those of the run that never stopped."""
     args = ppo.Args(dataset_filter=(0.3, 0.9))
-    whole = draws(data.Prompts(numbered(10), args), 12)
+    whole = draws(prompt_order.Prompts(numbered(10), args), 12)
     for stop in range(12):
-        first = data.Prompts(numbered(10), args)
+        first = prompt_order.Prompts(numbered(10), args)
         begun = draws(first, stop)
-        second = data.Prompts(numbered(10), args)
+        second = prompt_order.Prompts(numbered(10), args)
         vars(second.state).update(json.loads(json.dumps(vars(first.state))))
         assert begun + draws(second, 12 - stop) == whole
 
 
 def test_sampling_seeds_differ():
     seeds = {
-        data.sampling_seed(seed, step, p, k)
+        prompt_order.sampling_seed(seed, step, p, k)
         for seed in (1, 2)
         for step in (1, 11, "eval")
         for p in range(20)
@@ -277,14 +284,14 @@ def test_sampling_seeds_differ():
     }
     assert len(seeds) == 2 * 3 * 20 * 2
     assert all(0 <= s < 2**32 for s in seeds)
-    assert data.sampling_seed(1, "eval", 2, 3) == data.sampling_seed(1, "eval", 2, 3)
+    assert prompt_order.sampling_seed(1, "eval", 2, 3) == prompt_order.sampling_seed(1, "eval", 2, 3)
 
 
 def test_a_problem_twice_in_a_step_is_not_answered_alike():
-    wanted = data.requests([4, 7, 4], 3, seed=1, step=2)
+    wanted = prompt_order.requests([4, 7, 4], 3, seed=1, step=2)
     assert [(p, k) for p, k, _ in wanted] == [(p, k) for p in range(3) for k in range(3)]
     assert len({seed for _, _, seed in wanted}) == 9
-    assert wanted[:6] == data.requests([4, 7], 3, seed=1, step=2)
+    assert wanted[:6] == prompt_order.requests([4, 7], 3, seed=1, step=2)
 
 
 # ------------------------------------------------------------------------------------------------------ names of runs
@@ -312,24 +319,24 @@ def other_value(name: str):
 @pytest.mark.parametrize("name", sorted(set(FIELDS) - set(flags.MAY_CHANGE)))
 def test_an_argument_changes_the_name(name):
     changed = Args(**{name: other_value(name)})
-    assert rundir.run_name(changed, Args()) != rundir.run_name(Args(), Args())
-    assert rundir.run_name(changed, Args()) == rundir.run_name(Args(**{name: other_value(name)}), Args())
+    assert directory.run_name(changed, Args()) != directory.run_name(Args(), Args())
+    assert directory.run_name(changed, Args()) == directory.run_name(Args(**{name: other_value(name)}), Args())
 
 
 def test_all_single_changes_have_names_of_their_own():
-    names = [rundir.run_name(Args(**{n: other_value(n)}), Args()) for n in FIELDS if n not in flags.MAY_CHANGE]
+    names = [directory.run_name(Args(**{n: other_value(n)}), Args()) for n in FIELDS if n not in flags.MAY_CHANGE]
     assert len(set(names)) == len(names) > 80
 
 
 @pytest.mark.parametrize("name", sorted(set(flags.MAY_CHANGE) - {"run_name"}))
 def test_what_may_change_keeps_the_name(name):
-    assert rundir.run_name(Args(**{name: other_value(name)}), Args()) == rundir.run_name(Args(), Args())
+    assert directory.run_name(Args(**{name: other_value(name)}), Args()) == directory.run_name(Args(), Args())
 
 
 def test_the_form_of_a_name():
-    assert rundir.run_name(Args(), Args()) == "grpo__seed=1"
-    assert rundir.run_name(Args(beta=0.1, seed=3, exp_name="kl"), Args()) == "kl__beta=0.1__seed=3"
-    assert rundir.run_name(Args(run_name="mine", beta=0.1), Args()) == "mine"
+    assert directory.run_name(Args(), Args()) == "grpo__seed=1"
+    assert directory.run_name(Args(beta=0.1, seed=3, exp_name="kl"), Args()) == "kl__beta=0.1__seed=3"
+    assert directory.run_name(Args(run_name="mine", beta=0.1), Args()) == "mine"
     assert set(flags.PRESENTATION) == {
         *("output_dir", "run_name", "dry_run", "overwrite", "track", "log_samples", "save_every"),
         *("resume", "save_minutes", "keep_checkpoints"),
@@ -337,12 +344,12 @@ def test_the_form_of_a_name():
 
 
 def test_long_and_strange_names():
-    long = [rundir.run_name(Args(system_prompt="x" * 500 + end), Args()) for end in "ab"]
+    long = [directory.run_name(Args(system_prompt="x" * 500 + end), Args()) for end in "ab"]
     assert long[0] != long[1]
     assert all(len(name.encode()) < 200 for name in long)
-    letters = [rundir.run_name(Args(system_prompt=c * 500, exp_name="e" * 100), Args()) for c in "яé名😀\udcff"]
+    letters = [directory.run_name(Args(system_prompt=c * 500, exp_name="e" * 100), Args()) for c in "яé名😀\udcff"]
     assert all(len(os.fsencode(name)) <= 255 for name in letters), "bytes, of which a letter may have four"
-    slashes = [rundir.run_name(Args(dataset=path), Args()) for path in ("a/b.jsonl", "a-b.jsonl")]
+    slashes = [directory.run_name(Args(dataset=path), Args()) for path in ("a/b.jsonl", "a-b.jsonl")]
     assert slashes[0] != slashes[1]
     assert not any("/" in name for name in slashes)
 
@@ -356,7 +363,7 @@ def test_every_field_is_read(script):
     read, named = set(), set()
     for file in (
         f"{script}.py",
-        *("utils.py", "rewards.py", *(f"runtime/{p.name}" for p in (ROOT / "runtime").glob("*.py"))),
+        *("utils.py", "rewards.py", *(str(p.relative_to(ROOT)) for p in (ROOT / "runtime").rglob("*.py"))),
     ):
         for node in ast.walk(ast.parse((ROOT / file).read_text())):
             attribute = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
@@ -385,8 +392,8 @@ def test_every_field_has_its_docstring(script):
 # -------------------------------------------------------------------------------------------------- files of a run
 
 
-def new_log(folder: Path, **changes) -> runlog.RunLog:
-    return runlog.RunLog(folder, Args(**changes), 2, 10, True)
+def new_log(folder: Path, **changes) -> logger.RunLog:
+    return logger.RunLog(folder, Args(**changes), 2, 10, True)
 
 
 def test_config(tmp_path):
@@ -423,7 +430,7 @@ def test_samples_and_metrics_of_a_step(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    log = runlog.RunLog(tmp_path / "run", Args(), 2, 10, False)
+    log = logger.RunLog(tmp_path / "run", Args(), 2, 10, False)
     log.write("metrics.jsonl", {"step": 1})
     log.dump("bad_batch.jsonl", make_samples())
     log.close()
@@ -563,7 +570,7 @@ def test_code_rows_that_cannot_be_passed(tmp_path, capsys):
 
 def test_code_without_namespaces(tmp_path, capsys, monkeypatch):
 
-    monkeypatch.setattr(data.sandbox, "namespaces_refused", lambda: "not permitted")
+    monkeypatch.setattr(problem_set.sandbox, "namespaces_refused", lambda: "not permitted")
     content = [{**row, "answer": [{"stdin": "", "stdout": "1"}]} for row in rows()]
     with pytest.raises(SystemExit) as end:
         from_file(tmp_path, content, verifier="code")
@@ -579,7 +586,7 @@ def test_zeros_are_explained(tmp_path, capsys):
     samples, args = make_samples(), Args(output_dir=str(tmp_path))
     for s in samples:
         s.response, s.extracted = "It is 77", "77"
-    log = runlog.RunLog(tmp_path / "run", args, 1, 20, True)
+    log = logger.RunLog(tmp_path / "run", args, 1, 20, True)
     metrics = {"completions/length_mean": 1.0, "completions/truncated_frac": 0.0, "optim/skipped": 0}
     for step in range(1, 14):
         for s in samples:

@@ -14,9 +14,12 @@ from helpers import ROOT, make_tiny
 import grpo
 import ppo
 from rewards import truth_error
-from runtime import data, defaults, flags, memory, rundir
-from runtime.identity import changed_arguments, recorded
-from runtime.records import Problem
+from runtime.arguments import flags
+from runtime.data import problem_set, rendering
+from runtime.data.samples import Problem
+from runtime.run import directory
+from runtime.run.identity import changed_arguments, recorded
+from runtime.training import derived_defaults, memory
 
 spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "studies" / "memory.py")
 script = importlib.util.module_from_spec(spec)
@@ -54,12 +57,12 @@ def gsm8k(tmp_path) -> Path:
 
 def filled(args):
     """The arguments as a run has them, and the lines of its header."""
-    problems, held_out = data.load_problems(args, truth_error)
-    defaults.fill(args, problems, held_out)
-    tokenizer = data.load_tokenizer(args)
-    problems, held_out = data.render_problems(problems, held_out, tokenizer, args)
+    problems, held_out = problem_set.load_problems(args, truth_error)
+    derived_defaults.fill(args, problems, held_out)
+    tokenizer = rendering.load_tokenizer(args)
+    problems, held_out = rendering.render_problems(problems, held_out, tokenizer, args)
     model = memory.read_model(args.model)
-    return args, defaults.reasons(args, problems, held_out, model, tokenizer)
+    return args, derived_defaults.reasons(args, problems, held_out, model, tokenizer)
 
 
 @pytest.mark.parametrize("of", [grpo, ppo])
@@ -69,11 +72,11 @@ def test_the_quickstart_is_what_it_was(of, tiny):
         args = parsed(*words, of=of)
         before = dataclasses.asdict(args)
         if not words:
-            assert rundir.run_name(args, of.Args()) == f"{of.Args().exp_name}__seed=1"
-        problems, held_out = data.load_problems(args, truth_error)
-        defaults.fill(args, problems, held_out)
+            assert directory.run_name(args, of.Args()) == f"{of.Args().exp_name}__seed=1"
+        problems, held_out = problem_set.load_problems(args, truth_error)
+        derived_defaults.fill(args, problems, held_out)
         assert dataclasses.asdict(args) == before
-        assert defaults.reasons(args, problems, held_out, memory.read_model(args.model), None) == []
+        assert derived_defaults.reasons(args, problems, held_out, memory.read_model(args.model), None) == []
 
 
 @pytest.mark.parametrize(
@@ -85,18 +88,18 @@ def test_the_rate_follows_from_the_size_of_the_model(parameters, rates, monkeypa
     monkeypatch.setattr(memory, "read_model", lambda *rest: of_size(parameters))
     problems = [Problem([], "1", "last_number", {})] * 1000
     args = parsed("--model_name_or_path", "someone/model", of=ppo)
-    defaults.fill(args, problems, [])
+    derived_defaults.fill(args, problems, [])
     assert (args.learning_rate, args.critic_learning_rate) == rates
-    assert args.total_steps == (28 if parameters < defaults.SMALL else 200)
+    assert args.total_steps == (28 if parameters < derived_defaults.SMALL else 200)
     for words in (["--learning_rate", "7e-6"], ["--learning-rate=7e-6"]):
         args = parsed("--model_name_or_path", "someone/model", *words)
-        defaults.fill(args, problems, [])
+        derived_defaults.fill(args, problems, [])
         assert args.learning_rate == 7e-6
     args = parsed("--model_name_or_path", "someone/model", "--as", "verl", "--total_epochs", "2")
-    defaults.fill(args, problems, [])
+    derived_defaults.fill(args, problems, [])
     assert args.learning_rate == 1e-6 and args.total_steps == 28
     made = grpo.Args(model_name_or_path="someone/model")
-    defaults.fill(made, problems, [])
+    derived_defaults.fill(made, problems, [])
     assert made == grpo.Args(model_name_or_path="someone/model"), "what is made in Python is meant"
 
 
@@ -104,8 +107,8 @@ def test_lengths_and_steps_follow_from_the_data(gsm8k, tiny):
     """The verifier's length, the longest prompt, at most three epochs; each with its reason in the header."""
     words = ("--dataset", gsm8k, "--model_name_or_path", tiny)
     args, lines = filled(parsed(*words))
-    tokenizer = data.load_tokenizer(args)
-    problems = data.render_problems(*data.load_problems(args, truth_error), tokenizer, args)
+    tokenizer = rendering.load_tokenizer(args)
+    problems = rendering.render_problems(*problem_set.load_problems(args, truth_error), tokenizer, args)
     longest = max(len(problem.prompt_ids) for part in problems for problem in part)
     assert longest <= args.max_prompt_length < longest + 64 and args.max_prompt_length % 64 == 0
     assert args.max_response_length == 1024 and args.total_steps == 3 * 136 // 8
@@ -132,9 +135,9 @@ def test_a_verifier_without_a_usual_length_is_refused_with_a_proposal(gsm8k, tin
 
 def test_a_model_that_thinks_gets_room_for_it():
     """Unless that is switched off; and no model gets more than its context."""
-    assert defaults.response_length({"gsm8k"}, True, 32768)[0] == 4096
-    assert defaults.response_length({"gsm8k", "math,format"}, False, 32768) == (2048, "the verifier math")
-    assert defaults.response_length({"math"}, True, 3000)[0] == 3000
+    assert derived_defaults.response_length({"gsm8k"}, True, 32768)[0] == 4096
+    assert derived_defaults.response_length({"gsm8k", "math,format"}, False, 32768) == (2048, "the verifier math")
+    assert derived_defaults.response_length({"math"}, True, 3000)[0] == 3000
 
     class Tokenizer:
         def __init__(self, template: str, prompt: str):
@@ -149,19 +152,19 @@ def test_a_model_that_thinks_gets_room_for_it():
     problem = Problem([], "", "", {}, prompt_ids=[1])
     switch = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
     off = grpo.Args(chat_template='{"enable_thinking": false}')
-    assert defaults.thinks(Tokenizer(switch, "assistant\n"), grpo.Args(), problem)
-    assert not defaults.thinks(Tokenizer(switch, "assistant\n<think></think>"), off, problem)
-    assert defaults.thinks(Tokenizer("", "assistant\n<think>\n"), grpo.Args(), problem)
-    assert not defaults.thinks(Tokenizer("", "assistant\n"), grpo.Args(), problem)
+    assert derived_defaults.thinks(Tokenizer(switch, "assistant\n"), grpo.Args(), problem)
+    assert not derived_defaults.thinks(Tokenizer(switch, "assistant\n<think></think>"), off, problem)
+    assert derived_defaults.thinks(Tokenizer("", "assistant\n<think>\n"), grpo.Args(), problem)
+    assert not derived_defaults.thinks(Tokenizer("", "assistant\n"), grpo.Args(), problem)
 
 
 def test_what_was_chosen_is_the_runs_own(gsm8k, tiny, tmp_path):
     """One name for one command; the same choice when it is started again; another one, by changed data, is refused."""
     words = ("--dataset", gsm8k, "--model_name_or_path", tiny, "--output_dir", tmp_path / "runs", "--eval_prompts", 8)
     bare = parsed(*words)
-    name = rundir.run_name(bare, grpo.Args())
+    name = directory.run_name(bare, grpo.Args())
     args, _ = filled(parsed(*words))
-    assert rundir.run_name(args, grpo.Args()) == name and "max_response" not in name
+    assert directory.run_name(args, grpo.Args()) == name and "max_response" not in name
     folder = tmp_path / "runs" / name
     folder.mkdir(parents=True)
     config = json.loads(json.dumps(recorded(args)))
@@ -172,7 +175,7 @@ def test_what_was_chosen_is_the_runs_own(gsm8k, tiny, tmp_path):
     other, _ = changed_arguments(config, filled(parsed(*words))[0])
     assert [line.split()[0] for line in other] == ["--max_prompt_length"]
     given = parsed(*words, "--max_response_length", "1024")
-    assert "max_response_length=1024" in rundir.run_name(given, grpo.Args()) or "-" in rundir.run_name(
+    assert "max_response_length=1024" in directory.run_name(given, grpo.Args()) or "-" in directory.run_name(
         given, grpo.Args()
     )
 

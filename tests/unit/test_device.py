@@ -22,7 +22,8 @@ from helpers import ROOT, clean_environment, folder_of, record, run_here, tiny_a
 import grpo
 import rewards
 import utils
-from runtime.weights import _is_renamed
+from runtime.training import deepspeed_zero, pretrained
+from runtime.training.deepspeed_zero import _is_renamed
 
 
 def python(code: str, **environment: str) -> str:
@@ -35,7 +36,7 @@ def python(code: str, **environment: str) -> str:
 
 
 SHOW = """
-from runtime import process
+from runtime.system import process
 process.prepare_environment({dtype!r})
 import os
 print(os.environ.get("TRITON_F32_DEFAULT"), os.environ["VLLM_NO_USAGE_STATS"])
@@ -53,7 +54,7 @@ def test_the_environment_of_fp32_has_exact_products():
 def test_vllm_sends_no_usage_report():
     """By vLLM's own answer, in a process that has prepared its environment; without it vLLM would report."""
     ask = "from vllm.usage.usage_lib import is_usage_stats_enabled as ask; print(ask())"
-    prepare = "from runtime import process; process.prepare_environment(); "
+    prepare = "from runtime.system import process; process.prepare_environment(); "
     assert python(prepare + ask).endswith("False")
     assert python(ask).endswith("True")
 
@@ -76,10 +77,10 @@ def test_a_gpu_gets_the_type_that_it_has(monkeypatch, capsys, name, capability, 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     if isinstance(expected, torch.dtype):
-        assert utils.resolve_device(grpo.Args(dtype=wanted))[1:] == (expected, "sdpa")
+        assert pretrained.resolve_device(grpo.Args(dtype=wanted))[1:] == (expected, "sdpa")
         return
     with pytest.raises(SystemExit) as stop:
-        utils.resolve_device(grpo.Args(dtype=wanted))
+        pretrained.resolve_device(grpo.Args(dtype=wanted))
     said = capsys.readouterr().err
     assert stop.value.code == 2 and name in said and expected in said
 
@@ -87,7 +88,7 @@ def test_a_gpu_gets_the_type_that_it_has(monkeypatch, capsys, name, capability, 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU trains in it")
 def test_cpus_do_not_train_in_fp16(capsys):
     with pytest.raises(SystemExit) as stop:
-        utils.resolve_device(grpo.Args(dtype="float16"))
+        pretrained.resolve_device(grpo.Args(dtype="float16"))
     assert stop.value.code == 2 and "--dtype float16 needs a GPU" in capsys.readouterr().err
 
 
@@ -95,7 +96,7 @@ def test_cpus_do_not_train_in_fp16(capsys):
 def test_fp16_is_trained_with_a_scaled_loss(tiny, tmp_path, monkeypatch):
     """DeepSpeed's own scaling, here on a CPU: gradients as in fp32, a step that is dropped leaves the scale alone."""
     found = []
-    plain_backward, plain_loss, calls = utils.backward, grpo.token_loss, itertools.count()
+    plain_backward, plain_loss, calls = deepspeed_zero.backward, grpo.token_loss, itertools.count()
 
     def backward(engine, *rest):
         plain_backward(engine, *rest)
@@ -108,8 +109,8 @@ def test_fp16_is_trained_with_a_scaled_loss(tiny, tmp_path, monkeypatch):
     changes = {"learning_rate": 1e-4, "eval_prompts": 0, "total_steps": 4, "micro_batch_tokens": 4096}
     exact = run_here(tiny_args(tiny, tmp_path / "exact", **changes))
     monkeypatch.setattr(deepspeed.accelerator.get_accelerator(), "is_fp16_supported", lambda: True, raising=False)
-    monkeypatch.setattr(utils, "resolve_device", lambda args: (torch.device("cpu"), torch.float16, "eager"))
-    monkeypatch.setattr(utils, "backward", backward)
+    monkeypatch.setattr(pretrained, "resolve_device", lambda args: (torch.device("cpu"), torch.float16, "eager"))
+    monkeypatch.setattr(deepspeed_zero, "backward", backward)
     monkeypatch.setattr(grpo, "token_loss", third_is_poisoned)
     half = run_here(tiny_args(tiny, tmp_path / "half", dtype="float16", **changes))
     print(found, [(m["optim/grad_norm"], m["sampler/logprob_diff_mean"]) for m in half if m["optim/steps"]])
@@ -140,7 +141,7 @@ IDLE = SimpleNamespace(check=lambda problems: "")
 @pytest.mark.parametrize("world_size, overlaps", [("1", False), ("2", True)])
 def test_one_rank_has_no_reduction_to_overlap(monkeypatch, world_size, overlaps):
     monkeypatch.setenv("WORLD_SIZE", world_size)
-    config = utils.deepspeed_config(grpo.Args(), torch.bfloat16, cuda=True)
+    config = deepspeed_zero.deepspeed_config(grpo.Args(), torch.bfloat16, cuda=True)
     assert config["zero_optimization"]["overlap_comm"] is overlaps
 
 
@@ -148,7 +149,7 @@ def test_what_deepspeed_is_told():
     """By the flags and the type; the rest of the settings is the same in every run."""
 
     def config(dtype=torch.float32, cuda=False, **changes):
-        return utils.deepspeed_config(grpo.Args(**changes), dtype, cuda)
+        return deepspeed_zero.deepspeed_config(grpo.Args(**changes), dtype, cuda)
 
     plain, half = config(), config(torch.bfloat16)
     assert "bf16" not in plain and "data_types" not in plain
@@ -166,7 +167,7 @@ def test_what_deepspeed_is_told():
 def test_one_overflow_halves_the_loss_scale(monkeypatch):
     """By DeepSpeed's own scaler; its default waits for a second one, and ten skipped steps in a row end a run."""
     monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 0)
-    hysteresis = utils.deepspeed_config(grpo.Args(), torch.float16, cuda=True)["fp16"]["hysteresis"]
+    hysteresis = deepspeed_zero.deepspeed_config(grpo.Args(), torch.float16, cuda=True)["fp16"]["hysteresis"]
     scaler = loss_scaler.DynamicLossScaler(2**16, 1000, 1, hysteresis, consecutive_hysteresis=False)
     scaler.update_scale(True)
     assert scaler.cur_scale == 2**15
@@ -180,11 +181,11 @@ def test_what_deepspeed_is_asked_in_a_backward_pass(monkeypatch):
         backward=lambda loss: order.append("backward"),
         step=lambda: order.append("step"),
     )
-    monkeypatch.setattr(utils, "clear_dropped_gradients", lambda engine: order.append("clear"))
-    utils.backward(engine, torch.zeros(()), False)
+    monkeypatch.setattr(deepspeed_zero, "clear_dropped_gradients", lambda engine: order.append("clear"))
+    deepspeed_zero.backward(engine, torch.zeros(()), False)
     assert order == [False, "backward"]
     order.clear()
-    utils.backward(engine, torch.zeros(()), True)
+    deepspeed_zero.backward(engine, torch.zeros(()), True)
     assert order == [True, "backward", "step", "clear"]
 
 
@@ -195,7 +196,7 @@ def test_deepspeed_compiles_nothing_at_the_start(monkeypatch):
     given = {}
     monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", {"ShareMemCommBuilder": True})
     monkeypatch.setattr(accelerate, "Accelerator", lambda **rest: given.update(rest))
-    utils.make_accelerator(grpo.Args(zero_stage=1), torch.float32, torch.device("cpu"))
+    deepspeed_zero.make_accelerator(grpo.Args(zero_stage=1), torch.float32, torch.device("cpu"))
     assert deepspeed.ops.__compatible_ops__ == {}
     assert given["deepspeed_plugin"].hf_ds_config.config["zero_optimization"]["stage"] == 1
     (group,) = given["kwargs_handlers"]
@@ -223,9 +224,9 @@ def test_the_thread_of_transformers_works_on_the_gpu_of_its_rank(monkeypatch, de
     """A new thread is on the first one, whichever the main thread has chosen: before the model is loaded it moves."""
     done = []
     model = SimpleNamespace(to=lambda place: done.append(str(place)) or model, eval=lambda: model)
-    monkeypatch.setattr(utils, "resolve_device", lambda args: (torch.device(device), torch.float32, "sdpa"))
+    monkeypatch.setattr(pretrained, "resolve_device", lambda args: (torch.device(device), torch.float32, "sdpa"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda place: done.append(f"the thread: {place}"))
-    monkeypatch.setattr(utils, "load_model", lambda *rest: model)
+    monkeypatch.setattr(pretrained, "load_model", lambda *rest: model)
     inbox, outbox = queue.Queue(), queue.Queue()
     inbox.put(("sleep",))  # it has nothing to give back, and says so: the main thread waits for that
     inbox.put(("stop",))

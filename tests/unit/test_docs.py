@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT, messages, read_jsonl, run_here, tiny_args
 
-from runtime import process
+from runtime.system import process
 
 
 def documented(section: str) -> list[str]:
@@ -145,15 +145,15 @@ def test_the_loss_on_the_page_is_gspo():
 
 def test_the_page_s_way_to_allow_a_negative_flag():
     """Without it a copy's number below 0 is refused, with the flag's name; the words are those of the page."""
-    from runtime import flags
+    from runtime.arguments import checks, flags
 
     (line,) = [x for x in (ROOT / "docs" / "grpo.md").read_text().splitlines() if "MAY_BE_NEGATIVE" in x]
     args = SimpleNamespace(non_stop_penalty=0.0, seed=1, slope_bias=-1.0)
-    before = flags.MAY_BE_NEGATIVE
+    before = checks.MAY_BE_NEGATIVE
     with pytest.raises(SystemExit):
-        flags.check_numbers(args)
+        checks.check_numbers(args)
     try:
         exec(line, {"flags": flags})  # a page of this project
-        flags.check_numbers(args)
+        checks.check_numbers(args)
     finally:
-        flags.MAY_BE_NEGATIVE = before
+        checks.MAY_BE_NEGATIVE = before

@@ -7,8 +7,8 @@ import random
 import doctor
 import pytest
 
-from runtime import reading
-from runtime.findings import RULES, Case, Finding, examine
+from runtime.run import run_files
+from runtime.run.doctor import RULES, Case, Finding, examine
 
 STEPS = 60
 ARGS = {"num_unique_prompts_rollout": 8, "num_samples_per_prompt_rollout": 16, "max_response_length": 64}
@@ -288,6 +288,6 @@ def test_a_run_whose_arguments_cannot_be_read_can_still_be_looked_at(tmp_path, c
     """A copy of metrics.jsonl alone, or a config.json that a full disk has spoiled."""
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    assert reading.read_config(tmp_path) == known
+    assert run_files.read_config(tmp_path) == known
     assert ("config.json is no JSON object of a run; the arguments" in capsys.readouterr().err) == warned
     assert Case.of(tmp_path).args == known.get("args", {})

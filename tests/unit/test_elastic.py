@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from runtime import elastic
+from runtime.run import resharding
 
 SHAPES = {"a": (3, 5), "b": (7,), "c": (2, 2, 2), "d": (9, 3)}
 PADDING = 777.0  # in what was saved, where DeepSpeed has zeros: it must not come back as a weight
@@ -55,15 +55,15 @@ def saved_files(values: dict[str, dict], groups: list[str], stage: int, ranks: i
     return files
 
 
-def shapes_of(groups: list[str]) -> elastic.Shapes:
+def shapes_of(groups: list[str]) -> resharding.Shapes:
     return [{name: torch.Size(SHAPES[name]) for name in group} for group in groups]
 
 
-def units_of(groups: list[str], stage: int, files: list[dict]) -> list[list[elastic.Unit]]:
+def units_of(groups: list[str], stage: int, files: list[dict]) -> list[list[resharding.Unit]]:
     lengths = []
     if stage < 3:
         lengths = [len(state["exp_avg"]) for state in files[0]["base_optimizer_state"]["state"].values()]
-    return elastic.find_units(shapes_of(groups), stage, len(files), lengths)
+    return resharding.find_units(shapes_of(groups), stage, len(files), lengths)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_every_rank_gets_what_it_would_have_saved(values, stage, old, new, ranks
     files = saved_files(values, old, stage, ranks, PADDING)
     expected = saved_files(values, new, stage, then)
     for rank, own in enumerate(expected):
-        saved = elastic.SavedState(files, units_of(old, stage, files), stage)
+        saved = resharding.SavedState(files, units_of(old, stage, files), stage)
         got = saved.cut_anew(units_of(new, stage, expected), rank)
         masters, inner = list(own)
         for wanted, weights in zip(own[masters], got[masters], strict=True):
@@ -105,7 +105,7 @@ def test_states_that_belong_to_no_weight_are_refused(values, capsys):
             state.setdefault(key, value)
         units = units_of(["ab", "cd"], 2, files)
         with pytest.raises(SystemExit) as end:
-            elastic.SavedState(files, units, 2).cut_anew(units, 0)
+            resharding.SavedState(files, units, 2).cut_anew(units, 0)
         assert end.value.code == 2
         message = capsys.readouterr().err
         assert repr(key) in message and "--num_processes 2" in message
@@ -161,7 +161,7 @@ def test_an_engine_reads_the_files_of_other_ranks_as_its_own(values, tmp_path, m
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 2)
     own = saved_files(values, new, stage, 3)[2]
     engine = engine_of(stage, new, own)
-    with elastic.saved_by(2, engine, tmp_path / "policy"):
+    with resharding.saved_by(2, engine, tmp_path / "policy"):
         (common,) = engine._get_all_ckpt_names(str(tmp_path), "policy")
         assert engine.checkpoint_engine.load(common, map_location="cpu")["dp_world_size"] == 3
         found = engine.checkpoint_engine.load("this rank's file, which there is not", map_location="cpu")
@@ -182,7 +182,7 @@ def test_frozen_weights_that_stage_3_has_cut_are_refused(values, tmp_path, monke
         files = saved_files(values, ["abcd"], stage, 2)
         write_checkpoint(tmp_path / str(stage), files, ["abcd"], stage, torch.ones(1))
         engine = engine_of(stage, ["abcd"], files[0])
-        with elastic.saved_by(2, engine, tmp_path / str(stage)):
+        with resharding.saved_by(2, engine, tmp_path / str(stage)):
             (common,) = engine._get_all_ckpt_names(str(tmp_path), str(stage))
             if stage == 2:
                 engine.checkpoint_engine.load(common, map_location="cpu")

@@ -28,9 +28,12 @@ from helpers import ROOT, run_here, tiny_args
 import grpo
 import ppo
 import utils
-from runtime import dedicated, flags, watchdog, weights
-from runtime.engine import Engine
-from runtime.episodes import Episodes
+from runtime.arguments import checks, flags
+from runtime.engine import engine_ranks, weights
+from runtime.engine.client import Engine
+from runtime.environments.episodes import Episodes
+from runtime.system import watchdog
+from runtime.training import deepspeed_zero
 
 SCRIPTS = pytest.mark.parametrize("script", [grpo, ppo])
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 4, "ignore_eos": False, "stop": []}
@@ -201,7 +204,7 @@ def test_which_engines_a_rank_asks_and_what_it_keeps_for_them(script, monkeypatc
     monkeypatch.setattr(script.dist, "get_world_size", lambda: world)
     monkeypatch.setattr(script.Engine, "start", lambda self: None)
     monkeypatch.setattr(script.Engine, "sleep", lambda self: None)
-    monkeypatch.setattr(dedicated, "Engines", lambda args, watch: SimpleNamespace(relay=None))
+    monkeypatch.setattr(engine_ranks, "Engines", lambda args, watch: SimpleNamespace(relay=None))
     engine = script.Engine(script.vllm_thread, script.Args(**changes), torch.float32, None, [0], None)
     values = {name: getattr(engine, name) for name in expected}
     if "own" in values:
@@ -250,14 +253,14 @@ def test_an_engine_sleeps_before_the_first_push_and_in_every_update(tiny, tmp_pa
 @pytest.fixture
 def engines_of(monkeypatch):
     """The engines of trainer ``rank`` of two, of which there is one in all: trainer 0's."""
-    monkeypatch.setattr(dedicated, "board", lambda host, port: None)
+    monkeypatch.setattr(engine_ranks, "board", lambda host, port: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     lost = []
 
-    def make(rank: int) -> dedicated.Engines:
+    def make(rank: int) -> engine_ranks.Engines:
         monkeypatch.setenv("RANK", str(rank))
         watch = SimpleNamespace(host="", port=0, name=f"rank {rank}", abort=lost.append)
-        engines = dedicated.Engines(flags.RunFlags(vllm_engines=1, timeout=10.0), watch)
+        engines = engine_ranks.Engines(flags.RunFlags(vllm_engines=1, timeout=10.0), watch)
         engines.lost = lost
         return engines
 
@@ -314,11 +317,11 @@ def test_the_device_of_a_rank_is_the_one_its_thread_works_on(monkeypatch):
     """Without a GPU it is the CPU; else the thread that asks, whose current device was the first one, is set to it."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert dedicated.own_device() == torch.device("cpu")
+    assert engine_ranks.own_device() == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert dedicated.own_device() == torch.device("cuda", 3) and chosen == [3]
+    assert engine_ranks.own_device() == torch.device("cuda", 3) and chosen == [3]
 
 
 class Line:
@@ -357,12 +360,14 @@ def test_the_ranks_of_engines_follow_those_of_the_trainers(monkeypatch, rank, en
     watch = SimpleNamespace(rank=rank, host="", port=0, close=lambda: None)
     own, other = multiprocessing.Pipe()
     noted = {}
-    monkeypatch.setattr(dedicated, "Watch", lambda timeout: watch)
-    monkeypatch.setattr(dedicated.process, "launch_size", lambda: 6)
-    monkeypatch.setattr(dedicated, "board", lambda host, port: None)
-    monkeypatch.setattr(dedicated, "answer_call", lambda store, place: noted.update(place=place) or own)
-    monkeypatch.setattr(dedicated, "weights_group", lambda store, rank, size, timeout: noted.update(group=(rank, size)))
-    monkeypatch.setattr(dedicated, "join_shards", lambda store, engine, shard: noted.update(shards=(engine, shard)))
+    monkeypatch.setattr(engine_ranks, "Watch", lambda timeout: watch)
+    monkeypatch.setattr(engine_ranks.process, "launch_size", lambda: 6)
+    monkeypatch.setattr(engine_ranks, "board", lambda host, port: None)
+    monkeypatch.setattr(engine_ranks, "answer_call", lambda store, place: noted.update(place=place) or own)
+    monkeypatch.setattr(
+        engine_ranks, "weights_group", lambda store, rank, size, timeout: noted.update(group=(rank, size))
+    )
+    monkeypatch.setattr(engine_ranks, "join_shards", lambda store, engine, shard: noted.update(shards=(engine, shard)))
 
     def thread(args, dtype, place, shards, stop_ids, inbox, outbox):
         assert (dtype, place, shards, stop_ids) == (torch.float32, rank - 2, 2, [0])
@@ -372,7 +377,7 @@ def test_the_ranks_of_engines_follow_those_of_the_trainers(monkeypatch, rank, en
 
     other.send(("build", 1, torch.float32, [0]))
     other.send(("stop",))
-    dedicated.serve(flags.RunFlags(vllm_engines=2, vllm_tensor_parallel_size=2), thread)
+    engine_ranks.serve(flags.RunFlags(vllm_engines=2, vllm_tensor_parallel_size=2), thread)
     assert noted == {"place": rank - 2, "group": (rank - 1, 5), "shards": (engine, shard)}
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (str(shard), "2")
     own.close()
@@ -501,8 +506,8 @@ def test_a_thread_that_computes_does_not_hold_back_the_other(monkeypatch):
     print(f"{ratio:.1f} times as long")
     assert ratio > 2
     before = sys.getswitchinterval()
-    monkeypatch.setattr("runtime.engine.watchdog.Watch.receive", lambda *rest: ("ready",))
-    monkeypatch.setattr("runtime.engine.dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
+    monkeypatch.setattr("runtime.engine.client.watchdog.Watch.receive", lambda *rest: ("ready",))
+    monkeypatch.setattr("runtime.engine.client.dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
     try:
         for changes, expected in (({}, 5e-3), ({"async_steps": 1}, 2e-4)):
             sys.setswitchinterval(5e-3)
@@ -519,14 +524,14 @@ def test_a_thread_that_computes_does_not_hold_back_the_other(monkeypatch):
 def test_copies_of_pushed_weights_take_the_memory_of_earlier_ones():
     """Tied weights are copied once; other shapes get memory of their own."""
     one = torch.ones(4)
-    first = weights.copied_to_cpu([("a", one), ("b", one), ("c", torch.zeros(2))], [])
+    first = deepspeed_zero.copied_to_cpu([("a", one), ("b", one), ("c", torch.zeros(2))], [])
     assert first[0][1] is first[1][1]
     places = [tensor.data_ptr() for _, tensor in first]
     one += 1
-    second = weights.copied_to_cpu([("a", one), ("b", one), ("c", torch.zeros(2))], first)
+    second = deepspeed_zero.copied_to_cpu([("a", one), ("b", one), ("c", torch.zeros(2))], first)
     assert [tensor.data_ptr() for _, tensor in second] == places
     assert second[0][1].tolist() == [2.0] * 4
-    third = weights.copied_to_cpu([("a", torch.zeros(5))], second)
+    third = deepspeed_zero.copied_to_cpu([("a", torch.zeros(5))], second)
     assert third[0][1].data_ptr() not in places
 
 
@@ -589,9 +594,9 @@ def test_what_the_script_gives_vllm_is_refused_beside_it(script):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LLM"
     )
     names = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
-    assert names | {"gpu_memory_utilization"} == set(flags.VLLM_TAKEN)
+    assert names | {"gpu_memory_utilization"} == set(checks.VLLM_TAKEN)
     fields = {field.name for field in dataclasses.fields(EngineArgs)}
-    assert {*flags.VLLM_TAKEN, *flags.VLLM_RESOURCES} - fields == set()
+    assert {*checks.VLLM_TAKEN, *flags.VLLM_RESOURCES} - fields == set()
 
 
 @pytest.mark.parametrize("ignore_eos, length", [(True, 5), (False, 1)])

@@ -1,4 +1,4 @@
-"""runtime/episodes.py with real processes and no engine: what a tool may do, when its answer is taken, what is told."""
+"""Episodes with real processes and no engine: what a tool may do, when its answer is taken, what is told."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import pytest
 from helpers import ROOT, alive, descendants
 
 import rewards
-from runtime import data, episodes
-from runtime.flags import RunFlags
-from runtime.records import Problem
+from runtime.arguments.flags import RunFlags
+from runtime.data import rendering
+from runtime.data.samples import Problem
+from runtime.environments import episodes
 
 FILE = ROOT / "tests" / "environments.py"
 TURN_LAG = episodes.TURN_LAG
@@ -24,7 +25,7 @@ TURN_LAG = episodes.TURN_LAG
 
 @functools.cache
 def tokenizer_of(tiny):
-    return data.load_tokenizer(RunFlags(model_name_or_path=str(tiny)))
+    return rendering.load_tokenizer(RunFlags(model_name_or_path=str(tiny)))
 
 
 def arguments(tiny, name: str, **more) -> RunFlags:

@@ -18,7 +18,7 @@ import pytest
 from helpers import ROOT, run_here, tiny_args
 
 from rewards import RewardPool, find_verifier
-from runtime import sandbox
+from runtime.system import sandbox
 
 FAST = {"(0, 1, 5)": "(0, 0.05, 0.05)", "timeout=15": "timeout=0.5"}  # what the tests change in the page's programs
 
@@ -175,7 +175,7 @@ def test_problems_and_tests_in_two_files(tmp_path):
     """Joined by id, in any order, they load without a flag; a problem without tests is named."""
     from grpo import Args
     from rewards import truth_error
-    from runtime import data
+    from runtime.data import problem_set
 
     def write(name: str, rows: list[dict]) -> None:
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -184,7 +184,7 @@ def test_problems_and_tests_in_two_files(tmp_path):
     write("tests.jsonl", [{"id": i, "input_output": {"inputs": [""], "outputs": [str(i)]}} for i in (2, 0, 1)])
     join = [sys.executable, "-c", program("data.md", "joined.jsonl")]
     subprocess.run(join, cwd=tmp_path, check=True, timeout=60)
-    problems = list(data.read_problems(str(tmp_path / "joined.jsonl"), Args(), truth_error).values())
+    problems = list(problem_set.read_problems(str(tmp_path / "joined.jsonl"), Args(), truth_error).values())
     assert [(p.messages[0]["content"], p.verifier) for p in problems] == [(f"Print {i}.", "code") for i in range(3)]
     assert [json.loads(p.truth)["outputs"] for p in problems] == [["0"], ["1"], ["2"]]
     write("tests.jsonl", [{"id": 0, "input_output": {"inputs": [""], "outputs": ["0"]}}])

@@ -14,9 +14,10 @@ from helpers import ROOT
 
 import grpo
 import ppo
-import utils
-from runtime import batching, fitting, flags, memory
-from runtime.values import ModelName
+from runtime.arguments import flags
+from runtime.arguments.values import ModelName
+from runtime.engine import vllm_settings
+from runtime.training import batching, device_sizes, memory
 
 # 10^9 bytes, as sold; those that are there have a little more.
 CARDS = (24, 40, 48, 80, 141)
@@ -56,7 +57,7 @@ def test_the_commands_of_the_headers_fit_every_card(name, command, ranks, card):
     args, model = parsed(command())
     critic = name == "ppo"
     setting = memory.Setting(ranks, True, card * 1e9, critic)
-    sizes, _ = fitting.sizes_for(args, model, setting)
+    sizes, _ = device_sizes.sizes_for(args, model, setting)
     found = memory.predict(args, model, setting, sizes)
     print(f"{name} on {ranks} x {card} GB: {vars(sizes)}, {found.peak / 1e9:.1f} GB = {found.peak / card / 1e9:.2f}")
     assert found.peak < 0.95 * card * 1e9
@@ -80,16 +81,16 @@ def test_smaller_cards_get_smaller_sizes():
     args = grpo.Args(num_unique_prompts_rollout=64, max_response_length=512)
     found = {}
     for card in CARDS:
-        found[card] = fitting.first_fit(args, qwen(name), memory.Setting(1, True, card * 1e9))
+        found[card] = device_sizes.first_fit(args, qwen(name), memory.Setting(1, True, card * 1e9))
     tokens = [size.micro_batch_tokens for size in found.values()]
     assert tokens == sorted(tokens) and tokens[0] < tokens[-1] == 16384
     assert found[24].logprob_chunk == 1024 and found[40].logprob_chunk == 4096
     assert found[24].vllm_gpu_memory_utilization < found[80].vllm_gpu_memory_utilization == 0.4
-    tried = {size.micro_batch_tokens for size in fitting.candidates(args, memory.Setting(1, True, 24e9))}
+    tried = {size.micro_batch_tokens for size in device_sizes.candidates(args, memory.Setting(1, True, 24e9))}
     assert all(tokens % batching.ROW_MULTIPLE == 0 for tokens in tried), "whole rows of a GPU"
     given = {"micro_batch_tokens": 3000, "vllm_gpu_memory_utilization": 0.25}
     args = grpo.Args(micro_batch_tokens=3000, vllm_args='{"gpu_memory_utilization": 0.25}')
-    size = fitting.first_fit(args, qwen(name), memory.Setting(1, True, 80e9))
+    size = device_sizes.first_fit(args, qwen(name), memory.Setting(1, True, 80e9))
     assert {key: getattr(size, key) for key in given} == given
 
 
@@ -106,18 +107,18 @@ def test_what_fits_nowhere_is_refused_with_what_would_fit(capsys):
     ):
         setting = memory.Setting(1, True, card * 1e9)
         if remedy is None:
-            fitting.sizes_for(args, model, setting)
+            device_sizes.sizes_for(args, model, setting)
             continue
         with pytest.raises(SystemExit) as stop:
-            fitting.sizes_for(args, model, setting)
+            device_sizes.sizes_for(args, model, setting)
         assert stop.value.code == 2
         assert remedy in capsys.readouterr().err, card
     setting = memory.Setting(1, True, 24e9)
     args.micro_batch_tokens, args.vllm_args = 1024, '{"gpu_memory_utilization": 0.3}'
-    assert fitting.sizes_for(args, model, setting)[0].micro_batch_tokens == 1024
+    assert device_sizes.sizes_for(args, model, setting)[0].micro_batch_tokens == 1024
     apart = grpo.Args(vllm_engines=1, max_response_length=512)
     with pytest.raises(SystemExit):
-        fitting.sizes_for(apart, qwen("Qwen/Qwen2.5-7B-Instruct"), setting)
+        device_sizes.sizes_for(apart, qwen("Qwen/Qwen2.5-7B-Instruct"), setting)
     assert "sleep" not in capsys.readouterr().err
 
 
@@ -131,10 +132,10 @@ def test_the_gpu_that_is_there_decides(monkeypatch, tiny, tmp_path):
     config = dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary, "tie_word_embeddings": tied}
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = grpo.Args(model_name_or_path=str(tmp_path), num_unique_prompts_rollout=64, max_response_length=512)
-    setting = utils.memory_setting(args, torch.bfloat16, 1)
+    setting = vllm_settings.memory_setting(args, torch.bfloat16, 1)
     assert setting == memory.Setting(1, True, 24e9)
-    expected = fitting.first_fit(args, qwen(name), setting).vllm_gpu_memory_utilization
-    assert utils.engine_share(args, torch.bfloat16, 1) == expected < 0.4
+    expected = device_sizes.first_fit(args, qwen(name), setting).vllm_gpu_memory_utilization
+    assert vllm_settings.engine_share(args, torch.bfloat16, 1) == expected < 0.4
     asked = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -147,8 +148,8 @@ def test_the_gpu_that_is_there_decides(monkeypatch, tiny, tmp_path):
         args = script.Args(model_name_or_path=str(tmp_path), max_response_length=512, num_unique_prompts_rollout=64)
         args.gradient_checkpointing, args.sleep = True, "engine"
         script.build_vllm(args, torch.bfloat16, 0, 1)
-        assert asked["gpu_memory_utilization"] == utils.engine_share(args, torch.bfloat16, 1) < 0.8
-    assert utils.engine_share(grpo.Args(vllm_engines=1), torch.bfloat16, 1) == 0.9
+        assert asked["gpu_memory_utilization"] == vllm_settings.engine_share(args, torch.bfloat16, 1) < 0.8
+    assert vllm_settings.engine_share(grpo.Args(vllm_engines=1), torch.bfloat16, 1) == 0.9
 
 
 def test_a_model_on_the_hub_is_counted(monkeypatch, tmp_path):

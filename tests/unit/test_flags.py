@@ -22,7 +22,10 @@ from helpers import ROOT, VERIFIERS, clean_environment, script, tiny_args
 import grpo
 import ppo
 from grpo import Args
-from runtime import flags, foreign, process, rundir, runlog
+from runtime.arguments import checks, flag_translation, flags
+from runtime.run import directory, logger
+from runtime.system import process
+from runtime.training import model_files
 
 WEIGHTS = "model.safetensors"
 NO_TENSORS = "\2\0\0\0\0\0\0\0{}"  # a safetensors file without any
@@ -102,7 +105,8 @@ def test_the_usual_arguments_are_not_refused(place, nothing_is_loaded):
 
 def test_a_program_that_does_not_train_takes_the_flags_that_every_run_has(place):
     """Evaluating a model has no script, and so no --exp_name: the checks ask for none."""
-    flags.check(evaluate.Args(model_name_or_path=str(place / "model"), output_dir=str(place / "runs")), 1)
+    checks.check(evaluate.Args(model_name_or_path=str(place / "model"), output_dir=str(place / "runs")), 1)
+    model_files.check_model(evaluate.Args(model_name_or_path=str(place / "model"), output_dir=str(place / "runs")))
 
 
 def test_a_dry_run_needs_no_weights(place, nothing_is_loaded):
@@ -265,7 +269,7 @@ CASES = {
             {"vllm_args": json.dumps({name: 1})},
             [f"--vllm_args: {name} is set by {setter}; leave it out"],
         )
-        for name, setter in flags.VLLM_TAKEN.items()
+        for name, setter in checks.VLLM_TAKEN.items()
     },
     "dedicated, hf": (
         {"vllm_engines": 1, "rollout": "hf"},
@@ -490,11 +494,11 @@ def test_a_revision_is_looked_for_where_its_model_is(place, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     args = ppo.Args(model_name_or_path="me/model@v1", critic=("model_name_or_path=me/critic@v2",))
-    flags.check_model(args)
+    model_files.check_model(args)
     ppo.check_args(args)
     assert asked == [("me/model", "config.json", "v1"), ("me/critic", "config.json", "v2")]
     shutil.copytree(place / "model", place / "model@home", dirs_exist_ok=True)
-    flags.check_model(ppo.Args(model_name_or_path=str(place / "model@home")))
+    model_files.check_model(ppo.Args(model_name_or_path=str(place / "model@home")))
     assert len(asked) == 2
 
 
@@ -517,7 +521,7 @@ def test_an_engine_of_ppo_has_nothing_to_wait_for(as_rank, place, monkeypatch):
     as_rank(1, size=2, on_node=2)
     calls = []
     monkeypatch.setattr(process, "listen_for_signals", lambda: calls.append("signals"))
-    monkeypatch.setattr(flags, "check", lambda *rest: calls.append("flags"))
+    monkeypatch.setattr(checks, "check", lambda *rest: calls.append("flags"))
     changes = {"vllm_engines": 1, "dry_run": True}
     usual = arguments(place, changes)
     names = ("model_name_or_path", "dataset", "eval_prompts", "output_dir", *changes)
@@ -532,7 +536,7 @@ def test_an_engine_has_nothing_to_wait_for(as_rank, place, nothing_is_loaded, mo
     changes = {"seed": 11, "vllm_engines": 1}
     as_rank(1, size=2, on_node=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(rundir, "unfinished", lambda folder, args: not finished)
+    monkeypatch.setattr(directory, "unfinished", lambda folder, args: not finished)
     if finished:
         earlier_run(place, changes)
     with pytest.raises(SystemExit) as end:
@@ -558,8 +562,8 @@ def test_a_start_takes_engines_and_their_ranks_for_what_they_are(
 
 def earlier_run(place: Path, changes: dict) -> None:
     args = arguments(place, changes)
-    folder, _ = rundir.open_run(args, Args())
-    runlog.RunLog(folder, args, 1, args.total_steps, True).close()
+    folder, _ = directory.open_run(args, Args())
+    logger.RunLog(folder, args, 1, args.total_steps, True).close()
 
 
 def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
@@ -686,12 +690,12 @@ def test_filtered_down_to_too_few(tiny, tmp_path, capsys):
 
 
 def test_long_prompts(tiny, tmp_path, capsys, monkeypatch):
-    import utils
+    from runtime.training import pretrained
 
     def load_model(*_: object) -> None:
         raise SystemExit("a model was loaded")  # any other exception would make the run leave by os._exit
 
-    monkeypatch.setattr(utils, "load_model", load_model)
+    monkeypatch.setattr(pretrained, "load_model", load_model)
     rows = [{"question": "one " * (90 if i == 3 else 2) + str(i), "answer": "1"} for i in range(20)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {"dataset": "PLACE/long.jsonl", "model_name_or_path": str(tiny), "max_prompt_length": 60}
@@ -705,10 +709,12 @@ def test_unknown_field_of_the_config(tiny, capsys):
     """Known only once transformers has built the config; the weights are not read."""
     import torch
 
-    import utils
+    from runtime.training import pretrained
 
     with pytest.raises(SystemExit) as end:
-        utils.load_model(Args(model_name_or_path=str(tiny), override_config='{"depth": 3}'), torch.float32, "eager")
+        pretrained.load_model(
+            Args(model_name_or_path=str(tiny), override_config='{"depth": 3}'), torch.float32, "eager"
+        )
     assert end.value.code == 2
     message = capsys.readouterr().err
     assert "--override_config" in message and "'depth'" in message
@@ -836,7 +842,7 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
 def test_flags_of_other_frameworks_and_values_of_switches_get_a_hint(words, remedy, capsys):
-    from runtime import flags
+    from runtime.arguments import flags
 
     with pytest.raises(SystemExit) as end:
         flags.parse(Args, words=list(words))
@@ -940,8 +946,8 @@ def test_values_of_our_own_flags_are_not_taken_for_words_of_others(line):
 
 
 def test_without_its_docs_a_copy_still_knows_what_is_fixed(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(foreign, "PAGE", tmp_path / "fields.md")
-    assert foreign.rows() == []
+    monkeypatch.setattr(flag_translation, "PAGE", tmp_path / "fields.md")
+    assert flag_translation.rows() == []
     with pytest.raises(SystemExit):
         flags.parse(grpo.Args, words=["--top_k", "4"])
     assert "fixed here" in capsys.readouterr().err
@@ -976,7 +982,7 @@ def test_a_removed_flag_is_answered_with_what_replaces_it(name, capsys):
     for line, kind in itertools.product(lines, (grpo.Args, ppo.Args)):
         fields = {f.name: f for f in dataclasses.fields(kind)}
         with pytest.raises(SystemExit) as end:
-            foreign.refuse_foreign(["--beta", "0.1", *line, "--seed", "3"], fields)
+            flag_translation.refuse_foreign(["--beta", "0.1", *line, "--seed", "3"], fields)
         answers = capsys.readouterr().err.splitlines()
         assert end.value.code == 2
         assert [answer in text for text in answers if text.startswith(f"  {' '.join(line)[:60]} -> ")] == [True]
@@ -984,8 +990,8 @@ def test_a_removed_flag_is_answered_with_what_replaces_it(name, capsys):
 
 def test_the_table_of_removed_flags_names_flags_of_today():
     today = {f.name for script in (grpo, ppo) for f in dataclasses.fields(script.Args)}
-    assert foreign.REMOVED.keys() == REMOVED.keys() and not foreign.REMOVED.keys() & today
-    named = {name for text in foreign.REMOVED.values() for name in re.findall(r"--(\w+)", text)}
+    assert flag_translation.REMOVED.keys() == REMOVED.keys() and not flag_translation.REMOVED.keys() & today
+    named = {name for text in flag_translation.REMOVED.values() for name in re.findall(r"--(\w+)", text)}
     assert named - today == set()
 
 

@@ -27,7 +27,9 @@ from helpers import (
 )
 
 import grpo
-from runtime import flags, git, identity, process, rundir
+from runtime.arguments import flags
+from runtime.run import directory, identity
+from runtime.system import git, process
 
 EDIT = """
 original_loss = token_loss
@@ -173,7 +175,7 @@ def test_the_files_that_count(tiny, tmp_path):
     args = grpo.Args(verifier=f"{tmp_path}/verifier.py:score,{ROOT}/tests/verifiers.py:parity")
     names = set(identity.code_of(args))
     assert names >= {"grpo.py", "utils.py", "rewards.py", "kl_estimators.py", "tests/verifiers.py"}
-    assert names >= {f"runtime/{path.name}" for path in (ROOT / "runtime").glob("*.py")}
+    assert names >= {str(path.relative_to(ROOT)) for path in (ROOT / "runtime").rglob("*.py")}
     assert os.path.relpath(tmp_path / "verifier.py", ROOT) in names
     assert not [name for name in names if "site-packages" in name or name.startswith("scripts")]
     places = [tmp_path, ROOT]
@@ -234,9 +236,9 @@ def test_memory_flags_can_change_when_a_run_is_resumed(stopped, tmp_path, capsys
     assert "changed: --micro_batch_tokens 256 there, 160 here" in said
     default = tiny_args(tiny_folder(args), tmp_path)
     changed = tiny_args(tiny_folder(args), tmp_path, **advised, total_steps=99)
-    assert rundir.run_name(changed, grpo.Args()) == rundir.run_name(default, grpo.Args())
+    assert directory.run_name(changed, grpo.Args()) == directory.run_name(default, grpo.Args())
     quantized = tiny_args(tiny_folder(args), tmp_path, vllm_args='{"max_num_seqs": 9, "quantization": "fp8"}')
-    assert rundir.run_name(quantized, grpo.Args()) != rundir.run_name(default, grpo.Args())
+    assert directory.run_name(quantized, grpo.Args()) != directory.run_name(default, grpo.Args())
     assert identity.changed_arguments(identity.recorded(default), quantized)[0] != []
     several, other = (tiny_args(tiny_folder(args), tmp_path, vllm_engines=count) for count in (1, 2))
     assert identity.changed_arguments(identity.recorded(several), other)[0] == []

@@ -11,7 +11,7 @@ from helpers import ROOT
 from jobs import submit
 
 import grpo
-from runtime import flags
+from runtime.arguments import checks, flags
 
 PAGE = (ROOT / "docs" / "evidence" / "launching.md").read_text()
 
@@ -42,10 +42,10 @@ def test_the_example_of_trainers_and_engines():
     for text in (submitted, launched):
         words = shlex.split(text.replace("...", ""))
         args = flags.parse(grpo.Args, words=words[words.index("grpo.py") + 1 :])
-        flags.check_numbers(args)
-        flags.check_engine(args, 16)
-        flags.check_dedicated(args, 16)
-        flags.check_asynchrony(args)
+        checks.check_numbers(args)
+        checks.check_engine(args, 16)
+        checks.check_dedicated(args, 16)
+        checks.check_asynchrony(args)
         assert args.vllm_engines * args.vllm_tensor_parallel_size == 8
     words = shlex.split(submitted.replace("...", ""))
     job = submit.make_job(*submit.parse(words[words.index("--backend") :]))

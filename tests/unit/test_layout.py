@@ -1,88 +1,82 @@
-"""Imports go one way: scripts and tests -> grpo, ppo -> utils, rewards, kl_estimators -> runtime."""
+"""Packages, levels, budgets and cycles (studies/shape.py), and programs that find the modules they import."""
 
 from __future__ import annotations
 
 import ast
-import graphlib
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+import shape
 from helpers import ROOT
 
-TOP = {"grpo", "ppo", "utils", "rewards", "kl_estimators"}
-# What each room may import; a room stands below all that import it.
-RANKS = [
-    {"runtime.redaction"},
-    {"runtime.libraries", "runtime.git"},
-    {
-        "runtime.process",
-        "runtime.network",
-        "runtime.records",
-        "runtime.answers",
-        "runtime.algebra",
-        "runtime.units",
-        "runtime.constraints",
-        "runtime.gym_tasks",
-        "runtime.cpu_norms",
-        "runtime.machine",
-        "runtime.reading",
-        "runtime.user_files",
-    },
-    {
-        "runtime.presets",
-        "runtime.foreign",
-        "runtime.sandbox",
-        "runtime.sources",
-        "runtime.data",
-        "runtime.batching",
-        "runtime.watchdog",
-        "runtime.findings",
-        "runtime.environments",
-    },
-    {"runtime.flags", "runtime.elastic", "runtime.workers", "runtime.verdict", "runtime.chat"},
-    {"runtime.identity", "runtime.attention", "runtime.memory", "runtime.episodes"},
-    {"runtime.fitting", "runtime.defaults"},
-    {"runtime.rundir", "runtime.runlog", "runtime.checkpoints", "runtime.weights"},
-    {"kl_estimators", "rewards", "runtime.dedicated", "runtime.apart", "runtime.start"},
-    {"runtime.engine"},
-    {"utils"},
-    {"grpo", "ppo"},
-]
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A copy of the Python files of the top level and of runtime/."""
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    shutil.copytree(ROOT / "runtime", tmp_path / "runtime", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
 
 
-def module_files() -> dict[str, Path]:
-    files = {name: ROOT / f"{name}.py" for name in TOP}
-    return files | {f"runtime.{path.stem}": path for path in (ROOT / "runtime").glob("[a-z]*.py")}
+def test_packages_keep_their_levels_and_budgets():
+    """Imports go down only, stand at the top of a file, and form no cycle; no package is over its line budget."""
+    assert shape.layout_errors() == []
 
 
-def project_imports(path: Path) -> list[tuple[str, bool]]:
-    """(module of the project, whether a function imports it) for each import in a file, also under ``__main__``."""
-    tree = ast.parse(path.read_text())
-    inside = {id(node) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.Lambda) for node in ast.walk(f)}
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "runtime":
-            names = [f"runtime.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module]
-        else:
-            continue
-        found += [(name, id(node) in inside) for name in names if name in TOP or name.split(".")[0] == "runtime"]
-    return found
+def test_each_package_states_its_level_and_budget():
+    """The docstring of a package is where a reader looks for them; shape.py is what checks them."""
+    packages = {
+        path.parent.name: ast.get_docstring(ast.parse(path.read_text())) for path in ROOT.glob("runtime/*/__init__.py")
+    }
+    assert {f"runtime/{name}" for name in packages} == {name for name in shape.BUDGETS if name.startswith("runtime/")}
+    assert len(packages) == 8
+    for name, text in packages.items():
+        (level,) = [number for number, names in enumerate(shape.LEVELS, 1) if f"runtime.{name}" in names]
+        assert f"Level {level}: " in text and f"At most {shape.BUDGETS[f'runtime/{name}']:,} lines." in text
 
 
-def test_imports_go_downward_in_no_circle_and_stand_at_the_top():
-    """No module imports one above it, or inside a function; there is an order in which each follows what it imports."""
-    rank = {name: i for i, names in enumerate(RANKS) for name in names}
-    files = module_files()
-    assert set(files) == set(rank), "a module without a room, or a room without its module"
-    found = {name: project_imports(path) for name, path in files.items()}
-    assert not [(a, b) for a, imports in found.items() for b, _ in imports if rank[b] > rank[a]], "upward"
-    assert not [(a, b) for a, imports in found.items() for b, inside in imports if inside], "inside a function"
-    edges = {name: {target for target, _ in imports} for name, imports in found.items()}
-    order = tuple(graphlib.TopologicalSorter(edges).static_order())  # raises CycleError
-    assert set(order) >= set(files)
+MAIN = 'if __name__ == "__main__":\n    '
+# (file, text appended to it, the error)
+VIOLATIONS = {
+    "an upward import": ("runtime/data/sources.py", "from runtime.training import batching\n", "not on a lower level"),
+    "an import beside it": ("runtime/run/logger.py", "from runtime.engine import client\n", "not on a lower level"),
+    "an import in a function": (
+        "runtime/run/logger.py",
+        "def late():\n    from runtime.system import process\n    return process\n",
+        "inside a function",
+    ),
+    "a cycle in a package": ("runtime/system/redaction.py", "from runtime.system import watchdog\n", "import cycle"),
+    "a cycle of a program": ("kl_estimators.py", f"{MAIN}import grpo\n", "import cycle"),
+    "a module without a package": ("runtime/odds_and_ends.py", '"""Nothing."""\n', "is in no package"),
+    "a package over its budget": ("runtime/data/new.py", "x = 1\n" * 1800, "its budget is 1800"),
+    "a package over its budget, below": ("runtime/data/more/new.py", "x = 1\n" * 1800, "its budget is 1800"),
+    "a script over its budget": ("grpo.py", "x = 1\n" * 720, "its budget is 720"),
+}
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_each_violation_is_reported(name, copy):
+    file, text, error = VIOLATIONS[name]
+    before = shape.layout_errors(copy)
+    path = copy / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text((path.read_text() if path.exists() else "") + text)
+    assert before == [] and any(error in line for line in shape.layout_errors(copy))
+
+
+def test_lint_fails_for_a_package_over_its_budget(copy):
+    """The program that `make lint` calls ends with exit code 1 and names the package."""
+    for folder in ("scripts", "studies"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    program = [sys.executable, str(copy / "studies" / "shape.py")]
+    assert subprocess.run(program, capture_output=True).returncode == 0
+    (copy / "runtime" / "engine" / "new.py").write_text("x = 1\n" * 1250)
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.returncode == 1 and "OVER: runtime/engine: " in done.stdout
 
 
 def lost_imports(program: Path, found: list[Path] | None = None) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, Run, command
 
-from runtime import process
+from runtime.system import process
 
 NOISY = """
 import logging, sys, warnings
@@ -29,16 +29,16 @@ def speak(text):
 SCRIPT = """
 import logging, sys, warnings
 from pathlib import Path
-from runtime import libraries
+from runtime.system import library_logs
 
 place, end = Path(sys.argv[1]), sys.argv[2]
-libraries.LIBRARIES = (str(place / "installed"),)
-libraries.quiet_libraries()
-libraries.quiet_libraries()
+library_logs.LIBRARIES = (str(place / "installed"),)
+library_logs.quiet_libraries()
+library_logs.quiet_libraries()
 import noisy
 
 noisy.speak("nobody needs this")
-libraries.write_to(place)
+library_logs.write_to(place)
 noisy.speak("nor is this")
 logging.getLogger("mine").warning("my own message")
 warnings.warn("my own warning")
@@ -118,9 +118,9 @@ def test_what_is_printed_on_rank_0_has_no_secrets(capsys, monkeypatch):
 
 def test_pass_at_1_is_shown_once():
     """With one evaluation sample pass@k is pass@1."""
-    from runtime import runlog
+    from runtime.run import logger
 
     result = {"step": 3, "eval/pass@1": 0.25, "eval/samples": 1, "eval/pass@k": 0.25, "eval/length_mean": 7.5}
     result |= {"eval/truncated_frac": 0.5, "eval/problems": 8}
-    assert runlog.eval_line(result).count("pass@") == 1
-    assert "pass@4 0.500" in runlog.eval_line(result | {"eval/samples": 4, "eval/pass@k": 0.5})
+    assert logger.eval_line(result).count("pass@") == 1
+    assert "pass@4 0.500" in logger.eval_line(result | {"eval/samples": 4, "eval/pass@k": 0.5})

@@ -21,8 +21,8 @@ import utils
 from grpo import Args, group_advantages, loss_weights, return_to_go
 from kl_estimators import ALIASES, ESTIMATORS, canonical_name, full_vocabulary_kl, kl_reward, kl_values
 from rewards import Reward, shape_reward
-from runtime import batching
-from runtime.records import Sample
+from runtime.data.samples import Sample
+from runtime.training import batching
 
 F64 = torch.float64
 

@@ -13,8 +13,8 @@ import torch
 from helpers import folder_of, interrupted, run_here, tiny_args
 
 import grpo
-import utils
-from runtime import fitting, machine
+from runtime.engine import vllm_settings
+from runtime.training import cpu_rates, device_sizes, pretrained
 
 
 @pytest.fixture
@@ -35,11 +35,11 @@ def cache(tmp_path, monkeypatch):
     ],
 )
 def test_a_cpu_computes_in_bf16_where_that_is_much_faster(monkeypatch, rates, chosen):
-    monkeypatch.setattr(machine, "known_rates", lambda: rates)
-    _, dtype, attention = utils.resolve_device(grpo.Args())
+    monkeypatch.setattr(cpu_rates, "known_rates", lambda: rates)
+    _, dtype, attention = pretrained.resolve_device(grpo.Args())
     assert (dtype, attention) == (chosen, "grouped" if chosen == torch.bfloat16 else "sdpa")
     for name in ("bfloat16", "float32"):  # a flag wins
-        assert utils.resolve_device(grpo.Args(dtype=name))[1] == getattr(torch, name)
+        assert pretrained.resolve_device(grpo.Args(dtype=name))[1] == getattr(torch, name)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes of a GPU follow from its memory")
@@ -52,25 +52,28 @@ def test_a_cpu_computes_in_bf16_where_that_is_much_faster(monkeypatch, rates, ch
     ],
 )
 def test_large_micro_batches_are_for_fast_products(monkeypatch, rates, tokens):
-    monkeypatch.setattr(machine, "known_rates", lambda: rates)
+    monkeypatch.setattr(cpu_rates, "known_rates", lambda: rates)
     args = grpo.Args()
-    _, dtype, _ = utils.resolve_device(args)
-    setting = utils.memory_setting(args, dtype, 1)
-    assert fitting.sizes_for(args, None, setting)[0].micro_batch_tokens == tokens
+    _, dtype, _ = pretrained.resolve_device(args)
+    setting = vllm_settings.memory_setting(args, dtype, 1)
+    assert device_sizes.sizes_for(args, None, setting)[0].micro_batch_tokens == tokens
     args.dtype = "float32"  # AMX has no fp32
-    assert fitting.sizes_for(args, None, utils.memory_setting(args, torch.float32, 1))[0].micro_batch_tokens == 1024
+    assert (
+        device_sizes.sizes_for(args, None, vllm_settings.memory_setting(args, torch.float32, 1))[0].micro_batch_tokens
+        == 1024
+    )
     args.micro_batch_tokens = 500
-    assert fitting.sizes_for(args, None, setting)[0].micro_batch_tokens == 500
+    assert device_sizes.sizes_for(args, None, setting)[0].micro_batch_tokens == 500
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has bf16 in any case")
 def test_a_resumed_run_keeps_its_choice(tiny, tmp_path, monkeypatch):
     """On a machine that multiplies otherwise: from its folder, from a checkpoint that is named; not if overwritten."""
     here, there = {"float32": 90.0, "bfloat16": 50.0}, {"float32": 100.0, "bfloat16": 2000.0}
-    monkeypatch.setattr(machine, "known_rates", lambda: here)
+    monkeypatch.setattr(cpu_rates, "known_rates", lambda: here)
     args = tiny_args(tiny, tmp_path / "runs", dtype="auto", micro_batch_tokens=None, save_every=1, run_name="kept")
     interrupted(args, monkeypatch, after=1)
-    monkeypatch.setattr(machine, "known_rates", lambda: there)
+    monkeypatch.setattr(cpu_rates, "known_rates", lambda: there)
     checkpoint = folder_of(args) / "checkpoints" / "step_000001"
     named = dataclasses.replace(args, run_name="named", resume=str(checkpoint))
     for again in (named, args):
@@ -80,23 +83,23 @@ def test_a_resumed_run_keeps_its_choice(tiny, tmp_path, monkeypatch):
         assert config["resumed_after"] == 1 and found == ["float32", here, 1024]
     anew = dataclasses.replace(args, overwrite=True)
     grpo.preflight(anew)
-    assert utils.resolve_device(anew)[1] == torch.bfloat16
+    assert pretrained.resolve_device(anew)[1] == torch.bfloat16
 
 
 def test_on_a_gpu_no_rate_is_measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert utils.cpu_rates(grpo.Args()) == {}
+    assert vllm_settings.product_rates(grpo.Args()) == {}
 
 
 def test_rates_are_measured_once_for_each_machine(cache, monkeypatch):
     """A second process reads what the first one found, whatever it would find itself."""
-    first = machine.known_rates()
-    assert json.loads(cache.read_text()) == {machine.machine_key(): first}
+    first = cpu_rates.known_rates()
+    assert json.loads(cache.read_text()) == {cpu_rates.machine_key(): first}
     assert min(first.values()) > 0
-    monkeypatch.setattr(machine, "product_rates", lambda: {"float32": 1.0, "bfloat16": 9.0})
-    assert machine.known_rates() == first
-    monkeypatch.setattr(machine, "machine_key", lambda: "a different one")
-    assert machine.known_rates() == {"float32": 1.0, "bfloat16": 9.0}
+    monkeypatch.setattr(cpu_rates, "product_rates", lambda: {"float32": 1.0, "bfloat16": 9.0})
+    assert cpu_rates.known_rates() == first
+    monkeypatch.setattr(cpu_rates, "machine_key", lambda: "a different one")
+    assert cpu_rates.known_rates() == {"float32": 1.0, "bfloat16": 9.0}
     assert len(json.loads(cache.read_text())) == 2
 
 
@@ -107,10 +110,10 @@ def test_processes_that_start_together_have_one_choice(cache, monkeypatch):
         time.sleep(0.2)  # the other process is waiting then
         return {"float32": os.getpid()}
 
-    monkeypatch.setattr(machine, "product_rates", measure)
+    monkeypatch.setattr(cpu_rates, "product_rates", measure)
     processes = multiprocessing.get_context("fork")
     found = processes.SimpleQueue()
-    ranks = [processes.Process(target=lambda: found.put(machine.known_rates())) for _ in range(2)]
+    ranks = [processes.Process(target=lambda: found.put(cpu_rates.known_rates())) for _ in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -122,15 +125,15 @@ def test_processes_that_start_together_have_one_choice(cache, monkeypatch):
 
 def test_a_cache_that_cannot_be_used_is_no_error(cache, monkeypatch):
     """A file that was cut off, and a home that is a file."""
-    monkeypatch.setattr(machine, "product_rates", lambda: {"float32": 1.0, "bfloat16": 2.0})
+    monkeypatch.setattr(cpu_rates, "product_rates", lambda: {"float32": 1.0, "bfloat16": 2.0})
     cache.parent.mkdir(parents=True)
     cache.write_text('{"half')
-    assert machine.known_rates() == {"float32": 1.0, "bfloat16": 2.0}
+    assert cpu_rates.known_rates() == {"float32": 1.0, "bfloat16": 2.0}
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    assert machine.known_rates() == {"float32": 1.0, "bfloat16": 2.0}
+    assert cpu_rates.known_rates() == {"float32": 1.0, "bfloat16": 2.0}
 
 
 def test_measuring_leaves_the_threads_as_they_were():
     threads = torch.get_num_threads()
-    machine.product_rates(rounds=1)
+    cpu_rates.product_rates(rounds=1)
     assert torch.get_num_threads() == threads

@@ -51,12 +51,12 @@ def test_the_measure_is_the_exact_kl_of_sequences(finished):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from rewards import truth_error
-    from runtime import data
+    from runtime.data import problem_set, rendering
 
     args = measure_kl.run_args(finished)
     assert isinstance(args, grpo.Args)
     tokenizer = AutoTokenizer.from_pretrained(finished / "model")
-    problems = data.render_prompts(data.load_problems(args, truth_error)[1], tokenizer, args)
+    problems = rendering.render_prompts(problem_set.load_problems(args, truth_error)[1], tokenizer, args)
     policy = AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32)
     start = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
     exact = [enumerated(policy, start, problem.prompt_ids, tokenizer.eos_token_id) for problem in problems]

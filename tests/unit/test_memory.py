@@ -16,9 +16,10 @@ from helpers import ROOT
 
 import grpo
 import utils
-from runtime import batching, flags, memory
-from runtime.records import Sample
-from runtime.values import ModelName
+from runtime.arguments import flags
+from runtime.arguments.values import ModelName
+from runtime.data.samples import Sample
+from runtime.training import batching, memory, pretrained
 
 spec = importlib.util.spec_from_file_location("scripts_memory", ROOT / "studies" / "memory.py")
 script = importlib.util.module_from_spec(spec)
@@ -29,10 +30,12 @@ spec.loader.exec_module(script)
 # gradient of one micro-batch is accumulated and the next one is still to come.
 MEASURE = """
 import gc, json, os, sys
-from runtime import process
+from runtime.system import process
 process.prepare_environment()
 import torch
-import grpo, utils
+import grpo
+import utils
+from runtime.training import deepspeed_zero
 
 def live():
     seen = {}
@@ -44,18 +47,18 @@ def live():
                     seen[storage.data_ptr()] = storage.nbytes()
     return sum(seen.values())
 
-plain = utils.deepspeed_config
+plain = deepspeed_zero.deepspeed_config
 
 def small_buckets(*arguments):
     config = plain(*arguments)  # a bucket is as large as this small model; its size does not grow with the model
     config["zero_optimization"] |= {"reduce_bucket_size": 2**18, "allgather_bucket_size": 2**18}
     return config
 
-utils.deepspeed_config = small_buckets
+deepspeed_zero.deepspeed_config = small_buckets
 changes = json.loads(sys.argv[1])
 args = grpo.Args(**changes)
 dtype = getattr(torch, args.dtype)
-accelerator = utils.make_accelerator(args, dtype, torch.device("cpu"))
+accelerator = deepspeed_zero.make_accelerator(args, dtype, torch.device("cpu"))
 gc.collect()
 empty = live()
 model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(32)]).to(dtype)
@@ -171,7 +174,7 @@ def kept_by_autograd(config, dtype: torch.dtype, attention: str, layout: str) ->
     """(bytes of different tensors kept for the backward pass, tokens) of a forward pass of a random Llama."""
     from transformers import LlamaForCausalLM
 
-    utils.register_attention()
+    pretrained.register_attention()
     torch.manual_seed(0)
     config._attn_implementation = attention
     model = LlamaForCausalLM(config).to(dtype).train()
@@ -372,7 +375,7 @@ def test_the_end_of_a_backward_pass_is_below_the_bound(tmp_path, ranks, words):
 
 FRAGMENTS = """
 import sys
-from runtime import process
+from runtime.system import process
 process.prepare_environment()
 heap = process.Heap()
 kept = []

@@ -20,7 +20,8 @@ from jobs import submit
 
 import grpo
 import ppo
-from runtime import flags, foreign, memory
+from runtime.arguments import flag_translation, flags
+from runtime.training import memory
 
 PAGE = (ROOT / "docs" / "flags.md").read_text()
 # What the page calls, as functions that print the words they got: a NUL after each, \1 after the last.
@@ -260,7 +261,7 @@ def test_a_command_line_of_the_page_passes_a_dry_run(heading, place, monkeypatch
 
 def test_every_word_of_their_command_lines_is_answered():
     """With its row of the page, or as one of the words of which the section says that they have no counterpart."""
-    table = foreign.rows()
+    table = flag_translation.rows()
     sections = re.findall(r"^## ([\w-]+):.*?\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)
     sections = {name: text for name, text in sections if "```text" in text}
     assert set(sections) == {"TRL", "open-instruct", "verl", "TinyZero", "AReaL"}
@@ -271,8 +272,8 @@ def test_every_word_of_their_command_lines_is_answered():
         start = next(i for i, w in enumerate(words) if w in ("grpo", "ppo-code") or re.search(r"gtrl\.py|main_ppo", w))
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
         known = 0
-        for part in foreign.groups(words[start + 1 :], fields):
-            found = foreign.answer(part, fields, table)
+        for part in flag_translation.groups(words[start + 1 :], fields):
+            found = flag_translation.answer(part, fields, table)
             known += found != ""
             assert found != "" or f"`{part[0].partition('=')[0]}" in prose, (name, part)
         assert known > 2

@@ -20,8 +20,8 @@ from helpers import ROOT, folder_of, interrupted, make_samples, record, run_here
 import grpo
 import utils
 from grpo import Args
-from runtime import attention, batching
-from runtime.records import Sample
+from runtime.data.samples import Sample
+from runtime.training import attention, batching, pretrained
 
 PAGE = ROOT / "docs" / "evidence" / "models.md"
 HEAD = """# Model architectures and batch layouts
@@ -149,7 +149,7 @@ def load(folder: Path, **flags):
     """The model as a run loads it: dropout off, train mode, the default attention of fp32."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return utils.load_model(Args(model_name_or_path=str(folder), **flags), torch.float32, "sdpa")
+        return pretrained.load_model(Args(model_name_or_path=str(folder), **flags), torch.float32, "sdpa")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -159,8 +159,10 @@ def test_a_head_in_fp32(tmp_path, tied):
 
     folder = save_random(tmp_path, "Llama 3, scaled RoPE", tie_word_embeddings=tied)
     how = (torch.bfloat16, "sdpa")
-    plain = utils.load_model(Args(model_name_or_path=str(folder)), *how)
-    exact = utils.load_model(Args(model_name_or_path=str(folder), override_config='{"head_dtype": "float32"}'), *how)
+    plain = pretrained.load_model(Args(model_name_or_path=str(folder)), *how)
+    exact = pretrained.load_model(
+        Args(model_name_or_path=str(folder), override_config='{"head_dtype": "float32"}'), *how
+    )
     ids = torch.arange(3, 40)[None]
     hidden = exact.base_model(input_ids=ids).last_hidden_state
     weight = exact.get_output_embeddings().weight
@@ -275,7 +277,7 @@ def test_grouped_attention_computes_what_eager_does(tmp_path, name, layouts):
     samples = long_samples()
     found = {}
     for kind in ("eager", "grouped"):
-        model = utils.load_model(Args(model_name_or_path=str(folder)), torch.float32, kind)
+        model = pretrained.load_model(Args(model_name_or_path=str(folder)), torch.float32, kind)
         used = model.config._attn_implementation
         assert used == ("eager" if name in OWN_ATTENTION else kind)
         policy = utils.TokenLogprobs(model, 1.0, 1000)
@@ -422,12 +424,12 @@ def test_stop_ids_of_a_composite_config(capsys):
     config = AutoConfig.for_model("gemma3", text_config={"vocab_size": 320, "eos_token_id": [7, 9]})
     assert not hasattr(config, "eos_token_id"), "no field at the top"
     model = SimpleNamespace(config=config, generation_config=SimpleNamespace(eos_token_id=3))
-    assert utils.stop_token_ids(model, SimpleNamespace(eos_token_id=2)) == [2, 3, 7, 9]
+    assert pretrained.stop_token_ids(model, SimpleNamespace(eos_token_id=2)) == [2, 3, 7, 9]
     model.generation_config.eos_token_id = None
     config.text_config.eos_token_id = None
-    assert utils.stop_token_ids(model, SimpleNamespace(eos_token_id=2)) == [2]
+    assert pretrained.stop_token_ids(model, SimpleNamespace(eos_token_id=2)) == [2]
     with pytest.raises(SystemExit):
-        utils.stop_token_ids(model, SimpleNamespace(eos_token_id=None))
+        pretrained.stop_token_ids(model, SimpleNamespace(eos_token_id=None))
     assert "set eos_token_id" in capsys.readouterr().err
 
 
@@ -443,7 +445,7 @@ def two_models(tmp_path, dtype: torch.dtype, **changes):
     """Two random models of one architecture: (what the reference is at first, the policy it moves to)."""
     folder = save_random(tmp_path, "Qwen2", **changes)
     args = Args(model_name_or_path=str(folder))
-    first, second = (utils.load_model(args, dtype, "eager") for _ in range(2))
+    first, second = (pretrained.load_model(args, dtype, "eager") for _ in range(2))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in second.parameters():

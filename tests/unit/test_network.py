@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from runtime import network
+from runtime.system import network
 
 
 @pytest.fixture

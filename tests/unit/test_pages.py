@@ -14,7 +14,7 @@ from jobs import submit
 
 import grpo
 import ppo
-from runtime import flags
+from runtime.arguments import flags
 
 USER = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*USER, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "evidence").glob("*.md"))]

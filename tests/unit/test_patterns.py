@@ -14,7 +14,8 @@ from types import ModuleType
 import pytest
 
 import rewards
-from runtime import algebra, answers, constraints, gym_tasks, units
+from runtime.data import reasoning_gym_tasks
+from runtime.grading import algebra, answers, ifeval, units
 
 LIMIT = 0.4  # seconds of the processor for one text
 SHORT, LONG = 2 * answers.LONGEST_ANSWER, 20_000  # characters: of an answer and what is around it, of a response
@@ -149,7 +150,7 @@ def timed(search, text: str) -> float:
 
 FOUND = {
     where: given
-    for module in (answers, units, algebra, constraints, rewards)
+    for module in (answers, units, algebra, ifeval, rewards)
     for where, given in expressions(module).items()
 }
 FOUND |= {f"table {i}": (pattern, 0, "search") for i, pattern in enumerate(TABLES)}
@@ -224,13 +225,13 @@ def test_long_responses_take_linear_time(text):
         rewards.VERIFIERS[name](text, "7", {"nums": [7]})
     kinds_without_packages = ("number_placeholders", "number_bullet_lists", "title", "postscript", "number_paragraphs")
     for kind in (*kinds_without_packages, "number_highlighted_sections", "multiple_sections", "number_words"):
-        getattr(constraints, kind)(text, given)
+        getattr(ifeval, kind)(text, given)
     assert time.process_time() - begun < 5
 
 
-@pytest.mark.parametrize("name", gym_tasks.GYM_ANSWERS)
+@pytest.mark.parametrize("name", reasoning_gym_tasks.GYM_ANSWERS)
 def test_no_answer_stalls_the_form_of_a_task(name):
-    seconds, text = slowest(gym_tasks.GYM_ANSWERS[name], 0, "fullmatch", SHORT)
+    seconds, text = slowest(reasoning_gym_tasks.GYM_ANSWERS[name], 0, "fullmatch", SHORT)
     assert seconds < LIMIT, text
 
 
@@ -238,17 +239,17 @@ def test_no_answer_stalls_the_form_of_a_task(name):
 def test_bullets_are_counted_as_the_published_evaluation_does(text):
     stars = re.findall(r"^\s*\*[^\*].*$", text, re.MULTILINE)
     dashes = re.findall(r"^\s*-.*$", text, re.MULTILINE)
-    assert constraints.number_bullet_lists(text, {"num_bullets": len(stars) + len(dashes)})
+    assert ifeval.number_bullet_lists(text, {"num_bullets": len(stars) + len(dashes)})
 
 
 @pytest.mark.parametrize("text", ["[a] [b]", "[[a] b]", "[a\nb]", "[]", "[", "][", "[a]]", "x\n[a]\n[b", "<<[>>]"])
 def test_placeholders_and_titles_are_found_as_the_published_evaluation_does(text):
     count = len(re.findall(r"\[.*?\]", text))
-    assert constraints.number_placeholders(text, {"num_placeholders": count})
-    assert not constraints.number_placeholders(text, {"num_placeholders": count + 1})
+    assert ifeval.number_placeholders(text, {"num_placeholders": count})
+    assert not ifeval.number_placeholders(text, {"num_placeholders": count + 1})
     for line in (text, f"<<{text}>>", f"<< >> {text} >>", "<<>>", "<<>>>", f">>{text}<<"):
         found = re.findall(r"<<[^\n]+>>", line)
-        assert constraints.title(line, {}) == any(part.lstrip("<").rstrip(">").strip() for part in found)
+        assert ifeval.title(line, {}) == any(part.lstrip("<").rstrip(">").strip() for part in found)
 
 
 LARGE_NUMBERS = ["9^{9^{9}}", "10^{10^{10}}", "84!!", "99999999!", "(((9!)!)!)!", "2^{99999999999}", "1e999999999"]

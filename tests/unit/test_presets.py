@@ -37,8 +37,10 @@ import ppo
 import utils
 from kl_estimators import kl_reward
 from rewards import Reward, shape_reward
-from runtime import batching, flags, presets, rundir
-from runtime.records import Sample
+from runtime.arguments import checks, flags, presets
+from runtime.data.samples import Sample
+from runtime.run import directory
+from runtime.training import batching
 
 SCRIPTS = {"grpo": grpo, "ppo": ppo}
 PAIRS = [(script, name) for name, preset in presets.PRESETS.items() for script in preset.scripts]
@@ -99,7 +101,7 @@ def test_flags_given_beside_a_preset_win_in_any_order_also_with_our_default(scri
 ])  # fmt: skip
 def test_a_name_that_the_script_does_not_have_is_refused_with_the_list(words, expected, capsys):
     with pytest.raises(SystemExit) as end:
-        flags.check_numbers(parse("grpo", *words))
+        checks.check_numbers(parse("grpo", *words))
     assert end.value.code == 2
     message = capsys.readouterr().err
     for text in expected:
@@ -116,7 +118,7 @@ def test_programs_without_an_algorithm_have_no_presets(capsys):
 def test_names_of_runs_and_their_folders(tmp_path):
     """The name holds --as and what was given beside it; a part of a run has the same name, another preset another."""
     place = ["--output_dir", str(tmp_path)]
-    name = functools.partial(rundir.run_name, defaults=grpo.Args())
+    name = functools.partial(directory.run_name, defaults=grpo.Args())
     assert name(parse("grpo", "--as", "verl", *place)) == "grpo__as=verl__seed=1"
     assert name(parse("grpo", "--beta", "0.01", "--as", "verl")) == "grpo__as=verl__beta=0.01__seed=1"
     assert name(parse("grpo", "--as", "verl", "--clip_ratio_c", "3")) == "grpo__as=verl__seed=1"

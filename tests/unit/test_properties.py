@@ -26,7 +26,10 @@ from hypothesis import strategies as st
 import grpo
 import ppo
 import rewards
-from runtime import data, flags, rundir, runlog, verdict
+from runtime.arguments import checks, flags
+from runtime.data import problem_set, prompt_order
+from runtime.run import directory, logger, verdict
+from runtime.training import model_files
 
 TEXT = st.text(st.characters(codec=None, exclude_categories=[]), max_size=12) | st.text(string.printable, max_size=30)
 SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
@@ -88,7 +91,7 @@ def test_rows_become_what_they_say_or_are_refused(rows, verifier, bad_rows):
     with folder() as place:
         (place / "rows.json").write_text(json.dumps(rows))
         args = grpo.Args(dataset=str(place / "rows.json"), verifier=verifier, bad_rows=bad_rows)
-        found, refusal = end_of(data.read_problems, args.dataset, args, rewards.truth_error)
+        found, refusal = end_of(problem_set.read_problems, args.dataset, args, rewards.truth_error)
     event("refused" if found is None else f"{min(3, len(found))} problems")
     if found is None:
         assert "row" in refusal or "rows.json" in refusal
@@ -103,7 +106,7 @@ def test_rows_become_what_they_say_or_are_refused(rows, verifier, bad_rows):
             if not str(row["question"]).startswith("[{"):
                 prompts = [row[name] for name in ("question", "prompt", "messages") if name in row]
                 nums = row.get("nums")
-                if isinstance(nums, str) and not ("target" in row and data.NUMBERS.fullmatch(nums)):
+                if isinstance(nums, str) and not ("target" in row and problem_set.NUMBERS.fullmatch(nums)):
                     prompts.append(nums)  # which is no countdown
                 said = [message for prompt in prompts if isinstance(prompt, list) for message in prompt]
                 asked = problem.messages[-1]["content"]
@@ -124,7 +127,7 @@ def test_cells_stay_what_the_file_says(cells):
         ):
             csv.writer(file).writerows([["question", "answer"], *cells])
         args = grpo.Args(dataset=str(place / "rows.csv"), verifier="exact", bad_rows="drop")
-        found, _ = end_of(data.read_problems, args.dataset, args, rewards.truth_error)
+        found, _ = end_of(problem_set.read_problems, args.dataset, args, rewards.truth_error)
         with contextlib.suppress(ValueError):
             read = (place / "rows.csv").read_bytes().decode()
             written = list(csv.reader(io.StringIO(read, newline="")))[1:]
@@ -187,9 +190,10 @@ GIVEN = {"total_steps": 4, "max_prompt_length": 64, "max_response_length": 8, "l
 
 def checked(args, script) -> int:
     """What a start does with its flags; the number of its steps."""
-    flags.check(args, 1)
-    flags.check_training(args)
-    flags.check_kl(args)
+    checks.check(args, 1)
+    model_files.check_model(args)
+    checks.check_training(args)
+    checks.check_kl(args)
     rewards.check_reward_args(args)
     script.check_args(args)
     return flags.total_steps(args, PROBLEMS)
@@ -211,14 +215,14 @@ def test_flags_mean_something_or_are_refused(tiny, changes, script):
         return
     assert isinstance(steps, int)
     assert steps >= 1 or args.num_unique_prompts_rollout > PROBLEMS  # which the data is refused for
-    name = rundir.run_name(args, script.Args())
+    name = directory.run_name(args, script.Args())
     given_folders = args.run_name or args.exp_name  # the only ones
     assert name and "/" not in name.replace(given_folders, "")
     assert max(len(os.fsencode(part)) for part in Path(name).parts) <= 255
-    sampling = data.sampling(args)
+    sampling = prompt_order.sampling(args)
     assert sampling["max_tokens"] == args.max_response_length and 0 < sampling["temperature"] < math.inf
     again = dataclasses.replace(args)
-    assert rundir.run_name(again, script.Args()) == name
+    assert directory.run_name(again, script.Args()) == name
 
 
 WORDS = st.lists(
@@ -274,7 +278,7 @@ def test_whatever_a_verifier_returns_is_a_number_or_unscorable(found, weights):
     event(reward.status)
     assert reward.status in rewards.STATUSES
     assert math.isfinite(reward.score) and all(map(math.isfinite, reward.parts.values()))
-    text = json.dumps(runlog._writable(dataclasses.asdict(reward), {}), allow_nan=False)
+    text = json.dumps(logger._writable(dataclasses.asdict(reward), {}), allow_nan=False)
     assert json.loads(text)["status"] == reward.status
     plain = isinstance(found, (bool, int, float)) and not isinstance(found, type) and abs(found) < 1e100
     if plain and math.isfinite(found) and not weights:
@@ -337,8 +341,8 @@ def test_a_resume_keeps_the_lines_up_to_its_step(lines, whole, last):
         read = written(file, lines, whole)
         steps = [(line, whole_step(line, number < len(read) - 1)) for number, line in enumerate(read)]
         known = [step for _, step in steps if step is not None]
-        assert rundir.last_step(file) == (known[-1] if known else -1)
-        rundir.cut_back(file, last)
+        assert directory.last_step(file) == (known[-1] if known else -1)
+        directory.cut_back(file, last)
         kept = [line for line, step in steps if step is not None and step <= last]
         assert file.read_text().splitlines() == kept or file.read_text() == "".join(line + "\n" for line in kept)
         assert [path.name for path in place.iterdir()] == ["metrics.jsonl"]
@@ -373,13 +377,13 @@ def test_no_folder_of_a_run_loses_what_is_not_the_runs(tiny, config, files, over
             texts = {"right": json.dumps({"args": vars(args)}), "other": '{"args": {"beta": 7}}', "args": '{"args": 7}'}
             (run / "config.json").write_text(texts.get(config, config))
         before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
-        opened, said = end_of(rundir.open_run, args, grpo.Args(), codes=(0, 2))
+        opened, said = end_of(directory.open_run, args, grpo.Args(), codes=(0, 2))
         event("begun" if opened else "finished" if said.count("finished") else "refused")
         after = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
         assert after == before, "looking has changed something"
         if opened is None or opened[1] is not None:
             return
-        log, refusal = end_of(runlog.RunLog, opened[0], args, 1, 4, True)
+        log, refusal = end_of(logger.RunLog, opened[0], args, 1, 4, True)
         assert log is not None or "run" in refusal
         if log is not None:
             log.close()

@@ -18,8 +18,8 @@ from helpers import ROOT
 import rewards
 from grpo import Args
 from rewards import VERIFIERS, RewardPool, truth_error
-from runtime import data, gym_tasks
-from runtime.gym_tasks import GYM_UNSUPPORTED
+from runtime.data import problem_set, reasoning_gym_tasks
+from runtime.data.reasoning_gym_tasks import GYM_UNSUPPORTED
 
 PAGE = ROOT / "docs" / "evidence" / "rewards.md"
 BEGIN, END = "<!-- made by tests/unit/test_reasoning_gym.py -->", "<!-- end -->"
@@ -33,9 +33,9 @@ OPTIONS = {
 }
 
 
-def problems(name: str, rows: int = ROWS, options: str = "") -> list[data.Problem]:
+def problems(name: str, rows: int = ROWS, options: str = "") -> list[problem_set.Problem]:
     source = f"reasoning_gym:{name}?size={rows}&seed=5{OPTIONS.get(name, '')}{options}"
-    found = list(data.read_problems(source, Args(verifier="reasoning_gym"), truth_error).values())
+    found = list(problem_set.read_problems(source, Args(verifier="reasoning_gym"), truth_error).values())
     for problem in found:
         problem.row = json.loads(json.dumps(problem.row))  # as a prepared file has it
     return found
@@ -62,11 +62,11 @@ def rush_hour_solution(board: str) -> str:
     raise AssertionError("no solution")
 
 
-def oracle(problem: data.Problem) -> str:
+def oracle(problem: problem_set.Problem) -> str:
     """What the data set itself takes for right: its answer, or the example among its metadata."""
     if problem.row["answer"] is not None:
         return problem.row["answer"]
-    about = gym_tasks.untagged(json.loads(problem.row["reasoning_gym"])["metadata"])
+    about = reasoning_gym_tasks.untagged(json.loads(problem.row["reasoning_gym"])["metadata"])
     if about["source_dataset"] == "graph_color":
         return json.dumps(about["possible_answer"])
     if about["source_dataset"] == "rush_hour":
@@ -74,7 +74,7 @@ def oracle(problem: data.Problem) -> str:
     return about.get("example_correct_answer") or about["example_answer"]
 
 
-def score(problem: data.Problem, answer: str) -> float:
+def score(problem: problem_set.Problem, answer: str) -> float:
     reward, _ = rewards._verify_by("reasoning_gym", f"so <answer>{answer}</answer>", problem.truth, problem.row)
     return reward.score
 
@@ -92,13 +92,13 @@ def counts(name: str) -> tuple[int, int, int, int]:
 
 
 def rows_here(name: str, options: dict) -> list[dict]:
-    return json.loads(json.dumps(gym_tasks._rows_here(name, json.dumps(options, sort_keys=True))))
+    return json.loads(json.dumps(reasoning_gym_tasks._rows_here(name, json.dumps(options, sort_keys=True))))
 
 
 @pytest.fixture
 def here(monkeypatch):
     """Rows made in this process: that of a run, which it starts for them, takes seconds to import what makes them."""
-    monkeypatch.setattr(gym_tasks, "gym_rows", rows_here)
+    monkeypatch.setattr(reasoning_gym_tasks, "gym_rows", rows_here)
 
 
 QUICK = ["ab", "arc_agi", "chain_sum", "composite", "graph_color", "intermediate_integration", "prime_factorization"]
@@ -126,9 +126,9 @@ def test_game_of_life_is_computed_without_matplotlib(monkeypatch):
     """A glider moves one cell down and right in four generations, and a later import would find the real matplotlib."""
     for name in [name for name in sys.modules if name.split(".")[0] in ("cellpylib", "matplotlib", "mpl_toolkits")]:
         monkeypatch.delitem(sys.modules, name)
-    with gym_tasks.without_plotting():
+    with reasoning_gym_tasks.without_plotting():
         import cellpylib
-    assert not sys.modules.keys() & set(gym_tasks.PLOTTING)
+    assert not sys.modules.keys() & set(reasoning_gym_tasks.PLOTTING)
     board = np.zeros((1, 8, 8), dtype=int)
     board[0, [1, 2, 3, 3, 3], [2, 3, 1, 2, 3]] = 1
     later = cellpylib.evolve2d(board, timesteps=5, apply_rule=cellpylib.game_of_life_rule, memoize="recursive")
@@ -139,7 +139,7 @@ def test_game_of_life_is_computed_without_matplotlib(monkeypatch):
 FROM_SETS = ["isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"]
 SHOW_ROWS = """
 import json, sys
-from runtime import sources
+from runtime.data import sources
 rows = sources.gym_rows(sys.argv[1], 1)
 print(json.dumps([[row["metadata"].get("source_dataset"), row["question"], row["answer"]] for row in rows]))
 """
@@ -230,7 +230,7 @@ def test_the_scorer_has_the_configuration_of_the_run(here):
     assert score(problem, oracle(problem)) == 1
     scoring = json.loads(problem.row["reasoning_gym"])
     assert json.loads(scoring["options"])["styles"] == ["plain"]
-    assert gym_tasks.gym_dataset(scoring["dataset"], scoring["options"]).config.styles == ["plain"]
+    assert reasoning_gym_tasks.gym_dataset(scoring["dataset"], scoring["options"]).config.styles == ["plain"]
 
 
 def test_the_integral_of_the_task_is_no_answer_to_it(here):
@@ -245,17 +245,17 @@ def test_the_integral_of_the_task_is_no_answer_to_it(here):
 
 def test_tuples_and_keys_of_metadata_survive_the_way_to_the_worker(here):
     (problem,) = problems("rearc", 1)
-    board = gym_tasks.untagged(json.loads(problem.row["reasoning_gym"])["metadata"])["output"]
+    board = reasoning_gym_tasks.untagged(json.loads(problem.row["reasoning_gym"])["metadata"])["output"]
     assert isinstance(board, tuple) and isinstance(board[0], tuple)
     (problem,) = problems("graph_color", 1)
-    coloring = gym_tasks.untagged(json.loads(problem.row["reasoning_gym"])["metadata"])["possible_answer"]
+    coloring = reasoning_gym_tasks.untagged(json.loads(problem.row["reasoning_gym"])["metadata"])["possible_answer"]
     assert {type(vertex) for vertex in coloring} == {int}
     assert isinstance(problem.row["metadata"], dict), "and for people it is plain"
 
 
 def test_the_default_verifier_of_words_is_the_scorer_of_the_data_set(here):
     def verifier(source: str) -> tuple[str, str]:
-        (problem,) = data.read_problems(f"reasoning_gym:{source}?size=1", Args(), truth_error).values()
+        (problem,) = problem_set.read_problems(f"reasoning_gym:{source}?size=1", Args(), truth_error).values()
         return problem.verifier, problem.messages[0]["content"]
 
     assert verifier("chain_sum")[0] == "last_number"

@@ -22,7 +22,9 @@ from helpers import PROBLEMS, ROOT, command, finish, flip, folder_of, read_jsonl
 from transformers import AutoModelForCausalLM
 
 import utils
-from runtime import batching, process, rundir
+from runtime.run import directory
+from runtime.system import process
+from runtime.training import batching
 
 # Moves far enough in each step for ratios to leave the clip and for the reference to be left behind.
 LEARNS = {"learning_rate": 3e-3, "beta": 0.05, "total_steps": 3, "run_name": "run"}
@@ -76,7 +78,7 @@ def unfiltered(tiny, tmp_path_factory):
 def repeated(args, script: str, place: Path, start: Path | None = None) -> Path:
     """Repeat a run to its end in this process, with the batches of all steps at place/STEP; the folder of it."""
     folder = folder_of(args, script)
-    values = part.again(rundir.read_config(folder), place / "run", start)
+    values = part.again(directory.read_config(folder), place / "run", start)
     with rebuild.keeping({step: place / f"{step}" for step in range(1, args.total_steps + 1)}):
         run_here(part.arguments(importlib.import_module(script), values), script)
     for path in place.glob("[0-9]*"):
@@ -147,7 +149,7 @@ def test_a_batch_from_a_checkpoint_is_the_batch_that_the_run_had(tiny, tmp_path,
         run_here(args, script)
     folder = folder_of(args, script)
     rebuild.name_run(tmp_path / "own", folder)
-    done, start = rebuild.last_checkpoint(folder, rundir.read_config(folder), 3)
+    done, start = rebuild.last_checkpoint(folder, directory.read_config(folder), 3)
     assert done == 2
     repeated(args, script, tmp_path / "again", start)
     assert not (tmp_path / "again" / "2").exists()

@@ -15,7 +15,7 @@ from helpers import ROOT, run_here, tiny_args
 import rewards
 from grpo import Args
 from rewards import Reward, RewardModel
-from runtime import flags
+from runtime.training import model_files
 
 
 @pytest.fixture(scope="module")
@@ -122,13 +122,13 @@ import sys
 import torch
 from grpo import Args
 from rewards import RewardModel
-from runtime import flags
+from runtime.training import model_files
 
 found = []
 for revision, trust in (("", False), ("@v2", False), ("@own", True), ("@own", False)):
     args = Args(reward_model_name_or_path=f"me/scorer{revision}", micro_batch_tokens=1000)
     args.trust_remote_code = trust
-    flags.check_reward_model(args)
+    model_files.check_reward_model(args)
     try:
         score = RewardModel(args, "cpu", torch.float32).score([([{"role": "user", "content": "1 + 1"}], "2")])[0]
         print(f"{score:.4f}")
@@ -208,11 +208,11 @@ def test_refused(classifier, tiny, tmp_path, capsys):
     ]
     for changes, flag, words in cases:
         with pytest.raises(SystemExit) as end:
-            flags.check_reward_model(Args(**changes))
+            model_files.check_reward_model(Args(**changes))
         assert end.value.code == 2
         message = capsys.readouterr().err
         assert f"error: {flag}" in message and words in message, message
-    flags.check_reward_model(Args(**known, reward_model_max_length=256))
+    model_files.check_reward_model(Args(**known, reward_model_max_length=256))
 
 
 @pytest.mark.slow

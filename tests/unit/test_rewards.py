@@ -24,18 +24,12 @@ from helpers import ROOT, make_samples
 import ppo
 import rewards
 from grpo import Args
-from rewards import (
-    VERIFIERS,
-    Reward,
-    RewardPool,
-    combine,
-    exact,
-    find_verifier,
-    last_number,
-    parse_weights,
-)
-from runtime import process, records, rundir, runlog, sandbox, verdict, worker_pool, workers
-from runtime.reading import control_of
+from rewards import VERIFIERS, Reward, RewardPool, combine, exact, find_verifier, last_number, parse_weights
+from runtime.data.samples import Problem
+from runtime.grading import code_tests, worker_pool
+from runtime.run import directory, logger, verdict
+from runtime.run.run_files import control_of
+from runtime.system import process, sandbox, workers
 
 MINE = ROOT / "tests" / "verifiers.py"
 
@@ -611,7 +605,7 @@ if __name__ == "__main__":
     score()
     own.write_text("def same(response, truth, row): return -1.0")
     (project / "rewards.py").write_text((project / "rewards.py").read_text().replace("Reward(correct,", "Reward(0.25,"))
-    (project / "runtime" / "sandbox.py").write_text("not Python")
+    (project / "runtime" / "system" / "sandbox.py").write_text("not Python")
     score()
     pool.result(pool.submit(f"{own}:hangs", "x", "x", {}))
     score()
@@ -649,8 +643,8 @@ def test_an_edit_is_for_the_next_run(tmp_path):
     assert refused and "rewards.py, sandbox.py has changed since this run began" in refused[0], done.stdout
 
 
-def problem(verifier: str) -> records.Problem:
-    return records.Problem([], "7", verifier, {"row": 1})
+def problem(verifier: str) -> Problem:
+    return Problem([], "7", verifier, {"row": 1})
 
 
 def test_own_verifiers_are_tried_at_the_start(pool):
@@ -750,12 +744,12 @@ def test_pool_combines():
 
 def test_a_solution_is_a_program():
     """A comment, prose and an empty column are none, whatever comes before the program; the first column counts."""
-    tests = rewards.CodeTests("f", 1.0, before="x = 1\n")
+    tests = code_tests.CodeTests("f", 1.0, before="x = 1\n")
     for text in ("# see the video", "Add both numbers.", " ", "", None):
-        assert rewards._own_solution({"solution": text}, rewards.CodeTests("f", 1.0)) == ("", "")
-    assert rewards._own_solution({"solution": " "}, tests) == ("", "")
+        assert code_tests._own_solution({"solution": text}, code_tests.CodeTests("f", 1.0)) == ("", "")
+    assert code_tests._own_solution({"solution": " "}, tests) == ("", "")
     row = {"code": "f = 2", "solution": "```python\nf = 1\n```"}
-    assert rewards._own_solution(row, tests) == ("solution", "f = 1\n")
+    assert code_tests._own_solution(row, tests) == ("solution", "f = 1\n")
 
 
 PROGRAM = "def f():\n    return 1"
@@ -786,14 +780,14 @@ BLOCK = f"```python\n{PROGRAM}\n```"
 )
 def test_where_a_program_is_in_a_response(response):
     scope = {}
-    exec(rewards._program_in(response), scope)
+    exec(code_tests._program_in(response), scope)
     assert scope["f"]() == 1
 
 
 def test_programs_are_found_in_linear_time():
     start = time.perf_counter()
     for text in ("~~~", "`", "```\n", "<answer>", " ", "~ `", "```\n" + " " * 50, "``` x", "</answer><answer>"):
-        rewards._program_in(text * (200_000 // len(text)))
+        code_tests._program_in(text * (200_000 // len(text)))
     assert time.perf_counter() - start < 5
 
 
@@ -879,7 +873,7 @@ def test_a_truth_on_which_a_verifier_raises_is_refused_at_the_start(monkeypatch)
 def controlled(control: str, samples: list, **changes) -> list:
     """Samples of two problems with the answers 1 and 2, scored by last_number, as --control has them rewarded."""
     args = Args(control=control, **changes)
-    problems = [records.Problem([], truth, "last_number", {}) for truth in ("1", "2")]
+    problems = [Problem([], truth, "last_number", {}) for truth in ("1", "2")]
     verifiers = rewards.Verifiers(args, problems, "cpu", None)
     try:
         submitted = [verifiers.submit(sample, problems[sample.prompt_id]) for sample in samples]
@@ -971,7 +965,7 @@ def test_the_random_control_is_the_same_on_any_number_of_ranks():
     """What a rank has is gathered before it is dealt out."""
     samples = responses(SAID)
     args = Args(control="random")
-    problems = [records.Problem([], truth, "last_number", {}) for truth in ("1", "2")]
+    problems = [Problem([], truth, "last_number", {}) for truth in ("1", "2")]
     verifiers = rewards.Verifiers(args, problems, "cpu", None)
     try:
         submitted = [verifiers.submit(sample, problems[sample.prompt_id]) for sample in samples]
@@ -986,14 +980,14 @@ def test_the_random_control_is_the_same_on_any_number_of_ranks():
 def test_another_truth_is_that_of_another_problem_by_chance():
     """Each problem has one and gives one away; how often both are equal is as for two problems drawn at random."""
     truths = [str(number % 4) for number in range(400)]
-    problems = [records.Problem([], truth, "last_number", {}) for truth in truths]
+    problems = [Problem([], truth, "last_number", {}) for truth in truths]
     others = rewards.other_problems(problems, seed=1)
     given = [others[id(problem)] for problem in problems]
     assert {id(other) for other in given} == {id(problem) for problem in problems}
     assert all(other is not problem for other, problem in zip(given, problems, strict=True))
     equal = sum(other.truth == problem.truth for other, problem in zip(given, problems, strict=True))
     assert abs(equal / 400 - 0.25) < 0.09  # four standard errors
-    mixed = [*problems[:9], *(records.Problem([], str(k), "exact", {}) for k in range(9))]
+    mixed = [*problems[:9], *(Problem([], str(k), "exact", {}) for k in range(9))]
     by_verifier = rewards.other_problems(mixed, seed=1)
     assert all(by_verifier[id(problem)].verifier == problem.verifier for problem in mixed)
 
@@ -1034,24 +1028,24 @@ def test_a_run_refuses_a_control_that_leaks(capsys):
 
 
 def test_a_control_that_cannot_be_is_refused(capsys):
-    one = [records.Problem([], "1", "last_number", {}) for _ in range(2)]
+    one = [Problem([], "1", "last_number", {}) for _ in range(2)]
     with pytest.raises(SystemExit):
         rewards.other_problems(one, seed=1)
     assert "all problems of --verifier last_number have one truth" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        rewards.Verifiers(Args(control="format"), [records.Problem([], "1", "exact", {})], "cpu", None)
+        rewards.Verifiers(Args(control="format"), [Problem([], "1", "exact", {})], "cpu", None)
     assert "--control format: --verifier exact reports no part format" in capsys.readouterr().err
 
 
 def test_whoever_reads_a_run_is_told_of_its_control():
     """Its name, however long or short, its console, its metrics, its verdict, and what plot and report print."""
     for more in ({}, {"system_prompt": "x" * 300}):
-        name = rundir.run_name(Args(control="shuffled", **more), Args())
+        name = directory.run_name(Args(control="shuffled", **more), Args())
         assert name.startswith("grpo__control=shuffled__") and name.endswith("seed=1")
     step = {"step": 1, "reward/mean": 0.5, "optim/skipped": 0, "completions/truncated_frac": 0.0}
     marked = step | {"reward/control_random": 0.5}
-    assert runlog.step_line(marked, 2, 0.0, True).endswith("CONTROL random")
-    assert "CONTROL" not in runlog.step_line(step, 2, 0.0, True)
+    assert logger.step_line(marked, 2, 0.0, True).endswith("CONTROL random")
+    assert "CONTROL" not in logger.step_line(step, 2, 0.0, True)
     for metrics, said in ((marked, True), (step, False)):
         assert ("CONTROL  random" in plot.summary([metrics | {"time/step": 1.0}], [])) == said
         found = {"outcome": "learned", "why": "", "control": control_of(metrics), "evaluation": None, "findings": []}

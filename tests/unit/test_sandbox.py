@@ -25,8 +25,9 @@ from helpers import ROOT, real
 import grpo
 import rewards
 from rewards import RewardPool, code
-from runtime import sandbox
-from runtime.sandbox import Sandbox
+from runtime.grading import code_tests
+from runtime.system import sandbox
+from runtime.system.sandbox import Sandbox
 
 REFUSED = sandbox.namespaces_refused()
 isolated = pytest.mark.skipif(bool(REFUSED), reason=f"the kernel gives no namespaces here: {REFUSED}")
@@ -94,17 +95,17 @@ def test_tests_of_apps_taco_and_areal(given, program, right):
     ],
 )
 def test_what_is_wrong_with_such_tests_is_said_at_the_start(given, wrong):
-    assert wrong in rewards.code_error(json.dumps(given), {})
+    assert wrong in code_tests.code_error(json.dumps(given), {})
 
 
 def test_a_check_that_is_no_python_is_said_without_a_run(monkeypatch):
-    monkeypatch.setattr(rewards, "_try_tests", lambda tests: pytest.fail("it was run"))
-    assert rewards.code_error("assert f(1 == 2", {}).startswith("tests: SyntaxError")
+    monkeypatch.setattr(code_tests, "_try_tests", lambda tests: pytest.fail("it was run"))
+    assert code_tests.code_error("assert f(1 == 2", {}).startswith("tests: SyntaxError")
 
 
 @pytest.mark.parametrize("tests", ["[]", "[1]", '[{"stdin": "", "stdout": ""}, "assert f(1)"]'])
 def test_a_list_of_something_else_than_tests(tests):
-    assert rewards.code_error(tests, {"entry_point": "f"}).endswith("JSON must be a list of tests")
+    assert code_tests.code_error(tests, {"entry_point": "f"}).endswith("JSON must be a list of tests")
 
 
 def test_functions():
@@ -906,7 +907,7 @@ def test_the_session_keyring_is_left():
     program = f"""
 import ctypes, sys
 sys.path.insert(0, {str(ROOT)!r})
-from runtime import sandbox
+from runtime.system import sandbox
 libc = ctypes.CDLL(None)
 if libc.syscall({calls["keyctl"]}, 1, None) < 0:
     print("no keys")
@@ -1047,7 +1048,7 @@ def test_a_killed_server_is_replaced():
 AS_USER = """
 import os, sys
 from pathlib import Path
-from runtime import sandbox
+from runtime.system import sandbox
 
 library = str(Path(sys.base_prefix).resolve())
 closed = [folder for folder in Path(library).parents if not folder.stat().st_mode & 1]

@@ -17,7 +17,10 @@ from helpers import ROOT, real, script
 
 from grpo import Args
 from rewards import truth_error
-from runtime import data, records, rundir, sandbox, sources, values
+from runtime.arguments import values
+from runtime.data import problem_set, rendering, samples, sources
+from runtime.run import directory
+from runtime.system import sandbox
 
 
 def rows(count: int = 30, first: int = 0) -> list[dict]:
@@ -29,8 +32,8 @@ def write(path: Path, content: list) -> str:
     return str(path)
 
 
-def load(args: Args) -> tuple[list[records.Problem], list[records.Problem]]:
-    return data.load_problems(args, truth_error)
+def load(args: Args) -> tuple[list[samples.Problem], list[samples.Problem]]:
+    return problem_set.load_problems(args, truth_error)
 
 
 def refusal(capsys, args: Args, load=load) -> str:
@@ -42,11 +45,11 @@ def refusal(capsys, args: Args, load=load) -> str:
     return message
 
 
-def everything(args: Args) -> list[records.Problem]:
-    return list(data.mixed_problems(args, truth_error).values())
+def everything(args: Args) -> list[samples.Problem]:
+    return list(problem_set.mixed_problems(args, truth_error).values())
 
 
-def questions(problems: list[records.Problem]) -> list[str]:
+def questions(problems: list[samples.Problem]) -> list[str]:
     return [p.messages[-1]["content"] for p in problems]
 
 
@@ -165,8 +168,8 @@ TWO_STARTS = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from runtime import data
-from runtime.flags import RunFlags as Args
+from runtime.data import problem_set
+from runtime.arguments.flags import RunFlags as Args
 
 def check(verifier, truth, row):
     with open(sys.argv[3], "a") as log:
@@ -174,12 +177,12 @@ def check(verifier, truth, row):
     time.sleep(0.02)
     return ""
 
-data.LARGE = 10
-data.read_source(sys.argv[2], Args())
+problem_set.LARGE = 10
+problem_set.read_source(sys.argv[2], Args())
 Path(sys.argv[3] + sys.argv[4]).touch()
 while not all(Path(sys.argv[3] + name).exists() for name in "ab"):
     time.sleep(0.01)
-print(len(data.read_problems(sys.argv[2], Args(), check)))
+print(len(problem_set.read_problems(sys.argv[2], Args(), check)))
 """
 
 
@@ -228,7 +231,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, answers):
 @pytest.mark.parametrize("large", [False, True])
 def test_a_broken_line_is_named(tmp_path, capsys, monkeypatch, large):
     """By its file and its number in it, empty lines counted; --bad_rows drop does not hide it."""
-    monkeypatch.setattr(data, "LARGE", 10 if large else 1000)
+    monkeypatch.setattr(problem_set, "LARGE", 10 if large else 1000)
     write(tmp_path / "a.jsonl", rows(12))
     (tmp_path / "b.jsonl").write_text('{"question": "1", "answer": "1"}\n\n{"question"\n')
     message = refusal(capsys, Args(dataset=f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", bad_rows="drop"))
@@ -252,7 +255,9 @@ def test_a_split_of_its_own_for_evaluation(tmp_path):
 def test_evaluation_on_other_data(tmp_path):
     """The first ones, in their order; what is evaluated on is not trained on."""
     train, test = write(tmp_path / "train.jsonl", rows(30)), write(tmp_path / "test.jsonl", rows(10, first=25))
-    training, evaluation = data.load_problems(Args(dataset=train, eval_dataset=test, eval_prompts=7), truth_error)
+    training, evaluation = problem_set.load_problems(
+        Args(dataset=train, eval_dataset=test, eval_prompts=7), truth_error
+    )
     assert questions(evaluation) == [row["question"] for row in rows(7, first=25)]
     assert sorted(questions(training)) == sorted(row["question"] for row in rows(25))
     assert (training[0].source, evaluation[0].source) == ("train", "test")
@@ -320,7 +325,7 @@ def test_a_byte_order_mark(tmp_path):
 @pytest.mark.parametrize("large", [False, True])
 def test_columns_of_bytes(tmp_path, capsys, monkeypatch, large):
     """Text that was written as bytes is text; what is no text is refused as a prompt, and harmless elsewhere."""
-    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    monkeypatch.setattr(problem_set, "LARGE", 2 if large else 1000)
     picture = b"\x89PNG\xff"
     good = [{"question": f"café {i}".encode(), "answer": str(i), "picture": picture} for i in range(4)]
     bad = [*good, {"question": "café".encode("latin-1"), "answer": "1", "picture": picture}]
@@ -347,7 +352,7 @@ def test_files_whose_columns_differ(tmp_path, monkeypatch, turned):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([content]), tmp_path / f"{name}.parquet")
         names.append(f"{tmp_path}/{name}.parquet")
     for large in (1000, 2):
-        monkeypatch.setattr(data, "LARGE", large)
+        monkeypatch.setattr(problem_set, "LARGE", large)
         found = everything(Args(dataset=",".join(names[::-1] if turned else names)))
         expected = [(VERL, "gsm8k"), (math, "math"), (fewer, "gsm8k")]
         assert [(p.row, p.verifier) for p in found] == (expected[::-1] if turned else expected)
@@ -365,7 +370,7 @@ def test_files_of_one_form_are_one_data_set(tmp_path):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_a_parquet_file_without_rows(tmp_path, capsys, monkeypatch, large):
-    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    monkeypatch.setattr(problem_set, "LARGE", 2 if large else 1000)
     table = pyarrow.Table.from_pylist(rows(4))
     pyarrow.parquet.write_table(table.slice(0, 0), tmp_path / "a.parquet")
     pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
@@ -403,7 +408,7 @@ def mixer(tmp_path: Path, parts: dict, **changes) -> Args:
     ],
 )
 def test_mixer_counts(tmp_path, parts, counts):
-    found = list(data.mixed_problems(mixer(tmp_path, parts), truth_error).values())
+    found = list(problem_set.mixed_problems(mixer(tmp_path, parts), truth_error).values())
     assert len(set(questions(found))) == len(found)
     for source, count in counts.items():
         taken = [p for p in found if p.source == source]
@@ -413,7 +418,7 @@ def test_mixer_counts(tmp_path, parts, counts):
 def test_names_of_sources(tmp_path):
     names = {"data/gsm8k_train.jsonl": "gsm8k_train", "openai/gsm8k:main": "gsm8k", "data/train-*.parquet": "train"}
     names |= {"data/*.parquet": "data", "a.jsonl,b.jsonl": "a", "reasoning_gym:chain_sum?size=3": "chain_sum"}
-    assert {source: data.source_name(source) for source in names} == names
+    assert {source: problem_set.source_name(source) for source in names} == names
     for folder in "xy":
         (tmp_path / folder).mkdir()
         write(tmp_path / folder / "train.jsonl", rows(5, first=ord(folder)))
@@ -423,12 +428,12 @@ def test_names_of_sources(tmp_path):
 
 def test_mixer_draws_by_the_seed(tmp_path):
     def draw(seed):
-        return questions(data.mixed_problems(mixer(tmp_path, {"a.jsonl": 10}, seed=seed), truth_error).values())
+        return questions(problem_set.mixed_problems(mixer(tmp_path, {"a.jsonl": 10}, seed=seed), truth_error).values())
 
     assert draw(1) == draw(1)
     assert set(draw(1)) != set(draw(2))
     for whole in (1.0, 100):
-        found = data.mixed_problems(mixer(tmp_path, {"a.jsonl": whole}), truth_error).values()
+        found = problem_set.mixed_problems(mixer(tmp_path, {"a.jsonl": whole}), truth_error).values()
         assert questions(found) == questions(everything(Args(dataset=str(tmp_path / "a.jsonl"), eval_prompts=0)))
 
 
@@ -512,7 +517,7 @@ KNOWN = {
 @pytest.mark.parametrize("case", KNOWN)
 def test_known_columns(tmp_path, case):
     row, prompt, verifier, truth, system = KNOWN[case]
-    (problem,) = data.read_problems(write(tmp_path / "a.jsonl", [row]), Args(), truth_error).values()
+    (problem,) = problem_set.read_problems(write(tmp_path / "a.jsonl", [row]), Args(), truth_error).values()
     assert prompt in problem.messages[-1]["content"]
     assert (problem.verifier, problem.truth) == (verifier, truth)
     assert (system or "") in problem.messages[0]["content"] and len(problem.messages) == 1 + (system is not None)
@@ -521,7 +526,7 @@ def test_known_columns(tmp_path, case):
 def test_flags_win_over_known_columns(tmp_path):
     source = write(tmp_path / "a.jsonl", [{"problem": "$1+1$", "answer": "2", "solution": "x", "hint": "add"}])
     args = Args(prompt_key="hint", ground_truth_key="solution", verifier="exact")
-    (problem,) = data.read_problems(source, args, truth_error).values()
+    (problem,) = problem_set.read_problems(source, args, truth_error).values()
     assert (problem.messages, problem.truth) == ([{"role": "user", "content": "add"}], "x")
     assert problem.verifier == "exact"
 
@@ -531,7 +536,7 @@ def test_countdown_can_be_scored(tmp_path, nums):
     """The prompt that is made of the columns asks for what the verifier of that name accepts; a CSV file has text."""
     import rewards
 
-    (problem,) = data.read_problems(
+    (problem,) = problem_set.read_problems(
         write(tmp_path / "a.jsonl", [{"nums": nums, "target": 22}]), Args(), truth_error
     ).values()
     assert problem.messages[0]["content"].startswith("Make 22 from the numbers 3, 5, 7: ")
@@ -541,7 +546,7 @@ def test_countdown_can_be_scored(tmp_path, nums):
 
 @pytest.mark.parametrize(("file", "count", "verifier"), [("gsm8k_test", 1319, "gsm8k"), ("math500", 500, "math")])
 def test_real_files_need_no_flags(file, count, verifier):
-    problems = data.read_problems(str(real(f"{file}.jsonl")), Args(), truth_error).values()
+    problems = problem_set.read_problems(str(real(f"{file}.jsonl")), Args(), truth_error).values()
     assert len(problems) == count
     assert {(p.verifier, p.source) for p in problems} == {(verifier, file)}
 
@@ -674,7 +679,7 @@ BAD = {
     ("case", "large"), [*((case, False) for case in BAD), ("half an emoji in a message", True), ("not an object", True)]
 )
 def test_bad_rows(tmp_path, capsys, monkeypatch, case, large):
-    monkeypatch.setattr(data, "LARGE", 10 if large else 1000)
+    monkeypatch.setattr(problem_set, "LARGE", 10 if large else 1000)
     bad, words = BAD[case]
     source = write(tmp_path / "a.jsonl", [*rows(7), bad, *rows(20, first=7)])
     message = refusal(capsys, Args(dataset=source))
@@ -688,7 +693,7 @@ def test_bad_rows(tmp_path, capsys, monkeypatch, case, large):
 @pytest.mark.parametrize("large", [False, True])
 def test_bad_rows_of_every_kind_in_one_file(tmp_path, capsys, monkeypatch, large):
     """Each is counted and dropped alone; processes that check many rows find the same ones, and the same complaint."""
-    monkeypatch.setattr(data, "LARGE", 10 if large else 1000)
+    monkeypatch.setattr(problem_set, "LARGE", 10 if large else 1000)
     source = write(tmp_path / "a.jsonl", [*rows(7), *(bad for bad, _ in BAD.values()), *rows(20, first=7)])
     first = next(iter(BAD.values()))[1]
     message = refusal(capsys, Args(dataset=source))
@@ -701,7 +706,7 @@ def test_bad_rows_of_every_kind_in_one_file(tmp_path, capsys, monkeypatch, large
 @pytest.mark.parametrize("large", [False, True])
 def test_columns_of_another_kind_than_they_are_known_for(tmp_path, capsys, monkeypatch, large):
     """A list of numbers where verifiers are named, and a reward_model that holds no ground truth."""
-    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    monkeypatch.setattr(problem_set, "LARGE", 2 if large else 1000)
     for value in (5, "ground_truth", ["ground_truth"]):
         source = write(tmp_path / "a.jsonl", [{"prompt": "1 + 1", "reward_model": value}] * 5)
         assert "--prompt_key question" in refusal(capsys, Args(dataset=source))
@@ -713,7 +718,7 @@ def test_columns_of_another_kind_than_they_are_known_for(tmp_path, capsys, monke
 @pytest.mark.parametrize("large", [False, True])
 def test_numbers_of_any_length(tmp_path, monkeypatch, large):
     """Python reads no number of more than 4,300 digits unless told to."""
-    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    monkeypatch.setattr(problem_set, "LARGE", 2 if large else 1000)
     number = "7" * 5000
     (tmp_path / "a.jsonl").write_text("".join(f'{{"question": "{i}", "answer": {number}}}\n' for i in range(5)))
     (tmp_path / "b.json").write_text(f'[{{"question": "x", "answer": {number}}}]')
@@ -767,7 +772,7 @@ CHAT = [
 def test_own_template_is_the_tokenizers(tokenizer):
     for messages in (CHAT, CHAT[1:2]):
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert data.render([messages], tokenizer, None) == [ids]
+        assert rendering.render([messages], tokenizer, None) == [ids]
 
 
 @pytest.mark.skipif(not (ROOT / "models/SmolLM2-135M-Instruct").is_dir(), reason="the default model is not set up")
@@ -778,8 +783,8 @@ def test_templates_of_a_real_tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/SmolLM2-135M-Instruct")
     for messages in (CHAT, CHAT[1:2]):
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert data.render([messages], tokenizer, None) == [ids]
-    own, named = (data.render([CHAT], tokenizer, template) for template in (None, values.CHAT_TEMPLATES["chatml"]))
+        assert rendering.render([messages], tokenizer, None) == [ids]
+    own, named = (rendering.render([CHAT], tokenizer, template) for template in (None, values.CHAT_TEMPLATES["chatml"]))
     assert own == named
 
 
@@ -792,12 +797,12 @@ def test_templates_of_a_real_tokenizer():
     ],
 )
 def test_named_templates(tokenizer, name, expected):
-    (ids,) = data.render([CHAT[1:2]], tokenizer, values.CHAT_TEMPLATES[name])
+    (ids,) = rendering.render([CHAT[1:2]], tokenizer, values.CHAT_TEMPLATES[name])
     assert tokenizer.decode(ids) == expected
 
 
 def test_tulu_ends_an_answer(tokenizer):
-    text = tokenizer.decode(data.render([CHAT], tokenizer, values.CHAT_TEMPLATES["tulu"])[0])
+    text = tokenizer.decode(rendering.render([CHAT], tokenizer, values.CHAT_TEMPLATES["tulu"])[0])
     assert text == (
         "<|system|>\nBe  brief.\n\n<|user|>\n1 + 1 = \n<|assistant|>\n2<|im_end|>\n"
         "<|user|>\nand «ß» 2?\n<|assistant|>\n"
@@ -807,7 +812,7 @@ def test_tulu_ends_an_answer(tokenizer):
 def test_r1_asks_for_what_the_verifier_takes(tokenizer):
     import rewards
 
-    text = tokenizer.decode(data.render([CHAT[1:2]], tokenizer, values.CHAT_TEMPLATES["r1"])[0])
+    text = tokenizer.decode(rendering.render([CHAT[1:2]], tokenizer, values.CHAT_TEMPLATES["r1"])[0])
     assert text.endswith("\nUser: 1 + 1 = \nAssistant:")
     form = text.split("tags: ")[-1].partition("answer>: ")[2].partition(".\n")[0]
     assert rewards.format_(form, "", {}).score == 1
@@ -825,9 +830,9 @@ def test_exactly_one_bos(tokenizer, tiny):
     )
     assert llama("1")["input_ids"][0] == bos
     for template in ("question_answer", "chatml"):  # the second writes this tokenizer's BOS itself
-        (ids,) = data.render([CHAT[1:2]], llama, values.CHAT_TEMPLATES[template])
+        (ids,) = rendering.render([CHAT[1:2]], llama, values.CHAT_TEMPLATES[template])
         assert ids[0] == bos and ids[1] != bos
-    (ids,) = data.render([CHAT[1:2]], tokenizer, values.CHAT_TEMPLATES["question_answer"])
+    (ids,) = rendering.render([CHAT[1:2]], tokenizer, values.CHAT_TEMPLATES["question_answer"])
     assert ids[0] != bos, "this one adds none by itself"
 
 
@@ -838,7 +843,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
     folder = tmp_path / "cache"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
-    monkeypatch.setattr(data, "LARGE", 10)
+    monkeypatch.setattr(problem_set, "LARGE", 10)
     return folder
 
 
@@ -858,7 +863,7 @@ def test_prompts_do_not_depend_on_the_day(tiny, tmp_path, monkeypatch, cache, ca
     from transformers import AutoTokenizer
     from transformers.utils import chat_template_utils
 
-    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    monkeypatch.setattr(problem_set, "LARGE", 2 if large else 1000)
     dated = AutoTokenizer.from_pretrained(tiny)
     dated.chat_template = DATED[case]
     (tmp_path / "dated.jinja").write_text(DATED[case])
@@ -873,10 +878,10 @@ def test_prompts_do_not_depend_on_the_day(tiny, tmp_path, monkeypatch, cache, ca
         found = []
         for template in (None, str(tmp_path / "dated.jinja")):
             args = Args(chat_template=template)
-            problems = [records.Problem([{"role": "user", "content": f"{i} + 1"}], "1", "exact", {}) for i in (1, 2)]
-            problems = data.render_prompts(problems, dated, args)
+            problems = [samples.Problem([{"role": "user", "content": f"{i} + 1"}], "1", "exact", {}) for i in (1, 2)]
+            problems = rendering.render_prompts(problems, dated, args)
             text = dated.decode(problems[0].prompt_ids)
-            found.append([rundir.data_digest(problems), data.prompt_key(dated, args), text])
+            found.append([directory.data_digest(problems), rendering.prompt_key(dated, args), text])
             shutil.rmtree(cache, ignore_errors=True)
         return found
 
@@ -886,9 +891,9 @@ def test_prompts_do_not_depend_on_the_day(tiny, tmp_path, monkeypatch, cache, ca
 
 def test_the_date_is_part_of_the_key(tokenizer, monkeypatch):
     """What is cached with one date is not taken for another."""
-    before = data.prompt_key(tokenizer, Args())
-    monkeypatch.setattr(data, "TODAY", datetime.datetime(2030, 1, 1))
-    assert data.prompt_key(tokenizer, Args()) != before
+    before = rendering.prompt_key(tokenizer, Args())
+    monkeypatch.setattr(rendering, "TODAY", datetime.datetime(2030, 1, 1))
+    assert rendering.prompt_key(tokenizer, Args()) != before
 
 
 def test_mistrals_own_tokenizer_is_not_taken(tiny, tmp_path, tokenizer):
@@ -900,8 +905,8 @@ def test_mistrals_own_tokenizer_is_not_taken(tiny, tmp_path, tokenizer):
     words = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None} for i in range(256)]
     tekken = {"config": pattern | {"version": "v7"}, "vocab": words}
     (folder / "tekken.json").write_text(json.dumps(tekken))
-    found = data.load_tokenizer(Args(model_name_or_path=str(folder)))
-    assert data.render([CHAT], found, None) == data.render([CHAT], tokenizer, None)
+    found = rendering.load_tokenizer(Args(model_name_or_path=str(folder)))
+    assert rendering.render([CHAT], found, None) == rendering.render([CHAT], tokenizer, None)
 
 
 NO_SYSTEM = (  # as Gemma's
@@ -920,12 +925,12 @@ REFUSING = {
 @pytest.mark.parametrize("large", [False, True])
 def test_a_template_that_does_not_take_the_prompt(tokenizer, tmp_path, monkeypatch, cache, capsys, case, large):
     """Its words and the remedy, not a traceback; also where another process renders."""
-    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    monkeypatch.setattr(problem_set, "LARGE", 2 if large else 1000)
     template, why, remedy = REFUSING[case]
     (tmp_path / "mine.jinja").write_text(template)
     args = Args(chat_template=str(tmp_path / "mine.jinja"))
-    problems = [records.Problem(CHAT[:2], "1", "exact", {}) for _ in range(3)]
-    message = refusal(capsys, args, lambda args: data.render_prompts(problems, tokenizer, args))
+    problems = [samples.Problem(CHAT[:2], "1", "exact", {}) for _ in range(3)]
+    message = refusal(capsys, args, lambda args: rendering.render_prompts(problems, tokenizer, args))
     assert f"the chat template does not take a prompt {why}" in message and remedy in message
 
 
@@ -939,7 +944,7 @@ def test_the_remedy_for_a_template_without_a_system_role(tiny, tmp_path):
     own = [{"problem": CHAT[:2], "answer": "2"}]
     for rows in (content, own):
         args = Args(dataset=write(tmp_path / "a.jsonl", rows), system_prompt="")
-        (problem,) = data.render_prompts(everything(args), gemma, args)
+        (problem,) = rendering.render_prompts(everything(args), gemma, args)
         assert gemma.decode(problem.prompt_ids).startswith("user: 1 + 1")
 
 
@@ -972,19 +977,19 @@ def test_variables_of_the_template(tiny, tmp_path, capsys, cache, monkeypatch):
 
     def texts(**changes) -> list[str]:
         args = Args(**changes)
-        problems = [records.Problem(CHAT[1:2], "1", "exact", {}) for _ in range(3)]
-        return [qwen.decode(p.prompt_ids) for p in data.render_prompts(problems, qwen, args)]
+        problems = [samples.Problem(CHAT[1:2], "1", "exact", {}) for _ in range(3)]
+        return [qwen.decode(p.prompt_ids) for p in rendering.render_prompts(problems, qwen, args)]
 
     for large in (1000, 2):
-        monkeypatch.setattr(data, "LARGE", large)
+        monkeypatch.setattr(problem_set, "LARGE", large)
         assert texts() == texts(chat_template=str(tmp_path / "qwen.jinja")) == ["user: 1 + 1 = "] * 3
         assert texts(chat_template=off) == ["user: 1 + 1 = <think></think>"] * 3
     given = [None, off, '{"enable_thinking": true}', '{"enable_thinking": 0}']
-    assert len({data.prompt_key(qwen, Args(chat_template=text)) for text in given}) == 4
+    assert len({rendering.prompt_key(qwen, Args(chat_template=text)) for text in given}) == 4
     spaced = '{"b": 1,   "a": 2}', '{"a": 2, "b": 1}'
-    assert len({data.prompt_key(qwen, Args(chat_template=text)) for text in spaced}) == 1
+    assert len({rendering.prompt_key(qwen, Args(chat_template=text)) for text in spaced}) == 1
     args = Args(model_name_or_path=str(tiny), chat_template='{"enable_think": false}')
-    message = refusal(capsys, args, lambda args: data.render_prompts([], qwen, args))
+    message = refusal(capsys, args, lambda args: rendering.render_prompts([], qwen, args))
     assert f"--chat_template: the template of {tiny} has no variable 'enable_think'" in message
 
 
@@ -993,8 +998,8 @@ def test_prompts_that_are_ready(tokenizer, capsys):
     ready = "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n<think>"
 
     def decoded(text: str, **changes) -> str:
-        problems = [records.Problem([{"role": "user", "content": t}], "1", "exact", {}) for t in (text, "plain")]
-        return tokenizer.decode(data.render_prompts(problems, tokenizer, Args(**changes))[0].prompt_ids)
+        problems = [samples.Problem([{"role": "user", "content": t}], "1", "exact", {}) for t in (text, "plain")]
+        return tokenizer.decode(rendering.render_prompts(problems, tokenizer, Args(**changes))[0].prompt_ids)
 
     assert decoded(ready, chat_template="none") == ready
     assert decoded("Solve\n", chat_template="none") == "Solve\n"
@@ -1026,8 +1031,8 @@ def test_no_template_is_put_around_another(tokenizer, capsys, text, wrapped):
     """Unless it is named; a few such prompts among others are none of a template's."""
 
     def render(texts: list[str], template: str | None = None) -> list[str]:
-        problems = [records.Problem([{"role": "user", "content": t}], "1", "exact", {}) for t in texts]
-        found = data.render_prompts(problems, tokenizer, Args(chat_template=template))
+        problems = [samples.Problem([{"role": "user", "content": t}], "1", "exact", {}) for t in texts]
+        found = rendering.render_prompts(problems, tokenizer, Args(chat_template=template))
         return [tokenizer.decode(problem.prompt_ids) for problem in found]
 
     if wrapped:
@@ -1080,7 +1085,7 @@ def test_a_reward_model_alone_needs_no_truth(tmp_path, capsys):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_a_verifier_that_looks_at_no_truth_needs_none(tmp_path, monkeypatch, large):
-    monkeypatch.setattr(data, "LARGE", 2 if large else 1000)
+    monkeypatch.setattr(problem_set, "LARGE", 2 if large else 1000)
     source = write(tmp_path / "a.jsonl", [{"question": str(i)} for i in range(4)])
     assert [p.truth for p in everything(Args(dataset=source, verifier="format"))] == [""] * 4
 
@@ -1089,24 +1094,26 @@ def test_a_verifier_that_looks_at_no_truth_needs_none(tmp_path, monkeypatch, lar
 
 
 def test_overlong_prompts(tokenizer, capsys):
-    def problems() -> list[records.Problem]:
+    def problems() -> list[samples.Problem]:
         texts = ["short", "one " * 40, "also"]
-        return [records.Problem([{"role": "user", "content": text}], "1", "exact", {}) for text in texts]
+        return [samples.Problem([{"role": "user", "content": text}], "1", "exact", {}) for text in texts]
 
-    whole = data.render([p.messages for p in problems()], tokenizer, None)
+    whole = rendering.render([p.messages for p in problems()], tokenizer, None)
     kept = {}
     for how in ("filter", "left", "right"):
-        kept[how] = data.render_prompts(problems(), tokenizer, Args(max_prompt_length=30, overlong_prompts=how))
+        kept[how] = rendering.render_prompts(problems(), tokenizer, Args(max_prompt_length=30, overlong_prompts=how))
         said = capsys.readouterr().out
         assert f"--overlong_prompts {how}" in said and "1 of 3 prompts" in said and f"has {len(whole[1])}" in said
     assert [p.prompt_ids for p in kept["filter"]] == [whole[0], whole[2]]
     assert [p.prompt_ids for p in kept["left"]] == [whole[0], whole[1][-30:], whole[2]]
     assert [p.prompt_ids for p in kept["right"]] == [whole[0], whole[1][:30], whole[2]]
-    message = refusal(capsys, Args(max_prompt_length=30), lambda args: data.render_prompts(problems(), tokenizer, args))
+    message = refusal(
+        capsys, Args(max_prompt_length=30), lambda args: rendering.render_prompts(problems(), tokenizer, args)
+    )
     for word in ("1 of 3 prompts", "--max_prompt_length 30", "one one", "--overlong_prompts filter"):
         assert word in message
     exactly = Args(max_prompt_length=len(whole[1]))
-    assert [p.prompt_ids for p in data.render_prompts(problems(), tokenizer, exactly)] == whole
+    assert [p.prompt_ids for p in rendering.render_prompts(problems(), tokenizer, exactly)] == whole
 
 
 # ------------------------------------------------------------------------------------------------- many prompts, cached
@@ -1122,10 +1129,10 @@ def test_many_prompts_come_from_the_cache(tokenizer, cache):
     content = [[{"role": "user", "content": f"{i} + 1"}] for i in range(40)]
 
     def ids(**changes) -> list[list[int]]:
-        problems = [records.Problem(messages, "1", "exact", {}) for messages in content]
-        return [p.prompt_ids for p in data.render_prompts(problems, tokenizer, Args(**changes))]
+        problems = [samples.Problem(messages, "1", "exact", {}) for messages in content]
+        return [p.prompt_ids for p in rendering.render_prompts(problems, tokenizer, Args(**changes))]
 
-    expected = {t: data.render(content, tokenizer, values.CHAT_TEMPLATES[t]) for t in ("chatml", "tulu")}
+    expected = {t: rendering.render(content, tokenizer, values.CHAT_TEMPLATES[t]) for t in ("chatml", "tulu")}
     assert ids(chat_template="chatml") == expected["chatml"]
     first = computed(cache)
     assert first
@@ -1163,7 +1170,7 @@ def test_many_rows_come_from_the_cache(tmp_path, cache, monkeypatch, capsys):
         return [(p.messages, p.truth, p.verifier, p.row, p.source) for p in found]
 
     with monkeypatch.context() as patch:
-        patch.setattr(data, "LARGE", 1000)
+        patch.setattr(problem_set, "LARGE", 1000)
         plain = show()
     said = capsys.readouterr().out
     assert "rows 30, 31" in said and not computed(cache)
@@ -1194,7 +1201,7 @@ def test_prompt_key(tokenizer, tiny):
     from transformers import AutoTokenizer
 
     other = AutoTokenizer.from_pretrained(tiny)
-    assert data.prompt_key(other, Args()) == data.prompt_key(tokenizer, Args())
+    assert rendering.prompt_key(other, Args()) == rendering.prompt_key(tokenizer, Args())
     other.add_tokens(["+ 1"])
-    keys = {data.prompt_key(t, Args(chat_template=c)) for t in (tokenizer, other) for c in (None, "tulu", "r1")}
+    keys = {rendering.prompt_key(t, Args(chat_template=c)) for t in (tokenizer, other) for c in (None, "tulu", "r1")}
     assert len(keys) == 6

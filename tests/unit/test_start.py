@@ -10,7 +10,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-from runtime import process
+from runtime.system import process
 
 SCRIPT = """
 import sys

@@ -1,4 +1,4 @@
-"""runtime/verdict.py: a run has learned, has not, or cannot tell; the interval covers what it says it covers."""
+"""runtime/run/verdict.py: a run has learned, has not, or cannot tell; the interval covers what it says it covers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from helpers import VERIFIERS, folder_of, read_jsonl, run_here, tiny_args
 from test_doctor import ARGS, healthy
 
-from runtime import verdict
-from runtime.findings import Case, examine
+from runtime.run import verdict
+from runtime.run.doctor import Case, examine
 
 
 def judged(pair: tuple[float, float] | None, changes: dict | None = None, steps: int = 60) -> tuple[str, str]:

@@ -16,8 +16,8 @@ from helpers import ROOT, read_jsonl, real
 
 import rewards
 from rewards import VERIFIERS, Reward, RewardPool
-from runtime import algebra
-from runtime.answers import after_thinking, final_answer, last_boxed
+from runtime.grading import algebra
+from runtime.grading.answers import after_thinking, final_answer, last_boxed
 
 
 def score(name: str, response: str, truth: str, row: dict | None = None) -> float:

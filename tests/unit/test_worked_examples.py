@@ -16,8 +16,10 @@ from helpers import ROOT
 from test_episodes import Player, arguments, observations, tokenizer_of
 
 import grpo
-from runtime import data, episodes, flags, gym_tasks
-from runtime.records import Problem
+from runtime.arguments import flags
+from runtime.data import reasoning_gym_tasks, rendering
+from runtime.data.samples import Problem
+from runtime.environments import episodes
 
 
 def play(tiny, name: str, row: dict, *turns: str, **more) -> episodes.Episode:
@@ -53,7 +55,7 @@ def test_the_calculator_has_to_be_called(tiny, name):
 
 
 def test_the_calculator_s_rows_are_those_of_the_default_data(tiny):
-    for row in gym_tasks.gym_rows("chain_sum", {"size": 3, "seed": 1, "min_digits": 1, "max_digits": 1}):
+    for row in reasoning_gym_tasks.gym_rows("chain_sum", {"size": 3, "seed": 1, "min_digits": 1, "max_digits": 1}):
         calculation = row["question"].rpartition(": ")[2].removesuffix(" =")
         played = play(tiny, "calculator.py:Calculator", row, calculation, "")
         assert observations(played) == [row["answer"]] and played.outcome == {"score": 1.0}
@@ -140,7 +142,7 @@ def test_each_is_rehearsed_before_a_run(tiny, name):
     problem = Problem([{"role": "user", "content": "u"}], "1", "environment", {"answer": "1", "game": 1, "low": 0})
     episodes.check(args)
     episodes.first_turns([problem], tokenizer_of(tiny), args)
-    (problem,) = data.render_prompts([problem], tokenizer_of(tiny), args)
+    (problem,) = rendering.render_prompts([problem], tokenizer_of(tiny), args)
     assert problem.messages == [{"role": "user", "content": "u"}]
     args = dataclasses.replace(args, dry_run=True)
     lines = episodes.describe_turns(problem, tokenizer_of(tiny), args)

@@ -1,0 +1,342 @@
+"""Reject flags that cannot work, or would not mean what they say, before a model loads."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib.util
+import itertools
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from runtime.arguments.flags import STRUCTURED, VLLM_RESOURCES, RunFlags, target_and_horizon
+from runtime.system.process import refuse
+
+MUST_BE_POSITIVE = (
+    *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "num_mini_batches", "num_epochs"),
+    *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate", "call_timeout"),
+    *("max_turns", "eval_samples", "vllm_tensor_parallel_size"),
+)
+MAY_BE_NEGATIVE = ("reward_scaling", "reward_bias", "entropy_coeff")
+AT_MOST_ONE = ("lr_min_ratio", "gamma", "gae_lambda", "value_norm_beta")
+NAME_BYTES = 255  # of a file's or folder's name, on every usual file system
+
+
+def check(args: RunFlags, world_size: int) -> None:
+    """Refuse what no script can do, or what would not mean what it says. Loads no model, writes nothing."""
+    check_launch(world_size)
+    check_places(args)
+    check_words(args)
+    for name in STRUCTURED:
+        getattr(args, name)
+    check_numbers(args)
+    check_engine(args, world_size)
+    check_engine_args(args)
+    check_dedicated(args, world_size)
+    check_asynchrony(args)
+
+
+# Arguments of vLLM that --vllm_args leaves alone, and what sets them.
+VLLM_TAKEN = {
+    "model": "--model_name_or_path",
+    "revision": "--model_name_or_path ID@REVISION",
+    "tokenizer": "--tokenizer_name_or_path",
+    "tokenizer_revision": "--model_name_or_path ID@REVISION",
+    "skip_tokenizer_init": "--stop",
+    "trust_remote_code": "--trust_remote_code",
+    "hf_overrides": "--override_config",
+    "dtype": "--dtype",
+    "seed": "--seed",
+    "max_model_len": "--max_prompt_length and --max_response_length",
+    "tensor_parallel_size": "--vllm_tensor_parallel_size",
+    "distributed_executor_backend": "--num_processes of accelerate launch",
+    "enable_sleep_mode": "--sleep",
+    "async_scheduling": "--inflight_updates",
+    "enable_chunked_prefill": "the script, which needs it off on CPUs",
+    "logprobs_mode": "the script: the log-probs of training are those of the distribution sampled from",
+    "generation_config": "the script: a model's own changes how it is sampled from",
+    "disable_log_stats": "the script",
+    "use_tqdm_on_load": "the script",
+}
+
+
+def check_engine_args(args: Any) -> None:
+    """Refuse arguments that vLLM does not have, and those that something else sets. vLLM's import takes seconds."""
+    given = args.engine_args
+    vllm = importlib.util.find_spec("vllm")
+    known = dict.fromkeys(given)
+    path = None if vllm is None else Path(vllm.origin).parent / "engine" / "arg_utils.py"
+    if given and path is not None and path.is_file():  # else what is installed says itself what it does not know
+        source = ast.parse(path.read_text(encoding="utf-8"))
+        classes = {node.name: node.body for node in source.body if isinstance(node, ast.ClassDef)}
+        known = {line.target.id: None for line in classes["EngineArgs"] if isinstance(line, ast.AnnAssign)}
+    for name, value in given.items():
+        if name in VLLM_TAKEN:
+            refuse(f"--vllm_args: {name} is set by {VLLM_TAKEN[name]}; leave it out")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+            refuse(f"--vllm_args: vLLM has no argument {name!r}; the nearest name is {near}")
+        if name in VLLM_RESOURCES and type(value) is int and value <= 0:
+            refuse(f"--vllm_args: {name} {value}: must be above 0")
+        if name == "gpu_memory_utilization" and not (isinstance(value, int | float) and 0 < value <= 1):
+            refuse(f"--vllm_args: {name} {value!r}: must be a number above 0 and at most 1")
+
+
+def check_places(args: Any) -> None:
+    """Refuse names by which the folder of a run would be another folder, or none that a file system can have.
+
+    What is given from a shell variable that is not set is empty, and --overwrite empties the folder that is named.
+    """
+    if not args.output_dir:
+        refuse("--output_dir: is empty, as is RUN_DIR where the flag is not given; give the folder that holds the runs")
+    if args.output_dir.startswith("~"):
+        refuse(f"--output_dir {args.output_dir}: no shell has replaced the ~ here; write out the path of that folder")
+    for flag, most in (("run_name", NAME_BYTES), ("exp_name", 100)):
+        name = getattr(args, flag, None)  # only what trains has an exp_name
+        if name is None:
+            continue
+        parts = Path(name).parts
+        if not parts or not name.strip() or parts[0] == "/" or ".." in parts:
+            refuse(f"--{flag} {name!r}: must be the name of a folder that lies in --output_dir {args.output_dir}")
+        longest = max(len(os.fsencode(part)) for part in parts)
+        if longest > most:
+            refuse(f"--{flag}: has {longest} bytes, must have at most {most} to be the name of a folder; shorten it")
+
+
+def check_words(args: RunFlags) -> None:
+    """Refuse what a shell can make of a word: nothing, of a variable that is not set; a ~; the end of a line."""
+    for name, value in dataclasses.asdict(args).items():
+        if name in ("system_prompt", "stop"):  # they are text for the model
+            continue
+        for word in value if isinstance(value, tuple) else (value,):
+            if word == "":
+                refuse(f"--{name.rstrip('_')}: is empty, as is a shell variable that is not set; leave the flag out")
+            if isinstance(word, str) and re.search(r'(^|[,"])\s*~/', word):
+                refuse(f"--{name} {word}: no shell has replaced the ~ here; write out the path")
+            if isinstance(word, str) and word.endswith(("\r", "\n")):
+                refuse(f"--{name} {word!r}: ends in the end of a line; a script with lines of Windows needs dos2unix")
+
+
+def check_numbers(args: RunFlags) -> None:
+    """Refuse numbers outside their range."""
+    if args.non_stop_penalty < 0:
+        refuse(
+            f"--non_stop_penalty {args.non_stop_penalty:g}: is subtracted, so a truncated response would gain; for a "
+            f"score of {args.non_stop_penalty:g} give --non_stop_penalty {-args.non_stop_penalty:g} with "
+            f"--mask_no_eos_with_zero"
+        )
+    for name, value in dataclasses.asdict(args).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            refuse(f"--{name} {value}: must be a finite number")
+        if name in MUST_BE_POSITIVE and value is not None and value <= 0:
+            refuse(f"--{name} {value}: must be above 0")
+        if name in AT_MOST_ONE and not 0 <= value <= 1:
+            refuse(f"--{name} {value}: must be between 0 and 1")
+        if name not in MAY_BE_NEGATIVE and isinstance(value, int | float) and value < 0:
+            refuse(f"--{name} {value}: must be 0 or more")
+    if args.seed >= 2**31:  # ranks and engines add to it, and NumPy's seeds end at 2**32
+        refuse(f"--seed {args.seed}: must be below {2**31}")
+
+
+def check_training(args: RunFlags) -> None:
+    """Refuse sizes of batches, lengths and data options of a training run that do not fit together."""
+    prompts = args.num_unique_prompts_rollout
+    group = args.num_samples_per_prompt_rollout
+    longest = args.max_prompt_length + args.max_response_length
+    sample = f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length}"
+    episodes = args.total_episodes
+    dropped = args.dataset_filter
+    check_warm_up("--warm_up ", args.warm_up)
+    if args.num_mini_batches > prompts:
+        refuse(
+            f"--num_mini_batches {args.num_mini_batches} is more than --num_unique_prompts_rollout {prompts}: all "
+            f"samples of a prompt go into the same mini-batch; use at most one mini-batch per prompt"
+        )
+    if episodes is not None and episodes < prompts * group:
+        refuse(
+            f"--total_episodes {episodes} is less than the {prompts * group} samples of one step "
+            f"(--num_unique_prompts_rollout {prompts} x --num_samples_per_prompt_rollout {group}); increase it"
+        )
+    if args.total_epochs is not None and args.total_epochs <= 0:
+        refuse(f"--total_epochs {args.total_epochs}: must be above 0")
+    if episodes is not None and args.total_epochs is not None:
+        refuse("--total_episodes and --total_epochs both set the length of the run; pass one of them")
+    if args.micro_batch_tokens is not None and args.micro_batch_tokens < longest:
+        refuse(
+            f"--micro_batch_tokens {args.micro_batch_tokens} is smaller than the longest sample: {sample} = {longest}"
+        )
+    if args.ignore_eos and args.mask_truncated_completions:
+        refuse(
+            "--ignore_eos truncates every response, and --mask_truncated_completions excludes truncated responses "
+            "from the loss; add --no-mask_truncated_completions"
+        )
+    if args.overlong_buffer >= args.max_response_length:
+        refuse(
+            f"--overlong_buffer {args.overlong_buffer} must be below --max_response_length "
+            f"{args.max_response_length}; otherwise the penalty starts before the first token"
+        )
+    if args.generation_size is not None and args.generation_size < group:
+        refuse(
+            f"--generation_size {args.generation_size} is less than --num_samples_per_prompt_rollout {group}, the "
+            f"number of responses to keep; increase it"
+        )
+    if dropped is not None and not (0 < dropped[0] < 1 and 0 < dropped[1] <= 1):
+        refuse(f"--dataset_filter {dropped}: SHARE must be above 0 and below 1, and THRESHOLD above 0 and at most 1")
+    if not all(0 <= beta <= 1 for beta in args.adam_betas):
+        refuse(f"--adam_betas {args.adam_betas}: both must be between 0 and 1")
+
+
+def check_warm_up(flag: str, value: float) -> None:
+    """Refuse one and a half optimizer steps of warm-up."""
+    if value > 1 and value != int(value):
+        refuse(f"{flag}{value:g}: from 1 on it counts optimizer steps; give a whole number, or a fraction below 1")
+
+
+def check_kl(args: Any) -> None:
+    """Refuse KL settings that contradict each other."""
+    samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    in_reward = args.kl_placement in ("reward", "both")
+    loss_coef, reward_coef = args.kl_coefficients
+    adaptive = args.kl_target is not None
+    if not in_reward and (args.kl_reward_coef is not None or args.kl_reward_estimator != "k1"):
+        refuse(
+            f"--kl_reward_coef and --kl_reward_estimator need the KL in the reward, but --kl_placement is "
+            f"{args.kl_placement}; use --kl_placement reward or both"
+        )
+    if args.kl_placement == "reward" and args.beta > 0 and args.kl_reward_coef is not None:
+        refuse(
+            f"--beta {args.beta:g} and --kl_reward_coef {args.kl_reward_coef}: --kl_placement reward has a single "
+            f"coefficient; pass one of the two flags, or use --kl_placement both"
+        )
+    target, horizon = target_and_horizon(args) if adaptive else (math.inf, math.inf)
+    if adaptive and not ((reward_coef if in_reward else loss_coef) > 0 < min(target, horizon)):
+        refuse(
+            f"--kl_target adjusts the KL coefficient in the {'reward' if in_reward else 'loss'}; it needs "
+            f"--{'kl_reward_coef or --' if in_reward else ''}beta, TARGET and HORIZON above 0, and a "
+            f"--kl_placement other than none"
+        )
+    if 0.2 * samples >= horizon:
+        refuse(
+            f"--kl_target {target:g} {horizon:g}: the HORIZON {horizon:g} is too short for {samples} samples per step: "
+            f"the coefficient could reach 0; increase it"
+        )
+    if args.ref_policy_update is not None:
+        freq, alpha = args.ref_policy_update
+        if freq < 1 or not 0 < alpha <= 1:
+            refuse(f"--ref_policy_update {freq} {alpha:g}: FREQ must be 1 or more, and ALPHA above 0 and at most 1")
+        if not args.loads_reference:
+            refuse("--ref_policy_update needs a reference model; with --beta 0 or --kl_placement none, none is loaded")
+
+
+def check_engine(args: RunFlags, world_size: int) -> None:
+    """Refuse combinations that attention, DeepSpeed or the engine cannot do."""
+    tp = args.vllm_tensor_parallel_size
+    without_mask = "flash" in args.attn_implementation or args.attn_implementation == "varlen"
+    if args.batch_layout == "shared" and without_mask:
+        refuse(
+            f"--attn_implementation {args.attn_implementation} does not support the 4-D mask of shared rows; use "
+            f"--batch_layout packed"
+        )
+    if args.dtype == "float32" and without_mask:
+        refuse("--dtype float32: flash attention does not support float32; use bfloat16 or --attn_implementation sdpa")
+    if "param" in args.offload and args.zero_stage != 3:
+        refuse(f"--offload param needs --zero_stage 3, not {args.zero_stage}")
+    if args.sleep == "all" and args.zero_stage != 2:
+        refuse(f"--sleep all needs --zero_stage 2: DeepSpeed cannot offload the states of stage {args.zero_stage}")
+    if args.rollout == "hf" and args.stop:
+        refuse("--stop needs --rollout vllm")
+    if args.engine_process and tp > 1:
+        refuse(
+            f"--engine_process with --vllm_tensor_parallel_size {tp}: the engine would run in the processes of "
+            f"several trainers; drop --engine_process, or use --vllm_engines"
+        )
+    if args.engine_process and args.zero_stage == 3:
+        refuse("--engine_process with --zero_stage 3: no trainer holds the complete weights; use --zero_stage 2")
+    if (world_size % tp != 0 and args.vllm_engines == 0) or (args.rollout == "hf" and tp > 1):
+        refuse(f"--vllm_tensor_parallel_size {tp} must divide the {world_size} rank(s) and needs --rollout vllm")
+
+
+def check_dedicated(args: RunFlags, world_size: int) -> None:
+    """Refuse engines on ranks of their own that the launch has no place for, or that cannot do what is asked.
+
+    world_size: of the launch, trainers and engines.
+    """
+    tp = args.vllm_tensor_parallel_size
+    apart = args.vllm_engines > 0
+    if args.engine_process and apart:
+        refuse(
+            f"--engine_process with --vllm_engines {args.vllm_engines}: these engines already run in their own "
+            f"processes; drop --engine_process"
+        )
+    if apart and args.rollout != "vllm":
+        refuse(f"--vllm_engines {args.vllm_engines} needs --rollout vllm, not {args.rollout}")
+    if apart and args.sleep != "off":
+        refuse(
+            f"--sleep {args.sleep} with --vllm_engines {args.vllm_engines}: an engine with its own GPU shares no "
+            f"memory with a trainer; drop --sleep"
+        )
+    if apart and args.vllm_engines * tp >= world_size:
+        refuse(
+            f"--vllm_engines {args.vllm_engines} of {tp} rank(s) each leave no trainer in a launch of {world_size} "
+            f"rank(s); pass --num_processes {args.vllm_engines * tp + 1} or more to accelerate launch"
+        )
+    if apart and tp > 1 and args.inflight_updates != "off":
+        refuse(
+            f"--vllm_tensor_parallel_size {tp} with --vllm_engines {args.vllm_engines} and --inflight_updates "
+            f"{args.inflight_updates}: the ranks of one engine would update their weights at different steps; use "
+            f"--vllm_tensor_parallel_size 1 or --inflight_updates off"
+        )
+
+
+def check_asynchrony(args: RunFlags) -> None:
+    """Refuse ways to sample ahead of training that cannot work, or would only make samples older."""
+    ahead = args.async_steps > 0
+    inflight = args.inflight_updates != "off"
+    if args.async_steps > 1 and not inflight:
+        refuse(
+            f"--async_steps {args.async_steps} with --inflight_updates off: an engine that updates its weights only "
+            f"between batches is at most one batch ahead, so more steps only make samples staler; use --async_steps "
+            f"1 or --inflight_updates recompute"
+        )
+    if inflight and not ahead:
+        refuse(
+            f"--inflight_updates {args.inflight_updates} needs --async_steps 1 or more: with 0, no sequence is "
+            f"running when the weights are updated"
+        )
+    if inflight and args.rollout == "hf":
+        refuse(
+            f"--inflight_updates {args.inflight_updates} needs --rollout vllm: transformers' generate cannot update "
+            f"weights in the middle of a response"
+        )
+    if ahead and args.sleep != "off":
+        refuse(
+            f"--sleep {args.sleep} with --async_steps {args.async_steps}: --sleep discards the sequences that "
+            f"--async_steps keeps running during an update; pass one of them"
+        )
+    if ahead and args.dataset_filter is not None:
+        refuse(
+            "--dataset_filter with --async_steps: prompts requested ahead of training are drawn before the filter is "
+            "applied; pass one of them"
+        )
+
+
+def check_launch(world_size: int) -> None:
+    """Refuse a launch that asked for several processes and got one.
+
+    On a machine without GPUs `accelerate launch --num_processes N` starts a single process, and says nothing, unless
+    DeepSpeed is named; the parent's command line is where the wish can still be read.
+    """
+    try:
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+    except OSError:
+        return
+    wanted = [value for flag, value in itertools.pairwise(parent) if flag == "--num_processes"]
+    if wanted and "launch" in " ".join(parent) and int(wanted[-1]) > 1 and world_size == 1:
+        refuse(
+            f"--num_processes {wanted[-1]} was asked for, but one process was started: launch with "
+            f"--use_deepspeed or --config_file scripts/zero2.yaml"
+        )

@@ -1,0 +1,145 @@
+"""What ``--as NAME`` sets: the semantics of other frameworks' GRPO and PPO, in this project's flags. Imports no torch.
+
+presets.toml has the values, each with its place in the framework's source, and the differences that no flag expresses.
+tests/unit/test_presets.py reads the defaults again there, calls the frameworks' functions for advantages and losses on
+the same tensors, and compares values and gradients. docs/evidence/presets.md is made from the table.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import tomllib
+import typing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runtime.system.process import refuse
+
+# A field that one script alone has tells them apart, in an edited copy under another name as well.
+MARKS = {"grpo": "advantage_normalization_type", "ppo": "gae_lambda"}
+
+
+class Difference(NamedTuple):
+    """What no flag expresses, its size, and of which script alone."""
+
+    what: str
+    size: str
+    script: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """How a framework learns by default. ``compared``: its own functions that the tests call."""
+
+    version: str
+    about: str
+    scripts: list[str]
+    compared: str
+    differences: list[Difference]
+    flags: dict[str, Any]
+
+
+def read(table: dict[str, Any]) -> Preset:
+    """A preset as presets.toml has it: without None, and with lists for tuples."""
+    flags = {}
+    for flag, value in table["flags"].items():
+        flags[flag] = tuple(value) if isinstance(value, list) else None if value == "None" else value
+    return Preset(**table | {"differences": [Difference(*row) for row in table["differences"]], "flags": flags})
+
+
+PRESETS = {
+    name: read(table) for name, table in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
+}
+
+
+def script_of(cls: type) -> str:
+    """ "grpo" or "ppo", whichever a class of arguments belongs to; "" for other programs."""
+    fields = {f.name for f in dataclasses.fields(cls)}
+    return next((script for script, mark in MARKS.items() if mark in fields), "")
+
+
+def asked_for(cls: type, words: list[str]) -> str | None:
+    """The NAME of ``--as NAME`` on a command line, the last one given; None without.
+
+    Ends with exit code 2 where the script has no preset of that name, with the list of those that it has.
+    """
+    given = [w.partition("=")[2] or after for w, after in itertools.pairwise([*words, ""]) if w.split("=")[0] == "--as"]
+    if not given:
+        return None
+    script = script_of(cls)
+    known = [other for other, preset in PRESETS.items() if script in preset.scripts]
+    if not known:
+        refuse("--as is for grpo.py and ppo.py and their copies")
+    if given[-1] not in known:
+        note = f"; {given[-1]} is for {PRESETS[given[-1]].scripts[0]}.py" if given[-1] in PRESETS else ""
+        refuse(f"--as {given[-1]!r}: give one of {', '.join(known)}{note}")
+    return given[-1]
+
+
+def own_defaults(args: Any) -> dict[str, Any]:
+    """The defaults of the script that a copy or variant began as, from its text (its import takes seconds).
+
+    Empty where that script is not beside this folder, as in a copy of the project that left it out.
+    """
+    file = Path(__file__).resolve().parent.parent.parent / f"{script_of(type(args))}.py"
+    if not file.is_file():
+        return {}
+    shared = [cls for cls in type(args).__mro__ if cls.__name__ == "RunFlags"]
+    found = {f.name: f.default for cls in shared for f in dataclasses.fields(cls)}
+    classes = {n.name: n.body for n in ast.parse(file.read_text("utf-8")).body if isinstance(n, ast.ClassDef)}
+    for line in classes["Args"]:
+        if isinstance(line, ast.AnnAssign) and isinstance(line.value, ast.Constant | ast.UnaryOp | ast.Tuple):
+            found[line.target.id] = ast.literal_eval(line.value)
+    return found
+
+
+def settings_of(args: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(flag -> value that a preset gives this script, flag -> value of those that it leaves alone).
+
+    A flag whose default differs from that of grpo.py or ppo.py is what makes a variant that variant, and keeps it.
+    """
+    defaults = own_defaults(args)
+    hints = typing.get_type_hints(type(args))
+    ours = type(args)()
+    given, kept = {}, {}
+    for flag, value in PRESETS[name].flags.items():
+        if not hasattr(ours, flag):
+            continue
+        choices = typing.get_args(hints[flag]) if typing.get_origin(hints[flag]) is typing.Literal else (value,)
+        default = getattr(ours, flag)
+        if defaults.get(flag, default) == default and value in choices:
+            given[flag] = value
+        elif value != default:
+            kept[flag] = value
+    return given, kept
+
+
+def apply(args: Any, name: str | None) -> Any:
+    """A copy of ``args`` with the settings of a preset; ``args`` itself where ``name`` is None."""
+    return args if name is None else dataclasses.replace(args, **settings_of(args, name)[0])
+
+
+def explain(args: Any) -> list[str]:
+    """Lines for the start of a run: what ``--as`` changed, what it left alone, what was given, what is different."""
+    if args.as_ is None:
+        return []
+    preset = PRESETS[args.as_]
+    ours = type(args)()
+    theirs, kept = settings_of(ours, args.as_)
+    changed, given = [], []
+    for flag, there in theirs.items():
+        value = getattr(args, flag)
+        if value != there:
+            given.append(f"--{flag} {value} (there {there})")
+        elif value != getattr(ours, flag):
+            changed.append(f"--{flag} {value} ({getattr(ours, flag)})")
+    own = [f"--{flag} {getattr(args, flag)} (there {value})" for flag, value in kept.items()]
+    lines = [f"as         {preset.version}, instead of the defaults in parentheses: {', '.join(changed)}"]
+    lines += [f"  kept     this script's own: {', '.join(own)}"] if own else []
+    lines += [f"  given    {', '.join(given)}"] if given else []
+    for what, size, script in preset.differences:
+        if script in ("", script_of(type(args))):
+            lines.append(f"  not as there: {what}; {size}")
+    return lines

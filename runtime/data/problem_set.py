@@ -1,0 +1,570 @@
+"""From sources to problems, prompts, token ids and the order in which a run draws them. Imports no torch."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.data.samples import Problem
+from runtime.data.sources import (
+    GYM,
+    BrokenLine,
+    cached_map,
+    digest,
+    digest_of_files,
+    gym_rows,
+    read_source,
+    refuse_broken_line,
+    rows_of,
+    source_name,
+)
+from runtime.system import sandbox
+from runtime.system.process import on_a_line, print_on_rank_0, refuse
+
+# For data sets, or verifiers chosen by the columns, that say nothing about the form of an answer. The example of the
+# first one shows that results can be negative: what is never sampled is never learned, and a minus sign is rare under
+# the model's own system prompt.
+SYSTEM_PROMPTS = {
+    "reasoning_gym:chain_sum": "Write out the calculation: 2 - 4 = -2",
+    "math": "Reason step by step and put the final answer in \\boxed{}.",
+    "reasoning_gym": "Give the final answer between <answer> and </answer>.",
+}
+NUMBERS = re.compile(r"[\[(\s]*-?\d+(?:[\s,;]+-?\d+)*[\])\s]*")  # [3, 4, 25] or 3 4 25
+COUNTDOWN = (
+    "Make {target} from the numbers {nums}: use each of them exactly once, with + - * / and brackets. Give the "
+    "expression between <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."
+)
+
+# What other frameworks' data sets call a verifier: verl's column data_source and open-instruct's column dataset.
+VERIFIER_ALIASES = {
+    "gsm8k": "gsm8k",
+    "openai/gsm8k": "gsm8k",
+    "math": "math",
+    "math_dapo": "math",
+    "math_dapo_reasoning": "math",
+    "lighteval/math": "math",
+    "digitallearninggmbh/math-lighteval": "math",
+    "huggingfaceh4/math-500": "math",
+    "numina_aops_forum": "math",
+    "numina_synthetic_math": "math",
+    "numina_amc_aime": "math",
+    "numina_synthetic_amc": "math",
+    "numina_cn_k12": "math",
+    "numina_olympiads": "math",
+    "hiyouga/geometry3k": "math",
+    "code": "code",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
+    "ifeval": "ifeval",
+    "countdown": "countdown",
+}
+
+Messages = list[dict[str, str]]  # a conversation: role and content of each
+Pick = Callable[[str, list[str], int], list[str]]  # (source, keys of its problems, count) -> the chosen keys
+BadRows = list[tuple[int, str]]  # (index, what is wrong with the row)
+
+# (verifier, ground truth, row) -> what is wrong with the ground truth, "" if nothing is: rewards.truth_error.
+# Raises ValueError for a verifier that does not exist.
+Check = Callable[[str, str, dict], str]
+
+LARGE = 5000  # rows of a source, or prompts, from which on several processes prepare them and the result is cached
+FIRST = 100  # rows by which a source's columns are recognized
+
+
+# ---------------------------------------------------------------------------------------------------- rows to problems
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How the rows of a source become problems."""
+
+    prompt: str  # column; a dot leads into nested columns
+    truth: str  # column of the ground truth
+    verifier: str
+    verifier_key: str | None  # column that names a row's verifiers; where it is empty, ``verifier`` counts
+    system: str | None  # system prompt
+    replaces: bool  # whether it takes the place of a row's own; else it is for rows without one
+
+
+def value_of(row: dict[str, Any], key: str) -> Any:
+    """``row[key]``, or with dots in ``key`` a nested value: reward_model.ground_truth. Raises KeyError."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, dict):
+            raise KeyError(key)
+        value = value[part]
+    return value
+
+
+def known_columns(rows: list) -> tuple[str, str, str, str | None]:
+    """(prompt, ground truth, verifier, verifier key) by what the first rows of a source look like.
+
+    GSM8K, MATH, countdown, APPS, TACO, and the data of AReaL, open-instruct and verl are known by their columns; any
+    other source has ``question``, ``answer`` and the verifier last_number.
+    """
+    first = [row for row in rows[:FIRST] if isinstance(row, dict)]
+    has = {key for row in first for key in row}
+    # verl: data_source, prompt (messages), ability, reward_model: {style, ground_truth}, extra_info
+    nested = [row["reward_model"] for row in first if isinstance(row.get("reward_model"), dict)]
+    if "prompt" in has and any("ground_truth" in value for value in nested):
+        truth = "target" if {"nums", "target"} <= has else "reward_model.ground_truth"  # TinyZero's countdown
+        return "prompt", truth, "last_number", "data_source" if "data_source" in has else None
+    if {"messages", "ground_truth"} <= has:  # open-instruct
+        return "messages", "ground_truth", "last_number", "dataset" if "dataset" in has else None
+    if "input_output" in has:  # APPS, TACO: question; AReaL: prompt
+        return "question" if "question" in has else "prompt", "input_output", "code", None
+    if {"nums", "target"} <= has and not {"question", "answer"} <= has:
+        return "nums", "target", "countdown", None
+    if "problem" in has and has & {"answer", "solution"}:
+        return "problem", "answer" if "answer" in has else "solution", "math", None
+    if any("#### " in str(row.get("answer")) for row in first):
+        return "question", "answer", "gsm8k", None
+    return "question", "answer", "last_number", None
+
+
+def _is_column(key: str, has: Iterable[str]) -> bool:
+    """Whether a column of this name, or the one that its first part names, is among the columns ``has``."""
+    return key in has or key.split(".")[0] in has
+
+
+def _names(columns: Iterable) -> str:
+    """Names of columns for a message of one line, whatever a file holds."""
+    return ", ".join(on_a_line(str(name)) for name in columns)
+
+
+def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns:
+    """The columns of a source: the flags, or else what its first rows look like.
+
+    ``batches`` of rows are read only as far as it takes. Ends with exit code 2 when no row has such a column.
+    """
+    batches = iter(batches)
+    seen = next(batches, [])
+    if source.startswith(GYM):
+        seen = [*seen, *itertools.chain.from_iterable(batches)]
+    prompt, truth, verifier, verifier_key = known_columns(seen)
+    prompt = args.prompt_key or prompt
+    truth = args.ground_truth_key or truth
+    names_verifiers = args.verifier_key if source == args.dataset else None
+    has: dict[str, None] = {}  # the names of all columns, in order
+    for rows in itertools.chain([seen], batches):
+        for row in rows:
+            if isinstance(row, dict):
+                has |= dict.fromkeys(row)
+        if _is_column(prompt, has) and _is_column(truth, has) and (names_verifiers is None or names_verifiers in has):
+            break
+    given = args.verifier
+    without_truth = args.ground_truth_key is None and given and not check(given, "", seen[0] if seen else {})
+    for flag, key in (("--prompt_key", prompt), ("--ground_truth_key", truth)):
+        if has and not _is_column(key, has) and not (flag == "--ground_truth_key" and without_truth):
+            alone = "; --verifier reward_model needs none" if args.reward_model_name_or_path and key == truth else ""
+            refuse(f"{flag} {key}: --dataset {source} has no such column; it has: {_names(has)}{alone}")
+    if names_verifiers is not None and has and not _is_column(names_verifiers, has):
+        refuse(f"--verifier_key {names_verifiers}: --dataset {source} has no such column; it has: {_names(has)}")
+    if source.startswith(GYM):
+        for row in seen:
+            if check("last_number", str(row.get(truth)), row):
+                verifier = "reasoning_gym"  # an answer that is no number: the task's own scorer
+    if args.verifier_key is not None or given:
+        verifier_key = args.verifier_key
+    system = args.system_prompt
+    if system is None:
+        system = SYSTEM_PROMPTS.get(source.split("?")[0])
+    if system is None and not given:
+        system = SYSTEM_PROMPTS.get(verifier)
+    return Columns(prompt, truth, given or verifier, verifier_key, system, args.system_prompt is not None)
+
+
+def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
+    """The prompt in column ``key`` as chat messages, without the answer that may close them.
+
+    Raises ValueError for what is neither text nor messages nor countdown's numbers.
+    """
+    if key == "nums" and "target" in row:
+        numbers = prompt
+        if isinstance(prompt, str) and NUMBERS.fullmatch(prompt):  # a column of a CSV file
+            numbers = re.findall(r"-?\d+", prompt)
+        if isinstance(numbers, list):
+            listed = ", ".join(map(str, numbers))
+            return [{"role": "user", "content": COUNTDOWN.format(target=row["target"], nums=listed)}]
+    if isinstance(prompt, str) and (chat := _chat_as_text(prompt)):
+        prompt = chat
+    if isinstance(prompt, str):
+        starter = row.get("starter_code") if "input_output" in row else None  # APPS, TACO: it names the function
+        return [{"role": "user", "content": f"{prompt}\n\n{starter}" if starter else prompt}]
+    kinds = type(prompt).__name__
+    if isinstance(prompt, list):
+        kinds = "a list of something else"
+        if all(_is_message(message) for message in prompt):
+            messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
+            while messages and messages[-1]["role"] == "assistant":
+                messages.pop()
+            if messages:
+                return messages
+            kinds = "only messages of the assistant"
+    raise ValueError(f"its prompt must be text or chat messages with role and content, but is {kinds}")
+
+
+def _with_system(messages: Messages, columns: Columns) -> Messages:
+    """A prompt with at most one system message. Raises ValueError where nothing else is left."""
+    own = messages[0]["role"] == "system"
+    if own and columns.replaces:
+        messages = messages[1:]
+        if not messages:
+            raise ValueError("has only a system message as its prompt")
+    if columns.system and (columns.replaces or not own):
+        return [{"role": "system", "content": columns.system}, *messages]
+    return messages
+
+
+def _chat_as_text(text: str) -> list | None:
+    """The messages of a chat that is written as JSON, as in a column of a CSV file; None of any other text."""
+    if not text.startswith("[{"):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if all(map(_is_message, found)) else None
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _named_verifiers(row: dict[str, Any], key: str) -> str:
+    """The verifiers that a row names in a column, text or a list, by this project's names; "" where it names none.
+
+    Raises ValueError for a list of something else than names.
+    """
+    try:
+        named = value_of(row, key) or ""
+    except KeyError:
+        named = ""
+    if isinstance(named, list) and not all(isinstance(name, str) for name in named):
+        raise ValueError(f"has a list of something else than names in its {key!r}")
+    text = ",".join(named) if isinstance(named, list) else str(named)
+    names = []
+    for name in text.split(","):
+        lower = name.strip().lower()
+        names.append("math" if lower.startswith("aime") else VERIFIER_ALIASES.get(lower, name))
+    return ",".join(names)
+
+
+def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
+    """One row as a problem. Raises ValueError that says what is wrong with the row, or with its ground truth."""
+    if not isinstance(row, dict):
+        raise ValueError(f"is {type(row).__name__}, not an object with columns")
+    values = []
+    for key in (columns.prompt, columns.truth):
+        try:
+            value = value_of(row, key)
+        except KeyError:
+            if key != columns.truth or check(columns.verifier, "", row):
+                raise ValueError(f"has no {key!r}") from None
+            value = None
+        empty = value is None or value != value or value in ("", [], {})
+        if empty and (key != columns.truth or check(columns.verifier, "", row)):
+            raise ValueError(f"has an empty {key!r}")
+        values.append("" if empty else value)
+    messages = _with_system(_messages(columns.prompt, values[0], row), columns)
+    truth = values[1]
+    truth = json.dumps(truth) if isinstance(truth, list | dict) else str(truth)
+    _check_text(columns.prompt, "".join(message["content"] for message in messages))
+    _check_text(columns.truth, truth)
+    verifier = columns.verifier
+    if columns.verifier_key is not None:
+        verifier = _named_verifiers(row, columns.verifier_key) or verifier
+    try:
+        wrong = check(verifier, truth, row)
+    except ValueError as error:
+        raise ValueError(
+            f"names a verifier that does not exist (--verifier_key {columns.verifier_key}): {error}"
+        ) from error
+    if wrong:
+        raise ValueError(f"has a ground truth that its own verifier {verifier} rejects: {truth[:80]!r} ({wrong})")
+    return Problem(messages, truth, verifier, row)
+
+
+def _check_text(key: str, text: str) -> None:
+    """Raise ValueError for half of a pair of surrogates: no tokenizer takes it, and no file can hold it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(0, error.start - 20) : error.end + 20]
+        raise ValueError(f"has a {key!r} that is no UTF-8 text, at {around!r}") from None
+
+
+def problems_of(rows: list, start: int, columns: Columns, check: Check) -> tuple[list[Problem], BadRows]:
+    """(the problems, [(index, what is wrong)] of the other rows); ``start`` is the index of the first row."""
+    problems, bad = [], []
+    for index, row in enumerate(rows, start):
+        try:
+            problems.append(make_problem(row, columns, check))
+        except ValueError as error:
+            bad.append((index, str(error)))
+    return problems, bad
+
+
+def report_bad_rows(bad: BadRows, count: int, source: str, args) -> None:
+    """End the run for rows that cannot be used, or print which are dropped (``--bad_rows drop``)."""
+    if not bad:
+        return
+    indices = ", ".join(str(index) for index, _ in bad[:20])
+    if len(bad) > 20:
+        indices += ", ..."
+    found = (
+        f"{len(bad)} of {count} rows of --dataset {source} cannot be used (rows {indices}); row {bad[0][0]} {bad[0][1]}"
+    )
+    if args.bad_rows == "raise":
+        alone = ", --verifier reward_model for that model alone" if args.reward_model_name_or_path else ""
+        refuse(f"{found}; repair them, choose other columns or a --verifier{alone}, or add --bad_rows drop")
+    print_on_rank_0(f"warning: --bad_rows drop: {found}")
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+
+
+CHECKED = ("messages", "truth", "verifier", "row", "wrong")  # JSON, text, text, JSON, text
+
+
+def _check_batch(batch: dict[str, list], places: list[int], columns: Columns, check: Check) -> dict[str, list[str]]:
+    """A batch of a raw data set -> the columns CHECKED of its problems; of a bad row only ``wrong`` is filled."""
+    found: dict[str, list[str]] = {name: [] for name in CHECKED}
+    for row in rows_of(batch, places[0]):
+        problems, bad = problems_of([row], 0, columns, check)
+        values = dict.fromkeys(CHECKED, "")
+        if bad:
+            values["wrong"] = bad[0][1]
+        for problem in problems:
+            values["messages"] = json.dumps(problem.messages)
+            values["truth"] = problem.truth
+            values["verifier"] = problem.verifier
+            values["row"] = json.dumps(row)
+        for name, value in values.items():
+            found[name].append(value)
+    return found
+
+
+def _batches(raws: list, size: int = 1000) -> Iterator[list]:
+    """The rows of raw data sets, ``size`` at a time. Ends with exit code 2 for a line that is not JSON."""
+    for raw, files in raws:
+        for start in range(0, len(raw), size):
+            try:
+                rows = rows_of(raw[start : start + size], start)
+            except BrokenLine as error:
+                refuse_broken_line(files, error)
+            yield rows
+
+
+def check_rows(source: str, raws: list, args, check: Check):
+    """A data set with the columns CHECKED, one row for each of the source's: by several processes, and cached.
+
+    What a row becomes follows from the data, the arguments, and the code here, of ``check`` and of ``--verifier``:
+    a change of any of them is checked again.
+    """
+    import datasets
+
+    columns = look_at(source, _batches(raws), args, check)
+    code = [*sorted(Path(__file__).parent.parent.rglob("*.py")), Path(inspect.getfile(check))]
+    for name in columns.verifier.split(","):
+        own = Path(name.rpartition(":")[0])
+        if own.is_file():
+            code.append(own)
+    sandbox.allow_unsafe = args.allow_unsafe_code_exec  # the rows' own solutions are run
+    isolated = ("code" in columns.verifier or columns.verifier_key) and not sandbox.namespaces_refused()
+    rules = digest(repr([columns, sandbox.allow_unsafe, bool(isolated)]).encode(), digest_of_files(code).encode())
+    function = functools.partial(_check_batch, columns=columns, check=check)
+    kinds = dict.fromkeys(CHECKED, datasets.Value("string"))
+    checked = []
+    for raw, files in raws:
+        key = digest(rules.encode(), raw._fingerprint.encode())
+        try:
+            checked.append(cached_map(raw, function, kinds, key, "checking rows"))
+        except BrokenLine as error:
+            refuse_broken_line(files, error)
+    return datasets.concatenate_datasets(checked)
+
+
+def _read_checked(source: str, raws: list, args, check: Check) -> list[Problem]:
+    """The usable problems of a large source, through the cache."""
+    checked = check_rows(source, raws, args, check).to_dict()
+    bad = [(index, wrong) for index, wrong in enumerate(checked["wrong"]) if wrong]
+    report_bad_rows(bad, len(checked["wrong"]), source, args)
+    problems = []
+    columns = [checked[name] for name in CHECKED]
+    for messages, truth, verifier, row, wrong in zip(*columns, strict=True):
+        if not wrong:
+            problem = Problem(json.loads(messages), truth, verifier, json.loads(row))
+            problems.append(problem)
+    return problems
+
+
+def _read_small(source: str, rows: list, args, check: Check) -> list[Problem]:
+    """The usable problems of rows in memory."""
+    columns = look_at(source, [rows], args, check)
+    problems, bad = problems_of(rows, 0, columns, check)
+    report_bad_rows(bad, len(rows), source, args)
+    return problems
+
+
+def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
+    """All usable problems of one source, in its order, each prompt once; the key is the prompt as text."""
+    sandbox.allow_unsafe = args.allow_unsafe_code_exec  # the rows' own solutions are run
+    if source.startswith(GYM):
+        problems = _read_small(source, gym_rows(source, args.seed), args, check)
+    else:
+        raws = read_source(source, args)
+        if sum(len(raw) for raw, _ in raws) >= LARGE:
+            problems = _read_checked(source, raws, args, check)
+        else:
+            rows = [row for batch in _batches(raws) for row in batch]
+            problems = _read_small(source, rows, args, check)
+    name = source_name(source)
+    distinct: dict[str, Problem] = {}
+    for problem in problems:
+        problem.source = problem.source or name
+        key = problem.messages if args.environment is None else [problem.messages, problem.row]
+        distinct.setdefault(json.dumps(key, default=str), problem)
+    return distinct
+
+
+# ------------------------------------------------------------------------------------------------- mixtures and splits
+
+
+def _mix(sources: list, flag: str, args, check: Check, pick: Pick) -> dict[str, Problem]:
+    """Return the problems of several sources; the key is the prompt, and equal prompts count for the first source.
+
+    ``pick`` chooses among the problems of a source where fewer than all are wanted.
+    """
+    problems: dict[str, Problem] = {}
+    names = Counter(source_name(source) for source, _ in sources)
+    for source, part in sources:
+        own = read_problems(source, args, check)
+        for same in problems.keys() & own.keys():
+            del own[same]
+        if names[source_name(source)] > 1:
+            for problem in own.values():
+                problem.source = source.replace("/", "-")
+        wanted = round(part * len(own)) if isinstance(part, float) else part
+        if not 0 < wanted <= len(own):
+            refuse(f"{flag}: {source!r} has {len(own)} distinct problems, {part} asks for {wanted}")
+        if wanted < len(own):
+            chosen = pick(source, list(own), wanted)
+            own = {key: own[key] for key in chosen}
+        problems |= own
+    return problems
+
+
+def mixed_problems(args, check: Check) -> dict[str, Problem]:
+    """The problems of ``--dataset``, where ``--seed`` draws those of a mixture; the key is the prompt."""
+    if args.sources[0].part is None:
+        return read_problems(args.sources[0].name, args, check)
+
+    def draw(source: str, keys: list[str], count: int) -> list[str]:
+        return random.Random(f"{args.seed}/{source}").sample(keys, count)
+
+    return _mix(args.sources, "--dataset", args, check, draw)
+
+
+def evaluation_problems(args, check: Check) -> dict[str, Problem] | None:
+    """The first problems of ``--eval_dataset``, or of each of its sources.
+
+    None where it is not given: then a part of the training data is held out.
+    """
+    if args.eval_dataset is None:
+        return None
+    if args.eval_sources[0].part is not None:
+
+        def first(source: str, keys: list[str], count: int) -> list[str]:
+            return keys[:count]
+
+        found = _mix(args.eval_sources, "--eval_dataset", args, check, first)
+        return found if args.eval_prompts > 0 else {}
+    found = read_problems(args.eval_sources[0].name, args, check)
+    if args.eval_prompts > 0 and args.eval_prompts != len(found):
+        which = "all" if args.eval_prompts > len(found) else f"the first {args.eval_prompts}"
+        mixer = json.dumps({args.eval_dataset: 1.0})
+        every = f"; --eval_dataset '{mixer}' takes all" if args.eval_prompts < len(found) else ""
+        source = args.eval_dataset
+        print_on_rank_0(f"--eval_prompts {args.eval_prompts}: {which} of the {len(found)} of {source}{every}")
+    return dict(itertools.islice(found.items(), args.eval_prompts))
+
+
+def load_problems(args, check: Check) -> tuple[list[Problem], list[Problem]]:
+    """(training problems, evaluation problems), disjoint: no prompt of the second is ever trained on.
+
+    Rows with the same prompt count once. The split is a permutation seeded by ``--seed``: the first ``eval_prompts``
+    distinct prompts are for evaluation, the rest for training, unless evaluation data are given. Ends with exit code 2
+    for an unknown data set or column and when too few problems are left.
+    """
+    problems = mixed_problems(args, check)
+    apart = evaluation_problems(args, check)
+    for same in apart or ():
+        problems.pop(same, None)
+    training = list(problems.values())
+    random.Random(args.seed).shuffle(training)
+    if apart is None:
+        evaluation = training[: args.eval_prompts]
+        training = training[args.eval_prompts :]
+    else:
+        evaluation = list(apart.values())
+    check_sandbox([*training, *evaluation], args)
+    check_enough(training, evaluation, args)
+    return training, evaluation
+
+
+def check_enough(training: list[Problem], evaluation: list[Problem], args) -> None:
+    """Refuse too few problems for one step, or none to evaluate on where evaluation was asked for."""
+    if len(training) < args.num_unique_prompts_rollout:
+        filtered = " left by --overlong_prompts filter" if args.overlong_prompts == "filter" else ""
+        if args.eval_dataset is not None:
+            has = f"{len(training)} distinct problems{filtered} that are not evaluated on"
+        else:
+            has = f"{len(training) + len(evaluation)} distinct problems{filtered}"
+            has += f"; --eval_prompts {args.eval_prompts} leaves {len(training)}"
+        refuse(
+            f"--dataset {args.dataset} has {has}, fewer than "
+            f"--num_unique_prompts_rollout {args.num_unique_prompts_rollout}"
+        )
+    if args.eval_prompts > 0 and not evaluation:
+        refuse(f"--eval_prompts {args.eval_prompts}: no problem is left (--overlong_prompts {args.overlong_prompts})")
+
+
+def check_sandbox(problems: list[Problem], args) -> None:
+    """Refuse to run models' programs where the kernel gives no sandbox, unless that is accepted."""
+    if not any("code" in problem.verifier.split(",") for problem in problems):
+        return
+    why = sandbox.namespaces_refused()
+    if not why:
+        return
+    if not args.allow_unsafe_code_exec:
+        refuse(
+            f"the verifier code has no sandbox here: the kernel provides no namespaces ({why}). Run where user "
+            f"namespaces are allowed, or accept time and memory limits alone with --allow_unsafe_code_exec"
+        )
+    print_on_rank_0(f"warning: --allow_unsafe_code_exec: programs run with this user's rights, no sandbox ({why})")
+
+
+# --------------------------------------------------------------------------------------------------------- token ids
+
+
+# ------------------------------------------------------------------------------------------ the order of a run's draws
+
+
+def seed_from(text: str) -> int:
+    """Return a seed of 32 bits that follows from a text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")

@@ -1,0 +1,228 @@
+"""The order in which a run draws its problems, the seeds of its requests, and which samples it keeps."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from runtime.data.problem_set import seed_from
+from runtime.data.samples import Problem, Sample
+
+Request = tuple[int, int, int]  # (place of the problem in the batch, number of the response, its seed)
+
+
+@functools.lru_cache(maxsize=2)  # a step that is not larger than the data meets at most two epochs
+def _epoch_order(number: int, problems: int, seed: int) -> list[int]:
+    """The order of one epoch over the data."""
+    order = list(range(problems))
+    random.Random(f"{seed}/{number}").shuffle(order)
+    return order
+
+
+def prompts_at(position: int, count: int, num_problems: int, seed: int) -> list[int]:
+    """Indices of ``count`` problems, the first being number ``position`` of the run: a pure function of a counter.
+
+    Every epoch has a permutation of its own, seeded by ``seed`` and its number; a step may span two epochs.
+    """
+    found = []
+    for place in range(position, position + count):
+        epoch, index = divmod(place, num_problems)
+        found.append(_epoch_order(epoch, num_problems, seed)[index])
+    return found
+
+
+def sampling_seed(seed: int, step: int | str, prompt_id: int, sample_id: int) -> int:
+    """Seed of one response: it depends on these four numbers, not on what the engine did before."""
+    return seed_from(f"{seed}/{step}/{prompt_id}/{sample_id}")
+
+
+def requests(chosen: Sequence[int], count: int, seed: int, step: int | str) -> list[Request]:
+    """(place in the batch, number of the response, seed) of ``count`` responses to each of the problems ``chosen``.
+
+    A problem that is drawn twice, where one epoch ends and the next begins, gets different seeds the second time.
+    """
+    wanted = []
+    for place, problem in enumerate(chosen):
+        before = count * chosen[:place].count(problem)
+        for k in range(count):
+            wanted.append((place, k, sampling_seed(seed, step, problem, before + k)))
+    return wanted
+
+
+def sampling(args) -> dict[str, Any]:
+    """Sampling parameters of training."""
+    found = {"temperature": args.temperature, "top_p": 1.0, "top_k": 0, "max_tokens": args.max_response_length}
+    return found | {"stop": list(args.stop), "ignore_eos": args.ignore_eos}
+
+
+def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
+    """(the requests of an evaluation, its sampling parameters); the seeds are the same in every evaluation of a run."""
+    count = args.eval_samples if args.eval_temperature > 0 else 1
+    return requests(range(problems), count, args.seed, "eval"), sampling(args) | {"temperature": args.eval_temperature}
+
+
+def token_rewards(samples: list[Sample], decode: Callable[..., str], args) -> np.ndarray:
+    """The task's reward of every response token, [N], response by response: all of it on the last one, 0 before.
+
+    With ``--dense_reward`` an intermediate score goes to the token that completes its characters, or of several turns
+    to the last one of its turn. ``decode``: token ids -> text.
+    """
+    found = []
+    for sample in samples:
+        masked = sample.finish_reason == "length" and args.mask_no_eos_with_zero
+        if args.dense_reward != "none" and sample.reward_steps and not masked:
+            rewards = _dense_rewards(sample, decode, args)
+        else:
+            rewards = np.zeros(sample.length)
+            rewards[-1] = sample.reward
+        found.append(rewards)
+    return np.concatenate(found)
+
+
+def _dense_rewards(sample: Sample, decode: Callable[..., str], args) -> np.ndarray:
+    """``token_rewards`` of a response with intermediate scores, shaped as its reward is.
+
+    sum: every score counts in full. difference: what a score adds to the one before; the rewards sum to the response's
+    reward. What the last score does not hold (penalties, other verifiers, a reward model) is on the last token.
+    """
+    ids = sample.response_ids[sample.own()]
+    limit = args.max_reward_clip or math.inf
+
+    def shaped(score: float) -> float:
+        return max(-limit, min(limit, (score - args.reward_bias) * args.reward_scaling))
+
+    def characters(place: int) -> int:
+        return len(decode(ids[: place + 1], skip_special_tokens=True))
+
+    rewards = np.zeros(len(ids))
+    start = shaped(0.0) if args.dense_reward == "difference" else 0.0
+    before = start
+    for end, score in sample.reward_steps:
+        place = end - 1 if sample.turn_steps else bisect.bisect_left(range(len(ids)), end, key=characters)
+        place = min(place, len(ids) - 1)
+        rewards[place] += shaped(score) - (before if args.dense_reward == "difference" else 0.0)
+        before = shaped(score)
+    rewards[-1] += sample.reward - (before - start)
+    return rewards
+
+
+def best_of(samples: list[Sample], count: int) -> list[Sample]:
+    """The ``count`` samples of highest reward to each prompt, the first of equal ones, in the order they came in."""
+    ranked = sorted(range(len(samples)), key=lambda i: -samples[i].reward)
+    taken: Counter[int] = Counter()
+    kept = []
+    for i in ranked:
+        prompt = samples[i].prompt_id
+        if taken[prompt] < count:
+            taken[prompt] += 1
+            kept.append(i)
+    return [samples[i] for i in sorted(kept)]
+
+
+def equal_groups(samples: list[Sample]) -> list[int]:
+    """The places in the batch whose responses all have the same reward: they carry no signal."""
+    rewards: dict[int, set[float]] = {}
+    for sample in samples:
+        rewards.setdefault(sample.prompt_id, set()).add(sample.reward)
+    return sorted(place for place, values in rewards.items() if len(values) == 1)
+
+
+def replace_groups(batch: list[Problem], samples: list[Sample], more: list[Problem], new: list[Sample]) -> None:
+    """Replace groups of equal reward by new groups whose rewards differ, as many as there are; in place.
+
+    ``samples`` answer ``batch``, ``new`` the problems ``more``; both are ordered by place, with equally many to each.
+    """
+    group = len(samples) // len(batch)
+    useless = set(equal_groups(new))
+    useful = [place for place in range(len(more)) if place not in useless]
+    for place, other in zip(equal_groups(samples), useful, strict=False):
+        batch[place] = more[other]
+        replacement = new[other * group : (other + 1) * group]
+        samples[place * group : (place + 1) * group] = [dataclasses.replace(s, prompt_id=place) for s in replacement]
+
+
+def draw_metrics(rounds: list[list[Sample]], prompts: int) -> dict[str, float]:
+    """What all draws of a step found, before groups of equal reward were replaced: dynamic sampling hides it."""
+    groups = 0
+    equal = 0
+    rewards = []
+    for drawn in rounds:
+        groups += len({sample.prompt_id for sample in drawn})
+        equal += len(equal_groups(drawn))
+        rewards += [sample.reward for sample in drawn]
+    return {
+        "data/rounds": len(rounds) - 1,
+        "data/dropped": groups - prompts,
+        "data/zero_std_frac": equal / groups,
+        "data/reward_mean": sum(rewards) / len(rewards),
+    }
+
+
+def drop_solved(problems: list[int], rates: Sequence[float], threshold: float, share: float) -> list[int]:
+    """``problems`` without those solved at a rate of at least ``threshold``: the best, at most ``share`` of all."""
+    solved = [i for i in problems if rates[i] >= threshold]
+    solved.sort(key=lambda i: -rates[i])
+    gone = set(solved[: int(share * len(problems))])
+    return [i for i in problems if i not in gone]
+
+
+@dataclasses.dataclass
+class DrawState:
+    """Position of a run in its training problems. JSON can hold all of it; a checkpoint stores its ``vars``."""
+
+    kept: list[int]  # indices of the problems that are still drawn
+    rates: list[float]  # fraction of correct responses when a problem was last drawn, 0 before that; one per problem
+    position: int = 0  # problems drawn from ``kept`` so far
+    epoch: int = 0  # epochs over ``kept`` that were complete when solved problems were last dropped
+
+
+class Prompts:
+    """Draws the training problems of a run, in an order that depends only on ``--seed`` and ``state``.
+
+    The solved-problem filter (``--dataset_filter``) drops problems at the end of an epoch; the shorter list then starts
+    a new one. Put ``state`` into the parts of ``Checkpoints``.
+    """
+
+    def __init__(self, problems: list[Problem], args):
+        self.problems = problems
+        self.args = args
+        count = len(problems)
+        self.state = DrawState(kept=list(range(count)), rates=[0.0] * count)
+
+    def draw(self, count: int) -> tuple[list[int], list[Problem]]:
+        """The next ``count`` problems: (their indices, the problems). Identical on every rank."""
+        state = self.state
+        places = prompts_at(state.position, count, len(state.kept), self.args.seed)
+        state.position += count
+        chosen = [state.kept[place] for place in places]
+        return chosen, [self.problems[i] for i in chosen]
+
+    def record(self, chosen: list[int], samples: list[Sample]) -> None:
+        """Store how often the problems ``chosen`` were solved. ``samples``: ordered by place, equally many to each."""
+        group = len(samples) // len(chosen)
+        for place, index in enumerate(chosen):
+            own = samples[place * group : (place + 1) * group]
+            correct = [sample.reward_parts.get("correct", sample.score) for sample in own]
+            self.state.rates[index] = sum(correct) / group
+
+    def drop_solved(self) -> int:
+        """Drop solved problems if an epoch has ended since the last call; the number of problems still drawn."""
+        state, args = self.state, self.args
+        epoch = state.position // len(state.kept)
+        if epoch > state.epoch:
+            state.epoch = epoch
+            share, threshold = args.dataset_filter
+            left = drop_solved(state.kept, state.rates, threshold, share)
+            if len(left) < len(state.kept):
+                state.kept = left
+                state.position = 0
+                state.epoch = 0
+        return len(state.kept)

@@ -1,0 +1,161 @@
+"""Rows of reasoning-gym's data sets that survive the way to a worker or a file, and what an answer to them may hold."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+# Some scorers pass the answer to eval, directly or inside sympy's parse_expr. What they may get: a list without calls,
+# or a formula of these names alone. Anything else scores 0 before it gets there, but for the truth itself: some truths
+# hold an Integral, which nobody else may use, as the integral of the task would answer every task.
+LIST = r"[^(]*"
+FORMULA_NAMES = (
+    "[a-zCXY]|a?(?:sin|cos|tan|sec|csc|cot)h?|exp|log|ln|sqrt|pi|E|I|erfi?|li|[SC]i|Ei|Abs|gamma|fresnel[sc]"
+)
+FORMULA = rf"(?:[0-9\s+\-*/^(),]|\.(?![^\W\d])|(?<!\w)(?:{FORMULA_NAMES})(?!\w))*"
+GYM_ANSWERS = {
+    "string_insertion": LIST,
+    "spiral_matrix": LIST,
+    "binary_matrix": LIST,
+    "n_queens": LIST,
+    "simple_integration": FORMULA,
+    "intermediate_integration": FORMULA,
+    "polynomial_multiplication": FORMULA,
+    "countdown": FORMULA,
+}
+GYM_UNSUPPORTED = {
+    "boxnet": "its scorer accepts moves between squares as Python tuples only, which the JSON it reads cannot hold",
+    "game_of_life_halting": "its scorer gives 1 to every text where something goes on, and 0 to every text elsewhere",
+    "puzzle24": "its scorer takes any four numbers that make 24, and not only those of the task",
+}
+
+
+def tagged(value):
+    """A value as JSON that tells tuples from lists, and keys of other types from text; ``untagged`` undoes it."""
+    if isinstance(value, tuple):
+        return {"tuple": [tagged(v) for v in value]}
+    if isinstance(value, list):
+        return [tagged(v) for v in value]
+    if isinstance(value, dict):
+        return {"dict": [[tagged(k), tagged(v)] for k, v in value.items()]}
+    return value
+
+
+def untagged(value):
+    if isinstance(value, list):
+        return [untagged(v) for v in value]
+    if isinstance(value, dict):
+        if "tuple" in value:
+            return tuple(untagged(v) for v in value["tuple"])
+        return {untagged(k): untagged(v) for k, v in value["dict"]}
+    return value
+
+
+# Modules that cellpylib, which computes the rows of game_of_life, imports for functions that draw. Nothing here draws.
+PLOTTING = (
+    "matplotlib",
+    "matplotlib.animation",
+    "matplotlib.collections",
+    "matplotlib.pyplot",
+    "mpl_toolkits",
+    "mpl_toolkits.mplot3d",
+)
+
+
+@contextlib.contextmanager
+def without_plotting():
+    """Let imports find empty modules in place of matplotlib, whose import takes 0.4 of reasoning-gym's 1.1 CPU seconds.
+
+    A matplotlib that is already imported stays in use, and a later import finds the real one.
+    """
+    stand_ins = {} if "matplotlib" in sys.modules else {name: types.ModuleType(name) for name in PLOTTING}
+    if stand_ins:
+        stand_ins["mpl_toolkits.mplot3d"].Axes3D = None
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+
+
+@functools.lru_cache(maxsize=16)
+def gym_dataset(name: str, options: str):
+    """A data set of reasoning-gym with these options (JSON). Raises ValueError, TypeError or AssertionError if none.
+
+    The ``datasets`` of a composite are ``[{"name": ..., "weight": ..., "config": {...}}]``.
+    """
+    with without_plotting():
+        import reasoning_gym
+        from reasoning_gym.composite import DatasetSpec
+
+    chosen = json.loads(options)
+    parts = chosen.get("datasets")
+    if name == "composite" and isinstance(parts, list):
+        chosen["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in parts]
+    for wanted in [name, *(part["name"] for part in parts or [])]:
+        if wanted in GYM_UNSUPPORTED:
+            raise ValueError(f"{wanted} cannot be used: {GYM_UNSUPPORTED[wanted]}")
+    return reasoning_gym.create_dataset(name, **chosen)
+
+
+def gym_rows(name: str, options: dict) -> list[dict]:
+    """The rows of a data set of reasoning-gym, as plain JSON. Raises ValueError where there are none.
+
+    ``metadata`` is for people and for own verifiers. The column ``reasoning_gym`` holds what the data set's own scorer
+    needs: the metadata with its tuples, and the options of the data set.
+    """
+    found = json.loads(printed_rows(name, json.dumps(options, sort_keys=True)))
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+def printed_rows(name: str, chosen: str) -> str:
+    """Return what ``main`` prints in a process of its own.
+
+    Some tasks (word_ladder, ransom_note, polynomial_multiplication, ...) choose from sets, so their problems follow
+    from Python's hash seed, which is drawn anew for every process: ranks would train on different problems, and a run
+    could not go on. Others (codeio, list_functions) draw from the random numbers that a process has in common, whatever
+    their seed is. Both are fixed there.
+    """
+    command = [sys.executable, "-m", "runtime.data.reasoning_gym_tasks", name, chosen]
+    folder = Path(__file__).resolve().parent.parent.parent
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.run(command, cwd=folder, env=environment, **pipes, check=True).stdout
+
+
+def _rows_here(name: str, chosen: str) -> list[dict]:
+    """``gym_rows`` with this process's hash seed. Raises as ``gym_dataset`` does."""
+    rows = []
+    for entry in gym_dataset(name, chosen):
+        scoring = {"dataset": name, "options": chosen, "metadata": tagged(entry["metadata"])}
+        plain = json.loads(json.dumps(entry["metadata"], default=str))
+        rows.append({**entry, "metadata": plain, "reasoning_gym": json.dumps(scoring, default=str)})
+    return rows
+
+
+def main() -> None:
+    """Print the rows of the data set that the two arguments name, or what is wrong with them, as JSON."""
+    import numpy as np
+
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 (codeio's programs draw from these)
+    with contextlib.redirect_stdout(sys.stderr):  # some tasks print
+        try:
+            found = _rows_here(*sys.argv[1:])
+        except (ValueError, TypeError, KeyError, AssertionError) as error:
+            found = str(error)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Turn problems into token ids: chat template, tokenizer, and prompts that are too long."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import json
+import random
+import re
+from typing import Any
+
+from runtime.data.problem_set import LARGE, SYSTEM_PROMPTS, Messages, check_enough
+from runtime.data.samples import Problem
+from runtime.data.sources import cached_map, digest, gym_rows, int_lists
+from runtime.system.flag_values import first_line
+from runtime.system.process import print_on_rank_0, rank, refuse
+
+# What a chat template that writes today's date gets (Llama 3.2, SmolLM3, gpt-oss, Granite 3): with the day's own, a run
+# could not go on after midnight, and one command would be another run on every day. It is the date that Llama's
+# template writes where it is given none.
+TODAY = datetime.datetime(2024, 7, 26)
+
+
+def check_template_variables(tokenizer, args) -> None:
+    """Refuse a variable that the chat template does not read: a misspelled one would change nothing."""
+    for name in args.template.variables:
+        if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
+            owner = args.tokenizer_name_or_path or args.model_name_or_path
+            refuse(
+                f"--chat_template: the template of {owner} has no variable {name!r}; leave it out, or spell it as there"
+            )
+
+
+def load_tokenizer(args):
+    """The tokenizer that ``--tokenizer_name_or_path`` names, or else the model's own.
+
+    Never that of mistral-common, which a machine with vLLM has: it knows no chat template, and no control token in a
+    text.
+    """
+    from transformers import AutoTokenizer
+
+    name, revision = args.tokenizer
+    where = {"revision": revision, "trust_remote_code": args.trust_remote_code}
+    return AutoTokenizer.from_pretrained(name, mistral_format=False, **where)
+
+
+def prompt_key(tokenizer, args) -> str:
+    """A name of tokenizer and template: it changes whenever the same messages could become other ids."""
+    given = args.template.text
+    state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    values = [args.template.variables, str(TODAY)]
+    text = json.dumps([state, given or tokenizer.get_chat_template(), given is None, special, values], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class Unrenderable(ValueError):
+    """A prompt that the chat template does not take. Argument: why."""
+
+
+def as_text(messages: Messages, tokenizer, template: str | None, variables: dict[str, Any]) -> str:
+    """A prompt as the chat template writes it, on every day with the date TODAY. Raises Unrenderable."""
+    import jinja2
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=False,
+            strftime_now=TODAY.strftime,  # an argument hides the global function of that name
+            **variables,
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # ValueError: there is no template
+        roles = [message["role"] for message in messages]
+        why = f"the chat template does not take a prompt of {', '.join(roles)}: {first_line(error)}"
+        remedies = ["choose another --chat_template"]
+        if "system" in roles:
+            remedies.insert(0, 'leave out the system message (--system_prompt "")')
+        raise Unrenderable(f"{why}; {', or '.join(remedies)}") from error
+
+
+def render(
+    conversations: list[Messages], tokenizer, template: str | None, variables: dict[str, Any] | None = None
+) -> list[list[int]]:
+    """Token ids of prompts. The tokenizer's own template (``template`` None) writes all special tokens itself.
+
+    With another one, a tokenizer that begins every text with a BOS gets exactly one. ``variables``: what else the
+    template reads. Raises Unrenderable.
+    """
+    if not conversations:
+        return []
+    texts = [as_text(messages, tokenizer, template, variables or {}) for messages in conversations]
+    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    if template is None:
+        return prompts
+    bos = tokenizer.bos_token_id
+    if bos is None or tokenizer("")["input_ids"][:1] != [bos]:
+        return prompts
+    return [ids if ids[:1] == [bos] else [bos, *ids] for ids in prompts]
+
+
+def _render_batch(batch: dict[str, list], places: list[int], **how) -> dict[str, list]:
+    """A batch of conversations as JSON -> their token ids; ``how`` is what ``render`` takes."""
+    return {"ids": render([json.loads(text) for text in batch["messages"]], **how)}
+
+
+def shuffled_prompts(source: str, tokenizer, seed: int) -> list[dict[str, Any]]:
+    """The rows of a task of reasoning-gym in random order, each question once; ``ids`` are those of the prompt."""
+    system = {"role": "system", "content": SYSTEM_PROMPTS.get(source.split("?")[0], "")}
+    rows = list({row["question"]: row for row in gym_rows(source, seed)}.values())
+    conversations = [[system, {"role": "user", "content": row["question"]}] for row in rows]
+    for row, ids in zip(rows, render(conversations, tokenizer, None), strict=True):
+        row["ids"] = ids
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+def render_cached(dataset, tokenizer, args, more: dict[str, Any]) -> list[list[int]]:
+    """``render`` of the column ``messages`` (JSON) of a data set: by several processes, and cached."""
+    import datasets
+
+    how = {"tokenizer": tokenizer, "template": args.template.text, "variables": args.template.variables | more}
+    function = functools.partial(_render_batch, **how)
+    kinds = {"ids": datasets.List(datasets.Value("int32"))}
+    key = digest(prompt_key(tokenizer, args).encode(), json.dumps(more).encode(), dataset._fingerprint.encode())
+    return int_lists(cached_map(dataset, function, kinds, key, "tokenizing prompts"), "ids")
+
+
+def render_prompts(problems: list[Problem], tokenizer, args, more: dict[str, Any] | None = None) -> list[Problem]:
+    """Fill ``prompt_ids``: one tokenization for sampler and trainer, special tokens as the template wrote them.
+
+    ``more``: what the template is given beside the messages and --chat_template_kwargs.
+
+    Returns the problems that ``--overlong_prompts`` keeps. A prompt longer than ``--max_prompt_length`` ends the run
+    with exit code 2 (error), is left out (filter), or is truncated (left, right).
+    """
+    check_template_variables(tokenizer, args)
+    refuse_wrapped(problems, args)
+    warn_of_special_tokens(problems, tokenizer, args)
+    try:
+        if len(problems) >= LARGE:
+            import datasets
+
+            texts = [json.dumps(problem.messages) for problem in problems]
+            found = render_cached(datasets.Dataset.from_dict({"messages": texts}), tokenizer, args, more or {})
+        else:
+            conversations = [problem.messages for problem in problems]
+            found = render(conversations, tokenizer, args.template.text, args.template.variables | (more or {}))
+    except Unrenderable as error:
+        refuse(str(error))
+    for problem, ids in zip(problems, found, strict=True):
+        problem.prompt_ids = ids
+    chats = {json.dumps(problem.messages) for problem in problems}
+    if problems and (not all(found) or (len(chats) > 1 and len(set(map(tuple, found))) == 1)):
+        template = f"--chat_template {args.chat_template}" if args.chat_template else "the tokenizer's chat template"
+        refuse(f"{template} leaves out what the messages say: it must write message['content'] for message in messages")
+    return _without_overlong(problems, args)
+
+
+# What a chat template leaves in a prompt: the beginning of a turn, or the line with which a base model is to go on.
+WRAPPED = re.compile(
+    r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[/INST\]|<[|｜](?i:user|assistant)[|｜]>"
+    r"|\n(?i:assistant):[^\n]*\s*(?:<think>\s*)?\Z"
+)
+
+
+def refuse_wrapped(problems: list[Problem], args) -> None:
+    """Refuse to put the tokenizer's own template around prompts most of which have one already."""
+    if args.chat_template is not None:
+        return
+    looked = problems[:1000]
+    texts = ["".join(message["content"] for message in problem.messages) for problem in looked]
+    wrapped = [text for text in texts if WRAPPED.search(text)]
+    if 2 * len(wrapped) > len(looked):
+        refuse(
+            f"--chat_template: {len(wrapped)} of the first {len(looked)} prompts are those of a chat template already "
+            f"({wrapped[0][:40]!r} ... {wrapped[0][-40:]!r}); give --chat_template none to take them as they are, or "
+            f"'{{}}' to put the tokenizer's own around them all the same"
+        )
+
+
+def warn_of_special_tokens(problems: list[Problem], tokenizer, args) -> None:
+    """Warn where messages hold special tokens: as a rule another template has written them, and this one does again."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if args.chat_template == "none" or not special or rank() != 0:
+        return
+    pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+    found = []
+    for problem in problems:
+        text = "".join(message["content"] for message in problem.messages)
+        if match := pattern.search(text):
+            found.append((match[0], text))
+    if found:
+        token, text = found[0]
+        print(
+            f"warning: {len(found)} of {len(problems)} prompts hold special tokens of the tokenizer ({token}) as text, "
+            f"the first is {text[:80]!r}; where a template has written them, --chat_template none takes prompts as "
+            f"they are"
+        )
+
+
+def _without_overlong(problems: list[Problem], args) -> list[Problem]:
+    """What ``--overlong_prompts`` makes of problems whose ``prompt_ids`` are filled."""
+    most = args.max_prompt_length
+    how = args.overlong_prompts
+    long = [problem for problem in problems if len(problem.prompt_ids) > most]
+    if not long:
+        return problems
+    longest = max(len(problem.prompt_ids) for problem in long)
+    words = (
+        f"{len(long)} of {len(problems)} prompts are longer than --max_prompt_length {most} tokens, the longest has "
+        f"{longest}; the first has {len(long[0].prompt_ids)}: {long[0].messages[-1]['content'][:80]!r}"
+    )
+    if how == "error":
+        refuse(f"{words}. Raise --max_prompt_length, or choose --overlong_prompts filter, left or right")
+    print_on_rank_0(f"warning: --overlong_prompts {how}: {words}")
+    kept = {"filter": slice(0), "left": slice(-most, None), "right": slice(most)}[how]
+    for problem in long:
+        problem.prompt_ids = problem.prompt_ids[kept]
+    return [problem for problem in problems if problem.prompt_ids]
+
+
+def render_problems(
+    training: list[Problem], evaluation: list[Problem], tokenizer, args, more: dict[str, Any] | None = None
+) -> tuple[list, list]:
+    """``render_prompts`` of a run's problems: those that are kept of both kinds, or exit code 2 where too few are."""
+    training = render_prompts(training, tokenizer, args, more)
+    evaluation = render_prompts(evaluation, tokenizer, args, more)
+    check_enough(training, evaluation, args)
+    return training, evaluation

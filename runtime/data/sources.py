@@ -1,0 +1,343 @@
+"""Sources of problems as rows: local files, folders saved by ``datasets``, hub data sets, tasks of reasoning-gym.
+
+``datasets`` reads, caches and maps. It is imported where a source needs it: the import takes a second, and tasks of
+reasoning-gym do without. JSON is the one thing that it does not parse here: its reader turns 7 into 7.0 where another
+row has 7.5 and dates into timestamps, and it names no line of a broken file. So a line stays text in the data set until
+``rows_of`` parses it.
+"""
+
+from __future__ import annotations
+
+import csv
+import gc
+import glob
+import hashlib
+import itertools
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from runtime.data import reasoning_gym_tasks
+from runtime.system.flag_values import first_line, unique
+from runtime.system.process import alone, file_digest, rank, refuse
+
+READABLE = (".jsonl", ".json", ".parquet", ".csv")
+AS_JSON = "row as JSON"  # the only column of a data set whose rows are still text
+GYM = "reasoning_gym:"
+HUB_TIMEOUT = 5.0  # seconds for the hub to answer at all
+CSV_BLOCK = 2**26  # bytes; no cell may be larger
+
+sys.set_int_max_str_digits(0)  # a row may hold a number of any length; Python's limit of 4,300 digits is for servers
+
+
+class BrokenLine(ValueError):
+    """A line that is not JSON. Arguments: its place in the data set, and the parser's message."""
+
+
+def local_files(source: str) -> list[Path]:
+    """The local files that a source names: one, several separated by commas, or a pattern such as data/*.parquet."""
+    if Path(source).is_file():
+        return [Path(source)]  # whatever is in its name
+    found: list[Path] = []
+    for part in map(str.strip, source.split(",")):
+        if Path(part).is_file():
+            files = [Path(part)]
+        else:
+            files = [path for path in map(Path, sorted(glob.glob(part, recursive=True))) if path.is_file()]
+        if not files and (found or Path(part).suffix in READABLE):
+            refuse(f"--dataset {part}: no such local file; give a .jsonl, .json, .parquet or .csv file, or a hub id")
+        found += files
+    return found
+
+
+def source_name(source: str) -> str:
+    """A short name for the metrics: data/gsm8k_train.jsonl -> gsm8k_train, openai/gsm8k:main@test -> gsm8k."""
+    if source.startswith(GYM):
+        return source.removeprefix(GYM).partition("?")[0]
+    name = source.split(",")[0].partition(":")[0]
+    if Path(name).suffix not in READABLE:
+        name = name.partition("@")[0]
+    path = Path(name)
+    parts = [path.name.partition(".")[0], *(parent.name for parent in path.parents)]
+    return next(filter(None, (part.strip("*?-_") for part in parts)), "")
+
+
+def digest(*parts: bytes) -> str:
+    """A name that changes whenever one of the parts does."""
+    total = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        total.update(hashlib.blake2b(part).digest())
+    return total.hexdigest()
+
+
+def digest_of_files(paths: list[Path]) -> str:
+    """A name that changes whenever the content of one of the files does."""
+    return digest(*(file_digest(path).encode() for path in paths))
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def gym_rows(source: str, seed: int) -> list[dict[str, Any]]:
+    """The rows of ``reasoning_gym:NAME?key=value&key=value``."""
+    name, _, query = source.removeprefix(GYM).partition("?")
+    options: dict[str, Any] = {"size": 2000, "seed": seed}
+    given = []
+    try:
+        for pair in query.split("&") if query else ():
+            key, value = pair.split("=", 1)
+            given.append((key, json.loads(value)))
+        options |= unique(given)
+        return reasoning_gym_tasks.gym_rows(name, options)
+    except ValueError as error:
+        refuse(f"--dataset {source}: reasoning-gym says: {error} (form: reasoning_gym:NAME?key=value&key=value)")
+
+
+def read_source(source: str, args) -> list[tuple[Any, list[Path]]]:
+    """One source as raw data sets (``datasets.Dataset``), each with its files; several where its files differ in form.
+
+    ``rows_of`` makes rows of them. Ends with exit code 2 where the source cannot be read.
+    """
+    files = local_files(source)
+    if not files:
+        return [(_saved_or_hub(source), [])]
+    found = []
+    for suffix, group in itertools.groupby(files, lambda path: path.suffix):
+        found += _read_files(list(group), suffix)
+    return found
+
+
+def _as_json(rows: list):
+    """A data set in memory whose rows are JSON."""
+    import datasets
+
+    return datasets.Dataset.from_dict({AS_JSON: [json.dumps(row) for row in rows]})
+
+
+def _read_files(paths: list[Path], suffix: str) -> list[tuple[Any, list[Path]]]:
+    """The data sets of files of one kind, each with its files.
+
+    .jsonl and .parquet are converted once and then mapped from the cache.
+    """
+    import datasets
+
+    quiet()
+    if suffix not in READABLE:
+        refuse(f"--dataset {paths[0]}: the name must end in one of {', '.join(READABLE)}")
+    path = paths[0]
+    found = []
+    try:
+        if suffix == ".json":
+            rows = []
+            for path in paths:
+                content = json.loads(path.read_text(encoding="utf-8-sig"))
+                if not isinstance(content, list):
+                    raise ValueError(f"it holds {type(content).__name__}, not a list of rows")
+                rows += content
+            return [(_as_json(rows), paths)]
+        if suffix == ".csv":
+            for path in paths:
+                found.append((datasets.Dataset(_csv_table(path)), [path]))
+            return found
+        if suffix == ".jsonl":
+            if not any(path.stat().st_size for path in paths):
+                return [(_as_json([]), paths)]  # the library makes no data set of nothing
+            return [(_converted("text", paths, datasets.Features({AS_JSON: datasets.Value("string")})), paths)]
+        schemas = []
+        for path in paths:
+            schemas.append(_parquet_schema(path))
+        # The library takes the columns of the first file for those of all, and verl's files differ in theirs.
+        for schema, group in itertools.groupby(zip(schemas, paths, strict=True), lambda pair: pair[0]):
+            same = [path for _, path in group]
+            path = same[0]
+            found.append((_converted("parquet", same, None) if schema else _as_json([]), same))
+        return found
+    except OSError as error:
+        refuse(f"--dataset {path}: cannot be read, or not be cached (HF_HOME moves the cache of datasets): {error}")
+    except (ValueError, RecursionError, datasets.exceptions.DatasetGenerationError) as error:  # pyarrow's: ValueErrors
+        cause = error.__cause__ or error
+        remedy = "; save it as UTF-8" if "utf" in str(cause).lower() else ""
+        refuse(f"--dataset {path}: not valid {suffix.removeprefix('.')}: {first_line(cause)}{remedy}")
+
+
+def _converted(kind: str, paths: list[Path], features):
+    """The data set that the library makes of text or parquet files, mapped from its cache.
+
+    The library knows a file again by its time of modification. The name of the configuration is part of the cache's
+    path as well, and is the files' content here: what was changed within a tick of the clock, or by a tool that sets
+    the time back, is read again.
+    """
+    import datasets
+
+    names = [glob.escape(str(path)) for path in paths]
+    content = digest_of_files(paths)
+    return datasets.load_dataset(kind, content, data_files=names, split="train", features=features)
+
+
+def _csv_table(path: Path):
+    """The cells of a CSV file as text: a column of types would make 17 of 0017, and a time of 12:30.
+
+    Raises ValueError for what is not UTF-8, and for a name that two columns have.
+    """
+    import pyarrow.csv
+
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        names = next(csv.reader(file), [])
+    if len(set(names)) < len(names):
+        raise ValueError(f"two columns have one name; its columns are {', '.join(names)}")
+    return pyarrow.csv.read_csv(
+        path,
+        read_options=pyarrow.csv.ReadOptions(block_size=CSV_BLOCK),
+        parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+        convert_options=pyarrow.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False
+        ),
+    )
+
+
+def _parquet_schema(path: Path) -> str:
+    """The names and types of a parquet file's columns; "" where it has no rows, of which the library fails."""
+    import pyarrow.parquet
+
+    about = pyarrow.parquet.read_metadata(path)
+    return str(about.schema.to_arrow_schema().remove_metadata()) if about.num_rows else ""
+
+
+def _saved_or_hub(source: str):
+    """A folder saved by ``datasets``, or a hub data set ID[:CONFIGURATION], each with @SPLIT at its end or train."""
+    import datasets
+
+    quiet()
+    name, split = source, "train"
+    if not Path(source).is_dir() and "@" in source:
+        name, _, split = source.rpartition("@")
+    try:
+        if Path(name).is_dir():
+            found = datasets.load_from_disk(name)
+            return found[split] if isinstance(found, datasets.DatasetDict) else found
+        name, _, configuration = name.partition(":")
+        _work_offline_without_hub()
+        return datasets.load_dataset(name, configuration or None, split=split)
+    except Exception as error:  # the hub client raises a dozen kinds for "not there"; all mean the same to the user
+        offline = ""
+        if datasets.config.HF_HUB_OFFLINE:
+            offline = " The hub is not reachable from here, or offline mode is set: only what is cached can be loaded."
+        refuse(
+            f"--dataset {source} (split {split!r}): no such local file, no folder saved by datasets, and not loadable "
+            f"from the hub ({type(error).__name__}: {first_line(error)[:200]}).{offline} Give .jsonl, .json, .parquet "
+            f"or .csv files, a hub id (ID:CONFIGURATION where it has several, ID@SPLIT), or "
+            f"reasoning_gym:NAME?key=value"
+        )
+
+
+def _work_offline_without_hub() -> None:
+    """Set offline mode where the hub does not answer: the client would retry for half a minute before it says so."""
+    import datasets
+    import huggingface_hub
+
+    if datasets.config.HF_HUB_OFFLINE:
+        return
+    request = urllib.request.Request(huggingface_hub.constants.ENDPOINT, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=HUB_TIMEOUT).close()
+    except urllib.error.HTTPError:
+        return  # it answers; what it thinks of this request does not matter
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        datasets.config.HF_HUB_OFFLINE = True
+
+
+def quiet() -> None:
+    """Progress bars of ``datasets`` on a terminal's first rank only, and no messages of its own beside ours."""
+    import datasets
+
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a local file is read without asking the network
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if sys.stderr.isatty() and rank() == 0:
+        datasets.enable_progress_bars()
+    else:
+        datasets.disable_progress_bars()
+
+
+# ------------------------------------------------------------------------------------------------------ rows and cache
+
+
+def rows_of(batch: dict[str, list], start: int) -> list:
+    """A batch of a raw data set as rows of plain data; empty lines are left out.
+
+    ``start``: place of its first row in the data set. Raises BrokenLine.
+    """
+    if set(batch) != {AS_JSON}:
+        columns = [json.loads(json.dumps(column, default=_as_text)) for column in batch.values()]
+        return [dict(zip(batch, values, strict=True)) for values in zip(*columns, strict=True)]
+    rows = []
+    for place, text in enumerate(batch[AS_JSON], start):
+        if text.strip():
+            try:
+                rows.append(json.loads(text))
+            except (ValueError, RecursionError) as error:
+                raise BrokenLine(place, str(error)) from error
+    return rows
+
+
+def _as_text(value: object) -> str:
+    """A value that JSON has no form for. Bytes that are not UTF-8 become lone surrogates, which no prompt may hold."""
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+def refuse_broken_line(files: list[Path], error: BrokenLine) -> NoReturn:
+    """End with exit code 2 for a line that is not JSON, naming the one of ``files`` and the line in it."""
+    place, message = error.args
+    for path in files:
+        with open(path, encoding="utf-8") as lines:
+            count = sum(1 for _ in lines)
+        if place < count:
+            refuse(f"--dataset {path}: not valid jsonl: line {place + 1}: {message}")
+        place -= count
+    raise error
+
+
+def cached_map(dataset, function: Callable, columns: dict[str, Any], key: str, words: str):
+    """``dataset.map(function)`` on batches with their indices, by several processes; kept in the cache under ``key``.
+
+    ``columns``: name -> type of the result's columns, which replace those there were. The library does not lock a map:
+    of several ranks that start at once each would compute it.
+    """
+    import datasets
+
+    quiet()
+    features = datasets.Features(columns)
+    if len(dataset) == 0:
+        return datasets.Dataset.from_dict({name: [] for name in columns}, features=features)
+    gc.freeze()  # the processes share this one's objects until their garbage collectors would touch them all
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "rlvr"
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone(folder / f"{key}.lock", words):
+        return dataset.map(
+            function,
+            with_indices=True,
+            batched=True,
+            num_proc=min(16, len(os.sched_getaffinity(0)), len(dataset)),
+            remove_columns=dataset.column_names,
+            features=features,
+            cache_file_name=str(folder / f"{key}.arrow"),
+            new_fingerprint=key,
+            desc=words,
+        )
+
+
+def int_lists(dataset, column: str) -> list[list[int]]:
+    """A column of lists of numbers as Python lists; the library's own way takes four times as long."""
+    lists = []
+    for chunk in dataset.with_format("arrow")[:][column].chunks:
+        flat = chunk.flatten().to_numpy().tolist()
+        offsets = chunk.offsets.to_numpy().tolist()
+        first = offsets[0]
+        lists += [flat[a - first : b - first] for a, b in itertools.pairwise(offsets)]
+    return lists

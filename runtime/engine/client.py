@@ -1,0 +1,290 @@
+"""A script's side of its rollout thread: ask, take what arrives, push weights, build a failed engine again."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from runtime.data import prompt_order
+from runtime.data.samples import Batch, Problem, Sample
+from runtime.engine import engine_process, engine_ranks
+from runtime.system import watchdog
+from runtime.training.deepspeed_zero import ShardedWeights, copied_to_cpu, weight_bytes
+
+RESTARTS = 2  # times that a failed engine is built again
+
+
+class Engine:
+    """vLLM (or transformers' generate) in a thread of this process; the thread alone touches it.
+
+    Ranks that share an engine by tensor parallelism all run the same requests; the first of them reports the samples.
+    With --vllm_engines: this rank's part of the engines, which answer the same messages from ranks of their own. With
+    --engine_process the thread hands the messages on to a process.
+    """
+
+    def __init__(
+        self,
+        thread: Callable,
+        args,
+        dtype: torch.dtype,
+        tokenizer,
+        stop_ids: list[int],
+        watch: watchdog.Watch,
+    ):
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        index, shard = divmod(rank, args.vllm_tensor_parallel_size)
+        self.count = world_size // args.vllm_tensor_parallel_size
+        self.own = range(index, index + 1)  # the engines that this rank asks
+        self.reports = shard == 0
+        self.target = thread
+        if args.vllm_engines > 0:
+            self.count = args.vllm_engines
+            self.own = range(rank, self.count, world_size)
+            self.reports = True
+            self.target = engine_ranks.Engines(args, watch).relay
+        if args.engine_process:
+            self.target = engine_process.EngineProcess(thread).relay
+        self.arguments = (args, dtype, rank, world_size, stop_ids)
+        self.tokenizer = tokenizer
+        self.watch = watch
+        self.timeout = args.timeout or math.inf
+        self.episodes = args.environment is not None
+        # The ranks of a tensor-parallel engine would have to fail together, and under ZeRO 3 none has all weights.
+        # vLLM gives its sleeping memory to one engine of a process.
+        sleeps = args.sleep != "off" and torch.cuda.is_available() and not args.engine_process
+        able = args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 and not sleeps
+        self.restarts = RESTARTS if able else 0
+        # It samples while this rank trains, in a thread of this process.
+        self.beside = args.async_steps > 0 and args.vllm_engines == 0 and not args.engine_process
+        # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
+        beside_training = args.async_steps > 0 and (args.inflight_updates == "off" or args.vllm_engines > 0)
+        self.copies_weights = beside_training or args.sleep == "all"
+        self.numbers = itertools.count()
+        self.batches: dict[int, Batch] = {}  # asked for and not whole, by their numbers
+        self.arrived: deque[tuple[Batch, Sample]] = deque()  # and not handed on
+        self.look_batch: Batch | None = None  # a few tokens to compare with the trainer's, under way
+        self.looks: list[Sample] = []  # what has arrived of it
+        self.version = 0  # of the weights that were pushed last: step s begins with version s
+        self.weights: list[tuple[str, torch.Tensor]] = []  # these, for an engine that has to be built again
+        self.spare: list[tuple[str, torch.Tensor]] = []  # copies whose memory the next ones may take
+        self.acknowledged = 0
+        self.pushed_at = time.perf_counter()
+        self.tokens = 0  # that arrived since the last push
+        self.metrics: dict[str, float] = {}  # of the time between the last two pushes
+        self.start()
+        if args.sleep != "off":  # until the first push: room for the trainer
+            self.sleep()
+
+    def start(self) -> None:
+        """Build the engine in a thread of its own, and wait until it stands."""
+        if self.beside:
+            # Both threads need Python's lock for microseconds, and each would wait 5 ms for it: a backward pass under
+            # DeepSpeed runs hundreds of hooks. tests/unit/test_engine_thread.py has the ratio.
+            sys.setswitchinterval(2e-4)
+        self.inbox = watchdog.Mailbox()
+        self.outbox = watchdog.Mailbox()
+        arguments = (*self.arguments, self.inbox, self.outbox)
+        self.thread = threading.Thread(target=self.target, args=arguments, daemon=True, name="rollout")
+        self.thread.start()
+        self.watch.receive(self.outbox, self.thread, self.timeout, "engine")
+
+    def receive(self, what: str, request: tuple | None = None) -> tuple:
+        """The thread's next message. ``request``: what it answers, for an engine that has to be built again.
+
+        Raises what the thread raised, and TimeoutError after --timeout, once RESTARTS are used up.
+        """
+        while True:
+            try:
+                return self.watch.receive(self.outbox, self.thread, self.timeout, what)
+            except (watchdog.EngineFailed, TimeoutError) as error:
+                if self.restarts == 0:
+                    raise
+                self.restarts -= 1
+                watchdog.explain_restart(error, self.restarts)
+            self.restart(request)
+
+    def restart(self, request: tuple | None) -> None:
+        """Build the engine again, and have it draw again, by their seeds, the samples of every batch that is not whole.
+
+        It draws whole batches, so that each is computed as the first time; what had arrived already is dropped.
+        """
+        self.outbox.abandoned = True
+        self.start()
+        if self.weights:
+            self.inbox.put(("weights", self.version, self.weights))
+            self.spare = []  # the new engine may read them for a while
+        for batch in self.batches.values():
+            batch.unfinished = {request[0] for request in batch.requests}
+            self.inbox.put(("generate", batch.number, batch.requests, batch.sampling))
+        if request is not None:
+            self.inbox.put(request)
+
+    def ask(
+        self,
+        problems: list[Problem],
+        requests: list[tuple[int, int, int]],
+        sampling: dict,
+        chosen: list[int] | None = None,
+    ) -> Batch:
+        """Ask for samples, without waiting. ``requests``: (place in ``problems``, sample number, seed), on every rank.
+
+        Engine e takes the places e, e + count, ...
+        """
+        mine = []
+        for place, number, seed in requests:
+            if place % self.count in self.own:
+                row = [problems[place].row] if self.episodes and not sampling["ignore_eos"] else []
+                mine.append(((place, number), problems[place].prompt_ids, seed, *row))
+        batch = Batch(next(self.numbers), problems, chosen or [], mine, sampling)
+        if mine:
+            self.batches[batch.number] = batch
+            self.inbox.put(("generate", batch.number, mine, sampling))
+        return batch
+
+    def arrivals(self, batch: Batch) -> Iterator[tuple[Batch, Sample]]:
+        """(its batch, sample) of all that arrives until ``batch`` is whole, samples of other batches too."""
+        until = ("until", batch.number)
+        self.inbox.put(until)
+        while batch.unfinished or self.arrived:
+            if self.arrived:
+                yield self.arrived.popleft()
+            else:
+                self.take("sample", until)
+
+    def look(self, problems: list[Problem], sampling: dict) -> None:
+        """Ask every engine for 4 times 16 tokens by the weights that it has now, without waiting: see ``looked``."""
+        places = range(4 * self.count)
+        prompts = [problems[place % len(problems)] for place in places]
+        short = {"max_tokens": min(16, sampling["max_tokens"]), "ignore_eos": True}
+        self.look_batch = self.ask(prompts, [(place, 0, place) for place in places], sampling | short)
+
+    def looked(self) -> list[Sample]:
+        """This rank's part of what the last ``look`` asked for."""
+        until = ("until", self.look_batch.number)
+        self.inbox.put(until)
+        while self.look_batch.unfinished:
+            self.take("sample", until)
+        found, self.looks = self.looks, []
+        return found
+
+    def take(self, what: str, request: tuple | None = None) -> None:
+        """Wait for one message, whichever comes: samples may arrive before an acknowledgement that is waited for.
+
+        Raises RuntimeError for log-probs that are not finite.
+        """
+        match self.receive(what, request):
+            case ("sample", number, key, ids, logprobs, finish_reason, versions, *episode):
+                if not math.isfinite(sum(logprobs)):
+                    raise RuntimeError("the sampler's log-probs are not finite: its weights are broken")
+                batch = self.batches[number]
+                batch.unfinished.remove(key)
+                if not batch.unfinished:
+                    del self.batches[number]
+                if key in batch.arrived:  # before the engine was built again
+                    return
+                batch.arrived.add(key)
+                prompt_ids = batch.problems[key[0]].prompt_ids
+                sample = Sample(*key, prompt_ids, ids, logprobs, finish_reason, versions, *episode)
+                sample.response = self.tokenizer.decode(sample.last_turn(), skip_special_tokens=True)
+                sample.engine = key[0] % self.count
+                self.tokens += sample.length
+                if self.reports and batch is self.look_batch:
+                    self.looks.append(sample)
+                elif self.reports:
+                    self.arrived.append((batch, sample))
+            case ("weights", version, busy):
+                now = time.perf_counter()
+                self.metrics = {"engine/busy": busy / (now - self.pushed_at)}
+                self.metrics["perf/generate_tokens_per_second"] = self.tokens / busy if busy > 0 else None
+                self.acknowledged = version
+                self.pushed_at = now
+                self.tokens = 0
+
+    def push(self, weights: list[tuple[str, torch.Tensor]] | ShardedWeights) -> None:
+        """Give the engine new weights. Returns when it has them: they are the trainer's own tensors."""
+        started = time.perf_counter()
+        self.version += 1
+        if self.restarts > 0:
+            self.weights = copied_to_cpu(weights, self.spare) if self.copies_weights else weights
+            self.spare = self.weights
+        self.inbox.put(("weights", self.version, weights))
+        while self.acknowledged != self.version:
+            self.take("acknowledgement of new weights")
+        size = weight_bytes(weights) / 2**30
+        self.metrics["perf/push_gib"] = size
+        self.metrics["perf/push_gib_per_second"] = size / (time.perf_counter() - started)
+
+    def sleep(self) -> None:
+        """Release the engine's GPU memory until the next push."""
+        self.inbox.put(("sleep",))
+        while self.receive("sleep of the engine", ("sleep",)) != ("slept",):
+            pass
+
+    def close(self) -> None:
+        self.inbox.put(("stop",))
+        self.thread.join(timeout=30)
+
+
+class Queue:
+    """The batches that the engine was asked for and that no step has trained on yet, oldest first.
+
+    ``state`` is what a checkpoint keeps of them: problems, and the samples of those that are whole.
+    """
+
+    def __init__(self, engine: Engine, source, sampling: dict, args):
+        self.engine = engine
+        self.source = source
+        self.sampling = sampling
+        self.args = args
+        self.group = args.generation_size or args.num_samples_per_prompt_rollout
+        self.batches: deque[Batch] = deque()
+        self.last = 0  # the step of the newest
+        self.state = SimpleNamespace(ahead=[])
+
+    def resume(self, done: int) -> None:
+        """Ask again for what the run that is resumed, after step ``done``, was waiting for."""
+        self.last = done
+        for chosen, found in self.state.ahead:
+            self.last += 1
+            requests = prompt_order.requests(chosen, self.group, self.args.seed, self.last) if found is None else []
+            problems = [self.source.problems[i] for i in chosen]
+            batch = self.engine.ask(problems, requests, self.sampling, chosen)
+            batch.samples = found and [Sample(**values) for values in found]
+            for sample in batch.samples or []:
+                sample.engine = sample.prompt_id % self.engine.count  # another number of ranks has other engines
+            self.batches.append(batch)
+        self.look()
+
+    def ask(self, count: int, name: str | None = None) -> Batch:
+        """Ask for ``count`` problems: those of the next step, or others, by a name of their own."""
+        if name is None:
+            self.last += 1
+        chosen, problems = self.source.draw(count)
+        requests = prompt_order.requests(chosen, self.group, self.args.seed, name or self.last)
+        batch = self.engine.ask(problems, requests, self.sampling, chosen)
+        if name is None:
+            self.batches.append(batch)
+        return batch
+
+    def look(self) -> None:
+        """Have something to compare with the trainer's log-probs in the next step, whose own samples may be stale."""
+        if self.args.async_steps > 0:
+            self.engine.look(self.source.problems, self.sampling)
+
+    def next(self) -> Batch:
+        """The oldest batch."""
+        return self.batches.popleft()
+
+    def remember(self) -> None:
+        """Bring ``state`` up to date."""
+        self.state.ahead = [(b.chosen, b.samples and [vars(s) for s in b.samples]) for b in self.batches]

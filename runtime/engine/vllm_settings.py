@@ -1,0 +1,74 @@
+"""Arguments of vLLM that depend on the device, and its share of a GPU's memory."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import torch
+
+from runtime.arguments import flags
+from runtime.engine import cpu_kernels
+from runtime.training import cpu_rates, device_sizes
+from runtime.training.memory import Setting, read_model
+
+
+def take_gpu(args) -> None:
+    """Give the calling thread, which will build an engine, this rank's GPU.
+
+    With --async_steps beside a trainer it gets a CUDA stream of its own and the higher priority: on the default one a
+    decode step would wait behind all kernels that the trainer has started. vLLM follows the stream that is set after
+    its import.
+    """
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if args.async_steps > 0 and args.vllm_engines == 0:
+        importlib.import_module("vllm")
+        torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
+
+
+def memory_setting(args, dtype: torch.dtype, world_size: int) -> Setting:
+    """What the memory of a rank depends on here. The GPU is the smallest of this node: all ranks have one size."""
+    cards = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    critic = not getattr(args, "disable_value", True)
+    fast = not cards and cpu_rates.is_fast(product_rates(args), dtype)
+    return Setting(world_size, dtype.itemsize == 2, min(cards, default=0), critic, fast)
+
+
+def product_rates(args) -> dict[str, float]:
+    """The rates by which sizes and data type are chosen on a CPU; empty on a GPU."""
+    if torch.cuda.is_available():
+        return {}
+    return args.kept.get("product_rates") or cpu_rates.known_rates()
+
+
+def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
+    """The fraction of a GPU's memory that an engine takes: beside a trainer what leaves it room."""
+    if args.vllm_engines > 0:
+        return flags.sizes(args, True).vllm_gpu_memory_utilization
+    model = read_model(args.model)
+    sizes, _ = device_sizes.sizes_for(args, model, memory_setting(args, dtype, world_size))
+    return sizes.vllm_gpu_memory_utilization
+
+
+def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
+    """What vLLM's ``LLM`` takes because of the device here, and ``--vllm_args``. For the thread that builds it."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        take_gpu(args)  # a thread starts on device 0, and on the trainer's stream
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
+
+    if args.vllm_tensor_parallel_size == 1:  # else each engine waits for all to be built, also one that is built again
+        ExecutorWithExternalLauncher.determine_available_memory = UniProcExecutor.determine_available_memory
+    if cuda:
+        usual = {"gpu_memory_utilization": engine_share(args, dtype, world_size)}
+        usual["kernel_config"] = {"enable_flashinfer_autotune": False}  # minutes, where it is found
+    else:
+        usual = {"kv_cache_memory_bytes": 2**29, "kernel_config": cpu_kernels.kernel_config()}
+        usual["enforce_eager"] = True  # compiling takes longer than a short run
+        usual["block_size"] = 32  # the default of 128 would share no prompt shorter than that
+    sizes = flags.sizes(args, cuda)
+    longest = 0 if cuda else args.max_prompt_length + args.max_response_length
+    tokens = max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, longest)
+    numbers = {"max_num_seqs": sizes.vllm_max_num_seqs, "max_num_batched_tokens": tokens}
+    return usual | args.engine_args | numbers

@@ -1,0 +1,98 @@
+"""How weights travel from DeepSpeed to vLLM, and whether all of them arrived. Written against vLLM 0.32."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from runtime.training.deepspeed_zero import finish_gpu_work
+
+
+def push_weights(llm, weights: list[tuple[str, torch.Tensor]], inflight_updates: str = "off") -> None:
+    """New weights into a vLLM engine, from the thread that owns it, between two of its steps.
+
+    vLLM's ``reload_weights`` is the one route that also serves CPU kernels, which keep packed copies. ``weights`` must
+    hold ``lm_head.weight`` even when tied: the head has a packed copy of its own on CPUs, which would silently stay
+    stale. The prefix cache holds keys and values of the old weights; the engine refuses to drop it while a request
+    runs. ``inflight_updates`` recompute preempts the requests that run: their keys and values are computed anew, by the
+    new weights. keep leaves them theirs; a cache salt then has to keep new requests from them.
+
+    Raises RuntimeError if a parameter of the engine was not loaded, or only in part, and if the prefix cache was kept.
+    """
+    missing = set().union(*llm.collective_rpc(reload_worker, args=(weights,)))
+    if missing:
+        raise RuntimeError(
+            f"the weight push did not reach {len(missing)} parameters of the vLLM engine, which would stay stale: "
+            f"{', '.join(sorted(missing)[:8])}{', ...' if len(missing) > 8 else ''}. This vLLM cannot update this "
+            f"model; use --rollout hf"
+        )
+    kept = inflight_updates == "keep"
+    if not kept and not llm.reset_prefix_cache(reset_running_requests=inflight_updates == "recompute"):
+        raise RuntimeError("vLLM kept its prefix cache after a weight push (a request was still running)")
+    finish_gpu_work()
+
+
+def release_vllm(llm) -> None:
+    """Free what a vLLM engine in this process holds, so that another can be built.
+
+    Its own shutdown, which the garbage collector would call, also destroys torch.distributed's process group, which
+    DeepSpeed uses; and the objects of an engine are hidden from the collector until they are unfrozen.
+    """
+    client = llm.llm_engine.engine_core
+    client._finalizer.detach()
+    client.engine_core.model_executor.shutdown()
+    gc.unfreeze()
+
+
+def reload_worker(worker, weights: list[tuple[str, torch.Tensor]]) -> list[str]:
+    """Load ``weights`` into the model of a vLLM worker; the names of parameters that did not get all their elements.
+
+    vLLM loads layer by layer and only logs what was not loaded. Its own record of each layer says so exactly, between
+    the loading and the end of the reload, which is where this looks. Written against vLLM 0.32.
+    """
+    model = worker.model_runner.get_model()
+    load = model.load_weights
+    missing = []
+
+    def load_and_look(weights):
+        names = load(weights)
+        missing.extend(_unloaded_parameters(model))
+        return names
+
+    if not torch.cuda.is_available():
+        # On CPUs the experts of a mixture are packed when their kernel is built. A later reload would keep the kernel,
+        # skip the packing, and give packed kernels plain weights.
+        for layer in model.modules():
+            method = getattr(layer, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
+    model.load_weights = load_and_look
+    try:
+        worker.reload_weights(weights_iterator=weights)
+    finally:
+        del model.load_weights
+    return missing
+
+
+def _unloaded_parameters(model) -> list[str]:
+    """Names of the parameters of layers that vLLM has not loaded in full, in the middle of a layer-by-layer reload."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    loaded_storages = set()
+    unloaded = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        finished = not info.can_load()  # vLLM resets the record of a layer that got all its elements
+        if isinstance(layer, VocabParallelEmbedding) and (info.load_numel or 0) > 0:
+            finished = True  # a vocabulary is padded, and the padding is not in the checkpoint
+        own = dict(layer.named_parameters(recurse=False))
+        old = info.kernel_tensors[0] if info.kernel_tensors is not None else own
+        if finished:
+            loaded_storages.update(tensor.data_ptr() for tensor in old.values())
+        else:
+            unloaded += [(f"{name}.{key}", old[key].data_ptr()) for key in own]
+    if torch.cuda.is_available():  # a tied head on a GPU is its embedding; on a CPU it has a packed copy
+        unloaded = [(name, storage) for name, storage in unloaded if storage not in loaded_storages]
+    return [name for name, _ in unloaded]

@@ -1,0 +1,225 @@
+"""Turns as a chat template writes them: what stands between two turns of the model, and calls of tools.
+
+The ids of a turn are the engine's. What follows it (the end of the turn, the observation, the beginning of the next
+turn) is rendered by the template after a stand-in for the turn, tokenized once, and appended. ``Chat`` proves at the
+start that this gives the ids of the whole conversation, and refuses a template with which it would not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.data import rendering
+from runtime.system.process import refuse
+
+STAND_IN = "STANDIN7Q"  # for a turn of the model
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = [{"role": "user", "content": "Begin."}]
+PROBE = "A first answer, of 12 words; it ends: here."
+TRIAL = {"name": "look_up", "arguments": {"key": "x y", "count": 2}}
+TRIAL_TOOL = {
+    "type": "function",
+    "function": {"name": "look_up", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
+}
+# Hermes' words, which Qwen's templates use as well: for templates that write nothing of tools.
+TOOLS = """You may call functions. They are, one JSON object a line:
+<tools>
+{tools}
+</tools>
+To call one, write its name and arguments as JSON between tags:
+<tool_call>
+{{"name": NAME, "arguments": OBJECT}}
+</tool_call>"""
+
+
+@dataclass
+class Call:
+    """A call of a tool; ``error``: what is wrong with how it is written."""
+
+    name: str
+    arguments: dict[str, Any]
+    error: str = ""
+
+
+def _call(text: str, key: str) -> Call:
+    try:
+        found = json.loads(text)
+        if not isinstance(found, dict) or found.keys() != {"name", key}:
+            raise ValueError(f'it must be an object of "name" and "{key}"')
+        if not isinstance(found["name"], str) or not isinstance(found[key], dict):
+            raise ValueError(f'"name" must be a string and "{key}" an object')
+    except (ValueError, RecursionError) as error:
+        return Call("", {}, f"error: not a tool call: {error}")
+    return Call(found["name"], found[key])
+
+
+def hermes_calls(text: str) -> list[Call]:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, as often as the model likes."""
+    found = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
+    calls = [_call(inner, "arguments") for inner in found]
+    if text.count("<tool_call>") > len(found):
+        error = "error: not a tool call: <tool_call> without </tool_call>"
+        calls.append(Call("", {}, error))
+    return calls
+
+
+def llama_calls(text: str) -> list[Call]:
+    """{"name": ..., "parameters": {...}}, and nothing else."""
+    text = text.strip().removeprefix("<|python_tag|>").strip()
+    return [_call(text, "parameters")] if re.match(r'\{\s*"name"', text) else []
+
+
+PARSERS = {"hermes": hermes_calls, "llama": llama_calls}
+
+
+class Chat:
+    """The chat template of a run, for several turns. ``about``: what environments.describe() found."""
+
+    def __init__(self, tokenizer, args, about: dict[str, Any]):
+        self.tokenizer = tokenizer
+        self.template = args.template.text
+        self.variables = args.template.variables
+        self.name = f"--chat_template {args.chat_template}" if args.chat_template else "the tokenizer's chat template"
+        self.special = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        self.tools = about["tools"]
+        self.role = "user" if about["is_game"] else "tool"
+        self.writes_tools = False
+        self.parse = hermes_calls
+        if self.tools:
+            self._learn_calls()
+        if self.role == "tool" and not self._shows_messages():
+            self.role = "user"  # a template without such a role
+        if not self._shows_messages():
+            refuse(f"--environment: {self.name} does not write a message of the user after the model's turn")
+        self.end = self._prove()
+
+    def text(self, messages: list[dict], **more) -> str:
+        """A conversation as the template writes it, up to where the model begins. Raises data.Unrenderable."""
+        return rendering.as_text(messages, self.tokenizer, self.template, self.variables | more)
+
+    def _message(self, text: str, name: str = TRIAL["name"]) -> dict[str, str]:
+        """A message of the environment. ``name``: the tool's, which some templates write."""
+        message = {"role": self.role, "content": text}
+        return message | {"name": name} if self.role == "tool" else message
+
+    def _after(self, before: list[dict], messages: list[dict]) -> str:
+        """What the template writes after a turn of the model."""
+        tools = {"tools": [TRIAL_TOOL]} if self.writes_tools else {}
+        whole = self.text([*before, {"role": "assistant", "content": STAND_IN}, *messages], **tools)
+        return whole.rpartition(STAND_IN)[2]
+
+    def _shows_messages(self) -> bool:
+        try:
+            return PROBE in self._after(USER, [self._message(PROBE)])
+        except rendering.Unrenderable:
+            return False
+
+    def _shows_tools(self, messages: list[dict]) -> bool:
+        """Whether a prompt that begins with ``messages`` says which tools there are."""
+        try:
+            text = self.text(self.with_tools(messages))
+        except rendering.Unrenderable:
+            return False
+        return all(json.dumps(tool["function"]) in text for tool in self.tools)
+
+    def _learn_calls(self) -> None:
+        """Find out whether the template writes tools, and which parser reads a call that it writes."""
+        self.writes_tools = TRIAL["name"] in self.text(USER, tools=[TRIAL_TOOL])
+        if not self.writes_tools:
+            if not all(self._shows_tools(messages) for messages in (USER, [SYSTEM, *USER])):
+                refuse(
+                    f"--environment: {self.name} writes neither tools nor the system message that would name them, so "
+                    f"the model could not know of any; give a --chat_template that writes one of the two, for example "
+                    f"--chat_template chatml, or a class with a method turn"
+                )
+            return
+        written = self.write(**TRIAL)
+        for parse in PARSERS.values():
+            if parse(written) == [Call(**TRIAL)]:
+                self.parse = parse
+                return
+        refuse(
+            f"--environment: {self.name} writes calls of tools in a form that is unknown here (known: "
+            f"{', '.join(PARSERS)}); give a --chat_template that writes one of these, or a class with a method turn"
+        )
+
+    def write(self, name: str, arguments: dict) -> str:
+        """A call of a tool as the template writes it."""
+        if not self.writes_tools:
+            return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        plain = {"role": "assistant", "content": STAND_IN}
+        answer = self._message(PROBE)
+        before = self.text([*USER, plain, answer], tools=[TRIAL_TOOL]).partition(STAND_IN)[0]
+        written = self.text([*USER, turn, answer], tools=[TRIAL_TOOL]).removeprefix(before)
+        for special in self.special:
+            written = written.partition(special)[0] or written  # the end of the turn is no part of it
+        return written
+
+    def _prove(self) -> int:
+        """The id that ends a turn, once it is proved that glue gives the ids of the whole conversation."""
+        said = [self._message(PROBE)]
+        answer = {"role": "assistant", "content": STAND_IN}
+        tools = {"tools": [TRIAL_TOOL]} if self.writes_tools else {}
+        whole = self._ids(self.text([*USER, answer, *said], **tools))
+        glue = self._ids(self._after(USER, said))
+        end = glue[0] if glue else None
+        if end not in self.special.values():
+            refuse(
+                f"--environment: {self.name} ends a turn of the model by no special token, so nothing says where the "
+                f"next begins; choose one that does, for example --chat_template chatml"
+            )
+        if whole[len(whole) - len(glue) :] != glue:
+            refuse(f"--environment: {self.name}: what follows a turn becomes other tokens after it than alone")
+        if self._after([*USER, answer, *said], said) != self._after(USER, said):
+            refuse(f"--environment: {self.name} writes an observation otherwise after two turns than after one")
+        before = self._ids(self.text(USER, **tools)) + self._ids(STAND_IN)
+        self.rewrites = before + glue != whole
+        return end
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def glue(self, said: list[tuple[str, str]], last_id: int) -> list[int]:
+        """The ids between a turn whose last id is given and the next: what was said, and what the template adds.
+
+        ``said``: (which tool, its answer); of a game ("", its answer).
+        """
+        messages = [self._message(self.harmless(text), name) for name, text in said]
+        ids = self._ids(self._after(USER, messages))
+        return ids[1:] if last_id in self.special.values() else ids
+
+    def harmless(self, text: str) -> str:
+        """An observation that does not end its own message: special tokens in it lose their first character."""
+        text = text.replace(STAND_IN, "")
+        for special in self.special:
+            text = text.replace(special, special[1:])
+        return text
+
+    def turn_text(self, ids: list[int]) -> str:
+        """A turn of the model as text, without what ends it."""
+        while ids and ids[-1] in self.special.values():
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def calls(self, text: str) -> list[Call]:
+        """The calls of tools in a turn, with what is wrong with those that cannot be made."""
+        calls = self.parse(text)
+        known = [tool["function"]["name"] for tool in self.tools]
+        for call in calls:
+            if not call.error and call.name not in known:
+                call.error = f"error: no tool {call.name!r}; there are: {', '.join(known)}"
+        return calls
+
+    def with_tools(self, messages: list[dict]) -> list[dict]:
+        """A prompt that says which tools there are, where the template does not write them itself."""
+        if not self.tools or self.writes_tools:
+            return messages
+        text = TOOLS.format(tools="\n".join(json.dumps(tool["function"]) for tool in self.tools))
+        if messages[0]["role"] == "system":
+            return [{"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+        return [{"role": "system", "content": text}, *messages]

@@ -1,0 +1,485 @@
+"""Episodes: responses of several turns, each of which an object of --environment answers in a process of its own.
+
+The engine's thread calls this between two steps and never waits for what it could do without. A turn that has ended is
+sent to its episode's process, and the answer is taken TURN_LAG engine steps later, whenever it came, or earlier
+where the engine has nothing else to compute: then all answers are. Only if one has not come by then does the engine
+wait. So which requests an engine step computes is counted, never timed: a run with tools repeats to the bit, and tools
+that take less than that many steps cost the others nothing.
+
+A call that lasts longer than --call_timeout ends its process, and so may anything else that a tool does. The model is
+told, and the object is made again for its next turn: reset, and the turns before, which are called once more.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from types import SimpleNamespace
+from typing import Any
+
+from runtime.data import problem_set, rendering
+from runtime.data.samples import Problem
+from runtime.environments import user_objects
+from runtime.environments.chat import Call, Chat
+from runtime.grading.answers import after_thinking
+from runtime.system import user_files
+from runtime.system.process import on_a_line, refuse
+from runtime.system.workers import Nursery, Worker, code_of_run
+
+AT_ONCE = 64  # rows that one process resets at the start
+START = 120.0  # seconds in which a file must load
+TURN_LAG = 128  # engine steps from the end of a turn to its answer, so that timing does not decide which steps it joins
+
+
+@functools.cache
+def nursery_of(spec: str, life: int) -> Nursery:
+    """The process whose forks hold the objects of ``file.py:Class``. ``life``: counts those that a tool has killed."""
+    path, _, name = spec.rpartition(":")
+    return Nursery(code_of_run(), user_objects.load, path, name, user_files.text_of(path))
+
+
+class Lives:
+    """The processes of one environment: forks of a nursery, which is made again when a tool has killed it."""
+
+    def __init__(self, spec: str):
+        self.spec = spec
+        self.life = 0
+
+    def worker(self) -> tuple[Worker, Connection]:
+        """A new process, and the line to it. Raises RuntimeError where none can be started."""
+        for _ in range(5):
+            try:
+                return nursery_of(self.spec, self.life).worker(user_objects.serve)
+            except (OSError, EOFError):
+                self.life += 1
+        raise RuntimeError(f"--environment {self.spec}: its processes do not start")
+
+
+def ask_once(spec: str, request: tuple, seconds: float) -> Any:
+    """The answer of a new process. Raises TimeoutError, or EOFError where the process ended without one."""
+    worker, line = Lives(spec).worker()
+    try:
+        line.send(request)
+        if not line.poll(seconds):
+            raise TimeoutError(f"no answer within {seconds:g} s")
+        return line.recv()
+    finally:
+        line.close()
+        worker.terminate()
+
+
+@functools.cache
+def about(spec: str) -> dict[str, Any]:
+    """What ``user_objects.describe`` says of ``file.py:Class``. Ends with exit code 2 where that is no environment."""
+    path, _, name = spec.rpartition(":")
+    given = on_a_line(spec)
+    if not path.endswith(".py") or not name.isidentifier():
+        refuse(f"--environment {given}: give a file and a class in it, as in game.py:Guess")
+    try:
+        user_files.text_of(path)
+        found = ask_once(spec, ("describe",), START)
+    except (OSError, SyntaxError, UnicodeError, TimeoutError, EOFError) as error:
+        refuse(f"--environment {given}: the file does not load: {type(error).__name__}: {error}")
+    if found["error"]:
+        refuse(f"--environment {given}: {found['error']}")
+    return found
+
+
+def check(args) -> None:
+    """Refuse an --environment that cannot work; one with a reward of its own becomes the default verifier."""
+    if args.environment is None:
+        if args.max_turns != type(args).max_turns:
+            refuse(f"--max_turns {args.max_turns} has no effect without --environment; drop --max_turns")
+        return
+    for flag, wrong, why in (
+        ("rollout hf", args.rollout == "hf", "only vLLM's thread has turns"),
+        ("vllm_tensor_parallel_size", args.vllm_tensor_parallel_size > 1, "each rank of an engine would play alone"),
+        ("ignore_eos", args.ignore_eos, "no turn would end"),
+    ):
+        if wrong:
+            refuse(f"--environment with --{flag}: {why}; leave one of them out")
+    found = about(args.environment)
+    if found["has_reward"] and not args.verifier:
+        args.verifier = "environment"
+    if not found["has_reward"] and "environment" in (args.verifier or "").split(","):
+        refuse(f"--verifier environment: {args.environment} has no method get_reward; add one, or choose a verifier")
+
+
+def seed_of(row: dict) -> int:
+    """Seed of an object's random numbers: the same for all samples of a row, at every time."""
+    return problem_set.seed_from(json.dumps(row, sort_keys=True, default=str))
+
+
+def first_turns(problems: list[Problem], tokenizer, args) -> dict[str, Any]:
+    """Add to the prompts what ``reset`` says to their rows, and the tools; what the template needs beside messages.
+
+    ``reset`` is called for every row here, and again for every episode: it must say the same to the same row.
+    """
+    if args.environment is None:
+        return {}
+    chat = chat_of(tokenizer, args)
+    rows = [(problem.row, seed_of(problem.row)) for problem in problems]
+    found = []
+    for start in range(0, len(rows), AT_ONCE):
+        part = rows[start : start + AT_ONCE]
+        try:
+            found += ask_once(args.environment, ("first", part), START + len(part) * args.call_timeout)
+        except (TimeoutError, EOFError) as error:
+            refuse(f"--environment {args.environment}: reset of rows {start} to {start + len(part) - 1}: {error!r}")
+    for problem, answer in zip(problems, found, strict=True):
+        if answer["error"]:
+            refuse(f"--environment {args.environment}: reset failed on the row {problem.row}:\n{answer['error']}")
+        problem.messages = chat.with_tools(problem.messages)
+        if answer["text"]:
+            last = problem.messages[-1]
+            problem.messages = [*problem.messages[:-1], last | {"content": last["content"] + answer["text"]}]
+    return {"tools": chat.tools} if chat.writes_tools else {}
+
+
+def chat_of(tokenizer, args) -> Chat:
+    """The template as turns need it. Ends with exit code 2 where it cannot write them."""
+    try:
+        return Chat(tokenizer, args, about(args.environment))
+    except rendering.Unrenderable as error:
+        refuse(f"--environment: {error}")
+
+
+@dataclass
+class Episode:
+    """A response that the engine was asked for: all ids so far, whose they are, and what its environment waits for.
+
+    Without an environment (``row`` is None) it has one turn.
+    """
+
+    batch: int
+    key: tuple[int, int]
+    prompt_ids: list[int]
+    seed: int
+    sampling: dict[str, Any]
+    row: dict | None = None
+    ids: list[int] = field(default_factory=list)  # the model's and the environment's
+    logprobs: list[float] = field(default_factory=list)  # of the model's
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (version, which of the model's tokens)
+    observed: list[tuple[int, int]] = field(default_factory=list)  # spans of the environment's tokens in ids
+    turns: list[dict[str, Any]] = field(default_factory=list)  # for people
+    outcome: dict[str, Any] | None = None  # the environment's reward: fields of rewards.Reward
+    steps: list[tuple[int, float]] = field(default_factory=list)  # (the model's tokens so far, rewards of turns so far)
+    detail: str = ""  # why a turn has no reward
+    finish_reason: str | None = None  # None: another turn follows
+    # What its process is asked:
+    past: list[tuple] = field(default_factory=list)  # turns that it has answered, by which the object is made again
+    asked: tuple | None = None  # the turn that it shall answer
+    calls: list[Call] = field(default_factory=list)  # of this turn, also those that are malformed
+    answer: dict[str, Any] | str | None = None  # its answer, or what became of it
+    due: int = 0  # the engine step after which the answer is taken
+    worker: Worker | None = None
+    line: Connection | None = None
+    unanswered: int = 0  # messages to the process
+    deadline: float = 0.0
+    sent: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """A name of its turn that no other has."""
+        return f"{self.batch}/{self.key[0]}/{self.key[1]}/{len(self.turns)}"
+
+    def request(self) -> tuple[dict, dict, int]:
+        """(prompt, sampling parameters, seed) of its next turn."""
+        seed = problem_set.seed_from(f"{self.seed}/{len(self.turns)}") if self.turns else self.seed
+        left = self.sampling["max_tokens"] - len(self.ids)
+        return self.prompt_ids + self.ids, self.sampling | {"max_tokens": left}, seed
+
+    def add(self, answer) -> None:
+        """Add a turn: vLLM's ``CompletionOutput``."""
+        before = len(self.logprobs)
+        self.ids += answer.token_ids
+        self.logprobs += list(answer.logprobs.logprobs)[: len(answer.token_ids)]
+        for span in answer.weight_versions:
+            if not self.versions or self.versions[-1][0] != int(span.version):
+                self.versions.append((int(span.version), before + span.start))
+        self.finish_reason = answer.finish_reason
+
+    def found(self) -> tuple:
+        """What the run is told of it: the fields of a Sample, from its ids on."""
+        plain = (self.ids, self.logprobs, self.finish_reason, self.versions)
+        return plain if self.row is None else (*plain, self.observed, self.turns, self.outcome)
+
+
+class Episodes:
+    """The episodes of one engine, in its thread: none is waited for before it is due."""
+
+    def __init__(self, args):
+        self.args = args
+        self.step = 0  # of the engine
+        self.ended: list[Episode] = []  # turns after which nothing has to be waited for
+        self.aside: deque[Episode] = deque()  # wait for their environments, in the order in which they are due
+        self.queue: deque[Episode] = deque()  # of these, those that no process has been asked for yet
+        self.asked: list[Episode] = []  # and those that one works on
+        self.played: list[Episode] = []  # all that have a process, also while the engine computes their turns
+        if args.environment is None:
+            return
+        self.about = about(args.environment)
+        self.chat = chat_of(rendering.load_tokenizer(args), args)
+        self.lives = Lives(args.environment)
+
+    def turn_ended(self, episode: Episode, answer) -> None:
+        """Take a turn of the model; ``answer``: vLLM's ``CompletionOutput``. Asks the environment without waiting."""
+        start = len(episode.ids)
+        episode.add(answer)
+        if episode.row is None:
+            self.ended.append(episode)
+            return
+        whole = episode.finish_reason != "length"
+        text = self.chat.turn_text(episode.ids[start:])
+        said = after_thinking(text)
+        is_game = self.about["is_game"]
+        calls = self.chat.calls(said) if whole and not is_game else []
+        turn = {"role": "assistant", "text": text, "tokens": len(episode.ids) - start}
+        if calls:
+            turn["calls"] = [vars(call) for call in calls]
+        episode.turns.append(turn)
+        episode.calls = calls
+        good = [(call.name, call.arguments) for call in calls if not call.error]
+        count = sum(turn["role"] == "assistant" for turn in episode.turns)
+        is_last = count == self.args.max_turns or not whole or not (is_game or calls)
+        self._put_aside(episode, said if is_game and whole else None, good, is_last)
+
+    def _put_aside(self, episode: Episode, text: str | None, calls: list[tuple], is_last: bool) -> None:
+        """Have the environment answer, if there is something to ask it."""
+        episode.asked = (text, calls, is_last)
+        if is_last and not self.about["has_reward"]:
+            self._end(episode)
+            self.ended.append(episode)
+            return
+        if text is None and not calls and not is_last:  # calls that are malformed, all of them
+            episode.answer = {"said": [], "ended": False, "turn_reward": None, "reward": None}
+        else:
+            self.queue.append(episode)
+        episode.due = self.step + TURN_LAG
+        self.aside.append(episode)
+        self._pump()
+
+    def due(self, idle: bool) -> Iterator[Episode]:
+        """After an engine step: the episodes that have ended, with a finish reason, and those whose next turn begins.
+
+        ``idle``: the engine has nothing to compute. Then all that wait are due, at whichever step.
+        """
+        ended, self.ended = self.ended, []
+        yield from ended
+        self.step += 1
+        if idle and not ended and self.aside:
+            self.step = max(self.step, self.aside[-1].due)
+        self._pump()
+        while self.aside and self.aside[0].due <= self.step:
+            episode = self.aside.popleft()
+            while episode.answer is None:
+                self._pump(wait_for_one=True)
+            if self._continue(episode):
+                yield episode
+
+    # ------------------------------------------------------------------------------------------------- the processes
+
+    def _pump(self, wait_for_one: bool = False) -> None:
+        """Ask processes as far as at_once allows, take answers that have come, and end what is over its time."""
+        while self.queue and len(self.asked) < self.about["at_once"]:
+            self._ask(self.queue.popleft())
+        if not self.asked:
+            return
+        by_line = {episode.line: episode for episode in self.asked}
+        seconds = 0.0
+        if wait_for_one:
+            seconds = max(0.0, min(episode.deadline for episode in self.asked) - time.monotonic())
+        for line in wait(list(by_line), seconds):
+            self._receive(by_line[line])
+        for episode in list(self.asked):
+            if time.monotonic() > episode.deadline:
+                self._give_up(episode, f"no answer within {self.args.call_timeout:g} s")
+
+    def _ask(self, episode: Episode) -> None:
+        """Send a turn to the episode's process: to a new one, with all that went before, where there is none."""
+        messages = [("turn", *episode.asked)]
+        if episode.worker is None:
+            episode.worker, episode.line = self.lives.worker()
+            self.played.append(episode)
+            messages = [("begin", episode.row, seed_of(episode.row)), *(("turn", *p) for p in episode.past), *messages]
+        episode.unanswered = len(messages)
+        episode.sent = time.monotonic()
+        episode.deadline = episode.sent + self.args.call_timeout * (1 if len(messages) == 1 else len(messages) + 1)
+        self.asked.append(episode)
+        try:
+            for message in messages:
+                episode.line.send(message)
+        except OSError:  # it has ended since its last answer; its line says so as well
+            pass
+
+    def _receive(self, episode: Episode) -> None:
+        """Take one answer of a process, or its end."""
+        try:
+            answer = episode.line.recv()
+        except Exception as error:  # EOFError, OSError, or whatever the unpickling of half a message raises
+            self._give_up(episode, "", error)
+            return
+        episode.unanswered -= 1
+        if answer.get("error"):
+            self._give_up(episode, f"reset failed: {answer['error']}")
+        elif episode.unanswered == 0:
+            self.asked.remove(episode)
+            episode.answer = answer
+
+    def _give_up(self, episode: Episode, why: str, error: Exception | None = None) -> None:
+        """End an episode's process, and note what became of it; it is made again for its next turn."""
+        self.asked.remove(episode)
+        code = self._end(episode, patience=0.0 if error is None else 1.0)
+        if error is not None:
+            why = f"its process was killed by signal {-code}" if code < 0 else f"its process ended, exit code {code}"
+        episode.answer = why
+
+    def _end(self, episode: Episode, patience: float = 0.0) -> int:
+        """End an episode's process, if it has one; its exit code, or minus the signal that ended it."""
+        if episode.worker is None:
+            return 0
+        worker, episode.worker = episode.worker, None
+        self.played = [other for other in self.played if other is not episode]
+        episode.line.close()
+        worker.join(patience)
+        worker.terminate()
+        return worker.exitcode if worker.exitcode < 128 else worker.exitcode - 256
+
+    def close(self) -> None:
+        """End all processes, whatever they are at."""
+        for episode in self.played:
+            self._end(episode)
+
+    # ----------------------------------------------------------------------------------------------------- the turns
+
+    def _continue(self, episode: Episode) -> bool:
+        """Make the environment's turn of its answer; False where something has to be waited for again.
+
+        Otherwise the episode has ended, or its ``finish_reason`` is None and the model goes on.
+        """
+        answer, episode.answer = episode.answer, None
+        if isinstance(answer, str):
+            answer = self._lost(episode, answer)
+        if not answer.get("lost"):
+            episode.past.append(episode.asked)
+        self._count_reward(episode, answer["turn_reward"])
+        answers = iter(answer["said"])
+        said = [(call.error, True, 0.0) if call.error else next(answers) for call in episode.calls]
+        said += answers  # of a game, or what became of the reward
+        names = [call.name or "none" for call in episode.calls]
+        pairs = itertools.zip_longest(names, said, fillvalue="")
+        texts = [(name, text) for name, (text, *_) in pairs if text is not None]
+        if texts:
+            turn = {"role": self.chat.role, "text": "\n".join(text for _, text in texts), "tokens": 0}
+            turn["failures"] = sum(failed for _, failed, _ in said)
+            turn["seconds"] = sum(seconds for _, _, seconds in said)
+            episode.turns.append(turn)
+        if answer["ended"]:
+            episode.outcome = self._outcome(episode, answer["reward"])
+            self._end(episode)
+            return True
+        glue = self.chat.glue(texts, episode.ids[-1])
+        if len(episode.ids) + len(glue) >= episode.sampling["max_tokens"]:  # no room for another turn
+            episode.finish_reason = "length"
+            episode.calls = []
+            self._put_aside(episode, None, [], is_last=True)
+            return False
+        turn["tokens"] = len(glue)
+        episode.observed.append((len(episode.ids), len(episode.ids) + len(glue)))
+        episode.ids += glue
+        episode.finish_reason = None
+        return True
+
+    def _lost(self, episode: Episode, what: str) -> dict[str, Any]:
+        """The answer of a process that ended without one; ``what`` became of it."""
+        _, calls, is_last = episode.asked
+        seconds = time.monotonic() - episode.sent
+        said = [(f"error: {what}", True, seconds)] * max(1, len(calls))
+        status = "timeout" if what.startswith("no answer") else "crash"
+        ended = is_last or episode.unanswered > 1  # it did not even come to this turn
+        reward = {"score": 0.0, "status": status, "detail": what}
+        return {"said": said, "ended": ended, "turn_reward": None, "reward": reward, "lost": True}
+
+    def _count_reward(self, episode: Episode, found: float | str | None) -> None:
+        """Add the reward of the turn that has been answered, or note why it has none."""
+        if isinstance(found, str):
+            episode.detail = found
+        elif found is not None:
+            before = episode.steps[-1][1] if episode.steps else 0.0
+            episode.steps.append((len(episode.logprobs), before + found))
+
+    def _outcome(self, episode: Episode, reward: dict[str, Any]) -> dict[str, Any] | None:
+        """The reward of an episode: that of its end, and those of its turns."""
+        if not self.about["has_reward"]:
+            return None
+        if episode.detail:
+            reward = reward | {"status": "unscorable", "detail": episode.detail}
+        if not episode.steps:
+            return reward
+        total = episode.steps[-1][1]
+        parts = reward.get("parts", {"correct": float(reward["score"] == 1)}) | {"turns": total}
+        return reward | {"score": reward["score"] + total, "parts": parts, "steps": episode.steps}
+
+
+# ----------------------------------------------------------------------------------------------------- before a run
+
+
+def describe_turns(problem: Problem, tokenizer, args) -> list[str]:
+    """Lines of the header: what the environment is; with --dry_run an episode of two scripted turns, ids and mask."""
+    found = about(args.environment)
+    chat = chat_of(tokenizer, args)
+    tools = ", ".join(tool["function"]["name"] for tool in found["tools"])
+    kind = "a game" if found["is_game"] else f"tools: {tools}"
+    reward = "a reward of its own" if found["has_reward"] else "scored by the verifier"
+    lines = [f"turns      at most {args.max_turns}, {kind}, {reward} ({args.environment})"]
+    if chat.rewrites:
+        lines.append(
+            f"turns      {chat.name} writes a turn of the past otherwise than the model did (thinking is dropped, as a "
+            f"rule); the model sees its own ids"
+        )
+    if args.dry_run:
+        lines += rehearse(problem, tokenizer, args, chat, found)
+    return lines
+
+
+def rehearse(problem: Problem, tokenizer, args, chat: Chat, about_it: dict[str, Any]) -> list[str]:
+    """Lines about an episode of two turns that no model wrote: a call of the first tool, or "1", and then "Done."."""
+    first = "1"
+    if about_it["tools"]:
+        function = about_it["tools"][0]["function"]
+        kinds = {"integer": 1, "number": 1.5, "string": "1", "boolean": True, "array": [], "object": {}}
+        properties = function["parameters"]["properties"].items()
+        first = chat.write(function["name"], {name: kinds.get(kind.get("type")) for name, kind in properties})
+    episode = Episode(0, (0, 0), problem.prompt_ids, 0, {"max_tokens": args.max_response_length}, problem.row)
+    played = Episodes(args)
+    for text in (first, "Done."):
+        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], chat.end]
+        logprobs = SimpleNamespace(logprobs=[0.0] * len(ids))
+        span = SimpleNamespace(version="0", start=0)
+        turn = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason="stop", weight_versions=[span])
+        played.turn_ended(episode, turn)
+        while not list(played.due(idle=True)):
+            pass
+        if episode.finish_reason is not None:
+            break
+    played.close()
+    lines = ["episode    of two scripted turns: whose tokens, their ids, their text"]
+    start = 0
+    for first, end in [*episode.observed, (len(episode.ids), len(episode.ids))]:
+        for who, ids in (("model", episode.ids[start:first]), ("environment", episode.ids[first:end])):
+            if ids:
+                lines.append(f"  {who:11}  {ids}  {tokenizer.decode(ids)!r}")
+        start = end
+    said = [turn for turn in episode.turns if turn["role"] != "assistant"]
+    lines += [f"  not seen     {turn['text']!r}" for turn in said if turn["tokens"] == 0]
+    reward = "" if episode.outcome is None else f"; reward {episode.outcome['score']:g}"
+    lines.append(
+        f"  {episode.finish_reason or 'goes on'}: {len(episode.logprobs)} of {len(episode.ids)} tokens count{reward}"
+    )
+    return lines

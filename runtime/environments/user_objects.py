@@ -1,0 +1,241 @@
+"""Users' environments, in the processes that hold their objects: nothing of them runs in the process of a run.
+
+The nursery (system/workers.py) loads the file once; each object lives in a fork of it, which ``serve`` answers for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import numbers
+import os
+import random
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+from runtime.system import process, user_files
+
+MEMORY = 4 * 2**30  # bytes of address space, as a verifier's
+CHARACTERS = 10_000  # of an observation; what is longer is cut. A class may have another number as max_characters
+OWN = ("reset", "get_reward", "get_turn_reward", "turn")  # methods that are no tools
+
+loaded = SimpleNamespace(cls=None, error="")  # in the nursery and its forks
+
+
+def load(path: str, name: str, text: str) -> None:
+    """In the nursery: load the class ``name`` of the file ``path``, or record why it does not load."""
+    user_files.texts[path] = text
+    try:
+        loaded.cls = getattr(user_files.load(path), name)
+    except BaseException as error:  # whatever the user's file raises
+        loaded.error = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-2)}"
+
+
+def describe() -> dict[str, Any]:
+    """What the class is: its kind, the tools' schemas, and its limits. ``error``: why it is no environment."""
+    if loaded.error:
+        return {"error": f"the file does not load: {loaded.error}"}
+    cls = loaded.cls
+    if not inspect.isclass(cls) or not callable(getattr(cls, "reset", None)):
+        return {"error": "must be a class with a method reset"}
+    names = [name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")]
+    tools = [name for name in names if name not in OWN]
+    about = {
+        "error": "",
+        "is_game": "turn" in names,
+        "has_reward": "get_reward" in names or "get_turn_reward" in names,
+        "tools": [],
+        "at_once": int(getattr(cls, "at_once", 64)),
+    }
+    if about["is_game"]:
+        return about
+    if not tools:
+        return {"error": "has neither a method turn nor a public method, which would be a tool"}
+    from transformers.utils import get_json_schema
+
+    try:
+        made = cls()
+        about["tools"] = [get_json_schema(getattr(made, name)) for name in tools]
+    except Exception as error:  # of the class, or of transformers about a method without type hints or docstring
+        return {"error": f"{type(error).__name__}: {error}"}
+    return about
+
+
+def serve(line: Connection) -> None:
+    """In a fork of the nursery: hold an object, and answer the messages about it until the line ends.
+
+    The process that the object is in has a parent of its own. If it kills that one, it has killed itself alone.
+    """
+    guard = os.getpid()
+    pid = os.fork()
+    if pid > 0:
+        line.close()
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 255)
+    process.live_for_parent()
+    if os.getppid() != guard:
+        os._exit(1)
+    silence = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):  # nobody reads what a tool prints
+        os.dup2(silence, descriptor)
+    own = os.getpid()
+    answers = {"describe": describe, "first": first, "begin": Held.begin, "turn": Held.turn}
+    while True:
+        try:
+            word, *given = line.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        if word != "describe":  # which imports transformers
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        answer = answers[word](*given)
+        if os.getpid() != own:
+            os._exit(0)  # a fork that a tool made and did not end: it must not answer for this one
+        with contextlib.suppress(OSError):
+            line.send(answer)
+
+
+def first(rows: list[tuple[dict, int]]) -> list[str | None]:
+    """What ``reset`` says to each of the rows (row, seed). Raises whatever it raises, as an answer: "error: ..."."""
+    return [Held.begin(row, seed) for row, seed in rows]
+
+
+class Held:
+    """The object of this process. Everything that a method of the user's raises, or returns, becomes text here."""
+
+    made: Any = None
+
+    @classmethod
+    def begin(cls, row: dict, seed: int) -> dict[str, Any]:
+        """Make the object and reset it: {"text": its observation or None, "error": ""}."""
+        random.seed(seed)  # the same game for every sample of a group, at every time
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+        try:
+            cls.made = loaded.cls()
+            text = wait_for(cls.made.reset, **taken(cls.made.reset, row))
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"reset returned {type(text).__name__}, not text or None")
+        except BaseException:  # exit() as well
+            return {"text": None, "error": traceback.format_exc(limit=-3)}
+        return {"text": None if text is None else clean(text, cls.made), "error": ""}
+
+    @classmethod
+    def turn(cls, text: str | None, calls: list[tuple[str, dict]], is_last: bool) -> dict[str, Any]:
+        """Answer a turn of the model: its ``text`` to a game, or the ``calls`` of tools.
+
+        Returns {"said": [(text, whether it failed, seconds)], "ended": bool, "turn_reward": see ``turn_reward``,
+        "reward": see ``reward``}; a reward where the episode has ended or ``is_last``.
+        """
+        said = []
+        ended = is_last
+        for name, arguments in calls:
+            said.append(cls.call(getattr(cls.made, name), arguments))
+        if text is not None:
+            answer = cls.call(cls.made.turn, {"text": text}, is_game=True)
+            ended = ended or answer[0] is None
+            said.append(answer)
+        turn_reward = cls.turn_reward() if said else None
+        return {"said": said, "ended": ended, "turn_reward": turn_reward, "reward": cls.reward() if ended else None}
+
+    @classmethod
+    def call(cls, method: Callable, arguments: dict, is_game: bool = False) -> tuple[str | None, bool, float]:
+        """(what a method says, whether it failed, seconds). A game may say None: it is over."""
+        started = time.perf_counter()
+        failed = False
+        try:
+            if not is_game:
+                check_arguments(method, arguments)
+            answer = wait_for(method, **arguments)
+            if is_game and answer is not None and not isinstance(answer, str):
+                raise TypeError(f"turn returned {type(answer).__name__}, not text or None")
+            if isinstance(answer, bytes):
+                answer = answer.decode(errors="replace")
+            answer = answer if is_game and answer is None else clean(str(answer), cls.made)
+        except BaseException as error:  # exit() as well
+            failed = True
+            answer = describe_error(error)
+        return answer, failed, time.perf_counter() - started
+
+    @classmethod
+    def turn_reward(cls) -> float | str | None:
+        """What ``get_turn_reward`` returns of the turn just answered, or why there is none; None without the method."""
+        if getattr(cls.made, "get_turn_reward", None) is None:
+            return None
+        try:
+            found = float(wait_for(cls.made.get_turn_reward))
+            if not math.isfinite(found):
+                raise ValueError(f"get_turn_reward returned {found}")
+        except BaseException:
+            return traceback.format_exc(limit=-3)
+        return found
+
+    @classmethod
+    def reward(cls) -> dict[str, Any] | None:
+        """What ``get_reward`` returns, a number or a rewards.Reward, as the fields of one; 0 without the method."""
+        if getattr(cls.made, "get_reward", None) is None:
+            return {"score": 0.0}
+        try:
+            found = wait_for(cls.made.get_reward)
+            if isinstance(found, numbers.Real) or type(found).__name__ in ("bool_", "bool"):
+                return {"score": float(found)}
+            return {
+                "score": float(found.score),
+                "parts": {str(name): float(value) for name, value in found.parts.items()},
+                "status": str(found.status),
+                "extracted": str(found.extracted),
+                "detail": str(found.detail),
+            }
+        except BaseException:
+            return {"score": 0.0, "status": "unscorable", "detail": traceback.format_exc(limit=-3)}
+
+
+def wait_for(method: Callable, **arguments) -> Any:
+    """What a method returns, or where it is asynchronous, what it comes to."""
+    found = method(**arguments)
+    return asyncio.run(found) if inspect.iscoroutine(found) else found
+
+
+def taken(method: Callable, row: dict) -> dict:
+    """The columns of a row that a method takes: all of them where it has ``**``."""
+    parameters = inspect.signature(method).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return row
+    return {name: value for name, value in row.items() if name in parameters}
+
+
+KINDS = {int: int, float: (int, float), str: str, bool: bool, list: list, dict: dict}
+
+
+def check_arguments(method: Callable, arguments: dict) -> None:
+    """Raise TypeError where a call's arguments are not those of the method, by its names and its plain type hints."""
+    signature = inspect.signature(method, eval_str=True)
+    signature.bind(**arguments)
+    for name, value in arguments.items():
+        hint = signature.parameters[name].annotation if name in signature.parameters else None
+        wanted = KINDS.get(hint) if inspect.isclass(hint) else None
+        if wanted is not None and (not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool)):
+            raise TypeError(f"{name} must be {hint.__name__}, not {type(value).__name__}")
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception as an observation, even one that cannot say what it is."""
+    try:
+        text = f"error: {type(error).__name__}: {error}"
+    except BaseException:
+        text = f"error: {type(error).__name__}"
+    return clean(text[:500], None)
+
+
+def clean(text: str, made: Any) -> str:
+    """Text that a tokenizer takes: no halves of surrogates; and not too much of it."""
+    most = int(getattr(made, "max_characters", CHARACTERS))
+    if len(text) > most:
+        text = f"{text[:most]}\n[cut: {len(text)} characters]"
+    return text.encode("utf-8", "replace").decode()

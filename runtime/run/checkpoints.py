@@ -1,0 +1,327 @@
+"""Checkpoints: what a run needs to continue as if it had never stopped, and how that gets onto a disk whole.
+
+Which checkpoint a run resumes from is decided earlier, without torch: rundir.open_run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import random
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate.utils import set_seed
+from safetensors import SafetensorError
+from torch import nn
+
+from runtime.run import directory, identity, resharding
+from runtime.system import process
+from runtime.system.watchdog import Watch
+
+GIB = 2**30
+RESTART_SECONDS = 60.0  # about what a start takes: less work than that is not worth a checkpoint
+
+
+def random_states() -> dict:
+    """States of this process's random number generators, as tensors, lists and numbers.
+
+    The scripts draw nothing from them: each sample and shuffle has a seed of its own. They are kept for edited copies.
+    """
+    version, numbers, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 (libraries draw from the global state)
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, keys.tolist(), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": [x.cpu() for x in torch.cuda.get_rng_state_all()],
+    }
+
+
+def set_random_states(states: dict) -> None:
+    """The reverse of ``random_states``."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(tuple(states["numpy"]))  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])  # there may have been more
+
+
+class Checkpoints:
+    """The state of a run on disk, ``checkpoints/step_000100/``: whole or not there at all.
+
+        policy/ critic/   DeepSpeed's own: the weights, and each rank's part of fp32 master weights and optimizer
+        reference.pt      weights of a reference that moves, and their fp32 average
+        rng_0.pt ...      random states of each rank
+        state.json        all numbers, with the arguments, code, versions and number of ranks
+        model/            the policy in Hugging Face format, to use elsewhere; nothing is resumed from it
+        manifest.json     size and SHA-256 of all of these, written last
+
+    ``parts`` has the first ones by name: DeepSpeed engines, modules, and plain objects whose attributes JSON can hold;
+    None is left out. What is in no part follows from the seed and the step: samples, learning rate.
+    """
+
+    def __init__(self, log, args, tokenizer, clock, parts: dict, save_weights: Callable):
+        self.save_weights = save_weights
+        self.log = log
+        self.args = args
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self.folder = log.folder / "checkpoints"
+        self.rank = torch.distributed.get_rank()
+        self.world_size = torch.distributed.get_world_size()
+        self.saved_at = time.monotonic()
+        self.stopping = False
+        self.errors: list[str] = []
+        self.policy = parts["policy"]
+        self.engines = {}
+        self.modules = {}
+        self.plain = {}
+        for name, part in parts.items():
+            if hasattr(part, "save_checkpoint"):
+                self.engines[name] = part
+            elif isinstance(part, nn.Module):
+                self.modules[name] = part
+            elif part is not None:
+                self.plain[name] = part
+        for engine in self.engines.values():
+            writer = engine.checkpoint_engine
+            writer.save = functools.partial(self._try, writer.save)
+            engine._copy_recovery_script = lambda *_: None  # it would make of these files what model/ is already
+
+    def load(self, start: Path | None) -> int:
+        """Give all parts the state in the checkpoint that rank 0 chose; the step after which it was saved, or 0.
+
+        Later checkpoints of the run, damaged or left behind by going back, are set aside.
+        """
+        start = self._gather(start)[0]
+        self._check_folder_is_shared()
+        process.Stop.training = True
+        if start is None:
+            return 0
+        state = json.loads((start / "state.json").read_text())
+        ranks = state["world_size"]
+        for name, engine in self.engines.items():
+            same = ranks == self.world_size
+            with contextlib.nullcontext() if same else resharding.saved_by(ranks, engine, start / name):
+                loaded, _ = engine.load_checkpoint(str(start), tag=name, load_lr_scheduler_states=False)
+            if loaded is None:
+                raise RuntimeError(f"DeepSpeed found nothing to load in {start / name}")
+        for name, module in self.modules.items():
+            weights = torch.load(start / f"{name}.pt", map_location="cpu", weights_only=True)
+            module.load_state_dict(weights)
+        for name, thing in self.plain.items():
+            vars(thing).update(state["parts"].get(name, {}))  # earlier code may not have had this part
+        if self.rank < ranks:
+            states = torch.load(start / f"rng_{self.rank}.pt", map_location="cpu", weights_only=True)
+            set_random_states(states)
+        else:  # not the numbers that a rank of this number has drawn before, in another part of the run
+            set_seed(random.Random(f"{self.args.seed}/{self.rank}/{state['step']}").getrandbits(32))
+        if self.rank == 0:
+            self._set_aside(state["step"])
+        if state["step"] == self.log.total:
+            self._no_step_follows(saved=True)
+        return state["step"]
+
+    def _no_step_follows(self, saved: bool) -> None:
+        """Let a signal from here on end the run at once, if the last step is saved.
+
+        Not with engines on ranks of their own: those leave signals to the trainers, and would take this for a failure.
+        """
+        process.Stop.last_step_done = True
+        process.Stop.last_step_saved = saved and self.args.vllm_engines == 0
+
+    def _check_folder_is_shared(self) -> None:
+        """Refuse a folder that not all nodes see: each rank writes its part of a checkpoint there. Exit code 2."""
+        lock = self.log.folder / "lock"  # which rank 0 holds, with its name in it
+        holder = self._gather(lock.read_text() if self.rank == 0 else None)[0]
+        deadline = time.monotonic() + 10.0  # a network file system may show a new folder late
+        while not (seen := lock.is_file() and lock.read_text() == holder) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        places = self._gather(f"rank {self.rank} on {socket.gethostname()}" if not seen else None)
+        blind = [place for place in places if place is not None]
+        if blind:
+            process.refuse(
+                f"--output_dir {self.args.output_dir} is not the same folder on all nodes: {', '.join(blind[:4])} "
+                f"cannot see what rank 0 has written to {self.log.folder}; choose one on a shared file system"
+            )
+
+    def _set_aside(self, last: int) -> None:
+        """Rename the checkpoints after step ``last``, from which the run continues."""
+        for step, path in directory.saved_steps(self.log.folder):
+            if step > last:
+                aside = path.with_name(path.name + ".aside")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+                print(f"{path} is now {aside.name}: the run continues from step {last}", flush=True)
+
+    def after_step(self, step: int) -> bool:
+        """Save if --save_every, --save_minutes or a signal ask for it. Returns whether to end, equal on all ranks.
+
+        After the last step also if a kill during the last evaluation would cost more than a start.
+        """
+        seconds = time.monotonic() - self.saved_at
+        late = 0 < self.args.save_minutes <= seconds / 60
+        last = step == self.log.total
+        guarded = last and seconds > RESTART_SECONDS and self.args.eval_prompts > 0
+        guarded = guarded and (self.args.save_every > 0 or self.args.save_minutes > 0)
+        wishes = self._gather((process.Stop.asked, late, guarded))
+        self.stopping, late, guarded = (any(wish) for wish in zip(*wishes, strict=True))
+        due = self.args.save_every > 0 and step % self.args.save_every == 0
+        saved = False
+        if self.stopping or late or due or guarded:
+            only_one = not directory.saved_steps(self.log.folder)
+            with self.clock("save"):
+                saved = self.save(step)
+            if only_one and guarded and not due:
+                self.log.needless = self.folder / f"step_{step:06d}"
+        if last and not self.stopping:
+            self._no_step_follows(saved)
+            if any(self._gather(process.Stop.asked)):  # a signal that came before that was told of a checkpoint
+                self.stopping = True
+                saved = saved or self.save(step)
+        return self.stopping
+
+    def save(self, step: int) -> bool:
+        """Write a checkpoint of the state after ``step``, drop old ones. A full disk costs the checkpoint, not the run.
+
+        Every rank must call it. Returns whether the checkpoint was written.
+        """
+        final = self.folder / f"step_{step:06d}"
+        partial = final.with_name(final.name + ".partial")
+        self.errors = []
+        self.saved_at = time.monotonic()
+        if self.rank == 0:
+            self._try(self._make_room, partial)
+        if not self._went_well(step, partial):
+            return False
+        self._write_parts(step, partial)
+        self._gather(None)  # all have written
+        files = self._manifest(partial)
+        if not self._went_well(step, partial):
+            return False
+        if self.rank == 0:
+            self._try(self._finish, files, partial, final)
+        return self._went_well(step, partial)
+
+    def _write_parts(self, step: int, partial: Path) -> None:
+        """Each rank's files, and on rank 0 what is the same on all ranks."""
+        for name, engine in self.engines.items():
+            engine.save_checkpoint(str(partial), tag=name, save_latest=False)
+        model = partial / "model"
+        self._try(self.save_weights, self.policy, self.tokenizer, model, self.args.zero_stage, self.rank)
+        self._try(torch.save, random_states(), partial / f"rng_{self.rank}.pt")
+        if self.rank != 0:
+            return
+        for name, module in self.modules.items():
+            self._try(torch.save, module.state_dict(), partial / f"{name}.pt")
+        state = {
+            "step": step,
+            "score": self.log.scores.get(step),
+            "wandb_id": self.log.wandb_id,
+            "args": identity.recorded(self.args),
+            "code": self.log.code,
+            "versions": process.versions(),
+            "world_size": self.world_size,
+            "parts": {name: vars(thing) for name, thing in self.plain.items()},
+        }
+        text = json.dumps(state, indent=1, default=np.ndarray.tolist)
+        self._try((partial / "state.json").write_text, text + "\n")
+
+    def _manifest(self, partial: Path) -> dict[str, tuple[int, str]]:
+        """(size, SHA-256) of every file by name, on all ranks; each rank reads its share of the files."""
+        files: dict[str, tuple[int, str]] = {}
+        found = []
+        if self.rank == 0:
+            found = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+        found = self._gather(found)[0]
+        for path in found[self.rank :: self.world_size]:
+            self._try(self._enter, files, partial, path)
+        everything = {}
+        for part in self._gather(files):
+            everything |= part
+        return everything
+
+    def _gather(self, mine) -> list:
+        """One object from every rank, on every rank. All have come so far, then."""
+        objects = [None] * self.world_size
+        torch.distributed.all_gather_object(objects, mine)
+        return objects
+
+    def _try(self, write, *arguments, **named) -> None:
+        """Keep errors of writing: a rank that left here would leave the others waiting in a collective."""
+        Watch.beat()
+        try:
+            write(*arguments, **named)
+        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these
+            self.errors.append(f"rank {self.rank}: {type(error).__name__}: {error}")
+
+    def _went_well(self, step: int, partial: Path) -> bool:
+        """Whether no rank met an error. Otherwise the files are removed and a warning is printed."""
+        errors = [error for part in self._gather(self.errors) for error in part]
+        if errors and self.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            then = "the last one counts" if self.stopping else "the run continues"
+            print(f"WARNING: NO CHECKPOINT after step {step}; {then}. {errors[0]}", flush=True)
+        return not errors
+
+    def _make_room(self, partial: Path) -> None:
+        """Make an empty folder. Raises OSError if the disk has room for less than 1.2 times the last checkpoint."""
+        self.folder.mkdir(exist_ok=True)
+        steps = directory.saved_steps(self.log.folder)
+        if steps:
+            _, last = steps[-1]
+            size = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
+        else:  # the weights twice, and fp32 master weights and two moments
+            size = 0
+            for engine in self.engines.values():
+                for weight in engine.parameters():
+                    count = getattr(weight, "ds_numel", weight.numel())  # ZeRO 3 keeps a part of it here
+                    size += count * (2 * weight.element_size() + 12)
+        free = shutil.disk_usage(self.folder).free
+        if free < 1.2 * size:
+            raise OSError(f"{free / GIB:.2f} GiB free in {self.folder}, {1.2 * size / GIB:.2f} GiB needed")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+
+    def _enter(self, files: dict, partial: Path, path: Path) -> None:
+        """Wait until a written file is on the disk, and put it into the manifest."""
+        process.sync(path)
+        files[str(path.relative_to(partial))] = (path.stat().st_size, process.file_digest(path))
+
+    def _finish(self, files: dict, partial: Path, final: Path) -> None:
+        """Write the manifest, then rename, then write ``latest``: wherever this ends, an earlier one is intact."""
+        for log in self.log.folder.glob("*.jsonl"):  # a resume keeps their lines up to this step, and must find them
+            process.sync(log)
+        process.write_whole(partial / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
+        process.replace_folder(final, partial)
+        process.write_whole(self.folder / "latest", final.name + "\n")
+        if "RUN_DIR" in os.environ:  # of a job of scripts/submit.py, which starts it again if it crashes after this
+            with contextlib.suppress(OSError):
+                Path(os.environ["RUN_DIR"], "saved").touch()
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Remove all but the newest --keep_checkpoints and the best, and what unfinished saves have left."""
+        saved = [path for _, path in directory.saved_steps(self.log.folder)]
+        scores = {}
+        for path in saved:
+            with contextlib.suppress(OSError, ValueError, KeyError):  # an older one may be damaged: it has no score
+                score = json.loads((path / "state.json").read_text())["score"]
+                if score is not None:
+                    scores[path] = score
+        best = max(scores, key=scores.get, default=None)  # the oldest of equal ones
+        if self.args.keep_checkpoints > 0:
+            for path in saved[: -self.args.keep_checkpoints]:
+                if path != best:
+                    path.rename(path.with_name(path.name + ".partial"))
+        for path in self.folder.glob("step_*.partial"):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,400 @@
+"""The folder of a run: its name, what may be lost in it, and the checkpoint a run resumes from. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.arguments import presets
+from runtime.arguments.checks import NAME_BYTES
+from runtime.arguments.flags import MAY_CHANGE, is_open, total_steps, what_counts
+from runtime.data.samples import Problem
+from runtime.run.identity import changed_arguments, changed_code, code_of, ignored_changes
+from runtime.system.process import file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
+from runtime.system.redaction import redact_values
+
+# What a run writes in its folder and changes or renames when it starts again.
+WRITTEN = (
+    *("config.json", "metrics.jsonl", "samples.jsonl", "eval.jsonl", "verdict.json"),
+    *("model", "critic", "checkpoints"),
+)
+# What else it leaves there, and what the programs that read it do: --overwrite removes all this and nothing else.
+LEFT = (
+    *(*WRITTEN, "libraries.log", "bad_batch.jsonl", "wandb"),
+    *("curves.png", "report.html", "eval_samples.jsonl", "measured_kl.json"),
+)
+
+
+def run_name(args, defaults) -> str:
+    """Name of a run: its ``exp_name``, every argument of its identity that differs from its default, and the seed.
+
+    With ``--as NAME`` the defaults are those that it sets. What follows from model and data is not named. The same
+    command always has the same name, and a command that computes something else never has it. A long name ends in a
+    hash of the rest.
+    """
+    if args.run_name is not None:
+        return args.run_name
+    parts = []
+    defaults = presets.apply(defaults, args.as_)
+    values = redact_values({f.name: what_counts(f.name, getattr(args, f.name)) for f in dataclasses.fields(args)})
+    for f in dataclasses.fields(args):
+        value = values[f.name]
+        default = what_counts(f.name, getattr(defaults, f.name))
+        unnamed = f.name in (*MAY_CHANGE, "exp_name", "control", "seed") or is_open(args, f.name)
+        if not unnamed and value != default:
+            parts.append(f"{f.name.rstrip('_')}={value}")
+    text = "__".join(parts)
+    safe = "".join(c if c.isalnum() or c in "=_.,+-" else "-" for c in text)
+    begin = args.exp_name if args.control == "none" else f"{args.exp_name}__control={args.control}"  # never cut off
+    ends = (begin, f"seed={args.seed}")
+    room = NAME_BYTES - sum(len(os.fsencode(end)) + 2 for end in ends)  # a letter may have four bytes
+    if len(safe) > 120 or safe != text or len(safe.encode()) > room:
+        beginning = safe[:100].encode()[: room - 9].decode(errors="ignore")
+        safe = f"{beginning}-{hashlib.sha256(os.fsencode(text)).hexdigest()[:8]}"
+    return "__".join(filter(None, (ends[0], safe, ends[1])))
+
+
+def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
+    """Find the folder of a run, and the checkpoint that it resumes from (None: it starts from scratch).
+
+    Refuses whatever would lose the work of a run. This function only looks: ``RunLog`` writes once the models are
+    loaded, so a failed start leaves nothing behind. Rank 0 alone verifies checkpoints and returns one;
+    ``checkpoints.Checkpoints`` tells the other ranks. For a finished run the program ends here, with exit code 0.
+    """
+    folder = Path(args.output_dir) / run_name(args, defaults)
+    if rank() == 0:
+        check_writable(folder, args)
+    if holder := lock_holder(folder):
+        refuse(f"{folder} is in use by a running process ({holder}); wait for its end or choose another --run_name")
+    if args.overwrite and args.resume not in ("auto", "never"):
+        refuse(f"--overwrite starts from scratch and --resume {args.resume} continues: give one of them")
+    check_is_a_run(folder, args)
+    check_apart(folder)
+    if args.overwrite:
+        return folder, None
+    if (folder / "config.json").exists():
+        check_earlier_run(folder, args)
+    if rank() != 0 or args.resume == "never":
+        return folder, None
+    return folder, choose_checkpoint(folder, args, world_size)
+
+
+def check_is_a_run(folder: Path, args) -> None:
+    """Refuse a folder that holds something else than a run, where this one would delete, cut or rename it.
+
+    A run is known by the arguments in its config.json, or, where that is lost, by a checkpoint.
+    """
+    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    in_the_way = found & set(LEFT if args.overwrite else WRITTEN)
+    if not in_the_way or saved_steps(folder):
+        return
+    if why := no_run(folder):
+        refuse(
+            f"{folder} is not the folder of a run ({why}), but holds {', '.join(sorted(in_the_way)[:4])}; choose "
+            f"another --run_name or --output_dir, or remove these files yourself"
+        )
+
+
+def no_run(folder: Path) -> str:
+    """Why a folder holds no run, by its config.json; "" where it holds one."""
+    try:
+        return (
+            "" if "args" in json.loads((folder / "config.json").read_text()) else "its config.json is not that of a run"
+        )
+    except FileNotFoundError:
+        return "it has no config.json"
+    except (OSError, ValueError, TypeError) as error:
+        return f"its config.json cannot be read ({type(error).__name__}: {error})"
+
+
+def left_by_a_run(folder: Path) -> list[Path]:
+    """What --overwrite removes; config.json last, by which the folder is known as a run's wherever this ends."""
+    found = [path for path in folder.iterdir() if path.name.removesuffix(".aside").removesuffix(".partial") in LEFT]
+    return sorted(found, key=lambda path: path.name == "config.json")
+
+
+def check_apart(folder: Path) -> None:
+    """Refuse a run inside the folder of another, where each would take the other's files for its own."""
+    outer = [parent for parent in folder.absolute().parents if not no_run(parent)]
+    if outer:
+        refuse(f"{folder} lies in the folder of a run, {outer[0]}; choose another --run_name or --output_dir")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a run. Raises ValueError where it is no JSON object, or has no arguments."""
+    config = json.loads((folder / "config.json").read_text())
+    if not isinstance(config, dict) or not isinstance(config.get("args"), dict):
+        raise ValueError("it has no arguments of a run")
+    return config
+
+
+def check_earlier_run(folder: Path, args) -> None:
+    """Reject the folder of another run; exit with code 0 where this very run is finished."""
+    try:
+        config = read_config(folder)
+    except ValueError as error:
+        refuse(f"{folder}/config.json cannot be read ({error}); remove this file to resume from the checkpoints there")
+    other, _ = changed_arguments(config["args"], args)
+    if other:
+        change = ", ".join(other[:5])
+        refuse(f"{folder} holds a run of another configuration ({change}); choose another --run_name or --exp_name")
+    if args.resume == "never":
+        refuse(f"{folder} holds this very run already; --overwrite replaces it, --seed or --exp_name start another")
+    if args.resume != "auto" or unfinished(folder, args):
+        return
+    changed = changed_code(config.get("code"), code_of(args))
+    if changed:
+        refuse(
+            f"{folder} is finished, but by other code: {', '.join(changed[:5])}. To train with the new code choose "
+            f"another --exp_name or --run_name, or --overwrite to replace the old run"
+        )
+    ignored = ignored_changes(config["args"], args)
+    note = f" (it ran with another {', '.join(f'--{name}' for name in ignored)})" if ignored else ""
+    print_on_rank_0(f"{folder} is finished{note}; --overwrite replaces it, --seed or --exp_name start another")
+    raise SystemExit(0)
+
+
+def earlier_choices(args, folder: Path) -> dict[str, Any]:
+    """What the machine on which this run began made of flags that leave it open; empty for a run that begins here."""
+    if args.resume not in ("auto", "never"):
+        folder = Path(args.resume).absolute().parent.parent
+    if args.overwrite or no_run(folder):
+        return {}
+    return read_config(folder).get("resolved", {})
+
+
+def check_writable(folder: Path, args) -> None:
+    """Refuse a folder in which no file can be made, by making one without a name; a dry run is only warned."""
+    place = folder.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return
+    except OSError as error:
+        message = f"--output_dir {args.output_dir}: {place} cannot be written ({error.strerror}); choose another folder"
+    if not args.dry_run:
+        refuse(message)
+    print_on_rank_0(f"warning: {message}")
+
+
+def check_disk(args, folder: Path) -> None:
+    """Refuse a disk that cannot take the trained weights: better in the first second than after the last step.
+
+    Counts model/ and critic/ at the size of the given weights (safetensors of a local folder; the size of a model on
+    the hub is unknown). Checkpoints are left out: with several ranks each node may have a disk of its own. A dry run
+    writes nothing and is only warned.
+    """
+    weights = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
+    place = Path(args.output_dir).absolute()
+    while not place.exists():
+        place = place.parent
+    needed = weights
+    if not getattr(args, "disable_value", True):  # ppo.py, with a critic
+        given = dict(word.split("=", 1) for word in args.critic)
+        critic = Path(given.get("model_name_or_path", args.model_name_or_path))
+        needed += sum(f.stat().st_size for f in critic.glob("*.safetensors"))
+    free = shutil.disk_usage(place).free
+    if args.overwrite and folder.is_dir():  # RunLog removes the old run before anything is written
+        free += sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    if free >= needed:
+        return
+    message = (
+        f"--output_dir {args.output_dir}: {free / 2**30:.1f} GiB free there, but the trained weights alone take "
+        f"{needed / 2**30:.1f}; free some space or choose another folder"
+    )
+    if not args.dry_run:
+        refuse(message)
+    print_on_rank_0(f"warning: {message}")
+
+
+FIRST_FIELD = re.compile(r'\{"step": (-?\d+),')
+
+
+def step_of(line: str) -> int | None:
+    """Step of a line of a .jsonl file, also of one that is no JSON but whole; None for half a line."""
+    found = FIRST_FIELD.match(line) if line.endswith("\n") else None
+    if found:
+        return int(found[1])
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def last_step(path: Path) -> int:
+    """Step of the last whole line of a .jsonl file; -1 without any among the last hundred."""
+    if not path.is_file():
+        return -1
+    with open(path, errors="replace") as file:
+        lines = deque(file, maxlen=100)
+    return next((step for line in reversed(lines) if (step := step_of(line)) is not None), -1)
+
+
+def unfinished(folder: Path, args) -> str:
+    """What the run in ``folder`` still lacks of what only its end writes; "" when it is finished."""
+    config = json.loads((folder / "config.json").read_text())
+    steps = total_steps(args, config.get("problems", 0))
+    if is_open(args, "total_steps"):
+        steps = config["args"]["total_steps"]
+    reached = last_step(folder / "metrics.jsonl")
+    if reached < steps:
+        return f"is at step {max(reached, 0)} of {steps}"
+    if args.eval_prompts > 0 and last_step(folder / "eval.jsonl") < steps:
+        return "has not evaluated its last step"
+    if not (folder / "model" / "config.json").is_file() or not any((folder / "model").glob("*.safetensors")):
+        return "has not saved its model"
+    return ""
+
+
+def cut_back(file: Path, last: int) -> None:
+    """Leave the whole lines of a .jsonl file up to step ``last``; later steps are done again."""
+    if not file.exists():
+        return
+    with open(file, errors="replace") as lines:
+        steps = ((step_of(line), line) for line in lines)  # one at a time: samples may fill gigabytes
+        write_whole(file, (line.rstrip("\n") + "\n" for step, line in steps if step is not None and step <= last))
+
+
+def data_digest(*parts: Sequence[Problem]) -> str:
+    """What tells one set of rendered problems from another: up to a thousand of each part, evenly spaced."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for i in range(0, len(part), max(1, len(part) // 1000)):
+            digest.update(json.dumps([len(part), i, part[i].prompt_ids, part[i].truth]).encode())
+    return digest.hexdigest()
+
+
+def saved_steps(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of the checkpoints of a run, oldest first. One that is being written has another name."""
+    found = [p for p in (folder / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdigit()]
+    return sorted((int(p.name.removeprefix("step_")), p) for p in found)
+
+
+def damage(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint's files, by its manifest; "" when all are there and as they were written."""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        for name, (size, digest) in files.items():
+            if not (checkpoint / name).is_file():
+                return f"{name} is missing"
+            if (found := (checkpoint / name).stat().st_size) != size:
+                return f"{name} has {found} bytes, not {size}"
+            if file_digest(checkpoint / name) != digest:
+                return f"{name} has changed since it was written (another SHA-256)"
+    except FileNotFoundError:
+        return "manifest.json is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it cannot be read ({type(error).__name__}: {error})"
+    return ""
+
+
+def choose_checkpoint(folder: Path, args, world_size: int) -> Path | None:
+    """The checkpoint that ``--resume`` means; None where there is none and nothing is lost by starting from scratch.
+
+    auto takes the newest one whose manifest matches, and reports why newer ones were skipped. Ends with exit code 2
+    where all are damaged, and where the checkpoint belongs to another run or other code.
+    """
+    if args.resume == "auto":
+        start = newest_checkpoint(folder)
+        if start is None:
+            check_nothing_is_lost(folder, args)
+            return None
+    else:
+        start = Path(args.resume)
+        wrong = damage(start)
+        if wrong:
+            refuse(f"--resume {start}: {wrong}; give auto, never, or the folder of an intact checkpoint")
+    state = json.loads((start / "state.json").read_text())
+    check_same_run(start, state, args)
+    report_changes(start, state, args, world_size)
+    return start
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest intact checkpoint in the folder of a run; None where there is none at all.
+
+    Prints why newer ones were skipped. Ends with exit code 2 where all are damaged.
+    """
+    for partial in sorted((folder / "checkpoints").glob("step_*.partial")):
+        print_on_rank_0(f"skipping {partial}: the save was not finished")
+    steps = saved_steps(folder)
+    start = None
+    for _, checkpoint in reversed(steps):
+        wrong = damage(checkpoint)
+        if not wrong:
+            start = checkpoint
+            break
+        print_on_rank_0(f"skipping {checkpoint}: {wrong}")
+    if steps and start is None:
+        refuse(
+            f"{folder}: no checkpoint is intact (see above). Restore one from a copy, or give --overwrite to discard "
+            f"this run's work; --run_name starts another beside it"
+        )
+    named = folder / "checkpoints" / "latest"
+    if start is not None and (not named.is_file() or named.read_text().strip() != start.name):
+        print_on_rank_0(f"{named} does not name {start.name}, the newest intact checkpoint")
+    return start
+
+
+def check_nothing_is_lost(folder: Path, args) -> None:
+    """For a run without any checkpoint: refuse to start from scratch where it would throw away what the user kept."""
+    done = last_step(folder / "metrics.jsonl")
+    if done > 0 and args.save_every == 0 and args.save_minutes == 0:
+        refuse(
+            f"{folder} holds {done} steps of this very run and saved none of them (--save_every 0, --save_minutes 0); "
+            f"--overwrite starts it from scratch, --seed or --exp_name start another"
+        )
+    if (folder / "model").exists():
+        refuse(
+            f"{folder} holds {done} steps of this very run, which ended without a checkpoint to resume from "
+            f"(--save_every, --save_minutes); --overwrite starts it from scratch, --model_name_or_path "
+            f"{folder / 'model'} starts a run from its weights"
+        )
+    if done > 0:
+        print_on_rank_0(f"{folder} stopped after step {done} without a checkpoint: starting from scratch")
+
+
+def check_same_run(start: Path, state: dict[str, Any], args) -> None:
+    """Refuse a checkpoint of another configuration or of other code."""
+    other, _ = changed_arguments(state["args"], args)
+    if other:
+        refuse(f"{start} belongs to a run of another configuration ({', '.join(other[:5])}); choose another --run_name")
+    changed = changed_code(state.get("code"), code_of(args))
+    if changed and args.resume == "auto":
+        refuse(
+            f"{start} was saved by other code: {', '.join(changed[:5])}. --resume {start} resumes it with the new "
+            f"code, --exp_name or --run_name start another run, --overwrite starts this one from scratch"
+        )
+
+
+def report_changes(start: Path, state: dict[str, Any], args, world_size: int) -> None:
+    """Print which checkpoint is resumed, and what has changed since it was saved."""
+    print_on_rank_0(f"resuming after step {state['step']}, from {start}")
+    if state["world_size"] != world_size:
+        print_on_rank_0(
+            f"  changed: {state['world_size']} rank(s) there, {world_size} here: the state of the optimizer is cut "
+            f"anew for them, results are equal up to rounding"
+        )
+    _, allowed = changed_arguments(state["args"], args)
+    for line in allowed:
+        print_on_rank_0(f"  changed: {line}")
+    for line in changed_code(state.get("code"), code_of(args)):
+        print_on_rank_0(f"  changed: {line}")
+    if "code" not in state:
+        print_on_rank_0("  its code is unknown: the checkpoint was saved before runs recorded their code")
+    new = versions()
+    for name in sorted({*new, *state["versions"]}):
+        theirs, ours = state["versions"].get(name), new.get(name)
+        if theirs != ours:
+            print_on_rank_0(f"  changed: {name} {theirs} there, {ours} here: results may differ")

@@ -1,0 +1,131 @@
+"""What makes a run this run and no other: its arguments and its code. Imports no torch."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from runtime.arguments.flags import MAY_CHANGE, PRESENTATION, is_open, what_counts
+from runtime.system.process import PROJECT, file_digest
+from runtime.system.redaction import redact_values
+
+
+def recorded(args) -> dict[str, Any]:
+    """The arguments as JSON has them, and as a run writes them down: without secrets."""
+    return redact_values(json.loads(json.dumps(dataclasses.asdict(args))))
+
+
+def changed_arguments(theirs: dict[str, Any], args) -> tuple[list[str], list[str]]:
+    """Arguments that differ from those of an earlier run, in words.
+
+    Returns two lists: the arguments that make it another run, and those that may change between the parts of one run.
+    """
+    theirs = redact_values(theirs)
+    ours = recorded(args)
+    other = []
+    allowed = []
+    for name, value in ours.items():
+        follows = is_open(args, name) and value == getattr(type(args), name)  # from model and data, not read here
+        if value != theirs.get(name) and not follows:
+            words = f"--{name.rstrip('_')} {theirs.get(name)} there, {value} here"
+            same = name in MAY_CHANGE or what_counts(name, value) == what_counts(name, theirs.get(name))
+            (allowed if same else other).append(words)
+    return other, allowed
+
+
+def ignored_changes(theirs: dict[str, Any], args) -> list[str]:
+    """Names of the arguments that a finished run ignores although they differ and do not only concern its display."""
+    theirs = redact_values(theirs)
+    ours = recorded(args)
+    return [name for name in ours if ours[name] != theirs.get(name) and name not in PRESENTATION]
+
+
+def script_of(args) -> str:
+    """The training script, relative to the project: the file that defines the class of ``args``."""
+    return os.path.relpath(Path(inspect.getfile(type(args))).resolve(), PROJECT)
+
+
+def code_of(args) -> dict[str, str]:
+    """SHA-256 of the script and of every project file that it imports, by path relative to the project.
+
+    The script is the file that defines the class of ``args``, so a copy of grpo.py counts as itself. Files of
+    ``--verifier``, ``--environment`` and ``--external_lib`` count as imported. Imports are read from the source,
+    without running it. Files are read once per process, at the start: an edit during a run is not code of that run.
+    """
+    script = (PROJECT / script_of(args)).resolve()
+    flags = f"{args.verifier or ''},{args.environment or ''}"
+    named = [name.rpartition(":")[0] for name in flags.split(",")]
+    extra = tuple(Path(name).resolve() for name in named if name.endswith(".py"))
+    return dict(_digests(script, extra, args.external_lib))
+
+
+@functools.cache
+def _digests(script: Path, extra: tuple[Path, ...], module: str | None) -> dict[str, str]:
+    places = [script.parent, PROJECT]
+    waiting = [script, *extra]
+    if module is not None:
+        waiting += _module_files(module, places)
+    digests = {}
+    while waiting:
+        path = waiting.pop()
+        name = os.path.relpath(path, PROJECT)
+        if name not in digests and path.is_file():
+            digests[name] = file_digest(path)
+            waiting += _imported_files(path, places)
+    return dict(sorted(digests.items()))
+
+
+def _imported_files(path: Path, places: list[Path]) -> Iterator[Path]:
+    """Files in ``places`` that the source in ``path`` imports, wherever in it the import stands."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except SyntaxError:  # importing it will say so
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _module_files(alias.name, places)
+        elif isinstance(node, ast.ImportFrom):
+            start = [path.parents[node.level - 1]] if node.level > 0 else places
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}" if node.module else alias.name
+                yield from _module_files(name, start)
+
+
+def _module_files(name: str, places: list[Path]) -> list[Path]:
+    """Files that ``import name`` runs: the packages on the way to a module, and the module; none of other projects."""
+    for place in places:
+        files = []
+        folder = place
+        for part in name.split("."):
+            folder = folder / part
+            file = folder.with_name(f"{part}.py")
+            if (folder / "__init__.py").is_file():
+                files.append(folder / "__init__.py")
+            elif file.is_file():
+                files.append(file)
+        if files:
+            return files
+    return []
+
+
+def changed_code(theirs: dict[str, str] | None, ours: dict[str, str]) -> list[str]:
+    """Files that differ between two runs, in words; none for a run of the time before code was recorded (None)."""
+    if theirs is None:
+        return []
+    words = []
+    for name in sorted({*theirs, *ours}):
+        if name not in ours:
+            words.append(f"{name} is no longer part of it")
+        elif name not in theirs:
+            words.append(f"{name} is new")
+        elif theirs[name] != ours[name]:
+            words.append(f"{name} has changed")
+    return words

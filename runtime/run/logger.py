@@ -1,0 +1,407 @@
+"""What a run writes while it trains: metrics, samples and evaluations as JSON lines, the console, Weights & Biases."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.arguments import presets
+from runtime.arguments.flags import Sizes
+from runtime.data.samples import Problem, Sample
+from runtime.run import verdict
+from runtime.run.directory import cut_back, left_by_a_run
+from runtime.run.identity import code_of, recorded, script_of
+from runtime.run.run_files import control_of
+from runtime.system import git, library_logs
+from runtime.system.process import PROJECT, FolderLock, Heap, Stop, print_on_rank_0, refuse, versions, write_whole
+from runtime.system.redaction import redact, redact_words, secret_values
+from runtime.training import derived_defaults, memory
+
+SHOW_SAMPLES = 10  # steps from one look at samples on the console to the next
+ZERO_STEPS = 5  # after this many steps without a score above 0 the run shows what was extracted and what was expected
+
+# ------------------------------------------------------------------------------------------------ before the first step
+
+
+def print_header(
+    args,
+    folder,
+    problems: list[Problem],
+    eval_problems: list[Problem],
+    tokenizer,
+    total_steps: int,
+    hardware: str,
+    model: memory.Model | None,
+    setting: memory.Setting,
+    sizes: Sizes,
+) -> None:
+    """Print the sizes that follow from the arguments, and the first prompt as the model will see it.
+
+    hardware: "cuda torch.bfloat16".
+    """
+    prompts = args.num_unique_prompts_rollout
+    group = args.num_samples_per_prompt_rollout
+    samples = prompts * group
+    updates = args.num_epochs * args.num_mini_batches
+    epochs = total_steps * prompts / len(problems)
+    longest = max(len(p.prompt_ids) for p in problems)
+    evaluation = "evaluation on other data" if args.eval_dataset else f"{args.eval_prompts} more held out"
+    engines = f"; {args.vllm_engines} engine(s) on ranks of their own" if args.vllm_engines > 0 else ""
+    engines += "; each engine in a process of its own" if args.engine_process else ""
+    origins = Counter(f"{p.source} ({p.verifier})" for p in problems)
+    lines = [
+        f"run        {folder}",
+        *presets.explain(args),
+        *derived_defaults.reasons(args, problems, eval_problems, model, tokenizer),
+        f"hardware   {setting.ranks} rank(s), {hardware.replace('torch.', '')}{engines}",
+        f"data       {len(problems)} problems, {evaluation}; longest prompt {longest} tokens",
+        f"from       {', '.join(f'{count} {origin}' for origin, count in origins.most_common(8))}",
+        f"a step     {prompts} prompts x {group} samples = {samples} samples, at most "
+        f"{samples * args.max_response_length} new tokens, {updates} optimizer step(s)",
+        f"the run    {total_steps} steps, {total_steps * samples} samples, {total_steps * updates} optimizer steps, "
+        f"{epochs:.2f} epochs of the data",
+    ]
+    if args.total_episodes is not None and args.total_episodes != total_steps * samples:
+        lines[-1] += f"; --total_episodes {args.total_episodes} is rounded down to whole steps"
+    if args.control != "none":
+        lines.append(f"CONTROL    --control {args.control}: what is trained on is not the verifier's reward")
+    if args.async_steps > 0:
+        between = "between whole batches" if args.inflight_updates == "off" else f"in flight ({args.inflight_updates})"
+        lines.append(f"ahead      samples are at most {args.async_steps} step(s) old; new weights {between}")
+    if model is None:
+        lines.append(f"memory     unknown: the config of {args.model_name_or_path} has not the usual names")
+    else:
+        lines += memory.describe(memory.predict(args, model, setting, sizes), model, setting)
+    ids = problems[0].prompt_ids
+    lines.append(f"prompt     {tokenizer.decode(ids)!r}")
+    lines.append(f"ids        {ids}")
+    print(redact("\n".join(lines)), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- a step
+
+
+def explain_zeros(samples: list[Sample], problems: list[Problem], steps: int) -> str:
+    """Help for a run without a score above 0 for ``steps`` steps: two responses, what was extracted and expected."""
+    lines = [f"no score of the last {steps} steps is above 0. What was extracted, and what was expected:"]
+    for s in samples[:: max(1, len(samples) - 1)][:2]:
+        problem = problems[s.prompt_id]
+        lines += [
+            f"  prompt     {problem.messages[-1]['content'][-300:]!r}",
+            f"  response   {s.response[-300:]!r} (ended by {s.finish_reason})",
+            f"  extracted  {s.extracted[:200]!r} by {problem.verifier}, status {s.reward_status}",
+            f"  expected   {problem.truth[:200]!r}",
+        ]
+    return "\n".join([*lines, "  see --max_response_length, --verifier, --system_prompt"])
+
+
+# Label on the console, name of the metric, format.
+SHOWN = (
+    ("reward", "reward/mean", ".3f"),
+    ("kl", "kl/sequence", ".4f"),
+    ("entropy", "policy/entropy", ".3f"),
+    ("clip", "policy/clip_frac", ".3f"),
+    ("len", "completions/length_mean", ".1f"),
+    ("truncated", "completions/truncated_frac", ".0%"),
+    ("zero-std", "reward/zero_std_frac", ".0%"),
+    ("|dlogp|", "sampler/logprob_diff_mean", ".1e"),
+    ("tok/s", "perf/tokens_per_second", ".0f"),
+)
+# Metrics policy/NAME of every script. Any other is a piece that a script's own token_loss returned (docs/metrics.md).
+POLICY = ("entropy", "ratio_mean", "ratio_max", "clip_frac", "approx_kl", "approx_kl_max")
+PHASES = {"gen": "generate", "score": "score", "logp": "logprobs", "update": "update", "push": "push"}
+
+
+def own_pieces(names: Iterable[str]) -> list[str]:
+    """Those of the metrics that only this script has: pieces of its loss."""
+    pieces = [name for name in names if name.startswith("policy/")]
+    return sorted(name for name in pieces if name.removeprefix("policy/") not in POLICY)
+
+
+def step_line(metrics: dict[str, Any], total: int, remaining: float, masked: bool) -> str:
+    """One step as a line. ``remaining``: seconds until the end; ``masked``: truncated responses are not trained on."""
+    parts = [f"step {metrics['step']}/{total}"]
+    for label, name, form in SHOWN:
+        if name in metrics:
+            parts.append(f"{label} {metrics[name]:{form}}")
+    for name in own_pieces(metrics):
+        parts.append(f"{name.removeprefix('policy/')} {metrics[name]:.4g}")
+    times = [f"{label} {metrics[f'time/{name}']:.1f}s" for label, name in PHASES.items() if f"time/{name}" in metrics]
+    if times:
+        parts.append(" ".join(times))
+    seconds = int(remaining)
+    parts.append(f"left {seconds // 3600}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}")
+    if control := control_of(metrics):
+        parts.append(f"CONTROL {control}")
+    if metrics["optim/skipped"]:
+        parts.append(f"SKIPPED {metrics['optim/skipped']}")
+    if metrics["completions/truncated_frac"] == 1 and masked:
+        parts.append("ALL TRUNCATED, nothing to train on: raise --max_response_length")
+    return " | ".join(parts)
+
+
+def eval_line(result: dict[str, Any]) -> str:
+    """One evaluation as a line; pass@k only where it is more than pass@1."""
+    parts = [f"eval after step {result['step']}: pass@1 {result['eval/pass@1']:.3f}"]
+    if result["eval/samples"] > 1:
+        parts.append(f"pass@{result['eval/samples']} {result['eval/pass@k']:.3f}")
+    parts.append(f"length {result['eval/length_mean']:.1f}")
+    parts.append(f"truncated {result['eval/truncated_frac']:.0%}")
+    parts.append(f"({result['eval/problems']} problems)")
+    return "  ".join(parts)
+
+
+def sample_row(step: int, s: Sample, problem: Problem) -> dict[str, Any]:
+    """A sample as it is written to samples.jsonl."""
+    return {
+        "step": step,
+        "prompt": problem.messages[-1]["content"],
+        "response": s.response,
+        "truth": problem.truth,
+        "reward": s.reward,
+        "reward_parts": s.reward_parts,
+        "extracted": s.extracted,
+        "reward_status": s.reward_status,
+        "advantage": s.advantage,
+        "finish_reason": s.finish_reason,
+        "weight_versions": s.weight_versions,
+        **({"turns": s.turns} if s.turns else {}),
+    }
+
+
+class RunLog:
+    """The files of a run (rank 0 writes, the others are silent), wandb, and the console.
+
+    ``metrics.jsonl``, ``eval.jsonl`` and ``samples.jsonl`` get one JSON object per line. A metric without a value in a
+    step is left out; a value that is not finite is written as null.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        args,
+        world_size: int,
+        total_steps: int,
+        is_main: bool,
+        start: Path | None = None,
+        data: str = "",
+        problems: int = 0,
+        resolved: dict[str, Any] | None = None,
+    ):
+        """``start``: the checkpoint that the run resumes from; ``data``: ``directory.data_digest`` of its problems.
+
+        ``problems``: the number of those it trains on, by which ``--total_epochs`` is a number of steps. ``resolved``:
+        what this machine made of flags that leave it open.
+        """
+        self.folder = folder
+        self.args = args
+        self.total = total_steps
+        self.is_main = is_main
+        self.wandb = None
+        self.wandb_id = None
+        self.zero_steps = 0  # in a row, without a score above 0
+        self.first = 0  # the step after which the run resumed
+        self.scores: dict[int, float | None] = {}  # step -> pass@1 of the evaluation after it
+        self.needless: Path | None = None  # a checkpoint that a finished run does not need
+        self.begun = time.monotonic()
+        self.heap = Heap()
+        if not is_main:
+            library_logs.write_to(None)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = FolderLock(folder)
+        self.lock.acquire()
+        for path in left_by_a_run(folder) if args.overwrite else ():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        self.code = code_of(args)
+        if start is not None:
+            self._check_data(data)
+            state = json.loads((start / "state.json").read_text())
+            self.first = state["step"]
+            self.wandb_id = state.get("wandb_id")
+        self._drop_later_steps(start is not None)
+        (folder / verdict.FILE).unlink(missing_ok=True)
+        config = {
+            "args": recorded(args),
+            "resolved": resolved or {},
+            "world_size": world_size,
+            "command": redact_words(sys.argv),
+            "script": script_of(args),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "resumed_after": self.first,
+            "data": data,
+            "problems": problems,
+            "code": self.code,
+            "git": git.state(PROJECT),
+            "versions": versions(),
+        }
+        write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")
+        library_logs.write_to(folder)
+        if args.track:
+            self._start_wandb(config)
+
+    def _check_data(self, data: str) -> None:
+        """Refuse to resume on other problems: their order and what is held out would be others."""
+        config = self.folder / "config.json"
+        if not config.exists() or json.loads(config.read_text()).get("data", data) == data:
+            return
+        self.lock.release()
+        refuse(
+            f"{self.folder}: --dataset or --eval_dataset gives other problems than before. A file has changed, and "
+            f"with it the order of the problems and the held-out ones: restore it, or start another run (--run_name, "
+            f"--exp_name)"
+        )
+
+    def _drop_later_steps(self, resumed: bool) -> None:
+        """Truncate the .jsonl files to the step of the checkpoint, and set earlier final models aside."""
+        for file in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
+            cut_back(self.folder / file, self.first if resumed else -1)
+        if resumed and self.first == self.total:  # only the last evaluation and the model are missing
+            cut_back(self.folder / "eval.jsonl", self.total - 1)
+        for name in ("model", "critic"):  # of an earlier end: this run is not finished before it has made its own
+            if (self.folder / name).exists():
+                shutil.rmtree(self.folder / f"{name}.aside", ignore_errors=True)
+                (self.folder / name).rename(self.folder / f"{name}.aside")
+
+    def _start_wandb(self, config: dict) -> None:
+        import wandb
+
+        options = {"project": os.environ.get("WANDB_PROJECT", "rlvr"), "name": self.folder.name}
+        options |= {"config": config, "dir": str(self.folder)}
+        if self.wandb_id is not None:
+            options |= {"id": self.wandb_id, "resume": "allow"}
+        # wandb writes down the command line and the address of the git remote, either of which may hold a secret. The
+        # commit is in config. And it would ask a terminal for a key, and wait for the answer.
+        words, keyboard = sys.argv, sys.stdin
+        for mode, limits in ((None, {"init_timeout": 20, "finish_timeout": 30}), ("offline", {})):
+            try:
+                sys.argv = config["command"]
+                settings = wandb.Settings(silent=True, disable_git=True, **limits)
+                with open(os.devnull) as sys.stdin:
+                    self.wandb = wandb.init(**options, mode=mode, settings=settings)
+                break
+            except Exception as error:  # no network, no key, a server error: tracking never stops a run
+                reason = redact((str(error) or type(error).__name__).splitlines()[0])
+                instead = f"tracking offline in {self.folder}" if mode is None else "no tracking"
+                print(f"warning: wandb is not reachable ({reason}); {instead}", flush=True)
+            finally:
+                sys.argv, sys.stdin = words, keyboard
+        if self.wandb is not None:
+            self.wandb_id = self.wandb.id
+
+    def _track(self, method: str, *arguments, **named) -> None:
+        """Tell wandb. If that fails (its process killed, its server gone), the run continues without it."""
+        try:
+            getattr(self.wandb, method)(*arguments, **named)
+        except Exception as error:
+            print_on_rank_0(f"warning: wandb failed ({type(error).__name__}: {error}); no more tracking")
+            self.wandb = None
+
+    def write(self, file: str, record: dict[str, Any]) -> None:
+        """Append one object to ``file`` (metrics.jsonl, eval.jsonl, samples.jsonl)."""
+        if not self.is_main:
+            return
+        with open(self.folder / file, "a") as f:
+            f.write(json.dumps(_writable(record, secret_values()), default=np.ndarray.tolist) + "\n")
+        if self.wandb is not None and file in ("metrics.jsonl", "eval.jsonl"):
+            numbers = {k: v for k, v in record.items() if k not in ("step", "eval/right")}
+            self._track("log", numbers, step=record["step"])
+
+    def evaluation(self, result: dict[str, Any]) -> None:
+        """Write one evaluation to eval.jsonl and the console."""
+        self.write("eval.jsonl", result)
+        self.scores[result["step"]] = result.get("eval/pass@1")
+        print_on_rank_0(eval_line(result))
+
+    def step(self, metrics: dict[str, Any], samples: list[Sample], batch: list[Problem]) -> None:
+        """Write one step: metrics.jsonl, a few samples to samples.jsonl, and a line on the console."""
+        metrics = {k: v for k, v in metrics.items() if v is not None}
+        step = metrics["step"]
+        self.write("metrics.jsonl", metrics)
+        every = max(1, len(samples) // max(1, self.args.log_samples))
+        shown = samples[::every][: self.args.log_samples]
+        for s in shown:
+            self.write("samples.jsonl", sample_row(step, s, batch[s.prompt_id]))
+        if any(s.score > 0 for s in samples):
+            self.zero_steps = 0
+        else:
+            self.zero_steps += 1
+            if self.zero_steps % ZERO_STEPS == 0:
+                print_on_rank_0(explain_zeros(samples, batch, self.zero_steps))
+        remaining = (time.monotonic() - self.begun) / (step - self.first) * (self.total - step)
+        print_on_rank_0(step_line(metrics, self.total, remaining, self.args.mask_truncated_completions))
+        if step == 1 or step % SHOW_SAMPLES == 0:
+            for s in shown:
+                problem = batch[s.prompt_id]
+                print_on_rank_0(
+                    f"  {problem.messages[-1]['content']!r} -> {s.response!r} | ground truth {problem.truth} | "
+                    f"reward {s.reward:.2f} | advantage {s.advantage:+.2f} | {s.finish_reason}"
+                )
+        self.heap.bound()
+
+    def check_skips(self, skips, samples: list[Sample]) -> None:
+        """End the run once ten optimizer steps in a row, of the policy or the critic, were not applied."""
+        if max(vars(skips).values()) >= 10:
+            self.dump("bad_batch.jsonl", samples)
+            raise RuntimeError(
+                f"loss or gradient not finite in ten optimizer steps in a row; the last batch is in "
+                f"{self.folder / 'bad_batch.jsonl'}"
+            )
+
+    def dump(self, file: str, samples: list[Sample]) -> None:
+        """Write all samples of a batch, whole, for a look at what went wrong."""
+        for sample in samples:
+            self.write(file, {"step": -1, **dataclasses.asdict(sample)})
+
+    def end(self) -> None:
+        """Write and print the verdict of a finished run: whether it has learned.
+
+        An error here costs the verdict, not the run, which is saved.
+        """
+        if self.is_main:
+            try:
+                print_on_rank_0(verdict.write(self.folder, self.total))
+            except Exception as error:
+                print_on_rank_0(f"warning: no verdict ({type(error).__name__}: {error})")
+
+    def close(self) -> None:
+        """Finish wandb, and let other runs have the folder."""
+        if self.wandb is not None:
+            self._track("finish")
+        if not self.is_main:
+            return
+        if self.needless is not None and (self.folder / "model").is_dir():
+            Stop.last_step_saved = False
+            shutil.rmtree(self.needless, ignore_errors=True)
+            (self.needless.parent / "latest").unlink(missing_ok=True)
+        self.lock.release()
+
+
+def _writable(value: Any, secrets: dict[str, str]) -> Any:
+    """NaN and infinities as null, for which JSON has no word, and texts without secrets.
+
+    Before they are JSON: a secret may end in a quote, and to hide that one's backslash would break the line.
+    """
+    if isinstance(value, dict):
+        return {_writable(k, secrets): _writable(v, secrets) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_writable(v, secrets) for v in value]
+    if isinstance(value, str):
+        return redact(value, secrets)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

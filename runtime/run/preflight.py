@@ -1,0 +1,58 @@
+"""What can be refused before torch is imported, in the order in which it costs least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from runtime.arguments import checks, flags
+from runtime.data import problem_set
+from runtime.data.samples import Problem
+from runtime.run import directory
+from runtime.system import process
+from runtime.training import derived_defaults, model_files
+
+# Training problems, evaluation problems, the folder of the run, and the checkpoint to resume from, if there is one.
+Ready = tuple[list[Problem], list[Problem], Path, Path | None]
+
+
+def prepare_run(
+    args: flags.RunFlags,
+    defaults: flags.RunFlags,
+    own_checks: list[Callable[[flags.RunFlags], None]],
+    truth_error: Callable,
+) -> Ready | None:
+    """Refuse a run that cannot work or would not mean what it says, with exit code 2. Loads no model.
+
+    Returns what ``main`` needs; None on a rank that only samples.
+
+    Args:
+        args: of the run.
+        defaults: the script's, which a run's name leaves out.
+        own_checks: what only this script refuses, and what the verifiers do.
+        truth_error: what is wrong with the ground truth of a row, for the verifiers.
+    """
+    process.listen_for_signals()
+    checks.check(args, process.world_size())
+    checks.check_training(args)
+    checks.check_kl(args)
+    for check in own_checks:
+        check(args)
+    world_size = process.split_launch(args.vllm_engines, args.vllm_tensor_parallel_size)
+    problems, eval_problems = [], []
+    if world_size > 0 or derived_defaults.needs_data(args):
+        problems, eval_problems = problem_set.load_problems(args, truth_error)
+        derived_defaults.fill(args, problems, eval_problems)
+        checks.check_training(args)
+        model_files.check_model(args)
+    if world_size == 0:
+        directory.open_run(args, defaults)  # ends here, as on the trainers, where the run is finished
+        if args.dry_run:
+            raise SystemExit(0)
+        process.prepare_environment(args.dtype)
+        return None
+    folder, start = directory.open_run(args, defaults, world_size)
+    directory.check_disk(args, folder)
+    args.kept = directory.earlier_choices(args, folder)
+    process.prepare_environment(args.kept.get("dtype", args.dtype))
+    return problems, eval_problems, folder, start

@@ -1,0 +1,47 @@
+"""Parse flag values that have a structure: JSON objects, ID@REVISION. Invalid values exit with code 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from runtime.system.process import refuse
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """ID@REVISION of a model on the hub as (ID, REVISION); None without one. A folder may have an @ in its name."""
+    if "@" not in name or Path(name).exists():
+        return name, None
+    name, _, revision = name.rpartition("@")
+    return name, revision
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Names and their values as a dict, for json.loads, which keeps the last of two values without a word.
+
+    Raises ValueError for a name that is there twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is there twice")
+    return found
+
+
+def json_object(flag: str, text: str, example: str) -> dict[str, Any]:
+    """The JSON object that was given to a flag. Ends with exit code 2 for anything else."""
+    try:
+        found = json.loads(text, object_pairs_hook=unique)
+    except ValueError as error:
+        refuse(f"{flag}: not valid JSON ({error}); for example '{example}'")
+    if not isinstance(found, dict):
+        refuse(f"{flag}: must be a JSON object; for example '{example}'")
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class where it has none."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,129 @@
+"""How the nodes of a launch reach each other: this node's address and interface, and lines that end with a process.
+
+Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import socket
+import struct
+
+from runtime.system.process import refuse, several_nodes
+
+SILENCE = 15  # seconds after which a node that does not answer counts as gone
+SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
+
+
+def own_address() -> str:
+    """The IPv4 address by which the other nodes of the launch reach this one; 127.0.0.1 where there are none.
+
+    That of GLOO_SOCKET_IFNAME if it is set, else of the interface that leads to MASTER_ADDR. On the first node that
+    name may be the loopback's (Debian's /etc/hosts); then the interface of the default route.
+    """
+    if not several_nodes():
+        return "127.0.0.1"
+    given = os.environ.get("GLOO_SOCKET_IFNAME")
+    if given:
+        address = interface_address(given.split(",")[0])
+        if address is None:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            refuse(f"GLOO_SOCKET_IFNAME {given}: this node has no such interface with an IPv4 address; it has {names}")
+        return address
+    for goal in (os.environ["MASTER_ADDR"], "192.0.2.1"):  # an address of no host, which only a default route reaches
+        address = local_end(goal)
+        if address is not None and not address.startswith("127."):
+            return address
+    refuse(
+        f"several nodes, but {socket.gethostname()} knows no way to MASTER_ADDR {os.environ['MASTER_ADDR']} other than "
+        f"its loopback; give --main_process_ip an address that all nodes can reach, or set GLOO_SOCKET_IFNAME"
+    )
+
+
+def local_end(goal: str) -> str | None:
+    """The address of this node from which packets to ``goal`` leave; None without a route. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((goal, 9))
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+def interface_address(name: str) -> str | None:
+    """The IPv4 address of an interface; None where it has none, or is not there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def choose_interface() -> None:
+    """With several nodes, let Gloo use the interface on which they reach each other; the user's choice wins.
+
+    Gloo takes the address that the host name stands for, which in containers and on Debian is the loopback's: the
+    ranks of one node would look for those of the other on their own.
+    """
+    if not several_nodes() or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    address = own_address()
+    names = [name for _, name in socket.if_nameindex() if interface_address(name) == address]
+    if names:
+        os.environ["GLOO_SOCKET_IFNAME"] = names[0]
+
+
+def watch_other_end(line: socket.socket) -> None:
+    """Let the kernel end a connection whose other end has not answered for SILENCE seconds, whatever Python does."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, (SILENCE - 5) // 2)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE * 1000)
+
+
+class Door:
+    """A port where a process can be seen to live: it lets nobody in, but a connection to it ends with the process."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("", 0), backlog=64)
+        self.socket.setblocking(False)
+        self.place = f"{socket.gethostname()} {own_address()} {self.socket.getsockname()[1]}"
+
+    def close(self) -> None:
+        """Tell whoever looks that this process ends in good order."""
+        while True:
+            try:
+                visitor, _ = self.socket.accept()
+            except OSError:  # BlockingIOError: nobody else
+                break
+            with visitor:
+                visitor.sendall(b".")
+        self.socket.close()
+
+
+class Neighbor:
+    """Another rank, seen through its ``Door``."""
+
+    def __init__(self, place: str) -> None:
+        self.host, self.address, port = place.split()
+        self.ended_well = False
+        self.line = socket.create_connection((self.address, int(port)), timeout=5)
+        watch_other_end(self.line)
+        self.line.setblocking(False)
+
+    def is_gone(self, patience: float = 0.0) -> bool:
+        """Whether its process ended without a word, or its node has not answered for SILENCE seconds."""
+        if self.ended_well:
+            return False
+        select.select([self.line], [], [], patience)
+        try:
+            self.ended_well = self.line.recv(1) == b"."
+        except BlockingIOError:
+            return False
+        except OSError:  # reset, timed out, no route
+            return True
+        return not self.ended_well

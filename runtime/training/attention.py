@@ -1,0 +1,261 @@
+"""Which token of a row sees which, in the form that an attention implementation takes, and the layout that suits it.
+
+Every layout follows one rule: place q of a row sees place k if k <= q and q < ends[k], where ends[k] is the place after
+the last token that continues k's prefix. Dense kernels take it as a mask [B, 1, S, S], FlexAttention as a function and
+a table of blocks, and packed rows need no more than their borders. Shapes in names: B rows, S positions of a row, H
+heads, D dimension of a head, K blocks of positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.attention import varlen
+from torch.nn.attention.flex_attention import BlockMask
+
+from runtime.arguments.flags import Sizes
+from runtime.system.process import refuse
+from runtime.training.batching import ROW_MULTIPLE, MicroBatch
+
+MASK_LIMIT = 2**30  # bytes of a dense mask; that of one row of 16,384 tokens in fp32
+SMALL_MASK = 2**28  # bytes, and 2048 places: below both FlexAttention's compilation costs more than it saves
+MASKLESS = ("flex_attention", "varlen", "flash_attention_2", "flash_attention_3")
+
+
+def attention_inputs(batch: MicroBatch, model) -> dict[str, Any]:
+    """The arguments of a transformers model that keep the samples of a micro-batch apart.
+
+    What transformers builds itself (``padded``, ``packed``) has a model's sliding window in it. A mask of shared rows
+    is applied as it is, so the window has to be part of it: a token attends to tokens at most ``sliding_window`` - 1
+    positions before it. Models with ``layer_types`` take one mask per type of layer. The mask is made for one forward
+    pass: those of a whole mini-batch would take gigabytes.
+    """
+    config = model.config.get_text_config()
+    if batch.borders is not None and config._attn_implementation == "varlen":
+        return {
+            "cu_seq_lens_q": batch.borders,
+            "cu_seq_lens_k": batch.borders,
+            "max_length_q": batch.longest,
+            "max_length_k": batch.longest,
+        }
+    if batch.ends is None:
+        return {"attention_mask": batch.attention_mask}
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window >= batch.ends.shape[1]:
+        window = None
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and window is not None:
+        masks = {"full_attention": _shared_mask(batch, model, None)}
+        if "sliding_attention" not in layer_types:
+            return {"attention_mask": masks["full_attention"]}
+        masks["sliding_attention"] = _shared_mask(batch, model, window)
+        return {"attention_mask": masks}
+    return {"attention_mask": _shared_mask(batch, model, window)}  # Mistral, Phi-3: every layer has the window
+
+
+def _shared_mask(batch: MicroBatch, model, window: int | None) -> torch.Tensor | BlockMask:
+    if model.config.get_text_config()._attn_implementation == "flex_attention":
+        return block_mask(batch.ends, batch.position_ids, window)
+    return dense_mask(batch.ends, batch.position_ids, window, model.dtype)
+
+
+def dense_mask(
+    ends_BS: torch.Tensor, positions_BS: torch.Tensor, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """0 where a token (row of the last two dimensions) sees another (column), else the lowest number: [B, 1, S, S]."""
+    places_S = torch.arange(ends_BS.shape[1], device=ends_BS.device)
+    query_S1 = places_S[:, None]
+    visible_BSS = (query_S1 >= places_S) & (query_S1 < ends_BS[:, None])
+    if window is not None:
+        distance_BSS = positions_BS[:, :, None] - positions_BS[:, None]
+        visible_BSS &= distance_BSS < window
+    mask = torch.zeros(visible_BSS.shape, dtype=dtype, device=ends_BS.device)
+    mask.masked_fill_(visible_BSS.logical_not_(), torch.finfo(dtype).min)
+    return mask[:, None]
+
+
+def block_mask(ends_BS: torch.Tensor, positions_BS: torch.Tensor, window: int | None) -> BlockMask:
+    """The same for FlexAttention, from the extremes of each block of 128 places: nothing of size [S, S] is computed.
+
+    A block of queries skips a block of keys that none of it sees, and evaluates the rule only where some are seen and
+    some are not. In a block of earlier keys, those with the largest ``ends`` are seen by its first query if by any.
+    """
+    width = ends_BS.shape[1]
+    least_BK, most_BK = _extremes(ends_BS)
+    first_K = torch.arange(0, width, ROW_MULTIPLE, device=ends_BS.device)  # first and last place of each block
+    last_K = first_K + ROW_MULTIPLE - 1  # of a short block beyond the row: it is never full
+    earlier_KK = first_K[:, None] > first_K  # rows are queries
+    same_KK = first_K[:, None] == first_K
+    some_BKK = same_KK | (earlier_KK & (first_K[:, None] < most_BK[:, None]))
+    all_BKK = earlier_KK & (last_K[:, None] < least_BK[:, None])
+    if window is not None:
+        lowest_BK, highest_BK = _extremes(positions_BS)
+        nearest_BKK = lowest_BK[:, :, None] - highest_BK[:, None]
+        farthest_BKK = highest_BK[:, :, None] - lowest_BK[:, None]
+        some_BKK &= nearest_BKK < window
+        all_BKK &= farthest_BKK < window
+
+    def visible(b, h, q, k):
+        return (k <= q) & (q < ends_BS[b, k])
+
+    def visible_in_window(b, h, q, k):
+        near = positions_BS[b, q] - positions_BS[b, k] < window
+        return visible(b, h, q, k) & near
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(some_BKK & ~all_BKK),
+        *_ordered(all_BKK),
+        BLOCK_SIZE=ROW_MULTIPLE,
+        mask_mod=visible if window is None else visible_in_window,
+        seq_lengths=(width, width),
+    )
+
+
+def _extremes(values_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest value of each block of places, [B, K] each; the last block may be short."""
+    missing = -values_BS.shape[1] % ROW_MULTIPLE
+    last_BX = values_BS[:, -1:].expand(-1, missing)
+    whole_BS = torch.cat([values_BS, last_BX], 1)
+    blocks_BKX = whole_BS.unflatten(1, (-1, ROW_MULTIPLE))
+    return blocks_BKX.amin(2), blocks_BKX.amax(2)
+
+
+def _ordered(chosen_BKK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(number [B, 1, K], indices [B, 1, K, K], these first) of the key blocks chosen for each block of queries."""
+    chosen = chosen_BKK[:, None].int()
+    order = chosen.argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1).int(), order.int()
+
+
+def grouped_attention(
+    module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls eager attention, in fewer passes over the scores of all pairs: its interface for CPUs.
+
+    [B, H, S, D], and [B, K, S, D] of keys and values -> [B, S, H, D]. The G = H / K heads that share a key are one
+    product, so keys and values are not repeated; the scale is applied to the keys; the softmax of 16-bit scores, which
+    computes in fp32 inside, is not asked for its result in fp32.
+    """
+    heads, length, dimension = query.shape[1:]
+    group = heads // key.shape[1]
+    if scaling is None:
+        scaling = dimension**-0.5
+    queries_BKXD = query.unflatten(1, (-1, group)).flatten(2, 3)  # X: places of all heads of a group
+    scores_BKXS = queries_BKXD @ (key * scaling).transpose(2, 3)
+    scores_BKGSS = scores_BKXS.unflatten(2, (group, length))
+    if attention_mask is not None:
+        scores_BKGSS += attention_mask[:, :, None]
+    weights_BKXS = scores_BKGSS.softmax(-1).flatten(2, 3)
+    output_BKXD = weights_BKXS @ value
+    output_BHSD = output_BKXD.unflatten(2, (group, length)).flatten(1, 2)
+    return output_BHSD.transpose(1, 2).contiguous(), None
+
+
+def varlen_attention(
+    module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each sample of a packed row, by ``torch.nn.attention.varlen``: transformers' interface.
+
+    [B, H, S, D] -> [B, S, H, D]. Without borders every row is one sequence; padding on its right is seen by nothing.
+    """
+    rows, heads, length, _ = query.shape
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length
+        max_length_q = length
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B * S, H, D]
+    left = -1 if sliding_window is None else sliding_window - 1
+    output = varlen.varlen_attn(
+        *flat,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(left, 0),
+        enable_gqa=key.shape[1] != heads,
+    )
+    return output.unflatten(0, (rows, length)), None
+
+
+def mask_bytes(layout: str, attention: str, budget: int, dtype: torch.dtype, args) -> int:
+    """Bytes of the largest dense mask that micro-batches of ``budget`` tokens may need.
+
+    Shared rows have a mask in the model's dtype. Those of packed and padded rows are transformers' own, of booleans for
+    sdpa; a padded row that is alone needs none.
+    """
+    if attention in MASKLESS:
+        return 0
+    longest = args.max_prompt_length + args.max_response_length
+    responses = args.num_samples_per_prompt_rollout * args.max_response_length
+    widths = {
+        "shared": min(budget, args.max_prompt_length + responses),
+        "packed": budget,
+        "padded": min(longest, budget // 2),
+    }
+    boolean = attention == "sdpa" and layout != "shared"
+    return budget * widths[layout] * (1 if boolean else dtype.itemsize)
+
+
+def choose_layout(args, sizes: Sizes, cuda: bool, dtype: torch.dtype, attention: str) -> tuple[str, str, str]:
+    """(layout of the rows, attention implementation, why) for ``--batch_layout`` and ``--attn_implementation``.
+
+    cuda: on a GPU for which FlexAttention and flash kernels are made. attention: as ``resolve_device`` has it, by
+    the device alone. On GPUs FlexAttention computes shared rows
+    without a mask in memory, once its four to seven kernels are compiled; sdpa takes their place where masks are small.
+    Packed rows take their place where there is hardly a prompt to share: a group of one, or
+    prompts below a sixteenth of the responses. On CPUs rows are shared as long as their dense masks are small.
+    """
+    short = 16 * args.max_prompt_length < args.max_response_length
+    alone = short or args.num_samples_per_prompt_rollout == 1
+    half = dtype != torch.float32  # flash kernels have 16 bits
+    free = cuda and args.attn_implementation == "auto"  # the attention follows the layout
+    budget = sizes.micro_batch_tokens
+    mask = mask_bytes("shared", attention, budget, dtype, args)
+    if args.batch_layout != "auto":
+        layout, reason = args.batch_layout, "--batch_layout"
+    elif "flash" in attention or attention == "varlen":
+        layout, reason = "packed", f"{attention} takes no mask"
+    elif free and alone and half:
+        layout, reason = "packed", "there is hardly a prompt to share"
+    elif free or attention == "flex_attention":
+        layout, reason = "shared", "on a GPU"
+    elif mask <= MASK_LIMIT:
+        layout, reason = "shared", f"masks of at most {mask / 2**20:.0f} MiB"
+    else:
+        layout, reason = "padded", f"masks of shared rows could take {mask / 2**30:.1f} GiB"
+    if free:
+        packed = "varlen" if half else "sdpa"
+        widest = min(budget, args.max_prompt_length + args.num_samples_per_prompt_rollout * args.max_response_length)
+        small = mask_bytes("shared", "sdpa", budget, dtype, args) <= SMALL_MASK and widest <= 2048
+        shared = "sdpa" if small else "flex_attention"
+        attention = {"shared": shared, "packed": packed, "padded": "sdpa"}[layout]
+    return layout, attention, reason
+
+
+def check_mask_size(model, layout: str, sizes: Sizes, args) -> None:
+    """Refuse micro-batches whose dense masks could be larger than ``MASK_LIMIT``. Exits with code 2."""
+    attention = model.config.get_text_config()._attn_implementation
+    other = " or use --batch_layout padded" if layout != "padded" else ""
+    budget = sizes.micro_batch_tokens
+    size = mask_bytes(layout, attention, budget, model.dtype, args)
+    if size > MASK_LIMIT:
+        refuse(
+            f"--batch_layout {layout}: a mask of --micro_batch_tokens {budget} with {attention} attention could take "
+            f"{size / 2**30:.1f} GiB, and the limit is {MASK_LIMIT / 2**30:.0f}; lower --micro_batch_tokens{other}"
+        )

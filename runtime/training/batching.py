@@ -1,0 +1,371 @@
+"""Rows and micro-batches: which tokens of which samples share a forward pass.
+
+Shapes in names: B rows, S positions of a row, T response tokens of a micro-batch, U of them different, N response
+tokens of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from runtime.data.samples import Sample
+
+CPU_ROW = 1024  # tokens of a shared row: its attention computes the whole square, siblings that are masked included
+ROW_MULTIPLE = 128  # positions: what a shared row on a GPU is padded to, and the block of FlexAttention
+
+
+@dataclass
+class MicroBatch:
+    """Rows for one forward pass, and where in them the response tokens are.
+
+    ``predict`` and ``targets`` describe U different tokens, of which the T tokens of the samples are copies: a token
+    after the same prefix is computed once. ``tokens`` holds, for each of the T, its place among the N tokens of the
+    step: per-token arrays (advantages, old log-probs, weights) are kept flat, [N], and indexed with it. An idle
+    micro-batch, which only keeps a rank in step with the others, has place N for all of its tokens: the arrays have one
+    more slot at their end, whose weight is 0.
+
+    Which token sees which is said by one of three, according to the layout; attention.py makes masks of it.
+    """
+
+    input_ids: torch.Tensor  # [B, S]
+    position_ids: torch.Tensor  # [B, S]
+    attention_mask: torch.Tensor | None  # padded: [B, S], 1 for a token and 0 for padding
+    ends: torch.Tensor | None  # shared: [B, S], the token in place k is seen from the places k to ends[k] - 1
+    borders: torch.Tensor | None  # packed: [samples + 1] int32, where in the one row each sample begins, and the end
+    predict: torch.Tensor  # [U] place in B*S whose logits predict the token
+    targets: torch.Tensor  # [U] the token
+    copies: torch.Tensor  # [T] which of the U
+    tokens: torch.Tensor  # [T] place in the step's flat arrays
+    longest: int  # tokens of the longest sample
+    most_predictions: int  # largest U of all ranks at this position of the plan
+    is_last: bool = True  # of the plan
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device; to a GPU from page-locked memory, or Python would wait for what it computes."""
+        moved = dict(vars(self))
+        for name, value in moved.items():
+            if isinstance(value, torch.Tensor) and device.type == "cuda":
+                moved[name] = value.pin_memory().to(device, non_blocking=True)
+        return MicroBatch(**moved)
+
+
+def token_offsets(samples: list[Sample]) -> list[int]:
+    """Where each sample's tokens begin in the flat arrays, which hold the model's own; the last entry is their N."""
+    offsets = [0]
+    for sample in samples:
+        offsets.append(offsets[-1] + sample.length)
+    return offsets
+
+
+def flat(parts: list[np.ndarray], device: torch.device) -> torch.Tensor:
+    """One value per token, an array of them per sample -> [N + 1]: one after the other, and a 0 for idle tokens."""
+    idle = np.zeros(1, dtype=parts[0].dtype)
+    whole = np.concatenate([*parts, idle])
+    return torch.from_numpy(whole).to(device)
+
+
+def per_token(values: list[float], offsets: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """One value per sample -> [N + 1]: that of its sample for each token, and a 0 for idle tokens."""
+    lengths = torch.tensor([*np.diff(offsets), 1])
+    whole = torch.tensor([*values, 0]).repeat_interleave(lengths)
+    return whole.to(device)
+
+
+class PrefixTree:
+    """A prompt and the responses of the samples ``members``, as paths in the tree of their prefixes.
+
+    The same tokens after the same tokens have the same hidden state, so each node is computed once: the prompt, a
+    common prefix of several responses, a response that was sampled twice. A last token predicts nothing and is not
+    computed.
+
+    Responses are sorted, so that what begins alike stands together and the nodes, numbered as they come, are in
+    preorder: the subtree of a node is the nodes from it up to one place. That place is all that a mask needs to know
+    about a token. Sorting by bytes serves as well as by ids.
+
+    The constructor only counts, which every rank does for every row; ``arrays`` is for a rank's own rows.
+    """
+
+    def __init__(self, samples: list[Sample], members: list[int]):
+        self.prompt = samples[members[0]].prompt_ids
+        self.members = list(members)
+        if len(members) > 1:
+            self.members.sort(key=lambda i: samples[i].response_ids.tobytes())
+        self.responses = [samples[i].response_ids for i in self.members]
+        self.own = [samples[i].own() for i in self.members]
+        self.kept: list[int] = []  # tokens that each response has in common with the one before
+        leaves = 0
+        before = np.empty(0, dtype=np.int32)
+        for response in self.responses:
+            kept = common_prefix(before, response)
+            extends = kept == len(before)  # it continues the response before, whose last token is then no leaf
+            if len(response) > kept and (kept == 0 or not extends):
+                leaves += 1
+            self.kept.append(kept)
+            before = response
+        self.nodes = sum(len(r) for r in self.responses) - sum(self.kept)
+        self.inner = self.nodes - leaves  # nodes that predict something
+
+    def __len__(self) -> int:
+        """Tokens that are computed."""
+        return len(self.prompt) + self.inner
+
+    def arrays(self) -> TreeArrays:
+        """Ids, positions and subtrees of what is computed, and where each response's tokens are predicted."""
+        paths: list[np.ndarray] = []
+        parents: list[np.ndarray] = []
+        depths: list[np.ndarray] = []
+        ends: list[np.ndarray] = []
+        tokens: list[np.ndarray] = []
+        starts = np.zeros(len(self.responses) + 1, dtype=np.int64)  # first node of each response's own
+        for j, response in enumerate(self.responses):
+            starts[j + 1] = starts[j] + len(response) - self.kept[j]
+        path = np.empty(0, dtype=np.int64)
+        for j, response in enumerate(self.responses):
+            kept = self.kept[j]
+            own = np.arange(starts[j], starts[j + 1])
+            path = np.concatenate([path[:kept], own])
+            depth = np.arange(kept, len(response))
+            paths.append(path[self.own[j]])
+            parents.append(np.concatenate([[-1], path])[kept:-1])
+            depths.append(depth)
+            tokens.append(response[kept:])
+            # The subtree of a node ends where the first later response begins that has not all tokens up to the node.
+            common = np.minimum.accumulate([*self.kept[j + 1 :], -1])
+            ends.append(starts[j + 1 :][np.searchsorted(-common, -depth)])
+        tokens_U = np.concatenate(tokens)
+        parents_U = np.concatenate(parents)
+        depths_U = np.concatenate(depths)
+        computed_U = np.zeros(self.nodes, dtype=bool)
+        computed_U[parents_U[parents_U >= 0]] = True
+        before_U = np.zeros(self.nodes + 1, dtype=np.int64)  # computed nodes before each node
+        np.cumsum(computed_U, out=before_U[1:])
+        count = len(self.prompt)
+        subtree_U = count + before_U[np.concatenate(ends)]
+        return TreeArrays(
+            ids=np.concatenate([self.prompt, tokens_U[computed_U]]),
+            positions=np.concatenate([np.arange(count), count + depths_U[computed_U]]),
+            ends=np.concatenate([np.full(count, len(self)), subtree_U[computed_U]]),
+            predict=np.where(parents_U < 0, count - 1, count + before_U[parents_U]),
+            targets=tokens_U,
+            paths=paths,
+        )
+
+
+@dataclass
+class TreeArrays:
+    """A prefix tree as arrays: L computed tokens in the order of a row, U different response tokens."""
+
+    ids: np.ndarray  # [L]
+    positions: np.ndarray  # [L] place in the token's own sequence
+    ends: np.ndarray  # [L] place after the last token that sees this one
+    predict: np.ndarray  # [U] place whose logits predict the token
+    targets: np.ndarray  # [U] the token
+    paths: list[np.ndarray]  # for each member, which of the U its own tokens are: what an environment wrote is in none
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """The number of tokens that two responses begin with alike."""
+    length = min(len(a), len(b))
+    different = a[:length] != b[:length]
+    if not different.any():
+        return length
+    return int(different.argmax())
+
+
+Row = list[PrefixTree]
+MicroRows = list[Row]  # the rows of a micro-batch
+
+
+def sample_length(sample: Sample) -> int:
+    """Tokens of a prompt and its response."""
+    return len(sample.prompt_ids) + len(sample.response_ids)
+
+
+def make_rows(samples: list[Sample], indices: list[int], layout: str, budget: int, most: int) -> list[list[int]]:
+    """Lists of samples that share a row of at most ``budget`` tokens and ``most`` samples.
+
+    shared: samples of one prompt, the prompt once. packed: any samples, first fit by decreasing length. padded: one.
+    """
+    if layout == "padded":
+        return [[i] for i in indices]
+    if layout == "packed":
+        return _packed_rows(samples, indices, budget, most)
+    return _shared_rows(samples, indices, budget, most)
+
+
+def _packed_rows(samples: list[Sample], indices: list[int], budget: int, most: int) -> list[list[int]]:
+    """First fit by decreasing length."""
+    rows: list[list[int]] = []
+    used: list[int] = []  # tokens of each row
+    lengths = {i: sample_length(samples[i]) for i in indices}
+    for i in sorted(indices, key=lengths.get, reverse=True):
+        length = lengths[i]
+        for r, row in enumerate(rows):
+            if used[r] + length <= budget and len(row) < most:
+                row.append(i)
+                used[r] += length
+                break
+        else:
+            rows.append([i])
+            used.append(length)
+    return rows
+
+
+def _shared_rows(samples: list[Sample], indices: list[int], budget: int, most: int) -> list[list[int]]:
+    """Samples of one prompt in the order of ``indices``, as many per row as fit."""
+    rows: list[list[int]] = []
+    used: list[int] = []
+    open_row: dict[int, int] = {}  # prompt -> its newest row
+    for i in indices:
+        sample = samples[i]
+        r = open_row.get(sample.prompt_id)
+        length = len(sample.response_ids)
+        if r is None or used[r] + length > budget or len(rows[r]) == most:
+            open_row[sample.prompt_id] = len(rows)
+            rows.append([i])
+            used.append(sample_length(sample))
+        else:
+            rows[r].append(i)
+            used[r] += length
+    return rows
+
+
+def micro_batches(
+    samples: list[Sample],
+    indices: list[int],
+    *,
+    layout: str,
+    budget: int,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> Iterator[MicroBatch]:
+    """This rank's share of the samples ``indices``, cut into micro-batches of at most ``budget`` padded tokens.
+
+    The tensors of each are made when it is asked for: on a GPU while that computes the one before.
+
+    Every rank computes the whole plan from the same list, so that all of them run the same number of backward passes,
+    and of calls of the output head, without asking each other; it makes tensors of its own share alone. A rank with
+    fewer micro-batches repeats one whose tokens count nothing. Which rank and micro-batch a token lands in does not
+    change its gradient. On a GPU shared rows are padded to a multiple of 128, the size of the kernels' blocks.
+    On a CPU they end at 1,024 tokens, if a sample is not longer.
+    """
+    multiple = ROW_MULTIPLE if device.type == "cuda" and layout == "shared" else 1
+    row_budget = budget
+    if device.type == "cpu" and layout == "shared":
+        longest = max((sample_length(samples[i]) for i in indices), default=0)
+        row_budget = min(budget, max(CPU_ROW, longest))
+    rows: list[Row] = []
+    most = -(-len(indices) // world_size)
+    for row in make_rows(samples, indices, layout, row_budget, most):
+        groups = [row] if layout == "shared" else [[i] for i in row]
+        rows.append([PrefixTree(samples, members) for members in groups])
+    rows.sort(key=lambda row: (-row_length(row), min(row[0].members)))
+    plans = [_cut(dealt, layout, budget, multiple) for dealt in _deal(rows, world_size)]
+    offsets = token_offsets(samples)
+    idle = [rows[-1]] if rows else []
+    count = max(len(plan) for plan in plans)
+    for position in range(count):
+        rows_by_rank = []
+        for plan in plans:
+            rows_by_rank.append(plan[position] if position < len(plan) else idle)
+        own = rows_by_rank[rank]
+        batch = _tensors(own, offsets, layout, padded_width(own, budget, multiple))
+        batch.most_predictions = max(count_predictions(rows) for rows in rows_by_rank)
+        if position >= len(plans[rank]):
+            batch.tokens.fill_(offsets[-1])
+        batch.is_last = position == count - 1
+        yield batch.to(device)
+
+
+def _deal(rows: list[Row], world_size: int) -> list[list[Row]]:
+    """The rows of each rank: the next row goes to the rank with the fewest tokens so far."""
+    load = [0] * world_size
+    dealt: list[list[Row]] = [[] for _ in range(world_size)]
+    for row in rows:
+        least = load.index(min(load))
+        load[least] += row_length(row)
+        dealt[least].append(row)
+    return dealt
+
+
+def _cut(rows: list[Row], layout: str, budget: int, multiple: int) -> list[MicroRows]:
+    """Micro-batches of one rank's rows, which come longest first: the first row of a micro-batch sets its width."""
+    cut: list[MicroRows] = []
+    for row in rows:
+        width = padded_width(cut[-1], budget, multiple) if cut else 0
+        if layout == "packed" or not cut or (len(cut[-1]) + 1) * width > budget:
+            cut.append([row])
+        else:
+            cut[-1].append(row)
+    return cut
+
+
+def padded_width(rows: MicroRows, budget: int, multiple: int) -> int:
+    """Positions of rows of which the first is the longest: a multiple of ``multiple``, unless ``budget`` is less."""
+    length = row_length(rows[0])
+    return max(length, min(budget, -(-length // multiple) * multiple))
+
+
+def count_predictions(rows: MicroRows) -> int:
+    """Different tokens that a micro-batch of these rows predicts: U."""
+    return sum(tree.nodes for row in rows for tree in row)
+
+
+def row_length(row: Row) -> int:
+    """Tokens of a row."""
+    return sum(len(tree) for tree in row)
+
+
+def _tensors(rows: MicroRows, offsets: list[int], layout: str, width: int) -> MicroBatch:
+    """Ids, positions, visibility and index arrays of some rows, padded on the right to ``width``."""
+    ids = np.zeros((len(rows), width), dtype=np.int64)
+    positions = np.zeros_like(ids)
+    ends = np.tile(np.arange(1, width + 1), (len(rows), 1))  # padding is seen by itself: no softmax of nothing
+    borders = [0]
+    predict: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    copies: list[np.ndarray] = []
+    tokens: list[np.ndarray] = []
+    different = 0
+    for b, row in enumerate(rows):
+        start = 0
+        for tree in row:
+            arrays = tree.arrays()
+            end = start + len(tree)
+            ids[b, start:end] = arrays.ids
+            positions[b, start:end] = arrays.positions
+            ends[b, start:end] = start + arrays.ends
+            for path, i in zip(arrays.paths, tree.members, strict=True):
+                copies.append(different + path)
+                tokens.append(np.arange(offsets[i], offsets[i + 1]))
+            predict.append(b * width + start + arrays.predict)
+            targets.append(arrays.targets)
+            different += tree.nodes
+            borders.append(end)
+            start = end
+    mask = None
+    if layout == "padded":
+        lengths = torch.tensor([row_length(row) for row in rows])
+        mask = (torch.arange(width) < lengths[:, None]).long()
+    return MicroBatch(
+        input_ids=torch.from_numpy(ids),
+        position_ids=torch.from_numpy(positions),
+        attention_mask=mask,
+        ends=torch.from_numpy(ends) if layout == "shared" else None,
+        borders=torch.tensor(borders, dtype=torch.int32) if layout == "packed" else None,
+        predict=_index(predict),
+        targets=_index(targets),
+        copies=_index(copies),
+        tokens=_index(tokens),
+        longest=int(positions.max()) + 1,
+        most_predictions=different,
+    )
+
+
+def _index(parts: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))

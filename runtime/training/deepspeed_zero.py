@@ -1,0 +1,306 @@
+"""DeepSpeed ZeRO: its configuration, gathered weights, and moving states between GPU and CPU memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from runtime.system import process
+from runtime.system.process import trim_heap
+from runtime.training.memory import reduce_bucket
+
+
+@torch.no_grad()
+def current_weights(
+    policy,
+    zero_stage: int,
+    checkpoint_names: bool = False,
+    in_buckets: bool = False,
+) -> list[tuple[str, torch.Tensor]] | ShardedWeights:
+    """The policy's weights by name, the tied output head included, whole on every rank.
+
+    Stages 0 to 2 give the live tensors: whoever gets them must be done before the next optimizer step. Stage 3 gives
+    gathered copies; every rank must call. On a GPU all work on the tensors is finished when this returns, so that
+    another thread may read them on a CUDA stream of its own.
+
+    Args:
+        policy: the DeepSpeed engine around ``TokenLogprobs``.
+        zero_stage: ``--zero_stage``.
+        checkpoint_names: give the names and shapes that ``save_pretrained`` would write, which vLLM expects. They
+            differ from the module's for mixtures of experts, whose experts transformers holds in one tensor.
+        in_buckets: under stage 3, leave the gathering to whoever iterates over the result, on every rank. Not for the
+            models whose checkpoints have other tensors than the module: renaming needs all of them.
+    """
+    model = policy.module.model
+    if zero_stage == 3 and in_buckets and not (checkpoint_names and _is_renamed(model)):
+        finish_gpu_work()
+        return ShardedWeights(model)
+    if zero_stage < 3:
+        weights = model.state_dict()
+    else:
+        weights = _gathered_weights(model)
+    if checkpoint_names:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        weights = revert_weight_conversion(model, weights)
+    finish_gpu_work()
+    return list(weights.items())
+
+
+def _is_renamed(model) -> bool:
+    """Whether the checkpoint of a model has other names or tensors than its module."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    nothing: dict[str, torch.Tensor] = {}
+    return revert_weight_conversion(model, nothing) is not nothing
+
+
+class ShardedWeights:
+    """The weights by name of a model that ZeRO-3 has sharded, gathered in buckets while someone iterates over them.
+
+    So only one bucket exists as a whole, besides what the reader keeps. Gathering is a collective: every rank must
+    iterate, to the end, while no rank does anything else that communicates.
+    """
+
+    bucket_elements = 2 * 10**8
+
+    def __init__(self, model):
+        self.entries = model.state_dict(keep_vars=True)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        bucket: dict[str, torch.Tensor] = {}
+        elements = 0
+        for name, weight in self.entries.items():
+            bucket[name] = weight
+            elements += _whole_numel(weight)
+            if elements >= self.bucket_elements:
+                yield from self._gathered(bucket)
+                bucket, elements = {}, 0
+        yield from self._gathered(bucket)
+
+    @staticmethod
+    def _gathered(bucket: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """Copies of whole weights. vLLM asks for them in inference mode, whose tensors autograd would not take."""
+        import deepspeed
+
+        parameters = [weight for weight in bucket.values() if isinstance(weight, nn.Parameter)]
+        with torch.inference_mode(False), torch.no_grad(), deepspeed.zero.GatheredParameters(parameters):
+            return [(name, weight.detach().clone()) for name, weight in bucket.items()]
+
+
+def _whole_numel(weight: torch.Tensor) -> int:
+    """Elements of a weight, also while ZeRO-3 has sharded it."""
+    return getattr(weight, "ds_numel", weight.numel())
+
+
+def weight_bytes(weights: list[tuple[str, torch.Tensor]] | ShardedWeights) -> int:
+    """Bytes of named weights; a tied head counts, for an engine gets it under its own name."""
+    entries = weights.entries.items() if isinstance(weights, ShardedWeights) else weights
+    return sum(_whole_numel(weight) * weight.element_size() for _, weight in entries)
+
+
+def _gathered_weights(model) -> dict[str, torch.Tensor]:
+    """Copies of weights that ZeRO-3 has sharded, by the module's names. What is tied stays tied."""
+    import deepspeed
+
+    weights = {}
+    copies: dict[int, torch.Tensor] = {}  # address of a storage -> its copy
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        for name, tensor in model.state_dict().items():
+            if tensor.data_ptr() not in copies:
+                copies[tensor.data_ptr()] = tensor.clone()
+            weights[name] = copies[tensor.data_ptr()]
+    return weights
+
+
+def copied_to_cpu(
+    weights: list[tuple[str, torch.Tensor]],
+    earlier: list[tuple[str, torch.Tensor]],
+) -> list[tuple[str, torch.Tensor]]:
+    """Copies of named weights in CPU memory, page-locked if they come from a GPU; what is tied is copied once.
+
+    ``earlier``: copies that are not needed any more, whose memory is taken where names and shapes agree.
+    """
+    buffers = dict(earlier)
+    copies: dict[tuple, torch.Tensor] = {}
+    copied = []
+    for name, weight in weights:
+        place = (weight.data_ptr(), weight.shape)
+        if place not in copies:
+            buffer = buffers.get(name)
+            if buffer is None or buffer.shape != weight.shape:
+                buffer = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
+            copies[place] = buffer.copy_(weight.detach())
+        copied.append((name, copies[place]))
+    return copied
+
+
+def finish_gpu_work() -> None:
+    """Wait until the GPU has done everything it was given: CUDA streams of different threads do not wait by themselves.
+
+    vLLM runs its thread on a stream of its own, which would otherwise read weights that are still being written, or
+    still read weights that the next optimizer step overwrites.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
+    """ZeRO with fp32 master weights and fp32 gradient accumulation (the default, bf16, loses 1 to 2 % of a gradient).
+
+    Clipping has to be set here: accelerate's ``clip_grad_norm_`` does nothing under DeepSpeed. Buckets of the default
+    size (5e8) are allocated in every backward pass, which on a CPU costs more than the reduction. Overlapping reduction
+    and backward pass has one rank wait for the device after each micro-batch, with nothing to reduce.
+    """
+    bucket = reduce_bucket(cuda)
+    zero = {
+        "stage": args.zero_stage,
+        "overlap_comm": cuda and process.world_size() > 1,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
+    if "optimizer" in args.offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
+    if "param" in args.offload:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": args.max_grad_norm,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    if dtype == torch.bfloat16:
+        config["bf16"] = {"enabled": True}
+    if dtype == torch.float16:  # the loss is scaled: 2^16, halved by a gradient that overflows, whose step is dropped
+        config["fp16"] = {"enabled": True, "hysteresis": 1}
+    if dtype != torch.float32:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def make_accelerator(args, dtype: torch.dtype, device: torch.device):
+    """accelerate's Accelerator, with DeepSpeed as ``args`` want it; the process group of all ranks stands afterwards.
+
+    DeepSpeed would otherwise compile an all-reduce for inference on CPUs, which training never calls, and load it at
+    every start, beside a lock file. A killed process leaves that file behind, and every later run waits for it forever.
+    """
+    import deepspeed
+    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+
+    deepspeed.ops.__compatible_ops__ = {}  # what it might compile; no flag, but only read for that all-reduce
+    cuda = device.type == "cuda"
+    # A rank may wait long for one that still generates, verifies or writes. Watch ends a run in which no rank moves.
+    patience = timedelta(days=1)
+    process_group = InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=patience)
+    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(args, dtype, cuda))
+    return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[process_group])
+
+
+def lean(engine):
+    """A DeepSpeed engine, without what it holds twice. (Its numbers and checkpoints stay as they are.)
+
+    In fp32 the master weights of ZeRO 1 and 2 are a copy of weights that are masters already. On one rank both can be
+    the same memory; on several, a rank's part would be a view of all weights, and its checkpoint would hold them all.
+    Cutting up the weights has also left gaps in the heap, nearly as large as the optimizer's states.
+    """
+    zero = engine.optimizer
+    second_copy = hasattr(zero, "single_partition_of_fp32_groups") and not zero.cpu_offload
+    if second_copy and zero.dtype == torch.float32 and dist.get_world_size() == 1:
+        for master, weights in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups_flat, strict=True):
+            master.data = weights.data
+        zero._link_all_hp_params()  # the fragments by which DeepSpeed saves would keep the copy alive
+    trim_heap()
+    return engine
+
+
+def clear_dropped_gradients(engine) -> None:
+    """Forget the gradients of the last optimizer step if DeepSpeed dropped it. ``backward`` calls it after each.
+
+    DeepSpeed 0.19.8 does so itself except in bf16 under ZeRO 1 and 2 with the optimizer offloaded: there the sums of
+    averaged gradients keep their NaN, which would also drop every later step.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if not engine.was_step_applied() and isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        for group in engine.optimizer.averaged_gradients:
+            engine.optimizer.averaged_gradients[group] = None
+
+
+def leave_gpu(engines: Iterable) -> None:
+    """Move weights, fp32 master weights and optimizer states of DeepSpeed engines (ZeRO 2) to CPU memory.
+
+    In between they can be read, pushed and saved, but not called. Gradients do not outlive the optimizer step.
+    """
+    for engine in engines:
+        engine.offload_states()
+    finish_gpu_work()
+
+
+def return_to_gpu(engines: Iterable) -> None:
+    """The reverse of ``leave_gpu``."""
+    for engine in engines:
+        engine.reload_states()
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers of a module, what is tied once."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def pin(module: nn.Module) -> None:
+    """Move a module's tensors to page-locked memory, from which a GPU reads several times as fast."""
+    if torch.cuda.is_available():
+        for tensor in _tensors_of(module):
+            tensor.data = tensor.data.pin_memory()
+
+
+def borrow_device(module: nn.Module, device: torch.device) -> None:
+    """Have a module that is not trained compute on ``device``, with copies of its tensors until ``return_device``.
+
+    The tensors themselves stay in CPU memory, so that nothing has to be copied back.
+    """
+    for tensor in _tensors_of(module):
+        if tensor.device != device:
+            tensor.at_home = tensor.data
+            tensor.data = tensor.data.to(device, non_blocking=True, copy=True)
+
+
+def return_device(module: nn.Module) -> None:
+    """Drop the copies that ``borrow_device`` made."""
+    for tensor in _tensors_of(module):
+        if hasattr(tensor, "at_home"):
+            tensor.data = tensor.at_home
+            del tensor.at_home
+
+
+def set_learning_rate(engine, rate: float) -> None:
+    """Set the learning rate of a DeepSpeed engine's optimizer."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
+
+
+def backward(engine, loss: torch.Tensor, is_last: bool, drop: bool = False) -> None:
+    """Backward pass of a micro-batch; after the last one of a mini-batch, the optimizer step.
+
+    ``drop``: do not take it. DeepSpeed skips a step whose gradient is not finite, on every rank: this is the only way
+    to drop gradients that it has already accumulated.
+    """
+    if drop:
+        loss = loss * math.nan
+    engine.set_gradient_accumulation_boundary(is_boundary=is_last)
+    engine.backward(loss)
+    if drop and engine.fp16_enabled():  # what DeepSpeed halves: not this gradient's size was at fault
+        engine.optimizer.loss_scale *= 2
+    if is_last:
+        engine.step()
+        clear_dropped_gradients(engine)

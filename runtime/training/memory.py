@@ -1,0 +1,261 @@
+"""An upper bound of the memory that a rank needs, from the flags and the model's config. Arithmetic, without torch.
+
+docs/evidence/memory.md has the formula in words, and what runs were measured to hold. Sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from runtime.arguments.flags import Sizes, sizes
+from runtime.arguments.values import ModelName
+from runtime.training.model_files import read_configs
+
+GIB = 2**30
+FULL_KL_SAMPLES = 4  # of a step, for which the exact KL is logged
+USABLE = 0.95  # of a GPU; the rest is for fragments
+CUDA = 2 * GIB  # its context, libraries' workspaces, CUDA graphs; not measured
+ENGINE_WORK = 1.5 * GIB  # what an engine on a GPU computes with, beside weights and KV cache; not measured
+CONTEXT = 0.75 * GIB  # CUDA's, of a second process on a GPU; not measured
+PROCESS = {"hf": 0.95e9, "vllm": 1.6e9}  # interpreter, libraries, what building an engine leaves, by --rollout
+GAPS = 0.25  # of all else, on a CPU: freed memory that no later tensor fits into; from whole runs of the quickstart
+FIELDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the memory of a transformer depends on; of a mixture of experts, ``intermediate`` is of those of a token."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the memory of a rank depends on beside model and flags. ``card``: of its GPU; 0 on a CPU."""
+
+    ranks: int  # that train
+    bf16: bool  # or fp16
+    card: float = 0
+    critic: bool = False
+    fast: bool = False  # a CPU with fast products
+
+    @property
+    def number(self) -> int:
+        """Bytes of a number of the model."""
+        return 2 if self.bf16 else 4
+
+
+@functools.cache  # one question to the hub
+def read_model(name: ModelName) -> Model | None:
+    """The model in a folder or on the hub; None without the usual names. Exits with code 2 where there is no model."""
+    config, _, _ = read_configs(name, "--model_name_or_path", dry_run=True)  # its weights may be elsewhere
+    parameters = 0
+    for weights in Path(name.name).glob("*.safetensors"):
+        with safe_open(weights, "np") as tensors:
+            parameters += sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
+    text = config.get("text_config", config)
+    return model_of(text, parameters, config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+
+
+def model_of(config: dict[str, Any], parameters: int = 0, tied: bool = True) -> Model | None:
+    """The model of a config.json, its parameters counted if they are not given; None without the usual names."""
+    if any(not isinstance(config.get(name), int) for name in FIELDS):
+        return None
+    layers, hidden, intermediate, heads, vocabulary = [config[name] for name in FIELDS]
+    kv_heads = config.get("num_key_value_heads") or heads
+    size = config.get("head_dim") or hidden // heads
+    experts = config.get("num_local_experts") or config.get("num_experts") or 1
+    expert = intermediate
+    if experts > 1:
+        expert = config.get("moe_intermediate_size") or intermediate
+    attention = (hidden + 1) * size * (heads + 2 * kv_heads) + hidden * size * heads  # with biases, as Qwen has them
+    layer = attention + 3 * hidden * experts * expert + 2 * hidden
+    parameters = parameters or layers * layer + hidden + vocabulary * hidden * (1 if tied else 2)
+    used = min(experts, config.get("num_experts_per_tok") or experts) * expert  # by a token
+    return Model(parameters, layers, hidden, used, heads, kv_heads, size, vocabulary)
+
+
+def trainer_states(args, model: Model, setting: Setting) -> dict[str, float]:
+    """What DeepSpeed keeps of policy, critic and reference, by part; stage 1 keeps all gradients, in both types."""
+    shard = model.parameters / setting.ranks
+    on_device = "optimizer" not in args.offload or setting.card == 0
+    weights = setting.number * ("param" not in args.offload)
+    weights *= shard if args.zero_stage == 3 else model.parameters
+    gradients = 4 * shard * on_device
+    if args.zero_stage == 1:
+        gradients = (6 if setting.bf16 else 4) * model.parameters
+    trained = 1 + setting.critic
+    return {
+        "weights": weights * trained,
+        "gradients": gradients * (1 if args.zero_stage == 2 else trained),  # policy and critic take steps in turn
+        "optimizer": shard * 12 * trained * on_device,
+        "reference": model.parameters * setting.number * args.loads_reference,
+    }
+
+
+def row_lengths(args) -> tuple[int, int]:
+    """Tokens at most of a sample, and of a group whose prompt is there once."""
+    group = args.num_samples_per_prompt_rollout * args.max_response_length
+    return args.max_prompt_length + args.max_response_length, args.max_prompt_length + group
+
+
+def activations(args, model: Model, setting: Setting, tokens: int) -> float:
+    """What autograd keeps of the layers for a micro-batch of ``tokens``: of norms, projections, MLP, attention."""
+    number = setting.number
+    hidden = model.hidden
+    queries = model.heads * model.head_size
+    kept = 2 * (hidden * (4 + number) + 4)
+    kept += 4 * model.heads
+    kept += number * 2 * hidden
+    kept += number * 4 * queries
+    kept += number * 4 * model.intermediate
+    sample, group = row_lengths(args)
+    width = {"padded": sample, "packed": tokens}.get(args.batch_layout, min(tokens, group))
+    attention = args.attn_implementation
+    if attention == "auto" and setting.card == 0:
+        attention = "grouped" if setting.bf16 else "sdpa"
+    if attention in ("eager", "grouped"):
+        kept += model.heads * width * (6 if attention == "eager" and setting.bf16 else number)
+    elif attention == "sdpa":
+        kept += number * width
+    layers = 1 if args.gradient_checkpointing else model.layers
+    return tokens * (kept * layers + number * hidden * model.layers)
+
+
+def most_tokens(args, budget: int, ranks: int) -> int:
+    """Of the largest micro-batch: the budget, or a rank's part of a mini-batch and one row more."""
+    prompts = -(-args.num_unique_prompts_rollout // args.num_mini_batches)
+    samples = -(-prompts * args.num_samples_per_prompt_rollout // ranks)
+    sample, group = row_lengths(args)
+    return min(budget, samples * sample + group * (ranks > 1))
+
+
+def passes(args, model: Model, setting: Setting, size: Sizes) -> dict[str, float]:
+    """What comes and goes in the update: activations and logits, or DeepSpeed's buffers, or its step."""
+    number = setting.number
+    on_gpu = setting.card > 0
+    tokens = most_tokens(args, size.micro_batch_tokens, setting.ranks)
+    head = model.vocabulary * model.hidden
+    predictions = min(size.logprob_chunk, tokens) * model.vocabulary
+    # Logits and their gradient, and two blocks of them in fp32. The exact KL has both models' and seven arrays.
+    logits = 2 * number * predictions + 8 * min(logit_block(on_gpu), predictions)
+    if "head_dtype" in (args.override_config or ""):  # in fp32, with a copy of the head and its gradient
+        logits += 2 * (4 - number) * predictions + 8 * head
+    compared = -(-FULL_KL_SAMPLES // setting.ranks) * args.max_response_length * model.vocabulary
+    if "full" in (args.kl_estimator, args.kl_reward_estimator) and any(args.kl_coefficients):
+        compared = predictions
+        logits += (number + 28) * compared
+    exact_kl = (number + 28) * min(compared, predictions) * args.loads_reference
+    # A gradient goes through a bucket and a flat copy, with gloo two; a tied head's and the embedding's meet.
+    several = setting.ranks > 1
+    bucket = reduce_bucket(on_gpu)
+    copies = min(model.parameters, max(bucket, head))
+    if several and on_gpu:
+        bucket *= 2
+    elif several:
+        copies *= 2
+    gathered = 0
+    if args.zero_stage == 3 and (several or "param" in args.offload):
+        gathered = min(model.parameters, max(10**9, head))  # 10**9: DeepSpeed's stage3_max_live_parameters
+    return {
+        "activations": activations(args, model, setting, tokens),
+        "logits": max(logits, exact_kl),
+        "gathered": number * gathered,
+        "reduction": number * (bucket + max(copies, 3 * head)) + 4 * head,
+        "flat gradients": 0 if "optimizer" in args.offload and on_gpu else 4 * model.parameters / setting.ranks,
+    }
+
+
+def reduce_bucket(on_gpu: bool) -> int:
+    """Gradients that DeepSpeed collects before it reduces them over the ranks."""
+    return 2 * 10 ** (8 if on_gpu else 7)
+
+
+def logit_block(on_gpu: bool) -> int:
+    """Logits that are in fp32 at a time: 2 MiB, for a CPU's cache, and 64 MiB, to keep a GPU busy."""
+    return 2 ** (24 if on_gpu else 19)
+
+
+def engine(args, model: Model, setting: Setting, share: float) -> dict[str, float]:
+    """The engine beside a trainer; with its KV cache vLLM fills its ``share`` of a GPU, if no other size is given."""
+    weights = model.parameters * setting.number / args.vllm_tensor_parallel_size
+    weights += ENGINE_WORK * (setting.card > 0 and args.rollout == "vllm")
+    cache = max(0, share * setting.card - weights) if setting.card > 0 else 0.5 * GIB
+    cache = args.engine_args.get("kv_cache_memory_bytes", cache) * (args.rollout == "vllm")
+    beside = args.vllm_engines == 0
+    return {"engine": weights * beside, "KV cache": cache * beside}
+
+
+def second_process(args, model: Model, setting: Setting) -> float:
+    """What --engine_process adds: the block of weights, and libraries once more or on a GPU another CUDA context."""
+    if not args.engine_process:
+        return 0
+    block = model.parameters * setting.number
+    if setting.card > 0:
+        return block + CONTEXT
+    return block + PROCESS["hf"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a rank holds: the parts, the most while the engine samples and while the trainer works, and with gaps."""
+
+    parts: dict[str, float]
+    phases: dict[str, float]
+    peak: float
+
+
+def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> Prediction:
+    """An upper bound for a rank, the process and the engine included. ``size``: if it is not that of the flags."""
+    on_gpu = setting.card > 0
+    size = size or sizes(args, on_gpu, setting.fast)
+    states = trainer_states(args, model, setting)
+    work = passes(args, model, setting, size)
+    sampler = engine(args, model, setting, size.vllm_gpu_memory_utilization)
+    parts = states | work | sampler | {"process": CUDA if on_gpu else PROCESS[args.rollout]}
+    parts["second process"] = second_process(args, model, setting)
+    visitor = parts["reference"] * (on_gpu and "ref" in args.offload)  # there during its own pass alone
+    held = parts["process"] + parts["second process"]
+    held += sum(states.values()) - visitor
+    gradients = parts["gradients"] * (args.zero_stage == 2)  # they are there from backward pass to step
+    asleep = (parts["weights"] + parts["optimizer"]) * (on_gpu and args.sleep == "all")
+    beside = sum(sampler.values()) * (not on_gpu or args.sleep == "off")
+    backward = work["activations"] + work["logits"] + work["gathered"]
+    reduction = work["reduction"] + work["gathered"]
+    update = max(backward, reduction, work["flat gradients"], visitor + work["logits"])
+    sampling = held - gradients - asleep + sum(sampler.values())
+    training = held + update + beside
+    phases = {"sampling": sampling, "training": training}
+    most = max(sampling, training)
+    parts["gaps"] = 0 if on_gpu else GAPS * most
+    return Prediction(parts, phases, most + parts["gaps"])
+
+
+def describe(prediction: Prediction, model: Model, setting: Setting) -> list[str]:
+    """Lines for the start of a run."""
+    card = f" of the GPU's {setting.card / GIB:.1f}" if setting.card else ""
+    count = f"{model.parameters / 1e6:.0f}M parameters"
+    lines = [f"memory     at most {prediction.peak / GIB:.1f} GiB per rank{card} ({count}; docs/evidence/memory.md)"]
+    for title in ("phases", "parts"):
+        found = getattr(prediction, title)
+        shown = [f"{name} {size / GIB:.1f}" for name, size in found.items() if size >= 0.05 * GIB]
+        lines.append(f"  {title:9}{', '.join(shown)}")
+    if 0 < setting.card * USABLE < prediction.peak:
+        lines.append(
+            f"warning: the GPU has {setting.card / GIB:.1f} GiB, and {prediction.peak / GIB:.1f} may be needed; see "
+            f"--gradient_checkpointing, --sleep, --offload, --micro_batch_tokens, gpu_memory_utilization in --vllm_args"
+        )
+    return lines

@@ -1,0 +1,121 @@
+"""Check a model's directory, or its config on the hub, before anything is loaded. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from runtime.arguments.flags import RunFlags
+from runtime.arguments.values import CHAT_TEMPLATES, ModelName
+from runtime.system.process import refuse
+
+LFS_POINTER = b"version https://git-lfs"  # how it begins
+
+
+def check_model(args: RunFlags, flag: str = "--model_name_or_path") -> None:
+    """Refuse a model that cannot serve, before anything is loaded: no weights, too short a context, no chat template.
+
+    args: ``model_name_or_path`` names it, which ``flag`` gave. Only the policy, of the default flag, needs a template.
+    """
+    name = args.model_name_or_path
+    is_policy = flag == "--model_name_or_path"
+    config, tokenizer_config, files = read_configs(args.model, flag, args.dry_run)
+    config |= args.config_overrides
+    if is_policy and args.tokenizer_name_or_path is not None:
+        tokenizer_config, files = read_tokenizer(args.tokenizer_name_or_path)
+    context = config.get("max_position_embeddings")
+    wanted = args.max_prompt_length + args.max_response_length
+    if context is not None and wanted > context:
+        refuse(
+            f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} = "
+            f"{wanted} tokens, but the context of {name} is {context}; shorten one of them"
+        )
+    if not is_policy:
+        return
+    check_reward_model(args)
+    own_template = not files or "chat_template.jinja" in files or tokenizer_config.get("chat_template")
+    if args.template.text is None and not own_template:
+        known = ", ".join(CHAT_TEMPLATES)
+        owner = args.tokenizer_name_or_path or name
+        refuse(f"--chat_template: the tokenizer of {owner} has no template of its own; give a file or one of {known}")
+
+
+def read_configs(model: ModelName, flag: str, dry_run: bool) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+    """(config.json, tokenizer_config.json, names of the files) of a local model; no names for a model on the hub."""
+    name, revision = model
+    folder = Path(name)
+    hint = "give a local folder or a hub id; `make setup` prepares the default model"
+    if folder.exists():
+        if revision is not None:
+            refuse(f"{flag} {name}@{revision}: a local folder cannot have a revision; drop @{revision}")
+        files = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
+        if "config.json" not in files:
+            refuse(f"{flag} {name}: no config.json there; {hint}")
+        if not any(f.endswith((".safetensors", ".bin")) for f in files) and not dry_run:
+            refuse(f"{flag} {name}: no weights (*.safetensors or *.bin) there; {hint}")
+        check_files(folder, files, flag)
+        config = json.loads((folder / "config.json").read_text())
+        tokenizer_config = folder / "tokenizer_config.json"
+        return config, json.loads(tokenizer_config.read_text()) if tokenizer_config.is_file() else {}, files
+    if name.startswith((".", "/", "~")) or (folder.parent != Path() and folder.parent.is_dir()):
+        refuse(f"{flag} {name}: no such folder; {hint}")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        config = json.loads(Path(hf_hub_download(name, "config.json", revision=revision)).read_text())
+    except Exception as error:  # offline, gated, misspelled: the hub client has a class for each
+        refuse(f"{flag} {name}: no such folder, and not on the hub ({error}); {hint}")
+    return config, {}, set()
+
+
+def check_files(folder: Path, files: set[str], flag: str) -> None:
+    """Refuse what stands in for a file after `git clone` without Git LFS, and weights that are not all there."""
+    for name in sorted(files):
+        if not name.endswith((".safetensors", ".bin", ".json", ".model")) or not (folder / name).is_file():
+            continue
+        with open(folder / name, "rb") as file:
+            start = file.read(len(LFS_POINTER))
+        if start == LFS_POINTER:
+            refuse(f"{flag} {folder}: {name} is a pointer of Git LFS, not the file; run `git lfs pull` there")
+        header = int.from_bytes(start[:8], "little")  # a safetensors file begins with the length of its header
+        if name.endswith(".safetensors") and not 1 < header <= (folder / name).stat().st_size - 8:
+            refuse(f"{flag} {folder}: {name} is empty or only a part of a safetensors file; copy it again")
+
+
+def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:
+    """(tokenizer_config.json, names of the files) of a local tokenizer; nothing of one on the hub."""
+    folder = Path(name)
+    if folder.is_dir():
+        files = {f.name for f in folder.iterdir()}
+        if not files & {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"}:
+            refuse(
+                f"--tokenizer_name_or_path {name}: no tokenizer.json there; give a folder that save_pretrained wrote"
+            )
+        check_files(folder, files, "--tokenizer_name_or_path")
+        file = folder / "tokenizer_config.json"
+        return json.loads(file.read_text()) if file.is_file() else {}, files
+    if name.startswith((".", "/", "~")) or (folder.parent != Path() and folder.parent.is_dir()):
+        refuse(f"--tokenizer_name_or_path {name}: no such folder; give a local folder or a hub id")
+    return {}, set()
+
+
+def check_reward_model(args: RunFlags) -> None:
+    """Refuse a reward model that is no sequence classifier, whose head would be random, and flags without a model."""
+    name = args.reward_model_name_or_path
+    length = args.reward_model_max_length
+    if name is None:
+        if length is not None:
+            refuse("--reward_model_max_length needs --reward_model_name_or_path; give it, or leave this out")
+        return
+    config = read_configs(args.reward_model, "--reward_model_name_or_path", args.dry_run)[0]
+    if not any("SequenceClassification" in a for a in config.get("architectures") or ()):
+        refuse(
+            f"--reward_model_name_or_path {name}: {config.get('architectures')} is no sequence classifier; its scores "
+            f"would come from a random head"
+        )
+    if len(config.get("id2label", "01")) != 1:
+        refuse(f"--reward_model_name_or_path {name}: has {len(config.get('id2label', '01'))} outputs, must have one")
+    context = config.get("max_position_embeddings", length)
+    if length is not None and not 0 < length <= context:
+        refuse(f"--reward_model_max_length {length}: must be above 0, and at most the {context} tokens {name} takes")

@@ -1,0 +1,180 @@
+"""Load a causal language model for this machine: device, data type, attention, no dropout."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+from torch import nn
+
+from runtime.arguments.values import is_dropout
+from runtime.system.process import refuse
+from runtime.training import cpu_rates
+from runtime.training.attention import grouped_attention, varlen_attention
+
+OLDEST_GPU = (7, 5)  # compute capability of Turing: T4
+MODERN_GPU = (8, 0)  # of Ampere, with which bfloat16, flash attention and Triton's support begin
+
+
+def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
+    """(device of this rank, dtype of weights, attention implementation), with "auto" decided by the hardware.
+
+    A CPU takes the data type in which it multiplies faster: cpu_rates.py measures it. fp32 has to be much slower,
+    for bf16 rounds: the engine's log-probs differ from the trainer's by 3e-2 nats instead of 1e-5. A run that goes on
+    keeps the type that it began with.
+
+    On CPUs eager attention trained faster than sdpa in bf16 (750 against 600 tokens/s, SmolLM2-135M), and grouped than
+    eager (an update 3.03 against 3.29 s, mean of eight); in fp32 neither was ahead at every micro-batch size. On GPUs
+    ``attention.choose_layout`` may still change the attention.
+    """
+    cuda = torch.cuda.is_available()
+    if not cuda and args.vllm_tensor_parallel_size > 1:  # its shared memory has one name and outlives a killed run
+        refuse(f"--vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} needs GPUs; on CPUs leave it at 1")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    wanted = args.kept.get("dtype", "auto") if args.dtype == "auto" else args.dtype
+    if cuda:
+        wanted = gpu_dtype(wanted, device)
+    elif wanted == "float16":
+        refuse("--dtype float16 needs a GPU: on CPUs DeepSpeed has no training in it; give bfloat16 or float32")
+    elif wanted == "auto":
+        wanted = "bfloat16" if cpu_rates.bf16_pays(cpu_rates.known_rates()) else "float32"
+    dtype = getattr(torch, wanted)
+    attention = args.attn_implementation
+    if attention in ("flex_attention", "varlen") and not cuda:
+        refuse(f"--attn_implementation {attention} needs a GPU: PyTorch has no backward pass of it for CPUs; use sdpa")
+    if attention == "auto":
+        attention = "grouped" if not cuda and dtype == torch.bfloat16 else "sdpa"
+    return device, dtype, attention
+
+
+def gpu_dtype(wanted: str, device: torch.device) -> str:
+    """The data type for a GPU, with "auto" decided; exit code 2 for a GPU that lacks it, or is too old for CUDA 13."""
+    capability = torch.cuda.get_device_capability(device)
+    name = f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}"
+    if capability < OLDEST_GPU:
+        refuse(f"{name}, and CUDA 13, for which torch and vLLM are built here, begins with 7.5: take a newer GPU")
+    if capability < MODERN_GPU and wanted == "bfloat16":
+        refuse(f"--dtype bfloat16: {name} and no bfloat16, which begins with 8.0; give --dtype float16 or float32")
+    if wanted != "auto":
+        return wanted
+    return "bfloat16" if capability >= MODERN_GPU else "float16"
+
+
+def load_model(args, dtype: torch.dtype, attention: str):
+    """The causal language model that ``--model_name_or_path`` names, on the CPU, dropout off, in train mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    register_attention()
+    unset_hf_deepspeed_config()  # under ZeRO-3 it would load every model in pieces, also those DeepSpeed never sees
+    name, revision = args.model
+    shared = {"revision": revision, "trust_remote_code": args.trust_remote_code}
+    config = AutoConfig.from_pretrained(name, **shared)
+    for key, value in args.config_overrides.items():
+        if not hasattr(config, key) and key != "head_dtype":
+            refuse(f"--override_config: the config of {name} has no field {key!r}")
+        setattr(config, key, value)
+    model = AutoModelForCausalLM.from_pretrained(
+        name,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention_for(config, attention, args.attn_implementation),
+        **shared,
+    )
+    switch_off_dropout(model)
+    if getattr(config, "head_dtype", None) == "float32":  # vLLM reads the same field
+        head = model.get_output_embeddings()
+        head.forward = partial(exact_product, head)
+    if attention == "flex_attention":
+        # Its kernels are compiled per kind of mask, batch size and use of gradients. Beyond the default of 8 versions
+        # PyTorch takes the uncompiled one, which holds the scores of all pairs.
+        torch._dynamo.config.recompile_limit = 64
+    return model.train()
+
+
+def exact_product(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """What a head computes, in fp32: bf16 has no numbers between logits of 16 and of 16.125."""
+    bias = None if head.bias is None else head.bias.float()
+    return nn.functional.linear(hidden.float(), head.weight.float(), bias)
+
+
+def register_attention() -> None:
+    """Make the implementations of runtime/training/attention.py known to transformers by their names."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    AttentionInterface.register("varlen", varlen_attention)
+    AttentionInterface.register("grouped", grouped_attention)
+    AttentionMaskInterface.register("grouped", eager_mask)
+
+
+def attention_for(config, attention: str, wanted: str) -> str | None:
+    """The attention implementation for a model of this config; None leaves the choice to transformers.
+
+    sdpa, varlen and grouped silently leave out the soft cap of Gemma 2's attention scores, and gpt-oss has no sdpa, so
+    transformers takes eager there. ``wanted`` is ``--attn_implementation``; asking for what is wrong exits with code 2.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    if capped and attention in ("sdpa", "varlen", "grouped"):
+        if wanted == attention:
+            refuse(
+                f"--attn_implementation {attention} leaves out the soft cap of this model's attention scores; use eager"
+            )
+        return "eager"
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
+    plain = getattr(architecture, "_supports_sdpa", False)  # scores as every model has them, and a mask
+    if attention == "grouped" and not plain:
+        if wanted == attention:
+            refuse("--attn_implementation grouped: this model's attention is not known to be the usual one; use eager")
+        return "eager"
+    if wanted == attention:
+        return attention
+    if attention == "flex_attention" and not getattr(architecture, "_supports_flex_attn", False):
+        return None
+    if attention == "varlen" and not plain:
+        return None
+    return None if attention == "sdpa" else attention
+
+
+def switch_off_dropout(model) -> None:
+    """Set every dropout probability of a transformers model to 0, so that it is the same function in train mode.
+
+    Some models hold the probability in ``nn.Dropout``, some as an attribute of a layer, some read it from the config.
+    """
+    holders = [model.config, model.config.get_text_config()]
+    for module in model.modules():
+        holders.append(module)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for holder in holders:
+        for name, value in list(vars(holder).items()):
+            if is_dropout(name, value):
+                setattr(holder, name, 0.0)
+
+
+def check_tokenizer(model, tokenizer, args) -> None:
+    """Refuse a ``--tokenizer_name_or_path`` with more tokens than the model has embeddings."""
+    rows = model.get_input_embeddings().num_embeddings
+    if args.tokenizer_name_or_path is not None and len(tokenizer) > rows:
+        refuse(
+            f"--tokenizer_name_or_path {args.tokenizer_name_or_path}: {len(tokenizer)} tokens, but "
+            f"{args.model_name_or_path} has {rows} embeddings; give the tokenizer that this model was trained with"
+        )
+
+
+def stop_token_ids(model, tokenizer) -> list[int]:
+    """Every id that ends a response: the generation config's (often several), the config's and the tokenizer's.
+
+    Exits with code 2 where there is none.
+    """
+    ids = set()
+    for holder in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
+        value = getattr(holder, "eos_token_id", None)  # the config of a composite model has the field in its text part
+        ids |= set(value if isinstance(value, list) else [value])
+    if not ids - {None}:
+        refuse("this model and its tokenizer name no token that ends a response: set eos_token_id in its config.json")
+    return sorted(ids - {None})
