@@ -464,7 +464,7 @@ def collect(engine: Engine, verifiers: Verifiers, batch: Batch, clock: utils.Sto
                 # 3 score: at once, in another process, while the rest still decodes
                 own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id]))
         with clock("score"):
-            batch.samples = verifiers.collect(batch.scoring, engine.watch.beat, utils.gather_samples)
+            batch.samples = verifiers.collect(batch.scoring, engine.watch.heartbeat, utils.gather_samples)
     return batch.samples
 
 
@@ -529,7 +529,7 @@ def main(args: Args, ready: Ready | None) -> None:
     if ready is None:
         engine_ranks.serve(args, vllm_thread)
         return
-    run = utils.begin(args, ready)  # prints sizes and what the KL setting means
+    run = utils.setup_run(args, ready)  # prints sizes and what the KL setting means
     if args.dry_run:
         return
     device = run.device
@@ -549,7 +549,7 @@ def main(args: Args, ready: Ready | None) -> None:
     reference = utils.load_reference(args, run)
     policy = utils.prepare_policy(model, args, run, stop_ids[0])
     optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
-    policy = deepspeed_zero.lean(accelerator.prepare(policy, optimizer)[0])
+    policy = deepspeed_zero.dedupe_fp32_weights(accelerator.prepare(policy, optimizer)[0])
 
     kl = utils.make_kl(args)  # kl.loss, kl.reward
     full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None
@@ -611,7 +611,7 @@ def main(args: Args, ready: Ready | None) -> None:
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
         with clock("logprobs"), torch.no_grad():
-            for mb in batching.micro_batches(samples, known, **run.cutting):
+            for mb in batching.micro_batches(samples, known, **run.placement):
                 if updates > 1 or kl.reward > 0:
                     old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
                     if full_kl_T is not None:
@@ -658,7 +658,7 @@ def main(args: Args, ready: Ready | None) -> None:
                 if not mini_in_loss or stats.stopped:
                     continue
                 weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
-                for mb in batching.micro_batches(samples, mini_with_gradient, **run.cutting):
+                for mb in batching.micro_batches(samples, mini_with_gradient, **run.placement):
                     logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coeff != 0)
                     tokens = Tokens(
                         logprobs_T,
@@ -684,7 +684,7 @@ def main(args: Args, ready: Ready | None) -> None:
                 collect(engine, verifiers, asked, clock)
         with clock("push"):
             engine.push(utils.engine_weights(policy, args))
-        queue.look()
+        queue.request_probe()
         if moving is not None and step % moving.freq == 0:
             moving.move(policy, args.zero_stage)
         kl.update(kl_metrics.get("kl/reward"), stats.mean_kl(), len(samples))
@@ -705,7 +705,7 @@ def main(args: Args, ready: Ready | None) -> None:
         }
         log.step(metrics, samples, batch.problems)
         clock.restart()  # the time of a checkpoint is the next step's
-        queue.remember()
+        queue.update_state()
         if checkpoints.after_step(step):
             break
 

@@ -450,7 +450,7 @@ def make_critic(args: Args, run: utils.Run, vocabulary: int):
     critic = TokenValues(model, saving.saved_head(Path(args.model_name_or_path))).to(run.device)
     config = deepspeed_zero.deepspeed_config(args, run.dtype, run.device.type == "cuda")
     optimizer = utils.make_optimizer(critic.parameters(), args.learning_rate, args)
-    return deepspeed_zero.lean(deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0])
+    return deepspeed_zero.dedupe_fp32_weights(deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0])
 
 
 @torch.no_grad()
@@ -697,7 +697,7 @@ def collect(engine: Engine, verifiers: Verifiers, batch: Batch, clock: utils.Sto
                 # 3 score: at once, in another process, while the rest still decodes
                 own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id]))
         with clock("score"):
-            batch.samples = verifiers.collect(batch.scoring, engine.watch.beat, utils.gather_samples)
+            batch.samples = verifiers.collect(batch.scoring, engine.watch.heartbeat, utils.gather_samples)
     return batch.samples
 
 
@@ -762,7 +762,7 @@ def main(args: Args, ready: Ready | None) -> None:
     if ready is None:
         engine_ranks.serve(args, vllm_thread)
         return
-    run = utils.begin(args, ready)  # prints sizes and what the KL setting means
+    run = utils.setup_run(args, ready)  # prints sizes and what the KL setting means
     if args.dry_run:
         return
     device = run.device
@@ -783,7 +783,7 @@ def main(args: Args, ready: Ready | None) -> None:
     reference = utils.load_reference(args, run)
     policy = utils.prepare_policy(model, args, run, stop_ids[0])
     optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
-    policy = deepspeed_zero.lean(accelerator.prepare(policy, optimizer)[0])
+    policy = deepspeed_zero.dedupe_fp32_weights(accelerator.prepare(policy, optimizer)[0])
     critic = None
     if not args.disable_value:
         critic = make_critic(critic_args, run, model.config.get_text_config().vocab_size)
@@ -845,7 +845,7 @@ def main(args: Args, ready: Ready | None) -> None:
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
         with clock("logprobs"), torch.no_grad():
-            for mb in batching.micro_batches(samples, known, **run.cutting):
+            for mb in batching.micro_batches(samples, known, **run.placement):
                 if updates > 1 or kl.reward > 0:
                     old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
                     if full_kl_T is not None:
@@ -865,7 +865,7 @@ def main(args: Args, ready: Ready | None) -> None:
         bootstrap = [args.bootstrap_truncated and s.finish_reason == "length" for s in samples]
         if critic is not None:
             with clock("logprobs"):
-                outputs_N, after_B = values_of(critic, samples, bootstrap, **run.cutting)
+                outputs_N, after_B = values_of(critic, samples, bootstrap, **run.placement)
 
         # 6 advantages: one per token, whitened over all responses, also those that the loss leaves out: an end is worth
         # something compared with being truncated. Every rank has all tokens and finds the same numbers, in fp64.
@@ -914,7 +914,7 @@ def main(args: Args, ready: Ready | None) -> None:
                 own = [i for i in every_sample if samples[i].prompt_id in members]
                 weights_N = F.pad(loss_weights(samples, own, args), (0, 1)).to(device)
                 value_stats = utils.TokenStats(device)
-                for mb in batching.micro_batches(samples, own, **run.cutting):
+                for mb in batching.micro_batches(samples, own, **run.placement):
                     weights_T = weights_N[mb.tokens]
                     loss_T, clipped_T = value_loss(
                         critic(mb), outputs_N[mb.tokens], targets_N[mb.tokens], args.value_clip
@@ -944,7 +944,7 @@ def main(args: Args, ready: Ready | None) -> None:
                 if not mini_in_loss or stats.stopped or policy_step < 0:
                     continue
                 weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
-                for mb in batching.micro_batches(samples, mini_in_loss, **run.cutting):
+                for mb in batching.micro_batches(samples, mini_in_loss, **run.placement):
                     logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coeff != 0)
                     tokens = Tokens(
                         logprobs_T,
@@ -970,7 +970,7 @@ def main(args: Args, ready: Ready | None) -> None:
                 collect(engine, verifiers, asked, clock)
         with clock("push"):
             engine.push(utils.engine_weights(policy, args))
-        queue.look()
+        queue.request_probe()
         if moving is not None and step % moving.freq == 0:
             moving.move(policy, args.zero_stage)
         kl.update(kl_metrics.get("kl/reward"), stats.mean_kl(), len(samples))
@@ -996,7 +996,7 @@ def main(args: Args, ready: Ready | None) -> None:
             metrics["value/lr"] = critic_lr
         log.step(metrics, samples, batch.problems)
         clock.restart()  # the time of a checkpoint is the next step's
-        queue.remember()
+        queue.update_state()
         if checkpoints.after_step(step):
             break
 

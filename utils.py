@@ -85,13 +85,13 @@ class Run:
     rates: dict[str, float]  # of this CPU, or of that where the run began: runtime/training/cpu_rates.py
 
     @property
-    def cutting(self) -> dict:
+    def placement(self) -> dict:
         """Arguments of ``batching.micro_batches``, but for the samples."""
         ranks = {"rank": self.rank, "world_size": self.world_size, "device": self.device}
         return {"layout": self.layout, "budget": self.sizes.micro_batch_tokens, **ranks}
 
 
-def begin(args, ready: tuple) -> Run:
+def setup_run(args, ready: tuple) -> Run:
     """Choose device, sizes and layout, and tokenize the prompts.
 
     Rank 0 prints all this, with what the KL setting means. ``ready``: what ``preflight`` found.
@@ -355,7 +355,7 @@ class TokenLogprobs(nn.Module):
         ``use_cache=False`` is needed for correctness: with a cache, transformers no longer finds the borders of packed
         sequences, and they attend to each other.
         """
-        Watch.beat()
+        Watch.heartbeat()
         output = self.model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -743,7 +743,7 @@ def exact_kl(policy, reference, samples: list[Sample], members: list[int], run: 
     end = token_offsets(samples)[-1]
     sums = torch.zeros(3, device=run.device)  # both directions, tokens
     largest = torch.zeros(1, device=run.device)  # of a token
-    for mb in micro_batches(samples, members[:FULL_KL_SAMPLES], **run.cutting):
+    for mb in micro_batches(samples, members[:FULL_KL_SAMPLES], **run.placement):
         real_T = mb.tokens < end
         full_kl_T = policy(mb, reference)[2] * real_T
         forward_kl_T = policy(mb, reference, divergence=forward_kl)[2] * real_T
@@ -784,7 +784,7 @@ def check_engines(policy, engine: Engine, samples: list[Sample], trained: list[i
     must call. Raises RuntimeError as ``check_sampler`` does.
     """
     if args.async_steps > 0:
-        looks = gather_samples(engine.looked())
+        looks = gather_samples(engine.probe_samples())
     else:
         seen = {samples[i].engine for i in trained}
         looks = []
@@ -797,7 +797,7 @@ def check_engines(policy, engine: Engine, samples: list[Sample], trained: list[i
     fresh_N = flat([s.token_versions() == step for s in looks], run.device)
     engine_N = per_token([s.engine for s in looks], offsets, run.device)
     stats = TokenStats(run.device, engine.count)
-    for mb in micro_batches(looks, list(range(len(looks))), **run.cutting):
+    for mb in micro_batches(looks, list(range(len(looks))), **run.placement):
         diff_T = (policy(mb)[0] - sampler_N[mb.tokens]).abs()
         stats.add(fresh_N[mb.tokens], {"tokens": torch.ones_like(diff_T), "diff": diff_T})
         stats.add_sampler_diff(fresh_N[mb.tokens], diff_T, engine_N[mb.tokens])
@@ -842,7 +842,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        Watch.beat()
+        Watch.heartbeat()
         if self.inside:
             yield
             return

@@ -76,7 +76,7 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
         config, script = find_run(given.run)
         defaults = arguments_of_run(given.run, script, config["args"])
     args = flags.parse(type(defaults), __doc__, words, defaults)
-    args.kept = config.get("resolved", {})  # the run's data type, also on a machine that would choose another
+    args.recorded_choices = config.get("resolved", {})  # the run's dtype, also on a machine that would choose another
     if given.run is not None:
         check_code(given.run, config, defaults, given.accept_changed_code)
         unknown = [f"--{name}" for name, value in vars(args).items() if value == HIDDEN]

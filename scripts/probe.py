@@ -74,7 +74,7 @@ def main(path: Path, words: list[str]) -> list[str]:
     script = loading.load_script(path, ("Args", "preflight", "vllm_thread", "collect"))
     args = flags.parse(script.Args, __doc__, words)
     args.dry_run = True
-    run = utils.begin(args, script.preflight(args))
+    run = utils.setup_run(args, script.preflight(args))
     context, _, _ = model_files.read_configs(args.model, "--model_name_or_path", dry_run=False)
     room = context.get("max_position_embeddings", sys.maxsize) - args.max_prompt_length
     cap = min(2 * args.max_response_length, room)

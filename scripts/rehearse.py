@@ -207,7 +207,7 @@ def take_part(folder: Path, script: str, words: list[str]) -> None:
     changes = json.loads((folder / "changes.json").read_text())
     for name, value in changes.items():
         setattr(args, name, value)
-    args.given |= changes.keys()
+    args.flags_set |= changes.keys()
     peaks: dict[str, int] = {}
     timed, judged = module.utils.Stopwatch.__call__, module.Verifiers.collect
 

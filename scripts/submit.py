@@ -404,7 +404,7 @@ def changed_code(words: list[str]) -> str | None:
 
     An image holds the code of a commit: what was edited since goes along with the job, or the job would run without it.
     """
-    changed = git.say(Path(), "diff", "HEAD", "--name-only", "--relative", "--diff-filter=d").splitlines()
+    changed = git.output(Path(), "diff", "HEAD", "--name-only", "--relative", "--diff-filter=d").splitlines()
     new = git.untracked(Path(), scripts_in(words))
     names = sorted({*new, *(name for name in changed if name.endswith(CODE))})
     if not names:

@@ -751,7 +751,7 @@ def main(args: Args) -> None:
     if args.avx2:
         os.environ |= AVX2  # of the processes that it starts
     load = os.getloadavg()[0]
-    commit = (git.say(ROOT, "rev-parse", "--short=10", "HEAD") or "unknown").strip()
+    commit = (git.output(ROOT, "rev-parse", "--short=10", "HEAD") or "unknown").strip()
     results |= {"date": time.strftime("%Y-%m-%d"), "commit": commit, "trl": trl_version(args.trl)}
     results["load"] = max(load, results.get("load", 0.0))
     if load > 0.25 * len(os.sched_getaffinity(0)):

@@ -122,9 +122,9 @@ def identity(project: Path) -> dict[str, str]:
         for path in sorted(project.glob(pattern)):
             digest.update(path.name.encode())
             digest.update(path.read_bytes())
-    commit = git.say(project, "rev-parse", "--short=10", "HEAD") or ""
-    when = git.say(project, "log", "-1", "--format=%cI") or ""
-    edited = git.say(project, "status", "--porcelain", "--untracked-files=no", "--", *CODE)
+    commit = git.output(project, "rev-parse", "--short=10", "HEAD") or ""
+    when = git.output(project, "log", "-1", "--format=%cI") or ""
+    edited = git.output(project, "status", "--porcelain", "--untracked-files=no", "--", *CODE)
     name = commit.strip()
     if edited or not commit:
         name += "+edited"

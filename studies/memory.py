@@ -262,7 +262,7 @@ def run_quickstart(words: list[str]) -> None:
 
     grpo.Engine = noted_after("the engine, and vLLM", grpo.Engine)
     utils.prepare_policy = noted_after("the trainer's weights, read and checked", utils.prepare_policy)
-    deepspeed_zero.lean = noted_after("DeepSpeed", deepspeed_zero.lean)
+    deepspeed_zero.dedupe_fp32_weights = noted_after("DeepSpeed", deepspeed_zero.dedupe_fp32_weights)
     utils.Stopwatch.__call__ = noted
     logger.RunLog.step = end
     grpo.main(args, ready)

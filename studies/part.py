@@ -259,7 +259,7 @@ def traced(pipe, root: Path, script: str, values: dict[str, Any], log: Path) -> 
     module = load(root, script)
     args = arguments(module, values)
     utils = importlib.import_module("utils")
-    begin = utils.begin
+    begin = utils.setup_run
 
     def begin_and_watch(*given):
         run = begin(*given)  # imports --external_lib, which may change what is watched
@@ -267,7 +267,7 @@ def traced(pipe, root: Path, script: str, values: dict[str, Any], log: Path) -> 
         Tracer(pipe, done).install(module)
         return run
 
-    utils.begin = begin_and_watch
+    utils.setup_run = begin_and_watch
     module.main(args, module.preflight(args))
     pipe.send(None)
 

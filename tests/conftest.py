@@ -94,7 +94,8 @@ def not_asked_to_stop():
     """What a run of this process was told is no word to what the next test calls."""
     with own_signals():
         yield
-    process.Stop.asked = process.Stop.training = process.Stop.last_step_done = process.Stop.last_step_saved = False
+    stop = process.StopRequest
+    stop.asked = stop.training = stop.last_step_done = stop.last_step_saved = False
 
 
 @pytest.fixture(scope="session", autouse=True)

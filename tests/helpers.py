@@ -308,7 +308,7 @@ def stop_after(step: int, monkeypatch) -> None:
 
     def spy(self, metrics, *rest):
         plain(self, metrics, *rest)
-        process.Stop.asked |= metrics["step"] == step
+        process.StopRequest.asked |= metrics["step"] == step
 
     monkeypatch.setattr(logger.RunLog, "step", spy)
 

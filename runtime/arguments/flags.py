@@ -63,8 +63,10 @@ As = Annotated[str | None, tyro.conf.arg(name="as", metavar="NAME")]
 class RunFlags:
     """Everything about a run that is not the algorithm."""
 
-    given: ClassVar[frozenset[str] | None] = None  # by ``parse``: what the command line sets; None: all of it is meant
-    kept: ClassVar[dict[str, Any]] = {}  # by ``preflight``: what a run that goes on was given where it began
+    # Names of the flags that the command line sets, from ``parse``. None: made in Python, where every value is meant.
+    flags_set: ClassVar[frozenset[str] | None] = None
+    # Choices by measurement (dtype, sizes, layout) of the run that is resumed, from ``preflight``.
+    recorded_choices: ClassVar[dict[str, Any]] = {}
 
     # ---- run
     seed: int = 1
@@ -298,7 +300,7 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
     args = tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
     named = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
     changed = {key for key in fields if default is not None and getattr(default, key) != getattr(cls, key, None)}
-    args.given = frozenset(named | changed)
+    args.flags_set = frozenset(named | changed)
     return args
 
 
@@ -306,8 +308,8 @@ def is_open(args: Any, name: str) -> bool:
     """Whether a flag was left to follow from model and data. Arguments that were made in Python are all meant."""
     lengths = ("total_steps", "total_episodes", "total_epochs")
     names = lengths if name == "total_steps" else (name,)
-    known = name in OPEN and hasattr(args, name) and args.given is not None
-    return known and not args.given.intersection(names)
+    known = name in OPEN and hasattr(args, name) and args.flags_set is not None
+    return known and not args.flags_set.intersection(names)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -353,7 +355,7 @@ def engine_args(text: str | None) -> dict[str, Any]:
     return json_object("--vllm_args", text, '{"max_num_seqs": 512, "enforce_eager": true}')
 
 
-def what_counts(name: str, value: Any) -> Any:
+def identity_value(name: str, value: Any) -> Any:
     """What makes a run another run, of the value of an argument that may change in part."""
     if name == "vllm_engines" and value is not None:
         return value > 0

@@ -72,8 +72,8 @@ class Engine:
         self.numbers = itertools.count()
         self.batches: dict[int, Batch] = {}  # asked for and not whole, by their numbers
         self.arrived: deque[tuple[Batch, Sample]] = deque()  # and not handed on
-        self.look_batch: Batch | None = None  # a few tokens to compare with the trainer's, under way
-        self.looks: list[Sample] = []  # what has arrived of it
+        self.probe_batch: Batch | None = None  # a few tokens to compare with the trainer's, under way
+        self.probes: list[Sample] = []  # what has arrived of it
         self.version = 0  # of the weights that were pushed last: step s begins with version s
         self.weights: list[tuple[str, torch.Tensor]] = []  # these, for an engine that has to be built again
         self.spare: list[tuple[str, torch.Tensor]] = []  # copies whose memory the next ones may take
@@ -161,20 +161,20 @@ class Engine:
             else:
                 self.take("sample", until)
 
-    def look(self, problems: list[Problem], sampling: dict) -> None:
-        """Ask every engine for 4 times 16 tokens by the weights that it has now, without waiting: see ``looked``."""
+    def request_probe(self, problems: list[Problem], sampling: dict) -> None:
+        """Ask every engine for 4 times 16 tokens from its current weights, without waiting for ``probe_samples``."""
         places = range(4 * self.count)
         prompts = [problems[place % len(problems)] for place in places]
         short = {"max_tokens": min(16, sampling["max_tokens"]), "ignore_eos": True}
-        self.look_batch = self.ask(prompts, [(place, 0, place) for place in places], sampling | short)
+        self.probe_batch = self.ask(prompts, [(place, 0, place) for place in places], sampling | short)
 
-    def looked(self) -> list[Sample]:
-        """This rank's part of what the last ``look`` asked for."""
-        until = ("until", self.look_batch.number)
+    def probe_samples(self) -> list[Sample]:
+        """This rank's part of what the last ``request_probe`` asked for."""
+        until = ("until", self.probe_batch.number)
         self.inbox.put(until)
-        while self.look_batch.unfinished:
+        while self.probe_batch.unfinished:
             self.take("sample", until)
-        found, self.looks = self.looks, []
+        found, self.probes = self.probes, []
         return found
 
     def take(self, what: str, request: tuple | None = None) -> None:
@@ -198,8 +198,8 @@ class Engine:
                 sample.response = self.tokenizer.decode(sample.last_turn(), skip_special_tokens=True)
                 sample.engine = key[0] % self.count
                 self.tokens += sample.length
-                if self.reports and batch is self.look_batch:
-                    self.looks.append(sample)
+                if self.reports and batch is self.probe_batch:
+                    self.probes.append(sample)
                 elif self.reports:
                     self.arrived.append((batch, sample))
             case ("weights", version, busy):
@@ -263,7 +263,7 @@ class Queue:
             for sample in batch.samples or []:
                 sample.engine = sample.prompt_id % self.engine.count  # another number of ranks has other engines
             self.batches.append(batch)
-        self.look()
+        self.request_probe()
 
     def ask(self, count: int, name: str | None = None) -> Batch:
         """Ask for ``count`` problems: those of the next step, or others, by a name of their own."""
@@ -276,15 +276,15 @@ class Queue:
             self.batches.append(batch)
         return batch
 
-    def look(self) -> None:
+    def request_probe(self) -> None:
         """Have something to compare with the trainer's log-probs in the next step, whose own samples may be stale."""
         if self.args.async_steps > 0:
-            self.engine.look(self.source.problems, self.sampling)
+            self.engine.request_probe(self.source.problems, self.sampling)
 
     def next(self) -> Batch:
         """The oldest batch."""
         return self.batches.popleft()
 
-    def remember(self) -> None:
+    def update_state(self) -> None:
         """Bring ``state`` up to date."""
         self.state.ahead = [(b.chosen, b.samples and [vars(s) for s in b.samples]) for b in self.batches]

@@ -88,7 +88,7 @@ def mapped(file: int, size: int) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------- in the trainer's process
 
 
-class Giver:
+class WeightsSender:
     """The trainer's side of the weights. The block is laid out once, and again only for other tensors."""
 
     def __init__(self, line: Connection, pid: int):
@@ -178,7 +178,7 @@ class EngineProcess:
 
 def hand_on(inbox: Mailbox, outbox: Mailbox, line: Connection, pid: int) -> None:
     """The other thread: what arrives in the inbox goes to the engine's process."""
-    giver = Giver(line, pid)
+    giver = WeightsSender(line, pid)
     message = ()
     try:
         while message != ("stop",):

@@ -173,7 +173,7 @@ class Engines:
             try:
                 for _, weight in weights:
                     broadcast(self.group, weight.detach().to(device).contiguous())
-                    Watch.beat()
+                    Watch.heartbeat()
                 if device.type == "cuda":
                     torch.cuda.synchronize()
             except RuntimeError as error:
@@ -269,7 +269,7 @@ def serve(args, thread: Callable) -> None:
                 case ("weights", version, entries, True):
                     inbox.put(("weights", version, from_line(line, entries)))
                 case ("weights", version, entries, False):
-                    inbox.put(("weights", version, Arriving(group, entries, worker)))
+                    inbox.put(("weights", version, WeightsReceiver(group, entries, worker)))
                 case _:
                     inbox.put(message)
         except (EOFError, OSError):
@@ -314,7 +314,7 @@ def from_line(line: Connection, entries: list[tuple]) -> Weights:
     return weights
 
 
-class Arriving:
+class WeightsReceiver:
     """The weights of a broadcast, each received when it is asked for: vLLM loads one while the next is on its way.
 
     An engine that fails in the middle, or before, receives the rest all the same: the others wait for their part.

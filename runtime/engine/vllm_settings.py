@@ -39,7 +39,7 @@ def product_rates(args) -> dict[str, float]:
     """The rates by which sizes and data type are chosen on a CPU; empty on a GPU."""
     if torch.cuda.is_available():
         return {}
-    return args.kept.get("product_rates") or cpu_rates.known_rates()
+    return args.recorded_choices.get("product_rates") or cpu_rates.known_rates()
 
 
 def engine_share(args, dtype: torch.dtype, world_size: int) -> float:

@@ -44,7 +44,7 @@ def nursery_of(spec: str, life: int) -> Nursery:
     return Nursery(code_of_run(), user_objects.load, path, name, user_files.text_of(path))
 
 
-class Lives:
+class Nurseries:
     """The processes of one environment: forks of a nursery, which is made again when a tool has killed it."""
 
     def __init__(self, spec: str):
@@ -63,7 +63,7 @@ class Lives:
 
 def ask_once(spec: str, request: tuple, seconds: float) -> Any:
     """The answer of a new process. Raises TimeoutError, or EOFError where the process ended without one."""
-    worker, line = Lives(spec).worker()
+    worker, line = Nurseries(spec).worker()
     try:
         line.send(request)
         if not line.poll(seconds):
@@ -75,7 +75,7 @@ def ask_once(spec: str, request: tuple, seconds: float) -> Any:
 
 
 @functools.cache
-def about(spec: str) -> dict[str, Any]:
+def describe_class(spec: str) -> dict[str, Any]:
     """What ``user_objects.describe`` says of ``file.py:Class``. Ends with exit code 2 where that is no environment."""
     path, _, name = spec.rpartition(":")
     given = on_a_line(spec)
@@ -104,7 +104,7 @@ def check(args) -> None:
     ):
         if wrong:
             refuse(f"--environment with --{flag}: {why}; leave one of them out")
-    found = about(args.environment)
+    found = describe_class(args.environment)
     if found["has_reward"] and not args.verifier:
         args.verifier = "environment"
     if not found["has_reward"] and "environment" in (args.verifier or "").split(","):
@@ -145,7 +145,7 @@ def first_turns(problems: list[Problem], tokenizer, args) -> dict[str, Any]:
 def chat_of(tokenizer, args) -> Chat:
     """The template as turns need it. Ends with exit code 2 where it cannot write them."""
     try:
-        return Chat(tokenizer, args, about(args.environment))
+        return Chat(tokenizer, args, describe_class(args.environment))
     except rendering.Unrenderable as error:
         refuse(f"--environment: {error}")
 
@@ -224,9 +224,9 @@ class Episodes:
         self.played: list[Episode] = []  # all that have a process, also while the engine computes their turns
         if args.environment is None:
             return
-        self.about = about(args.environment)
+        self.about = describe_class(args.environment)
         self.chat = chat_of(rendering.load_tokenizer(args), args)
-        self.lives = Lives(args.environment)
+        self.nurseries = Nurseries(args.environment)
 
     def turn_ended(self, episode: Episode, answer) -> None:
         """Take a turn of the model; ``answer``: vLLM's ``CompletionOutput``. Asks the environment without waiting."""
@@ -305,7 +305,7 @@ class Episodes:
         """Send a turn to the episode's process: to a new one, with all that went before, where there is none."""
         messages = [("turn", *episode.asked)]
         if episode.worker is None:
-            episode.worker, episode.line = self.lives.worker()
+            episode.worker, episode.line = self.nurseries.worker()
             self.played.append(episode)
             messages = [("begin", episode.row, seed_of(episode.row)), *(("turn", *p) for p in episode.past), *messages]
         episode.unanswered = len(messages)
@@ -432,7 +432,7 @@ class Episodes:
 
 def describe_turns(problem: Problem, tokenizer, args) -> list[str]:
     """Lines of the header: what the environment is; with --dry_run an episode of two scripted turns, ids and mask."""
-    found = about(args.environment)
+    found = describe_class(args.environment)
     chat = chat_of(tokenizer, args)
     tools = ", ".join(tool["function"]["name"] for tool in found["tools"])
     kind = "a game" if found["is_game"] else f"tools: {tools}"

@@ -86,7 +86,7 @@ def serve(line: Connection) -> None:
     for descriptor in range(3):  # nobody reads what a tool prints
         os.dup2(silence, descriptor)
     own = os.getpid()
-    answers = {"describe": describe, "first": first, "begin": Held.begin, "turn": Held.turn}
+    answers = {"describe": describe, "first": first, "begin": UserObject.begin, "turn": UserObject.turn}
     while True:
         try:
             word, *given = line.recv()
@@ -103,10 +103,10 @@ def serve(line: Connection) -> None:
 
 def first(rows: list[tuple[dict, int]]) -> list[str | None]:
     """What ``reset`` says to each of the rows (row, seed). Raises whatever it raises, as an answer: "error: ..."."""
-    return [Held.begin(row, seed) for row, seed in rows]
+    return [UserObject.begin(row, seed) for row, seed in rows]
 
 
-class Held:
+class UserObject:
     """The object of this process. Everything that a method of the user's raises, or returns, becomes text here."""
 
     made: Any = None

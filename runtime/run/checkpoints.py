@@ -104,7 +104,7 @@ class Checkpoints:
         """
         start = self._gather(start)[0]
         self._check_folder_is_shared()
-        process.Stop.training = True
+        process.StopRequest.training = True
         if start is None:
             return 0
         state = json.loads((start / "state.json").read_text())
@@ -136,8 +136,8 @@ class Checkpoints:
 
         Not with engines on ranks of their own: those leave signals to the trainers, and would take this for a failure.
         """
-        process.Stop.last_step_done = True
-        process.Stop.last_step_saved = saved and self.args.vllm_engines == 0
+        process.StopRequest.last_step_done = True
+        process.StopRequest.last_step_saved = saved and self.args.vllm_engines == 0
 
     def _check_folder_is_shared(self) -> None:
         """Refuse a folder that not all nodes see: each rank writes its part of a checkpoint there. Exit code 2."""
@@ -173,7 +173,7 @@ class Checkpoints:
         last = step == self.log.total
         guarded = last and seconds > RESTART_SECONDS and self.args.eval_prompts > 0
         guarded = guarded and (self.args.save_every > 0 or self.args.save_minutes > 0)
-        wishes = self._gather((process.Stop.asked, late, guarded))
+        wishes = self._gather((process.StopRequest.asked, late, guarded))
         self.stopping, late, guarded = (any(wish) for wish in zip(*wishes, strict=True))
         due = self.args.save_every > 0 and step % self.args.save_every == 0
         saved = False
@@ -185,7 +185,7 @@ class Checkpoints:
                 self.log.needless = self.folder / f"step_{step:06d}"
         if last and not self.stopping:
             self._no_step_follows(saved)
-            if any(self._gather(process.Stop.asked)):  # a signal that came before that was told of a checkpoint
+            if any(self._gather(process.StopRequest.asked)):  # a signal that came before that was told of a checkpoint
                 self.stopping = True
                 saved = saved or self.save(step)
         return self.stopping
@@ -258,7 +258,7 @@ class Checkpoints:
 
     def _try(self, write, *arguments, **named) -> None:
         """Keep errors of writing: a rank that left here would leave the others waiting in a collective."""
-        Watch.beat()
+        Watch.heartbeat()
         try:
             write(*arguments, **named)
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these

@@ -16,7 +16,7 @@ from typing import Any
 
 from runtime.arguments import presets
 from runtime.arguments.checks import NAME_BYTES
-from runtime.arguments.flags import MAY_CHANGE, is_open, total_steps, what_counts
+from runtime.arguments.flags import MAY_CHANGE, identity_value, is_open, total_steps
 from runtime.data.samples import Problem
 from runtime.run.identity import changed_arguments, changed_code, code_of, ignored_changes
 from runtime.system.process import file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
@@ -45,10 +45,10 @@ def run_name(args, defaults) -> str:
         return args.run_name
     parts = []
     defaults = presets.apply(defaults, args.as_)
-    values = redact_values({f.name: what_counts(f.name, getattr(args, f.name)) for f in dataclasses.fields(args)})
+    values = redact_values({f.name: identity_value(f.name, getattr(args, f.name)) for f in dataclasses.fields(args)})
     for f in dataclasses.fields(args):
         value = values[f.name]
-        default = what_counts(f.name, getattr(defaults, f.name))
+        default = identity_value(f.name, getattr(defaults, f.name))
         unnamed = f.name in (*MAY_CHANGE, "exp_name", "control", "seed") or is_open(args, f.name)
         if not unnamed and value != default:
             parts.append(f"{f.name.rstrip('_')}={value}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.arguments.flags import MAY_CHANGE, PRESENTATION, is_open, what_counts
+from runtime.arguments.flags import MAY_CHANGE, PRESENTATION, identity_value, is_open
 from runtime.system.process import PROJECT, file_digest
 from runtime.system.redaction import redact_values
 
@@ -35,7 +35,7 @@ def changed_arguments(theirs: dict[str, Any], args) -> tuple[list[str], list[str
         follows = is_open(args, name) and value == getattr(type(args), name)  # from model and data, not read here
         if value != theirs.get(name) and not follows:
             words = f"--{name.rstrip('_')} {theirs.get(name)} there, {value} here"
-            same = name in MAY_CHANGE or what_counts(name, value) == what_counts(name, theirs.get(name))
+            same = name in MAY_CHANGE or identity_value(name, value) == identity_value(name, theirs.get(name))
             (allowed if same else other).append(words)
     return other, allowed
 

@@ -24,7 +24,16 @@ from runtime.run.directory import cut_back, left_by_a_run
 from runtime.run.identity import code_of, recorded, script_of
 from runtime.run.run_files import control_of
 from runtime.system import git, library_logs
-from runtime.system.process import PROJECT, FolderLock, Heap, Stop, print_on_rank_0, refuse, versions, write_whole
+from runtime.system.process import (
+    PROJECT,
+    FolderLock,
+    Heap,
+    StopRequest,
+    print_on_rank_0,
+    refuse,
+    versions,
+    write_whole,
+)
 from runtime.system.redaction import redact, redact_words, secret_values
 from runtime.training import derived_defaults, memory
 
@@ -385,7 +394,7 @@ class RunLog:
         if not self.is_main:
             return
         if self.needless is not None and (self.folder / "model").is_dir():
-            Stop.last_step_saved = False
+            StopRequest.last_step_saved = False
             shutil.rmtree(self.needless, ignore_errors=True)
             (self.needless.parent / "latest").unlink(missing_ok=True)
         self.lock.release()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def say(folder: Path, *words: str) -> str:
+def output(folder: Path, *words: str) -> str:
     """Output of a git command in ``folder``; "" without git, outside a repository, or where the command fails."""
     try:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, errors="replace")
@@ -23,22 +23,22 @@ def untracked(folder: Path, names: Sequence[str]) -> list[str]:
     """Those of the files ``names`` that git does not track yet."""
     found = []
     for name in dict.fromkeys(names):
-        if say(folder, "ls-files", "--others", "--", name):
+        if output(folder, "ls-files", "--others", "--", name):
             found.append(name)
     return found
 
 
 def diff(folder: Path, names: Sequence[str] = ()) -> str:
     """How the tracked files in ``folder`` differ from its commit, and the files among ``names`` that are untracked."""
-    found = say(folder, "diff", "HEAD")
+    found = output(folder, "diff", "HEAD")
     for name in untracked(folder, names):
-        found += say(folder, "diff", "--no-index", "--", "/dev/null", name)
+        found += output(folder, "diff", "--no-index", "--", "/dev/null", name)
     return found
 
 
 def state(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
     """Commit of ``folder`` and whether ``diff`` finds a difference from it; empty outside a repository."""
-    commit = say(folder, "rev-parse", "--verify", "HEAD")
+    commit = output(folder, "rev-parse", "--verify", "HEAD")
     if not commit:
         return {}
     return {"commit": commit.strip(), "dirty": bool(diff(folder, names))}

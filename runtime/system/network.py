@@ -85,7 +85,7 @@ def watch_other_end(line: socket.socket) -> None:
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE * 1000)
 
 
-class Door:
+class LivenessPort:
     """A port where a process can be seen to live: it lets nobody in, but a connection to it ends with the process."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Door:
 
 
 class Neighbor:
-    """Another rank, seen through its ``Door``."""
+    """Another rank, seen through its ``LivenessPort``."""
 
     def __init__(self, place: str) -> None:
         self.host, self.address, port = place.split()

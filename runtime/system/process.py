@@ -118,7 +118,7 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-class Console(io.FileIO):
+class SafeConsole(io.FileIO):
     """Standard output or error of a run, which goes on when it cannot write there: what is said is lost, no more.
 
     Ctrl-C on ``python grpo.py | tee log`` ends tee as well, a pager is quit, a terminal is closed, the disk of a log is
@@ -143,7 +143,7 @@ def outlive_the_console() -> None:
             continue
         with contextlib.suppress(OSError):
             stream.flush()
-        buffer = io.BufferedWriter(Console(stream.fileno(), "w", closefd=False))
+        buffer = io.BufferedWriter(SafeConsole(stream.fileno(), "w", closefd=False))
         by_line = stream.line_buffering or stream.write_through
         own = io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=by_line)
         setattr(sys, name, own)
@@ -152,7 +152,7 @@ def outlive_the_console() -> None:
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # the last: the terminal is closed
 
 
-class Stop:
+class StopRequest:
     """Whether this process was asked to stop, and what it can still save."""
 
     asked = False
@@ -173,10 +173,10 @@ def listen_for_signals() -> None:
     outlive_the_console()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by a launcher, whose end nothing else would tell this rank
         die_with_parent()
-    Stop.asked = False
-    Stop.training = False
-    Stop.last_step_done = False
-    Stop.last_step_saved = False
+    StopRequest.asked = False
+    StopRequest.training = False
+    StopRequest.last_step_done = False
+    StopRequest.last_step_saved = False
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
@@ -196,22 +196,22 @@ def _listen(pipe: socket.socket, keep: socket.socket) -> None:
             return
         signum = word[0]
         now = time.monotonic()
-        repeated = Stop.asked and now - first < 1.0  # a launcher repeats what the terminal sent to everyone
+        repeated = StopRequest.asked and now - first < 1.0  # a launcher repeats what the terminal sent to everyone
         if signum not in STOP_SIGNALS or repeated:
             continue
         name = f"rank {rank()}: {signal.Signals(signum).name}"
-        if Stop.asked:
+        if StopRequest.asked:
             _write(f"{name} again: ending now, without a checkpoint\n")
             os._exit(128 + signum)
-        if not Stop.training:
+        if not StopRequest.training:
             _write(f"{name} before the first step: ending, there is nothing to save\n")
             os._exit(75)
-        if Stop.last_step_saved:
+        if StopRequest.last_step_saved:
             _write(f"{name}: the last step is saved: ending now with exit code 75, before the last evaluation\n")
             os._exit(75)
-        Stop.asked = True
+        StopRequest.asked = True
         first = now
-        if Stop.last_step_done:
+        if StopRequest.last_step_done:
             _write(f"{name}: ending after the last evaluation, which saves the model; again to end now, without it\n")
         else:
             _write(f"{name}: saving after this step and its evaluation, then exit code 75; again to end now\n")

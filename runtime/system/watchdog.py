@@ -69,7 +69,7 @@ def explain_restart(error: Exception, left: int) -> None:
         traceback.clear_frames(cause.__traceback__)
         cause = cause.__cause__ or cause.__context__
     gc.collect()
-    Watch.beat()
+    Watch.heartbeat()
 
 
 class Watch:
@@ -102,7 +102,7 @@ class Watch:
         kept_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serve = self.rank == 0 and not kept_by_launcher
         self.store = board(self.host, self.port, serve)
-        self.door = network.Door()
+        self.door = network.LivenessPort()
         self.store.set(f"door/{self.rank}", self.door.place)
         self.neighbor: network.Neighbor | None = None  # the next rank, once it has come
         self.unanswered = 0  # half seconds for which the board has not answered
@@ -112,7 +112,7 @@ class Watch:
         threading.Thread(target=self._listen, daemon=True, name="watchdog of the board").start()
 
     @staticmethod
-    def beat() -> None:
+    def heartbeat() -> None:
         """Note progress."""
         Watch.progress = time.monotonic()
 
@@ -137,13 +137,13 @@ class Watch:
                     raise RuntimeError(f"another rank failed: {self.store.get('failure').decode()}") from None
                 if not thread.is_alive() and outbox.empty():
                     raise EngineFailed(f"the rollout thread ended without a message while {what} was due") from None
-                self.beat()  # this wait has a limit of its own
+                self.heartbeat()  # this wait has a limit of its own
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no {what} within --timeout {timeout:g} s") from None
                 continue
             if message[0] == "error":
                 raise EngineFailed("the rollout thread failed") from message[1]
-            self.beat()
+            self.heartbeat()
             return message
 
     def _look(self) -> None:

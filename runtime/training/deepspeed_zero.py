@@ -205,7 +205,7 @@ def make_accelerator(args, dtype: torch.dtype, device: torch.device):
     return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[process_group])
 
 
-def lean(engine):
+def dedupe_fp32_weights(engine):
     """A DeepSpeed engine, without what it holds twice. (Its numbers and checkpoints stay as they are.)
 
     In fp32 the master weights of ZeRO 1 and 2 are a copy of weights that are masters already. On one rank both can be

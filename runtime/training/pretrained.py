@@ -32,7 +32,7 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     if not cuda and args.vllm_tensor_parallel_size > 1:  # its shared memory has one name and outlives a killed run
         refuse(f"--vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} needs GPUs; on CPUs leave it at 1")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    wanted = args.kept.get("dtype", "auto") if args.dtype == "auto" else args.dtype
+    wanted = args.recorded_choices.get("dtype", "auto") if args.dtype == "auto" else args.dtype
     if cuda:
         wanted = gpu_dtype(wanted, device)
     elif wanted == "float16":

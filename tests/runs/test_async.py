@@ -79,10 +79,10 @@ class Script:
 
     def __init__(self, monkeypatch, **answers):
         self.received: list = []
-        self.lives = 0
+        self.nurseries = 0
 
         def thread(args, dtype, rank, world_size, stop_ids, inbox, outbox):
-            self.lives += 1
+            self.nurseries += 1
             outbox.put(("ready",))
             while (message := inbox.get())[0] != "stop":
                 self.received.append(message)
@@ -93,7 +93,7 @@ class Script:
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
         store = SimpleNamespace(check=lambda keys: False)
-        self.watch = SimpleNamespace(store=store, beat=lambda: None)
+        self.watch = SimpleNamespace(store=store, heartbeat=lambda: None)
         self.watch.receive = lambda *a: watchdog.Watch.receive(self.watch, *a)
 
     def engine(self, **changes) -> grpo.Engine:

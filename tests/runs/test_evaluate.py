@@ -271,7 +271,7 @@ def test_other_files_that_have_changed_are_named_and_secrets_are_asked_for(edite
     config = json.loads((folder / "config.json").read_text())
     config["code"]["rewards.py"] = "another"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert evaluate.parse(["--run", str(tmp_path)])[0].kept["dtype"] == "float32"
+    assert evaluate.parse(["--run", str(tmp_path)])[0].recorded_choices["dtype"] == "float32"
     assert "warning: since the run, rewards.py has changed" in capsys.readouterr().err
     config["args"]["mark"] = "***"
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -74,9 +74,9 @@ import os, sys, time
 from runtime.system import process
 
 process.listen_for_signals()
-process.Stop.training = True
+process.StopRequest.training = True
 said = 0
-while not process.Stop.asked:
+while not process.StopRequest.asked:
     print("step", said, "\u540d\udcff", flush=True)
     print("warning", said, file=sys.stderr, flush=True)
     said += 1
@@ -422,7 +422,7 @@ if __name__ == "__main__":  # the reward workers import this file
         Watch.current.limit = 8  # of a step: the start depends on the machine
         for _ in range(32 if len(calls) == 3 and os.environ["RANK"] == "1" else 0):
             time.sleep(0.5)
-            Watch.beat()
+            Watch.heartbeat()
         return plain(samples)
 
     utils.gather_samples = late
@@ -451,7 +451,7 @@ def test_progress_of_any_rank_counts(monkeypatch):
     ends: list[str] = []
     watch = watchdog.Watch(1.0)
     monkeypatch.setattr(watch, "abort", lambda text: (ends.append(text), watch.ended.set()))
-    watch.beat()
+    watch.heartbeat()
     for _ in range(8):  # another rank, for two seconds
         time.sleep(0.25)
         store.add("beats", 1)
@@ -476,7 +476,7 @@ def test_what_a_rank_that_waits_for_its_engine_hears(message, failure, lives, er
     from runtime.system import watchdog
 
     store = SimpleNamespace(check=lambda keys: failure is not None, get=lambda key: failure)
-    watch = SimpleNamespace(store=store, beat=lambda: None)
+    watch = SimpleNamespace(store=store, heartbeat=lambda: None)
     outbox = queue.Queue()
     if message is not None:
         outbox.put(message)

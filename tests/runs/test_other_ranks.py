@@ -90,7 +90,7 @@ class Watched(checkpoints.Checkpoints):
 
 def stop(self, metrics, *rest):
     plain_step(self, metrics, *rest)
-    process.Stop.asked |= metrics["step"] == order["stop_after"]
+    process.StopRequest.asked |= metrics["step"] == order["stop_after"]
 
 
 def be_rank(rank, port):

@@ -80,7 +80,7 @@ def left() -> tuple[int, int]:
 def test_weights_stand_in_one_block_that_is_laid_out_once():
     """The second push writes where the first one did; other tensors get another block; what is tied stands once."""
     ours, theirs = Pipe()
-    giver, inbox = engine_process.Giver(ours, os.getpid()), engine_process.Inbox(theirs)
+    giver, inbox = engine_process.WeightsSender(ours, os.getpid()), engine_process.Inbox(theirs)
     one = torch.arange(5.0)
     weights = [("a", one), ("b", torch.ones(2, 3, dtype=torch.bfloat16)), ("tied", one), ("c", torch.tensor(7))]
     giver.give(1, weights)
@@ -103,7 +103,7 @@ def test_weights_stand_in_one_block_that_is_laid_out_once():
 def test_no_tensor_is_sent(monkeypatch):
     """A megabyte of weights: a message of some hundred bytes, and after the first one of fewer."""
     ours, theirs = Pipe()
-    giver = engine_process.Giver(ours, os.getpid())
+    giver = engine_process.WeightsSender(ours, os.getpid())
     sizes = []
     monkeypatch.setattr(ours, "_send_bytes", lambda message: sizes.append(len(message)))
     monkeypatch.setattr(engine_process.multiprocessing.reduction, "send_handle", lambda *rest: None)
@@ -131,7 +131,7 @@ def test_on_a_gpu_the_block_is_exported_once(monkeypatch):
     monkeypatch.setattr(engine_process, "rebuild_cuda_tensor", lambda *given: opened.append(given) or exported[0])
     monkeypatch.setattr(engine_process, "finish_gpu_work", lambda: order.append("finished"))
     ours, theirs = Pipe()
-    giver, inbox = engine_process.Giver(ours, os.getpid()), engine_process.Inbox(theirs)
+    giver, inbox = engine_process.WeightsSender(ours, os.getpid()), engine_process.Inbox(theirs)
     giver.give(3, [("a", torch.ones(3)), ("b", torch.zeros(2))])
     assert inbox.get()[1] == 3 and order == ["finished"] and not exported
     order.clear()

@@ -95,7 +95,7 @@ def test_a_resumed_run_equals_the_straight_one(tiny, tmp_path, monkeypatch, caps
 )
 def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script, changes, masters):
     """DeepSpeed's second copy is gone; numbers, samples, weights and the files of a checkpoint are as with it."""
-    lean = deepspeed_zero.lean
+    lean = deepspeed_zero.dedupe_fp32_weights
     shared = []
 
     def look(engine):
@@ -421,7 +421,7 @@ def test_the_last_step_is_saved_before_the_last_evaluation(
     plain = logger.RunLog.evaluation
 
     def evaluation(self, result):
-        found.append(([step for step, _ in directory.saved_steps(self.folder)], process.Stop.last_step_saved))
+        found.append(([step for step, _ in directory.saved_steps(self.folder)], process.StopRequest.last_step_saved))
         return plain(self, result)
 
     monkeypatch.setattr(logger.RunLog, "evaluation", evaluation)
@@ -437,7 +437,7 @@ def test_a_signal_while_the_last_step_is_saved(tiny, tmp_path, monkeypatch):
     plain = checkpoints.Checkpoints.save
 
     def save(self, step):
-        process.Stop.asked = True
+        process.StopRequest.asked = True
         return plain(self, step)
 
     monkeypatch.setattr(checkpoints.Checkpoints, "save", save)

@@ -82,7 +82,7 @@ def test_gloo_gets_the_interface_of_the_address(monkeypatch, several_nodes):
 @pytest.mark.parametrize("in_good_order", [True, False])
 def test_a_neighbor_is_gone_when_it_ended_without_a_word(in_good_order):
     """Not while it lives, and not once it has said that it ends."""
-    door = network.Door()
+    door = network.LivenessPort()
     host, address, _ = door.place.split()
     assert (host, address) == (socket.gethostname(), "127.0.0.1")
     neighbor = network.Neighbor(door.place)
