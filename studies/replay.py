@@ -8,7 +8,7 @@ long as it took then, and is compared with what the run logged. Nothing is writt
 
 The first row is the run's own setting. Flags after one --set are combined, each value with each; every --set starts
 again from the run's own. The flags are those of the script, as far as the gradient of given samples depends on them
-(SETTABLE), and loss=NAME: clip for grpo.py, the name of a variant (scripts/variant.py --list), or a script, FILE.py.
+(SETTABLE), and loss=NAME: clip for grpo.py, the name of a variant (variants/NAME.patch), or a script, FILE.py.
 That script's own token_loss, loss_weights and group_advantages are called, with the defaults that it has.
 
     --step S      the step whose batch is rebuilt. Default: the last one

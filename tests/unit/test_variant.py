@@ -1,4 +1,4 @@
-"""scripts/variant.py as a program: patches are written by it alone, whole, under the header that they had."""
+"""scripts/variant.py as a program: it alone writes patches, under the header that they had."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "grpo.py").write_text('"""GRPO."""\n' + "".join(f"line_{i} = {i}\n" for i in range(20)))
     (tmp_path / "ppo.py").write_text('"""PPO."""\n' + "".join(f"other_{i} = {i}\n" for i in range(20)))
     monkeypatch.setattr(variant, "ROOT", tmp_path)
-    monkeypatch.setattr(variant, "FOLDER", tmp_path / "variants")
-    monkeypatch.setattr(variant.changes, "__defaults__", (tmp_path,))
-    monkeypatch.setattr(variant.remade, "__defaults__", (tmp_path,))
-    monkeypatch.setattr(variant.variant, "__defaults__", (tmp_path,))
     return tmp_path
 
 
@@ -65,7 +61,9 @@ def test_a_patch_that_a_redirect_has_emptied_is_not_taken_for_one(place, monkeyp
     assert (place / "variants" / "mine.patch").read_text() == ""
 
 
-@pytest.mark.parametrize(("name", "says"), [("grpo.py", "what variants are made from"), ("none.py", "is no file")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("grpo.py", "is a script that variants change"), ("none.py", "no such file")]
+)
 def test_what_cannot_be_remade_is_refused(name, says):
     done = subprocess.run(
         [sys.executable, "scripts/variant.py", "--remake", name], cwd=ROOT, capture_output=True, text=True
