@@ -11,7 +11,7 @@ quickstart: setup
 	$(PYTHON_BIN) grpo.py $(ARGS)
 	$(PYTHON_BIN) scripts/plot.py runs
 
-# The model of the learning tests and of studies/study_kl.sh; made once for each seed: make testbed ARGS="--seed 2"
+# The model of the learning tests and of studies/run_kl_study.sh; made once for each seed: make testbed ARGS="--seed 2"
 testbed: setup
 	$(PYTHON_BIN) studies/pretrain_tiny.py $(ARGS)
 
@@ -20,7 +20,7 @@ test: setup
 
 # Every test; continues where it was stopped: make test-all ARGS='-m "slow or learn"', ARGS=tests/runs/test_faults.py
 test-all: setup
-	$(PYTHON_BIN) tests/whole.py $(ARGS)
+	$(PYTHON_BIN) tests/run_all.py $(ARGS)
 
 # What only a GPU can decide (docs/evidence/gpu.md); skipped, with the reason, on a machine without one
 test-gpu: setup
@@ -40,11 +40,11 @@ bench: setup
 
 # Is this commit slower, larger or worse than those before? CONTRIBUTING.md: make bench-gate ARGS="--what speed,memory"
 bench-gate: setup
-	$(PYTHON_BIN) studies/history.py --gate $(ARGS)
+	$(PYTHON_BIN) studies/bench_history.py --gate $(ARGS)
 
 # A step beside TRL's: make compare ARGS="--trl FOLDER --json results.json"
 compare: setup
-	$(PYTHON_BIN) studies/compare.py $(ARGS)
+	$(PYTHON_BIN) studies/compare_trl.py $(ARGS)
 
 # Time to a stated accuracy: docs/evidence/speedrun.md
 speedrun: setup

@@ -102,7 +102,7 @@ def find_runs(paths: list[Path]) -> list[Path]:
             fail(f"{folder} holds no run with a metrics.jsonl; start one with: python grpo.py")
         newest = max(files, key=lambda file: file.stat().st_mtime)
         paths = [newest.parent]
-    # Of runs/*: scripts/many.py writes what a run prints beside its folder, as NAME.log.
+    # Of runs/*: scripts/run_many.py writes what a run prints beside its folder, as NAME.log.
     paths = [path for path in paths if path.is_dir() or path.suffix != ".log"]
     if not paths:
         fail("these are logs; give runs, or the folder of a run")

@@ -20,8 +20,8 @@ Secrets are given by name alone. Their values come from this shell or from the c
 end up in a file or in a command is an error. docs/evidence/launching.md has an example for each backend.
 
 Standard library only, so that it runs on a login node; where tyro is installed as well, a training script's arguments
-are parsed before they wait in a queue. What a backend writes is in scripts/backends.py and, as text to be read and
-edited, in scripts/templates.
+are parsed before they wait in a queue. What a backend writes is in scripts/submit_backends.py and, as text to be read
+and edited, in scripts/templates.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from backends import BACKENDS, PYTHON, Job, Plan, file_at, has_launcher, split_at
+from submit_backends import BACKENDS, PYTHON, Job, Plan, file_at, has_launcher, split_at
 
 from runtime.system import git
 from runtime.system.redaction import SECRET_NAME, form_of_secret

@@ -52,7 +52,8 @@ def parts(out: Path, trl: Path | None, gpu: str) -> list[Part]:
     halves = (lambda: "" if gpu else "the tests of the GPU run instead",)
     run = [python, "grpo.py", "--output_dir", str(out / "runs"), "--overwrite"]
     bench = [python, "studies/benchmark.py", "--json", str(out / "phases.json"), "--repeats", "3"]
-    compare = [python, "studies/compare.py", "--trl", str(trl), "--parts", "equal", "--json", str(out / "compare.json")]
+    compare = [python, "studies/compare_trl.py", "--trl", str(trl), "--parts", "equal"]
+    compare += ["--json", str(out / "compare.json")]
     return [
         Part("machine", ["nvidia-smi"], 20, only),
         Part("tests-cpu", [*tests, "-m", "not gpu and not slow", "tests/runs/test_gpu.py"], 900, halves),

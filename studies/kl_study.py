@@ -2,7 +2,7 @@
 
     python studies/kl_study.py                           redraws the figures and prints the tables
     python studies/kl_study.py --add runs/study_kl ...   first adds the finished and measured runs in these folders
-    python studies/kl_study.py --names                   the names of the runs in the table, which study_kl.sh skips
+    python studies/kl_study.py --names                   the names of the runs in the table, which run_kl_study.sh skips
 
 The table, docs/evidence/data/kl_study.csv.gz, has a row per run: the arguments that differ from their defaults, the
 version of the code, and final values as scripts/plot.py takes them: of the last evaluation, or the mean over the last

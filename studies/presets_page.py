@@ -78,7 +78,7 @@ any order, and also when they say what is our default. A flag to which a copy or
 prints what a preset changed, what it left alone, what was given instead, and what is different there all the same. The
 name of the run and `config.json` (`as_`) record it.
 
-This page is made from `runtime/arguments/presets.toml` (`python studies/presets_page.py`). tests/unit/test_presets.py
+This page is made from `runtime/arguments/presets.toml` (`python studies/presets_page.py`). `test_presets.py`
 installs the wheels of verl, TRL, OpenRLHF and AReaL without their dependencies, reads every default again where the
 table says it stands, calls their own functions on the same tensors (random numbers, equal and almost equal scores,
 responses of one token, ragged lengths, all truncated, ratios far out), and finds advantages, losses and gradients equal

@@ -1,6 +1,6 @@
 """Compare the gradients of several settings on the very same samples: the batch of a step of a run.
 
-The batch is rebuilt: the run is repeated from its last checkpoint before the step (studies/rebuild.py), which takes as
+The batch is rebuilt: the run is repeated from its last checkpoint before the step (studies/rebuild_batch.py), which takes as
 long as it took then, and is compared with what the run logged. Nothing is written to the folder of the run.
 
     python studies/replay.py runs/NAME --set kl_estimator=k1,k2,k3 kl_gradient=naive,unbiased --set loss=clip,cispo,gspo
@@ -137,7 +137,7 @@ if __name__ == "__main__":  # --help and a wrong folder come before the slow imp
     process.prepare_environment()
 
 import loading
-import rebuild
+import rebuild_batch
 import torch
 import torch.nn.functional as F
 import variant
@@ -807,7 +807,7 @@ def main(chosen: argparse.Namespace) -> Comparison:
     """Rebuild the batch, unless an earlier call has kept it; compare, print."""
     folder = chosen.batch or Path(SCRATCH.name, "batch")
     if not folder.exists():
-        rebuild.rebuild(chosen.run, chosen.step, folder, chosen.force)
+        rebuild_batch.rebuild(chosen.run, chosen.step, folder, chosen.force)
     batch = read_batch(folder)
     base = run_setting(chosen.run, batch)
     settings = make_settings(chosen.settings, base)

@@ -31,8 +31,8 @@ hypothesis.settings.register_profile("long", max_examples=int(os.environ.get("CA
 hypothesis.settings.load_profile("fast")
 
 pytest.register_assert_rewrite("helpers")
-import learning
-import warm
+import broken_scripts
+import fork_server
 from helpers import (
     ROOT,
     SMALL,
@@ -105,7 +105,7 @@ def plain_printed_rows():
     Equal rows are made once.
     """
     plain = reasoning_gym_tasks.printed_rows
-    reasoning_gym_tasks.printed_rows = functools.cache(warm.printed_rows)
+    reasoning_gym_tasks.printed_rows = functools.cache(fork_server.printed_rows)
     yield plain
     reasoning_gym_tasks.printed_rows = plain
 
@@ -129,9 +129,11 @@ def tiny_model(tiny):
 def testbed() -> Path:
     """The model of the learning tests; made here where `make testbed` was not called before, which takes minutes."""
     script = str(ROOT / "studies" / "pretrain_tiny.py")
-    done = subprocess.run([sys.executable, script, "--output", str(learning.MODEL)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, script, "--output", str(broken_scripts.MODEL)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    return learning.MODEL
+    return broken_scripts.MODEL
 
 
 @pytest.fixture

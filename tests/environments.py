@@ -40,7 +40,7 @@ class Late(Guess):
 
 
 class Troubled(Guess):
-    """The same, whose turns do once what tests/soak.py has ordered."""
+    """The same, whose turns do once what tests/fault_injection.py has ordered."""
 
     def turn(self, text):
         for how in ("tool_raises", "tool_hangs", "tool_dies"):

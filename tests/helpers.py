@@ -28,8 +28,8 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
+import fork_server
 import pytest
-import warm
 
 from runtime.arguments import values
 from runtime.arguments.flags import RunFlags
@@ -535,7 +535,7 @@ def run_to_end(line: list[str], log: Path, timeout: float = 600) -> tuple[int, s
 
 def forked(line: list[str], log: Path, ranks: int = 1, *, vllm: bool = False, timeout: float = 150):
     """(exit code of each rank, what they printed) of a script and its words, in forks with the libraries."""
-    return warm.run(line, log, run_environment(), timeout, ranks, vllm=vllm)
+    return fork_server.run(line, log, run_environment(), timeout, ranks, vllm=vllm)
 
 
 def finish(line: list[str], log: Path, timeout: float = 600) -> str:

@@ -537,7 +537,7 @@ def trace_stage(server: Server, stage: str, results: Path, only: str = "") -> di
         known["sources"][now[name]] = source.decode()
     modules = re.compile(rf"\b({'|'.join(Path(name).stem for name in now)})\b")
     touched = {}
-    for path in [path for place in PLACES for path in sorted((server.folder / place).glob("test_*.py"))]:
+    for path in [path for place in PLACES for path in sorted((server.folder / place).rglob("test_*.py"))]:
         if not modules.search(path.read_text()) or not re.search(only, path.name):
             continue
         file_name = str(path.relative_to(server.folder))

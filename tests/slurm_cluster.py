@@ -1,4 +1,4 @@
-"""A Slurm of one node, or of the two of nodes.py, for tests: munged, slurmctld and slurmd with files of their own."""
+"""A Slurm of one node, or of those of two_nodes.py, for tests: munged, slurmctld, slurmd with files of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from helpers import ROOT, clean_environment
-from nodes import ADDRESSES, Nodes
+from two_nodes import ADDRESSES, Nodes
 
 TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "squeue")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"

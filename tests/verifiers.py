@@ -45,7 +45,7 @@ def hangs_on_a_response(response, truth, row):
 
 
 def parity_or_hangs(response, truth, row):
-    """Parity; it hangs once where tests/soak.py has ordered that."""
+    """Parity; it hangs once where tests/fault_injection.py has ordered that."""
     try:
         os.unlink(f"{os.environ['SOAK_ORDERS']}/verifier_hangs")
     except FileNotFoundError:

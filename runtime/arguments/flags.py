@@ -91,7 +91,7 @@ class RunFlags:
     overwrite: bool = False
     """Replace the folder of an earlier run of this name."""
     dry_run: bool = False
-    """Check everything, print sizes and the first prompt, load no model, and stop. (scripts/probe.py samples, too.)"""
+    """Check everything, print sizes and the first prompt, load no model, and stop. (scripts/eval_base.py samples.)"""
     track: bool = False
     """Log to Weights & Biases as well, to WANDB_PROJECT (rlvr) of WANDB_ENTITY. Without network: offline, and warn."""
     log_samples: int = 4

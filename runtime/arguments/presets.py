@@ -1,8 +1,8 @@
 """What ``--as NAME`` sets: the semantics of other frameworks' GRPO and PPO, in this project's flags. Imports no torch.
 
 presets.toml has the values, each with its place in the framework's source, and the differences that no flag expresses.
-tests/unit/test_presets.py reads the defaults again there, calls the frameworks' functions for advantages and losses on
-the same tensors, and compares values and gradients. docs/evidence/presets.md is made from the table.
+tests/unit/arguments/test_presets.py reads the defaults again there, calls the frameworks' functions for advantages and
+losses on the same tensors, and compares values and gradients. docs/evidence/presets.md is made from the table.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Engine:
         """Build the engine in a thread of its own, and wait until it stands."""
         if self.beside:
             # Both threads need Python's lock for microseconds, and each would wait 5 ms for it: a backward pass under
-            # DeepSpeed runs hundreds of hooks. tests/unit/test_engine_thread.py has the ratio.
+            # DeepSpeed runs hundreds of hooks. tests/unit/engine/test_engine_thread.py has the ratio.
             sys.setswitchinterval(2e-4)
         self.inbox = watchdog.Mailbox()
         self.outbox = watchdog.Mailbox()

@@ -263,7 +263,7 @@ def test_runs_that_differ_in_their_name_alone_are_repetitions(runs, tmp_path):
 
 
 def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
-    """Of runs/*, as the shell writes it: scripts/many.py leaves NAME.log there."""
+    """Of runs/*, as the shell writes it: scripts/run_many.py leaves NAME.log there."""
     folders = [path for path in sorted(runs.iterdir()) if (path / "config.json").is_file()][:2]
     log = tmp_path / f"{folders[0].name}.log"
     log.write_text("step 1\n")

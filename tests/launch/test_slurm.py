@@ -8,12 +8,12 @@ import re
 import sys
 import time
 
-import nodes
 import pytest
 import slurm_cluster
+import two_nodes
 from helpers import ROOT, command, finish, record
-from nodes import Nodes
 from slurm_cluster import Slurm, until
+from two_nodes import Nodes
 
 missing = slurm_cluster.reason_for_none()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=missing)]
@@ -148,7 +148,7 @@ def test_array_and_dependency(slurm, tmp_path):
     assert (tmp_path / "all").exists()
 
 
-@pytest.mark.skipif(bool(nodes.reason_for_none()), reason=nodes.reason_for_none() or "there are nodes")
+@pytest.mark.skipif(bool(two_nodes.reason_for_none()), reason=two_nodes.reason_for_none() or "there are nodes")
 def test_one_job_over_two_nodes(tiny, tmp_path):
     """A rank on each node of the job, stopped and requeued: the numbers of an undisturbed run on one node."""
     more = ["--total_steps", "4", "--beta", "0.1", "--verifier", f"{tmp_path}/slowly.py:slowly"]

@@ -14,12 +14,12 @@ import sys
 import time
 from pathlib import Path
 
-import backends
 import launch
 import pytest
+import submit_backends
 import yaml
 from helpers import ROOT
-from jobs import COMMAND, SUBMIT, job_of, script_of, submit
+from submitted_jobs import COMMAND, SUBMIT, job_of, script_of, submit
 
 from runtime.system import process
 
@@ -203,7 +203,7 @@ def test_what_is_saved_outlives_the_machine(backend, tmp_path, monkeypatch, caps
 
 def test_a_service_has_a_name_that_kubernetes_takes():
     for name in ("7b", "a" * 80, "x_Y.z", "9" * 60):
-        rendered = backends.dns_name(job_of("kubernetes", f"--image y --name {name}"))
+        rendered = submit_backends.dns_name(job_of("kubernetes", f"--image y --name {name}"))
         assert re.fullmatch("[a-z]([-a-z0-9]{0,50}[a-z0-9])?", rendered), rendered
 
 
@@ -550,9 +550,9 @@ def test_a_template_may_be_edited(tmp_path, monkeypatch):
         "a:\n  b: {{none}}\nc:\n  d:\n    - {{empty}}\n  e: {{zero}}\n"
         "f:\n  - {x: '{{x}}', y: {{y}}}\ng: |\n  {{text}}\n"
     )
-    monkeypatch.setattr(backends, "TEMPLATES", tmp_path)
+    monkeypatch.setattr(submit_backends, "TEMPLATES", tmp_path)
     fields = {"none": None, "empty": [], "zero": 0, "x": ["{{y}}", "2"], "y": (3, 4), "text": "one:\n\n  {{x}}\n"}
-    text = backends.fill("x.yaml", backends.in_yaml, fields)
+    text = submit_backends.fill("x.yaml", submit_backends.in_yaml, fields)
     assert text == "c:\n  e: 0\nf:\n  - {x: '{{y}}', y: 3}\n  - {x: '2', y: 4}\ng: |\n  one:\n\n    {{x}}\n"
 
 

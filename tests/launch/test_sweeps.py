@@ -14,26 +14,26 @@ import sys
 import time
 from pathlib import Path
 
-import finished as finished_program
+import is_finished as finished_program
 import loading
 import pytest
-from finished import LEAVE, RUN, state
 from helpers import ROOT, clean_environment, command, main_here, run_here, tiny_args
-from jobs import job_of, script_of, submit
+from is_finished import LEAVE, RUN, state
+from submitted_jobs import job_of, script_of, submit
 
 import grpo
 from runtime.arguments import checks, flags
 from runtime.run import directory, identity
 from runtime.training import model_files
 
-SWEEPS = sorted((ROOT / "scripts").glob("sweep_*.sh"))
+SWEEPS = sorted(path for path in (ROOT / "scripts" / "sweeps").glob("*.sh") if path.name != "common.sh")
 SMALL = {"ESTIMATORS": "k1 k3", "BETAS": "0 0.1", "LEARNING_RATES": "1e-5 1e-4", "PROMPTS": "4 8", "GROUPS_OF": "4"}
 
 
 def sweep(name: str, *words, **environment) -> tuple[int, list[list[str]], str]:
     """(exit code, the commands that RUN=echo shows, what else was said)."""
     env = os.environ | {"RUN": "echo", "PYTHON": sys.executable} | SMALL | environment
-    folder = "studies" if name.startswith("study") else "scripts"
+    folder = "studies" if name.startswith("run") else "scripts/sweeps"
     argv = ["bash", str(ROOT / folder / name), *map(str, words)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
     lines = done.stdout.splitlines()
@@ -43,18 +43,18 @@ def sweep(name: str, *words, **environment) -> tuple[int, list[list[str]], str]:
 
 @pytest.fixture
 def listener(tmp_path) -> Path:
-    """A PYTHON that prints what many.py would be given: its arguments, and its lines."""
+    """A PYTHON that prints what run_many.py would be given: its arguments, and its lines."""
     python = tmp_path / "python"
-    text = 'echo "$@"\ncase $1 in scripts/many.py) cat ;; esac\n'
+    text = 'echo "$@"\ncase $1 in scripts/run_many.py) cat ;; esac\n'
     python.write_text(f"#!/bin/sh\n{text}")
     python.chmod(0o755)
     return python
 
 
 def many_lines(name: str, *words: object, **environment: str) -> tuple[list[str], list[list[str]]]:
-    """(what was said, the words of each line for many.py) of a sweep with LANES."""
+    """(what was said, the words of each line for run_many.py) of a sweep with LANES."""
     env = os.environ | environment
-    folder = "studies" if name.startswith("study") else "scripts"
+    folder = "studies" if name.startswith("run") else "scripts/sweeps"
     argv = ["bash", str(ROOT / folder / name), *map(str, words)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
@@ -65,20 +65,20 @@ def many_lines(name: str, *words: object, **environment: str) -> tuple[list[str]
 
 def test_bash_can_read_them():
     assert len(SWEEPS) == 3
-    for path in [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "studies").glob("*.sh")]:
+    for path in [*(ROOT / "scripts").rglob("*.sh"), *(ROOT / "studies").glob("*.sh")]:
         assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True).stderr == ""
 
 
 def test_every_command_is_a_run_of_its_own(tmp_path):
     """Right numbers of commands, arguments that grpo.py accepts, and no two runs in one folder."""
     words = ["--seeds", "2..3", "--output_dir", tmp_path]
-    code, commands, said = sweep("sweep_lr.sh", *words, LEARNING_RATES="1e-5")
+    code, commands, said = sweep("lr.sh", *words, LEARNING_RATES="1e-5")
     assert code == 0 and len(commands) == 2 and "2 started, 0 skipped, 0 failed" in said
     assert {tuple(command[:2]) for command in commands} == {(sys.executable, "grpo.py")}
     check_runs([command[2:] for command in commands], 2, tmp_path)
 
 
-@pytest.mark.parametrize("name, a_seed", [("sweep_kl.sh", 5), ("sweep_batch.sh", 4), ("sweep_lr.sh", 2)])
+@pytest.mark.parametrize("name, a_seed", [("kl.sh", 5), ("batch.sh", 4), ("lr.sh", 2)])
 def test_every_line_is_a_run_of_its_own(name, a_seed, listener, tmp_path):
     """The same of larger sweeps, whose lines no process has to look at."""
     environment = SMALL | {"PYTHON": str(listener), "LANES": "2"}
@@ -103,7 +103,7 @@ def check_runs(lines: list[list[str]], count: int, out: Path) -> None:
 def test_the_whole_grid_of_the_kl_sweep(listener, tmp_path):
     """4 estimators x 2 placements x 3 betas, and once without a KL term, which is measured all the same."""
     environment = {"PYTHON": str(listener), "LANES": "2"}
-    _, lines = many_lines("sweep_kl.sh", "--seeds", "1", "--output_dir", tmp_path, **environment)
+    _, lines = many_lines("kl.sh", "--seeds", "1", "--output_dir", tmp_path, **environment)
     assert len(lines) == 4 * 2 * 3 + 1
     plain = [words for words in lines if "--beta" not in words]
     assert ["--load_ref_policy" in words for words in plain] == [True], "the baseline would have no KL to compare"
@@ -116,7 +116,7 @@ def test_the_whole_grid_of_the_kl_sweep(listener, tmp_path):
 def test_seeds(seeds, found, listener):
     words = [] if seeds is None else ["--seeds", seeds]
     environment = {"PYTHON": str(listener), "LANES": "2", "LEARNING_RATES": "1e-5"}
-    _, lines = many_lines("sweep_lr.sh", *words, **environment)
+    _, lines = many_lines("lr.sh", *words, **environment)
     assert [int(line[line.index("--seed") + 1]) for line in lines] == found
 
 
@@ -131,12 +131,12 @@ def test_seeds(seeds, found, listener):
     ],
 )
 def test_bad_arguments_end_the_sweep(words, says):
-    code, commands, said = sweep("sweep_lr.sh", *words)
+    code, commands, said = sweep("lr.sh", *words)
     assert code == 2 and commands == [] and says in said
 
 
 def test_a_failing_run_does_not_hold_up_the_others(tmp_path):
-    code, _, said = sweep("sweep_lr.sh", "--seeds", "1", "--output_dir", tmp_path, RUN="false")
+    code, _, said = sweep("lr.sh", "--seeds", "1", "--output_dir", tmp_path, RUN="false")
     assert code == 1 and "0 started, 0 skipped, 2 failed" in said
 
 
@@ -145,7 +145,7 @@ def test_what_says_whether_a_run_is_finished_may_fail(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
-    code, _, said = sweep("sweep_lr.sh", "--seeds", "1", "--output_dir", tmp_path, PYTHON=str(python))
+    code, _, said = sweep("lr.sh", "--seeds", "1", "--output_dir", tmp_path, PYTHON=str(python))
     assert code == 1 and "started" not in said
 
 
@@ -157,10 +157,10 @@ def test_where_the_runs_lie(listener, tmp_path):
         ([], {"OUTPUT_DIR": str(tmp_path)}, str(tmp_path)),
         (["--output_dir", "here"], {}, "here"),
     ):
-        _, (command,) = many_lines("sweep_lr.sh", "--seeds", "91", *words, **lanes, **environment)
+        _, (command,) = many_lines("lr.sh", "--seeds", "91", *words, **lanes, **environment)
         assert command.count("--output_dir") == 1 and command[command.index("--output_dir") + 1] == expected
     for words in (["--output_dir=here"], ["--output-dir", "here"], ["--output-dir=here"]):
-        _, (command,) = many_lines("sweep_lr.sh", "--seeds", "91", *words, **lanes)
+        _, (command,) = many_lines("lr.sh", "--seeds", "91", *words, **lanes)
         assert command.count("--output_dir") == words.count("--output_dir")
 
 
@@ -168,7 +168,7 @@ def test_in_front_of_every_command_stands_the_submission(tmp_path):
     """RUN with submit.py: a dry run of a job, whose command is the sweep's."""
     run = f"{sys.executable} {ROOT}/scripts/submit.py --backend slurm --gpus 1 --dry_run --"
     words = ["--seeds", "1..1", "--output_dir", tmp_path]
-    code, _, said = sweep("sweep_lr.sh", *words, RUN=run, LEARNING_RATES="1e-5")
+    code, _, said = sweep("lr.sh", *words, RUN=run, LEARNING_RATES="1e-5")
     assert code == 0 and said.count("# would run\nsbatch ") == 1
     assert f"begin_command {sys.executable} grpo.py --exp_name sweep_lr --learning_rate 1e-5 --seed 1" in said
 
@@ -190,7 +190,7 @@ def finished(tiny, tmp_path_factory) -> tuple[Path, list[str]]:
 
 def test_a_finished_run_is_skipped(finished, tmp_path):
     folder, common = finished
-    code, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common)
+    code, commands, said = sweep("lr.sh", "--seeds", "1", *common)
     assert code == 0 and f"skipped, finished: {folder}" in said
     assert [c[c.index("--learning_rate") + 1] for c in commands] == ["1e-4"]
 
@@ -229,7 +229,7 @@ def test_an_unfinished_run_goes_on(finished, tmp_path, spoil, says):
 
 
 def finished_here(folder: Path, place: Path, common: list[str]) -> tuple[int, str, str]:
-    """What scripts/finished.py, in this process, says of the copy of a run in a different folder."""
+    """What scripts/is_finished.py, in this process, says of the copy of a run in a different folder."""
     common = [str(place) if word == str(folder.parent) else word for word in common]
     run = ["--exp_name", "sweep_lr", "--learning_rate", "1e-5", "--seed", "1"]
     return main_here(finished_program, ROOT / "grpo.py", *run, *common)
@@ -253,7 +253,7 @@ def test_a_damaged_run_does_not_hold_up_the_others(finished, tmp_path):
     shutil.copytree(folder, copy)
     (copy / "config.json").write_text("")
     common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
-    code, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5 3e-5")
+    code, commands, said = sweep("lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5 3e-5")
     assert code == 0 and len(commands) == 1 and "--overwrite" not in commands[0]
     assert f"skipped, damaged: {copy}/config.json cannot be read" in said
 
@@ -263,7 +263,7 @@ def test_a_copy_of_the_script_is_another_script(finished, tmp_path):
     folder, common = finished
     copy = tmp_path / "mine.py"
     copy.write_text((ROOT / "grpo.py").read_text())
-    words = ["sweep_lr.sh", "--seeds", "1", *common]
+    words = ["lr.sh", "--seeds", "1", *common]
     code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
     assert code == 0, said
     assert [(c[1], c[c.index("--exp_name") + 1]) for c in commands] == [(str(copy), "sweep_lr_mine")]
@@ -285,7 +285,7 @@ def test_a_copy_of_the_script_is_another_script(finished, tmp_path):
 def test_what_is_no_training_script_is_refused(text, says, tmp_path):
     if text is not None:
         (tmp_path / "other.py").write_text(text)
-    code, commands, said = sweep("sweep_lr.sh", "--seeds", "1", SCRIPT=str(tmp_path / "other.py"))
+    code, commands, said = sweep("lr.sh", "--seeds", "1", SCRIPT=str(tmp_path / "other.py"))
     assert code == 2 and commands == [] and says in said
 
 
@@ -298,9 +298,9 @@ def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
     config["args"]["temperature"] = 0.5
     (copy / "config.json").write_text(json.dumps(config))
     common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
-    _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
+    _, commands, said = sweep("lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
     assert commands == [] and "another run" in said and "--temperature 0.5 there, 1.0 here" in said
-    _, commands, said = sweep("sweep_lr.sh", "--seeds", "1", *common, "--overwrite", LEARNING_RATES="1e-5")
+    _, commands, said = sweep("lr.sh", "--seeds", "1", *common, "--overwrite", LEARNING_RATES="1e-5")
     assert len(commands) == 1 and commands[0][-1] == "--overwrite"
 
 
@@ -311,19 +311,19 @@ def test_with_lanes_a_sweep_hands_its_runs_to_many(listener, tmp_path):
     """The same runs as one after the other, also with arguments that a shell has to quote; RUN is not used."""
     words = ["--seeds", "2", "--output_dir", tmp_path]
     few = {"ESTIMATORS": "k3"}
-    _, commands, _ = sweep("sweep_kl.sh", *words, **few)
+    _, commands, _ = sweep("kl.sh", *words, **few)
     environment = SMALL | few | {"PYTHON": str(listener), "LANES": "3", "SKIP": "names.txt", "RUN": "false"}
-    said, lines = many_lines("sweep_kl.sh", *words, "--stop", "it's", "$x y", "a\tb", **environment)
+    said, lines = many_lines("kl.sh", *words, "--stop", "it's", "$x y", "a\tb", **environment)
     runs = [flags.parse(grpo.Args, None, line) for line in lines]
-    assert said == ["scripts/many.py grpo.py --lanes 3 --skip names.txt"]
+    assert said == ["scripts/run_many.py grpo.py --lanes 3 --skip names.txt"]
     assert {run.stop for run in runs} == {("it's", "$x y", "a\tb")}
     runs = [dataclasses.replace(run, stop=()) for run in runs]
     assert runs == [flags.parse(grpo.Args, None, command[2:]) for command in commands] and len(runs) == 3
 
 
 def test_a_line_break_is_no_argument_of_a_line(listener):
-    """many.py reads a run per line: half of an argument would be a run, the other half another."""
-    argv = ["bash", str(ROOT / "scripts" / "sweep_lr.sh"), "--system_prompt", "one\ntwo"]
+    """run_many.py reads a run per line: half of an argument would be a run, the other half another."""
+    argv = ["bash", str(ROOT / "scripts" / "sweeps" / "lr.sh"), "--system_prompt", "one\ntwo"]
     environment = os.environ | {"PYTHON": str(listener), "LANES": "2"}
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, cwd="/")
     assert done.returncode == 2 and "take the line break out" in done.stderr and done.stdout == ""
@@ -331,14 +331,14 @@ def test_a_line_break_is_no_argument_of_a_line(listener):
 
 @pytest.mark.parametrize("real, decisive, all_runs", [(False, 50, 142), (True, 15, 15)])
 def test_the_study_begins_with_what_decides(real, decisive, all_runs, listener, tmp_path):
-    """Every placement and gradient of a seed at a beta before another; nothing twice but what many.py then skips."""
+    """Every placement and gradient of a seed at a beta before another; nothing twice but what run_many.py skips."""
     environment = {"PYTHON": str(listener), "OUTPUT_DIR": str(tmp_path / "runs")}
-    said, lines = many_lines("study_kl.sh", *["--real"] * real, "--seeds", "1", **environment)
+    said, lines = many_lines("run_kl_study.sh", *["--real"] * real, "--seeds", "1", **environment)
     each = list(dict.fromkeys(map(tuple, lines)))
     assert len(each) == all_runs
     runs = [flags.parse(grpo.Args, None, line) for line in each[:decisive]]
-    assert {line for line in said if "many.py" in line} == {
-        f"scripts/many.py grpo.py --lanes 2 --skip {tmp_path}/runs/skip.txt"
+    assert {line for line in said if "run_many.py" in line} == {
+        f"scripts/run_many.py grpo.py --lanes 2 --skip {tmp_path}/runs/skip.txt"
     }
     assert len({directory.run_name(run, grpo.Args()) for run in runs}) == decisive
     betas = {run.beta for run in runs}

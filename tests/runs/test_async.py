@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import finished
+import is_finished
 import pytest
 import torch
 from helpers import (
@@ -296,7 +296,7 @@ def test_one_batch_ahead(tiny, tmp_path, script):
     config = json.loads((folder / "config.json").read_text())
     assert config["args"]["truncated_importance_sampling_ratio_cap"] == 2.0
     again = tiny_args(tiny, tmp_path / "ahead", script, **AHEAD, beta=0.1)  # the same command, in a sweep
-    assert finished.state(again, importlib.import_module(script).Args())[0] == finished.FINISHED
+    assert is_finished.state(again, importlib.import_module(script).Args())[0] == is_finished.FINISHED
     for sample in read_jsonl(folder / "samples.jsonl"):
         assert sample["weight_versions"] == [[max(1, sample["step"] - 1), 0]]
     assert [m["sampler/staleness"] for m in metrics] == [m["sampler/staleness_max"] for m in metrics] == [0, 1, 1, 1]

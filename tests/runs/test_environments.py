@@ -18,9 +18,9 @@ import threading
 import time
 from pathlib import Path
 
+import fork_server
 import pytest
 import torch
-import warm
 from helpers import ROOT, alone, command, finish, forked, make_chatty, read_jsonl, record, saved, with_program
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -106,7 +106,7 @@ def test_a_run_killed_with_a_tool_under_way_resumes_to_the_weights_of_one_that_w
     Path(f"{calls}.stop").touch()
     before = len(calls.read_text().splitlines())
     until(lambda: len(calls.read_text().splitlines()) > before)
-    server = warm.SERVERS[True].process.pid
+    server = fork_server.SERVERS[True].process.pid
     (run_itself,) = Path(f"/proc/{server}/task/{server}/children").read_text().split()
     os.kill(int(run_itself), signal.SIGKILL)
     run.join()

@@ -44,7 +44,7 @@ from helpers import (
     tiny_args,
     with_program,
 )
-from nodes import ADDRESSES, Nodes, ends, reason_for_none, training
+from two_nodes import ADDRESSES, Nodes, ends, reason_for_none, training
 
 import grpo
 import utils
@@ -58,8 +58,8 @@ PAGE = ROOT / "docs" / "evidence" / "faults.md"
 HEAD = """# Faults, and what a run does about them
 
 Written by `tests/runs/test_faults.py`, which injects each of these faults into a run and records what is printed.
-Numbers, paths and times are from that test. `tests/soak.py` has one run meet thirty kinds of faults, and compares its
-end with that of a run that met none.
+Numbers, paths and times are from that test. `tests/fault_injection.py` has one run meet thirty kinds of faults, and
+compares its end with that of a run that met none.
 
 | fault | injected by | what you see | the run |
 |---|---|---|---|

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 
-import learning
+import broken_scripts
 import pytest
 from helpers import ROOT
 
-NAMES = [f"{breakage.what}, {script}" for breakage, script in learning.CASES]
+NAMES = [f"{breakage.what}, {script}" for breakage, script in broken_scripts.CASES]
 
 
-@pytest.mark.parametrize(("breakage", "script"), learning.CASES, ids=NAMES)
+@pytest.mark.parametrize(("breakage", "script"), broken_scripts.CASES, ids=NAMES)
 def test_every_breakage_still_applies(breakage, script):
     """Each edit finds its text exactly once, changes it, and leaves Python."""
-    files = learning.project_files(ROOT)
-    changed = learning.edited(files, breakage, script)
+    files = broken_scripts.project_files(ROOT)
+    changed = broken_scripts.edited(files, breakage, script)
     assert changed
     for name, text in changed.items():
         assert text != files[name]
@@ -23,31 +23,31 @@ def test_every_breakage_still_applies(breakage, script):
 
 
 def test_an_edit_whose_text_is_gone_is_an_error():
-    files = learning.project_files(ROOT) | {"grpo.py": "pass\n"}
+    files = broken_scripts.project_files(ROOT) | {"grpo.py": "pass\n"}
     with pytest.raises(LookupError, match="adapt BREAKAGES"):
-        learning.edited(files, learning.BREAKAGES[0], "grpo.py")
+        broken_scripts.edited(files, broken_scripts.BREAKAGES[0], "grpo.py")
 
 
 def test_a_copy_has_every_file_that_a_run_reads():
     there = {str(path.relative_to(ROOT)) for path in (ROOT / "runtime").iterdir() if path.is_file()}
-    assert there <= learning.project_files(ROOT).keys()
+    assert there <= broken_scripts.project_files(ROOT).keys()
 
 
 @pytest.mark.learn
-@pytest.mark.parametrize("course", learning.COURSE_FLAGS)
-@pytest.mark.parametrize("script", learning.SCRIPT_FLAGS)
+@pytest.mark.parametrize("course", broken_scripts.COURSE_FLAGS)
+@pytest.mark.parametrize("script", broken_scripts.SCRIPT_FLAGS)
 def test_a_healthy_run_learns(testbed, script, course):
-    found = learning.run(script, course, seed=1)
-    assert learning.complaints(found, script, course) == []
+    found = broken_scripts.run(script, course, seed=1)
+    assert broken_scripts.complaints(found, script, course) == []
     assert 0.2 <= found.evaluations[0]["eval/pass@1"] <= 0.4
 
 
 @pytest.mark.learn
-@pytest.mark.parametrize(("breakage", "script"), learning.CASES, ids=NAMES)
+@pytest.mark.parametrize(("breakage", "script"), broken_scripts.CASES, ids=NAMES)
 def test_a_broken_algorithm_is_noticed(testbed, breakage, script):
     """The run ends well and its losses are finite: only what it learned is wrong."""
-    found = learning.run(script, breakage.course, seed=1, breakage=breakage)
+    found = broken_scripts.run(script, breakage.course, seed=1, breakage=breakage)
     assert found.code == 0, found.output
-    assert len(found.metrics) == learning.STEPS
+    assert len(found.metrics) == broken_scripts.STEPS
     assert "null" not in json.dumps([step["loss/total"] for step in found.metrics if "loss/total" in step])
-    assert learning.complaints(found, script, breakage.course) != []
+    assert broken_scripts.complaints(found, script, breakage.course) != []

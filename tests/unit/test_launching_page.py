@@ -8,7 +8,7 @@ import shlex
 import subprocess
 
 from helpers import ROOT
-from jobs import submit
+from submitted_jobs import submit
 
 import grpo
 from runtime.arguments import checks, flags

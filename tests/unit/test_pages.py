@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import shape
 from helpers import ROOT
-from jobs import submit
+from submitted_jobs import submit
 
 import grpo
 import ppo
@@ -116,13 +116,16 @@ def takes(words: list[str]) -> bool:
         words = words[at + 1 :]
         if "&&" in words:  # set-up before the command
             words = words[words.index("&&") + 1 :]
-    if "scripts/ab.py" in words and "--" in words:
+    if "studies/paired_comparison.py" in words and "--" in words:
         at = words.index("--")
         flags.parse(grpo.Args, words=words[at + 1 :])
         words = words[:at]
     files = [i for i, word in enumerate(words) if re.search(r"\.(py|sh)$", word)]
     file = files[0] if files else None
-    if file is not None and words[file] in ("scripts/launch.py", "scripts/rehearse.py"):  # they take a script's line
+    if file is not None and words[file] in (
+        "scripts/launch.py",
+        "studies/rehearse_gpu_run.py",
+    ):  # they take a script's line
         file = next((i for i in files if words[i] in COPIES), file)
     if file is None:
         return words[1:2] == ["-m"] or words[0] == "accelerate" or (ROOT / words[0]).is_file()
@@ -158,7 +161,12 @@ def test_command_lines_are_taken(page):
 @pytest.mark.parametrize("page", [page for page in USER if page.name not in TABLES], ids=name_of)
 def test_flags_that_are_named_exist(page):
     """Every `--flag` is one of the scripts, or of a program of this project. Tables have the names of others, too."""
-    programs = [*(ROOT / "scripts").glob("*.*"), *(ROOT / "studies").glob("*.py"), *(ROOT / "variants").glob("*")]
+    programs = [
+        *(ROOT / "scripts").glob("*.*"),
+        *(ROOT / "scripts" / "sweeps").glob("*"),
+        *(ROOT / "studies").glob("*.py"),
+        *(ROOT / "variants").glob("*"),
+    ]
     sources = "\n".join(path.read_text() for path in programs)
     known = {field for script in (grpo, ppo) for field in script.Args.__dataclass_fields__} | {"help", "as"}
     known |= set(re.findall(r"--(\w+)", sources)) | set(re.findall(r"^    (\w+): ", sources, re.MULTILINE))
@@ -203,7 +211,7 @@ def test_measured_numbers_have_their_command(page):
 def test_a_number_without_a_command_is_noticed():
     text = "# Page\n\n## Prose\n\nA step took 1.5 s.\n\n## Table\n\n| a | 1.0 |\n| b | 2.0 |\n| c | 3.0 |\n"
     assert without_maker(text) == ["## Prose", "## Table"]
-    assert without_maker(text.replace("## Table\n", "## Table\n\nBy `python studies/history.py --table`:\n")) == [
+    assert without_maker(text.replace("## Table\n", "## Table\n\nBy `python studies/bench_history.py --table`:\n")) == [
         "## Prose"
     ]
-    assert without_maker(text.replace("# Page\n", "# Page\n\nMade by `python studies/compare.py`.\n")) == []
+    assert without_maker(text.replace("# Page\n", "# Page\n\nMade by `python studies/compare_trl.py`.\n")) == []

@@ -118,10 +118,10 @@ def test_of_a_gpu():
     raise ValueError
 """
 OLD = """before
-<!-- whole -->
+<!-- all tests -->
 | `tests/test_b.py` | 0 | 0 | 0 | 0 | 5 |
 | `tests/test_a.py` | 0 | 0 | 0 | 0 | 9 |
-<!-- /whole -->
+<!-- /all tests -->
 the rest
 """
 RESULT = """| fast | 1 | 3 | 0 | 0 | 0 |
@@ -141,7 +141,7 @@ Files with slow or learning tests:
 | file | passed | failed | skipped | seconds | CPU |
 |---|---|---|---|---|---|
 | `tests/test_a.py` | 1 | 4 | 1 | 0 | 0 |
-<!-- /whole -->
+<!-- /all tests -->
 the rest
 """
 
@@ -154,7 +154,7 @@ def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path
     """
     for folder in ("tests", "docs/evidence"):
         (tmp_path / folder).mkdir(parents=True)
-    shutil.copy(ROOT / "tests" / "whole.py", tmp_path / "tests")
+    shutil.copy(ROOT / "tests" / "run_all.py", tmp_path / "tests")
     (tmp_path / "runtime").symlink_to(ROOT / "runtime")
     (tmp_path / "tests" / "test_a.py").write_text(TESTS)
     (tmp_path / "tests" / "test_b.py").write_text("import nowhere")
@@ -164,7 +164,7 @@ def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path
     for words in (["init", "-q"], ["add", "--all"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     environment = os.environ | {"PYTHONPATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    line = [sys.executable, "tests/whole.py", "--limit"]
+    line = [sys.executable, "tests/run_all.py", "--limit"]
     first = subprocess.Popen([*line, "60"], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not (tmp_path / "hangs").exists():
@@ -178,8 +178,8 @@ def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path
     second = subprocess.run([*line, "8"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert second.returncode == 1, second.stderr
     page = (tmp_path / "docs" / "evidence" / "survival.md").read_text()
-    assert page.startswith("before\n<!-- whole -->\nCommit ") and page.endswith(RESULT), page
-    (record,) = (tmp_path / "runs" / "whole").glob("tests.test_a.py.*.jsonl")
+    assert page.startswith("before\n<!-- all tests -->\nCommit ") and page.endswith(RESULT), page
+    (record,) = (tmp_path / "runs" / "all_tests").glob("tests.test_a.py.*.jsonl")
     ended = [line for line in read_jsonl(record) if "outcome" in line]
     assert len(ended) == 6 and "ValueError" in ended[1]["why"]
     assert [line["why"] for line in ended if "ended with" in line["why"]] == ["pytest ended with -9"] * 2

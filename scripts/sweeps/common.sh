@@ -1,0 +1,88 @@
+# Common to the sweeps: source it with their arguments, then call `run ARGUMENTS...` in loops.
+#   --seeds 1..5    or 1,3,8; other arguments go to every run
+#   RUN=...         words to put before every command: echo, or a submission that ends in --
+#   LANES=2         so many runs side by side, all of one process that imports torch once (scripts/run_many.py), without RUN;
+#                   SKIP=FILE has the names of runs to leave out
+#   SCRIPT=mine.py  the script to run (grpo.py); PYTHON=.venv/bin/python  OUTPUT_DIR=runs
+# A run that is finished or running is skipped (scripts/is_finished.py says which are); an interrupted one resumes from its
+# last checkpoint. --overwrite starts what is not finished from scratch.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)}
+SCRIPT=${SCRIPT:-grpo.py}
+suffix= # of --exp_name, so that the runs of another script do not share folders with those of grpo.py
+[[ $SCRIPT == grpo.py ]] || suffix=_$(basename "$SCRIPT" .py)
+seeds=(1 2 3)
+common=()
+lines=() # what LANES collects
+apostrophe=\' # in lines every word stands in apostrophes: what ${word@Q} makes of a tab, bash alone can read
+escaped="'\\''"
+overwrite=0
+started=0
+skipped=0
+failed=0
+
+while (($#)); do
+    case $1 in
+    --seeds=*) set -- --seeds "${1#*=}" "${@:2}" ;;
+    --seeds)
+        if [[ ${2:-} =~ ^([0-9]+)\.\.([0-9]+)$ ]] && ((BASH_REMATCH[1] <= BASH_REMATCH[2])); then
+            mapfile -t seeds < <(seq "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}")
+        elif [[ ${2:-} =~ ^[0-9]+(,[0-9]+)*$ ]]; then
+            IFS=, read -ra seeds <<<"$2"
+        else
+            echo "error: --seeds ${2:-}: write 1..5 or 1,3,8" >&2
+            exit 2
+        fi
+        shift 2
+        ;;
+    --run[_-]name | --run[_-]name=*)
+        echo "error: $1: a sweep's runs have names of their own; give --exp_name, or --output_dir for the folder" >&2
+        exit 2
+        ;;
+    *)
+        [[ $1 != --overwrite ]] || overwrite=1
+        common+=("$1")
+        shift
+        ;;
+    esac
+done
+
+# Explicit, or a submitted run would write into its job's folder, where neither this loop nor a plot looks for it.
+[[ " ${common[*]-} " == *" --output"[_-]"dir"[=\ ]* ]] || common+=(--output_dir "${OUTPUT_DIR:-runs}")
+
+run() {
+    if [[ -n ${LANES:-} ]]; then
+        if [[ "$* ${common[*]-}" == *$'\n'* ]]; then
+            echo "error: LANES: scripts/run_many.py reads a run per line; take the line break out of: $* ${common[*]-}" >&2
+            exit 2
+        fi
+        lines+=("$(printf "'%s' " "${@//$apostrophe/$escaped}" "${common[@]//$apostrophe/$escaped}")")
+        return
+    fi
+    local said state=0
+    said=$("$PYTHON" scripts/is_finished.py "$SCRIPT" "$@" "${common[@]}") || state=$?
+    if ((state == 2)); then
+        exit 2 # the message about the arguments is already printed
+    elif ((state == 0 || (state == 3 && !overwrite))); then
+        echo "skipped, $said"
+        skipped=$((skipped + 1))
+    elif ((state != 3 && state != 4)); then
+        exit "$state" # is_finished.py itself failed
+    elif ${RUN:-} "$PYTHON" "$SCRIPT" "$@" "${common[@]}"; then # RUN is several words
+        started=$((started + 1))
+    else
+        state=$?
+        echo "failed with exit code $state: $*" >&2
+        failed=$((failed + 1))
+    fi
+}
+
+end() { # print the totals; exit code 1 if a run failed, which does not stop the others
+    if [[ -n ${LANES:-} ]]; then
+        exec "$PYTHON" scripts/run_many.py "$SCRIPT" --lanes "$LANES" ${SKIP:+--skip "$SKIP"} < <(printf '%s\n' "${lines[@]}")
+    fi
+    echo "$started started, $skipped skipped, $failed failed" >&2
+    ((failed == 0))
+}

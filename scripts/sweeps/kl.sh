@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# KL estimator x gradient x placement x beta x optimizer steps per batch x seed. With several optimizer steps per batch
+# the gradients of the estimators differ most; with one, the samples are fresh.
+#   scripts/sweeps/kl.sh                                                     on this machine, one after the other
+#   scripts/sweeps/kl.sh --seeds 1..5 --total_steps 100                      other arguments go to every run
+#   RUN="python scripts/submit.py --backend slurm --gpus 1 --" scripts/sweeps/kl.sh
+#   RUN=echo scripts/sweeps/kl.sh                                            print the commands
+#   LANES=2 scripts/sweeps/kl.sh                                             two side by side, in one process
+#   ESTIMATORS="k1 k3" BETAS="0 0.1" scripts/sweeps/kl.sh                    a part of it
+#   GRADIENTS="naive unbiased" MINI_BATCHES="1 4" scripts/sweeps/kl.sh       more of it
+#   SETTINGS="loss/k1/naive loss/k3/unbiased reward/k1/naive"                instead of placements x estimators x gradients
+# Then: python scripts/plot.py runs --x beta --y final:kl/sequence --by kl_estimator kl_placement --output kl.png
+#       python studies/measure_kl.py runs/*                                  the exact KL of each finished run
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+settings=()
+for placement in ${PLACEMENTS:-loss reward}; do
+    for estimator in ${ESTIMATORS:-k1 k2 k3 k4}; do
+        for gradient in ${GRADIENTS:-naive}; do
+            # The exact KL has the same gradient either way, and a reward has none.
+            if [[ $gradient == naive || ($estimator != full && $placement == loss) ]]; then
+                settings+=("$placement/$estimator/$gradient")
+            fi
+        done
+    done
+done
+
+for seed in "${seeds[@]}"; do
+    for mini_batches in ${MINI_BATCHES:-4}; do
+        for beta in ${BETAS:-0 0.03 0.1 0.3}; do
+            same=(--exp_name "${EXP_NAME:-sweep_kl}$suffix" --num_mini_batches "$mini_batches" --seed "$seed")
+            if [[ $beta == 0 ]]; then # one run for all settings
+                run "${same[@]}" --load_ref_policy
+                continue
+            fi
+            for setting in ${SETTINGS:-${settings[@]}}; do
+                IFS=/ read -r placement estimator gradient <<<"$setting"
+                own=(--kl_placement "$placement" --kl_estimator "$estimator" --kl_gradient "$gradient")
+                if [[ $placement == reward ]]; then
+                    own+=(--kl_reward_estimator "$estimator")
+                fi
+                run "${same[@]}" --beta "$beta" "${own[@]}"
+            done
+        done
+    done
+done
+end

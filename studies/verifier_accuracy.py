@@ -1,0 +1,267 @@
+"""Score labeled answers with this project's verifiers and with those of others, and write down who is wrong where.
+
+    pip install --no-deps --target wheels trl verl
+    python studies/verifier_accuracy.py --wheels wheels --data ../shared/data --output docs/evidence/graders.md
+
+The graders: the project's ``math`` and ``gsm8k``; math-verify as its README calls it; TRL's ``accuracy_reward``; verl's
+``math_reward`` (its default for MATH), ``math_dapo``, ``math_verify`` and ``gsm8k``. Without --wheels, the first two
+alone. Every grader runs in the same worker process with the same time-out, one answer at a time.
+
+The answers: tests/labeled_answers.jsonl, written for this project in 55 families, and, in the folder --data, the
+labeled files of tests/unit/grading/test_verifiers.py. A false negative is a right answer that scores below 1, a false
+positive a wrong one that scores 1 or more. Times are of the processor, in milliseconds per answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import io
+import json
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the scripts are not a package
+
+import rewards
+from rewards import Reward, RewardPool
+
+WHEELS = "RLVR_GRADER_WHEELS"  # the folder of --wheels, for the worker
+
+
+# ------------------------------------------------------------------------------------------- graders, run in the worker
+
+
+def timed(score: Callable[[], float]) -> Reward:
+    """The score with the milliseconds of processor time it took; 0 and "raised" where the grader raised."""
+    begun = time.process_time()
+    raised = 0.0
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = float(score() or 0.0)
+    except Exception:  # a foreign grader's error is a finding
+        found = 0.0
+        raised = 1.0
+    return Reward(found, {"ms": 1000 * (time.process_time() - begun), "raised": raised})
+
+
+def ours(response: str, truth: str, row: dict) -> Reward:
+    """This project's verifier for the row."""
+    return timed(lambda: rewards.VERIFIERS[row["verifier"]](response, truth, row).score)
+
+
+def math_verify_alone(response: str, truth: str, row: dict) -> Reward:
+    """math-verify's own defaults, the truth as mathematics."""
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return timed(lambda: verify(parse(f"${truth}$"), parse(response)))
+
+
+def _wheel(package: str):
+    """Import from the folder of wheels; it comes last, so that what is installed here wins."""
+    folder = os.environ[WHEELS]
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(package)
+
+
+def _verl(name: str):
+    """One file of verl's reward functions, without the package around it, which needs ray."""
+    path = Path(os.environ[WHEELS]) / "verl" / "utils" / "reward_score" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"verl_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def trl_accuracy(response: str, truth: str, row: dict) -> Reward:
+    """TRL's accuracy_reward; it skips (None, here 0) what it cannot parse as a truth."""
+    grade = _wheel("trl.rewards").accuracy_reward
+    completion = [[{"role": "assistant", "content": response}]]
+    return timed(lambda: grade(completion, [f"${truth}$"])[0])
+
+
+def verl_math(response: str, truth: str, row: dict) -> Reward:
+    """verl's math_reward: the last box, compared as text."""
+    module = _verl("math_reward")
+    return timed(lambda: module.compute_score(response, truth))
+
+
+def verl_dapo(response: str, truth: str, row: dict) -> Reward:
+    """verl's math_dapo in the better of its two ways, the last box or the last "Answer:"."""
+    module = _verl("math_dapo")
+    ways = (True, False)
+    return timed(lambda: max(float(module.compute_score(response, truth, strict_box_verify=w)["acc"]) for w in ways))
+
+
+def verl_math_verify(response: str, truth: str, row: dict) -> Reward:
+    """verl's math_verify, called as its own worker process calls it."""
+    module = _verl("math_verify")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return timed(lambda: module._verify_in_subprocess(f"\\boxed{{{truth}}}", response))
+
+
+def verl_gsm8k(response: str, truth: str, row: dict) -> Reward:
+    """verl's gsm8k in its flexible way, the last number: few of these answers have the "####" of its strict way."""
+    module = _verl("gsm8k")
+    return timed(lambda: module.compute_score(response, truth, method="flexible"))
+
+
+OWN = {"ours": ours, "math-verify": math_verify_alone}
+MATH = {"TRL": trl_accuracy, "verl math": verl_math, "verl DAPO": verl_dapo, "verl math-verify": verl_math_verify}
+GSM8K = {"TRL": trl_accuracy, "verl gsm8k": verl_gsm8k}
+
+
+# --------------------------------------------------------------------------------------------------- labeled answers
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def labeled(data: Path | None) -> dict[str, list[dict]]:
+    """Name of a set -> its rows: family, truth, response, label, verifier."""
+    sets = {"written families": [row | {"verifier": "math"} for row in read(ROOT / "tests" / "labeled_answers.jsonl")]}
+    if data is None:
+        return sets
+    pairs = data / "math500_gold_pairs.jsonl"
+    if pairs.is_file():
+        sets["MATH-500 gold pairs"] = [
+            {
+                "family": "gold pairs",
+                "truth": row["gold"],
+                "response": f"Hence $\\boxed{{{row['pred']}}}$.",
+                "label": row["label"],
+                "verifier": "math",
+            }
+            for row in read(pairs)
+        ]
+    solutions = data / "gsm8k_model_solutions.jsonl"
+    if solutions.is_file():
+        sets["GSM8K model solutions"] = [
+            {
+                "family": "solutions",
+                "truth": row["gold"],
+                "response": row["pred"],
+                "label": row["label"],
+                "verifier": "gsm8k",
+            }
+            for row in read(solutions)
+        ]
+    return sets
+
+
+# --------------------------------------------------------------------------------------------------------- the tables
+
+
+def run(grader: Callable, rows: list[dict], seconds: float) -> tuple[Counter, dict[str, Counter]]:
+    """(totals, family -> counts) of one grader on one set."""
+    pool = RewardPool(1, seconds)
+    name = f"{Path(grader.__code__.co_filename).resolve()}:{grader.__name__}"
+    for answer in ("0.4", "x = 2", "[0, 1]"):  # what it imports on the way is not counted
+        pool.result(pool.submit(name, f"\\boxed{{{answer}}}", "x = 3", {"verifier": "math"}))
+    futures = [pool.submit(name, row["response"], row["truth"], {"verifier": row["verifier"]}) for row in rows]
+    totals: Counter = Counter()
+    families: dict[str, Counter] = {}
+    times = []
+    for future, row in zip(futures, rows, strict=True):
+        reward = pool.result(future)
+        counts = families.setdefault(row["family"], Counter())
+        counts["false negatives"] += row["label"] and reward.score < 1
+        counts["false positives"] += not row["label"] and reward.score >= 1
+        totals["hangs"] += reward.status == "timeout"
+        totals["raised"] += reward.parts.get("raised", float(reward.status not in ("ok", "timeout")))
+        times.append(reward.parts.get("ms", 1000 * seconds))
+    pool.close()
+    for counts in families.values():
+        totals += counts
+    totals["median ms"] = median(times)
+    totals["mean ms"] = sum(times) / len(times)
+    return totals, families
+
+
+HEAD = """# Graders compared
+
+Look here before you trust a reward. Labeled answers, scored by this project and by the graders that others train
+with. A false negative (FN) is a right answer that got no reward; a false positive (FP) a wrong one that got it, which
+a policy finds and repeats. Made by `python studies/verifier_accuracy.py`, whose docstring says how each is called;
+a hang is an answer that ran into the time-out of {seconds:g} s, milliseconds are of the processor.
+
+The written families hold what is hard, on purpose: few of their right answers are the text of the truth. They were
+written along with this project's grader, which was repaired until it was right on nearly all of them, so they show
+which kinds of errors there are, not rates to expect. The other sets are public data.
+
+Versions: {versions}.
+"""
+
+
+def table(results: dict[str, tuple[Counter, dict]], rows: list[dict]) -> list[str]:
+    """A set's totals, one grader per line; and, where it has several families, their errors."""
+    right = sum(row["label"] for row in rows)
+    lines = [f"{right} right and {len(rows) - right} wrong answers.", ""]
+    lines += ["| grader | FN | FP | hangs | raised | median ms | mean ms |", "|---|---|---|---|---|---|---|"]
+    for name, (totals, _) in results.items():
+        counts = [totals[key] for key in ("false negatives", "false positives", "hangs", "raised")]
+        numbers = " | ".join(str(int(count)) for count in counts)
+        lines.append(f"| {name} | {numbers} | {totals['median ms']:.1f} | {totals['mean ms']:.1f} |")
+    families = Counter(row["family"] for row in rows)
+    if len(families) > 1:
+        lines += ["", "By family, FN / FP:", "", f"| family | right | wrong | {' | '.join(results)} |"]
+        lines.append("|---" * (3 + len(results)) + "|")
+        for family, count in families.items():
+            good = sum(row["label"] for row in rows if row["family"] == family)
+            cells = []
+            for _, found in results.values():
+                cells.append(f"{found[family]['false negatives']} / {found[family]['false positives']}")
+            lines.append(f"| {family} | {good} | {count - good} | {' | '.join(cells)} |")
+    return lines
+
+
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheels", type=Path, help="folder with trl and verl (pip install --no-deps --target)")
+    parser.add_argument("--data", type=Path, help="folder with the labeled public files")
+    parser.add_argument("--rows", type=int, default=10**9, help="score at most this many rows of each set")
+    parser.add_argument("--timeout", type=float, default=10.0, help="seconds per answer")
+    parser.add_argument("--output", type=Path, help="write the page here; default: print it")
+    args = parser.parse_args(words)
+    if args.wheels is not None and not (args.wheels / "trl").is_dir():
+        parser.error(f"--wheels {args.wheels}: no package trl there; pip install --no-deps --target it trl verl")
+    if args.data is not None and not args.data.is_dir():
+        parser.error(f"--data {args.data}: no such folder")
+    if args.wheels is not None:
+        os.environ[WHEELS] = str(args.wheels.resolve())
+    places = [str(args.wheels)] if args.wheels else []
+    found = {d.metadata["Name"].lower(): d.version for d in metadata.distributions(path=places)}
+    versions = [f"math-verify {metadata.version('math-verify')}"]
+    versions += [f"{name} {found[name]}" for name in ("trl", "verl") if name in found]
+    page = [HEAD.format(seconds=args.timeout, versions=", ".join(versions))]
+    for name, rows in labeled(args.data).items():
+        rows = rows[: args.rows]
+        others = GSM8K if rows[0]["verifier"] == "gsm8k" else MATH
+        graders = OWN | (others if args.wheels is not None else {})
+        results = {}
+        for grader, function in graders.items():
+            results[grader] = run(function, rows, args.timeout)
+            print(f"{name}, {grader}: {dict(results[grader][0])}", file=sys.stderr, flush=True)
+        page += [f"## {name}", "", *table(results, rows), ""]
+    text = "\n".join(page)
+    if args.output is None:
+        print(text)
+    else:
+        args.output.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

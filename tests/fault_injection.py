@@ -1,0 +1,865 @@
+"""A soak: a run that meets a fault every few steps and must end with the weights of the run that met none.
+
+    python tests/fault_injection.py                                   200 steps of grpo.py, 40 faults
+    python tests/fault_injection.py --script ppo.py --steps 60 --seed 1
+    python tests/fault_injection.py --rollout vllm --async_steps 0    with the real engine
+    python tests/fault_injection.py --rollout vllm --environment      in which responses have turns
+    python tests/fault_injection.py --rollout vllm --dtype bfloat16
+    python tests/fault_injection.py --only killed second_run          these faults alone
+
+Faults come from outside (signals, damaged files, limits of the kernel, another clock) or by the hooks that
+tests/runs/test_faults.py uses. A run that ended as it should is started again, as a fork of this process, which has
+imported everything. A fault that costs a sample or an optimizer step says so in metrics.jsonl; the soak then goes back
+to the checkpoint before. Every wait has a limit. What was met is printed, with its step and how it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import multiprocessing
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # neither the tests
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))  # nor the scripts are a package
+
+import run_many
+import torch
+from helpers import (
+    ROOT,
+    Run,
+    alive,
+    command,
+    descendants,
+    flip,
+    go_back,
+    logged,
+    make_chatty,
+    make_tiny,
+    record,
+    saved,
+)
+
+from runtime.run import directory
+from runtime.system import jsonl
+
+LIMIT = 300.0  # seconds that anything may take
+TIMEOUT = 60  # --timeout of the runs: vLLM has to be built within it, also on a busy machine
+PAUSE = 0.5  # seconds after a step of the tiny model, of which a second would have a dozen: faults need time, too
+HOURS = 5 * 3600.0
+UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+# The wall clock, moved by as many seconds as a file says, and the kernel's when it is told to wait until some time.
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <semaphore.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+
+static long moved(void) {
+    long seconds = 0;
+    FILE *file = fopen(getenv("CLOCK_FILE"), "r");
+    if (file) {
+        if (fscanf(file, "%ld", &seconds) != 1) seconds = 0;
+        fclose(file);
+    }
+    return seconds;
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int (*plain)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+    int failed = plain(clock, now);
+    if (!failed && clock == CLOCK_REALTIME) now->tv_sec += moved();
+    return failed;
+}
+
+time_t time(time_t *place) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (place) *place = now.tv_sec;
+    return now.tv_sec;
+}
+
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec;
+    now->tv_usec = precise.tv_nsec / 1000;
+    return 0;
+}
+
+int sem_timedwait(sem_t *semaphore, const struct timespec *until) {
+    int (*plain)(sem_t *, const struct timespec *) = dlsym(RTLD_NEXT, "sem_timedwait");
+    struct timespec real = *until;
+    real.tv_sec -= moved();
+    return plain(semaphore, &real);
+}
+"""
+
+
+class Finished(Exception):
+    """The run came to its end before a fault could."""
+
+
+class Missed(Exception):
+    """A fault met nobody: what it is aimed at is gone, or has no work."""
+
+
+class Outbox:
+    """The engine's, which changes the samples that go through it by ``change(log-probs)``."""
+
+    def __init__(self, outbox, change: Callable[[list[float]], list[float]]):
+        self.outbox = outbox
+        self.change = change
+
+    def __getattr__(self, name: str):
+        return getattr(self.outbox, name)
+
+    def put(self, message: tuple) -> None:
+        if message[0] == "sample":
+            message = (*message[:4], self.change(message[4]), *message[5:])
+        self.outbox.put(message)
+
+
+def hook(script: ModuleType, orders: Path) -> None:
+    """Put the hooks of some faults into a script. An order is a file; whoever removes it does what its name says."""
+    from runtime.engine import client
+    from runtime.run import logger
+
+    client.RESTARTS = 1000
+    plain_push = script.push_weights
+    plain_loss = script.token_loss
+    plain_step = logger.RunLog.step
+
+    def ordered(fault: str) -> bool:
+        try:
+            (orders / fault).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def asks(plain: Callable) -> Callable:
+        def ask(*arguments):  # in the engine's thread
+            if ordered("engine_raises"):
+                raise ValueError("the engine broke on purpose")
+            if ordered("engine_dies"):
+                sys.exit(3)
+            if ordered("engine_hangs"):
+                time.sleep(3 * TIMEOUT)
+            return plain(*arguments)
+
+        return ask
+
+    def reports(plain: Callable) -> Callable:
+        def change(logprobs: list[float]) -> list[float]:
+            return [math.nan] * len(logprobs) if ordered("sampler_nan") else logprobs
+
+        return lambda *given: plain(*given[:-1], Outbox(given[-1], change))
+
+    def half(weights: list, what: str):
+        yield from weights[: len(weights) // 2]
+        if what == "killed_in_a_push":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("the push broke on purpose")
+
+    def push(llm, weights, *rest):
+        for what in ("killed_in_a_push", "push_raises"):
+            if ordered(what):
+                weights = half(weights, what)
+        return plain_push(llm, weights, *rest)
+
+    def token_loss(*arguments):
+        loss, pieces = plain_loss(*arguments)
+        return (loss * math.nan if ordered("nan_loss") else loss), pieces
+
+    def step(self, *arguments):
+        plain_step(self, *arguments)
+        time.sleep(PAUSE)
+        if ordered("stall"):
+            time.sleep(3600)
+
+    script.begin_turn = asks(script.begin_turn)
+    script.utils._generate = asks(script.utils._generate)
+    script.vllm_thread = reports(script.vllm_thread)
+    script.utils.hf_thread = reports(script.utils.hf_thread)
+    script.push_weights = push
+    script.token_loss = token_loss
+    logger.RunLog.step = step
+
+
+class Fork:
+    """A run in a fork of this process, with what ``helpers.Run`` needs of a ``subprocess.Popen``."""
+
+    def __init__(self, script: ModuleType, words: list[str], log: Path, orders: Path | None = None):
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & and nohup
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)  # have children ignore them
+                del sys.modules["__main__"].__file__  # which the verifiers' processes would import
+                if orders is not None:
+                    hook(script, orders)
+                code = run_many.run(script, words, log)
+                sys.stdout.flush()
+            finally:
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("the run", timeout)
+            time.sleep(0.02)
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
+class Life(Run):
+    """One start of a run."""
+
+    def __init__(self, log: Path, *arguments):
+        self.log = log
+        self.seen = set()
+        log.touch()
+        self.process = Fork(*arguments)
+
+
+class Soak:
+    """A run that is started again and again, and what happens to it."""
+
+    def __init__(self, place: Path, args: argparse.Namespace):
+        self.place = place
+        tiny = place / "tiny"
+        make = make_chatty if args.environment else make_tiny
+        maker = multiprocessing.get_context("fork").Process(target=make, args=(tiny,))
+        maker.start()  # apart: training a tokenizer leaves threads behind, which no fork would have
+        maker.join()
+        self.script = run_many.load_script(ROOT / args.script)
+        self.steps = args.steps
+        self.random = random.Random(args.seed)
+        self.out = place / "soak"
+        self.folder = self.out / "run"
+        self.orders = place / "orders"
+        self.orders.mkdir(exist_ok=True)
+        self.clock = Path(os.environ.get("CLOCK_FILE", os.devnull))
+        self.nurseries = 0
+        self.went_back = 0
+        self.lost: Counter = Counter()
+        flags = ["--total_steps", str(args.steps), "--eval_prompts", "0", "--track"]
+        flags += ["--save_every", "2", "--keep_checkpoints", "0", "--num_mini_batches", "2", "--beta", "0.1"]
+        flags += ["--timeout", str(TIMEOUT), "--dtype", args.dtype]
+        flags += ["--call_timeout", "10", "--async_steps", str(args.async_steps)]
+        flags += ["--verifier", f"{ROOT / 'tests' / 'verifiers.py'}:parity_or_hangs"]
+        if args.environment:
+            flags += ["--environment", f"{ROOT / 'tests' / 'environments.py'}:Troubled", "--call_timeout", "10"]
+            flags += ["--max_response_length", "64", "--max_turns", "3"]
+        os.environ["SOAK_ORDERS"] = str(self.orders)
+        kind = {"script": args.script.removesuffix(".py"), "rollout": args.rollout}
+        self.line = command(tiny, self.out, *flags, **kind)
+        self.straight = command(tiny, place / "straight", *flags, **kind)
+
+    # ------------------------------------------------------------------------------------------- what a fault may do
+
+    def start(self) -> None:
+        """The same command again."""
+        for order in self.orders.iterdir():
+            order.unlink()
+        self.nurseries += 1
+        log = self.place / f"life_{self.nurseries:03d}.log"
+        self.run = Life(log, self.script, self.line[2:], log, self.orders)
+
+    def run_straight(self) -> None:
+        """The run without a fault."""
+        log = self.place / "straight.log"
+        run = Life(log, self.script, self.straight[2:], log)
+        assert run.process.wait(HOURS) == 0, run.text()
+
+    def until_or_end(self, condition: Callable[[], bool]) -> bool:
+        """Wait for one of both; whether it was the end. Raises Finished where the exit code is 0."""
+        deadline = time.monotonic() + LIMIT
+        while not condition():
+            code = self.run.process.poll()
+            if code == 0:
+                raise Finished
+            if code is not None:
+                return True
+            self.run.seen |= set(descendants(self.run.process.pid))
+            assert time.monotonic() < deadline, f"nothing happens\n{self.run.text()[-3000:]}"
+            time.sleep(0.02)
+        return False
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait; the run must not end meanwhile, but for Finished."""
+        ended = self.until_or_end(condition)
+        assert not ended, f"ended with {self.run.process.poll()}\n{self.run.text()[-3000:]}"
+
+    def says(self, words: str) -> Callable[[], bool]:
+        """Whether the run has printed ``words`` since now."""
+        before = self.run.text().count(words)
+        return lambda: self.run.text().count(words) > before
+
+    def ends(self, *codes: int, limit: float = LIMIT) -> int:
+        """Wait for the end of the run, with one of these exit codes; any but 0 and 75 without one."""
+        deadline = time.monotonic() + limit
+        while self.run.process.poll() is None and time.monotonic() < deadline:
+            self.run.seen |= set(descendants(self.run.process.pid))
+            time.sleep(0.02)
+        code = self.run.end(0.1)
+        if code == 0:
+            raise Finished
+        assert code in codes if codes else code != 75, f"exit code {code}\n{self.run.text()[-3000:]}"
+        return code
+
+    def step(self) -> int:
+        """The last step since this start; metrics.jsonl may have later ones, which the run will do again."""
+        steps = re.findall(r"^step +(\d+)/", self.run.text(), re.MULTILINE)
+        return int(steps[-1]) if steps else 0
+
+    def kill(self) -> None:
+        """SIGKILL to the run."""
+        self.run.process.kill()
+        self.ends()
+
+    def processes(self, word: bytes) -> list[int]:
+        """Processes of the run with ``word`` in their command line."""
+        self.run.seen |= set(descendants(self.run.process.pid))
+        found = []
+        for pid in filter(alive, sorted(self.run.seen)):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if word in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    def verifier(self) -> int:
+        """A verifier's process."""
+        self.until(lambda: bool(self.processes(b"spawn_main")))
+        return self.random.choice(self.processes(b"spawn_main"))
+
+    def order(self, fault: str) -> None:
+        """Have the program around the script do this, once."""
+        (self.orders / fault).touch()
+
+    def has_two_checkpoints(self) -> bool:
+        """Whether there is one to fall back on."""
+        return len(directory.saved_steps(self.folder)) > 1
+
+    def dead_checkpoint(self) -> Path:
+        """Kill the run; its newest checkpoint, which is not the only one."""
+        self.until(self.has_two_checkpoints)
+        self.kill()
+        return directory.saved_steps(self.folder)[-1][1]
+
+    def resumes(self, words: str) -> str:
+        """Start again after damage, which must be named."""
+        self.start()
+        self.until(lambda: "resuming after step " in self.run.text())
+        assert words in self.run.text(), self.run.text()
+        return f"resumed, and said: {words}"
+
+    # ----------------------------------------------------------------------------------------------------- the loop
+
+    def go_back_if_it_cost(self) -> bool:
+        """Resume from before the first step that lost a sample or an optimizer step."""
+        file = self.folder / "metrics.jsonl"
+        first = None
+        for metrics in jsonl.records(file):
+            lost = [metrics[f"reward/{kind}"] for kind in ("errors", "timeouts", "unscorable")]
+            lost += [metrics["optim/skipped"], metrics.get("env/failures", 0)]
+            if first is None and sum(lost) > 0:
+                first = metrics["step"]
+        if first is None:
+            return False
+        if self.run.process.poll() is None:
+            self.run.process.kill()
+            self.run.end(LIMIT)
+        # With --async_steps 1 a checkpoint holds the samples of the step after it.
+        earlier = [step for step, _ in directory.saved_steps(self.folder) if step < first - 1]
+        if earlier:
+            go_back(self.folder, earlier[-1])
+        else:
+            shutil.rmtree(self.folder)
+        self.lost[first] += 1
+        assert self.lost[first] < 5, f"step {first} loses a sample again and again"
+        self.went_back += 1
+        print(f"step {first:4d}  lost a sample or a step: back to {earlier[-1] if earlier else 0}", flush=True)
+        return True
+
+    def meet(self, faults: list[Callable], count: int) -> Counter:
+        """Run to the end, through ``count`` faults or as many as come; how often each kind was met."""
+        met: Counter = Counter()
+        deck: list[Callable] = []
+        self.start()
+        target = 2
+        while True:
+            with contextlib.suppress(Finished):
+                self.until(lambda: self.step() >= target)  # noqa: B023
+                if self.go_back_if_it_cost():
+                    self.start()
+                    continue
+                if not deck:
+                    deck = self.random.sample(faults, len(faults))
+                fault = deck.pop()
+                step = self.step()
+                begun = time.monotonic()
+                name = fault.__doc__.partition(".")[0]
+                try:
+                    how = fault(self)
+                    met[name] += 1
+                except Missed:
+                    how = "met nobody"
+                print(f"step {step:4d}  {name}: {how} ({time.monotonic() - begun:.0f} s)", flush=True)
+                if self.run.process.poll() is not None:
+                    self.start()
+                left = max(1, count - sum(met.values()))
+                done = logged(self.out)
+                target = done + self.random.randint(1, max(1, 2 * (self.steps - done) // left - 3))
+                continue
+            self.run.end(LIMIT)
+            if not self.go_back_if_it_cost():
+                return met
+            self.start()
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+
+def killed(soak: Soak) -> str:
+    """The run is killed. SIGKILL to its first process."""
+    soak.kill()
+    return "ended"
+
+
+def killed_in_a_save(soak: Soak) -> str:
+    """The run is killed in the middle of a save. SIGKILL."""
+    saves = soak.folder / "checkpoints"
+    deadline = time.monotonic() + LIMIT
+    while not any(saves.glob("*.partial")):  # without a pause: a save takes milliseconds
+        if soak.run.process.poll() == 0:
+            raise Finished
+        assert time.monotonic() < deadline, soak.run.text()
+    soak.run.process.kill()
+    soak.ends()
+    return f"ended, {len(list(saves.glob('*.partial')))} unfinished save left"
+
+
+def killed_in_a_push(soak: Soak) -> str:
+    """The run is killed in the middle of a push. SIGKILL, with half of the weights in the engine."""
+    soak.order("killed_in_a_push")
+    soak.ends(-signal.SIGKILL)
+    return "ended"
+
+
+def push_raises(soak: Soak) -> str:
+    """The engine raises in the middle of a push. Half of the weights are in it."""
+    words = soak.says("its engine is built again")
+    soak.order("push_raises")
+    soak.until(words)
+    return "was built again, went on"
+
+
+def preempted(soak: Soak, number: signal.Signals = signal.SIGTERM) -> str:
+    """SIGTERM. To the run."""
+    os.kill(soak.run.process.pid, number)
+    soak.ends(75)
+    assert saved(soak.out) == soak.step()
+    return "saved, ended with 75"
+
+
+def interrupted(soak: Soak) -> str:
+    """SIGINT. To the run."""
+    return preempted(soak, signal.SIGINT)
+
+
+def warned(soak: Soak) -> str:
+    """SIGUSR1. To the run, as Slurm sends it before a time limit."""
+    return preempted(soak, signal.SIGUSR1)
+
+
+def all_terminated(soak: Soak) -> str:
+    """SIGTERM to every process. To verifiers and wandb as well, as a batch system does."""
+    for pid in soak.processes(b""):
+        os.kill(pid, signal.SIGTERM)
+    return preempted(soak)
+
+
+def twice(soak: Soak) -> str:
+    """SIGTERM twice. The second one ends the run at once, unless it has saved meanwhile."""
+    os.kill(soak.run.process.pid, signal.SIGTERM)
+    time.sleep(1.3)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(soak.run.process.pid, signal.SIGTERM)
+    return f"ended with {soak.ends(75, 128 + signal.SIGTERM)}"
+
+
+def hung_up(soak: Soak) -> str:
+    """The terminal closes. SIGHUP."""
+    return preempted(soak, signal.SIGHUP)
+
+
+def flipped_bit(soak: Soak) -> str:
+    """A damaged checkpoint. A bit of one of its files is flipped."""
+    newest = soak.dead_checkpoint()
+    flip(soak.random.choice(sorted(newest.rglob("*.pt"))))
+    return soak.resumes("has changed since it was written")
+
+
+def short_file(soak: Soak) -> str:
+    """A checkpoint whose file is cut off. At a hundred bytes."""
+    newest = soak.dead_checkpoint()
+    os.truncate(soak.random.choice(sorted(newest.rglob("*.pt"))), 100)
+    return soak.resumes("has 100 bytes, not")
+
+
+def no_manifest(soak: Soak) -> str:
+    """A checkpoint without its manifest. It is removed."""
+    (soak.dead_checkpoint() / "manifest.json").unlink()
+    return soak.resumes("manifest.json is missing")
+
+
+def empty_latest(soak: Soak) -> str:
+    """An empty file latest. As a file system leaves it after a power cut."""
+    soak.dead_checkpoint()
+    (soak.folder / "checkpoints" / "latest").write_text("")
+    return soak.resumes("does not name step_")
+
+
+def torn_logs(soak: Soak) -> str:
+    """Torn lines in the logs of a run. Half a line at the end of metrics.jsonl and samples.jsonl."""
+    soak.dead_checkpoint()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with open(soak.folder / name, "a") as file:
+            file.write('{"step": 9999, "rew')
+    return soak.resumes("resuming after step")
+
+
+def leftover_save(soak: Soak) -> str:
+    """An unfinished save in the folder. With files in it."""
+    soak.dead_checkpoint()
+    leftover = soak.folder / "checkpoints" / "step_009999.partial"
+    leftover.mkdir()
+    (leftover / "state.json").write_text('{"step": 9999')
+    return soak.resumes("the save was not finished")
+
+
+def second_run(soak: Soak) -> str:
+    """The same command twice. While the run has its folder."""
+    log = soak.place / "second.log"
+    second = Life(log, soak.script, soak.line[2:], log)
+    code = second.end(LIMIT)
+    if code == 0:  # the first one was at its end
+        raise Finished
+    assert code == 2, second.text()
+    assert "is in use by a running process" in second.text()
+    return "the second one was refused, the run went on"
+
+
+def full_disk(soak: Soak) -> str:
+    """A full disk for a while. The kernel refuses the run files above 100 kB."""
+    words = soak.says("NO CHECKPOINT after step")
+    pid = soak.run.process.pid
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    try:
+        if soak.until_or_end(words):
+            assert soak.ends(1) and "File too large" in soak.run.text()
+            return "ended with 1: its own log could not be written"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, UNLIMITED)
+    return "no checkpoint, the run went on"
+
+
+def read_only_folder(soak: Soak) -> str:
+    """A folder that cannot be written to for a while. That of the checkpoints."""
+    soak.until(soak.has_two_checkpoints)
+    words = soak.says("NO CHECKPOINT after step")
+    folder = soak.folder / "checkpoints"
+    root = os.geteuid() == 0  # who may write to what is read-only, but not to what is immutable
+    subprocess.run(["chattr", "+i", folder] if root else ["chmod", "a-w", folder], check=True)
+    try:
+        soak.until(words)
+    finally:
+        subprocess.run(["chattr", "-i", folder] if root else ["chmod", "u+w", folder], check=True)
+    return "no checkpoint, the run went on"
+
+
+def little_memory(soak: Soak) -> str:
+    """Memory runs out. The kernel gives the run no more than it has."""
+    pid = soak.run.process.pid
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
+    step = soak.step()
+    deadline = time.monotonic() + 20
+    while soak.run.process.poll() is None and time.monotonic() < deadline and soak.step() < step + 3:
+        time.sleep(0.05)
+    if soak.run.process.poll() is None:
+        resource.prlimit(pid, resource.RLIMIT_AS, UNLIMITED)
+        return "went on with what it had"
+    return f"ended with {soak.ends()}"
+
+
+def stacks(soak: Soak) -> str:
+    """SIGUSR2. To the run."""
+    words = soak.says("most recent call first")
+    os.kill(soak.run.process.pid, signal.SIGUSR2)
+    soak.until(words)
+    return "printed its stacks, went on"
+
+
+def paused(soak: Soak) -> str:
+    """The run stands still for a while. SIGSTOP, and SIGCONT three seconds later."""
+    os.kill(soak.run.process.pid, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(soak.run.process.pid, signal.SIGCONT)
+    step = soak.step()
+    soak.until(lambda: soak.step() > step)
+    return "went on"
+
+
+def killed_verifier(soak: Soak) -> str:
+    """A verifier is killed. SIGKILL."""
+    os.kill(soak.verifier(), signal.SIGKILL)
+    step = soak.step()
+    soak.until(lambda: soak.step() > step)
+    return "went on"
+
+
+def slow_verifier(soak: Soak) -> str:
+    """A slow verifier. It stands still for two seconds."""
+    pid = soak.verifier()
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(2)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    step = soak.step()
+    soak.until(lambda: soak.step() > step)
+    return "went on"
+
+
+def hanging_verifier(soak: Soak) -> str:
+    """A verifier that hangs. In one response, until --call_timeout has killed it."""
+    words = soak.says("killed after 10 s (--call_timeout)")
+    soak.order("verifier_hangs")
+    soak.until(words)
+    return "was killed, the sample has no reward, the run went on"
+
+
+def killed_tracking(soak: Soak) -> str:
+    """The process of wandb is killed. SIGKILL to wandb-core."""
+    pids = soak.processes(b"wandb-core")
+    if not pids:
+        raise Missed
+    words = soak.says("no more tracking")
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    soak.until(words)
+    return "said so, went on"
+
+
+def nan_loss(soak: Soak) -> str:
+    """One loss is NaN. In a mini-batch."""
+    words = soak.says("SKIPPED 1")
+    soak.order("nan_loss")
+    soak.until(words)
+    return "the optimizer step was skipped"
+
+
+def engine_raises(soak: Soak) -> str:
+    """The engine raises. In its thread."""
+    words = soak.says("its engine is built again")
+    soak.order("engine_raises")
+    soak.until(words)
+    return "was built again, went on"
+
+
+def engine_dies(soak: Soak) -> str:
+    """The engine dies. Its thread exits."""
+    words = soak.says("its engine is built again")
+    soak.order("engine_dies")
+    soak.until(words)
+    return "was built again, went on"
+
+
+def engine_hangs(soak: Soak) -> str:
+    """The engine hangs. For longer than --timeout."""
+    words = soak.says("its engine is built again")
+    soak.order("engine_hangs")
+    soak.until(words)
+    return "was built again, went on"
+
+
+def sampler_nan(soak: Soak) -> str:
+    """Log-probs of the sampler are NaN. All of one prompt."""
+    soak.order("sampler_nan")
+    code = soak.ends(1)
+    assert "log-probs are not finite" in soak.run.text()
+    return f"ended with {code}"
+
+
+def stalled(soak: Soak) -> str:
+    """The main thread hangs. For longer than --timeout."""
+    soak.order("stall")
+    code = soak.ends(1)
+    assert "no progress on any rank for" in soak.run.text()
+    return f"ended with {code}"
+
+
+def tool_fails(soak: Soak, how: str = "tool_raises") -> str:
+    """A tool raises. In one turn of one episode."""
+    file = soak.folder / "metrics.jsonl"
+    step = soak.step()
+    soak.order(how)
+    soak.until(lambda: any(row["env/failures"] > 0 for row in jsonl.records(file) if row["step"] > step))
+    return "the model was told, the run went on"
+
+
+def tool_hangs(soak: Soak) -> str:
+    """A tool hangs. In one turn of one episode, until --call_timeout has killed it."""
+    return tool_fails(soak, "tool_hangs")
+
+
+def tool_dies(soak: Soak) -> str:
+    """The process of a tool is killed. SIGKILL, in one turn of one episode."""
+    return tool_fails(soak, "tool_dies")
+
+
+def clock_forward(soak: Soak, seconds: float = HOURS) -> str:
+    """The clock jumps forward. By five hours, and stays there."""
+    soak.clock.write_text(str(int(soak.clock.read_text()) + int(seconds)))
+    step = soak.step()
+    soak.until(lambda: soak.step() > step + 1)
+    return "went on"
+
+
+def clock_back(soak: Soak) -> str:
+    """The clock jumps back. By five hours, and stays there."""
+    return clock_forward(soak, -HOURS)
+
+
+ANY = [
+    killed,
+    killed_in_a_save,
+    preempted,
+    interrupted,
+    warned,
+    all_terminated,
+    twice,
+    hung_up,
+    flipped_bit,
+    short_file,
+]
+ANY += [no_manifest, empty_latest, torn_logs, leftover_save, second_run, full_disk, read_only_folder, little_memory]
+ANY += [stacks, paused, killed_verifier, slow_verifier, hanging_verifier, killed_tracking, nan_loss, engine_raises]
+ANY += [engine_dies, engine_hangs, sampler_nan, stalled]
+CLOCKS = [clock_forward, clock_back]
+
+
+def possible(args: argparse.Namespace) -> list[Callable]:
+    """The faults that can happen on this machine to such a run."""
+    faults = list(ANY)
+    if args.rollout == "vllm":
+        faults += [killed_in_a_push, push_raises]
+    if args.environment:
+        faults += [tool_fails, tool_hangs, tool_dies]
+    if "CLOCK_FILE" in os.environ:
+        faults += CLOCKS
+    if os.geteuid() == 0 and shutil.which("chattr") is None:
+        faults.remove(read_only_folder)
+    return [fault for fault in faults if not args.only or fault.__name__ in args.only]
+
+
+def soak(place: Path, args: argparse.Namespace) -> None:
+    """Make a straight run and one through faults, and compare them."""
+    begun = time.monotonic()
+    it = Soak(place, args)
+    it.run_straight()
+    print(f"straight run: {args.steps} steps in {time.monotonic() - begun:.0f} s", flush=True)
+    begun = time.monotonic()
+    try:
+        met = it.meet(possible(args), args.faults)
+    finally:
+        if it.run.process.poll() is None:
+            it.run.process.kill()
+            it.run.end(LIMIT)
+    assert sum(met.values()) > args.faults // 2, f"the run ended after {sum(met.values())} of {args.faults} faults"
+    expected = record(place / "straight" / "run")
+    got = record(it.folder)
+    for key in expected:
+        assert got[key] == expected[key], f"{key} differ from those of the straight run"
+    print(
+        f"{args.script}, {args.rollout}, {args.dtype}, --async_steps {args.async_steps}{', turns' * args.environment}: "
+        f"{args.steps} steps, {sum(met.values())} faults of {len(met)} kinds, started {it.lives} times, went back "
+        f"{it.went_back} times, {time.monotonic() - begun:.0f} s; metrics, samples and weights equal bit for bit",
+        flush=True,
+    )
+
+
+def with_a_clock(place: Path) -> None:
+    """Start this program again with a clock that can be moved, where there is a compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None or "CLOCK_FILE" in os.environ:
+        return
+    source = place / "clock.c"
+    source.write_text(CLOCK)
+    (place / "clock").write_text("0")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", place / "clock.so", source, "-ldl"], check=True)
+    os.environ |= {"LD_PRELOAD": str(place / "clock.so"), "CLOCK_FILE": str(place / "clock")}
+    os.execv(sys.executable, [sys.executable, *sys.argv, "--out", str(place)])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--script", default="grpo.py", choices=["grpo.py", "ppo.py"])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--faults", type=int, default=40, help="about how many to meet")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--rollout", default="hf", choices=["hf", "vllm"])
+    parser.add_argument("--async_steps", type=int, default=1)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--environment", action="store_true", help="of several turns, and faults of its own")
+    parser.add_argument("--only", nargs="*", default=[], help="names of functions in this file")
+    parser.add_argument("--out", type=Path, default=None, help="where to leave runs and logs")
+    args = parser.parse_args()
+    place = args.out or Path(tempfile.mkdtemp(prefix="soak-"))
+    place.mkdir(parents=True, exist_ok=True)
+    with_a_clock(place)
+    print(f"logs of every start in {place}", flush=True)
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": str(ROOT)}
+    torch.set_num_threads(1)  # bit for bit
+    soak(place, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1106 @@
+"""Programs of a model: honest ones pass, and whatever the others try, they fail in time and leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib.util
+import io
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers import ROOT, real
+from sandbox_attacks import FAMILIES, LINES, F
+
+import grpo
+import rewards
+from rewards import RewardPool, code
+from runtime.grading import code_tests
+from runtime.system import sandbox
+from runtime.system.sandbox import Sandbox
+
+REFUSED = sandbox.namespaces_refused()
+isolated = pytest.mark.skipif(bool(REFUSED), reason=f"the kernel gives no namespaces here: {REFUSED}")
+TESTS = json.dumps([{"input": [1, 2], "output": 3}, {"input": [5, 7], "output": 12}, {"input": [-1, 1], "output": 0}])
+ADD = {"entry_point": "add"}
+LIMIT = 1.0  # seconds
+SHORT = 0.5
+
+
+def passes(program: str, tests: str = TESTS, row: dict = ADD) -> bool:
+    reward = code(program, tests, row)
+    assert reward.status == "ok", reward
+    return reward.score == 1
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_worker(monkeypatch):
+    """Limits alone where there are no namespaces; no limit of Python's for digits."""
+    monkeypatch.setattr(sandbox, "allow_unsafe", bool(REFUSED))
+    most = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    yield
+    sys.set_int_max_str_digits(most)
+
+
+APPS_CALLS = {"fn_name": "longest", "inputs": [[["a", "bcd"]], [[]]], "outputs": [["bcd"], ""]}  # one output wrapped
+APPS_PROGRAMS = {"inputs": ["1 2\n", ["5", "7"]], "outputs": ["3\n", ["12"]]}
+
+
+# ------------------------------------------------------------------------------------------------------ honest programs
+
+
+@pytest.mark.parametrize(
+    ("given", "program", "right"),
+    [
+        (APPS_CALLS, "def longest(words):\n    return max(words, key=len, default='')", True),
+        (
+            APPS_CALLS,
+            "class Solution:\n    def longest(self, words):\n        return max(words, key=len, default='')",
+            True,
+        ),
+        (APPS_CALLS, "def longest(words):\n    return [max(words, key=len)] if words else ''", True),
+        (APPS_CALLS, "def longest(words):\n    return 'bcd'", False),
+        (APPS_CALLS, "class Solution:\n    def longest(self, words):\n        return words[0]", False),
+        (APPS_CALLS, "def shortest(words):\n    return max(words, key=len, default='')", False),
+        (APPS_PROGRAMS, "import sys\nprint(sum(map(int, sys.stdin.read().split())))", True),
+        (APPS_PROGRAMS | {"fn_name": None}, "import sys\nprint(sum(map(int, sys.stdin.read().split())))", True),
+        (APPS_PROGRAMS, "print(3)", False),
+    ],
+)
+def test_tests_of_apps_taco_and_areal(given, program, right):
+    """inputs and outputs as two lists: texts of stdin and stdout, or with fn_name arguments and values."""
+    assert passes(program, json.dumps(given), {}) == right
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ({"inputs": ["1"], "outputs": []}, "two lists of equal length"),
+        ({"inputs": [], "outputs": []}, "at least one of each"),
+        ({"outputs": ["1"]}, "two lists of equal length"),
+        ({"inputs": [[1]], "outputs": ["1"]}, "test 0: without fn_name its input and output must be text"),
+        ({"inputs": [[1], 2], "outputs": [1, 2], "fn_name": "f"}, "test 1: with fn_name its input must be a list"),
+        ({"inputs": [[1]], "outputs": [1], "fn_name": "f()"}, "fn_name is 'f()', not the name"),
+    ],
+)
+def test_what_is_wrong_with_such_tests_is_said_at_the_start(given, wrong):
+    assert wrong in code_tests.code_error(json.dumps(given), {})
+
+
+def test_a_check_that_is_no_python_is_said_without_a_run(monkeypatch):
+    monkeypatch.setattr(code_tests, "_try_tests", lambda tests: pytest.fail("it was run"))
+    assert code_tests.code_error("assert f(1 == 2", {}).startswith("tests: SyntaxError")
+
+
+@pytest.mark.parametrize("tests", ["[]", "[1]", '[{"stdin": "", "stdout": ""}, "assert f(1)"]'])
+def test_a_list_of_something_else_than_tests(tests):
+    assert code_tests.code_error(tests, {"entry_point": "f"}).endswith("JSON must be a list of tests")
+
+
+def test_functions():
+    assert passes("def add(a, b):\n    return a + b")
+    assert passes("Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nIt adds.")
+    assert passes("```\nbad(\n```\n```py\ndef add(a, b):\n    print('noise')\n    return a + b\n```")
+    assert passes("import math, collections, heapq, re\ndef add(a, b):\n    return int(math.fsum([a, b]))")
+    assert not passes("def add(a, b):\n    return a - b")
+    assert not passes("def sum(a, b):\n    return a + b")
+    assert not passes("def add(a, b):\n    return str(a + b)")
+    assert not passes("def add(a, b:\n")
+    assert not passes("")
+    assert not passes("<think>def add(a, b):\n    return a + b")
+
+
+def test_values():
+    """What a function may take and return: JSON, with tuples as lists; True is not 1, floats are close."""
+    echo, row = "def f(x):\n    return x", {"entry_point": "f"}
+    for value in (None, True, 0, -7, 2**80, 1.5, "\u00e9\ud800\0\n", [], [[1], {"a": [None]}], {"b": {}}):
+        tests = json.dumps([{"input": [value], "output": value}])
+        assert passes(echo, tests, row), value
+        assert not passes("def f(x):\n    return [x]", tests, row), value
+    for program, output, right in (
+        ("(1, 2)", [1, 2], True),
+        ("{1: 2}", {"1": 2}, True),
+        ("0.1 + 0.2", 0.3, True),
+        ("1", 1.0, True),
+        ("1", True, False),
+        ("{1, 2}", [1, 2], False),
+        ("float('nan')", 0.0, False),
+        ("range(2)", [0, 1], False),
+        ("10 ** 5000", 1, False),
+        ("[[]] * 10", [[]] * 9, False),
+        ("__import__('numpy').int64(3)", 3, True),
+        ("__import__('numpy').float32(0.5)", 0.5, True),
+        ("__import__('numpy').bool_(True)", True, True),
+        ("__import__('numpy').array([3])", [3], False),
+    ):
+        tests = json.dumps([{"input": [], "output": output}])
+        assert passes(f"def f():\n    return {program}", tests, row) == right, program
+
+
+def test_programs():
+    tests = json.dumps([{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 7", "stdout": "12"}])
+    assert passes("print(sum(map(int, input().split())))", tests, {})
+    assert passes("import sys\nprint(sum(map(int, sys.stdin.read().split())), ' ')", tests, {})
+    assert passes("import threading\ndef f(): print(sum(map(int, input().split())))\n" + THREAD, tests, {})
+    assert passes("print(sum(map(int, open(0).read().split())))\nexit()", tests, {})
+    assert not passes("print(3)", tests, {})
+    assert not passes("print(sum(map(int, input().split())))\n1 / 0", tests, {})
+    assert not passes("print(sum(map(int, input().split())))\nraise SystemExit(3)", tests, {})
+    assert not passes("pass", tests, {})
+
+
+THREAD = "threading.stack_size(2 ** 26)\nt = threading.Thread(target=f)\nt.start()"
+
+
+def test_python_tests():
+    check = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate([1], [2]) == [1, 2]\n"
+    assert passes("def add(a, b):\n    return a + b", check)
+    assert not passes("def add(a, b):\n    return b", check)
+    named = "def check(candidate):\n    assert candidate(1, 2) == add(1, 2) == 3\n"
+    assert passes("def add(a, b):\n    return a + b", named) and not passes("def add(a, b):\n    pass", named)
+    values = "def check(f):\n    assert f((1,)) == (1,) and f({1}) == {1} and f({1: (2,)}) == {1: (2,)} != f([1])\n"
+    assert passes("    return x", values, {"entry_point": "f", "prompt": "def f(x):\n    'The same.'\n"})
+    assert passes("def add(a, b):\n    return a + b", check, {**ADD, "prompt": "Write a function that adds."})
+    assert passes("def add(a, b):\n    return a + b", check, {**ADD, "prompt": [{"role": "user", "content": "Add."}]})
+    assert code("1", check, {**ADD, "prompt": "def add(a, b) -> Add."}).status == "unscorable"
+
+
+def test_assertions_without_a_check():
+    """As in MBPP, a list of assertions, and in MBPP+, a text that ends in a loop of them; no entry_point is needed."""
+    listed = json.dumps(["import math", "assert double(2) == 4", "assert math.isclose(double(0.5), 1)"])
+    looped = "def same(a, b):\n    assert a == b\nfor i, o in zip([[1], [2]], [2, 4]):\n    same(double(*i), o)\n"
+    for tests in (listed, looped):
+        for row in (
+            {},
+            {"entry_point": "double"},
+            {"prompt": "def double(x):\n    'Twice.'\n", "entry_point": "double"},
+        ):
+            assert passes("def double(x):\n    return 2 * x", tests, row)
+            assert not passes("def double(x):\n    return x ** 2", tests, row)
+            assert not passes("def twice(x):\n    return 2 * x", tests, {})
+            assert rewards.truth_error("code", tests, row) == ""
+        assert "AssertionError" in rewards.truth_error("code", tests, {"code": "def double(x):\n    return 3 * x"})
+        assert rewards.truth_error("code", tests, {"code": "def double(x):\n    return 2 * x"}) == ""
+
+
+def test_keyword_arguments():
+    """Tests call with names, as those of LeetCode problems do, and in JSON by an object of names."""
+    check = (
+        "def check(candidate):\n    assert candidate(nums=[3, 1], k=2) == 4\n    assert candidate([3, 1], k=0) == 0\n"
+    )
+    method = {"entry_point": "Solution().total"}
+    program = "class Solution:\n    def total(self, nums, k):\n        return sum(nums[:k])"
+    assert passes(program, check, method)
+    assert not passes(program.replace("[:k]", "[k:]"), check, method)
+    tests = json.dumps([{"input": {"nums": [3, 1], "k": 2}, "output": 4}, {"input": [[3, 1], 0], "output": 0}])
+    assert passes(program, tests, method)
+    assert not passes(program.replace("nums, k", "numbers, k"), tests, method)
+
+
+def test_tests_import_packages():
+    """numpy, and whatever else is on the list; a test that needs more is refused at the start, by name."""
+    check = (
+        "import numpy as np\ndef check(candidate):\n    assert np.allclose(candidate(np.array([1.0, 2.0])), [2, 4])\n"
+    )
+    double = {"entry_point": "double"}
+    assert passes("def double(x):\n    return x * 2", check, double)
+    assert passes("def double(x):\n    return [2 * float(v) for v in x]", check, double)
+    assert passes("import numpy\ndef double(x):\n    return numpy.float64(2) * x", check, double)
+    assert not passes("def double(x):\n    return x * 3", check, double)
+    assert rewards.truth_error("code", check, double) == ""
+    installed = [name for name in sandbox.PACKAGES if importlib.util.find_spec(name) is not None]
+    assert {"numpy", "sympy"} <= set(installed)
+    with Sandbox(60.0) as run:
+        run.start("program", "\n".join(f"import {name}; print({name}.__version__ != '')" for name in installed))
+        assert run.finish() == (0, b"True\n" * len(installed))
+    for missing in ("import pytest\n", "from pandas import DataFrame\n"):
+        wrong = rewards.truth_error("code", missing + check, double)
+        assert "ModuleNotFoundError: No module named" in wrong, wrong
+        reward = code("def double(x):\n    return x * 2", missing + check, double)
+        assert (reward.score, reward.status) == (0, "unscorable") and "No module named" in reward.detail
+    local = "def check(candidate):\n    import pytest\n    assert candidate(2) == 4\n"
+    assert "No module named" in rewards.truth_error("code", local, double)
+
+
+DATACLASS = """
+from __future__ import annotations
+import pickle
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar, NamedTuple
+
+@dataclass(order=True)
+class Pair:
+    a: int
+    b: int = 0
+    count: ClassVar[int] = 0
+    rest: list[int] = field(default_factory=list)
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+def helper(a, b):
+    return pickle.loads(pickle.dumps(Pair(a, b)))
+
+def add(a, b):
+    pair, point = helper(a, b), Point(a, b)
+    assert pair.a == point.x
+    return pair.a + point.y
+"""
+
+
+def test_dataclasses_and_helpers():
+    """Programs with classes of their own work in every mode, as they do in a bare Python."""
+    check = "def check(candidate):\n    assert candidate(1, 2) == 3 == helper(1, 2).total\n"
+    assert passes(DATACLASS)
+    assert passes(DATACLASS, "def check(candidate):\n    assert candidate(1, 2) == 3\n")
+    assert passes(DATACLASS + "\nprint(add(*map(int, input().split())))", '[{"stdin": "1 2", "stdout": "3"}]', {})
+    assert not passes(DATACLASS, check)  # an instance of a class that the test does not have
+    uses = "def check(candidate):\n    assert candidate(helper(1), 2) == 4\n"
+    assert passes("def helper(x):\n    return x + 1\ndef add(a, b):\n    return a + b", uses)
+    assert not passes("def add(a, b):\n    return a + b", uses)
+    given = {**ADD, "prompt": "def helper(x):\n    return x + 1\n\ndef add(a, b):\n    'The sum.'\n"}
+    assert passes("    return a + b\n", uses, given)
+    assert passes("from __future__ import annotations\ndef add(a, b):\n    return a + b", uses, given)
+    assert passes("\n    return a + b\n", uses, {**given, "prompt": given["prompt"].rstrip()})
+
+
+def test_wrong_annotations_fail_as_in_python():
+    """Nothing of the sandbox's own source is inherited: an unknown name in an annotation is a NameError."""
+    for program in (
+        "def add(a: List[int], b):\n    return a + b",
+        "y: Undefined = 3\ndef add(a, b):\n    return a + b",
+    ):
+        assert not passes(program)
+        assert not passes(program, "def check(candidate):\n    assert candidate(1, 2) == 3\n")
+        assert not passes(program + "\nprint(3)", '[{"stdin": "", "stdout": "3"}]', {})
+
+
+VALUES = """
+import datetime as dt
+from collections import Counter, OrderedDict, defaultdict, deque
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+
+class Node:
+    def __init__(self, value, following=None):
+        self.value, self.following = value, following
+
+class Color(Enum):
+    RED = 1
+
+class Slots:
+    __slots__ = ("x",)
+    def __eq__(self, other): return self.x == other.x
+
+def chain(*values):
+    first = None
+    for value in reversed(values):
+        first = Node(value, first)
+    return first
+"""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "(1, (2,), [])",
+        "{1, 2}",
+        "frozenset({(1, 2)})",
+        "{(1, 2): {3}}",
+        "{1: 'x', '1': 'y'}",
+        "2 - 3j",
+        "b'\\x00\\xff'",
+        "bytearray(b'xy')",
+        "range(2, 9, 3)",
+        "Fraction(1, 3)",
+        "Decimal('0.10')",
+        "dt.datetime(2024, 2, 29, 1, 2, 3, 4, tzinfo=dt.timezone(dt.timedelta(hours=1)))",
+        "dt.date(2024, 2, 29)",
+        "dt.timedelta(1, 2, 3)",
+        "dt.time(1, 2)",
+        "deque([1, 2])",
+        "Counter('aab')",
+        "OrderedDict(a=1)",
+        "defaultdict(int, {1: 2})",
+        "Color.RED",
+        "[Color.RED] * 2",
+        "10 ** 6000",
+        "-2 ** 70",
+        "float('inf')",
+        "'\\ud800\\0'",
+    ],
+)
+def test_values_that_json_has_not(value):
+    """They come back as they were, as arguments and as results, with their types."""
+    check = f"def check(f):\n    v = {value}\n    assert f(v) == v and type(f(v)) is type(v)\n"
+    if any(name in value for name in ("Counter", "OrderedDict", "defaultdict")):
+        check = f"def check(f):\n    assert f({value}) == {value}\n"  # as dict
+    row = {"entry_point": "f", "prompt": VALUES}
+    assert passes("def f(x):\n    return x", check, row)
+    assert not passes("def f(x):\n    return [x]", check, row)
+    assert rewards.truth_error("code", check, row) == ""
+
+
+def test_instances_of_classes_that_both_know():
+    """Linked lists and trees, cycles and shared parts too, and however deep."""
+    row = {"entry_point": "f", "prompt": VALUES}
+    check = (
+        "def check(f):\n    n = f(chain(1, 2, 3))\n    assert type(n) is Node and n.following.following.value == 3\n"
+        "    long, count = f(chain(*range(5000))), 0\n"
+        "    while long: long, count = long.following, count + 1\n    assert count == 5000\n"
+        "    ring = chain(1, 2); ring.following.following = ring; ring = f(ring)\n"
+        "    assert ring.following.following is ring\n"
+        "    s = Slots(); s.x = 1\n    assert f(s) == s\n"
+        "    deep = []\n    for i in range(5000): deep = [deep]\n    deep = f(deep)\n"
+        "    for i in range(5000): (deep,) = deep\n    assert deep == []\n"
+    )
+    assert passes("def f(x):\n    return x", check, row)
+    assert not passes("def f(x):\n    return x.following", check, row)
+    assert rewards.truth_error("code", check, {**row, "solution": "def f(x):\n    return x"}) == ""
+
+
+def test_arguments_that_the_program_changes():
+    """A test that looks at what it passed sees what the program made of it."""
+    row = {"entry_point": "f", "prompt": VALUES}
+    check = (
+        "def check(f):\n    x = [3, 1, 2]\n    assert f(x) is None and x == [1, 2, 3]\n"
+        "    d = {'b': [2, 1]}\n    f(d['b'])\n    assert d == {'b': [1, 2]}\n"
+    )
+    assert passes("def f(x):\n    x.sort()", check, row)
+    assert not passes("def f(x):\n    sorted(x)", check, row)
+    node = "def check(f):\n    n = chain(1, 2)\n    f(n)\n    assert n.value == 2 and n.following is None\n"
+    assert passes("def f(n):\n    n.value, n.following = n.following.value, None", node, row)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_a_reply_without_the_arguments_of_the_call_is_none(monkeypatch, count):
+    """A program can write such lines itself; a test that looks at what it passed must not take its own for them."""
+    monkeypatch.setattr(sandbox, "write_line", lambda message: None)
+    reply = json.dumps(sandbox.encode((7, [["new"]] * count, {})))
+    call = sandbox.remote("f", io.StringIO(reply + "\n"), {"__name__": "a test"}, [])
+    passed = [1], [2]
+    if count == 2:
+        assert call(*passed) == 7 and passed == (["new"], ["new"])
+        return
+    with pytest.raises(ValueError, match="zip"):
+        call(*passed)
+
+
+def test_exceptions_that_a_test_expects():
+    check = (
+        "def check(f):\n    try:\n        f(-1)\n        assert False, 'no error'\n"
+        "    except ValueError as error:\n        assert 'negative' in str(error)\n"
+    )
+    row = {"entry_point": "f"}
+    assert passes("def f(x):\n    raise ValueError('a negative number')", check, row)
+    assert passes("class Low(ValueError): pass\ndef f(x):\n    raise Low('a negative number')", check, row)
+    assert not passes("class Low(TypeError): pass\ndef f(x):\n    raise Low('a negative number')", check, row)
+    assert not passes("def f(x):\n    raise TypeError('a negative number')", check, row)
+    assert not passes("def f(x):\n    raise SystemExit(0)", check, row)
+    assert not passes("def f(x):\n    return 0", check, row)
+
+
+def test_rows_are_refused_by_their_own_solution():
+    """A row whose own solution fails can teach nothing: it is refused at the start, with the column and the reason."""
+    check = "def check(f):\n    assert f(2) == 4\n"
+    row = {"entry_point": "f", "canonical_solution": "def f(x):\n    return x * 2"}
+    assert rewards.truth_error("code", check, row) == ""
+    wrong = rewards.truth_error("code", check.replace("4", "5"), row)
+    assert "canonical_solution" in wrong and "AssertionError" in wrong
+    lazy = {"entry_point": "f", "solution": "```python\ndef f(x):\n    return (v for v in [x])\n```"}
+    assert "a generator is no value" in rewards.truth_error("code", "def check(f):\n    assert list(f(2))\n", lazy)
+    tests = json.dumps([{"input": [2], "output": 4}])
+    assert rewards.truth_error("code", tests, row) == ""
+    assert "test 0: another value" in rewards.truth_error("code", tests.replace("4", "5"), row)
+    prose = {"entry_point": "f", "solution": "We double the number, so 2 gives 4."}
+    assert rewards.truth_error("code", tests, prose) == ""
+    stdio = json.dumps([{"stdin": "2", "stdout": "5"}])
+    assert "test 0: another output" in rewards.truth_error("code", stdio, {"solution": "print(int(input()) * 2)"})
+
+
+def test_tests_are_tried_where_there_is_no_solution():
+    """What does not load, what is not defined, and arguments that cannot be passed are found without a program."""
+    row = {"entry_point": "f"}
+    for test, wrong in (
+        ("import torch\ndef check(f):\n    assert f(1)\n", "No module named 'torch'"),
+        ("def check(f):\n    pass\n", "calls no function"),
+        ("1 / 0\ndef check(f):\n    assert f(1)\n", "ZeroDivisionError"),
+        ("def check(f):\n    assert f(1) == 2\n    assert f(lambda x: x) == 3\n", "a function is no value"),
+        ("def check(f):\n    assert f(object()) == 3\n", "a object is no value"),
+        ("def check(f):\n    assert f(x for x in [1]) == 3\n", "a generator is no value"),
+    ):
+        found = rewards.truth_error("code", test, row)
+        assert wrong in found, (test, found)
+    for test in ("def check(f):\n    assert not f(1) and f(2)[0].x + 1 > 2 and len(f(3)) == 7\n",):
+        assert rewards.truth_error("code", test, row) == ""
+
+
+@pytest.mark.parametrize("limit", [float("nan"), float("inf"), -1, 0, 1e-9, 1e9, "soon", [5]])
+def test_time_limits_that_are_none(limit):
+    """They are refused at the start, and end no run."""
+    row = {**ADD, "time_limit": limit}
+    assert "time_limit" in rewards.truth_error("code", TESTS, row) or "soon" in str(limit) or limit == [5]
+    assert rewards.truth_error("code", TESTS, row) != ""
+    assert code("def add(a, b):\n    return a + b", TESTS, row).status == "unscorable"
+
+
+def test_a_test_finds_nothing_of_the_last():
+    """The tests of a program share a sandbox, but neither files nor processes: each starts from nothing."""
+    program = """
+import os, sys, time
+print(len(os.listdir(".")), os.path.getsize("/dev/stdout") if os.path.exists("/dev/stdout") else 0)
+if os.path.exists("/proc/self"):
+    print(0)
+else:
+    alive = 0
+    for pid in range(2, os.getpid()):
+        try:
+            os.kill(pid, 0)
+            alive += 1
+        except ProcessLookupError:
+            pass
+    print(alive)
+print(sorted(os.listdir("../..")), sorted(os.listdir("..")))
+os.makedirs("x/y"); os.chmod("x", 0)
+for place in ("/sandbox/x", "/sandbox/run/x", "/sandbox/run/stdin", "../x", "../../x"):
+    try:
+        os.chmod(os.path.dirname(place), 0o777)
+        open(place, "w").write("x")
+    except OSError:
+        pass
+sys.stdout.flush()
+if os.fork() == 0:
+    time.sleep(60)
+"""
+    home = "['packages', 'run']" if REFUSED else "['run']"
+    tests = json.dumps([{"stdin": "", "stdout": f"0 0\n0\n{home} ['stdin', 'stdout', 'tmp']"}] * 4)
+    assert passes(program, tests, {})
+
+
+def test_small_tests_are_fast():
+    """121 tests of a program are over before a verification's ten seconds are."""
+    tests = json.dumps([{"stdin": f"{i} 2", "stdout": f"{i + 2}"} for i in range(121)])
+    start = time.perf_counter()
+    assert passes("print(sum(map(int, input().split())))", tests, {})
+    seconds = time.perf_counter() - start
+    print(f"121 programs in {seconds:.1f} s, {1000 * seconds / 121:.0f} ms each")
+    assert seconds < 10
+
+
+@isolated
+def test_usual_files_work():
+    tests = json.dumps([{"stdin": "1 2\n3\n", "stdout": "6"}])
+    for program in (
+        "print(sum(int(x) for line in open('/dev/stdin') for x in line.split()))",
+        "import fileinput\nprint(sum(int(x) for line in fileinput.input() for x in line.split()))",
+        "import sys\nprint('x', file=open('/dev/null', 'w'))\nprint(sum(map(int, sys.stdin.read().split())))",
+        "open('/dev/stdout', 'w').write(str(sum(map(int, open(0).read().split()))))",
+        "import os\nassert len(open('/dev/urandom', 'rb').read(9)) == 9\nprint(6)",
+        "import tempfile\nwith tempfile.TemporaryFile() as f: f.write(b'x')\nprint(6)",
+        "from multiprocessing.dummy import Pool\nprint(sum(Pool(2).map(int, ['1', '2', '3'])))",
+        "import multiprocessing as m\nwith m.get_context('fork').Pool(2) as p: print(sum(p.map(int, ['1', '2', '3'])))",
+        "import ssl, sqlite3, ctypes, bz2, lzma, zlib, hashlib, decimal, unicodedata\nprint(6)",
+    ):
+        assert passes(program, tests, {}), program
+
+
+def test_values_cross_as_they_were():
+    """Encoding and decoding are inverse, without recursion; a line that is wrong raises, and builds nothing foreign."""
+    shared = [1]
+    for value in ([shared, shared], {"a": {"b": [None, True, 1.5]}}, ([(1,)],), {frozenset({1}): "x"}, b"", [[]] * 3):
+        assert sandbox.decode(json.loads(json.dumps(sandbox.encode(value)))) == value
+
+    class Rate(float):
+        def __pos__(self):
+            return 7.0
+
+    signs = [-0.0, 0.0, complex(-0.0, -0.0), Rate(-0.0), float("nan")]
+    found = sandbox.decode(json.loads(json.dumps(sandbox.encode(signs))))
+    assert repr(found) == "[-0.0, 0.0, (-0-0j), -0.0, nan]"
+    first, second = sandbox.decode(sandbox.encode([shared, shared]))
+    assert first is second
+    for line in LINES.values():
+        with contextlib.suppress(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            value = sandbox.decode(json.loads(line))
+            assert type(value) in (int, list)
+
+
+@isolated
+def test_a_judge_is_burnt_not_the_worker():
+    """A set whose elements all collide costs the test's process its time: no worker dies, nothing stays."""
+    program = "def add(a, b):\n    return {i * (2 ** 61 - 1) for i in range(150000)}"
+    burns = (
+        "import os\ndef add(a, b):\n    refs = ', '.join(f'[{i}]' for i in range(80000))\n"
+        "    items = ', '.join(f'[\"int\", \"{hex(i * (2 ** 61 - 1))}\"]' for i in range(80000))\n"
+        "    os.write(3, ('{\"items\": [' + items + ', [\"set\", ' + refs + ']], \"value\": [80000]}\\n').encode())\n"
+        "    import time; time.sleep(60)"
+    )
+    check = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+    pool = RewardPool(1, 10.0)
+    for wrong in (program, burns):
+        for tests in (TESTS, check):
+            start = time.perf_counter()
+            reward = pool.result(pool.submit("code", wrong, tests, {**ADD, "time_limit": SHORT}))
+            assert (reward.score, reward.status) == (0, "ok"), reward
+            assert time.perf_counter() - start < 2 * LIMIT + 5
+    pool.close()
+
+
+def test_a_trial_that_a_busy_machine_ended_is_repeated(monkeypatch):
+    """The first ends without a word; a test that never ends has nothing wrong with it, twice."""
+    ask = rewards.Sandbox.ask
+    asked = []
+
+    def busy(self, line):
+        asked.append(line)
+        return b"" if len(asked) == 1 else ask(self, line)
+
+    monkeypatch.setattr(rewards.Sandbox, "ask", busy)
+    assert "no function" in rewards.truth_error("code", "def check(f):\n    pass\n", {"entry_point": "f"})
+    assert len(asked) == 2
+    forever = {"entry_point": "f", "time_limit": 0.4}
+    assert rewards.truth_error("code", "def check(f):\n    while True:\n        f(1)\n", forever) == ""
+
+
+def test_tests_that_are_none():
+    for tests, row in (
+        ("[]", ADD),
+        ("{}", ADD),
+        (TESTS, {}),
+        ('[{"input": 1}]', ADD),
+        ("x = 1", ADD),
+        ("def check(", ADD),
+    ):
+        found = code("def add(a, b):\n    return a + b", tests, row)
+        assert (found.score, found.status) == (0, "unscorable"), tests
+        assert rewards.truth_error("code", tests, row) != "", tests
+    assert rewards.truth_error("code", TESTS, ADD) == ""
+
+
+# ------------------------------------------------------------------------------------------------------------ attacks
+
+ATTACKS = {name: program for _, family in FAMILIES.values() for name, program in family.items()}
+
+
+@isolated
+def test_the_keeper_takes_no_signals():
+    """A program may be of the same user as process 1 of its namespace: its tests go on."""
+    program = """
+import os, time
+for number in range(1, 65):
+    if number not in (9, 19):
+        try:
+            os.kill(1, number)
+        except OSError:
+            pass
+time.sleep(0.2)
+print("here")
+"""
+    assert passes(program, json.dumps([{"stdin": "", "stdout": "here"}] * 2), {})
+
+
+def test_programs_are_interrupted_as_ever():
+    program = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    assert passes(program, json.dumps([{"stdin": "", "stdout": "interrupted"}]), {})
+
+
+LONG = "7" * 5000
+
+
+def test_numbers_of_any_length():
+    """Read, printed, passed, returned, in the program and in the tests; Python's own limit is 4,300 digits."""
+    assert passes("print(int(input()) + 0)", json.dumps([{"stdin": LONG, "stdout": LONG}]), {})
+    sys.set_int_max_str_digits(0)
+    tests = json.dumps({"fn_name": "f", "inputs": [[int(LONG)]], "outputs": [int(LONG)]})
+    assert passes("def f(x):\n    return int(str(x))", tests, {})
+    check = f"def check(candidate):\n    assert str(candidate({LONG})) == '{LONG}'"
+    assert passes("def f(x):\n    return x", check, {"entry_point": "f"})
+
+
+def test_rows_with_numbers_of_any_length_are_checked_at_the_start():
+    sys.set_int_max_str_digits(4300)
+    rewards.check_reward_args(grpo.Args(verifier="code"))
+    given = f'{{"fn_name": "f", "inputs": [[{LONG}]], "outputs": [{LONG}]}}'
+    assert rewards.truth_error("code", given, {"solution": "def f(x):\n    return x"}) == ""
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert all(map(lambda c: add(c[0], 1) == c[1], [(1, 2), (2, 3)]))",
+        "for want, got in zip([2, 3], map(lambda x: add(x, 1), [1, 2])): assert want == got",
+        "assert [add(1, 1) for _ in range(1)] == [2]",
+    ],
+)
+@pytest.mark.parametrize("raised", ["StopIteration", "StopAsyncIteration", "GeneratorExit"])
+def test_the_end_of_an_iteration_is_none_of_the_tests(test, raised):
+    """What a program raises cannot end the loop of a test before its assertions."""
+    assert passes("def add(a, b):\n    return a + b", test)
+    assert not passes(f"def add(a, b):\n    raise {raised}", test)
+
+
+def running(worker: int | None = None) -> list[int]:
+    """Processes of the sandboxes of this process, or of a worker, but for the server that stands by for the next."""
+    mark, found = f"of={worker or os.getpid()}".encode(), []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and (entry / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")[-1] == mark:
+                found.append(int(entry.name))
+    server = sandbox._server[0].pid if sandbox._server and worker is None else None
+    return [pid for pid in found if pid != server]
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """What attacks are after: (function(program) -> program with the names of it, function() -> what is left)."""
+    homes, secret, outside = tmp_path / "homes", tmp_path / "secret", tmp_path / "outside"
+    secret.write_text("x")
+    tmp_path.chmod(0o777)
+    homes.mkdir()
+    monkeypatch.setenv("RLVR_SECRET", "x")
+    monkeypatch.setattr(tempfile, "tempdir", str(homes))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        words = {"PORT": server.getsockname()[1], "PARENT": os.getpid(), "SECRET": secret, "OUTSIDE": outside}
+        words |= {"REPOSITORY": ROOT, "SITE": Path(pytest.__file__).parent.parent}
+
+        def aimed(program: str) -> str:
+            for word, value in words.items():
+                program = program.replace(f"@{word}", str(value))
+            return program
+
+        def left() -> list:
+            connections = []
+            with contextlib.suppress(BlockingIOError):
+                connections.append(server.accept())
+            written = [outside] if outside.exists() else []
+            return [*running(), *homes.iterdir(), *written, *connections]
+
+        yield aimed, left
+
+
+@isolated
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attacks(family, world):
+    """No program passes that does not add, none takes longer than its limit, and nothing is left of any.
+
+    The row of docs/evidence/rewards.md is what is found here.
+    """
+    aimed, left = world
+    meets, programs = FAMILIES[family]
+    passed, stayed, slow, longest = [], [], [], 0.0
+    assert passes("def add(a, b):\n    return a + b", row={**ADD, "time_limit": 20})  # the server runs
+    for name, program in programs.items():
+        start = time.perf_counter()
+        passed += [name] * passes(aimed(program), row={**ADD, "time_limit": SHORT})
+        seconds = time.perf_counter() - start
+        longest = max(longest, seconds)
+        slow += [name] * (seconds > SHORT + 4)  # on a machine with ten times the work that it has cores for
+        stayed += [(name, what) for what in left()]
+    row = f"| {family} | {len(programs)} | {len(passed)} | {len(stayed)} | {meets} |"
+    print(f"{row} the longest {longest:.1f} s")
+    assert (passed, stayed, slow) == ([], [], [])
+    assert row in (ROOT / "docs" / "evidence" / "rewards.md").read_text()
+
+
+def test_there_are_two_hundred_attacks():
+    page = (ROOT / "docs" / "evidence" / "rewards.md").read_text()
+    table = [line for line in page.splitlines() if line.startswith("| ")]
+    rows = [line for line in table if any(line.startswith(f"| {family} |") for family in FAMILIES)]
+    assert len(rows) == len(FAMILIES)
+    assert len(set(ATTACKS.values())) == len(ATTACKS) >= 200
+
+
+BARE = (
+    *("reads a file", "reads the tests", "reads the passwords", "lists the home folder", "environment"),
+    *("own descriptors", "sees processes", "packages of this Python", "a package that is not on the list"),
+    *("writes outside", "network", "network by number", "runs a shell", "runs Python", "os.system"),
+    *("runs a program of its own", "finds a command", "System V memory", "memory behind a descriptor"),
+    *(
+        "memory of several processes",
+        "shared memory that is not resident",
+        "memory behind a device",
+        "forty threads",
+        "many descriptors",
+        "sparse file",
+        "forty processes",
+        "up and out",
+        "a link to outside",
+    ),
+)
+
+
+@pytest.mark.parametrize("attack", BARE)
+def test_attacks_that_work_without_a_sandbox(attack, world, tmp_path):
+    """It is the sandbox that they fail by: a Python of its own lets each of them do what it is after."""
+    program = world[0](ATTACKS[attack]) + "\nimport os, signal\nprint(add(1, 2), flush=True)\nos.killpg(0, 9)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, timeout=20, start_new_session=True
+    )
+    assert done.stdout == b"3\n", done.stderr
+
+
+def test_attacks_against_python_tests():
+    """The same through check(candidate): the test code meets values, never the model's objects."""
+    check = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+    names = ("sys.exit(0)", "os._exit(0)", "equal to everything", "int equal to everything", "says a verdict")
+    for attack in (*names, *(f"says {name}" for name in LINES)):
+        start = time.perf_counter()
+        assert not passes(ATTACKS[attack], check, {**ADD, "time_limit": LIMIT}), attack
+        assert time.perf_counter() - start < LIMIT + 4
+    assert not passes("def check(candidate):\n    pass\n" + F + "return 0", check)
+    assert code(F + "return 0", "def check(candidate):\n    pass\n", ADD).status == "unscorable"
+    assert not passes(F + "raise AssertionError", check)
+
+
+def test_attacks_against_programs():
+    """The same where what is printed counts."""
+    tests = json.dumps([{"stdin": "1 2", "stdout": "3"}])
+    for attack in ("sys.exit(0)", "endless loop at import", "output flood", "daemon", "disk flood", "says a verdict"):
+        start = time.perf_counter()
+        assert not passes(ATTACKS[attack] + "\nadd(1, 2)", tests, {"time_limit": LIMIT}), attack
+        assert time.perf_counter() - start < LIMIT + 4
+    assert running() == []
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="util-linux is not installed")
+def test_what_the_kernel_gives_to_others_the_sandbox_has():
+    """A sandbox that were refused for a bug of its own would skip all the tests that need one."""
+    mount = "echo 0 > /proc/sys/user/max_user_namespaces && mount -t tmpfs none /proc"
+    namespaces = ("--user", "--map-root-user", "--mount", "--net", "--ipc", "--uts", "--pid", "--fork")
+    done = subprocess.run(["unshare", *namespaces, "sh", "-c", mount], capture_output=True, text=True, timeout=20)
+    if done.returncode != 0:
+        pytest.skip(f"the kernel gives no namespaces here: {done.stderr}")
+    assert REFUSED == ""
+
+
+def test_a_root_that_is_not_built_is_not_waited_for(monkeypatch):
+    """What builds it may be killed without a word, by the out-of-memory killer for one."""
+    monkeypatch.setattr(sandbox, "kernel", lambda *_: os._exit(1))
+    socket.setdefaulttimeout(5)
+    try:
+        with pytest.raises(OSError, match="the namespaces cannot be prepared"):
+            sandbox.prepare_namespaces({})
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+@pytest.mark.parametrize("process", ["launcher", "keeper"])
+def test_a_sandbox_that_cannot_start_says_why(monkeypatch, process):
+    """Whoever waits for it has that in the message: what the kernel refused, not that a connection ended."""
+
+    def refuse(*_):
+        raise OSError("unshare: Operation not permitted")
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(sandbox, "kernel", refuse)
+    monkeypatch.setattr(os, "_exit", leave)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        with pytest.raises(SystemExit) as end:
+            {"launcher": sandbox.launch, "keeper": sandbox.keep}[process](theirs, {"isolated": True}, (0, 1))
+        ours.settimeout(5)
+        theirs.close()
+        assert (end.value.code, ours.recv(100)) == (1, b"unshare: Operation not permitted")
+
+
+@isolated
+def test_nothing_outside_is_seen():
+    """The root, the user, the processes and the environment as the program sees them."""
+    program = "import os\ndef f():\n    return sorted(os.listdir('/')), os.getuid(), os.getpid(), sorted(os.environ)"
+    with Sandbox(5.0) as run:
+        run.start("calls", program)
+        reply = run.ask(json.dumps(sandbox.encode(((), {})) | {"function": "f", "changes": False}).encode() + b"\n")
+    root, user, process, environment = sandbox.decode(json.loads(reply))
+    assert "proc" not in root and "home" not in root and "tmp" in root and sandbox.HOME[1:] in root
+    assert user in (0, 1) and process == 2 and set(environment) <= {"LC_CTYPE", "OPENBLAS_NUM_THREADS"}
+
+
+@isolated
+def test_all_but_the_own_folder_is_read_only():
+    """By the mount, not only by the rights of files: a user may well own Python's library."""
+    program = """
+import os, numpy
+library = os.path.dirname(os.__file__)
+for path in ("/", library, numpy.__path__[0], library + "/site-packages", "."):
+    flags = os.statvfs(path).f_flag
+    print(bool(flags & os.ST_RDONLY), bool(flags & os.ST_NOSUID))
+"""
+    with Sandbox(20.0) as run:
+        run.start("program", program)
+        assert run.finish() == (0, b"True True\n" * 4 + b"False True\n")
+
+
+@isolated
+def test_executable_files_are_not_there():
+    """Of this machine's files, only Python's library and shared libraries are: no file in there is a program."""
+    program = """
+import os
+for folder, _, files in os.walk("/"):
+    for file in files:
+        path = os.path.join(folder, file)
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            with open(path, "rb") as f:
+                if f.read(4) == b"\\x7fELF" and ".so" not in file:
+                    print(path)
+            if file.startswith(("ld-", "libc.so")):
+                print(path)
+"""
+    with Sandbox(20.0) as run:
+        run.start("program", program)
+        assert run.finish() == (0, b"")
+
+
+@isolated
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "memory of several processes",
+        *("shared memory that is not resident", "memory behind a device", "huge pages", "shared huge pages"),
+    ],
+)
+def test_the_memory_of_all_processes_is_watched(attack):
+    """Five processes of 250 MB each: the launcher's own sum ends them before they all have theirs.
+
+    Memory that the sum would not have is refused.
+    """
+    once = json.dumps([{"input": [1, 2], "output": 3}])
+    assert not passes(ATTACKS[attack], once, {**ADD, "time_limit": 5})
+
+
+def test_a_long_answer_is_not_read():
+    """More than a right answer could need is no answer: what reads it bounds its own time and memory."""
+    call = json.dumps(sandbox.encode(((), {})) | {"function": "f", "changes": False}).encode() + b"\n"
+    for longest, answered in ((10**5, True), (1000, False)):
+        with Sandbox(5.0) as run:
+            run.start("calls", "def f():\n    return 'x' * 10000")
+            assert bool(run.ask(call, longest)) == answered
+
+
+def test_the_session_keyring_is_left():
+    """Beside the filter: a key of the session is not found after ``new_keyring``."""
+    if os.uname().machine not in sandbox.ARCHITECTURES:
+        pytest.skip(f"the numbers of the system calls of {os.uname().machine} are not known")
+    calls = sandbox.refused_calls()
+    program = f"""
+import ctypes, sys
+sys.path.insert(0, {str(ROOT)!r})
+from runtime.system import sandbox
+libc = ctypes.CDLL(None)
+if libc.syscall({calls["keyctl"]}, 1, None) < 0:
+    print("no keys")
+else:
+    added = libc.syscall({calls["add_key"]}, b"user", b"RLVR", b"x", 1, -3)
+    print(added == libc.syscall({calls["keyctl"]}, 10, -3, b"user", b"RLVR", 0))
+    sandbox.new_keyring()
+    print(libc.syscall({calls["keyctl"]}, 10, -3, b"user", b"RLVR", 0))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+    if done.stdout == "no keys\n":
+        pytest.skip("the kernel gives no keyrings here")
+    assert done.stdout == "True\n-1\n", done
+
+
+def test_numbers_of_system_calls():
+    """Those of the table are those of the kernel's headers."""
+    headers = ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h"]
+    if not all(map(os.path.isfile, headers)):
+        pytest.skip("the kernel's headers are not installed")
+    for column, header in enumerate(headers, 1):
+        found = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text()))
+        for call in sandbox.REFUSED_CALLS.split(","):
+            name, number = call.split()[0], call.split()[column]
+            assert number == "-" or found.get(name, number) == number, (name, header)
+            assert number == "-" or name in found or int(number) > 440, (name, header)  # newer than the headers
+        _, *numbers = list(sandbox.ARCHITECTURES.values())[column - 1]
+        assert [found[name] for name in ("socket", "clone", "mmap")] == list(map(str, numbers))
+
+
+def test_limits_without_namespaces(world):
+    """The fall-back still ends, kills, hides the environment, has no network, and leaves nothing, however deep."""
+    names = ("endless loop", "memory bomb at once", "daemon", "environment", "output flood", "ignores signals")
+    names += ("deep folders", "folders without rights", "network", "virtual machines' sockets", "runs a shell")
+    names += ("reads a key", "memory of several processes", "System V memory")
+    call = json.dumps(sandbox.encode(((1, 2), {})) | {"function": "add", "changes": False}).encode() + b"\n"
+    aimed, left = world
+    for attack in names:
+        start = time.perf_counter()
+        with Sandbox(SHORT, isolated=False) as run:
+            run.start("calls", aimed(ATTACKS[attack]))
+            said = run.ask(call)
+        assert b'"value": 3' not in said, attack
+        assert time.perf_counter() - start < SHORT + 4 or attack == "deep folders", attack  # a disk removes them
+        assert left() == [], attack
+
+
+def test_the_folder_goes_when_the_worker_is_gone(world):
+    """Without namespaces too: the launcher removes it when nobody is there to ask for anything."""
+    run = Sandbox(60.0, isolated=False)
+    run.start("calls", "import os\nos.makedirs('x/y')\nwhile True: pass")
+    assert Path(run.home).is_dir()
+    run._close(run.replies, run.channel, run.control)  # as the kernel does for a worker that is killed
+    deadline = time.monotonic() + 5
+    while world[1]() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert world[1]() == []
+
+
+def test_no_sandbox_no_code(monkeypatch):
+    monkeypatch.setattr(sandbox, "namespaces_refused", lambda: "not permitted")
+    monkeypatch.setattr(sandbox, "allow_unsafe", False)
+    with pytest.raises(OSError, match=r"not permitted.*--allow_unsafe_code_exec"):
+        code(F + "return a + b", TESTS, ADD)
+    assert rewards.truth_error("code", TESTS, ADD) == ""  # the run as a whole is refused for it
+    monkeypatch.setattr(sandbox, "allow_unsafe", True)
+    assert code(F + "return a + b", TESTS, ADD).score == 1
+
+
+def started(worker: int) -> list[int]:
+    """The processes of a worker's sandbox, once there are all four: server, launcher, keeper and program."""
+    deadline = time.monotonic() + 5
+    while len(running(worker)) < 4 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return running(worker)
+
+
+def gone(worker: int) -> bool:
+    deadline = time.monotonic() + 2
+    while running(worker) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return running(worker) == []
+
+
+def test_a_killed_worker_takes_its_programs_along(world):
+    """The pool kills the verifier in the middle of a program's run: nobody is left to clean up but the launcher."""
+    _, left = world
+    pool = RewardPool(1, 2.0, ("code",), unsafe=bool(REFUSED))
+    pool.result(pool.submit("exact", "x", "x", {}))
+    (worker,) = [child.pid for child in psutil.Process(pool.nursery.process.pid).children()]
+    future = pool.submit("code", ATTACKS["ignores signals"], TESTS, {**ADD, "time_limit": 60})
+    assert len(started(worker)) >= 4
+    assert pool.result(future).status == "timeout"
+    assert gone(worker) and left() == []
+    pool.close()
+
+
+@isolated
+@pytest.mark.parametrize("attack", ["daemon without a death signal", "ignores signals"])
+def test_a_killed_launcher_takes_its_programs_along(attack):
+    """The out-of-memory killer may take it: its namespace ends with it, whatever the program did to its signals."""
+    program = ATTACKS[attack].replace("return None", "time.sleep(60)")
+    with Sandbox(60.0) as run:
+        run.start("calls", program)
+        run.channel.sendall(
+            json.dumps(sandbox.encode(((1, 2), {})) | {"function": "add", "changes": False}).encode() + b"\n"
+        )
+        time.sleep(0.3)
+        server = psutil.Process(sandbox._server[0].pid)
+        (launcher,) = server.children()
+        assert len(running()) >= 3
+        launcher.kill()
+        deadline = time.monotonic() + 2
+        while running() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert running() == []
+
+
+@isolated
+def test_a_program_whose_launcher_is_killed_has_no_output():
+    """Nor that of the program before it in the same sandbox."""
+    with Sandbox(20.0) as run:
+        run.start("program", "print('first')")
+        assert run.finish() == (0, b"first\n")
+        run.start("program", "while True: pass")
+        (launcher,) = psutil.Process(sandbox._server[0].pid).children()
+        launcher.kill()
+        assert run.finish() == (None, b"")
+
+
+def test_a_killed_server_is_replaced():
+    assert passes(F + "return a + b")
+    sandbox._server[0].kill()
+    sandbox._server[0].wait()
+    assert passes(F + "return a + b")
+
+
+AS_USER = """
+import os, sys
+from pathlib import Path
+from runtime.system import sandbox
+
+library = str(Path(sys.base_prefix).resolve())
+closed = [folder for folder in Path(library).parents if not folder.stat().st_mode & 1]
+if closed:  # Python lies in root's own folder, which is to show nothing else
+    sandbox.kernel("unshare", sandbox.NEW_MOUNTS)
+    sandbox.kernel("mount", "none", "/", None, 0x44000, None)  # private, recursive
+    opened = os.open(library, os.O_PATH)
+    sandbox.kernel("mount", "tmpfs", str(closed[-1]), "tmpfs", 0, "mode=755")
+    os.makedirs(library)
+    sandbox.kernel("mount", f"/proc/self/fd/{opened}", library, None, 0x1000, None)  # bind
+os.setgroups([])
+os.setresgid(65533, 65533, 65533)
+os.setresuid(65533, 65533, 65533)
+os.execv(sys.executable, [sys.executable, "-m", "pytest", *sys.argv[1:]])
+"""
+
+
+@isolated
+@pytest.mark.skipif(os.geteuid() != 0, reason="all tests are those of such a user here")
+@pytest.mark.parametrize(
+    "which",
+    [
+        "finds_nothing or takes_no_signals or nothing_outside or read_only or killed_launcher",
+        pytest.param("not as_a_user", marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_as_a_user_that_is_not_root(which):
+    """The usual one: its programs are of the same user as the processes that watch them."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        places = ["-p", "no:cacheprovider", "--basetemp", f"{folder}/tests"]
+        command = [sys.executable, "-c", AS_USER, *places, "-q", "-x", "-m", "not slow", "-k", which, __file__]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+# ------------------------------------------------------------------------------------------------------------ HumanEval
+
+
+@pytest.mark.slow
+def test_humaneval():
+    """All 164 canonical solutions pass, all 164 empty bodies fail, on two workers in less than three minutes."""
+    rows = [json.loads(x) for x in gzip.decompress(real("HumanEval.jsonl.gz").read_bytes()).splitlines()]
+    assert len(rows) == 164
+    pool = RewardPool(2, 30.0, ("code",), unsafe=bool(REFUSED))
+    start = time.perf_counter()
+    solved = [pool.submit("code", r["canonical_solution"], r["test"], r) for r in rows]
+    empty = [pool.submit("code", "    pass\n", r["test"], r) for r in rows]
+    failed = [r["task_id"] for r, f in zip(rows, solved, strict=True) if pool.result(f).score != 1]
+    passed = [r["task_id"] for r, f in zip(rows, empty, strict=True) if pool.result(f).score != 0]
+    seconds = time.perf_counter() - start
+    pool.close()
+    print(f"HumanEval: {len(solved)} solutions and {len(empty)} empty bodies, {seconds:.0f} s")
+    assert (failed, passed) == ([], []) and seconds < 180
+    assert [r["task_id"] for r in rows if rewards.truth_error("code", r["test"], r)] == []

@@ -1,0 +1,91 @@
+"""What a start does not do: import the script in verifier processes, or look for garbage among what it imports."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+from runtime.system import process
+
+SCRIPT = """
+import sys
+import rewards
+
+if __name__ == "__main__":
+    pool = rewards.RewardPool(1, 20.0)
+    spec = sys.modules["__main__"].__spec__
+    for response in ("rewards", "torch", "own_script"):
+        print(response, pool.result(pool.submit(sys.argv[1] + ":imported", response, "", {})).score)
+    print("main module as before", spec is None and sys.modules["__main__"].__spec__ is None)
+    pool.close()
+else:
+    sys.modules["own_script"] = sys.modules[__name__]
+    import torch
+"""
+VERIFIER = """
+import sys
+
+def imported(response, truth, row):
+    return float(response in sys.modules)
+"""
+
+
+def test_a_verifier_process_does_not_import_the_script(tmp_path):
+    """It has rewards.py and the verifier's own file, and neither the script, whatever that imports, nor torch."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "own.py").write_text(VERIFIER)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "own.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    expected = ["rewards 1.0", "torch 0.0", "own_script 0.0", "main module as before True"]
+    assert done.stdout.splitlines() == expected, done.stderr[-2000:]
+
+
+def test_no_garbage_is_collected_while_an_engine_is_built():
+    """Off inside, with all that was there frozen; on again after it, also after an error."""
+    there = [object()]
+    with process.without_collections():
+        assert not gc.isenabled() and all(thing is not there for thing in gc.get_objects())
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="engine"), process.without_collections():
+        raise RuntimeError("no engine")
+    assert gc.isenabled()
+
+
+@pytest.mark.slow
+def test_nothing_that_a_script_imports_starts_a_thread():
+    """scripts/run_many.py and tests/fault_injection.py fork what has imported a script; a fork has no other threads.
+
+    With vLLM; without it tests/fork_server.py and test_processes.py look.
+    """
+    program = "import run_many\nfor name in ('grpo', 'ppo'):\n"
+    program += "    print(run_many.load_script(run_many.Path(name + '.py')).__name__)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        environment.pop(name, None)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240)
+    assert done.stdout.split() == ["grpo", "ppo"], done.stderr[-2000:]
+
+
+def test_a_model_does_not_take_the_place_of_anything_else(tmp_path, monkeypatch):
+    """The folder that --output names is replaced where it holds a part of this model, and nothing beside it."""
+    import prepare_model
+
+    (tmp_path / "run").mkdir()
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / "run" / name).write_text("{}")
+    made = lambda _, folder: [(folder / name).write_text("made") for name in prepare_model.FILES]  # noqa: E731
+    for name, replacement in (("find_gguf", lambda: None), ("convert", made), ("check", lambda *_: None)):
+        monkeypatch.setattr(prepare_model, name, replacement)
+    monkeypatch.setattr(sys, "argv", ["prepare_model", "--output", str(tmp_path / "run")])
+    with pytest.raises(SystemExit, match="not this model"):
+        prepare_model.main()
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    prepare_model.main()
+    assert (tmp_path / "run" / "config.json").read_text() == "made"
