@@ -30,14 +30,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
-from runtime.arguments.flags import sizes
 from runtime.data.reasoning_gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.data.rendering import TODAY
 from runtime.environments import episodes
@@ -57,11 +55,11 @@ from runtime.grading.answers import (
 )
 from runtime.grading.code_tests import _code_tests, _program_in, _run_tests, code_error
 from runtime.grading.ifeval import CONSTRAINTS
-from runtime.grading.worker_pool import Failure, WorkerPool
+from runtime.grading.worker_pool import VerifierPool, names_of
 from runtime.system import user_files
 from runtime.system.process import refuse
-from runtime.system.redaction import redact
 from runtime.system.workers import code_of_run
+from runtime.training.memory import default_sizes
 
 STATUSES = ("ok", "timeout", "crash", "unscorable")
 
@@ -133,7 +131,10 @@ def gsm8k(response: str, truth: str, row: dict) -> Reward:
     """
     _, marked, said = after_thinking(response).rpartition("####")
     wanted = truth.rpartition("####")[2]
-    return _same_number(said.partition("\n")[0], wanted, 0) if marked else last_number(response, wanted, row)
+    if not marked:
+        return last_number(response, wanted, row)
+    first_line = said.partition("\n")[0]
+    return _same_number(first_line, wanted, 0)
 
 
 def math_(response: str, truth: str, row: dict) -> Reward:
@@ -255,7 +256,8 @@ def format_(response: str, truth: str, row: dict) -> Reward:
     between = re.split(r"(</?(?:think|answer)>)", text)
     good = between[1::2] == ["<think>", "</think>", "<answer>", "</answer>"]
     good = good and [bool(part.strip()) for part in between[::2]] == [False, True, False, True, False]
-    return Reward(float(good), {"format": float(good)}, extracted=response.strip()[:LONGEST_ANSWER])
+    score = float(good)
+    return Reward(score, {"format": score}, extracted=response.strip()[:LONGEST_ANSWER])
 
 
 # ------------------------------------------------------------------------------- constraints, under the names of IFEval
@@ -346,17 +348,6 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     if not callable(found):
         raise ValueError(f"the file {path!r} has no function {function!r}")
     return found
-
-
-def source_of(name: str) -> dict[str, str]:
-    """Return {path: text} of the user's file that a verifier comes from; {} for a verifier of this project."""
-    path = name.rpartition(":")[0]
-    return {path: user_files.text_of(path)} if path and name not in VERIFIERS else {}
-
-
-def names_of(verifier: str) -> list[str]:
-    """The verifiers of a row: one name, or several with commas between."""
-    return [name.strip() for name in verifier.split(",")]
 
 
 def parse_weights(weights: tuple[str, ...]) -> dict[str, float | None]:
@@ -523,71 +514,18 @@ def _verify(
     return reward, raised
 
 
-MANY = 16  # responses on each of which a verifier of the user's own must have raised before the run ends
-
-
-class RewardPool(WorkerPool):
+class RewardPool(VerifierPool):
     """Worker processes that each verify one sample at a time. ``verifiers``: those that will be needed."""
 
     def __init__(self, workers: int, timeout: float, verifiers=(), weights=None, unsafe: bool = False):
+        self.builtin = frozenset(VERIFIERS)
         self.weights = weights or {}
-        self.shown: set[str] = set()  # statuses of which one was printed
-        self.returned = set(VERIFIERS)  # verifiers that are known to return something
-        self.raised: collections.Counter[str] = collections.Counter()
-        super().__init__(_verify, workers, timeout, sorted({name for v in verifiers for name in names_of(v)}), unsafe)
+        names = {name for verifier in verifiers for name in names_of(verifier)}
+        super().__init__(_verify, workers, timeout, sorted(names), unsafe)
 
-    def check(self, problems) -> str:
-        """Try each verifier of the user's own once, on the first problem's truth as response; return what is wrong.
-
-        ``problems`` have ``verifier``, ``truth`` and ``row``. "" where nothing is wrong.
-        """
-        first = {}
-        for problem in problems:
-            if not all(name in VERIFIERS for name in names_of(problem.verifier)):
-                first.setdefault(problem.verifier, problem)
-        futures = [self.submit(p.verifier, p.truth, p.truth, p.row) for p in first.values()]
-        for future in futures:
-            reward, raised = self._wait(future)
-            if raised:
-                return f"the verifier {future.asked[0]} raises on the truth {future.asked[2][:80]!r}:\n{reward.detail}"
-            if reward.status == "ok":
-                self.returned |= set(names_of(future.asked[0]))
-        return ""
-
-    def submit(self, verifier: str, response: str, truth: str, row: dict) -> Future:
-        """Start verifying one response; the returned future goes to ``result``."""
-        names = names_of(verifier)
-        texts = {path: text for name in names for path, text in source_of(name).items()}
-        future = self.schedule(names, texts, self.weights, response, truth, row)
-        future.asked = (verifier, response, truth)
-        return future
-
-    def _wait(self, future: Future) -> tuple[Reward, set[str]]:
-        """Wait for (Reward, verifiers that raised), whatever became of the worker."""
-        found = self.outcome(future)
-        if isinstance(found, Failure):
-            return Reward(0.0, status=found.status, detail=found.detail), set()
-        return found
-
-    def result(self, future) -> Reward:
-        """Wait for one Reward; the first that is not ok is shown.
-
-        Raises RuntimeError where a verifier of the user's own has raised on each of the first ``MANY`` responses.
-        """
-        reward, raised = self._wait(future)
-        verifier, response = future.asked[:2]
-        self.raised.update(raised)
-        if reward.status in ("ok", "unscorable"):
-            self.returned |= set(names_of(verifier)) - raised
-        for name in raised - self.returned:
-            if self.raised[name] >= MANY:
-                words = f"the verifier {name!r} raised on each of the first {MANY} responses"
-                raise RuntimeError(f"{words}; the last time:\n{reward.detail}")
-        if reward.status not in ("ok", *self.shown):
-            self.shown.add(reward.status)
-            about = f"{verifier} on {response[:200]!r}"
-            print(redact(f"warning: first {reward.status} of a verification: {about}\n{reward.detail}"), flush=True)
-        return reward
+    def failed(self, status: str, detail: str) -> Reward:
+        """The Reward of a response whose verification was killed, or whose worker died."""
+        return Reward(0.0, status=status, detail=detail)
 
 
 # ----------------------------------------------------------------------------------------------------------- shaping
@@ -658,7 +596,8 @@ def other_problems(problems: list, seed: int) -> dict[int, object]:
         if len({problem.truth for problem in own}) == 1:
             refuse(f"--control shuffled: all problems of --verifier {verifier} have one truth, so there is no other")
         random.Random(f"{seed}/{verifier}").shuffle(own)
-        others |= {id(one): other for one, other in zip(own, own[1:] + own[:1], strict=True)}
+        for one, other in zip(own, own[1:] + own[:1], strict=True):
+            others[id(one)] = other
     return others
 
 
@@ -709,7 +648,7 @@ class RewardModel:
         where = {"revision": revision, "trust_remote_code": args.trust_remote_code}
         self.tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False, **where)  # as load_tokenizer says
         self.device = device
-        self.budget = sizes(args, "cuda" in str(device)).micro_batch_tokens
+        self.budget = default_sizes(args, "cuda" in str(device)).micro_batch_tokens
         self.max_length = args.reward_model_max_length
         model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype, **where)
         self.model = model.eval().requires_grad_(False)
@@ -811,7 +750,12 @@ class Verifiers:
             futures.append(self.pool.submit(other.verifier, sample.response, other.truth, other.row))
         return sample, problem, futures
 
-    def collect(self, submitted: list[tuple], on_result: Callable[[], None], gather: Callable = list) -> list:
+    def collect(
+        self,
+        submitted: list[tuple],
+        on_result: Callable[[], None],
+        gather: Callable = list,
+    ) -> list:
         """The samples of what ``submit`` returned, with their rewards. Calls ``on_result`` for each.
 
         ``gather``: from the samples of this rank to those of all.
@@ -836,7 +780,9 @@ class Verifiers:
     def _check_format(self, problems: list) -> None:
         """Refuse --control format where a verifier, asked about a truth, has no part of this name."""
         first = {problem.verifier: problem for problem in reversed(problems)}
-        futures = {name: self.pool.submit(name, p.truth, p.truth, p.row) for name, p in first.items()}
+        futures = {}
+        for name, problem in first.items():
+            futures[name] = self.pool.submit(name, problem.truth, problem.truth, problem.row)
         for name, future in futures.items():
             if "format" not in self.pool.result(future).parts:
                 refuse(f"--control format: --verifier {name} reports no part format (docs/data_and_rewards.md)")

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl, kl_setting_message, kl_values
 from runtime.arguments import flags
 from runtime.data import rendering
-from runtime.data.samples import Problem, Sample
+from runtime.data.samples import Problem, Sample, is_correct, majority, pass_at_k
 from runtime.engine.vllm_settings import memory_setting, product_rates
 from runtime.environments import episodes
 from runtime.run import directory, logger
@@ -53,7 +53,7 @@ from runtime.training.deepspeed_zero import (
     return_device,
     return_to_gpu,
 )
-from runtime.training.memory import FULL_KL_SAMPLES, logit_block, read_model
+from runtime.training.memory import FULL_KL_SAMPLES, Sizes, logit_block, read_model
 from runtime.training.pretrained import MODERN_GPU, check_tokenizer, load_model, resolve_device
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Run:
     world_size: int
     device: torch.device
     dtype: torch.dtype
-    sizes: flags.Sizes
+    sizes: Sizes
     layout: str
     attention: str
     rates: dict[str, float]  # of this CPU, or of that where the run began: runtime/training/cpu_rates.py
@@ -925,7 +925,7 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
     """The metrics that follow from a step's samples alone, whatever is then made of them."""
     lengths = [s.length for s in samples]
     staleness_N = step - np.concatenate([s.token_versions() for s in samples])
-    solved = {s.prompt_id for s in samples if is_right(s)}
+    solved = {s.prompt_id for s in samples if is_correct(s)}
     parts = sorted({name for s in samples for name in s.reward_parts})[:32]  # a verifier may take names from a response
     return {
         **{f"reward/{name}": mean([s.reward_parts[name] for s in samples if name in s.reward_parts]) for name in parts},
@@ -998,31 +998,6 @@ def mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def pass_at_k(correct: int, total: int, k: int) -> float:
-    """Unbiased pass@k of ``correct`` right answers among ``total``: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374)."""
-    return 1.0 - math.comb(total - correct, k) / math.comb(total, k)
-
-
-def is_right(sample: Sample) -> bool:
-    """Whether a response counts as correct: its part ``correct``, or else its score, is above 0.5."""
-    return sample.reward_parts.get("correct", sample.score) > 0.5
-
-
-def majority(group: list[Sample]) -> float:
-    """Whether the most frequent answer to one prompt is correct; n equally frequent answers count 1/n each.
-
-    All correct responses give the same answer, however they write it. Without an extracted answer, the whole text is
-    the answer.
-    """
-    votes: Counter[str | None] = Counter()
-    for sample in group:
-        answer = None if is_right(sample) else (sample.extracted or sample.response).strip()
-        votes[answer] += 1
-    highest = max(votes.values())
-    first = [answer for answer, count in votes.items() if count == highest]
-    return first.count(None) / len(first)
-
-
 def eval_metrics(samples: list[Sample], problems: list[Problem], step: int) -> dict[str, float]:
     """What an evaluation of the weights after ``step`` found; names and units are in docs/metrics.md.
 
@@ -1045,7 +1020,7 @@ def eval_metrics(samples: list[Sample], problems: list[Problem], step: int) -> d
             for name, value in _group_metrics(own).items():
                 result[f"eval/{source}/{name}"] = value
     result["eval/samples"] = len(groups[0])
-    result["eval/right"] = [sum(is_right(sample) for sample in group) for group in groups]
+    result["eval/right"] = [sum(is_correct(sample) for sample in group) for group in groups]
     (result["eval/weights_version"],) = versions
     return result
 
@@ -1053,7 +1028,7 @@ def eval_metrics(samples: list[Sample], problems: list[Problem], step: int) -> d
 def _group_metrics(groups: list[list[Sample]]) -> dict[str, float]:
     """pass@k, majority and lengths of the samples of some problems, equally many for each."""
     count = len(groups[0])
-    right = [sum(is_right(sample) for sample in group) for group in groups]
+    right = [sum(is_correct(sample) for sample in group) for group in groups]
     samples = [sample for group in groups for sample in group]
     metrics = {"pass@1": sum(right) / len(samples)}
     sizes = {str(2**i): 2**i for i in range(1, count.bit_length())}

@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from runtime.data.samples import is_correct
 from runtime.system import process
 
 if __name__ == "__main__":
@@ -54,7 +55,7 @@ def describe(samples: list[Sample], limit: int, cap: int) -> list[str]:
     for s in samples:
         ends = s.finish_reason != "length" and s.length <= limit
         rewards.setdefault(s.prompt_id, []).append(s.reward if ends else 0.0)
-        right += ends and utils.is_right(s)
+        right += ends and is_correct(s)
     different = sum(len(set(group)) > 1 for group in rewards.values()) / len(rewards)
     half, wanted = quantile(lengths, 0.5), quantile(lengths, 0.95)
     lines = [

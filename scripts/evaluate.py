@@ -45,7 +45,7 @@ from rewards import Verifiers, check_reward_args, lenient, truth_error
 from runtime.arguments import checks, flags
 from runtime.arguments.flags import RunFlags
 from runtime.data import problem_set, prompt_order, rendering
-from runtime.data.samples import Problem, Sample
+from runtime.data.samples import Problem, Sample, is_correct
 from runtime.environments import episodes
 from runtime.run import directory, identity
 from runtime.system import process
@@ -203,7 +203,7 @@ def interval(samples: list[Sample], places: set[int]) -> tuple[float, float]:
     right: dict[int, list[bool]] = {}
     for sample in samples:
         if sample.prompt_id in places:
-            right.setdefault(sample.prompt_id, []).append(utils.is_right(sample))
+            right.setdefault(sample.prompt_id, []).append(is_correct(sample))
     if all(len(found) == 1 for found in right.values()):
         return wilson(sum(found[0] for found in right.values()), len(right))
     return bootstrap([sum(found) / len(found) for found in right.values()])
@@ -212,7 +212,7 @@ def interval(samples: list[Sample], places: set[int]) -> tuple[float, float]:
 def side_by_side(samples: list[Sample], problems: list[Problem]) -> tuple[str, str]:
     """(lenient rate, format rate) of samples, "–" for what cannot be told."""
     said = [lenient(sample.response, problems[sample.prompt_id].truth) for sample in samples]
-    right = [utils.is_right(sample) or found for sample, found in zip(samples, said, strict=True)]
+    right = [is_correct(sample) or found for sample, found in zip(samples, said, strict=True)]
     formats = [sample.reward_parts["format"] for sample in samples if "format" in sample.reward_parts]
     rates = (None if None in said else utils.mean(right), utils.mean(formats))
     return tuple("–" if rate is None else f"{rate:.3f}" for rate in rates)
@@ -280,7 +280,7 @@ def write_samples(samples: list[Sample], problems: list[Problem], path: Path) ->
                 "problem": sample.prompt_id,
                 "sample": sample.sample_id,
                 "source": problem.source,
-                "right": utils.is_right(sample),
+                "right": is_correct(sample),
                 "prompt": problem.messages,
                 "response": sample.response,
                 "truth": problem.truth,

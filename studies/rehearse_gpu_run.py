@@ -35,7 +35,7 @@ import loading
 from runtime.arguments import flags
 from runtime.system import process
 from runtime.training import device_sizes, memory
-from runtime.training.memory import GIB
+from runtime.training.memory import GIB, default_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +268,7 @@ def write_model(config, args, folder: Path) -> None:
 
 def changed(args, trainers: int, folder: Path) -> dict:
     """What is different in the run here, by argument."""
-    size = flags.sizes(args, False)
+    size = default_sizes(args, False)
     here = HERE | {"model_name_or_path": str(folder / "model")}
     here["output_dir"] = str(folder)
     here["dtype"] = "float32" if args.dtype == "float32" else "bfloat16"

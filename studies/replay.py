@@ -1,7 +1,7 @@
 """Compare the gradients of several settings on the very same samples: the batch of a step of a run.
 
-The batch is rebuilt: the run is repeated from its last checkpoint before the step (studies/rebuild_batch.py), which takes as
-long as it took then, and is compared with what the run logged. Nothing is written to the folder of the run.
+The batch is rebuilt by studies/rebuild_batch.py: the run is repeated from its last checkpoint before the step, which
+takes as long as it took then, and is compared with what the run logged. Nothing is written to the folder of the run.
 
     python studies/replay.py runs/NAME --set kl_estimator=k1,k2,k3 kl_gradient=naive,unbiased --set loss=clip,cispo,gspo
     python studies/replay.py runs/NAME --step 14 --after 4 --set clip_higher=0.2,0.28 --set loss=mine.py
@@ -149,6 +149,7 @@ from runtime.data.samples import Sample
 from runtime.run.identity import changed_code, code_of
 from runtime.training import batching, pretrained
 from runtime.training.attention import choose_layout
+from runtime.training.memory import default_sizes
 
 EXACT = "exact"  # the row of the KL over the whole vocabulary
 SCRATCH = tempfile.TemporaryDirectory(prefix="replay-")  # variants and the batch, until the end of the process
@@ -358,7 +359,7 @@ class Replay:
         args = replace(base.args, dtype="float32", attn_implementation="auto", vllm_tensor_parallel_size=1)
         self.device, dtype, attention = pretrained.resolve_device(args)
         cuda = self.device.type == "cuda"
-        sizes = flags.sizes(args, cuda)
+        sizes = default_sizes(args, cuda)
         layout, attention, _ = choose_layout(args, sizes, cuda, dtype, attention)
         self.batch = batch
         self.base = base

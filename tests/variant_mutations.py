@@ -70,11 +70,17 @@ MUTATIONS = [
     (
         "its own answer as a hint",
         "sdpo.patch",
-        "if s is not sample and utils.is_right(s)",
-        "if utils.is_right(s)",
+        "if s is not sample and is_correct(s)",
+        "if is_correct(s)",
         SDPO,
     ),
-    ("a wrong answer as a hint", "sdpo.patch", "if s is not sample and utils.is_right(s)", "if s is not sample", SDPO),
+    (
+        "a wrong answer as a hint",
+        "sdpo.patch",
+        "if s is not sample and is_correct(s)",
+        "if s is not sample",
+        SDPO,
+    ),
     (
         "the divided advantage of GRPO",
         "dr_grpo_min.py",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -313,39 +313,6 @@ def is_open(args: Any, name: str) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
-
-
-@dataclass
-class Sizes:
-    """What fits a device, where its flag leaves it open; the flags' names."""
-
-    micro_batch_tokens: int
-    logprob_chunk: int
-    vllm_gpu_memory_utilization: float
-    vllm_max_num_seqs: int
-    vllm_max_num_batched_tokens: int
-
-
-def sizes(args: Any, cuda: bool, fast: bool = False) -> Sizes:
-    """The sizes of these flags on a CPU, or on a GPU that is large enough; a micro-batch holds at least the longest
-    sample there can be. runtime/training/device_sizes.py has those of the GPU that is there.
-
-    A GPU needs about 16,000 tokens to be busy for longer than it takes to start its kernels. A CPU core is busy with a
-    thousand, but every micro-batch also adds a gradient as large as the model, which counts where products are
-    ``fast`` (runtime/training/cpu_rates.py). The engine's are vLLM's own for GPUs of 80 GB.
-    """
-    longest = args.max_prompt_length + args.max_response_length
-    usual = 16384 if cuda else 3072 if fast else 1024
-    default = Sizes(
-        micro_batch_tokens=max(longest, usual),
-        logprob_chunk=4096 if cuda else 2048,
-        vllm_gpu_memory_utilization=0.9 if args.vllm_engines > 0 else 0.4,
-        vllm_max_num_seqs=1024 if cuda else 128,
-        vllm_max_num_batched_tokens=16384 if cuda else 8192,
-    )
-    own = args.engine_args
-    given = {name: getattr(args, name, own.get(name.removeprefix("vllm_"))) for name in vars(default)}
-    return replace(default, **{name: value for name, value in given.items() if value is not None})
 
 
 def engine_args(text: str | None) -> dict[str, Any]:

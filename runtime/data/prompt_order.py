@@ -27,7 +27,12 @@ def _epoch_order(number: int, problems: int, seed: int) -> list[int]:
     return order
 
 
-def prompts_at(position: int, count: int, num_problems: int, seed: int) -> list[int]:
+def prompts_at(
+    position: int,
+    count: int,
+    num_problems: int,
+    seed: int,
+) -> list[int]:
     """Indices of ``count`` problems, the first being number ``position`` of the run: a pure function of a counter.
 
     Every epoch has a permutation of its own, seeded by ``seed`` and its number; a step may span two epochs.
@@ -39,7 +44,12 @@ def prompts_at(position: int, count: int, num_problems: int, seed: int) -> list[
     return found
 
 
-def sampling_seed(seed: int, step: int | str, prompt_id: int, sample_id: int) -> int:
+def sampling_seed(
+    seed: int,
+    step: int | str,
+    prompt_id: int,
+    sample_id: int,
+) -> int:
     """Seed of one response: it depends on these four numbers, not on what the engine did before."""
     return seed_from(f"{seed}/{step}/{prompt_id}/{sample_id}")
 
@@ -59,14 +69,22 @@ def requests(chosen: Sequence[int], count: int, seed: int, step: int | str) -> l
 
 def sampling(args) -> dict[str, Any]:
     """Sampling parameters of training."""
-    found = {"temperature": args.temperature, "top_p": 1.0, "top_k": 0, "max_tokens": args.max_response_length}
-    return found | {"stop": list(args.stop), "ignore_eos": args.ignore_eos}
+    return {
+        "temperature": args.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "max_tokens": args.max_response_length,
+        "stop": list(args.stop),
+        "ignore_eos": args.ignore_eos,
+    }
 
 
 def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
     """(the requests of an evaluation, its sampling parameters); the seeds are the same in every evaluation of a run."""
     count = args.eval_samples if args.eval_temperature > 0 else 1
-    return requests(range(problems), count, args.seed, "eval"), sampling(args) | {"temperature": args.eval_temperature}
+    wanted = requests(range(problems), count, args.seed, "eval")
+    parameters = sampling(args) | {"temperature": args.eval_temperature}
+    return wanted, parameters
 
 
 def token_rewards(samples: list[Sample], decode: Callable[..., str], args) -> np.ndarray:
@@ -135,7 +153,12 @@ def equal_groups(samples: list[Sample]) -> list[int]:
     return sorted(place for place, values in rewards.items() if len(values) == 1)
 
 
-def replace_groups(batch: list[Problem], samples: list[Sample], more: list[Problem], new: list[Sample]) -> None:
+def replace_groups(
+    batch: list[Problem],
+    samples: list[Sample],
+    more: list[Problem],
+    new: list[Sample],
+) -> None:
     """Replace groups of equal reward by new groups whose rewards differ, as many as there are; in place.
 
     ``samples`` answer ``batch``, ``new`` the problems ``more``; both are ordered by place, with equally many to each.
@@ -145,8 +168,9 @@ def replace_groups(batch: list[Problem], samples: list[Sample], more: list[Probl
     useful = [place for place in range(len(more)) if place not in useless]
     for place, other in zip(equal_groups(samples), useful, strict=False):
         batch[place] = more[other]
-        replacement = new[other * group : (other + 1) * group]
-        samples[place * group : (place + 1) * group] = [dataclasses.replace(s, prompt_id=place) for s in replacement]
+        for k in range(group):
+            replacement = new[other * group + k]
+            samples[place * group + k] = dataclasses.replace(replacement, prompt_id=place)
 
 
 def draw_metrics(rounds: list[list[Sample]], prompts: int) -> dict[str, float]:
@@ -166,7 +190,12 @@ def draw_metrics(rounds: list[list[Sample]], prompts: int) -> dict[str, float]:
     }
 
 
-def drop_solved(problems: list[int], rates: Sequence[float], threshold: float, share: float) -> list[int]:
+def drop_solved(
+    problems: list[int],
+    rates: Sequence[float],
+    threshold: float,
+    share: float,
+) -> list[int]:
     """``problems`` without those solved at a rate of at least ``threshold``: the best, at most ``share`` of all."""
     solved = [i for i in problems if rates[i] >= threshold]
     solved.sort(key=lambda i: -rates[i])
@@ -215,11 +244,11 @@ class Prompts:
 
     def drop_solved(self) -> int:
         """Drop solved problems if an epoch has ended since the last call; the number of problems still drawn."""
-        state, args = self.state, self.args
+        state = self.state
         epoch = state.position // len(state.kept)
         if epoch > state.epoch:
             state.epoch = epoch
-            share, threshold = args.dataset_filter
+            share, threshold = self.args.dataset_filter
             left = drop_solved(state.kept, state.rates, threshold, share)
             if len(left) < len(state.kept):
                 state.kept = left

@@ -124,11 +124,17 @@ def render_cached(dataset, tokenizer, args, more: dict[str, Any]) -> list[list[i
     how = {"tokenizer": tokenizer, "template": args.template.text, "variables": args.template.variables | more}
     function = functools.partial(_render_batch, **how)
     kinds = {"ids": datasets.List(datasets.Value("int32"))}
-    key = digest(prompt_key(tokenizer, args).encode(), json.dumps(more).encode(), dataset._fingerprint.encode())
+    parts = (prompt_key(tokenizer, args), json.dumps(more), dataset._fingerprint)
+    key = digest(*(part.encode() for part in parts))
     return int_lists(cached_map(dataset, function, kinds, key, "tokenizing prompts"), "ids")
 
 
-def render_prompts(problems: list[Problem], tokenizer, args, more: dict[str, Any] | None = None) -> list[Problem]:
+def render_prompts(
+    problems: list[Problem],
+    tokenizer,
+    args,
+    more: dict[str, Any] | None = None,
+) -> list[Problem]:
     """Fill ``prompt_ids``: one tokenization for sampler and trainer, special tokens as the template wrote them.
 
     ``more``: what the template is given beside the messages and --chat_template_kwargs.
@@ -153,7 +159,9 @@ def render_prompts(problems: list[Problem], tokenizer, args, more: dict[str, Any
     for problem, ids in zip(problems, found, strict=True):
         problem.prompt_ids = ids
     chats = {json.dumps(problem.messages) for problem in problems}
-    if problems and (not all(found) or (len(chats) > 1 and len(set(map(tuple, found))) == 1)):
+    empty = not all(found)
+    alike = len(chats) > 1 and len(set(map(tuple, found))) == 1
+    if problems and (empty or alike):
         template = f"--chat_template {args.chat_template}" if args.chat_template else "the tokenizer's chat template"
         refuse(f"{template} leaves out what the messages say: it must write message['content'] for message in messages")
     return _without_overlong(problems, args)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,3 +101,28 @@ class Batch:
     def __post_init__(self) -> None:
         self.unfinished = {request[0] for request in self.requests}  # key: (place in ``problems``, sample number)
         self.arrived: set[tuple[int, int]] = set()
+
+
+def pass_at_k(correct: int, total: int, k: int) -> float:
+    """Unbiased pass@k of ``correct`` right answers among ``total``: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374)."""
+    return 1.0 - math.comb(total - correct, k) / math.comb(total, k)
+
+
+def is_correct(sample: Sample) -> bool:
+    """Return True if the part ``correct`` of a response's reward, or otherwise its score, is above 0.5."""
+    return sample.reward_parts.get("correct", sample.score) > 0.5
+
+
+def majority(group: list[Sample]) -> float:
+    """Return 1 if the most frequent answer to one prompt is correct, 0 if not; n equally frequent ones count 1/n each.
+
+    All correct responses give the same answer, however they write it. Without an extracted answer, the whole text is
+    the answer.
+    """
+    votes: Counter[str | None] = Counter()
+    for sample in group:
+        answer = None if is_correct(sample) else (sample.extracted or sample.response).strip()
+        votes[answer] += 1
+    highest = max(votes.values())
+    first = [answer for answer, count in votes.items() if count == highest]
+    return first.count(None) / len(first)

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from runtime.arguments import flags
 from runtime.engine import cpu_kernels
 from runtime.training import cpu_rates, device_sizes
-from runtime.training.memory import Setting, read_model
+from runtime.training.memory import Setting, default_sizes, read_model
 
 
 def take_gpu(args) -> None:
@@ -45,7 +44,7 @@ def product_rates(args) -> dict[str, float]:
 def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
     """The fraction of a GPU's memory that an engine takes: beside a trainer what leaves it room."""
     if args.vllm_engines > 0:
-        return flags.sizes(args, True).vllm_gpu_memory_utilization
+        return default_sizes(args, True).vllm_gpu_memory_utilization
     model = read_model(args.model)
     sizes, _ = device_sizes.sizes_for(args, model, memory_setting(args, dtype, world_size))
     return sizes.vllm_gpu_memory_utilization
@@ -67,7 +66,7 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
         usual = {"kv_cache_memory_bytes": 2**29, "kernel_config": cpu_kernels.kernel_config()}
         usual["enforce_eager"] = True  # compiling takes longer than a short run
         usual["block_size"] = 32  # the default of 128 would share no prompt shorter than that
-    sizes = flags.sizes(args, cuda)
+    sizes = default_sizes(args, cuda)
     longest = 0 if cuda else args.max_prompt_length + args.max_response_length
     tokens = max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, longest)
     numbers = {"max_num_seqs": sizes.vllm_max_num_seqs, "max_num_batched_tokens": tokens}

@@ -154,8 +154,10 @@ class Chat:
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         plain = {"role": "assistant", "content": STAND_IN}
         answer = self._message(PROBE)
-        before = self.text([*USER, plain, answer], tools=[TRIAL_TOOL]).partition(STAND_IN)[0]
-        written = self.text([*USER, turn, answer], tools=[TRIAL_TOOL]).removeprefix(before)
+        asked = self.text([*USER, plain, answer], tools=[TRIAL_TOOL])
+        before = asked.partition(STAND_IN)[0]
+        called = self.text([*USER, turn, answer], tools=[TRIAL_TOOL])
+        written = called.removeprefix(before)
         for special in self.special:
             written = written.partition(special)[0] or written  # the end of the turn is no part of it
         return written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
 import sys
@@ -9,27 +10,27 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, NamedTuple
+from typing import Any
 
 from runtime.grading.algebra import parse_math
-from runtime.system import process, sandbox
+from runtime.system import process, sandbox, user_files
+from runtime.system.redaction import redact
 from runtime.system.workers import Nursery, code_of_run
 
 WORKER_MEMORY = 4 * 2**30  # bytes of address space
 STARTS = 5  # of the workers, before a run gives up
+MANY = 16  # responses on each of which a verifier of the user's own must have raised before the run ends
 
 
-class Failure(NamedTuple):
-    """A task without a result: status "timeout" or "crash", and what happened."""
-
-    status: str
-    detail: str
+def names_of(verifier: str) -> list[str]:
+    """The verifiers of a row: one name, or several with commas between."""
+    return [name.strip() for name in verifier.split(",")]
 
 
-def prepare_workers(function: Callable, verifiers: list[str]) -> None:
+def prepare_workers(verify: Callable, verifiers: list[str]) -> None:
     """In the nursery: import what takes long, so that no worker does it again, and no sample's time pays for it.
 
-    The module of ``function`` was imported when this call arrived here.
+    The module of ``verify`` was imported when this call arrived here.
     """
     if "math" in verifiers:
         parse_math("1")
@@ -49,25 +50,33 @@ def start_worker(verifiers: list[str], unsafe: bool) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY, WORKER_MEMORY))
 
 
-class WorkerPool:
-    """Worker processes, forks of one that was started by spawn; each calls ``function`` for one task at a time.
+class VerifierPool:
+    """Worker processes, forks of one that was started by spawn; each calls ``verify`` for one response at a time.
 
-    ``verifiers`` says which will be needed, so that their libraries are there before the first task.
+    A subclass sets ``builtin`` (names of the project's own verifiers) and ``weights``, and defines
+    ``failed(status, detail)``: the reward of a response that a worker was killed for.
     """
 
-    def __init__(self, function: Callable, workers: int, timeout: float, verifiers: list[str], unsafe: bool):
-        self.function = function
+    builtin: frozenset[str]
+    weights: dict[str, float | None]
+    failed: Callable[[str, str], Any]
+
+    def __init__(self, verify: Callable, workers: int, timeout: float, verifiers: list[str], unsafe: bool):
+        self.verify = verify
         self.workers = workers
         self.timeout = timeout
-        self.verifiers = verifiers
+        self.verifiers = verifiers  # will be needed: their libraries are there before the first response
         self.unsafe = unsafe
+        self.shown: set[str] = set()  # statuses of which one was printed
+        self.returned = set(self.builtin)  # verifiers that are known to return something
+        self.raised: collections.Counter[str] = collections.Counter()
         self.lock = threading.Lock()
         self._start()
 
     def _start(self) -> None:
         from pebble import ProcessPool
 
-        self.nursery = Nursery(code_of_run(), prepare_workers, self.function, self.verifiers)
+        self.nursery = Nursery(code_of_run(), prepare_workers, self.verify, self.verifiers)
         self.pool = ProcessPool(
             max_workers=self.workers,
             context=self.nursery,
@@ -81,7 +90,7 @@ class WorkerPool:
     def _open(self) -> None:
         try:
             self.pool.schedule(len, args=[()])  # the first task makes the pool start its workers
-        except Exception:  # whatever it was: ``schedule`` meets it again, and says so
+        except Exception:  # whatever it was: ``submit`` meets it again, and says so
             pass
         finally:
             self.nursery.spawned.set()
@@ -99,17 +108,39 @@ class WorkerPool:
                 self._start()
         raise RuntimeError("the verifier processes do not start")
 
-    def schedule(self, *arguments: Any, tries: int = STARTS) -> Future:
-        """Start a task in a worker; the returned future goes to ``outcome``."""
+    def check(self, problems) -> str:
+        """Try each verifier of the user's own once, on the first problem's truth as response; return what is wrong.
+
+        ``problems`` have ``verifier``, ``truth`` and ``row``. "" where nothing is wrong.
+        """
+        first = {}
+        for problem in problems:
+            if not self.builtin.issuperset(names_of(problem.verifier)):
+                first.setdefault(problem.verifier, problem)
+        futures = [self.submit(p.verifier, p.truth, p.truth, p.row) for p in first.values()]
+        for future in futures:
+            reward, raised = self._wait(future)
+            if raised:
+                return f"the verifier {future.asked[0]} raises on the truth {future.asked[2][:80]!r}:\n{reward.detail}"
+            if reward.status == "ok":
+                self.returned |= set(names_of(future.asked[0]))
+        return ""
+
+    def submit(self, verifier: str, response: str, truth: str, row: dict, tries: int = STARTS) -> Future:
+        """Start verifying one response; the returned future goes to ``result``."""
         self._make_ready()
-        future = self.pool.schedule(self.function, args=arguments, timeout=self.timeout)
+        names = names_of(verifier)
+        paths = [name.rpartition(":")[0] for name in names if name not in self.builtin]
+        texts = {path: user_files.text_of(path) for path in paths if path}
+        arguments = [names, texts, self.weights, response, truth, row]
+        future = self.pool.schedule(self.verify, args=arguments, timeout=self.timeout)
         future.pool = self.pool
-        future.arguments = arguments
+        future.asked = (verifier, response, truth, row)
         future.tries = tries
         return future
 
-    def outcome(self, future: Future) -> Any | Failure:
-        """Wait for what a task returned, or for how it failed. Raises RuntimeError where no worker can be started."""
+    def _wait(self, future: Future) -> tuple[Any, set[str]]:
+        """Wait for (Reward, verifiers that raised), whatever became of the worker."""
         from pebble import ProcessExpired
 
         while not wait([future], timeout=1.0).done and future.pool.active:
@@ -119,14 +150,35 @@ class WorkerPool:
             return future.result()
         if isinstance(error, BrokenProcessPool):
             if future.tries > 1:
-                return self.outcome(self.schedule(*future.arguments, tries=future.tries - 1))
+                return self._wait(self.submit(*future.asked, tries=future.tries - 1))
             raise RuntimeError("the verifier processes do not start") from error
         if isinstance(error, TimeoutError):
-            return Failure("timeout", f"killed after {self.timeout:g} s (--call_timeout)")
+            return self.failed("timeout", f"killed after {self.timeout:g} s (--call_timeout)"), set()
         if isinstance(error, ProcessExpired):
-            return Failure("crash", f"the worker died: {error}, exit code {error.exitcode}")
-        # Whatever a verifier raises was caught in the worker.
-        return Failure("crash", f"what the worker was asked, or its answer, cannot be sent: {error!r}")
+            detail = f"the worker died: {error}, exit code {error.exitcode}"
+        else:  # whatever a verifier raises was caught in the worker
+            detail = f"what the worker was asked, or its answer, cannot be sent: {error!r}"
+        return self.failed("crash", detail), set()
+
+    def result(self, future: Future) -> Any:
+        """Wait for one Reward; the first that is not ok is shown.
+
+        Raises RuntimeError where a verifier of the user's own has raised on each of the first ``MANY`` responses.
+        """
+        reward, raised = self._wait(future)
+        verifier, response = future.asked[:2]
+        self.raised.update(raised)
+        if reward.status in ("ok", "unscorable"):
+            self.returned |= set(names_of(verifier)) - raised
+        for name in raised - self.returned:
+            if self.raised[name] >= MANY:
+                words = f"the verifier {name!r} raised on each of the first {MANY} responses"
+                raise RuntimeError(f"{words}; the last time:\n{reward.detail}")
+        if reward.status not in ("ok", *self.shown):
+            self.shown.add(reward.status)
+            about = f"{verifier} on {response[:200]!r}"
+            print(redact(f"warning: first {reward.status} of a verification: {about}\n{reward.detail}"), flush=True)
+        return reward
 
     def close(self) -> None:
         """Kill the workers, whatever they are doing; a sandbox dies with the worker that started it."""

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from runtime.arguments import presets
-from runtime.arguments.flags import Sizes
 from runtime.data.samples import Problem, Sample
 from runtime.run import verdict
 from runtime.run.directory import cut_back, left_by_a_run
@@ -36,6 +35,7 @@ from runtime.system.process import (
 )
 from runtime.system.redaction import redact, redact_words, secret_values
 from runtime.training import derived_defaults, memory
+from runtime.training.memory import Sizes
 
 SHOW_SAMPLES = 10  # steps from one look at samples on the console to the next
 ZERO_STEPS = 5  # after this many steps without a score above 0 the run shows what was extracted and what was expected

@@ -14,9 +14,9 @@ import torch
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import BlockMask
 
-from runtime.arguments.flags import Sizes
 from runtime.system.process import refuse
 from runtime.training.batching import ROW_MULTIPLE, MicroBatch
+from runtime.training.memory import Sizes
 
 MASK_LIMIT = 2**30  # bytes of a dense mask; that of one row of 16,384 tokens in fp32
 SMALL_MASK = 2**28  # bytes, and 2048 places: below both FlexAttention's compilation costs more than it saves

@@ -197,7 +197,12 @@ def make_rows(samples: list[Sample], indices: list[int], layout: str, budget: in
     return _shared_rows(samples, indices, budget, most)
 
 
-def _packed_rows(samples: list[Sample], indices: list[int], budget: int, most: int) -> list[list[int]]:
+def _packed_rows(
+    samples: list[Sample],
+    indices: list[int],
+    budget: int,
+    most: int,
+) -> list[list[int]]:
     """First fit by decreasing length."""
     rows: list[list[int]] = []
     used: list[int] = []  # tokens of each row
@@ -215,7 +220,12 @@ def _packed_rows(samples: list[Sample], indices: list[int], budget: int, most: i
     return rows
 
 
-def _shared_rows(samples: list[Sample], indices: list[int], budget: int, most: int) -> list[list[int]]:
+def _shared_rows(
+    samples: list[Sample],
+    indices: list[int],
+    budget: int,
+    most: int,
+) -> list[list[int]]:
     """Samples of one prompt in the order of ``indices``, as many per row as fit."""
     rows: list[list[int]] = []
     used: list[int] = []
@@ -293,7 +303,12 @@ def _deal(rows: list[Row], world_size: int) -> list[list[Row]]:
     return dealt
 
 
-def _cut(rows: list[Row], layout: str, budget: int, multiple: int) -> list[MicroRows]:
+def _cut(
+    rows: list[Row],
+    layout: str,
+    budget: int,
+    multiple: int,
+) -> list[MicroRows]:
     """Micro-batches of one rank's rows, which come longest first: the first row of a micro-batch sets its width."""
     cut: list[MicroRows] = []
     for row in rows:
@@ -321,7 +336,12 @@ def row_length(row: Row) -> int:
     return sum(len(tree) for tree in row)
 
 
-def _tensors(rows: MicroRows, offsets: list[int], layout: str, width: int) -> MicroBatch:
+def _tensors(
+    rows: MicroRows,
+    offsets: list[int],
+    layout: str,
+    width: int,
+) -> MicroBatch:
     """Ids, positions, visibility and index arrays of some rows, padded on the right to ``width``."""
     ids = np.zeros((len(rows), width), dtype=np.int64)
     positions = np.zeros_like(ids)

@@ -14,14 +14,13 @@ from runtime.system import process
 from runtime.system.process import trim_heap
 from runtime.training.memory import reduce_bucket
 
+NamedWeights = list[tuple[str, torch.Tensor]]
+
 
 @torch.no_grad()
 def current_weights(
-    policy,
-    zero_stage: int,
-    checkpoint_names: bool = False,
-    in_buckets: bool = False,
-) -> list[tuple[str, torch.Tensor]] | ShardedWeights:
+    policy, zero_stage: int, checkpoint_names: bool = False, in_buckets: bool = False
+) -> NamedWeights | ShardedWeights:
     """The policy's weights by name, the tied output head included, whole on every rank.
 
     Stages 0 to 2 give the live tensors: whoever gets them must be done before the next optimizer step. Stage 3 gives
@@ -84,7 +83,7 @@ class ShardedWeights:
         yield from self._gathered(bucket)
 
     @staticmethod
-    def _gathered(bucket: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    def _gathered(bucket: dict[str, torch.Tensor]) -> NamedWeights:
         """Copies of whole weights. vLLM asks for them in inference mode, whose tensors autograd would not take."""
         import deepspeed
 
@@ -98,7 +97,7 @@ def _whole_numel(weight: torch.Tensor) -> int:
     return getattr(weight, "ds_numel", weight.numel())
 
 
-def weight_bytes(weights: list[tuple[str, torch.Tensor]] | ShardedWeights) -> int:
+def weight_bytes(weights: NamedWeights | ShardedWeights) -> int:
     """Bytes of named weights; a tied head counts, for an engine gets it under its own name."""
     entries = weights.entries.items() if isinstance(weights, ShardedWeights) else weights
     return sum(_whole_numel(weight) * weight.element_size() for _, weight in entries)
@@ -118,10 +117,7 @@ def _gathered_weights(model) -> dict[str, torch.Tensor]:
     return weights
 
 
-def copied_to_cpu(
-    weights: list[tuple[str, torch.Tensor]],
-    earlier: list[tuple[str, torch.Tensor]],
-) -> list[tuple[str, torch.Tensor]]:
+def copied_to_cpu(weights: NamedWeights, earlier: NamedWeights) -> NamedWeights:
     """Copies of named weights in CPU memory, page-locked if they come from a GPU; what is tied is copied once.
 
     ``earlier``: copies that are not needed any more, whose memory is taken where names and shapes agree.

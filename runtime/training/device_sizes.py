@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from runtime.arguments.flags import Sizes, sizes
 from runtime.system.process import refuse
-from runtime.training.memory import GIB, USABLE, Model, Setting, predict
+from runtime.training.memory import GIB, USABLE, Model, Setting, Sizes, default_sizes, predict
 
 # Micro-batches and shares of a GPU for the engine, the most wanted first. One that sleeps while the trainer works may
 # have more, and one that is alone nearly all.
@@ -30,7 +29,7 @@ ENGINE_SEQUENCES = 64  # of full length, for which its KV cache must have room
 
 def candidates(args, setting: Setting) -> Iterator[Sizes]:
     """The sizes that may be tried on a GPU where the flags leave them open, the most wanted first."""
-    base = sizes(args, True)
+    base = default_sizes(args, True)
     kind = "in turns" if args.sleep != "off" else "beside"
     if args.vllm_engines > 0:
         kind = "alone"
@@ -81,7 +80,7 @@ def sizes_for(args, model: Model | None, setting: Setting) -> tuple[Sizes, str]:
     The flags that name them win, and then nothing is refused.
     """
     if setting.card == 0:
-        return sizes(args, False, setting.fast), "for a CPU with fast products" if setting.fast else "for a CPU"
+        return default_sizes(args, False, setting.fast), "for a CPU with fast products" if setting.fast else "for a CPU"
     wanted = next(candidates(args, setting))
     if model is None:
         return wanted, "the model's config has not the usual names: its memory is unknown"

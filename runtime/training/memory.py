@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
-from runtime.arguments.flags import Sizes, sizes
 from runtime.arguments.values import ModelName
 from runtime.training.model_files import read_configs
 
@@ -56,6 +55,40 @@ class Setting:
     def number(self) -> int:
         """Bytes of a number of the model."""
         return 2 if self.bf16 else 4
+
+
+@dataclass
+class Sizes:
+    """Sizes that depend on the device, by the names of their flags."""
+
+    micro_batch_tokens: int
+    logprob_chunk: int
+    vllm_gpu_memory_utilization: float
+    vllm_max_num_seqs: int
+    vllm_max_num_batched_tokens: int
+
+
+def default_sizes(args: Any, cuda: bool, fast: bool = False) -> Sizes:
+    """Return the sizes of these flags on a CPU, or on a GPU with enough memory; device_sizes.py fits them to a GPU.
+
+    A micro-batch holds at least the longest sample that is possible.
+
+    A GPU needs about 16,000 tokens to be busy for longer than it takes to start its kernels. A CPU core is busy with a
+    thousand, but every micro-batch also adds a gradient as large as the model, which counts where products are
+    ``fast`` (runtime/training/cpu_rates.py). The engine's are vLLM's own for GPUs of 80 GB.
+    """
+    longest = args.max_prompt_length + args.max_response_length
+    usual = 16384 if cuda else 3072 if fast else 1024
+    default = Sizes(
+        micro_batch_tokens=max(longest, usual),
+        logprob_chunk=4096 if cuda else 2048,
+        vllm_gpu_memory_utilization=0.9 if args.vllm_engines > 0 else 0.4,
+        vllm_max_num_seqs=1024 if cuda else 128,
+        vllm_max_num_batched_tokens=16384 if cuda else 8192,
+    )
+    own = args.engine_args
+    given = {name: getattr(args, name, own.get(name.removeprefix("vllm_"))) for name in vars(default)}
+    return replace(default, **{name: value for name, value in given.items() if value is not None})
 
 
 @functools.cache  # one question to the hub
@@ -221,7 +254,7 @@ class Prediction:
 def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> Prediction:
     """An upper bound for a rank, the process and the engine included. ``size``: if it is not that of the flags."""
     on_gpu = setting.card > 0
-    size = size or sizes(args, on_gpu, setting.fast)
+    size = size or default_sizes(args, on_gpu, setting.fast)
     states = trainer_states(args, model, setting)
     work = passes(args, model, setting, size)
     sampler = engine(args, model, setting, size.vllm_gpu_memory_utilization)

@@ -120,9 +120,7 @@ def attention_for(config, attention: str, wanted: str) -> str | None:
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     if capped and attention in ("sdpa", "varlen", "grouped"):
         if wanted == attention:
-            refuse(
-                f"--attn_implementation {attention} leaves out the soft cap of this model's attention scores; use eager"
-            )
+            refuse(f"--attn_implementation {attention} leaves out this model's attention logit softcapping; use eager")
         return "eager"
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
@@ -133,11 +131,9 @@ def attention_for(config, attention: str, wanted: str) -> str | None:
         return "eager"
     if wanted == attention:
         return attention
-    if attention == "flex_attention" and not getattr(architecture, "_supports_flex_attn", False):
-        return None
-    if attention == "varlen" and not plain:
-        return None
-    return None if attention == "sdpa" else attention
+    flex = getattr(architecture, "_supports_flex_attn", False)
+    unsupported = (attention == "flex_attention" and not flex) or (attention == "varlen" and not plain)
+    return None if unsupported or attention == "sdpa" else attention
 
 
 def switch_off_dropout(model) -> None:

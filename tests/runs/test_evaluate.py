@@ -14,7 +14,7 @@ from helpers import PROBLEMS, ROOT, VERIFIERS, clean_environment, forked, read_j
 import grpo
 import utils
 from runtime.data import prompt_order
-from runtime.data.samples import Problem, Sample
+from runtime.data.samples import Problem, Sample, majority
 from runtime.run import identity
 
 
@@ -73,14 +73,14 @@ def test_the_order_of_samples_does_not_matter():
 
 
 def test_majority():
-    vote = lambda *verdicts: utils.majority(answers([list(verdicts)]))  # noqa: E731
+    vote = lambda *verdicts: majority(answers([list(verdicts)]))  # noqa: E731
     assert vote(True, True, 3) == 1
     assert vote(True, 3, 3) == 0
     assert vote(True, 3) == 0.5
     assert vote(True, "", "", "") == 0, "responses that say nothing agree with each other"
     written = answers([[True, True, 3, 3, 3]])
     written[0].extracted, written[1].extracted, written[2].extracted = "7.0", "7", "4"
-    assert utils.majority(written) == 0.5, "right ones agree, however written: 2, against 2 that say 3, and one 4"
+    assert majority(written) == 0.5, "right ones agree, however written: 2, against 2 that say 3, and one 4"
 
 
 def test_wilson():

@@ -14,9 +14,9 @@ from helpers import ROOT, TINY_RUN, run_to_end
 
 import grpo
 import ppo
-from runtime.arguments import flags
 from runtime.arguments.values import ModelName
 from runtime.training import memory
+from runtime.training.memory import default_sizes
 
 MODEL = memory.Model(
     parameters=10**9, layers=10, hidden=1000, intermediate=3000, heads=10, kv_heads=2, head_size=100, vocabulary=50_000
@@ -25,7 +25,7 @@ PRODUCTS = 10 * (2 * 12 * 10**5 + 3 * 3 * 10**6) + 5 * 10**7  # 164M parameters 
 KEYS = 2 * 10 * 2 * 100 * 2  # bytes of a token's keys and values
 CARD = rehearse_gpu_run.Card(80, 10**15, 10**12, 10**11)
 TOKENS = 32 * 100 + 4 * 256  # 4 prompts, once each, and 8 responses of 100 tokens to each
-SIZE = dataclasses.replace(flags.sizes(grpo.Args(), True), micro_batch_tokens=1056)  # four micro-batches
+SIZE = dataclasses.replace(default_sizes(grpo.Args(), True), micro_batch_tokens=1056)  # four micro-batches
 
 
 def seconds(ranks: int = 1, script=grpo, **changes) -> dict[str, float]:

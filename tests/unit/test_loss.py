@@ -21,7 +21,7 @@ import utils
 from grpo import Args, group_advantages, loss_weights, return_to_go
 from kl_estimators import ALIASES, ESTIMATORS, canonical_name, full_vocabulary_kl, kl_reward, kl_values
 from rewards import Reward, shape_reward
-from runtime.data.samples import Sample
+from runtime.data.samples import Sample, pass_at_k
 from runtime.training import batching
 
 F64 = torch.float64
@@ -550,9 +550,9 @@ def test_learning_rate_is_the_formula(kind, warm_up, minimum):
 
 
 def test_pass_at_k():
-    assert utils.pass_at_k(1, 4, 4) == 1.0  # with replacement it would be 0.684
-    assert utils.pass_at_k(1, 4, 1) == 0.25
-    assert utils.pass_at_k(0, 4, 4) == 0.0
+    assert pass_at_k(1, 4, 4) == 1.0  # with replacement it would be 0.684
+    assert pass_at_k(1, 4, 1) == 0.25
+    assert pass_at_k(0, 4, 4) == 0.0
     r = random.Random(0)
     draws = [any(i < 2 for i in r.sample(range(6), 3)) for _ in range(20000)]
-    assert utils.pass_at_k(2, 6, 3) == pytest.approx(sum(draws) / len(draws), abs=0.015)
+    assert pass_at_k(2, 6, 3) == pytest.approx(sum(draws) / len(draws), abs=0.015)

@@ -346,7 +346,7 @@ def test_a_verifier_that_raises_on_a_response_costs_that_sample(pool, capsys):
 
 def test_a_verifier_that_raises_on_everything_ends_the_run(pool):
     name = f"{MINE}:raises"
-    for _ in range(rewards.MANY - 1):
+    for _ in range(worker_pool.MANY - 1):
         assert verify(pool, name).status == "unscorable"
     with pytest.raises(RuntimeError) as error:
         verify(pool, name)
@@ -357,13 +357,13 @@ def test_a_verifier_that_raises_on_everything_ends_the_run(pool):
 
 def test_a_verifier_that_ever_returned_never_ends_the_run(pool):
     assert verify(pool, f"{MINE}:picky", "good").score == 1.0
-    found = [verify(pool, f"{MINE}:picky", "odd").status for _ in range(rewards.MANY + 2)]
+    found = [verify(pool, f"{MINE}:picky", "odd").status for _ in range(worker_pool.MANY + 2)]
     assert set(found) == {"unscorable"}
 
 
 def test_a_verifier_of_this_project_never_ends_the_run(pool):
     """Its bug is a bug here, but the night is the user's."""
-    futures = [pool.submit("countdown", "<answer>1</answer>", "no target", {}) for _ in range(rewards.MANY + 2)]
+    futures = [pool.submit("countdown", "<answer>1</answer>", "no target", {}) for _ in range(worker_pool.MANY + 2)]
     assert {pool.result(future).status for future in futures} == {"unscorable"}
 
 
@@ -488,7 +488,7 @@ def test_no_alarm_is_left_of_a_verification():
     name = f"{MINE}:leaves_an_alarm"
     handler = signal.getsignal(signal.SIGALRM)
     try:
-        reward, raised = rewards._verify([name], rewards.source_of(name), {}, "", "", {})
+        reward, raised = rewards._verify([name], {}, {}, "", "", {})
         left = signal.getitimer(signal.ITIMER_REAL)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

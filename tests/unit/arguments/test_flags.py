@@ -26,6 +26,7 @@ from runtime.arguments import checks, flag_translation, flags
 from runtime.run import directory, logger
 from runtime.system import process
 from runtime.training import model_files
+from runtime.training.memory import default_sizes
 
 WEIGHTS = "model.safetensors"
 NO_TENSORS = "\2\0\0\0\0\0\0\0{}"  # a safetensors file without any
@@ -1036,14 +1037,14 @@ def test_algorithms_as_in_their_papers_leave_no_response_out():
 
 def test_sizes_that_are_left_open_follow_the_device():
     """None is never a size; what is given holds on any device, and a micro-batch holds the longest sample."""
-    assert list(vars(flags.sizes(Args(), False)).values()) == [1024, 2048, 0.4, 128, 8192]
-    assert list(vars(flags.sizes(Args(), False, fast=True)).values()) == [3072, 2048, 0.4, 128, 8192]
-    assert list(vars(flags.sizes(Args(), True)).values()) == [16384, 4096, 0.4, 1024, 16384]
+    assert list(vars(default_sizes(Args(), False)).values()) == [1024, 2048, 0.4, 128, 8192]
+    assert list(vars(default_sizes(Args(), False, fast=True)).values()) == [3072, 2048, 0.4, 128, 8192]
+    assert list(vars(default_sizes(Args(), True)).values()) == [16384, 4096, 0.4, 1024, 16384]
     own = '{"max_num_seqs": 9, "max_num_batched_tokens": 10, "gpu_memory_utilization": 0.3}'
     given = Args(micro_batch_tokens=7, vllm_args=own)
     for cuda, chunk in ((False, 2048), (True, 4096)):
-        assert list(vars(flags.sizes(given, cuda)).values()) == [7, chunk, 0.3, 9, 10]
-    long = flags.sizes(Args(max_prompt_length=2000, max_response_length=20000), True)
+        assert list(vars(default_sizes(given, cuda)).values()) == [7, chunk, 0.3, 9, 10]
+    long = default_sizes(Args(max_prompt_length=2000, max_response_length=20000), True)
     assert (long.micro_batch_tokens, long.logprob_chunk) == (22000, 4096)
 
 

@@ -25,6 +25,7 @@ from runtime.arguments import flags
 from runtime.data import problem_set, prompt_order, rendering
 from runtime.data.samples import Problem, Sample
 from runtime.run import directory, logger
+from runtime.training.memory import Sizes
 
 # ------------------------------------------------------------------------------------------------- problems, prompts
 
@@ -371,7 +372,7 @@ def test_every_field_is_read(script):
                 read.add(node.attr)
             if isinstance(node, ast.FunctionDef) and node.name == "run_name":
                 named |= {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    named |= {f.name for f in dataclasses.fields(flags.Sizes)}
+    named |= {f.name for f in dataclasses.fields(Sizes)}
     assert len(read) > 80
     fields = {f.name for f in dataclasses.fields(importlib.import_module(script).Args)}
     either = {f.name for module in (grpo, ppo) for f in dataclasses.fields(module.Args)}

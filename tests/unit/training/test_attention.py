@@ -27,9 +27,9 @@ from transformers.models.llama import modeling_llama as llama
 
 import utils
 from grpo import Args
-from runtime.arguments import flags
 from runtime.data.samples import Sample
 from runtime.training import attention, batching, pretrained
+from runtime.training.memory import default_sizes
 
 CPU = torch.device("cpu")
 # FlexAttention takes no heads of less than 16 on a GPU.
@@ -236,7 +236,7 @@ def test_packed_rows_reach_varlen_with_their_borders(monkeypatch, window):
 
 def choice(cuda: bool, dtype=torch.float32, resolved: str = "sdpa", **changes) -> tuple[str, str]:
     args = Args(**changes)
-    return attention.choose_layout(args, flags.sizes(args, cuda), cuda, dtype, resolved)[:2]
+    return attention.choose_layout(args, default_sizes(args, cuda), cuda, dtype, resolved)[:2]
 
 
 HALF = torch.bfloat16
@@ -278,13 +278,13 @@ def test_a_mask_above_the_limit_is_refused(capsys):
     args = Args(batch_layout="shared", micro_batch_tokens=32768, **LONG)
     model = model_with("sdpa")
     with pytest.raises(SystemExit):
-        attention.check_mask_size(model, "shared", flags.sizes(args, False), args)
+        attention.check_mask_size(model, "shared", default_sizes(args, False), args)
     message = capsys.readouterr().err
     assert "--micro_batch_tokens 32768" in message and "4.0 GiB" in message and "--batch_layout padded" in message
-    attention.check_mask_size(model, "padded", flags.sizes(args, False), args)
-    attention.check_mask_size(model_with("flex_attention"), "shared", flags.sizes(args, True), args)
+    attention.check_mask_size(model, "padded", default_sizes(args, False), args)
+    attention.check_mask_size(model_with("flex_attention"), "shared", default_sizes(args, True), args)
     small = Args(batch_layout="shared", max_prompt_length=512, max_response_length=15872)
-    attention.check_mask_size(model, "shared", flags.sizes(small, False), small)  # one row of 16,384 tokens
+    attention.check_mask_size(model, "shared", default_sizes(small, False), small)  # one row of 16,384 tokens
 
 
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
@@ -334,7 +334,7 @@ def test_an_architecture_without_the_kernel_has_what_transformers_gives_it(capsy
     assert pretrained.attention_for(capped, "flex_attention", "auto") == "flex_attention"
     with pytest.raises(SystemExit):
         pretrained.attention_for(capped, "varlen", "varlen")
-    assert "--attn_implementation varlen leaves out the soft cap" in capsys.readouterr().err
+    assert "--attn_implementation varlen leaves out this model's attention logit softcapping" in capsys.readouterr().err
 
 
 def test_flags_that_a_cpu_cannot_serve_are_refused(capsys):

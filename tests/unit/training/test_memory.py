@@ -16,7 +16,6 @@ from helpers import ROOT
 
 import grpo
 import utils
-from runtime.arguments import flags
 from runtime.arguments.values import ModelName
 from runtime.data.samples import Sample
 from runtime.training import batching, memory, pretrained
@@ -237,7 +236,7 @@ def test_the_head_holds_less_than_the_formula_says(monkeypatch, dtype, gradient,
     args.num_samples_per_prompt_rollout = 7
     args.micro_batch_tokens = len(batch.targets)
     setting = memory.Setting(1, dtype == "bfloat16")
-    size = dataclasses.replace(flags.sizes(args, False), logprob_chunk=chunk)
+    size = dataclasses.replace(memory.default_sizes(args, False), logprob_chunk=chunk)
     bound = memory.passes(args, model, setting, size)["logits"]
     print(f"{dtype} gradient {gradient} chunk {chunk}: {peak / bound:.2f} of the bound")
     assert peak <= bound and (not gradient or peak > 0.8 * bound)
@@ -371,6 +370,7 @@ def test_the_end_of_a_backward_pass_is_below_the_bound(tmp_path, ranks, words):
 FRAGMENTS = """
 import sys
 from runtime.system import process
+from runtime.training.memory import default_sizes
 process.prepare_environment()
 heap = process.Heap()
 kept = []
