@@ -36,25 +36,14 @@ from runtime.run import directory, logger
 from runtime.system import process
 from runtime.system.process import refuse, resident_bytes
 from runtime.system.watchdog import Watch
-from runtime.training import device_sizes
+from runtime.training import deepspeed_zero, device_sizes, pretrained
 from runtime.training.attention import (
     attention_inputs,
     check_mask_size,
     choose_layout,
 )
 from runtime.training.batching import ROW_MULTIPLE, MicroBatch, flat, micro_batches, per_token, token_offsets
-from runtime.training.deepspeed_zero import (
-    ShardedWeights,
-    borrow_device,
-    current_weights,
-    finish_gpu_work,
-    leave_gpu,
-    pin,
-    return_device,
-    return_to_gpu,
-)
 from runtime.training.memory import FULL_KL_SAMPLES, Sizes, logit_block, read_model
-from runtime.training.pretrained import MODERN_GPU, check_tokenizer, load_model, resolve_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,12 +88,12 @@ def setup_run(args, ready: tuple) -> Run:
     problems, eval_problems, folder, start = ready
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
-    device, dtype, attention = resolve_device(args)
+    device, dtype, attention = pretrained.resolve_device(args)
     world_size = process.world_size()
     model = read_model(args.model)
     setting = memory_setting(args, dtype, world_size)
     sizes, reason = device_sizes.sizes_for(args, model, setting)
-    modern = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MODERN_GPU
+    modern = device.type == "cuda" and torch.cuda.get_device_capability(device) >= pretrained.MODERN_GPU
     layout, attention, layout_reason = choose_layout(args, sizes, modern, dtype, attention)
     tokenizer = rendering.load_tokenizer(args)
     tools = episodes.first_turns([*problems, *eval_problems], tokenizer, args)
@@ -176,7 +165,17 @@ def open_log(args, run: Run) -> logger.RunLog:
     digest = directory.data_digest(run.problems, run.eval_problems)
     is_main = run.rank == 0
     size = run.world_size
-    return logger.RunLog(run.folder, args, size, run.total_steps, is_main, run.start, digest, len(run.problems), chosen)
+    return logger.RunLog(
+        run.folder,
+        args,
+        size,
+        run.total_steps,
+        is_main,
+        run.start,
+        digest,
+        len(run.problems),
+        chosen,
+    )
 
 
 def end_run(log: logger.RunLog, stopping: bool, parts: Iterable) -> None:
@@ -198,17 +197,17 @@ def load_reference(args, run: Run) -> TokenLogprobs | None:
     """The reference, frozen, or None where no flag asks for one; with --offload ref in CPU memory."""
     if not args.loads_reference:
         return None
-    model = load_model(args, run.dtype, run.attention).eval()
+    model = pretrained.load_model(args, run.dtype, run.attention).eval()
     reference = TokenLogprobs(model, args.temperature, run.sizes.logprob_chunk)
     reference.requires_grad_(False).to("cpu" if "ref" in args.offload else run.device)
     if "ref" in args.offload:
-        pin(reference)
+        deepspeed_zero.pin(reference)
     return reference
 
 
 def prepare_policy(model, args, run: Run, eos: int) -> TokenLogprobs:
     """The model on its device as a module that gives log-probs, once these equal those of its own forward pass."""
-    check_tokenizer(model, run.tokenizer, args)
+    pretrained.check_tokenizer(model, run.tokenizer, args)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = TokenLogprobs(model.to(run.device), args.temperature, run.sizes.logprob_chunk)
@@ -520,13 +519,13 @@ def _plain_logprobs(policy: TokenLogprobs, sample: Sample) -> torch.Tensor:
     return logprobs.gather(-1, ids[0, -count:, None])[:, 0]
 
 
-def engine_weights(policy, args) -> list[tuple[str, torch.Tensor]] | ShardedWeights:
+def engine_weights(policy, args) -> list[tuple[str, torch.Tensor]] | deepspeed_zero.ShardedWeights:
     """``current_weights`` as the engine takes them.
 
     vLLM wants the names of checkpoint files, not those of modules. Where every rank has an engine, what ZeRO 3 has
     sharded is gathered as the engines load it.
     """
-    return current_weights(policy, args.zero_stage, args.rollout == "vllm", args.vllm_engines == 0)
+    return deepspeed_zero.current_weights(policy, args.zero_stage, args.rollout == "vllm", args.vllm_engines == 0)
 
 
 class MovingReference(nn.Module):
@@ -551,7 +550,7 @@ class MovingReference(nn.Module):
     @torch.no_grad()
     def move(self, policy, zero_stage: int) -> None:
         """Take one step towards the policy, a DeepSpeed engine. Every rank must call."""
-        targets = dict(current_weights(policy, zero_stage))
+        targets = dict(deepspeed_zero.current_weights(policy, zero_stage))
         for k, (name, weight) in enumerate(self.reference.model.named_parameters()):
             if self.alpha < 1.0:
                 average = self.averages[k]
@@ -776,7 +775,15 @@ def check_sampler(stats: TokenStats, limit: float, dtype: torch.dtype) -> None:
         )
 
 
-def check_engines(policy, engine: Engine, samples: list[Sample], trained: list[int], step: int, args, run: Run) -> dict:
+def check_engines(
+    policy,
+    engine: Engine,
+    samples: list[Sample],
+    trained: list[int],
+    step: int,
+    args,
+    run: Run,
+) -> dict:
     """Compare engine and trainer where the update will not: metrics of |trainer's - engine's log-prob|.
 
     Before the first update of ``step``, whose weights sampled what is compared: with --async_steps, what the engines
@@ -847,12 +854,12 @@ class Stopwatch:
             yield
             return
         self.inside = True
-        finish_gpu_work()
+        deepspeed_zero.finish_gpu_work()
         start = time.perf_counter()
         try:
             yield
         finally:
-            finish_gpu_work()
+            deepspeed_zero.finish_gpu_work()
             self.inside = False
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
@@ -911,13 +918,13 @@ class Phases(Stopwatch):
         if "engine" in self.present - wanted and self.engine is not None:
             self.engine.sleep()
         if "trainers" in self.present - wanted:
-            leave_gpu(self.trainers)
+            deepspeed_zero.leave_gpu(self.trainers)
         if "trainers" in wanted - self.present:
-            return_to_gpu(self.trainers)
+            deepspeed_zero.return_to_gpu(self.trainers)
         if "reference" in self.present - wanted and self.reference is not None:
-            return_device(self.reference)
+            deepspeed_zero.return_device(self.reference)
         if "reference" in wanted - self.present and self.reference is not None:
-            borrow_device(self.reference, self.device)
+            deepspeed_zero.borrow_device(self.reference, self.device)
         self.present = wanted
 
 
@@ -1052,10 +1059,10 @@ def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbo
     from transformers import GenerationConfig
 
     try:
-        device = resolve_device(args)[0]
+        device = pretrained.resolve_device(args)[0]
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a thread starts on device 0
-        model = load_model(args, dtype, "sdpa").to(device).eval()
+        model = pretrained.load_model(args, dtype, "sdpa").to(device).eval()
         model.generation_config = GenerationConfig()  # the model's own may change the sampling: a repetition penalty
         version = 0
         busy = 0.0
@@ -1067,7 +1074,7 @@ def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbo
             if kind == "weights":
                 version, weights = body
                 model.load_state_dict(dict(weights))
-                finish_gpu_work()
+                deepspeed_zero.finish_gpu_work()
                 outbox.put(("weights", version, busy))
                 busy = 0.0
             if kind == "sleep":

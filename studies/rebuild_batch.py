@@ -33,8 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders a
 import diff_runs
 import numpy as np
 
-from runtime.arguments import flags
-from runtime.run import directory, identity
+from runtime.run import directory, identity, saving
 from runtime.system import process
 from runtime.training import batching
 
@@ -109,15 +108,14 @@ def write_batch(found: dict[str, Any], place: Path) -> None:
     if missing := [name for name in NAMES if name not in found]:
         raise RuntimeError(f"main() has no variable {', '.join(missing)}: the script is no copy of grpo.py or ppo.py")
     args, run, kl, reference = (found[name] for name in ("args", "run", "kl", "reference"))
-    utils = importlib.import_module("utils")
     if run.rank == 0:
         place.mkdir(parents=True)
         has_old = args.num_epochs * args.num_mini_batches > 1 or kl.reward > 0
         arrays = {"advantages": found["advantages_N"][:-1].tolist()}
         arrays["old_logprobs"] = found["old_N"][:-1].tolist() if has_old else None
-        arrays["ref_logprobs"] = found["ref_N"][:-1].tolist() if flags.loads_reference(args) else None
+        arrays["ref_logprobs"] = found["ref_N"][:-1].tolist() if args.loads_reference else None
         write_samples(place, rows(found["samples"], set(found["known"]), arrays))
-    utils.save_model(found["policy"], run.tokenizer, place / "model", args.zero_stage, run.rank)
+    saving.save_model(found["policy"], run.tokenizer, place / "model", args.zero_stage, run.rank)
     if run.rank != 0:
         return
     base = None if reference is None else reference.model.config._name_or_path

@@ -126,7 +126,13 @@ BREAKAGES = (
     ),
     Breakage(
         "learning rate 0",
-        (("{script}", "utils.set_learning_rate(policy, lr)\n", "utils.set_learning_rate(policy, 0.0)\n"),),
+        (
+            (
+                "{script}",
+                "deepspeed_zero.set_learning_rate(policy, lr)\n",
+                "deepspeed_zero.set_learning_rate(policy, 0.0)\n",
+            ),
+        ),
     ),
     Breakage(
         "groups mixed up",

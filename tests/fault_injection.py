@@ -274,7 +274,7 @@ class Soak:
         self.orders = place / "orders"
         self.orders.mkdir(exist_ok=True)
         self.clock = Path(os.environ.get("CLOCK_FILE", os.devnull))
-        self.nurseries = 0
+        self.lives = 0
         self.went_back = 0
         self.lost: Counter = Counter()
         flags = ["--total_steps", str(args.steps), "--eval_prompts", "0", "--track"]
@@ -296,8 +296,8 @@ class Soak:
         """The same command again."""
         for order in self.orders.iterdir():
             order.unlink()
-        self.nurseries += 1
-        log = self.place / f"life_{self.nurseries:03d}.log"
+        self.lives += 1
+        log = self.place / f"life_{self.lives:03d}.log"
         self.run = Life(log, self.script, self.line[2:], log, self.orders)
 
     def run_straight(self) -> None:

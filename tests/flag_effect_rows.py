@@ -233,11 +233,13 @@ UNHOOKED = (
     unhook("adam_betas", "utils.py", "betas=args.adam_betas", "betas=(0.9, 0.95)"),  # optimizer
     unhook("reward_bias", "rewards.py", "- args.reward_bias)", "- 0.0)"),  # rewards
     unhook(
-        "eval_temperature", "runtime/data/problem_set.py", '"temperature": args.eval_temperature', '"temperature": 1.0'
+        "eval_temperature", "runtime/data/prompt_order.py", '"temperature": args.eval_temperature', '"temperature": 1.0'
     ),
     unhook("prompt_key", "runtime/data/problem_set.py", "args.prompt_key or prompt", "prompt"),  # data
     unhook("keep_checkpoints", "runtime/run/checkpoints.py", "saved[: -self.args.keep_checkpoints]", "saved[:-2]"),
-    unhook("vllm_args", "utils.py", "usual | args.engine_args | numbers", "usual | numbers"),  # engine
+    unhook(
+        "vllm_args", "runtime/engine/vllm_settings.py", "usual | args.engine_args | numbers", "usual | numbers"
+    ),  # engine
     unhook("log_samples", "runtime/run/logger.py", "[: self.args.log_samples]", "[:4]"),  # log
     unhook("track", "runtime/run/logger.py", "if args.track:", "if False:"),  # tracking
     unhook("gradient_checkpointing", "utils.py", "    if args.gradient_checkpointing:\n", "    if False:\n"),  # memory

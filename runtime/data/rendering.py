@@ -10,7 +10,8 @@ import random
 import re
 from typing import Any
 
-from runtime.data.problem_set import LARGE, SYSTEM_PROMPTS, Messages, check_enough
+from runtime.data import problem_set
+from runtime.data.problem_set import SYSTEM_PROMPTS, Messages, check_enough
 from runtime.data.samples import Problem
 from runtime.data.sources import cached_map, digest, gym_rows, int_lists
 from runtime.system.flag_values import first_line
@@ -146,7 +147,7 @@ def render_prompts(
     refuse_wrapped(problems, args)
     warn_of_special_tokens(problems, tokenizer, args)
     try:
-        if len(problems) >= LARGE:
+        if len(problems) >= problem_set.LARGE:
             import datasets
 
             texts = [json.dumps(problem.messages) for problem in problems]

@@ -79,10 +79,10 @@ class Script:
 
     def __init__(self, monkeypatch, **answers):
         self.received: list = []
-        self.nurseries = 0
+        self.lives = 0
 
         def thread(args, dtype, rank, world_size, stop_ids, inbox, outbox):
-            self.nurseries += 1
+            self.lives += 1
             outbox.put(("ready",))
             while (message := inbox.get())[0] != "stop":
                 self.received.append(message)

@@ -22,9 +22,8 @@ import submit
 from helpers import ROOT, folder_of, read_jsonl, run_here, tiny_args
 
 from grpo import Args
-from runtime.arguments import flags
 from runtime.run import directory, identity, logger
-from runtime.system import redaction
+from runtime.system import process, redaction
 
 # What stands where. None of the values occurs in the project.
 PLANTED = {
@@ -272,7 +271,7 @@ def test_what_is_no_secret_stays():
 
 def test_a_refusal_hides_what_it_quotes(planted, capsys):
     with pytest.raises(SystemExit):
-        flags.refuse(f"--dataset https://me:{PLANTED['password in a URL']}@example.com/a.jsonl: no such file")
+        process.refuse(f"--dataset https://me:{PLANTED['password in a URL']}@example.com/a.jsonl: no such file")
     said = capsys.readouterr().err
     assert "https://***@example.com/a.jsonl: no such file" in said
 

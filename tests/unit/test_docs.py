@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from types import SimpleNamespace
@@ -145,15 +146,16 @@ def test_the_loss_on_the_page_is_gspo():
 
 def test_the_page_s_way_to_allow_a_negative_flag():
     """Without it a copy's number below 0 is refused, with the flag's name; the words are those of the page."""
-    from runtime.arguments import checks, flags
+    from runtime.arguments import checks
 
     (line,) = [x for x in (ROOT / "docs" / "grpo.md").read_text().splitlines() if "MAY_BE_NEGATIVE" in x]
-    args = SimpleNamespace(non_stop_penalty=0.0, seed=1, slope_bias=-1.0)
+    names = {"non_stop_penalty": 0.0, "seed": 1, "slope_bias": -1.0}
+    args = dataclasses.make_dataclass("Args", names)(**names)
     before = checks.MAY_BE_NEGATIVE
     with pytest.raises(SystemExit):
         checks.check_numbers(args)
     try:
-        exec(line, {"flags": flags})  # a page of this project
+        exec(line, {"checks": checks})  # a page of this project
         checks.check_numbers(args)
     finally:
         checks.MAY_BE_NEGATIVE = before

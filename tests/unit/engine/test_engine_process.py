@@ -222,7 +222,7 @@ def test_a_process_that_hangs_is_killed_when_another_takes_its_place():
 def test_code_that_has_changed_since_the_run_began_is_not_run():
     code = engine_process.workers.loaded_code() | {Path(engine_process.__file__): "of another day"}
     kind, error = Talk(code=code).first
-    assert kind == "error" and "apart.py has changed since this run began" in str(error)
+    assert kind == "error" and "engine_process.py has changed since this run began" in str(error)
 
 
 PARENT = """

@@ -207,7 +207,7 @@ def test_all_processes_end_with_the_engine(player):
 
 def test_only_so_many_processes_work_at_once(player):
     one = player("Tools")
-    one.episodes.describe_class = one.episodes.describe_class | {"at_once": 2}
+    one.episodes.about = one.episodes.about | {"at_once": 2}
     many = [one.begin(k) for k in range(5)]
     for episode in many:
         one.says(episode, call("add", number=2))
@@ -222,7 +222,7 @@ def test_only_so_many_processes_work_at_once(player):
 def test_a_process_that_is_free_is_asked_before_an_answer_is_due(player):
     """Two episodes and room for one: the second tool works while the first answer waits to be taken."""
     one = player("Tools", lag=1_000_000)
-    one.episodes.describe_class = one.episodes.describe_class | {"at_once": 1}
+    one.episodes.about = one.episodes.about | {"at_once": 1}
     first, second = one.begin(0), one.begin(1)
     for episode in (first, second):
         one.says(episode, call("add", number=2))

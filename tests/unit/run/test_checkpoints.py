@@ -105,7 +105,7 @@ def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script,
 
     found = {}
     for name, prepare in (("lean", look), ("whole", lambda engine: engine)):
-        monkeypatch.setattr(deepspeed_zero, "lean", prepare)
+        monkeypatch.setattr(deepspeed_zero, "dedupe_fp32_weights", prepare)
         args = tiny_args(
             tiny, tmp_path / name, script, **{**SMALL, "save_every": 2, "max_sampler_diff": 0.0, **changes}
         )

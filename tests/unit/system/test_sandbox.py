@@ -562,14 +562,14 @@ def test_a_judge_is_burnt_not_the_worker():
 
 def test_a_trial_that_a_busy_machine_ended_is_repeated(monkeypatch):
     """The first ends without a word; a test that never ends has nothing wrong with it, twice."""
-    ask = rewards.Sandbox.ask
+    ask = sandbox.Sandbox.ask
     asked = []
 
     def busy(self, line):
         asked.append(line)
         return b"" if len(asked) == 1 else ask(self, line)
 
-    monkeypatch.setattr(rewards.Sandbox, "ask", busy)
+    monkeypatch.setattr(sandbox.Sandbox, "ask", busy)
     assert "no function" in rewards.truth_error("code", "def check(f):\n    pass\n", {"entry_point": "f"})
     assert len(asked) == 2
     forever = {"entry_point": "f", "time_limit": 0.4}

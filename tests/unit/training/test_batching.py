@@ -516,7 +516,7 @@ def test_the_exact_kl_is_that_of_all_ranks(tiny_model, samples, monkeypatch):
     policy = utils.TokenLogprobs(tiny_model, 1.0, 1000)
     reference = utils.TokenLogprobs(moved(tiny_model), 1.0, 1000)
     cutting = {"layout": "shared", "budget": 60, "rank": 0, "world_size": 1, "device": CPU}
-    run = SimpleNamespace(device=CPU, cutting=cutting)
+    run = SimpleNamespace(device=CPU, placement=cutting)
     with torch.no_grad():
         alone = utils.exact_kl(policy, reference, samples, list(range(len(samples))), run)
     assert 0 < alone["kl/full"] < alone["kl/full_max"] < 9 and alone["kl/forward_full"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -114,7 +115,7 @@ def test_what_fits_nowhere_is_refused_with_what_would_fit(capsys):
         assert stop.value.code == 2
         assert remedy in capsys.readouterr().err, card
     setting = memory.Setting(1, True, 24e9)
-    args.micro_batch_tokens, args.vllm_args = 1024, '{"gpu_memory_utilization": 0.3}'
+    args = dataclasses.replace(args, micro_batch_tokens=1024, vllm_args='{"gpu_memory_utilization": 0.3}')
     assert device_sizes.sizes_for(args, model, setting)[0].micro_batch_tokens == 1024
     apart = grpo.Args(vllm_engines=1, max_response_length=512)
     with pytest.raises(SystemExit):
