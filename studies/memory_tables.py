@@ -107,13 +107,13 @@ def run_measured(kind: str, script: str, words: list[str]) -> None:
     import torch
 
     import utils
-    from runtime.training import pretrained
+    from runtime.training import deepspeed_zero, pretrained
 
     args = flags.parse(module.Args, words=words)
     ready = module.preflight(args)
     found = {"phases": [], "resident": {}}
     load, call, record = pretrained.load_model, utils.Stopwatch.__call__, logger.RunLog.step
-    weights = utils.current_weights
+    weights = deepspeed_zero.current_weights
 
     def note_baseline(*arguments):
         found.setdefault("baseline", resident())
@@ -151,7 +151,7 @@ def run_measured(kind: str, script: str, words: list[str]) -> None:
         return weights(policy, zero_stage, *arguments)
 
     pretrained.load_model = note_baseline
-    utils.current_weights = gathered_here
+    deepspeed_zero.current_weights = gathered_here
     utils.Stopwatch.__call__ = noted
     logger.RunLog.step = note_step
     process.prepare_environment()

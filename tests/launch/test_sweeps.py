@@ -183,7 +183,7 @@ def finished(tiny, tmp_path_factory) -> tuple[Path, list[str]]:
     words = {"learning_rate": 1e-5, "exp_name": "sweep_lr", "seed": 1}
     args = tiny_args(tiny, out, **words)
     run_here(args)
-    same = {k: v for k, v in vars(args).items() if v != getattr(grpo.Args(), k) and k not in words}
+    same = {k: v for k, v in dataclasses.asdict(args).items() if v != getattr(grpo.Args(), k) and k not in words}
     common = [w for k, v in same.items() for w in ([f"--no-{k}"] if v is False else [f"--{k}", str(v)])]
     return out / directory.run_name(args, grpo.Args()), common
 

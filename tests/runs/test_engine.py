@@ -23,7 +23,7 @@ from runtime.data.samples import Sample
 from runtime.engine import cpu_kernels
 from runtime.engine.weights import push_weights, reload_worker
 from runtime.system import watchdog
-from runtime.training import pretrained
+from runtime.training import deepspeed_zero, pretrained
 
 EOS = 2
 LONG = [5 + 7 * i % 300 for i in range(70)]  # more than two cache blocks of 32
@@ -435,7 +435,7 @@ def start_engine(folder, model_type: str, fields: dict):
 def weights_for_engine(model) -> list[tuple[str, torch.Tensor]]:
     """What a run pushes: the names that save_pretrained would write."""
     policy = SimpleNamespace(module=SimpleNamespace(model=model))
-    return utils.current_weights(policy, zero_stage=2, checkpoint_names=True)
+    return deepspeed_zero.current_weights(policy, zero_stage=2, checkpoint_names=True)
 
 
 @torch.no_grad()

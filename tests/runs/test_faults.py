@@ -51,7 +51,7 @@ import utils
 from runtime.arguments import checks
 from runtime.engine import client
 from runtime.system import process
-from runtime.training import pretrained
+from runtime.training import deepspeed_zero, pretrained
 
 pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "evidence" / "faults.md"
@@ -371,8 +371,8 @@ def test_another_temperature(small, capfd, monkeypatch):
 
 
 def test_weights_that_are_not_finite(small, capfd, monkeypatch):
-    whole = utils.current_weights
-    monkeypatch.setattr(utils, "current_weights", lambda *a: [(n, w * float("nan")) for n, w in whole(*a)])
+    whole = deepspeed_zero.current_weights
+    monkeypatch.setattr(deepspeed_zero, "current_weights", lambda *a: [(n, w * float("nan")) for n, w in whole(*a)])
     note("weights become NaN", "NaN in all of them", fails(small(), capfd), "`nan`", ENDS)
 
 

@@ -170,7 +170,7 @@ def difference(policy: utils.TokenLogprobs, samples: list[Sample]) -> float:
 def push(engine: grpo.Engine, policy: utils.TokenLogprobs) -> None:
     """What a run does after an optimizer step."""
     holder = type("Holder", (), {"module": policy})
-    engine.push(utils.current_weights(holder, 2, checkpoint_names=True))
+    engine.push(deepspeed_zero.current_weights(holder, 2, checkpoint_names=True))
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ import utils
 from ppo import Args, ValueNormalizer, explained_variance, gae, value_loss, whiten
 from runtime.data import prompt_order
 from runtime.run import directory
-from runtime.training import batching, pretrained
+from runtime.training import batching, deepspeed_zero, pretrained
 
 F64 = torch.float64
 CPU = torch.device("cpu")
@@ -484,7 +484,7 @@ def test_disable_value_creates_no_critic_and_trains_on_the_reward_to_go(tiny, tm
 def test_critic_warm_up_leaves_the_policy_bit_identical(tiny, tmp_path, monkeypatch):
     """And afterwards the policy begins its schedule from the start; the critic has learnt all along."""
     pushed = []
-    plain = utils.current_weights
+    plain = deepspeed_zero.current_weights
     with monkeypatch.context() as patch:
         patch.setattr(
             utils, "current_weights", lambda *a: pushed.append({n: w.clone() for n, w in plain(*a)}) or plain(*a)

@@ -29,7 +29,7 @@ import utils
 from kl_estimators import ESTIMATORS
 from runtime.run import directory, logger
 from runtime.system import process
-from runtime.training import pretrained
+from runtime.training import deepspeed_zero, pretrained
 
 SLOW = pytest.mark.slow
 SETTINGS = [("loss", name, g) for name in ESTIMATORS for g in ("naive", "unbiased") if (name, g) != ("full", "naive")]
@@ -467,7 +467,7 @@ def test_a_loss_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypatch)
         return (loss * torch.tensor([float("nan")] + [1.0] * (len(loss) - 1)) if next(calls) == 0 else loss), parts
 
     seen = []
-    gather = utils.current_weights
+    gather = deepspeed_zero.current_weights
     monkeypatch.setattr(grpo, "token_loss", poisoned)
     monkeypatch.setattr(
         utils, "current_weights", lambda *a: (seen.append([w.clone() for _, w in gather(*a)]), gather(*a))[1]
@@ -623,8 +623,8 @@ def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path, monkeypa
 @pytest.mark.parametrize("limit, ends", [(0.1, True), (0.0, False)])
 def test_a_sampler_with_other_weights_ends_the_run(tiny, tmp_path, monkeypatch, limit, ends):
     """Before a step is applied; with the check off the same run goes through."""
-    whole = utils.current_weights
-    monkeypatch.setattr(utils, "current_weights", lambda *a: [(name, 1.1 * w) for name, w in whole(*a)])
+    whole = deepspeed_zero.current_weights
+    monkeypatch.setattr(deepspeed_zero, "current_weights", lambda *a: [(name, 1.1 * w) for name, w in whole(*a)])
     args = tiny_args(tiny, tmp_path, eval_prompts=0, entropy_coeff=1e-3, max_sampler_diff=limit)
     if not ends:
         assert len(run_here(args)) == 2

@@ -115,7 +115,7 @@ def test_the_trainer_sleeps_while_the_engine_samples(tiny, tmp_path, monkeypatch
         return plain(self, *arguments)
 
     policies = []
-    current = utils.current_weights
+    current = deepspeed_zero.current_weights
     monkeypatch.setattr(
         utils, "current_weights", lambda policy, *rest: (policies.append(policy), current(policy, *rest))[1]
     )

@@ -264,7 +264,7 @@ def test_a_phase_ends_when_the_gpu_is_done(monkeypatch):
         time.sleep(pending[0])
         pending[0] = 0.0
 
-    monkeypatch.setattr(utils, "finish_gpu_work", wait)
+    monkeypatch.setattr(deepspeed_zero, "finish_gpu_work", wait)
     clock = utils.Stopwatch()
     with clock("logprobs"):
         pending[0] = 0.2
@@ -368,20 +368,20 @@ def test_zero_3_gathers_in_buckets(tiny, tmp_path, monkeypatch):
             super().__init__(params, *rest, **named)
 
     flags = {"zero_stage": 3, "learning_rate": 1e-2}
-    whole = utils.current_weights
+    whole = deepspeed_zero.current_weights
     with monkeypatch.context() as patch:
-        patch.setattr(utils, "current_weights", lambda *rest: whole(*rest[:3]))
+        patch.setattr(deepspeed_zero, "current_weights", lambda *rest: whole(*rest[:3]))
         args = tiny_args(tiny, tmp_path / "whole", **flags)
         run_here(args)
         expected = record(folder_of(args))
-    monkeypatch.setattr(utils.ShardedWeights, "bucket_elements", 20_000)
+    monkeypatch.setattr(deepspeed_zero.ShardedWeights, "bucket_elements", 20_000)
     monkeypatch.setattr(deepspeed.zero, "GatheredParameters", Spy)
     seen = []
-    monkeypatch.setattr(utils, "current_weights", lambda *rest: (seen.append(whole(*rest)), seen[-1])[1])
+    monkeypatch.setattr(deepspeed_zero, "current_weights", lambda *rest: (seen.append(whole(*rest)), seen[-1])[1])
     args = tiny_args(tiny, tmp_path / "buckets", **flags)
     run_here(args)
     assert record(folder_of(args)) == expected
-    pushed = [weights for weights in seen if isinstance(weights, utils.ShardedWeights)]
+    pushed = [weights for weights in seen if isinstance(weights, deepspeed_zero.ShardedWeights)]
     assert len(pushed) == 3  # before the first step, and after both
     total = sum(w.ds_numel for w in pushed[0].entries.values())
     assert len(gathered) >= 9 and sorted(gathered)[-4] < total / 2  # the largest: the model that is saved

@@ -828,7 +828,7 @@ def test_another_script_has_its_own_defaults_and_what_the_run_changed(finished):
     [
         (["learning_rate=1"], "--set learning_rate: the gradient of given samples does not depend on it"),
         (["kl_estimator"], "--set kl_estimator: give FLAG=VALUE"),
-        (["loss=nonesuch"], "there is no variant 'nonesuch'"),
+        (["loss=nonesuch"], "no file variants/nonesuch.patch"),
         (["loss=nonesuch.py"], "nonesuch.py is no file"),
         (["loss=utils.py"], "has no Args"),
         (["clip_lower=2"], "--clip_lower 2.0 must be in [0, 1)"),
