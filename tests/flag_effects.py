@@ -302,6 +302,7 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
     import torch
 
     import utils
+    from runtime.training import deepspeed_zero
 
     def note_pass(_, model, batch, *rest) -> None:
         if in_main_thread():
@@ -330,8 +331,8 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
 
     spy(patch, utils.TokenLogprobs, "hidden", note_pass)
     spy(patch, utils.TokenLogprobs, "to", note_move)
-    spy(patch, utils, "borrow_device", note_move)
-    spy(patch, utils, "return_device", note_move)
+    spy(patch, deepspeed_zero, "borrow_device", note_move)
+    spy(patch, deepspeed_zero, "return_device", note_move)
     for name in ("leave_gpu", "return_to_gpu"):
         spy(patch, utils, name, lambda _, engines: seen.setdefault("moves of the trainer", []).append(len(engines)))
     patch.setattr(utils.TokenLogprobs, "forward", measured)

@@ -487,7 +487,9 @@ def test_critic_warm_up_leaves_the_policy_bit_identical(tiny, tmp_path, monkeypa
     plain = deepspeed_zero.current_weights
     with monkeypatch.context() as patch:
         patch.setattr(
-            utils, "current_weights", lambda *a: pushed.append({n: w.clone() for n, w in plain(*a)}) or plain(*a)
+            deepspeed_zero,
+            "current_weights",
+            lambda *a: pushed.append({n: w.clone() for n, w in plain(*a)}) or plain(*a),
         )
         metrics = run_here(tiny_ppo(tiny, tmp_path, critic_warmup=2, num_mini_batches=2, total_steps=3), "ppo")
     start = load_start(tiny)

@@ -328,7 +328,7 @@ def test_a_reference_of_the_update_goes_home_after_it(tiny, tmp_path, monkeypatc
     """--offload ref with the full KL in the loss, which needs the reference in every micro-batch."""
     seen = []
     for name in ("borrow_device", "return_device"):
-        monkeypatch.setattr(utils, name, lambda *rest, name=name: seen.append(name))
+        monkeypatch.setattr(deepspeed_zero, name, lambda *rest, name=name: seen.append(name))
     plain = grpo.Engine.push
     monkeypatch.setattr(grpo.Engine, "push", lambda *rest: (seen.append("push"), plain(*rest)))
     args = tiny_args(tiny, tmp_path, offload=("ref",), beta=0.1, kl_estimator="full", eval_prompts=0)
@@ -470,7 +470,7 @@ def test_a_loss_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypatch)
     gather = deepspeed_zero.current_weights
     monkeypatch.setattr(grpo, "token_loss", poisoned)
     monkeypatch.setattr(
-        utils, "current_weights", lambda *a: (seen.append([w.clone() for _, w in gather(*a)]), gather(*a))[1]
+        deepspeed_zero, "current_weights", lambda *a: (seen.append([w.clone() for _, w in gather(*a)]), gather(*a))[1]
     )
     args = tiny_args(tiny, tmp_path, learning_rate=1e-3, eval_prompts=0, micro_batch_tokens=150)
     first, second = run_here(args)

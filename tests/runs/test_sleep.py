@@ -117,7 +117,7 @@ def test_the_trainer_sleeps_while_the_engine_samples(tiny, tmp_path, monkeypatch
     policies = []
     current = deepspeed_zero.current_weights
     monkeypatch.setattr(
-        utils, "current_weights", lambda policy, *rest: (policies.append(policy), current(policy, *rest))[1]
+        deepspeed_zero, "current_weights", lambda policy, *rest: (policies.append(policy), current(policy, *rest))[1]
     )
     monkeypatch.setattr(grpo.Engine, "ask", spy)
     run_here(tiny_args(tiny, tmp_path, sleep="all"))
