@@ -202,7 +202,7 @@ def test_gpu_lines_of_other_pages_fit_80_gb_and_name_their_data(page, gpus):
     lines = [line for line in lines if "..." not in line]
     assert lines
     for line in lines:
-        script, *words = line.split()
+        script, *words = shlex.split(line)
         name = words[words.index("--model_name_or_path") + 1]
         *numbers, vocabulary, tied = MODELS[name]
         config = dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary}
