@@ -334,8 +334,13 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
     spy(patch, deepspeed_zero, "borrow_device", note_move)
     spy(patch, deepspeed_zero, "return_device", note_move)
     for name in ("leave_gpu", "return_to_gpu"):
-        spy(patch, utils, name, lambda _, engines: seen.setdefault("moves of the trainer", []).append(len(engines)))
-    patch.setattr(utils.TokenLogprobs, "forward", measured)
+        spy(
+            patch,
+            deepspeed_zero,
+            name,
+            lambda _, engines: seen.setdefault("moves of the trainer", []).append(len(engines)),
+        )
+    patch.setattr(deepspeed_zero.TokenLogprobs, "forward", measured)
 
 
 def observe_libraries(seen: dict[str, Any], patch) -> None:

@@ -457,11 +457,7 @@ def test_a_class_that_is_no_environment_is_refused(tiny, capsys, name, words):
         ({"vllm_tensor_parallel_size": 2}, "--vllm_tensor_parallel_size"),
         ({"environment": "game"}, "give a file and a class"),
         ({"environment": "absent.py:Game"}, "does not load"),
-<<<<<<< HEAD:tests/unit/environments/test_episodes.py
-        ({"environment": None}, "has no effect without --environment"),
-=======
         ({"environment": None}, "--max_turns 20 has no effect without --environment"),
->>>>>>> bafa78467a3a788c57e6d74af04fb07708f965cd:tests/unit/test_episodes.py
         ({"environment": f"{FILE}:Tools", "verifier": "environment"}, "has no method get_reward"),
     ],
 )
