@@ -340,7 +340,7 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
             name,
             lambda _, engines: seen.setdefault("moves of the trainer", []).append(len(engines)),
         )
-    patch.setattr(deepspeed_zero.TokenLogprobs, "forward", measured)
+    patch.setattr(utils.TokenLogprobs, "forward", measured)
 
 
 def observe_libraries(seen: dict[str, Any], patch) -> None:
