@@ -29,7 +29,7 @@ if __name__ == "__main__":
     process.prepare_environment()  # before torch, which scripts import
 
 import evaluate
-import loading
+import script_loader
 
 import utils
 from runtime.arguments import flags
@@ -73,7 +73,7 @@ def describe(samples: list[Sample], limit: int, cap: int) -> list[str]:
 
 def main(path: Path, words: list[str]) -> list[str]:
     """Print what a run would print at its start, and what its model answers; the lines of the answer."""
-    script = loading.load_script(path, ("Args", "preflight", "vllm_thread", "collect"))
+    script = script_loader.load_script(path, ("Args", "preflight", "vllm_thread", "collect"))
     args = flags.parse(script.Args, __doc__, words)
     args.dry_run = True
     run = utils.setup_run(args, script.preflight(args))

@@ -37,9 +37,9 @@ from types import ModuleType, SimpleNamespace
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/loading.py
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/script_loader.py
 
-import loading
+import script_loader
 
 from rewards import Verifiers, check_reward_args, lenient, truth_error
 from runtime.arguments import checks, flags
@@ -112,7 +112,7 @@ def find_run(folder: Path) -> tuple[dict, Path]:
 
 def arguments_of_run(folder: Path, script: Path, stored: dict) -> RunFlags:
     """The run's arguments, of its script's own class, with its final model and an engine that nobody trains beside."""
-    kind = loading.load_arguments(script).Args
+    kind = script_loader.load_arguments(script).Args
     known = {f.name for f in dataclasses.fields(kind)}
     unknown = [f"--{name}" for name in stored if name not in known]
     if unknown:
@@ -301,7 +301,7 @@ def main(args: RunFlags, output: Path, problems: list[Problem], path: Path) -> d
         importlib.import_module(args.external_lib)
     tokenizer = rendering.load_tokenizer(args)
     problems = rendering.render_prompts(problems, tokenizer, args, episodes.first_turns(problems, tokenizer, args))
-    script = loading.load_script(path, ("vllm_thread", "collect"))
+    script = script_loader.load_script(path, ("vllm_thread", "collect"))
     samples = answer(script, args, problems, tokenizer)
     result = utils.eval_metrics(samples, problems, step=0)
     if process.rank() == 0:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from loading import load_arguments
+from script_loader import load_arguments
 
 from runtime.arguments import flags
 from runtime.run import directory, identity

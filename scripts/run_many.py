@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts a
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's own arithmetic: it would start threads when imported
 
 import is_finished
-import loading
+import script_loader
 
 from runtime.arguments import flags
 from runtime.run import directory, identity
@@ -74,7 +74,7 @@ def load_script(path: Path) -> ModuleType:
 
 def read_lines(path: Path, lines: list[str]) -> list[tuple[list[str], Path]]:
     """(words, folder) of the run of each line. Ends with exit code 2 for what the script does not take."""
-    script = loading.load_arguments(path)
+    script = script_loader.load_arguments(path)
     runs = []
     for line in lines:
         words = shlex.split(line)

@@ -303,12 +303,12 @@ def check_arguments(words: list[str]) -> None:
     if not {"Args", "preflight"} <= {*names}:  # no training script
         return
     try:
-        import loading
+        import script_loader
 
         from runtime.arguments import flags
     except ImportError:
         return
-    flags.parse(loading.load_arguments(path).Args, None, last[file + 1 :])
+    flags.parse(script_loader.load_arguments(path).Args, None, last[file + 1 :])
 
 
 def check_processes(words: list[str], processes: int) -> None:

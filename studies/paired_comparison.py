@@ -42,8 +42,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy would start threads, and a fork lacks them
 
 import is_finished
-import loading
 import run_many
+import script_loader
 
 from runtime.arguments import flags
 from runtime.run import directory
@@ -125,7 +125,7 @@ class Arm:
         self.line = line
         path, *own = shlex.split(line)
         self.path = Path(path)
-        self.script = loading.load_arguments(self.path)
+        self.script = script_loader.load_arguments(self.path)
         self.words = [*shared, *own]
 
     def args(self, seed: int) -> flags.RunFlags:

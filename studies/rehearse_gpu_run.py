@@ -30,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
-import loading
+import script_loader
 
 from runtime.arguments import flags
 from runtime.system import process
@@ -350,7 +350,7 @@ def main(words: list[str]) -> None:
         process.refuse(f"{words[0]} is no CARD:COUNT, such as h100:8; cards are {', '.join(CARDS)}")
     gpus = int(count or 1)
     environment = dict(os.environ)
-    script = loading.load_script(Path(words[1]), ("Args", "preflight", "main"))
+    script = script_loader.load_script(Path(words[1]), ("Args", "preflight", "main"))
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus)}
     args = flags.parse(script.Args, __doc__, words[2:])
     only_arithmetic, args.dry_run = args.dry_run, True  # of the whole run nothing is written

@@ -136,8 +136,8 @@ if __name__ == "__main__":  # --help and a wrong folder come before the slow imp
     chosen = parse(sys.argv[1:])
     process.prepare_environment()
 
-import loading
 import rebuild_batch
+import script_loader
 import torch
 import torch.nn.functional as F
 import variant
@@ -172,7 +172,7 @@ def load_script(path: Path) -> ModuleType:
         process.refuse(f"{path} is no file; give loss= clip, a script, or one of {', '.join(variant.names())}")
     if path.resolve() == Path(grpo.__file__).resolve():
         return grpo
-    return loading.load_script(path, ("Args", "check_args", "Tokens", "token_loss", "loss_weights"))
+    return script_loader.load_script(path, ("Args", "check_args", "Tokens", "token_loss", "loss_weights"))
 
 
 def script_of(loss: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""What can be refused before torch is imported, in the order in which it costs least."""
+"""Checks before torch is imported, the cheapest first; what passes them is what ``main`` starts with."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def prepare_run(
     """
     process.listen_for_signals()
     checks.check(args, process.world_size())
+    model_files.check_model(args)
     checks.check_training(args)
     checks.check_kl(args)
     for check in own_checks:

@@ -704,7 +704,7 @@ def test_what_is_right_or_cannot_be_known_is_submitted(words, monkeypatch, capsy
 def test_without_tyro_the_job_finds_out(monkeypatch, capsys):
     """As on a bare login node."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setitem(sys.modules, "loading", None)
+    monkeypatch.setitem(sys.modules, "script_loader", None)
     assert submit.main(["--backend", "slurm", "--dry_run", "--", "python", "grpo.py", "--nonsense", "1"]) == 0
 
 

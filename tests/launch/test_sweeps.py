@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import is_finished as finished_program
-import loading
 import pytest
+import script_loader
 from helpers import ROOT, clean_environment, command, main_here, run_here, tiny_args
 from is_finished import LEAVE, RUN, state
 from submitted_jobs import job_of, script_of, submit
@@ -435,7 +435,7 @@ def test_a_secret_is_compared_and_named_as_the_run_hid_it(tmp_path):
         (ROOT / "grpo.py").read_text().replace("class Args(flags.RunFlags):\n", f"class Args(flags.RunFlags):\n{flag}")
     )
     (tmp_path / "judged.py").write_text(text)
-    kind = loading.load_arguments(tmp_path / "judged.py").Args
+    kind = script_loader.load_arguments(tmp_path / "judged.py").Args
     secret = "my-secret-key-12345"
     args = kind(judge_api_key=secret, output_dir=str(tmp_path), run_name="run")
     (tmp_path / "run").mkdir()

@@ -23,7 +23,7 @@ import grpo
 import ppo
 from grpo import Args
 from runtime.arguments import checks, flag_translation, flags
-from runtime.run import directory, logger
+from runtime.run import directory, logger, preflight
 from runtime.system import process
 from runtime.training import model_files
 from runtime.training.memory import default_sizes
@@ -1054,3 +1054,13 @@ def test_fewer_processes_than_asked_for():
     code, _, err, _ = call("bash", "-c", inner, "launch", "--num_processes", "2")
     assert code == 2
     assert "--num_processes 2" in err and "scripts/zero2.yaml" in err
+
+
+@pytest.mark.parametrize("script", [grpo, ppo])
+def test_a_model_that_is_not_there_is_reported_before_the_data_is_read(script, monkeypatch, capsys, tmp_path):
+    """Reading a data set can take minutes; the check of the model's files takes none."""
+    monkeypatch.setattr(preflight.problem_set, "load_problems", lambda *rest: pytest.fail("the data was read"))
+    args = script.Args(model_name_or_path=str(tmp_path), output_dir=str(tmp_path / "runs"))
+    with pytest.raises(SystemExit) as end:
+        script.preflight(args)
+    assert end.value.code == 2 and "no config.json there" in capsys.readouterr().err
