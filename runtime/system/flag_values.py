@@ -1,20 +1,11 @@
-"""Parse flag values that have a structure: JSON objects, ID@REVISION. Invalid values exit with code 2."""
+"""Parse flag values that are JSON objects. Invalid values exit with code 2."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from runtime.system.process import refuse
-
-
-def split_revision(name: str) -> tuple[str, str | None]:
-    """ID@REVISION of a model on the hub as (ID, REVISION); None without one. A folder may have an @ in its name."""
-    if "@" not in name or Path(name).exists():
-        return name, None
-    name, _, revision = name.rpartition("@")
-    return name, revision
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
