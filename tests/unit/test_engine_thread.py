@@ -589,7 +589,7 @@ def test_what_the_script_gives_vllm_is_refused_beside_it(script):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LLM"
     )
     names = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
-    assert names | {"gpu_memory_utilization"} == set(flags.VLLM_TAKEN)
+    assert names == set(flags.VLLM_TAKEN)
     fields = {field.name for field in dataclasses.fields(EngineArgs)}
     assert {*flags.VLLM_TAKEN, *flags.VLLM_RESOURCES} - fields == set()
 
