@@ -382,7 +382,7 @@ def test_sdpa_that_would_drop_a_soft_cap_is_not_used(tmp_path, capsys):
     assert load(folder).config._attn_implementation == "eager"
     with pytest.raises(SystemExit):
         load(folder, attn_implementation="sdpa")
-    assert "soft cap" in capsys.readouterr().err
+    assert "softcapping" in capsys.readouterr().err
     eager = load(folder)
     from transformers import AutoModelForCausalLM
 
