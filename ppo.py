@@ -458,12 +458,12 @@ def values_of(
     critic,
     samples: list[Sample],
     bootstrap: list[bool],
-    **cutting,
+    **placement,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The critic's outputs on all samples, on every rank: before each token [N], and after each response [B].
 
     The second is computed where ``bootstrap`` is True, and 0 elsewhere: the state after the last token is the state
-    before one more token, whatever that is, so such responses get one more. ``cutting``: what ``micro_batches`` takes.
+    before one more token, whatever that is, so such responses get one more. ``placement`` goes to ``micro_batches``.
     """
     longer = []
     for sample, one_more in zip(samples, bootstrap, strict=True):
@@ -471,9 +471,9 @@ def values_of(
             sample = replace(sample, response_ids=np.append(sample.response_ids, 0))
         longer.append(sample)
     offsets = batching.token_offsets(longer)
-    device = cutting["device"]
+    device = placement["device"]
     outputs = torch.zeros(offsets[-1] + 1, device=device)
-    for mb in batching.micro_batches(longer, list(range(len(longer))), **cutting):
+    for mb in batching.micro_batches(longer, list(range(len(longer))), **placement):
         outputs[mb.tokens] = critic(mb)
     dist.all_reduce(outputs)  # every token was computed on one rank
     outputs = outputs[:-1]

@@ -267,7 +267,7 @@ def ifeval(response: str, truth: str, row: dict) -> Reward:
     """1 when a response that says something keeps every constraint; part ``constraints``: the fraction that it keeps.
 
     They are the truth as JSON, ``{"instruction_id_list": [...], "kwargs": [...]}``, or the columns of these names.
-    constraints.py has their kinds.
+    runtime/grading/ifeval.py has their kinds.
     """
     text = after_thinking(response).strip()
     try:
@@ -496,7 +496,7 @@ def _verify_by(
 def _verify(
     names: list[str], texts: dict[str, str], weights: dict, response: str, truth: str, row: dict
 ) -> tuple[Reward, set[str]]:
-    """In a worker: (the combined Reward, the verifiers that raised). ``texts`` are those of ``source_of``."""
+    """In a worker: (the combined Reward, the verifiers that raised). ``texts``: ``user_files.texts`` of the run."""
     user_files.texts.update(texts)
     found = {}
     raised = set()

@@ -1,4 +1,4 @@
-"""What both training scripts call: models, token log-probs, the learning rate, statistics, the phases' clock, saving.
+"""Functions that both training scripts call: setup, token log-probs, learning rate, checks, statistics, phase times.
 
 Shapes in names: B rows, S positions of a row, T response tokens of a micro-batch, U of them different, N response
 tokens of a step, P prompts, G samples per prompt, E engines, V vocabulary, D hidden size.

@@ -1,1 +1,1 @@
-"""What keeps a run alive and is not the algorithm."""
+"""Everything that a run needs and that is not the algorithm, in eight packages on four levels."""

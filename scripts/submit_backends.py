@@ -1,4 +1,4 @@
-"""What scripts/submit.py writes and runs for each backend: a function Job -> Plan, and files of scripts/templates.
+"""Backends of scripts/submit.py: for each a function Job -> Plan, the files to write and the commands to run.
 
 The scripts and specifications themselves are in scripts/templates, to be read and edited there: job.sh runs on every
 node, slurm.sh is Slurm's batch script, the .yaml files are for Ray, SkyPilot, Kubernetes and Beaker. Standard library

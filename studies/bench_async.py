@@ -1,9 +1,9 @@
-"""What sampling ahead of training gains: the loop of grpo.py on its real engine, with a stand-in for the update.
+"""Measure the gain of sampling ahead of training, with the loop and engine of grpo.py and a stand-in for the update.
 
     python studies/bench_async.py                                  the quickstart's model, at most 128 tokens each
     python studies/bench_async.py --update_seconds 3 --steps 20    another ratio of update to sampling
 
-The stand-in either sleeps, which is an update on a device of its own (a dedicated engine beside the trainer), or
+The stand-in either sleeps, which is an update on a device of its own (an engine on its own ranks), or
 computes matrix products that take --update_seconds when nothing else runs, which is what happens where engine and
 trainer share these cores. The engine, its samples and the pushes are real in both. Modes:
 

@@ -85,8 +85,8 @@ def measure(samples: list, layout: str) -> dict[str, float]:
     with timed(seconds, "metrics"):
         utils.sample_metrics(samples, torch.rand(1, len(samples), dtype=torch.float64), 1)
     with timed(seconds, "rows"):
-        cutting = {"layout": layout, "budget": longest, "rank": 0, "world_size": 1, "device": cpu}
-        batches = list(batching.micro_batches(samples, everything, **cutting))
+        placement = {"layout": layout, "budget": longest, "rank": 0, "world_size": 1, "device": cpu}
+        batches = list(batching.micro_batches(samples, everything, **placement))
     found = sum(len(mb.tokens) for mb in batches)
     if found != offsets[-1]:
         raise RuntimeError(f"{found} tokens in the micro-batches, {offsets[-1]} in the samples")

@@ -1,4 +1,4 @@
-"""Where did two runs part? Run both again, side by side, and name the first number that differs.
+"""Find where two runs diverge: run both again, side by side, and name the first number that differs.
 
     python studies/diff_runs.py runs/a runs/b
     python studies/diff_runs.py runs/a runs/b --code . ../at-a-commit    whose code each of them ran (git worktree add)

@@ -283,7 +283,7 @@ def changed(args, trainers: int, folder: Path) -> dict:
 
 
 def room_here(args, ranks: int, folder: Path) -> tuple:
-    """(ranks that train, changes, config, bound) of the largest run of at most ``ranks`` that has room here."""
+    """(ranks that train, changes, config, bound) of the largest run of at most ``ranks`` that fits here."""
     said = Path("/proc/meminfo").read_text()
     free = int(said.split("MemAvailable:")[1].split()[0]) * 1024
     for trainers, width in itertools.product(range(ranks, 0, -1), WIDTHS):

@@ -1,6 +1,6 @@
 """Check the shape of the code: lines, nesting, function length, tokens per line, package budgets, and import levels.
 
-    python studies/shape.py                 all files but the tests, and runtime/ as a whole; exit code 1 over a limit
+    python studies/shape.py                 all files but the tests, and packages of runtime/; exit code 1 over a limit
     python studies/shape.py grpo.py ppo.py  only the shape of these files
 
 A file:     no function above 80 lines except ``main`` (grpo.py 200, ppo.py 265, with at most 95 and 115 local names);
@@ -44,7 +44,7 @@ BUDGETS = {
     "utils.py": 1150,
     "rewards.py": 800,
 }
-# From the bottom up: a package imports only what stands on lower levels. Its own modules may import one another.
+# From the bottom up: a package imports only from lower levels. Its own modules may import one another.
 LEVELS = (
     {"runtime.system"},
     {"runtime.arguments", "runtime.data", "runtime.grading"},

@@ -109,7 +109,7 @@ def make_tiny(folder: Path) -> Path:
 
 
 def make_chatty(folder: Path) -> Path:
-    """Write the tiny model with one token in twenty as an end, so that turns end, and room for long prompts."""
+    """Write the tiny model with one token in twenty as an end, so that turns end, and a context for long prompts."""
     make_tiny(folder)
     for name, change in (
         ("generation_config.json", {"eos_token_id": [2, *range(200, 230)]}),

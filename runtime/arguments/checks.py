@@ -1,4 +1,4 @@
-"""Reject flags that cannot work, or would not mean what they say, before a model loads."""
+"""Reject flag values and combinations that cannot work, or have no effect, before a model loads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Answers to words that are no flags here: other frameworks' flags (by the rows of docs/flags.md), removed flags.
+"""Translate other frameworks' flags (by the rows of docs/flags.md) and removed flags for an error message.
 
-Both spellings are known, by name and by path: ``--num_generations 8``, ``--algorithm.kl_ctrl.kl_coef=0.005``,
+Both spellings are supported, by name and by path: ``--num_generations 8``, ``--algorithm.kl_ctrl.kl_coef=0.005``,
 ``data.train_batch_size=1024``, ``+trainer.val_before_train=False``. Imports no torch.
 """
 

@@ -1,6 +1,6 @@
-"""The flags that every script has, reading them from the command line, and what is refused before a model loads.
+"""Flags that every script has, their parser, and the numbers that follow from them, such as the total steps.
 
-Imports no torch: a wrong argument is answered in a second or two, with exit code 2, the flag and the remedy.
+Imports no torch, so an invalid flag ends a run within two seconds. checks.py has the checks, values.py typed values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``--as NAME`` sets: the semantics of other frameworks' GRPO and PPO, in this project's flags. Imports no torch.
+"""Presets of ``--as NAME``: the semantics of other frameworks' GRPO and PPO, in this project's flags. Imports no torch.
 
 presets.toml has the values, each with its place in the framework's source, and the differences that no flag expresses.
 tests/unit/arguments/test_presets.py reads the defaults again there, calls the frameworks' functions for advantages and

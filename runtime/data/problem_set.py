@@ -1,4 +1,4 @@
-"""From sources to problems, prompts, token ids and the order in which a run draws them. Imports no torch."""
+"""Problems of a run: find columns, check rows, mix sources, and hold out problems for evaluation. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which a run draws its problems, the seeds of its requests, and which samples it keeps."""
+"""The order in which a run draws its problems, its requests and their seeds, and the samples that it keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of reasoning-gym's data sets that survive the way to a worker or a file, and what an answer to them may hold."""
+"""Rows of reasoning-gym's tasks, equal in every process, with their types kept in JSON; limits on answers to them."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def render_prompts(
 ) -> list[Problem]:
     """Fill ``prompt_ids``: one tokenization for sampler and trainer, special tokens as the template wrote them.
 
-    ``more``: what the template is given beside the messages and --chat_template_kwargs.
+    ``more``: variables of the template besides the messages and those of --chat_template.
 
     Returns the problems that ``--overlong_prompts`` keeps. A prompt longer than ``--max_prompt_length`` ends the run
     with exit code 2 (error), is left out (filter), or is truncated (left, right).

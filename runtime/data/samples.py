@@ -1,4 +1,4 @@
-"""The records that travel through a run: a problem of the data set, a sample of the policy, a batch of both."""
+"""Records that travel through a run (Problem, Sample, Batch); pass@k, correctness and majority votes of samples."""
 
 from __future__ import annotations
 

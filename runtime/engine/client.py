@@ -1,4 +1,4 @@
-"""A script's side of its rollout thread: ask, take what arrives, push weights, build a failed engine again."""
+"""Client of the rollout thread: send requests, receive samples, push weights, restart a failed engine."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Engine:
         self.tokens = 0  # that arrived since the last push
         self.metrics: dict[str, float] = {}  # of the time between the last two pushes
         self.start()
-        if args.sleep != "off":  # until the first push: room for the trainer
+        if args.sleep != "off":  # until the first push: its memory is for the trainer
             self.sleep()
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""RMSNorm in vLLM's engine on CPUs, by kernels that vLLM's CPU package has and vLLM 0.32 calls on GPUs only.
+"""RMSNorm of vLLM on CPUs, by kernels that its CPU package contains but vLLM 0.32 calls on GPUs only.
 
 Without them a norm is a dozen PyTorch operations, and a model of 30 layers has 61: a seventh of the time of a decoding
 step (SmolLM2-135M, 64 sequences, two cores). vLLM's own interface serves: implementations are registered under a name,

@@ -1,4 +1,4 @@
-"""--engine_process: the engine in a process of its own, on its trainer's device and outside of its Python's lock.
+"""Engine in a process of its own (--engine_process), on its trainer's device and with its own GIL.
 
     the trainer's process                        a line of messages        the engine's process
     ``EngineProcess.relay`` is the thread      <-------------------->      ``serve`` calls the script's thread

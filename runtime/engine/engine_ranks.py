@@ -1,12 +1,12 @@
-"""--vllm_engines: engines in ranks of their own, the last of an ordinary launch; no Ray, no server.
+"""Engines on ranks of their own (--vllm_engines), the last ones of an ordinary launch; no Ray, no server.
 
     trainers, ranks 0 to T - 1            lines of messages             engines, ranks T to N - 1
     ``Engines.relay`` is the thread that  <------------------------->   ``serve`` runs the script's thread
     the script calls its engine           broadcast of weights          function, which is the same as ever
 
-The board of the launch (watchdog.board) is the telephone book. Trainer r owns the engines e with e % T == r; an engine
-is --vllm_tensor_parallel_size ranks, all of which get every message. Whoever can read the board can also connect: like
-torch.distributed itself, it is for a network that you trust.
+The ranks exchange their addresses on the board of the launch (watchdog.board). Trainer r owns the engines e with
+e % T == r; an engine is --vllm_tensor_parallel_size ranks, all of which get every message. Whoever can read the board
+can also connect: like torch.distributed itself, it is for a network that you trust.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments of vLLM that depend on the device, and its share of a GPU's memory."""
+"""Device-dependent settings: arguments of vLLM, its share of a GPU's memory, and inputs of the memory bound."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def product_rates(args) -> dict[str, float]:
 
 
 def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
-    """The fraction of a GPU's memory that an engine takes: beside a trainer what leaves it room."""
+    """The fraction of a GPU's memory that an engine takes; next to a trainer it leaves enough for the trainer."""
     if args.vllm_engines > 0:
         return default_sizes(args, True).vllm_gpu_memory_utilization
     model = read_model(args.model)

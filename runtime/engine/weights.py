@@ -1,4 +1,4 @@
-"""How weights travel from DeepSpeed to vLLM, and whether all of them arrived. Written against vLLM 0.32."""
+"""Push weights from DeepSpeed to vLLM, and check that all of them arrived. Written against vLLM 0.32."""
 
 from __future__ import annotations
 

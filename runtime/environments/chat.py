@@ -1,8 +1,8 @@
-"""Turns as a chat template writes them: what stands between two turns of the model, and calls of tools.
+"""Chat turns as token ids: the text that a chat template puts between two turns of the model, and tool calls.
 
 The ids of a turn are the engine's. What follows it (the end of the turn, the observation, the beginning of the next
 turn) is rendered by the template after a stand-in for the turn, tokenized once, and appended. ``Chat`` proves at the
-start that this gives the ids of the whole conversation, and refuses a template with which it would not.
+start that this gives the ids of the whole conversation, and rejects a template for which it does not.
 """
 
 from __future__ import annotations

@@ -385,7 +385,7 @@ class Episodes:
             self._end(episode)
             return True
         glue = self.chat.glue(texts, episode.ids[-1])
-        if len(episode.ids) + len(glue) >= episode.sampling["max_tokens"]:  # no room for another turn
+        if len(episode.ids) + len(glue) >= episode.sampling["max_tokens"]:  # no tokens left for another turn
             episode.finish_reason = "length"
             episode.calls = []
             self._put_aside(episode, None, [], is_last=True)

@@ -1,4 +1,4 @@
-"""Users' environments, in the processes that hold their objects: nothing of them runs in the process of a run.
+"""Users' environment objects, in processes of their own: none of their code runs in the process of a run.
 
 The nursery (system/workers.py) loads the file once; each object lives in a fork of it, which ``serve`` answers for.
 """

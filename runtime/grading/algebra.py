@@ -1,7 +1,7 @@
-"""Whether two texts of mathematics are equal: by math-verify where its reason is one, or by what it does not compare.
+"""Compare two mathematical expressions with math-verify, and with rules for what it does not compare.
 
-What is told apart here besides: lists that repeat an element, sets from pairs, an equation of two things from a value;
-and what is found equal besides: complex numbers, inequalities and their intervals, columns and points.
+These rules also distinguish lists that repeat an element, sets from pairs, and an equation of two terms from a value,
+and they also accept equal complex numbers, inequalities and their intervals, columns and points.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where in a response the answer is, and whether two answers are the same: what ``rewards.math_`` decides by.
+"""Find the final answer in a response, and decide whether two answers are equal, for ``rewards.math_``.
 
-Two answers are the same where their texts are, once what carries no meaning is gone; where they are the same words,
-choice, date or number; or where algebra.py says so of the texts as they are (units apart, units.py). Rewriting for the
-comparison of texts never reaches the parser.
+Two answers are equal if their texts are, without characters that carry no meaning; if they are the same words, choice,
+date or number; or if algebra.py finds the original texts equal (units.py compares units). The
+rewriting for the comparison of texts never reaches the parser.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run programs that a model wrote in the sandbox, against the tests of a row."""
+"""Run a model's programs in the sandbox, against the tests of a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers with units, money, percent signs and clock times, as final answers have them: told apart and compared."""
+"""Units, money, percent signs and clock times in final answers: split them from their numbers and compare them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checkpoints: what a run needs to continue as if it had never stopped, and how that gets onto a disk whole.
+"""Save and load checkpoints, written atomically, from which a run continues as if it had never stopped.
 
-Which checkpoint a run resumes from is decided earlier, without torch: rundir.open_run.
+The checkpoint to resume from is chosen earlier, without torch, by ``directory.open_run``.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class Checkpoints:
         return not errors
 
     def _make_room(self, partial: Path) -> None:
-        """Make an empty folder. Raises OSError if the disk has room for less than 1.2 times the last checkpoint."""
+        """Make an empty folder. Raises OSError if the disk has less space than 1.2 times the last checkpoint."""
         self.folder.mkdir(exist_ok=True)
         steps = directory.saved_steps(self.log.folder)
         if steps:

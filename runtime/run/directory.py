@@ -1,4 +1,4 @@
-"""The folder of a run: its name, what may be lost in it, and the checkpoint a run resumes from. Imports no torch."""
+"""The folder of a run: its name, protection of its files, and the checkpoint to resume from. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor's rules: what is wrong with a run, by its metrics and samples; docs/evidence/doctor.md has its bounds.
+"""The doctor's rules, which find faults of a run in its metrics and samples; docs/evidence/doctor.md has the bounds.
 
 Trends compare the last third of the steps with the first ones, so they need TREND_STEPS steps.
 """

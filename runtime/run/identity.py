@@ -1,4 +1,4 @@
-"""What makes a run this run and no other: its arguments and its code. Imports no torch."""
+"""Identity of a run: its arguments and its code, and changes in them. Imports no torch."""
 
 from __future__ import annotations
 

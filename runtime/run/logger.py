@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics, samples and evaluations as JSON lines, the console, Weights & Biases."""
+"""Log of a run: metrics, samples and evaluations as JSON lines, the console, Weights & Biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks before torch is imported, the cheapest first; what passes them is what ``main`` starts with."""
+"""Check a run before torch is imported, the cheapest checks first, and load what ``main`` starts with."""
 
 from __future__ import annotations
 

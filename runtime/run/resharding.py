@@ -1,6 +1,6 @@
-"""Resuming on another number of ranks: the optimizer state of a checkpoint, cut anew for the ranks that there are.
+"""Reshard the optimizer state of a checkpoint, so that a run resumes on another number of ranks.
 
-DeepSpeed refuses such a checkpoint, and its universal format is a second copy on the disk that knows only Adam. Here
+DeepSpeed rejects such a checkpoint, and its universal format is a second copy on the disk that knows only Adam. Here
 each rank takes its own part out of the files of all ranks that saved, which are mapped into memory, and DeepSpeed's own
 loader gets it as if as many ranks had saved the checkpoint. Written against the files of DeepSpeed 0.19.8.
 """

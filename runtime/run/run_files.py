@@ -1,4 +1,4 @@
-"""The files of a run, read again by whoever wants to know about it: a line at a time, in bounded memory."""
+"""Read the files of a run for reports, plots and the doctor, one line at a time, in bounded memory."""
 
 from __future__ import annotations
 

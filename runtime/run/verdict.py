@@ -1,4 +1,4 @@
-"""Whether a run has learned: yes, no, or not to be told, by its evaluations, its metrics and the doctor's findings."""
+"""Decide whether a run has learned (yes, no or unknown) from its evaluations, metrics and the doctor's findings."""
 
 from __future__ import annotations
 

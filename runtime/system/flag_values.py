@@ -1,4 +1,4 @@
-"""Parse flag values that are JSON objects. Invalid values exit with code 2."""
+"""Parse flag values that are JSON objects, and shorten errors to a line. Invalid values exit with code 2."""
 
 from __future__ import annotations
 

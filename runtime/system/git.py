@@ -1,4 +1,4 @@
-"""What git says of a folder. Imports the standard library only: a login node has no more."""
+"""Query git about a folder. Imports the standard library only, so it works on a login node."""
 
 from __future__ import annotations
 

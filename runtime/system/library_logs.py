@@ -1,4 +1,4 @@
-"""Log records and warnings of libraries go to libraries.log in the run's folder, errors to the console as well."""
+"""Write logs and warnings of libraries to libraries.log in the run's folder, and errors to the console as well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the nodes of a launch reach each other: this node's address and interface, and lines that end with a process.
+"""Network of a launch: this node's address and interface, and connections that show when a process has ended.
 
 Imports the standard library only.
 """

@@ -1,6 +1,6 @@
-"""The process of a run: refusals, signals, children, locks, atomic writes, environment, versions.
+"""The process of a run: errors, signals, children, ranks, locks, atomic writes, environment, heap, versions.
 
-Imports the standard library and filelock only, so whatever can be refused is refused in a second or two.
+Imports the standard library and filelock only, so that an invalid command ends within a second or two.
 """
 
 from __future__ import annotations

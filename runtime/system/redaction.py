@@ -1,6 +1,6 @@
-"""What must not be written down: secrets, taken out of text and arguments before a run or a submission leaves them.
+"""Redact secrets in text and arguments before a run or a submission writes them anywhere.
 
-The one place of it, so that a file of a run, a warning and a record of a submission hide the same. Standard library
+All redaction is here, so that a file of a run, a warning and a record of a submission hide the same. Standard library
 only: scripts/submit.py imports it on login nodes. docs/evidence/security.md says what is covered.
 """
 

@@ -1,4 +1,4 @@
-"""Loads users' Python files: verifiers and environments. A run reads each file once; later edits do not affect it."""
+"""Load users' Python files: verifiers and environments. A run reads each file once; later edits do not affect it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watchdog: ends all ranks when one fails or stalls, and polls with a timeout wherever a rank waits for its engine."""
+"""Watchdog: end all ranks when one fails or stalls, and poll with a timeout wherever a rank waits for its engine."""
 
 from __future__ import annotations
 

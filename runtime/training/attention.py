@@ -1,4 +1,4 @@
-"""Which token of a row sees which, in the form that an attention implementation takes, and the layout that suits it.
+"""Attention masks of a row, in the form that each attention implementation takes, and the choice of the layout.
 
 Every layout follows one rule: place q of a row sees place k if k <= q and q < ends[k], where ends[k] is the place after
 the last token that continues k's prefix. Dense kernels take it as a mask [B, 1, S, S], FlexAttention as a function and

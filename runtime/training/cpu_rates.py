@@ -1,7 +1,7 @@
-"""What this machine multiplies in a second: measured once and kept, so that a command makes the same choice every time.
+"""Matrix products per second of this machine: measured once and cached, so that a command always makes the same choice.
 
-No name of a CPU tells it. Of two kinds of virtual machines with AVX-512 and its bf16 instructions, one multiplied bf16
-at 2.6 times the rate of fp32, the other at 0.7 times; one with AMX at 10 times, one with AVX2 alone at a hundredth.
+A CPU's name does not determine them. Of two kinds of virtual machines with AVX-512 and its bf16 instructions, one ran
+bf16 at 2.6 times the rate of fp32, the other at 0.7 times; one with AMX at 10 times, one with only AVX2 at a hundredth.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: its configuration, gathered weights, and moving states between GPU and CPU memory."""
+"""DeepSpeed ZeRO: configuration, gathered weights, states in GPU or CPU memory, and the calls of a training step."""
 
 from __future__ import annotations
 

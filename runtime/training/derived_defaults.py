@@ -1,4 +1,4 @@
-"""What a run takes for flags that were not given, where model or data are not the quickstart's. Imports no torch.
+"""Defaults that follow from model and data, where these are not the quickstart's. Imports no torch.
 
 The defaults of ``Args`` suit a model of 135M parameters that adds two digits. docs/evidence/gpu.md has the table of ten
 models and data sets that ``python studies/memory_tables.py defaults`` prints.

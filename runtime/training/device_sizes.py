@@ -1,4 +1,4 @@
-"""The sizes of micro-batches and engine that fit the GPU that is there, by the upper bound of memory.py."""
+"""Choose sizes of micro-batches and engine that fit the GPU, by the upper bound of memory.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARES = {
     "in turns": (0.8, 0.6, 0.4, 0.3, 0.2),
     "alone": (0.9,),
 }
-# What gives room on a GPU, the cheapest in time first.
+# Flags that free memory on a GPU, the cheapest in time first.
 REMEDIES = (
     {"gradient_checkpointing": True},
     {"gradient_checkpointing": True, "sleep": "engine"},
@@ -24,7 +24,7 @@ REMEDIES = (
     {"gradient_checkpointing": True, "sleep": "engine", "offload": ("optimizer",)},
     {"gradient_checkpointing": True, "offload": ("optimizer",)},
 )
-ENGINE_SEQUENCES = 64  # of full length, for which its KV cache must have room
+ENGINE_SEQUENCES = 64  # of full length that its KV cache must hold
 
 
 def candidates(args, setting: Setting) -> Iterator[Sizes]:
@@ -47,7 +47,7 @@ def candidates(args, setting: Setting) -> Iterator[Sizes]:
 
 
 def fits(args, model: Model, setting: Setting, size: Sizes) -> bool:
-    """Whether a GPU has room for the run, and the engine's KV cache for enough sequences."""
+    """Return whether the run fits a GPU's memory, and enough sequences fit the engine's KV cache."""
     cache = predict(args, model, setting, size).parts["KV cache"]
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     sequences = min(ENGINE_SEQUENCES, -(-samples // setting.ranks))

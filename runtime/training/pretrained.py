@@ -1,4 +1,4 @@
-"""Load a causal language model for this machine: device, data type, attention, no dropout."""
+"""Load a causal language model for this machine: device, data type, attention, no dropout, a tokenizer that fits."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from helpers import VERIFIERS, folder_of, run_here, tiny_args
 from mutations import load_mutated
 
 import rewards
-from runtime.data import problem_set
+from runtime.data import prompt_order
 
 PROBLEMS = 12
 FLAGS = {
@@ -91,8 +91,8 @@ def test_a_control_trains_as_its_stand_in_does(control, script, tiny, source, tm
 LEAKS = [
     ("format", "rewards.py", 'found.parts.get("format", 0.0)', "found.score"),
     ("format", "rewards.py", "    sample.reward = reward\n", "    sample.reward = reward + 0.01 * sample.score\n"),
-    ("format", "runtime/data/problem_set.py", "-samples[i].reward", "-samples[i].score"),
-    ("format", "runtime/data/problem_set.py", ".add(sample.reward)", ".add(sample.score)"),
+    ("format", "runtime/data/prompt_order.py", "-samples[i].reward", "-samples[i].score"),
+    ("format", "runtime/data/prompt_order.py", ".add(sample.reward)", ".add(sample.score)"),
     ("format", "grpo.py", "[s.reward for s in samples], dtype", "[s.score for s in samples], dtype"),
     ("inverted", "rewards.py", "    sample.reward = reward\n", "    sample.reward = reward + 2 * sample.score\n"),
     ("inverted", "grpo.py", "[s.reward for s in samples], dtype", "[s.score for s in samples], dtype"),
@@ -110,7 +110,7 @@ def put_in(monkeypatch, file: str, text: str, other: str) -> str:
         return "leaky"
     module, names = {
         "rewards.py": (rewards, ("control_reward", "deal_out", "other_problems")),
-        "runtime/data/problem_set.py": (problem_set, ("best_of", "equal_groups")),
+        "runtime/data/prompt_order.py": (prompt_order, ("best_of", "equal_groups")),
     }[file]
     for name in names:
         monkeypatch.setattr(module, name, getattr(mutated, name))

@@ -130,10 +130,10 @@ def values(model, samples) -> torch.Tensor:
 
 def outputs(critic, samples) -> torch.Tensor:
     """What the critic of a run says before each response token, in its own units."""
-    cutting = {"layout": "shared", "rank": 0, "world_size": 1, "device": torch.device("cpu")}
+    placement = {"layout": "shared", "rank": 0, "world_size": 1, "device": torch.device("cpu")}
     found = torch.zeros(batching.token_offsets(samples)[-1] + 1)
     with torch.no_grad():
-        for mb in batching.micro_batches(samples, list(range(len(samples))), budget=512, **cutting):
+        for mb in batching.micro_batches(samples, list(range(len(samples))), budget=512, **placement):
             found[mb.tokens] = critic(mb)
     return found[:-1]
 

@@ -37,9 +37,9 @@ def grpo_gradient(model, samples, rewards) -> torch.Tensor:
     weights = F.pad(grpo.loss_weights(samples, everything, args), (0, 1))
     own = grpo.group_advantages(torch.tensor(rewards, dtype=torch.float64), args.advantage_normalization_type).flatten()
     advantages = torch.tensor([own[i] for i, s in enumerate(samples) for _ in s.response_ids] + [0.0])
-    cutting = {"layout": "shared", "budget": 1000, "rank": 0, "world_size": 1}
+    placement = {"layout": "shared", "budget": 1000, "rank": 0, "world_size": 1}
     model.zero_grad()
-    for mb in batching.micro_batches(samples, everything, device=torch.device("cpu"), **cutting):
+    for mb in batching.micro_batches(samples, everything, device=torch.device("cpu"), **placement):
         logprobs, entropy, _ = policy(mb)
         old = logprobs.detach()
         given = {"logprobs_T": logprobs, "old_T": old, "sampler_T": old, "advantages_T": advantages[mb.tokens]}

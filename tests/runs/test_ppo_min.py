@@ -39,10 +39,10 @@ def ppo_gradients(model, critic, samples, rewards, moved) -> tuple[torch.Tensor,
     policy = utils.TokenLogprobs(model, TEMPERATURE, 1000)
     everything = list(range(len(samples)))
     offsets = batching.token_offsets(samples)
-    cutting = {"layout": "shared", "budget": 1000, "rank": 0, "world_size": 1, "device": torch.device("cpu")}
+    placement = {"layout": "shared", "budget": 1000, "rank": 0, "world_size": 1, "device": torch.device("cpu")}
     weights = F.pad(ppo.loss_weights(samples, everything, args), (0, 1))
     values = torch.zeros(offsets[-1] + 1)
-    for mb in batching.micro_batches(samples, everything, **cutting):
+    for mb in batching.micro_batches(samples, everything, **placement):
         values[mb.tokens] = critic(mb).detach()
     rewards_N = torch.zeros(offsets[-1], dtype=torch.float64)
     rewards_N[torch.tensor(offsets[1:]) - 1] = torch.tensor(rewards, dtype=torch.float64)
@@ -52,7 +52,7 @@ def ppo_gradients(model, critic, samples, rewards, moved) -> tuple[torch.Tensor,
     returns = F.pad(returns.float(), (0, 1))
     model.zero_grad()
     critic.zero_grad()
-    for mb in batching.micro_batches(samples, everything, **cutting):
+    for mb in batching.micro_batches(samples, everything, **placement):
         logprobs, entropy, _ = policy(mb)
         old = logprobs.detach() - moved[mb.tokens]
         given = {"logprobs_T": logprobs, "old_T": old, "sampler_T": old, "advantages_T": advantages[mb.tokens]}

@@ -175,12 +175,12 @@ def gradient(module, model, samples, budget: int, world_size: int) -> torch.Tens
     noise = torch.Generator().manual_seed(1)
     advantages = torch.randn(len(weights), generator=noise)
     moved = 0.05 * torch.randn(len(weights), generator=noise)
-    cutting = {"layout": "shared", "budget": budget, "world_size": world_size, "device": torch.device("cpu")}
+    placement = {"layout": "shared", "budget": budget, "world_size": world_size, "device": torch.device("cpu")}
     if "dtype" in inspect.signature(batching.micro_batches).parameters:
-        cutting["dtype"] = torch.float32
+        placement["dtype"] = torch.float32
     model.zero_grad()
     for rank in range(world_size):
-        for mb in batching.micro_batches(samples, everything, rank=rank, **cutting):
+        for mb in batching.micro_batches(samples, everything, rank=rank, **placement):
             logprobs, _, _ = policy(mb)
             old = logprobs.detach() + moved[mb.tokens]
             given = {"logprobs_T": logprobs, "old_T": old, "sampler_T": old, "advantages_T": advantages[mb.tokens]}

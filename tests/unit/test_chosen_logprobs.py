@@ -35,7 +35,7 @@ def exact(logits, targets, temperature, slopes):
 @pytest.mark.parametrize("rows", [0, 4, ROWS, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients_are_those_of_autograd(monkeypatch, dtype, rows, temperature, entropy_gradient):
-    """23 rows in blocks of 1 (less than a row has room), of 4 (the last one shorter), in one, in a larger one."""
+    """23 rows in blocks of 1 (the limit is below a row), of 4 (the last one shorter), in one, in a larger one."""
     monkeypatch.setattr(utils, "logit_block", lambda on_gpu: rows * VOCABULARY + 7)
     logits, targets, slopes = draw(dtype)
     if not entropy_gradient:

@@ -568,7 +568,7 @@ def earlier_run(place: Path, changes: dict) -> None:
 
 
 def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
-    """Weights larger than what is free are refused (a hole in a file takes no room), half as large ones are not."""
+    """Weights larger than what is free are refused (a hole in a file uses no disk), half as large ones are not."""
     model = shutil.copytree(place / "model", tmp_path / "model")
     free = shutil.disk_usage(tmp_path).free
 

@@ -220,7 +220,7 @@ def test_only_so_many_processes_work_at_once(player):
 
 
 def test_a_process_that_is_free_is_asked_before_an_answer_is_due(player):
-    """Two episodes and room for one: the second tool works while the first answer waits to be taken."""
+    """Two episodes, and one process at a time: the second tool works while the first answer waits to be taken."""
     one = player("Tools", lag=1_000_000)
     one.episodes.about = one.episodes.about | {"at_once": 1}
     first, second = one.begin(0), one.begin(1)

@@ -135,10 +135,10 @@ def test_values_are_those_before_the_model_s_tokens(episodes):
     def critic(mb):
         return mb.input_ids.flatten()[mb.predict][mb.copies].float()
 
-    cutting = {"layout": "shared", "budget": 64, "rank": 0, "world_size": 1, "device": CPU}
+    placement = {"layout": "shared", "budget": 64, "rank": 0, "world_size": 1, "device": CPU}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
-        values_N, after_B = ppo.values_of(critic, episodes, bootstrap, **cutting)
+        values_N, after_B = ppo.values_of(critic, episodes, bootstrap, **placement)
     expected = []
     for s in episodes:
         before = [s.prompt_ids[-1], *s.response_ids.tolist()[:-1]]

@@ -20,7 +20,7 @@ from runtime.grading import algebra, answers, ifeval, units
 LIMIT = 0.4  # seconds of the processor for one text
 SHORT, LONG = 2 * answers.LONGEST_ANSWER, 20_000  # characters: of an answer and what is around it, of a response
 GAPS = {"BETWEEN_BOXES", "OR_BOX", "LISTED_BOX"}  # what reads no more than WIDEST_GAP
-WHOLE = {"ANNOUNCED", "BOX", "NUMBER"}  # what reads whole responses in answers.py; in rewards and constraints all do
+WHOLE = {"ANNOUNCED", "BOX", "NUMBER"}  # what reads whole responses in answers.py; in rewards and ifeval all do
 VALUES = {  # of the names that expressions take from a row or from a table that is listed below
     "given": {"section_spliter": "section", "keyword": "blue"},
     "keyword": "blue",
@@ -163,7 +163,7 @@ def test_the_expressions_are_found():
 @pytest.mark.parametrize("where", FOUND)
 def test_no_text_stalls_an_expression(where):
     """Exponential and cubic time anywhere, and quadratic time on whole responses, which have no bound."""
-    whole = where.split()[0] in WHOLE or "constraints.py" in where or "rewards.py" in where
+    whole = where.split()[0] in WHOLE or "ifeval.py" in where or "rewards.py" in where
     length = answers.WIDEST_GAP if where.split()[0] in GAPS else LONG if whole else SHORT
     seconds, text = slowest(*FOUND[where], length)
     assert seconds < LIMIT, f"{FOUND[where][0]} on {text}"

@@ -95,16 +95,16 @@ def test_a_resumed_run_equals_the_straight_one(tiny, tmp_path, monkeypatch, caps
 )
 def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script, changes, masters):
     """DeepSpeed's second copy is gone; numbers, samples, weights and the files of a checkpoint are as with it."""
-    lean = deepspeed_zero.dedupe_fp32_weights
+    dedupe = deepspeed_zero.dedupe_fp32_weights
     shared = []
 
     def look(engine):
-        zero = lean(engine).optimizer
+        zero = dedupe(engine).optimizer
         shared.append(zero.single_partition_of_fp32_groups[0].data_ptr() == zero.bit16_groups_flat[0].data_ptr())
         return engine
 
     found = {}
-    for name, prepare in (("lean", look), ("whole", lambda engine: engine)):
+    for name, prepare in (("deduped", look), ("complete", lambda engine: engine)):
         monkeypatch.setattr(deepspeed_zero, "dedupe_fp32_weights", prepare)
         args = tiny_args(
             tiny, tmp_path / name, script, **{**SMALL, "save_every": 2, "max_sampler_diff": 0.0, **changes}
@@ -114,8 +114,8 @@ def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script,
         newest = max((folder / "checkpoints").glob("step_*"))
         sizes = {str(path.relative_to(newest)): path.stat().st_size for path in newest.rglob("*.pt")}
         found[name] = record(folder), sizes
-    assert found["lean"] == found["whole"]
-    assert any("optim_states" in file for file in found["lean"][1])
+    assert found["deduped"] == found["complete"]
+    assert any("optim_states" in file for file in found["deduped"][1])
     assert shared == masters
 
 
@@ -372,7 +372,7 @@ def test_lines_that_are_no_json_stay(tmp_path):
     assert file.read_text() == whole[0] + whole[1] + whole[3]
 
 
-# ------------------------------------------------------------------------------------------- keeping, saving, no room
+# ------------------------------------------------------------------------------------------- keeping, saving, disk full
 
 
 def test_which_checkpoints_stay(tiny, tmp_path, monkeypatch):
@@ -470,7 +470,7 @@ def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, mo
 
 
 def test_a_full_disk_refuses_new_weights_only(stopped, tmp_path, monkeypatch, capsys):
-    """With too little room for the weights: a finished run says so, a dry run is warned."""
+    """With too little disk space for the weights: a finished run says so, a dry run is warned."""
     args = copy_of(stopped, tmp_path)
     weights = sum(file.stat().st_size for file in Path(args.model_name_or_path).glob("*.safetensors"))
     run_here(args)

@@ -700,11 +700,11 @@ def gradients_of_the_kl(batch, base) -> list[torch.Tensor]:
     args = base.args
     in_loss = list(range(len(batch.samples)))
     weights_N = F.pad(base.script.loss_weights(batch.samples, in_loss, args), (0, 1))
-    cutting = {"layout": "padded", "budget": 200, "rank": 0, "world_size": 1, "device": torch.device("cpu")}
+    placement = {"layout": "padded", "budget": 200, "rank": 0, "world_size": 1, "device": torch.device("cpu")}
     sums = []
     for k in range(3):
         batch.policy.zero_grad()
-        for mb in batching.micro_batches(batch.samples, in_loss, **cutting):
+        for mb in batching.micro_batches(batch.samples, in_loss, **placement):
             logprobs_T, _, full_kl_T = batch.policy(mb, batch.reference)
             d_T = logprobs_T - batch.ref_N[mb.tokens]
             terms = (torch.exp(-d_T) - 1 + d_T, d_T.detach() * logprobs_T, full_kl_T)

@@ -365,9 +365,9 @@ def test_on_a_gpu_all_ways_have_one_gradient(dtype, window):
     for layout, implementation in ways:
         model = model_with(implementation, window).to(device, dtype)
         policy = utils.TokenLogprobs(model, 1.0, 1000)
-        cutting = {"layout": layout, "budget": 4096, "rank": 0, "world_size": 1, "device": device}
+        placement = {"layout": layout, "budget": 4096, "rank": 0, "world_size": 1, "device": device}
         logprobs_N = torch.zeros(batching.token_offsets(samples)[-1], device=device)
-        for mb in batching.micro_batches(samples, list(range(len(samples))), **cutting):
+        for mb in batching.micro_batches(samples, list(range(len(samples))), **placement):
             assert layout != "shared" or mb.input_ids.shape[1] % 128 == 0
             logprobs_T = policy(mb)[0]
             (logprobs_T * (1 + mb.tokens % 3)).sum().backward()

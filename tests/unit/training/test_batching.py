@@ -305,8 +305,8 @@ def test_an_idle_micro_batch_takes_nothing_back(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: None)
     plan = [batches(samples, budget=95, rank=rank, world_size=2) for rank in range(2)]
     assert sum(idle(mb, samples) for mbs in plan for mb in mbs) == 1
-    cutting = {"layout": "shared", "budget": 95, "world_size": 2, "device": CPU}
-    values = [ppo.values_of(lambda mb: mb.tokens + 1.0, samples, [False] * 6, rank=r, **cutting)[0] for r in range(2)]
+    placement = {"layout": "shared", "budget": 95, "world_size": 2, "device": CPU}
+    values = [ppo.values_of(lambda mb: mb.tokens + 1.0, samples, [False] * 6, rank=r, **placement)[0] for r in range(2)]
     assert sum(values).tolist() == list(range(1, 206))
 
 
@@ -515,8 +515,8 @@ def test_the_exact_kl_is_that_of_all_ranks(tiny_model, samples, monkeypatch):
     torch.distributed.is_initialized() or torch.distributed.init_process_group("gloo")
     policy = utils.TokenLogprobs(tiny_model, 1.0, 1000)
     reference = utils.TokenLogprobs(moved(tiny_model), 1.0, 1000)
-    cutting = {"layout": "shared", "budget": 60, "rank": 0, "world_size": 1, "device": CPU}
-    run = SimpleNamespace(device=CPU, placement=cutting)
+    placement = {"layout": "shared", "budget": 60, "rank": 0, "world_size": 1, "device": CPU}
+    run = SimpleNamespace(device=CPU, placement=placement)
     with torch.no_grad():
         alone = utils.exact_kl(policy, reference, samples, list(range(len(samples))), run)
     assert 0 < alone["kl/full"] < alone["kl/full_max"] < 9 and alone["kl/forward_full"] > 0

@@ -54,7 +54,7 @@ COMMANDS = [("grpo", lambda: header("grpo.py"), 1), ("ppo", lambda: header("ppo.
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize(("name", "command", "ranks"), COMMANDS, ids=[name for name, *_ in COMMANDS])
 def test_the_commands_of_the_headers_fit_every_card(name, command, ranks, card):
-    """By themselves: below 0.95 of the card, with room in the KV cache for 64 whole sequences."""
+    """By themselves: below 0.95 of the card, with a KV cache for 64 complete sequences."""
     args, model = parsed(command())
     critic = name == "ppo"
     setting = memory.Setting(ranks, True, card * 1e9, critic)
