@@ -22,6 +22,7 @@ BASE: dict[str, Any] = TINY_RUN | {
     "verifier": "FILES/own.py:parity",
     "learning_rate": 1e-3,
     "log_samples": 16,
+    "eval_prompts": 4,
 }
 SHORT = {"num_unique_prompts_rollout": 1, "num_samples_per_prompt_rollout": 2, "eval_prompts": 0, "total_steps": 1}
 

@@ -35,7 +35,7 @@ def runs(tiny, tmp_path_factory) -> Path:
         for seed in (1, 2):
             changes = {"learning_rate": learning_rate, "seed": seed, "total_steps": 3, "beta": 0.1, "eval_every": 1}
             changes |= {"max_response_length": 4}
-            run_here(tiny_args(tiny, out, **changes))
+            run_here(tiny_args(tiny, out, eval_prompts=4, **changes))
     (out / "jobs" / "x").mkdir(parents=True)
     (out / "empty").mkdir()
     return out
@@ -219,7 +219,7 @@ def pieces(tiny, tmp_path_factory):
     sys.path.insert(0, str(place))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        run_here(tiny_args(tiny, place / "runs", "with_a_piece", num_mini_batches=2), "with_a_piece")
+        run_here(tiny_args(tiny, place / "runs", "with_a_piece", num_mini_batches=2, eval_prompts=4), "with_a_piece")
     sys.path.remove(str(place))
     return place / "runs", printed.getvalue()
 

@@ -181,7 +181,7 @@ def finished(tiny, tmp_path_factory) -> tuple[Path, list[str]]:
     """The folder of a run that a sweep's command made, and the words that every command of the sweep has."""
     out = tmp_path_factory.mktemp("sweep")
     words = {"learning_rate": 1e-5, "exp_name": "sweep_lr", "seed": 1}
-    args = tiny_args(tiny, out, **words)
+    args = tiny_args(tiny, out, eval_prompts=4, **words)
     run_here(args)
     same = {k: v for k, v in dataclasses.asdict(args).items() if v != getattr(grpo.Args(), k) and k not in words}
     common = [w for k, v in same.items() for w in ([f"--no-{k}"] if v is False else [f"--{k}", str(v)])]

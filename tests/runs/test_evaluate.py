@@ -207,7 +207,14 @@ def edited(tiny, tmp_path_factory):
         text = text.replace(before, after)
     (place / "edited_grpo.py").write_text(text)
     sys.path.insert(0, str(place))
-    changes = {"mark": "a mark", "rollout": "vllm", "run_name": "run", "seed": 5, "dataset": str(PROBLEMS)}
+    changes = {
+        "mark": "a mark",
+        "rollout": "vllm",
+        "run_name": "run",
+        "seed": 5,
+        "dataset": str(PROBLEMS),
+        "eval_prompts": 4,
+    }
     run_here(tiny_args(tiny, place, "edited_grpo", **changes), "edited_grpo")
     sys.path.remove(str(place))
     return place / "run", place / "edited_grpo.py"

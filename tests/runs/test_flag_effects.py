@@ -91,7 +91,9 @@ def seen_here(tiny, tmp_path_factory):
         if key not in known:
             place = tmp_path_factory.mktemp("seen")
             (place / "console.txt").write_text("")
-            args = tiny_args(tiny, place / "out", run_name="run", learning_rate=1e-3, **changes)
+            args = tiny_args(
+                tiny, place / "out", **{"run_name": "run", "learning_rate": 1e-3, "eval_prompts": 4, **changes}
+            )
             seen = {}
             with pytest.MonkeyPatch.context() as patch:
                 flag_effects.observe(flag_effects.importlib.import_module("grpo"), seen, patch)

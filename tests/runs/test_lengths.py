@@ -28,7 +28,7 @@ def test_steps_by_steps_episodes_and_epochs():
 
 def test_an_epoch_draws_every_problem_once_and_the_run_is_then_finished(tiny, tmp_path, capsys):
     """8 problems after 4 held-out ones, 4 a step: two epochs are 4 steps, and three continue them with 2 more."""
-    data = {"dataset": problems_file(tmp_path, 12), "log_samples": 16}
+    data = {"dataset": problems_file(tmp_path, 12), "log_samples": 16, "eval_prompts": 4}
     args = tiny_args(tiny, tmp_path, total_epochs=2, save_every=2, **data)
     assert len(run_here(args)) == 4
     prompts = [s["prompt"] for s in read_jsonl(folder_of(args) / "samples.jsonl")]

@@ -32,7 +32,8 @@ def test_two_ranks_equal_one(tiny, tmp_path, rollout):
     """An engine on each rank, its share of the prompts each: the same samples, loss and gradient as one rank."""
     metrics = {}
     for ranks in (1, 2):
-        finish(command(tiny, tmp_path / str(ranks), rollout=rollout, ranks=ranks), tmp_path / f"log{ranks}", 240)
+        line = command(tiny, tmp_path / str(ranks), "--eval_prompts", "4", rollout=rollout, ranks=ranks)
+        finish(line, tmp_path / f"log{ranks}", 240)
         folder = tmp_path / str(ranks) / "run"
         metrics[ranks] = read_jsonl(folder / "metrics.jsonl") + read_jsonl(folder / "eval.jsonl")
     for one, two in zip(metrics[1], metrics[2], strict=True):

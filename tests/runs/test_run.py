@@ -391,6 +391,7 @@ def test_optimizer_steps_and_learning_rates(tiny, tmp_path, shape):
 def test_many_switches_at_once(tiny, tmp_path):
     args = tiny_args(
         *(tiny, tmp_path),
+        eval_prompts=4,
         beta=0.05,
         kl_target=(1e-6, 50.0),
         ref_policy_update=(1, 0.5),

@@ -120,11 +120,11 @@ def test_the_trainer_sleeps_while_the_engine_samples(tiny, tmp_path, monkeypatch
         deepspeed_zero, "current_weights", lambda policy, *rest: (policies.append(policy), current(policy, *rest))[1]
     )
     monkeypatch.setattr(grpo.Engine, "ask", spy)
-    run_here(tiny_args(tiny, tmp_path, sleep="all"))
+    run_here(tiny_args(tiny, tmp_path, sleep="all", eval_prompts=4))
     assert len(seen) == 4  # an evaluation, two steps, an evaluation
     assert all(states >= {"hp_params", "lp_params", "optim_states"} for states in seen)
     seen.clear()
-    run_here(tiny_args(tiny, tmp_path, run_name="awake"))
+    run_here(tiny_args(tiny, tmp_path, run_name="awake", eval_prompts=4))
     assert seen == [set()] * 4
 
 

@@ -36,7 +36,7 @@ def folder(tiny, tmp_path_factory):
     options |= {"dynamic_sampling_rounds": 1}
     options |= {"generation_size": 5, "dataset_filter": (0.01, 1.0), "truncated_importance_sampling_ratio_cap": 2.0}
     options |= {"importance_sampling_mask": (0.5, 5.0)}
-    run_here(tiny_args(tiny, out, run_name="run", **options))
+    run_here(tiny_args(tiny, out, run_name="run", eval_prompts=4, **options))
     return out / "run"
 
 
