@@ -540,7 +540,7 @@ def errors(moved, words: str, loss) -> list[float]:
     gradient = batch.gradient(batch.slopes(setting).direction, set(batch.groups)).double()
     found = []
     for direction, (ahead, behind) in directions:
-        ours = gradient @ torch.cat([diff_runs.flatten() for diff_runs in direction])
+        ours = gradient @ torch.cat([part.flatten() for part in direction])
         theirs = (loss(plain, ahead) - loss(plain, behind)) / (2 * STEP)
         found.append(abs(ours - theirs).item() / gradient.norm().item())
     return found
