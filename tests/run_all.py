@@ -137,7 +137,7 @@ def finish_file(file: str, marks: str, records: Path, limit: float) -> None:
 # All files.
 def record_paths(files: list[str]) -> dict[str, Path]:
     """Where the records of each file are."""
-    names = (git.say(ROOT, "ls-files") or "").splitlines()
+    names = (git.output(ROOT, "ls-files") or "").splitlines()
     read = [name for name in names if not re.search(r"\.md$|^docs/|/test_\w+\.py$", name) and (ROOT / name).is_file()]
     digests = {name: process.file_digest(ROOT / name) for name in [*read, *files]}
     folder = ROOT / "runs" / "all_tests"
@@ -172,8 +172,8 @@ def run_all(files: list[str], args: argparse.Namespace) -> None:
 
 def page(tests: list[dict]) -> str:
     """The result as Markdown."""
-    commit = (git.say(ROOT, "rev-parse", "--short=10", "HEAD") or "").strip()
-    edited = " with edits" if git.say(ROOT, "diff", "HEAD", "--", ".", ":!docs") else ""
+    commit = (git.output(ROOT, "rev-parse", "--short=10", "HEAD") or "").strip()
+    edited = " with edits" if git.output(ROOT, "diff", "HEAD", "--", ".", ":!docs") else ""
     cpu = Path("/proc/cpuinfo").read_text()
     machine = re.findall(r"model name\s*: (.*)", cpu)[:1] + ["with AMX"] * ("amx_tile" in cpu)
     date = time.strftime("%-d %B %Y")
