@@ -6,6 +6,7 @@ Imports no torch, so an invalid flag ends a run within two seconds. checks.py ha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from dataclasses import dataclass, field
@@ -305,25 +306,26 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
 
 
 def is_open(args: Any, name: str) -> bool:
-    """Whether a flag was left to follow from model and data. Arguments that were made in Python are all meant."""
+    """Return True if a flag was not set and follows from model and data. Values that are set in Python all count."""
     lengths = ("total_steps", "total_episodes", "total_epochs")
     names = lengths if name == "total_steps" else (name,)
     known = name in OPEN and hasattr(args, name) and args.flags_set is not None
     return known and not args.flags_set.intersection(names)
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# -------------------------------------------------------------------------------------------------------------- values
 
 
+@functools.cache  # the run's name and identity ask for the same text again; nobody changes the result
 def engine_args(text: str | None) -> dict[str, Any]:
-    """What ``--vllm_args`` gives vLLM's ``LLM``. Ends with exit code 2 where it is no JSON object."""
+    """Return the arguments for vLLM's ``LLM`` in ``--vllm_args``. Exits with code 2 for anything but a JSON object."""
     if text is None:
         return {}
     return json_object("--vllm_args", text, '{"max_num_seqs": 512, "enforce_eager": true}')
 
 
 def identity_value(name: str, value: Any) -> Any:
-    """What makes a run another run, of the value of an argument that may change in part."""
+    """Return the part of an argument's value that counts toward the run's identity."""
     if name == "vllm_engines" and value is not None:
         return value > 0
     if name == "offload" and value is not None:

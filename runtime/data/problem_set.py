@@ -88,7 +88,7 @@ FIRST = 100  # rows by which a source's columns are recognized
 
 @dataclass(frozen=True)
 class Columns:
-    """How the rows of a source become problems."""
+    """The columns from which the rows of a source become problems."""
 
     prompt: str  # column; a dot leads into nested columns
     truth: str  # column of the ground truth
@@ -137,7 +137,7 @@ def known_columns(rows: list) -> tuple[str, str, str, str | None]:
 
 
 def _is_column(key: str, has: Iterable[str]) -> bool:
-    """Whether a column of this name, or the one that its first part names, is among the columns ``has``."""
+    """Return True if this column, or the one that the first part of its name names, is among the columns ``has``."""
     return key in has or key.split(".")[0] in has
 
 

@@ -174,7 +174,7 @@ def replace_groups(
 
 
 def draw_metrics(rounds: list[list[Sample]], prompts: int) -> dict[str, float]:
-    """What all draws of a step found, before groups of equal reward were replaced: dynamic sampling hides it."""
+    """Metrics over all groups that a step sampled, before dynamic sampling replaced those of equal reward."""
     groups = 0
     equal = 0
     rewards = []

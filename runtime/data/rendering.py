@@ -211,7 +211,7 @@ def warn_of_special_tokens(problems: list[Problem], tokenizer, args) -> None:
 
 
 def _without_overlong(problems: list[Problem], args) -> list[Problem]:
-    """What ``--overlong_prompts`` makes of problems whose ``prompt_ids`` are filled."""
+    """Apply ``--overlong_prompts`` to problems whose ``prompt_ids`` are filled; return the problems that stay."""
     most = args.max_prompt_length
     how = args.overlong_prompts
     long = [problem for problem in problems if len(problem.prompt_ids) > most]

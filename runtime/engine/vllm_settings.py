@@ -27,7 +27,7 @@ def take_gpu(args) -> None:
 
 
 def memory_setting(args, dtype: torch.dtype, world_size: int) -> Setting:
-    """What the memory of a rank depends on here. The GPU is the smallest of this node: all ranks have one size."""
+    """The setting that a rank's memory depends on. Its GPU is the smallest of the node, so all ranks get one size."""
     cards = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     critic = not getattr(args, "disable_value", True)
     fast = not cards and cpu_rates.is_fast(product_rates(args), dtype)
@@ -51,7 +51,7 @@ def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
 
 
 def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
-    """What vLLM's ``LLM`` takes because of the device here, and ``--vllm_args``. For the thread that builds it."""
+    """Return arguments of vLLM's ``LLM`` for this device, and ``--vllm_args``. Call it in the thread that builds it."""
     cuda = torch.cuda.is_available()
     if cuda:
         take_gpu(args)  # a thread starts on device 0, and on the trainer's stream

@@ -22,7 +22,7 @@ from helpers import ROOT, VERIFIERS, clean_environment, script, tiny_args
 import grpo
 import ppo
 from grpo import Args
-from runtime.arguments import checks, flag_translation, flags
+from runtime.arguments import checks, flag_translation, flags, values
 from runtime.run import directory, logger, preflight
 from runtime.system import process
 from runtime.training import model_files
@@ -1064,3 +1064,26 @@ def test_a_model_that_is_not_there_is_reported_before_the_data_is_read(script, m
     with pytest.raises(SystemExit) as end:
         script.preflight(args)
     assert end.value.code == 2 and "no config.json there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [grpo, ppo])
+def test_each_structured_flag_is_parsed_once(script, tiny, tmp_path, monkeypatch):
+    """From the checks to the run's directory: a text that is parsed again could be read differently the second time."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{k} + 1", "answer": str(k + 1)}) + "\n" for k in range(40)))
+    texts = {
+        "vllm_args": '{"max_num_seqs": 7, "no_argument_of_vllm": 1}',
+        "override_config": '{"rope_theta": 12345.0}',
+        "dataset": json.dumps({str(file): 1.0}),
+    }
+    flags.engine_args.cache_clear()
+    parsed = []
+    plain = values.json_object
+    for module in (values, flags):
+        monkeypatch.setattr(module, "json_object", lambda flag, *rest: (parsed.append(flag), plain(flag, *rest))[1])
+    monkeypatch.setattr(checks, "check_engine_args", lambda args: args.engine_args)  # the argument is made up
+    places = {"model_name_or_path": str(tiny), "output_dir": str(tmp_path / "runs")}
+    small = {"eval_prompts": 4, "num_unique_prompts_rollout": 4, "verifier": "exact", "dry_run": True}
+    args = script.Args(**places, **small, **texts)
+    assert script.preflight(args) is not None
+    assert sorted(parsed) == sorted(f"--{name}" for name in texts)
