@@ -14,6 +14,7 @@ Imports:    studies, scripts -> grpo, ppo -> utils -> rewards, kl_estimators -> 
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import io
 import sys
@@ -134,23 +135,30 @@ def unit(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-def imports(path: Path, files: dict[str, Path]) -> list[tuple[str, bool]]:
-    """Return (module, whether the import stands inside a function) for each import of the project's own modules."""
-    tree = ast.parse(path.read_text())
+@functools.cache
+def written_imports(text: str) -> list[tuple[str, str, bool]]:
+    """Return (module, name taken from it or "", whether it stands inside a function) for each import in a text."""
+    tree = ast.parse(text)
     functions = [
         node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     ]
     inside = {id(node) for function in functions for node in ast.walk(function)}
     found = []
     for node in ast.walk(tree):
-        names = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found += [(alias.name, "", id(node) in inside) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            whole = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in files else node.module for name in whole]
-        found += [(name, id(node) in inside) for name in names if name in files]
+            found += [(node.module, alias.name, id(node) in inside) for alias in node.names]
     return found
+
+
+def imports(path: Path, files: dict[str, Path]) -> list[tuple[str, bool]]:
+    """Return (module, whether the import stands inside a function) for each import of the project's own modules."""
+    found = []
+    for module, name, inside in written_imports(path.read_text()):
+        whole = f"{module}.{name}"
+        found.append((whole if whole in files else module, inside))
+    return [(module, inside) for module, inside in found if module in files]
 
 
 def arrows(root: Path = ROOT) -> set[tuple[str, str]]:

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+from episode_player import Player, arguments, observations
 from helpers import ROOT, alive, descendants
-from test_episodes import Player, arguments, observations
 
 from runtime.environments import episodes
 

@@ -12,8 +12,8 @@ import sys
 from collections import Counter
 
 import pytest
+from episode_player import Player, arguments, observations, tokenizer_of
 from helpers import ROOT
-from test_episodes import Player, arguments, observations, tokenizer_of
 
 import grpo
 from runtime.arguments import flags

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from episode_player import Player, arguments, observations
 from helpers import ROOT
-from test_episodes import Player, arguments, observations
 
 from runtime.arguments import values
 from runtime.data import rendering

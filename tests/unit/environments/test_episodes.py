@@ -3,74 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import random
 import time
-from types import SimpleNamespace
 
 import pytest
+from episode_player import FILE, Player, arguments, observations, tokenizer_of
 from helpers import ROOT, alive, descendants
 
 import rewards
-from runtime.arguments.flags import RunFlags
-from runtime.data import rendering
 from runtime.data.samples import Problem
 from runtime.environments import episodes
 
-FILE = ROOT / "tests" / "environments.py"
 TURN_LAG = episodes.TURN_LAG
-
-
-@functools.cache
-def tokenizer_of(tiny):
-    return rendering.load_tokenizer(RunFlags(model_name_or_path=str(tiny)))
-
-
-def arguments(tiny, name: str, **more) -> RunFlags:
-    values = {"max_turns": 20, "call_timeout": 20.0, "max_response_length": 100_000}
-    values |= {"environment": f"{FILE}:{name}", **more}
-    return RunFlags(model_name_or_path=str(tiny), **values)
-
-
-class Player:
-    """Stands where the engine's thread does: plays scripted turns, one engine step each."""
-
-    def __init__(self, tiny, name: str, **more):
-        self.args = arguments(tiny, name, **more)
-        self.tokenizer = tokenizer_of(tiny)
-        self.end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        self.episodes = episodes.Episodes(self.args)
-
-    def begin(self, number: int = 0, **row) -> episodes.Episode:
-        sampling = {"max_tokens": self.args.max_response_length}
-        return episodes.Episode(0, (0, number), [5, 6], 7, sampling, {"answer": "4", **row})
-
-    def says(self, episode: episodes.Episode, text: str, reason: str = "stop", versions=(("3", 0),)) -> None:
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.end] * (reason == "stop")
-        logprobs = SimpleNamespace(logprobs=[-1.0] * len(ids))
-        spans = [SimpleNamespace(version=version, start=start) for version, start in versions]
-        turn = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason, weight_versions=spans)
-        self.episodes.turn_ended(episode, turn)
-
-    def steps(self, idle: bool = True) -> list[episodes.Episode]:
-        """What comes of engine steps until something does."""
-        for _ in range(50):
-            found = list(self.episodes.due(idle))
-            if found:
-                return found
-        raise AssertionError("nothing comes of 50 steps")
-
-    def play(self, *turns: str, **row) -> episodes.Episode:
-        """An episode of these turns."""
-        episode = self.begin(**row)
-        for text in turns:
-            self.says(episode, text)
-            assert self.steps() == [episode]
-            if episode.finish_reason is not None:
-                break
-        return episode
 
 
 @pytest.fixture
@@ -89,10 +35,6 @@ def player(tiny, monkeypatch):
 
 def call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def observations(episode: episodes.Episode) -> list[str]:
-    return [turn["text"] for turn in episode.turns if turn["role"] != "assistant"]
 
 
 # What a hostile tool does -> what the model is told, as a part of the observation. The last call is of a good tool.

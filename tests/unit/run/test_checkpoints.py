@@ -47,11 +47,11 @@ PPO = {"value_norm": "running", "dataset_filter": (0.5, 0.3)}
     [
         pytest.param("grpo", {}, marks=pytest.mark.slow),  # as the next one, without a reference
         ("grpo", KL | {"kl_placement": "both", "ref_policy_update": (1, 0.5)}),
-        ("grpo", {"zero_stage": 1}),
+        pytest.param("grpo", {"zero_stage": 1}, marks=pytest.mark.slow),
         ("grpo", {"zero_stage": 3}),
-        ("grpo", {"offload": ("optimizer",)}),
+        pytest.param("grpo", {"offload": ("optimizer",)}, marks=pytest.mark.slow),
         ("ppo", PPO | {"dataset": "reasoning_gym:chain_sum?size=12"}),
-        ("ppo", KL | {"value_norm": "exp", "critic_warmup": 1}),
+        pytest.param("ppo", KL | {"value_norm": "exp", "critic_warmup": 1}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -89,7 +89,7 @@ def test_a_resumed_run_equals_the_straight_one(tiny, tmp_path, monkeypatch, caps
     "script, changes, masters",
     [
         pytest.param("grpo", {}, [True], marks=pytest.mark.slow),
-        ("ppo", {"zero_stage": 1}, [True, True]),
+        pytest.param("ppo", {"zero_stage": 1}, [True, True], marks=pytest.mark.slow),
         ("grpo", {"dtype": "bfloat16"}, [False]),
     ],
 )
@@ -406,7 +406,7 @@ def test_save_minutes(tiny, tmp_path):
     [
         (0.0, {}, [4], []),  # the only one, and needless once there is model/
         (60.0, {}, [], []),
-        (0.0, {"save_every": 3}, [3, 4], [3, 4]),
+        pytest.param(0.0, {"save_every": 3}, [3, 4], [3, 4], marks=pytest.mark.slow),
         (0.0, {"save_every": 4}, [4], [4]),
         (0.0, {"save_minutes": 0.0}, [], []),
     ],

@@ -500,7 +500,7 @@ def test_the_state_of_a_moving_reference_is_whole(tmp_path):
 @pytest.mark.parametrize("changes", [
     pytest.param({"dtype": "bfloat16", "zero_stage": 3, "ref_policy_update": (2, 0.1)}, marks=pytest.mark.slow),
     {"dtype": "bfloat16", "offload": ("ref",), "ref_policy_update": (2, 0.1)},
-    {"zero_stage": 3, "ref_policy_update": (2, 1.0)},
+    pytest.param({"zero_stage": 3, "ref_policy_update": (2, 1.0)}, marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_runs_with_a_moving_reference_resume_exactly(tiny, tmp_path, monkeypatch, changes):
     """Stopped after two of four steps and started again: the same KL to the reference, weights and reference."""
