@@ -52,93 +52,94 @@ KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse",
 @dataclass
 class Args(flags.RunFlags):
     exp_name: str = Path(__file__).stem
-    """First part of the run's name: a copy of this file has runs of its own."""
+    """First part of the run's name. Default: the script's file name, so a copy of the script gets runs of its own."""
     as_: flags.As = None
-    """Learn as another framework does by default (names: docs/evidence/presets.md); other flags given here win."""
+    """Preset: use the defaults of another framework (docs/evidence/presets.md). Flags given here take precedence."""
     total_steps: int = 28
-    """Number of batches to sample and train on."""
+    """Number of training steps; each samples one batch and trains on it."""
     total_episodes: int | None = None
-    """Number of samples in all, instead of total_steps; rounded down to whole steps."""
+    """Total number of samples, instead of total_steps; rounded down to whole steps."""
     total_epochs: int | None = None
-    """Epochs over the training problems, instead of total_steps; rounded down to whole steps."""
+    """Number of epochs over the training problems, instead of total_steps; rounded down to whole steps."""
 
     # ---- batch sizes
     num_unique_prompts_rollout: int = 8
-    """Prompts per step, over all ranks."""
+    """Number of prompts per step, over all ranks."""
     num_samples_per_prompt_rollout: int = 8
-    """Responses per prompt: the group."""
+    """Number of responses per prompt (the group size)."""
     num_mini_batches: int = 1
-    """Optimizer steps per epoch; whole groups are dealt out as evenly as possible."""
+    """Optimizer steps per epoch. Groups are split evenly across mini-batches; a group is never split."""
     num_epochs: int = 1
-    """Epochs over each batch of samples."""
+    """Number of epochs over each batch of samples."""
     shuffle_mini_batches: bool = True
-    """Deal the groups to the mini-batches in a new random order in every epoch."""
+    """Assign groups to mini-batches in a new random order in every epoch."""
 
     # ---- algorithm
     advantage_normalization_type: Literal["standard", "centered", "leave_one_out"] = "standard"
-    """(r - mean) / (std + eps), with the unbiased std; r - mean (Dr. GRPO); r - mean of the others (RLOO)."""
+    """standard: (r - mean)/(std + eps). centered: r - mean (Dr. GRPO). leave_one_out: r - mean of the others (RLOO)."""
     advantage_eps: float = 1e-6
-    """Added to the standard deviation of a group's rewards."""
+    """Added to the standard deviation of a group's rewards in the denominator (standard)."""
     filter_zero_std_samples: bool = False
     """Exclude zero-variance groups from the loss and its normalization (DAPO)."""
     mask_truncated_completions: bool = True
-    """Exclude truncated responses from the loss and its normalization, not from the group's statistics (DAPO)."""
+    """Exclude truncated responses from the loss and its normalization, but not from the group's statistics (DAPO)."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
-    """Mean over all tokens (DAPO), over sequences of their token means (GRPO), or sum / max length (Dr. GRPO)."""
+    """token: mean over tokens (DAPO). sequence: mean of sequence means (GRPO). constant: sum / max length (Dr.
+    GRPO)."""
     clip_lower: float = 0.2
-    """Clip the ratio below at 1 - clip_lower."""
+    """Clip the probability ratio at 1 - clip_lower from below."""
     clip_higher: float = 0.2
-    """Clip the ratio above at 1 + clip_higher."""
+    """Clip the probability ratio at 1 + clip_higher from above. DAPO uses 0.28."""
     clip_ratio_c: float | None = None
-    """Dual clip: bound the loss by this times |advantage| where the advantage is negative, e.g. 3. Default: off."""
+    """Dual clip: bound the loss of tokens with a negative advantage by this times |advantage|, e.g. 3. Default: off."""
     entropy_coeff: float = 0.0
-    """Coefficient of a bonus for the entropy of every token's distribution."""
+    """Coefficient of the entropy bonus, computed from every token's full distribution."""
     early_stop_imp_ratio: float | None = None
-    """Skip the rest of an update once the mean ratio of an optimizer step exceeds this. Default: off."""
+    """Skip the rest of an update after an optimizer step whose mean ratio exceeds this. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
-    """Weight a token's loss, KL included, by min(trainer / sampler probability, cap). Default: 2 with --async_steps."""
+    """Weight a token's loss and KL by min(trainer/sampler probability, cap). Default: 2 with --async_steps, else
+    off."""
     importance_sampling_mask: tuple[float, float] | None = None
-    """Weight a token's loss by that ratio where it is from LOW to HIGH, and by 0 elsewhere, e.g. 0.5 5 (IcePop)."""
+    """LOW HIGH: multiply a token's loss by trainer/sampler probability; 0 outside [LOW, HIGH], e.g. 0.5 5 (IcePop)."""
 
     # ---- KL
     beta: float = 0.0
-    """Coefficient of the KL to the reference, wherever it enters. 0: no KL and no reference model."""
+    """Coefficient of the KL to the reference model, wherever it is added. 0: no KL, and no reference is loaded."""
     kl_placement: Literal["none", "loss", "reward", "both"] = "loss"
-    """Where the KL enters."""
+    """Add the KL to the loss, to the reward, to both, or to none of them."""
     kl_estimator: KLEstimator = "k3"
-    """d = log pi - log ref: k1 d, k2 d^2/2, k3 exp(-d)-1+d, k4 ratio*d, abs |d|, full vocabulary; others' names too."""
+    """For d = log pi - log ref: k1 d, k2 d^2/2, k3 exp(-d)-1+d, k4 ratio*d, abs |d|, full: sum over the vocabulary."""
     kl_gradient: Literal["naive", "unbiased"] = "unbiased"
-    """In the loss: differentiate the formula as written, or keep its value and use the gradient of the reverse KL."""
+    """KL in the loss. naive: differentiate the estimator itself. unbiased: same value, gradient of the reverse KL."""
     kl_reward_coef: float | None = None
-    """Coefficient of the KL in the reward, if it is not to be beta."""
+    """Coefficient of the KL in the reward. Default: beta."""
     kl_reward_estimator: KLEstimator = "k1"
-    """Estimator of the KL in the reward: k1 is the only one with a KL's gradient there."""
+    """Estimator of the KL in the reward. Recommended: k1, the only one whose gradient is that of the KL there."""
     kl_reward_norm: Literal["outside", "inside"] = "outside"
-    """In the reward: add after the group normalization (return-to-go), or to the reward before it (as verl does)."""
+    """KL in the reward. outside: add it after the group normalization. inside: subtract it before (as verl does)."""
     kl_target: tuple[float] | tuple[float, float] | None = None
-    """TARGET [HORIZON]: adjust the KL coefficient in the reward, or in the loss without a KL in the reward, to keep the
-    KL near TARGET nats per token. HORIZON, in sequences, is the inverse of the speed (10000). Default: off."""
+    """TARGET [HORIZON]: adapt the KL coefficient (of the reward if the KL is there, else of the loss) so that the KL
+    stays near TARGET nats per token. A larger HORIZON (sequences; 10000) adapts more slowly. Default: off."""
     load_ref_policy: bool = False
-    """Load the reference and log the KL even if every coefficient is 0."""
+    """Load the reference model and log the KL even if all coefficients are 0."""
     ref_policy_update: tuple[int, float] | None = None
-    """FREQ ALPHA: every FREQ steps, set the reference to ALPHA * policy + (1 - ALPHA) * reference. ALPHA 1 copies the
-    policy. Default: off."""
+    """FREQ ALPHA: every FREQ steps, reference = ALPHA * policy + (1 - ALPHA) * reference. Default: off."""
 
     # ---- optimizer
     learning_rate: float = 3e-5
-    """Peak learning rate. 1e-6 is usual from 0.5B parameters on."""
+    """Peak learning rate. 1e-6 is usual for models of 0.5B parameters and more."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's mean of gradients, and of its mean of squared gradients."""
+    """AdamW's decay rates of the first and the second moment."""
     weight_decay: float = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of AdamW."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Learning-rate schedule after the warm-up, over all optimizer steps of the run."""
     warm_up: float = 0.0
-    """Linear warm-up: from 1 on a number of optimizer steps, below 1 a fraction of them all."""
+    """Linear warm-up. Below 1: a fraction of all optimizer steps. 1 or more: a number of optimizer steps."""
     lr_min_ratio: float = 0.3
-    """Final learning rate of linear and cosine, as a fraction of learning_rate."""
+    """Final learning rate of the linear and cosine schedules, as a fraction of learning_rate."""
     max_grad_norm: float = 1.0
-    """Clip the global gradient norm to this; the logged norm is before clipping. 0 disables."""
+    """Clip the global gradient norm to this; the norm before clipping is logged. 0 disables."""
 
     def __post_init__(self) -> None:
         bounds = (self.truncated_importance_sampling_ratio_cap, self.importance_sampling_mask)

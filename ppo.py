@@ -54,27 +54,27 @@ KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse",
 @dataclass
 class Args(flags.RunFlags):
     exp_name: str = Path(__file__).stem
-    """First part of the run's name: a copy of this file has runs of its own."""
+    """First part of the run's name. Default: the script's file name, so a copy of the script gets runs of its own."""
     as_: flags.As = None
-    """Learn as another framework does by default (names: docs/evidence/presets.md); other flags given here win."""
+    """Preset: use the defaults of another framework (docs/evidence/presets.md). Flags given here take precedence."""
     total_steps: int = 28
-    """Number of batches to sample and train on."""
+    """Number of training steps; each samples one batch and trains on it."""
     total_episodes: int | None = None
-    """Number of samples in all, instead of total_steps; rounded down to whole steps."""
+    """Total number of samples, instead of total_steps; rounded down to whole steps."""
     total_epochs: int | None = None
-    """Epochs over the training problems, instead of total_steps; rounded down to whole steps."""
+    """Number of epochs over the training problems, instead of total_steps; rounded down to whole steps."""
 
     # ---- batch sizes
     num_unique_prompts_rollout: int = 8
-    """Prompts per step, over all ranks."""
+    """Number of prompts per step, over all ranks."""
     num_samples_per_prompt_rollout: int = 8
-    """Responses per prompt: the group."""
+    """Number of responses per prompt (the group size)."""
     num_mini_batches: int = 1
-    """Optimizer steps per epoch; whole groups are dealt out as evenly as possible."""
+    """Optimizer steps per epoch. Groups are split evenly across mini-batches; a group is never split."""
     num_epochs: int = 1
-    """Epochs over each batch of samples."""
+    """Number of epochs over each batch of samples."""
     shuffle_mini_batches: bool = True
-    """Deal the groups to the mini-batches in a new random order in every epoch."""
+    """Assign groups to mini-batches in a new random order in every epoch."""
 
     # ---- algorithm
     filter_zero_std_samples: bool = False
@@ -82,89 +82,89 @@ class Args(flags.RunFlags):
     mask_truncated_completions: bool = True
     """Exclude truncated responses from the policy's loss and its normalization (DAPO)."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
-    """Mean over all tokens (DAPO), over sequences of their token means (GRPO), or sum / max length (Dr. GRPO)."""
+    """token: mean over tokens (DAPO). sequence: mean of sequence means (GRPO). constant: sum / max length (Dr.
+    GRPO)."""
     clip_lower: float = 0.2
-    """Clip the ratio below at 1 - clip_lower."""
+    """Clip the probability ratio at 1 - clip_lower from below."""
     clip_higher: float = 0.2
-    """Clip the ratio above at 1 + clip_higher."""
+    """Clip the probability ratio at 1 + clip_higher from above. DAPO uses 0.28."""
     clip_ratio_c: float | None = None
-    """Dual clip: bound the loss by this times |advantage| where the advantage is negative, e.g. 3. Default: off."""
+    """Dual clip: bound the loss of tokens with a negative advantage by this times |advantage|, e.g. 3. Default: off."""
     entropy_coeff: float = 0.0
-    """Coefficient of a bonus for the entropy of every token's distribution."""
+    """Coefficient of the entropy bonus, computed from every token's full distribution."""
     early_stop_imp_ratio: float | None = None
-    """Skip the rest of an update once the mean ratio of an optimizer step exceeds this. Default: off."""
+    """Skip the rest of an update after an optimizer step whose mean ratio exceeds this. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
-    """Weight a token's loss, KL included, by min(trainer / sampler probability, cap). Default: 2 with --async_steps."""
+    """Weight a token's loss and KL by min(trainer/sampler probability, cap). Default: 2 with --async_steps, else
+    off."""
     importance_sampling_mask: tuple[float, float] | None = None
-    """Weight a token's loss by that ratio where it is from LOW to HIGH, and by 0 elsewhere, e.g. 0.5 5 (IcePop)."""
+    """LOW HIGH: multiply a token's loss by trainer/sampler probability; 0 outside [LOW, HIGH], e.g. 0.5 5 (IcePop)."""
 
     # ---- KL
     beta: float = 0.0
-    """Coefficient of the KL to the reference, wherever it enters. 0: no KL and no reference model."""
+    """Coefficient of the KL to the reference model, wherever it is added. 0: no KL, and no reference is loaded."""
     kl_placement: Literal["none", "loss", "reward", "both"] = "loss"
-    """Where the KL enters."""
+    """Add the KL to the loss, to the reward, to both, or to none of them."""
     kl_estimator: KLEstimator = "k3"
-    """d = log pi - log ref: k1 d, k2 d^2/2, k3 exp(-d)-1+d, k4 ratio*d, abs |d|, full vocabulary; others' names too."""
+    """For d = log pi - log ref: k1 d, k2 d^2/2, k3 exp(-d)-1+d, k4 ratio*d, abs |d|, full: sum over the vocabulary."""
     kl_gradient: Literal["naive", "unbiased"] = "unbiased"
-    """In the loss: differentiate the formula as written, or keep its value and use the gradient of the reverse KL."""
+    """KL in the loss. naive: differentiate the estimator itself. unbiased: same value, gradient of the reverse KL."""
     kl_reward_coef: float | None = None
-    """Coefficient of the KL in the reward, if it is not to be beta."""
+    """Coefficient of the KL in the reward. Default: beta."""
     kl_reward_estimator: KLEstimator = "k1"
-    """Estimator of the KL in the reward: k1 is the only one with a KL's gradient there."""
+    """Estimator of the KL in the reward. Recommended: k1, the only one whose gradient is that of the KL there."""
     kl_target: tuple[float] | tuple[float, float] | None = None
-    """TARGET [HORIZON]: adjust the KL coefficient in the reward, or in the loss without a KL in the reward, to keep the
-    KL near TARGET nats per token. HORIZON, in sequences, is the inverse of the speed (10000). Default: off."""
+    """TARGET [HORIZON]: adapt the KL coefficient (of the reward if the KL is there, else of the loss) so that the KL
+    stays near TARGET nats per token. A larger HORIZON (sequences; 10000) adapts more slowly. Default: off."""
     load_ref_policy: bool = False
-    """Load the reference and log the KL even if every coefficient is 0."""
+    """Load the reference model and log the KL even if all coefficients are 0."""
     ref_policy_update: tuple[int, float] | None = None
-    """FREQ ALPHA: every FREQ steps, set the reference to ALPHA * policy + (1 - ALPHA) * reference. ALPHA 1 copies the
-    policy. Default: off."""
+    """FREQ ALPHA: every FREQ steps, reference = ALPHA * policy + (1 - ALPHA) * reference. Default: off."""
 
     # ---- critic
     disable_value: bool = False
-    """Train no critic: in GAE every value is 0, which leaves the discounted reward still to come."""
+    """Train no critic: GAE with all values 0, so the advantage is the discounted sum of the rewards to come."""
     gamma: float = 1.0
-    """Discount per token."""
+    """Discount factor per token."""
     gae_lambda: float = 1.0
-    """1: unbiased advantages from all rewards to come; less: less noisy ones that lean on the critic."""
+    """GAE's lambda. 1: unbiased advantages. Lower: less variance, but more bias from the critic's errors."""
     bootstrap_truncated: bool = False
-    """Value the state after a truncated response by the critic. Off: it is worth 0, as after an end."""
+    """Use the critic's value of the last state of a truncated response as its future reward. Off: 0, as after EOS."""
     adv_norm: Literal["batch", "group", "none"] = "batch"
-    """Whiten the advantages over the tokens of all responses of the step, truncated ones included, or of a prompt."""
+    """Whiten advantages over all tokens of the step (batch) or of each prompt (group), truncated responses included."""
     critic_learning_rate: float = 1e-4
     """Peak learning rate of the critic."""
     critic: tuple[str, ...] = ()
-    """NAME=VALUE: what differs from the policy's, of model_name_or_path (a transformer of its vocabulary, with its head
-    if it is an earlier critic or a reward model in a local folder), lr_scheduler_type, warm_up, weight_decay,
-    max_grad_norm, num_epochs."""
+    """NAME=VALUE: settings of the critic that differ from the policy's: model_name_or_path (same vocabulary; its value
+    or reward head is used if it has one), lr_scheduler_type, warm_up, weight_decay, max_grad_norm, num_epochs."""
     value_clip: float | None = 0.5
-    """Clip the value loss to this distance from the old value (PPO value clipping). Default 0.5; None is off."""
+    """Clip the new value to within this distance of the old one in the value loss (PPO). None disables."""
     critic_warmup: int = 0
-    """Steps at the start in which only the critic is trained."""
+    """Number of steps at the start that train only the critic."""
     value_norm: Literal["none", "running", "exp"] = "none"
-    """Train the critic on (return - mean) / std: of all returns so far, or with exponential weights per batch."""
+    """Train the critic on (return - mean) / std. running: statistics of all returns so far. exp: moving averages."""
     value_norm_beta: float = 0.99995
-    """Decay per step of value_norm exp."""
+    """Decay of the moving averages per step (--value_norm exp)."""
     value_norm_eps: float = 1e-5
-    """Lower bound of the variance in value_norm."""
+    """Lower bound of the variance (--value_norm)."""
     dense_reward: Literal["none", "sum", "difference"] = "none"
-    """Give the scores of rewards.Reward.steps to the tokens where they stand, as they are or as gains over the last."""
+    """Use per-token rewards from Reward.steps. sum: as they are. difference: the change since the last one."""
 
     # ---- optimizer
     learning_rate: float = 3e-5
-    """Peak learning rate. 1e-6 is usual from 0.5B parameters on."""
+    """Peak learning rate. 1e-6 is usual for models of 0.5B parameters and more."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's mean of gradients, and of its mean of squared gradients."""
+    """AdamW's decay rates of the first and the second moment."""
     weight_decay: float = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of AdamW."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Learning-rate schedule after the warm-up, over all optimizer steps of the run."""
     warm_up: float = 0.0
-    """Linear warm-up: from 1 on a number of optimizer steps, below 1 a fraction of them all."""
+    """Linear warm-up. Below 1: a fraction of all optimizer steps. 1 or more: a number of optimizer steps."""
     lr_min_ratio: float = 0.3
-    """Final learning rate of linear and cosine, as a fraction of learning_rate."""
+    """Final learning rate of the linear and cosine schedules, as a fraction of learning_rate."""
     max_grad_norm: float = 1.0
-    """Clip the global gradient norm to this; the logged norm is before clipping. 0 disables."""
+    """Clip the global gradient norm to this; the norm before clipping is logged. 0 disables."""
 
     def __post_init__(self) -> None:
         bounds = (self.truncated_importance_sampling_ratio_cap, self.importance_sampling_mask)

@@ -73,7 +73,7 @@ class RunFlags:
     seed: int = 1
     """Seed of the data split, the order of prompts, every sample, and the shuffling of mini-batches."""
     eval_every: int = 0
-    """Evaluate every N steps, in addition to before the first and after the last. 0 disables."""
+    """Evaluate every N steps, in addition to before the first step and after the last. 0 disables."""
     save_every: int = 0
     """Write a checkpoint every N steps. 0 disables."""
     save_minutes: float = 30.0
@@ -81,22 +81,23 @@ class RunFlags:
     keep_checkpoints: int = 2
     """Number of recent checkpoints to keep, in addition to the best by evaluation. 0 keeps all."""
     resume: str = "auto"
-    """auto: resume from the newest intact checkpoint of this run, if the code is the same. never: refuse to. Or the
-    folder of a checkpoint: resume from there, also by changed code."""
+    """auto: resume from the newest intact checkpoint of this run if its code is unchanged. never: do not resume. PATH:
+    resume from this checkpoint, even if the code has changed."""
     timeout: float = 1800.0
-    """End the run after this many seconds without progress on any rank or an answer from any engine. 0 disables."""
+    """End the run after this many seconds without progress on any rank or in any engine. 0 disables."""
     output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
-    """Folder that holds the folders of runs. Default: RUN_DIR, which scripts/submit.py sets, or runs."""
+    """Folder that contains the folders of all runs. Default: the variable RUN_DIR (set by scripts/submit.py), else
+    runs."""
     run_name: str | None = None
-    """Folder of this run in output_dir. Default: exp_name, the arguments that differ from their defaults, the seed."""
+    """Name of this run's folder. Default: exp_name, the arguments that differ from their defaults, and the seed."""
     overwrite: bool = False
-    """Replace the folder of an earlier run of this name."""
+    """Delete an existing run of the same name and start again."""
     dry_run: bool = False
-    """Check everything, print sizes and the first prompt, load no model, and stop. (scripts/eval_base.py samples.)"""
+    """Check all settings, print sizes and the first prompt, and stop before the model is loaded."""
     track: bool = False
-    """Log to Weights & Biases as well, to WANDB_PROJECT (rlvr) of WANDB_ENTITY. Without network: offline, and warn."""
+    """Also log to Weights & Biases (WANDB_PROJECT, default rlvr; WANDB_ENTITY); offline if there is no network."""
     log_samples: int = 4
-    """Samples per step written to samples.jsonl; step 1 and every 10th step also print some. 0 disables both."""
+    """Number of samples per step written to samples.jsonl; some are also printed every 10 steps. 0 disables both."""
 
     # ---- model
     model_name_or_path: str = "models/SmolLM2-135M-Instruct"
@@ -104,145 +105,151 @@ class RunFlags:
     tokenizer_name_or_path: str | None = None
     """Local folder or hub id of the tokenizer and its chat template. Default: the model's own."""
     trust_remote_code: bool = False
-    """Run model code that comes with the weights."""
+    """Allow Python code that comes with the weights to be executed."""
     external_lib: str | None = None
     """Python module to import before the model is loaded, for example one that registers an architecture."""
     override_config: str | None = None
-    """JSON object of fields to change in the model's config."""
+    """JSON object of fields to change in the model's config.json."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Data type of weights and sampling; master weights are always fp32. auto: bfloat16 on GPUs (on a T4 float16), and
-    on CPUs that multiply it 1.4 times as fast as float32, measured once for each machine; a resumed run keeps it. With
-    float16, for GPUs only, the loss is scaled."""
+    """Data type of the weights and of sampling; master weights are always fp32. auto: bfloat16 on GPUs (float16 on a
+    T4) and on CPUs where it is measured to be 1.4 times as fast as float32. float16 requires a GPU and uses loss
+    scaling."""
     attn_implementation: str = "auto"
-    """transformers' name (eager, sdpa, flex_attention, flash_attention_2, ...); varlen: PyTorch's own for packed rows;
-    grouped: eager in fewer passes. auto: what suits the rows on GPUs; sdpa on CPUs, but grouped for bfloat16."""
+    """Attention kernel: a name of transformers (eager, sdpa, flex_attention, flash_attention_2), varlen (PyTorch, for
+    packed rows) or grouped (eager in fewer passes, for CPUs). auto: chosen by device, dtype and layout."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: about a third more time, much less memory."""
+    """Recompute activations in the backward pass: about a third slower, much less memory."""
 
     # ---- data
     dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
-    """reasoning_gym:NAME?key=value, .jsonl, .json, .parquet or .csv files, a folder saved by datasets, or a hub id
-    (ID:CONFIGURATION, ID@SPLIT; the split is train). Several as JSON: {"a": 1.0, "b": 500}, all of a and 500 of b."""
+    """Training data: reasoning_gym:NAME?key=value, a .jsonl, .json, .parquet or .csv file, a folder saved by datasets,
+    or a hub id (ID:CONFIGURATION, ID@SPLIT; default split train). JSON mixes several: {"a": 1.0, "b": 500}."""
     eval_dataset: str | None = None
-    """Data set whose first eval_prompts problems are the evaluation, and excluded from training. Several as JSON: {"a":
-    32, "b": 1.0}, the first 32 of a and all of b. Default: a part of dataset."""
+    """Evaluation data; its first eval_prompts problems are used and excluded from training. JSON sets the number for
+    each source: {"a": 32, "b": 1.0}. Default: problems held out from --dataset."""
     prompt_key: str | None = None
-    """Column of the prompt: text or a list of chat messages. Default: question; known for MATH and countdown."""
+    """Column of the prompt: text or a list of chat messages. Default: detected from the columns, else question."""
     ground_truth_key: str | None = None
-    """Column of the ground truth. Default: answer; known for MATH and countdown."""
+    """Column of the ground truth. Default: detected from the columns, else answer."""
     system_prompt: str | None = None
-    """System message before every prompt; "" for none. Default: the built-in one for this data set, if any."""
+    """System message before every prompt; "" for none. Default: the one built in for this data set, if there is one."""
     chat_template: str | None = None
-    """A Jinja file, chatml, tulu, r1 (with think tags), question_answer, or none. Default: the tokenizer's own, for
-    which a JSON object has variables: {"enable_thinking": false} for Qwen3."""
+    """Path of a Jinja file, or chatml, tulu, r1 (think tags), question_answer or none. A JSON object sets variables of
+    the tokenizer's own template, e.g. {"enable_thinking": false} for Qwen3. Default: the tokenizer's own."""
     max_prompt_length: int = 256
-    """Maximum prompt length in tokens, chat template included."""
+    """Maximum prompt length in tokens, including the chat template."""
     overlong_prompts: Literal["error", "filter", "left", "right"] = "error"
-    """Longer prompts: end the run at the start, leave them out, or truncate them on the left or on the right."""
+    """Prompts above max_prompt_length. error: stop at the start. filter: drop them. left, right: truncate that side."""
     bad_rows: Literal["raise", "drop"] = "raise"
-    """Rows without a prompt, or whose ground truth its verifier rejects: end the run at the start, or drop them."""
+    """Rows without a prompt, or whose ground truth the verifier rejects. raise: stop at the start. drop: drop them."""
     generation_size: int | None = None
-    """Sample this many responses per prompt and keep the num_samples_per_prompt_rollout of highest reward."""
+    """Sample this many responses per prompt and train on the num_samples_per_prompt_rollout with the highest reward."""
     dynamic_sampling_rounds: int = 0
-    """Replace groups of equal reward by new prompts, up to this many times per step (DAPO). 0 disables."""
+    """Replace zero-variance groups by new prompts, up to this many times per step (DAPO). 0 disables."""
     dataset_filter: tuple[float, float] | None = None
-    """SHARE THRESHOLD: after each epoch over the data, drop at most SHARE of the problems, those answered best, and of
-    them only those with at least THRESHOLD correct answers, e.g. 0.1 1. Default: off."""
+    """SHARE THRESHOLD: after each epoch over the data, drop the problems answered best, at most SHARE of all, and only
+    those with a fraction of at least THRESHOLD correct answers, e.g. 0.1 1. Default: off."""
 
     # ---- rewards
     verifier: str | None = None
-    """Verifier by its name in docs/data_and_rewards.md, or your own, path/to/file.py:function, called as
-    function(response, ground_truth, row); or several with commas. Default: by the columns."""
+    """Name of a verifier (docs/data_and_rewards.md), or path/to/file.py:function, called as function(response,
+    ground_truth, row); separate several by commas. Default: chosen by the data's columns."""
     verifier_key: str | None = None
-    """Column that names the verifiers of a row; where it is empty --verifier applies."""
+    """Column that names each row's verifiers; --verifier applies to rows where it is empty."""
     reward_weights: tuple[str, ...] = ()
-    """NAME=NUMBER per verifier or reward_model (default 1); NAME=gate: others count only where this one scores 1."""
+    """NAME=NUMBER sets the weight of a verifier or of reward_model (default 1). NAME=gate: the other rewards count only
+    if this one is 1."""
     control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
-    """Train on something else than the reward, to see what a gain owes to it: the rewards of a step dealt out at
-    random, the part format alone, the score by another problem's truth, or the negative. Evaluations stay true."""
+    """Control run: replace the training reward to see how much of a gain it explains; evaluation is unchanged. random:
+    permute rewards within a step. format: the verifier's format part only. shuffled: score by another problem's truth.
+    inverted: negate the reward."""
     call_timeout: float = 10.0
-    """Timeout in seconds of each call of a verifier or an environment; then its process is killed. A verification that
-    is killed scores 0; a turn that is killed shows the model an error."""
+    """Timeout in seconds of each verifier, tool or environment call; its process is killed. The verification scores 0;
+    an environment's error is shown to the model."""
     check_verifier_status: bool = False
-    """End the run when no score of a step is above 0: the verifier fails, or the prompt does."""
+    """Stop with an error if no score of a step is above 0, which usually means a broken verifier or prompt."""
     allow_unsafe_code_exec: bool = False
-    """Let the code verifier run programs with resource limits only where the kernel provides no namespaces."""
+    """Run programs with resource limits only, on systems whose kernel offers no namespaces for the code sandbox."""
     reward_model_name_or_path: str | None = None
-    """Sequence classifier with one output; its score, times its weight, is added to the verifiers' score. A local
-    folder, or ID@REVISION on the hub."""
+    """Reward model: a sequence classifier with one output (local folder, hub id, or ID@REVISION). Its weighted score is
+    added to the verifiers' score."""
     reward_model_max_length: int | None = None
-    """Tokens of a conversation that the reward model reads, its last ones. Default: as many as the model takes."""
+    """Maximum number of tokens the reward model reads, counted from the end. Default: the reward model's own limit."""
     reward_scaling: float = 1.0
-    """Multiply the score by this: the reward is (score - reward_bias) * reward_scaling, then clipped."""
+    """Multiply the score by this: reward = (score - reward_bias) * reward_scaling, then clipped."""
     reward_bias: float = 0.0
-    """Subtract this from the score before scaling."""
+    """Subtract this from the score before scaling (--reward_scaling)."""
     max_reward_clip: float | None = None
-    """Clip the reward to plus or minus this. Default: off."""
+    """Clip the reward to [-X, X]. Default: off."""
     mask_no_eos_with_zero: bool = True
-    """Score truncated responses 0, whatever they say."""
+    """Give truncated responses a score of 0, regardless of their text."""
     non_stop_penalty: float = 0.0
     """Subtract this from the reward of a truncated response."""
     overlong_buffer: int = 0
-    """Tokens before max_response_length over which up to 1 is subtracted from the reward (DAPO). 0 disables."""
+    """Length penalty (DAPO): over the last N tokens before max_response_length it grows from 0 to 1. 0 disables."""
 
     # ---- environments
     environment: str | None = None
-    """Responses of several turns: path/to/file.py:Class, whose reset(...), tools and get_reward() play each of them."""
+    """Multi-turn environment: path/to/file.py:Class with reset(...), tools or turn(...), and get_reward()."""
     max_turns: int = 8
-    """Turns of the model in a response; max_response_length is for all turns together, the environment's included."""
+    """Maximum number of model turns in a response; max_response_length limits all turns and observations together."""
 
     # ---- evaluation
     eval_prompts: int = 64
-    """Problems held out for evaluation, never trained on. 0 disables evaluation."""
+    """Number of problems held out for evaluation and never trained on. 0 disables evaluation."""
     eval_samples: int = 4
-    """Responses per evaluation problem."""
+    """Number of responses per evaluation problem."""
     eval_temperature: float = 1.0
-    """Sampling temperature in evaluation. 0 is greedy, with one response per problem whatever eval_samples says."""
+    """Sampling temperature in evaluation. 0: greedy decoding, one response per problem."""
 
     # ---- generation
     max_response_length: int = 32
     """Maximum response length in tokens; longer responses are truncated."""
     temperature: float = 1.0
-    """Sampling temperature; the trainer's log-probs are taken at the same temperature."""
+    """Sampling temperature; the trainer computes log-probs at the same temperature."""
     rollout: Literal["vllm", "hf"] = "vllm"
-    """Generation backend: vLLM, or transformers' generate (slow, no extra dependency)."""
+    """Generation backend. vllm: the vLLM engine. hf: transformers' generate (slow; needs no vLLM)."""
     async_steps: int = 0
-    """Sample up to this many batches ahead of training: samples are at most that many steps old. 0: always fresh."""
+    """Asynchronous sampling: samples may be up to this many steps stale. 0: synchronous, always on-policy. 1 or 2 is
+    usual."""
     inflight_updates: Literal["off", "recompute", "keep"] = "off"
-    """Push weights while sequences run; recompute their keys and values, or keep the old. off: between batches."""
+    """Push weights while responses are being generated. off: only between batches. recompute: recompute the KV cache
+    with the new weights. keep: keep the old KV cache."""
     max_sampler_diff: float = 0.1
-    """End the run if the mean log-prob gap between an engine and the trainer exceeds this many nats per token (in fp32:
-    a thousandth of it). 0 disables."""
+    """End the run if the mean gap between engine and trainer log-probs exceeds this, in nats per token (in fp32 a
+    thousandth of it). 0 disables."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response; they stay part of it."""
+    """Stop strings: generation ends after one of them, and it remains part of the response."""
     ignore_eos: bool = False
     """Ignore EOS and always generate max_response_length tokens (for benchmarking)."""
     engine_process: bool = False
-    """Run the engine in a process of its own on the trainer's device, where Python's lock does not hold it up; weights
-    change hands in shared memory. Default: in a thread."""
+    """Run vLLM in a separate process on the same device, so that the GIL cannot slow it down; weights are copied
+    through shared memory. Default: a thread of the trainer."""
     vllm_engines: int = 0
-    """Engines on ranks of their own, the last of the launch, which only sample. 0: one beside each trainer."""
+    """Number of engines on dedicated ranks (the last ones of the launch), which only sample. 0: each trainer rank has
+    an engine."""
     vllm_tensor_parallel_size: int = 1
-    """Ranks that share one engine."""
+    """Number of dedicated ranks that share one engine (tensor parallelism)."""
     vllm_args: str | None = None
-    """JSON object of vLLM's own arguments, e.g. {"max_num_seqs": 512, "gpu_memory_utilization": 0.5}. Default of
-    gpu_memory_utilization: 0.4, less on small GPUs, more with --sleep or --vllm_engines."""
+    """JSON object of vLLM's own arguments, e.g. {"max_num_seqs": 512}. gpu_memory_utilization is 0.4 by default, lower
+    on small GPUs, and higher with --sleep or --vllm_engines."""
     sleep: Literal["off", "engine", "all"] = "off"
-    """On a GPU: engine releases the engine's memory to the trainer between generation phases. all: also keep weights,
-    master weights and optimizer states in CPU memory while the engine samples (ZeRO 2)."""
+    """Free GPU memory between generation phases. engine: release the engine's weights and KV cache during the update.
+    all: also move the trainer's weights and optimizer states to CPU memory during generation (ZeRO 2)."""
 
     # ---- memory and parallelism
     micro_batch_tokens: int | None = None
-    """Tokens per pass of a model on one device, padding included, with and without gradient. Default: on GPUs as many
-    of 16384 as fit (docs/evidence/memory.md), on CPUs 1024, with AMX 3072."""
+    """Tokens per forward or backward pass on one device, padding included. Default: up to 16384 on GPUs, as memory
+    allows; 1024 on CPUs, 3072 with AMX."""
     batch_layout: Literal["auto", "shared", "padded", "packed"] = "auto"
-    """shared: one row per group, common prefixes once. padded: one row per sample. packed: no padding. auto: shared,
-    unless the device or the lengths are against it (docs/evidence/layouts.md)."""
+    """Rows of a micro-batch. shared: one per group, each common prefix computed once. padded: one per sample. packed:
+    no padding. auto: shared if device and lengths allow it, else padded or packed."""
     zero_stage: Literal[1, 2, 3] = 2
-    """DeepSpeed ZeRO: 1 shards optimizer states, 2 gradients as well, 3 parameters as well. (0 has no NaN check.)"""
+    """DeepSpeed ZeRO stage. 1: shard optimizer states. 2: also gradients. 3: also parameters. Stage 0 is not offered
+    because DeepSpeed does not detect NaN gradients there."""
     offload: tuple[Literal["optimizer", "param", "ref"], ...] = ()
-    """Keep in CPU memory: master weights and optimizer states (optimizer), parameters (param, ZeRO 3), and on a GPU the
-    reference between its passes (ref)."""
+    """Keep in CPU memory: optimizer (master weights and optimizer states), param (parameters, with ZeRO 3), ref (the
+    reference model between its passes, on GPUs)."""
 
     # Structured flags as typed values, each parsed once; ``check`` reads them all, so invalid ones exit with code 2.
     model = cached_property(lambda args: ModelName.parse(str(args.model_name_or_path)))
