@@ -415,7 +415,7 @@ def loss_term(
 
 
 class TableRow(NamedTuple):
-    """What one setting does, by exact enumeration."""
+    """Exact bias, variance and expected gradient of one KL setting, by enumeration."""
 
     value_bias: float
     value_sd: float

@@ -56,7 +56,7 @@ ADAM_EPS = 1e-8  # added to the root of AdamW's second moment
 
 @dataclass
 class Run:
-    """What follows from the arguments, the data and the machine before a model is loaded."""
+    """Resolved settings of a run: device, dtype, sizes, layout and data, before a model is loaded."""
 
     folder: Path
     start: Path | None  # the checkpoint to resume from
@@ -129,7 +129,7 @@ def setup_run(args, ready: tuple) -> Run:
 
 
 def kl_lines(args) -> list[str]:
-    """What the KL setting of a run means, and a warning for each way in which it does not do what its name says."""
+    """Describe the KL setting of a run, with a warning wherever its effect differs from its name."""
     meaning, warnings = kl_setting_message(
         args.kl_placement,
         args.kl_estimator,
@@ -247,7 +247,7 @@ def learning_rate(optimizer_step: int, total: int, args) -> float:
 
 
 def final_logits(logits_UV: torch.Tensor, config) -> torch.Tensor:
-    """What some models do to the output of their head, by the fields of their config, in fp32; most do nothing.
+    """Apply the model-specific scaling and softcapping of the head's logits, in fp32; most models have none.
 
     Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``, and Gemma 2 limits the logits to
     plus or minus ``final_logit_softcapping`` by tanh.
@@ -617,7 +617,7 @@ class TokenStats:
 
 
 class UpdateStats:
-    """What phase 7 did: sums and maxima over the trained tokens of all ranks, and how each optimizer step ended."""
+    """Statistics of phase 7: sums and maxima over the trained tokens of all ranks, and the outcome of each step."""
 
     # Pieces of a loss that have metrics of their own; any other piece [T] becomes the metric policy/NAME, its mean.
     KNOWN = ("policy", "kl", "ratio", "clipped", "weight")
@@ -670,7 +670,7 @@ class UpdateStats:
         self.mini.add_sampler_diff(equal_T, (t.old_T - t.sampler_T).abs(), self.engine_N[mb.tokens])
 
     def drop(self, limit: float | None) -> bool:
-        """Whether the optimizer step is not to be taken, alike on every rank; after the last micro-batch's ``add``.
+        """Decide, identically on every rank, to skip an optimizer step; call it after the last micro-batch's ``add``.
 
         ``limit``: of the mean ratio; above it this step and the rest of the update are left out.
         """
@@ -969,7 +969,7 @@ def episode_metrics(samples: list[Sample]) -> dict[str, float]:
 
 
 def weight_statistics(old_T: torch.Tensor, sampler_T: torch.Tensor, args) -> dict[str, torch.Tensor]:
-    """What ``staleness_metrics`` needs of each token: w = old / sampler, its square, whether cap or mask apply. [T]."""
+    """Return the inputs of ``staleness_metrics`` per token: w = old / sampler, w^2, and if cap or mask apply. [T]."""
     log_weight_T = (old_T - sampler_T).clamp(-20, 20)
     values = {"weight": log_weight_T.exp(), "weight_squared": (2 * log_weight_T).exp()}
     if args.truncated_importance_sampling_ratio_cap:
@@ -1006,7 +1006,7 @@ def mean(values: list[float]) -> float | None:
 
 
 def eval_metrics(samples: list[Sample], problems: list[Problem], step: int) -> dict[str, float]:
-    """What an evaluation of the weights after ``step`` found; names and units are in docs/metrics.md.
+    """Return the metrics of an evaluation of the weights after ``step``; docs/metrics.md has names and units.
 
     ``samples``: equally many for each of ``problems``. With several sources, each has metrics of its own as well.
     Raises RuntimeError if the samples are not of one version of the weights.

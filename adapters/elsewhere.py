@@ -37,7 +37,7 @@ class Remote:
         cls._control = start(file, variable, needs)
 
     def _ask(self, word: str, *given):
-        """What the other object's method answers. Raises RuntimeError with what it raised there."""
+        """Return the result of a method of the other object. Raises RuntimeError with what it raised there."""
         self._line.write(json.dumps([word, *given]) + "\n")
         self._line.flush()
         answer = self._line.readline()

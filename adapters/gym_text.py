@@ -50,7 +50,7 @@ class World:
         return None if terminated or truncated else self.shown(state)
 
     def get_turn_reward(self) -> float:
-        """What the last action has brought."""
+        """Return the reward of the last action."""
         return self.reward
 
 
@@ -69,5 +69,5 @@ else:
         get_reward = None
 
         def get_turn_reward(self) -> float:
-            """What the last action has brought."""
+            """Return the reward of the last action."""
             return self._ask("get_turn_reward")

@@ -31,7 +31,7 @@ class Client:
         return None if found.done else json.dumps(found.observation)
 
     def get_turn_reward(self) -> float:
-        """What the last step has brought."""
+        """Return the reward of the last step."""
         return self.reward
 
 
@@ -50,5 +50,5 @@ else:
         get_reward = None
 
         def get_turn_reward(self) -> float:
-            """What the last step has brought."""
+            """Return the reward of the last step."""
             return self._ask("get_turn_reward")

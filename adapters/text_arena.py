@@ -22,7 +22,7 @@ class Game:
         return self.said()
 
     def said(self) -> str:
-        """What the game has said since the last move."""
+        """Return the game's messages since the last move."""
         _, observed = self.game.get_observation()
         if isinstance(observed, str):
             return observed

@@ -76,7 +76,7 @@ class Play:
             self.questions.put(error)
 
     async def complete(self, request) -> web.Response:
-        """What a server of a model does: say what is new in the conversation to the run, and wait for the answer."""
+        """Act as a model server: pass the new part of the conversation to the run, and wait for its response."""
         messages = (await request.json())["messages"]
         said = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         new = messages[said[-1] + 1 if said else 0 :]

@@ -47,7 +47,7 @@ def quantile(lengths: list[int], part: float) -> int:
 
 
 def describe(samples: list[Sample], limit: int, cap: int) -> list[str]:
-    """What the samples say, in lines. ``limit``: --max_response_length; ``cap``: the tokens that each might have."""
+    """Summarize samples in lines. ``limit``: --max_response_length; ``cap``: the tokens each of them may have."""
     lengths = [s.length for s in samples]
     unfinished = sum(s.finish_reason == "length" for s in samples) / len(samples)
     rewards: dict[int, list[float]] = {}

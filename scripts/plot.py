@@ -142,7 +142,7 @@ class Run:
         return series(records, key, positions(self.metrics, x))
 
     def final(self, key: str) -> float:
-        """What was measured or evaluated last, or the mean over the last tenth of the steps that have one; else NaN."""
+        """Return the last measurement or evaluation, else the mean over the last tenth of the steps, else NaN."""
         if key in self.measured:
             return self.measured[key]
         values = self.curve(key).dropna()

@@ -78,7 +78,7 @@ def check(gguf: Path, folder: Path) -> None:
 
 
 def complete(folder: Path) -> bool:
-    """Whether ``folder`` holds every file of the model."""
+    """Return True if ``folder`` holds every file of the model."""
     return all((folder / name).is_file() and (folder / name).stat().st_size > 0 for name in FILES)
 
 

@@ -231,7 +231,7 @@ def joined(parts: list[list[str]]) -> list[list[str]]:
 
 
 def expects_program(words: list[str]) -> bool:
-    """Whether a command is a runner that names no program yet, so that its ``--`` comes before that.
+    """Return True if a command is a runner without a program yet, so that its ``--`` comes before it.
 
     Exits with code 2 where the last word could be either: ``uv run --extra cuda``, ``uv run --frozen pytest``.
     """

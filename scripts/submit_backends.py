@@ -27,7 +27,7 @@ GRACE = 180  # seconds between the request to stop and the end, where a backend 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to run and on what, the same for all backends. Sizes are per node."""
+    """Command and resources of a job, the same for all backends. Sizes are per node."""
 
     backend: str
     name: str
@@ -66,7 +66,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a submission does: files to write (path -> text), then commands to run, then secrets taken from here."""
+    """Actions of a submission: files to write (path -> text), then commands to run, then secrets taken from here."""
 
     files: dict[str, str]
     commands: list[list[str]]
@@ -138,7 +138,7 @@ def split_at(word: str, words: tuple[str, ...] | list[str]) -> list[list[str]]:
 
 
 def file_at(words: list[str]) -> int | None:
-    """Where FILE.py of the first ``python FILE.py`` stands in a command; None if there is none."""
+    """Return the index of FILE.py in the first ``python FILE.py`` of a command, or None."""
     for i, word in enumerate(words[:-1]):
         if PYTHON.fullmatch(Path(word).name) and words[i + 1].endswith(".py"):
             return i + 1
@@ -146,7 +146,7 @@ def file_at(words: list[str]) -> int | None:
 
 
 def has_launcher(words: list[str]) -> bool:
-    """Whether a command starts its processes itself; what follows its script are arguments, which do not count."""
+    """Return True if a command starts its processes itself; arguments after its script do not count."""
     file = file_at(words)
     program = words if file is None else words[: file + 1]
     return any(Path(word).name in LAUNCHERS for word in program)
@@ -229,7 +229,7 @@ def options(fields: dict[str, Any]) -> list[str]:
 
 
 def shared_fields(job: Job) -> dict[str, Any]:
-    """What the templates of more than one backend name."""
+    """Return the fields that templates of several backends use."""
     return {
         **dataclasses.asdict(job),
         "gpus": job.gpus or None,

@@ -31,7 +31,7 @@ PHASES = ("gather", "arrays", "metrics", "rows")
 
 @dataclass
 class Args:
-    """What is measured."""
+    """Settings of the measurement."""
 
     samples: int | None = None
     """Measure this number of samples, in this process. Default: several sizes."""

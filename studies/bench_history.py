@@ -151,7 +151,7 @@ class History:
             self.lines = [json.loads(line) for line in self.file.read_text().splitlines()]
 
     def setting(self, what: str) -> dict[str, object]:
-        """What lines that are compared have in common."""
+        """Return the settings that comparable rows share."""
         return {
             "what": what,
             "machine": self.machine,

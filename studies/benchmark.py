@@ -94,7 +94,7 @@ class Args:
 
 @dataclass
 class Timings:
-    """What was measured: seconds by name, one per repeat, and ratios of neighboring measurements."""
+    """Measured seconds by name, one per repeat, and ratios of neighboring measurements."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     ratios: dict[str, list[float]] = field(default_factory=dict)
@@ -365,7 +365,7 @@ def time_push(bench: Bench, model, args: Args, timings: Timings) -> None:
 
 @dataclass
 class ModelSizes:
-    """What the cost of a model's forward pass depends on."""
+    """Sizes that determine the cost of a model's forward pass."""
 
     weight_bytes: int
     parameters: int
@@ -478,7 +478,7 @@ NAMED = 10  # rows of the table; the others are summed
 
 @dataclass
 class Operator:
-    """What was spent in an operator for inputs of the same sizes, without the operators that it calls."""
+    """Time spent in an operator for inputs of the same sizes, without the operators it calls."""
 
     name: str
     inputs: list[list[int]]  # sizes; empty for what is not a tensor

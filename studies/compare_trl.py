@@ -138,7 +138,7 @@ class Cell:
     ends: bool = False  # responses end by themselves, and ``length`` is the most they can have
 
     def name(self) -> str:
-        """How the file of measurements calls it."""
+        """Return the name of this side in the file of measurements."""
         most = "<=" if self.ends else ""
         return f"{self.part} {Path(self.model).name} {self.prompts}x{self.group}x{most}{self.length} on {self.ranks}"
 
@@ -354,7 +354,7 @@ class Side:
 
 
 def once(kind: str, arguments: dict, log: Path) -> dict[str, Any]:
-    """What a process prints that makes only one step."""
+    """Return the output of a process that makes a single step."""
     side = Side(kind, arguments, log)
     try:
         return side.step()
@@ -486,7 +486,7 @@ class Summary:
 
 
 def ratio(records: dict[str, list[dict]], side: str, base: str = "ours") -> list[float]:
-    """How many times as long a step of ``side`` took as one of ours beside it, round by round."""
+    """Return the ratios of a step of ``side`` to ours next to it, round by round."""
     pairs = zip(records[side], records[base], strict=True)
     return [theirs["seconds"] / ours["seconds"] for theirs, ours in pairs]
 
@@ -630,7 +630,7 @@ NOTES = {
 
 
 def measurement_lines(results: dict) -> list[str]:
-    """What was measured in one file, and on what."""
+    """Describe one file of measurements: settings, machine and numbers."""
     machine = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [

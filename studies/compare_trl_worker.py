@@ -59,7 +59,7 @@ class Gate:
 
 
 def limit() -> str:
-    """What --avx2 of compare_trl.py has left of the CPU's instructions; nothing without it."""
+    """Return the instruction set that --avx2 of compare_trl.py allows, or "" without it."""
     return "AVX2 instructions" if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2" else ""
 
 

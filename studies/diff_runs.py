@@ -150,7 +150,7 @@ def weights(_, engine) -> dict[str, Any]:
 
 
 def weights_of_vllm(llm) -> dict[str, Any]:
-    """What the engine computes with, but for what its kernels have packed."""
+    """Return the weights the engine computes with, except those its kernels have packed."""
     (model,) = llm.collective_rpc(lambda worker: worker.model_runner.get_model())
     found = {}
     for name, weight in model.named_parameters():
@@ -382,7 +382,7 @@ def common_start(a: Side, b: Side) -> tuple[int, Path | None, Path | None]:
 
 
 def distance(x: np.ndarray | str, y: np.ndarray | str) -> str:
-    """How two values differ, in words."""
+    """Describe the difference of two values."""
     if isinstance(x, str) or isinstance(y, str):
         return f"{x} against {y}"
     if x.shape != y.shape:
@@ -396,7 +396,7 @@ def distance(x: np.ndarray | str, y: np.ndarray | str) -> str:
 
 
 def place_of(event: tuple | None) -> str:
-    """Where a run is, in words."""
+    """Describe the position of a run in its step."""
     if event is None:
         return "the end"
     return f"step {event[0]}, phase {event[1]}"

@@ -43,7 +43,7 @@ def no_gpu() -> str:
 
 
 def parts(out: Path, trl: Path | None, gpu: str) -> list[Part]:
-    """What is run, the most telling first. ``gpu``: why there is none, or nothing."""
+    """List the parts to run, the most informative first. ``gpu``: the reason why there is no GPU, or ""."""
     python = sys.executable
     tests = [python, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider"]
     only = (lambda: gpu,)

@@ -174,7 +174,7 @@ def toy_grpo(
 
 
 def behaves(name: str, kl: Tensor) -> bool:
-    """Whether the KL [beta 0 and BETAS, seeds] of one estimator moves with beta as expected."""
+    """Return True if the KL [beta 0 and BETAS, seeds] of one estimator moves with beta as expected."""
     none, _, some, much = kl
     if name != "k1":
         lower = (some < 0.6 * none) & (much < 0.25 * none)

@@ -122,7 +122,7 @@ def add(table: pd.DataFrame, folders: list[Path]) -> pd.DataFrame:
 
 
 def unlike(table: pd.DataFrame) -> list[str]:
-    """Which runs of a model and a seed do not begin with the same pass@1, so that nothing pairs them."""
+    """List runs of the same model and seed that start with different pass@1 and so cannot be paired."""
     found = []
     for (model, seed), runs in table.groupby(["model", "seed"]):
         begins = sorted(set(runs["base pass@1"].round(4)))  # the file has six digits
@@ -202,7 +202,7 @@ def geometric(values: pd.Series) -> tuple[float, float, float]:
 
 
 def summary(members: pd.DataFrame) -> dict[str, float]:
-    """What repetitions have in common: their number, the KL with its interval, pass@1 with half its interval."""
+    """Summarize repetitions: their number, the KL with its interval, pass@1 with half its interval."""
     kl, low, high = geometric(members["kl/exact"])
     solved, half = interval(members["eval/pass@1"])
     return {"n": len(members), "kl": kl, "low": low, "high": high, "pass": solved, "half": half}

@@ -107,7 +107,7 @@ def size(place: Path, ending: str = "") -> float:
 
 
 def look(run: psutil.Process, folder: Path) -> dict[str, float]:
-    """What a run and all processes under it take now. A page that two of them share counts twice."""
+    """Return the current memory of a run and all its child processes. Pages shared by two of them count twice."""
     found = dict.fromkeys(SEEN, 0.0)
     shared: set[str] = set()
     for one in (run, *run.children(recursive=True)):
@@ -148,7 +148,7 @@ def without_jumps(values: np.ndarray) -> tuple[np.ndarray, list[str]]:
 
 
 def watched(line: list[str], folder: Path) -> list[dict[str, float]]:
-    """What was seen after each step of a run in ``folder``. Raises RuntimeError where it fails."""
+    """Return the measurements after each step of a run in ``folder``. Raises RuntimeError if it fails."""
     metrics = folder / "metrics.jsonl"
     seen: list[dict] = []
     log = folder.with_suffix(".log")

@@ -207,7 +207,7 @@ def policies_of(world: World, condition: str, seed: int = 1) -> Policies:
 
 
 class Batch(NamedTuple):
-    """What a policy loss sees: one entry per response token, [N]."""
+    """Inputs of a policy loss: one entry per response token, [N]."""
 
     logprobs: Tensor  # pi's, with gradient
     old: Tensor
@@ -240,7 +240,7 @@ def token_loss(logprobs: Tensor, old: Tensor, sampler: Tensor, advantages: Tenso
 
 
 def tokens_of(logprobs: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> grpo.Tokens:
-    """What grpo.py's token loss takes, without reference and entropy."""
+    """Return the inputs of grpo.py's token loss, without reference and entropy."""
     nothing = torch.zeros_like(old)
     return grpo.Tokens(
         logprobs_T=logprobs,

@@ -162,7 +162,7 @@ def run_measured(kind: str, script: str, words: list[str]) -> None:
 
 
 def measure(kind: str, name: str, script: str, ranks: int, words: tuple[str, ...], folder: Path) -> list[dict]:
-    """What each rank of a measured run found; ``kind`` as in ``run_measured``.
+    """Return the measurements of each rank of a run; ``kind`` as in ``run_measured``.
 
     Raises RuntimeError, with the end of its output, where it fails.
     """
@@ -396,7 +396,7 @@ def first_that_fits(model: memory.Model, card: int, ranks: int, ways: Sequence[d
 
 
 def cell(model: memory.Model, card: int, ranks: int) -> str:
-    """What makes a run fit, the tokens of a micro-batch, the engine's share and the predicted peak."""
+    """Return the settings with which a run fits: micro-batch tokens, engine share and predicted peak."""
     found = first_that_fits(model, card, ranks, WAYS)
     if found is None:
         return "--"
@@ -434,7 +434,7 @@ def first_runs() -> str:
 
 
 def table() -> str:
-    """What fits where, as Markdown."""
+    """Return the table of models and GPUs that fit, as Markdown."""
     cards = [CARDS[kind].gb for kind in KINDS]
     lines = [f"| model | GPUs | {' | '.join(f'{card} GB' for card in cards)} |", "|---|---|---|---|---|---|"]
     for name in MODELS:
@@ -464,7 +464,7 @@ def on_a_laptop(script: str, model: memory.Model, bf16: bool, length: int) -> st
 
 
 def laptops() -> str:
-    """What a machine of 16 GB without a GPU trains, as Markdown."""
+    """Return the table of models for a machine of 16 GB without a GPU, as Markdown."""
     kinds = list(itertools.product(("grpo", "ppo"), (True, False), (32, 256)))
     heads = [f"{script}.py, {'bf16' if bf16 else 'fp32'}, {length}" for script, bf16, length in kinds]
     lines = [f"| model | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
@@ -494,7 +494,7 @@ BARE = (
 
 
 def defaults_table() -> str:
-    """What ``python grpo.py --model_name_or_path MODEL --dataset DATA`` chooses, and why, as Markdown."""
+    """Return the choices of ``python grpo.py --model_name_or_path MODEL --dataset DATA`` with reasons, as Markdown."""
     import grpo
 
     lines = ["| model | data | learning rate | response length | steps | why |", "|---|---|---|---|---|---|"]

@@ -223,7 +223,7 @@ def paired(found: dict[str, dict[int, Run]], mine: str) -> list[tuple[Run, Run]]
 
 
 class Comparison(NamedTuple):
-    """What was decided, a place in VERDICTS, by which pairs."""
+    """Result of a comparison (an entry of VERDICTS) and the pairs behind it."""
 
     verdict: int
     pairs: list[tuple[Run, Run]]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Source(NamedTuple):
-    """Where a framework has a setting: its field = default, or its code, and the line of a file."""
+    """Location of a framework's setting: its field = default, or its code, and the line of a file."""
 
     theirs: str
     file: str

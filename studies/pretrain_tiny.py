@@ -65,7 +65,7 @@ JUDGED = 256  # problems of each task that the finished model answers
 
 @dataclass
 class Recipe:
-    """What the model is and how it is trained; the same recipe and seed give the same weights on the same machine."""
+    """Architecture and training of the model; the same recipe and seed give the same weights on the same machine."""
 
     seed: int
     threads: int = 1  # their number changes the rounding, and with it the weights
@@ -344,7 +344,7 @@ def identity(recipe: Recipe) -> str:
 
 
 def is_complete(folder: Path, wanted: str) -> bool:
-    """Whether ``folder`` holds every file of the model with this identity."""
+    """Return True if ``folder`` holds every file of the model with this identity."""
     record = folder / "pretraining.json"
     if not record.is_file() or not all((folder / name).is_file() for name in FILES):
         return False

@@ -267,7 +267,7 @@ def write_model(config, args, folder: Path) -> None:
 
 
 def changed(args, trainers: int, folder: Path) -> dict:
-    """What is different in the run here, by argument."""
+    """Return the arguments that differ in the run here."""
     size = default_sizes(args, False)
     here = HERE | {"model_name_or_path": str(folder / "model")}
     here["output_dir"] = str(folder)

@@ -280,7 +280,7 @@ def phase_6(script: ModuleType) -> str:
 
 
 def statistics(setting: Setting) -> tuple:
-    """What the advantages of a setting follow from; settings of one script with equal ones have equal advantages."""
+    """Return the settings that determine the advantages; equal ones in one script mean equal advantages."""
     args = setting.args
     _, reward_coef = args.kl_coefficients
     kl = None
@@ -293,7 +293,7 @@ def statistics(setting: Setting) -> tuple:
 
 
 def uses_reference(setting: Setting) -> bool:
-    """Whether a setting has a KL to the reference."""
+    """Return True if a setting has a KL to the reference."""
     return any(setting.args.kl_coefficients)
 
 
@@ -344,7 +344,7 @@ def read_batch(folder: Path) -> RunBatch:
 
 @dataclass
 class Slopes:
-    """What a setting's loss does to each token: the derivatives of the loss, and fractions of the tokens that count."""
+    """Effect of a setting's loss on each token: its derivatives, and the fractions of tokens that count."""
 
     direction: torch.Tensor  # [3, N + 1] by the token's log-prob, its entropy, its KL over the vocabulary
     weights_N: torch.Tensor  # of the tokens in the loss
@@ -478,11 +478,11 @@ class Replay:
             process.refuse(f"{setting.name}: {error}")
 
     def knows_advantages(self, setting: Setting) -> bool:
-        """Whether they are the run's, or follow from the rewards as in grpo.py."""
+        """Return True if the advantages are the run's, or follow from the rewards as in grpo.py."""
         return self.has_run_advantages(setting) or phase_6(setting.script) == phase_6(grpo)
 
     def has_run_advantages(self, setting: Setting) -> bool:
-        """Whether the run's advantages are those of the setting, for every sample in its loss.
+        """Return True if the run's advantages are those of the setting, for every sample in its loss.
 
         For a KL in the reward a run has the log-probs of the samples in its own loss, or of all of them; the advantages
         of the others lack the KL, and their old log-probs are NaN.
@@ -627,7 +627,7 @@ class Replay:
 
 
 def fraction(part: torch.Tensor, whole: torch.Tensor) -> float:
-    """How many of the tokens in ``whole`` are in ``part``; NaN of none."""
+    """Return the fraction of the tokens in ``whole`` that are in ``part``; NaN if ``whole`` is empty."""
     return ((part & whole).sum() / whole.sum()).item()
 
 

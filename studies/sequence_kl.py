@@ -135,7 +135,7 @@ def full_per_decision(r: Responses) -> Tensor:
 
 
 def baseline(r: Responses, sums: Tensor) -> Tensor:
-    """What to subtract from sums-to-go [B, T]: the mean of the same place over the other responses of each group.
+    """Return the baseline of sums-to-go [B, T]: the mean at the same position over the group's other responses.
 
     It does not depend on the response itself, and the ratio of the tokens up to t times s_t has mean 0, so subtracting
     it changes no expectation.
@@ -208,7 +208,7 @@ def sequence_kl_gradient(world: World, pi: Tensor, ref: Tensor) -> Tensor:
 
 
 class Accuracy(NamedTuple):
-    """How good an estimator is."""
+    """Accuracy of an estimator."""
 
     bias: float  # |expectation - grad KL| / |grad KL|
     noise: float  # standard deviation from one response / |grad KL|

@@ -37,7 +37,7 @@ from runtime.system import git, process
 
 @dataclass(frozen=True)
 class Track:
-    """What is trained on, and what counts."""
+    """Model, data and the metric of a speedrun."""
 
     title: str
     words: str

@@ -228,7 +228,7 @@ def with_other_flag(file: Path) -> bytes:
 
 
 def named(first: Path, phase: int, draw: int) -> tuple[bool, float, str]:
-    """Whether diff_runs.py names the phase and step of a change, in how many seconds, and what it says."""
+    """Test if diff_runs.py names the phase and step of a change: (found, seconds, its output)."""
     import diff_runs
 
     step = random.Random(f"{phase}/{draw}").randrange(1, STEPS + 1)

@@ -49,7 +49,7 @@ def another_tokenizer(now: Weights, before: Weights, first: Weights) -> Weights:
 
 
 def dead_lora(now: Weights, before: Weights, first: Weights) -> Weights:
-    """What was trained is not there: the weights are those of the beginning."""
+    """Return the first weights, as if nothing had been trained."""
     return first
 
 
@@ -101,7 +101,7 @@ class Breaker:
         patch(script.Engine, "ask", lambda engine, *given, **more: self.ask(engine, *given, **more))
 
     def engine_weights(self, policy, args) -> Weights:
-        """What the script is about to push, broken where it is time."""
+        """Return the weights that the script is about to push, broken from the chosen step on."""
         now = self.plain["engine_weights"](policy, args)
         before, self.before = self.before, [(name, weight.detach().clone()) for name, weight in now]
         self.first = self.first or self.before
@@ -111,7 +111,7 @@ class Breaker:
         return now if self.way is None else self.way(now, before, self.first)
 
     def ask(self, engine, problems, requests, sampling, *rest):
-        """What the script asks of its engine."""
+        """Forward the script's requests to its engine."""
         if self.way is wrong_temperature:
             sampling = sampling | {"temperature": 1.3 * sampling["temperature"]}
         return self.plain_ask(engine, problems, requests, sampling, *rest)

@@ -183,7 +183,7 @@ def project_files(root: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left: its exit code, the end of its output, its metrics and its evaluations."""
+    """Result of a run: its exit code, the end of its output, its metrics and its evaluations."""
 
     code: int
     output: str
@@ -234,7 +234,7 @@ def run(
 
 
 def complaints(found: Run, script: str, course: str) -> list[str]:
-    """What is wrong with a run, judged by what it learned; nothing for a healthy one."""
+    """List the problems of a run, judged by its learning; empty for a healthy one."""
     if found.code != 0:
         return [f"exit code {found.code}: {found.output[-1000:]}"]
     if course == "hold":

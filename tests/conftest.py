@@ -61,7 +61,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What the tests import stays: nobody looks for garbage among it, now or later."""
+    """Freeze the imported modules, so that the garbage collector never scans them."""
     gc.disable()
     try:
         return (yield)
@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def not_asked_to_stop():
-    """What a run of this process was told is no word to what the next test calls."""
+    """Reset the stop request after each test."""
     with own_signals():
         yield
     stop = process.StopRequest

@@ -326,7 +326,7 @@ class Soak:
         assert not ended, f"ended with {self.run.process.poll()}\n{self.run.text()[-3000:]}"
 
     def says(self, words: str) -> Callable[[], bool]:
-        """Whether the run has printed ``words`` since now."""
+        """Return a function that tests if the run has printed ``words`` since now."""
         before = self.run.text().count(words)
         return lambda: self.run.text().count(words) > before
 
@@ -372,7 +372,7 @@ class Soak:
         (self.orders / fault).touch()
 
     def has_two_checkpoints(self) -> bool:
-        """Whether there is one to fall back on."""
+        """Return True if there is a checkpoint to fall back on."""
         return len(directory.saved_steps(self.folder)) > 1
 
     def dead_checkpoint(self) -> Path:

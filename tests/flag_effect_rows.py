@@ -1,4 +1,4 @@
-"""What every argument of grpo.py and ppo.py must change: one row per flag. tests/flag_effects.py runs the rows.
+"""Expected effects of every argument of grpo.py and ppo.py, one row per flag. tests/flag_effects.py runs the rows.
 
 A row says which value is tried, in two steps of a tiny model, and names the observables that must then differ from the
 same run without it. Its keywords are arguments that both runs have: what the flag needs to mean anything.

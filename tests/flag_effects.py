@@ -216,7 +216,7 @@ def observe(module, seen: dict[str, Any], patch) -> None:
 
 
 def observe_samples(module, seen: dict[str, Any], patch) -> None:
-    """What is asked for, what is answered and how it is scored."""
+    """Record the requests, the responses and their scores."""
     import rewards
     from runtime.run import logger
 
@@ -270,7 +270,7 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
 
 
 def observe_training(module, seen: dict[str, Any], patch) -> None:
-    """What goes into the loss, and the engine that takes its gradient."""
+    """Record the inputs of the loss, and the engine that computes its gradient."""
     import deepspeed
 
     def note_loss(_, tokens, *rest) -> None:
@@ -380,7 +380,7 @@ def note_arguments(seen: dict[str, Any], named: dict[str, Any]) -> None:
 
 
 def left_behind(place: Path, code: int) -> dict[str, Any]:
-    """What a run has left: exit code, files and what stands in them. ``place``: the folder of its work."""
+    """Return the exit code and the files of a run with their contents. ``place``: the folder of its work."""
     out = place / "out"
     found: dict[str, Any] = {"exit": code}
     names = []
@@ -443,12 +443,12 @@ def typed(flag: str) -> str:
 
 
 def train(module, args) -> None:
-    """What ``python grpo.py`` does."""
+    """Run the training as ``python grpo.py`` does."""
     module.main(args, module.preflight(args))
 
 
 def build_on_gpus(module, args, seen: dict[str, Any], patch, count: int) -> None:
-    """What the script gives to vLLM's constructor where torch finds GPUs; nothing is built."""
+    """Record the arguments of vLLM's constructor on a machine with GPUs; nothing is built."""
     import torch
     import vllm
 
@@ -460,7 +460,7 @@ def build_on_gpus(module, args, seen: dict[str, Any], patch, count: int) -> None
 
 
 def hinder(stage: str, patch) -> None:
-    """What a stage does to the process of a run."""
+    """Apply a stage's obstacle to the process of a run."""
     from runtime.system import sandbox
 
     if stage == "no namespaces":
@@ -606,7 +606,7 @@ def located(value: Any, places: dict[str, str]) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two observations are equal, numbers up to rounding."""
+    """Return True if two observations are equal, numbers up to rounding."""
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float | int) and isinstance(b, float | int):
@@ -615,7 +615,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def complaints(flag: str, row: Row, without: dict[str, Any], tried: dict[str, Any]) -> list[str]:
-    """Why the two runs of a row are no evidence that its flag is alive; nothing where they are."""
+    """List the reasons why two runs are no evidence that a flag has an effect; empty if they are evidence."""
     wrong = []
     for name in row.changes:
         if same(without.get(name), tried.get(name)):

@@ -71,7 +71,7 @@ ROWS: list[subprocess.Popen] = []  # the process that has imported reasoning-gym
 
 
 def printed_rows(name: str, options: str) -> str:
-    """What ``python -m runtime.data.reasoning_gym_tasks NAME OPTIONS`` prints."""
+    """Return the output of ``python -m runtime.data.reasoning_gym_tasks NAME OPTIONS``."""
     if not ROWS:
         line = [sys.executable, str(Path(__file__).resolve()), "rows"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

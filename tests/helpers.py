@@ -1,4 +1,4 @@
-"""What several tests need and pytest knows nothing of: tiny runs in this process and in others, samples, records.
+"""Shared helpers of the tests: tiny runs in this process and in others, samples, records.
 
 Fixtures and hooks stand in conftest.py. Programs that tests write and start import from here, too.
 """
@@ -197,7 +197,7 @@ def freeze() -> None:
 
 @contextlib.contextmanager
 def quick_start():
-    """What each run spends a second on, and another one of this process has done: imports of the verifiers.
+    """Skip the imports of the verifiers, which take a second of each run and are done once in this process.
 
     Tests of verifiers, and runs in processes of their own, do it all.
     """
@@ -287,7 +287,7 @@ TIMES = ("time/", "perf/", "engine/", "env/tool_seconds")
 
 
 def record(folder: Path) -> dict:
-    """What two equal runs have in common: every number but times, every sample, the weights."""
+    """Return the parts that must be equal in two equal runs: every number but times, every sample, the weights."""
     metrics = read_jsonl(folder / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(1, len(metrics) + 1)), "a step is missing or stands twice"
     evaluations = read_jsonl(folder / "eval.jsonl") if (folder / "eval.jsonl").exists() else []
@@ -458,7 +458,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits to be noticed by its parent does not."""
+    """Return True if a process runs; a zombie that its parent has not reaped does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -546,7 +546,7 @@ def forked(line: list[str], log: Path, ranks: int = 1, *, vllm: bool = False, ti
 
 
 def finish(line: list[str], log: Path, timeout: float = 600) -> str:
-    """What a run printed that must end well: a fork of a process that has imported the libraries, if it can be."""
+    """Return the output of a run that must succeed, as a fork of a process with the libraries if possible."""
     ranks, rest = 1, line[1:]
     if rest[:1] == LAUNCH:  # as `command` has it
         ranks, rest = int(rest[rest.index("--num_processes") + 1]), rest[rest.index("--main_process_port") + 2 :]
@@ -605,7 +605,7 @@ def logged(out: Path) -> int:
 
 
 def messages(text: str) -> list[str]:
-    """What was printed, without the frames of tracebacks: source lines are no message."""
+    """Return the printed text without the frames of tracebacks: source lines are no message."""
     kept = []
     frame = None  # indentation of the frame that is being skipped
     for line in text.splitlines():

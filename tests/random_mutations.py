@@ -108,7 +108,7 @@ class Mutation:
 
     @property
     def key(self) -> str:
-        """What it is called in results and in the list of equivalent ones: it does not change when lines move."""
+        """Return its name in results and in the list of equivalent ones; it does not change when lines move."""
         return f"{self.file} {self.scope}: {self.before} => {self.after}"
 
     def apply(self, source: bytes) -> bytes:
@@ -235,7 +235,7 @@ def draw(sources: dict[str, bytes], number: int, seed: int) -> list[Mutation]:
 
 
 def stage_of(item: pytest.Item) -> str:
-    """Whether a test runs a whole script, which takes a second or many, by the names that it mentions."""
+    """Classify a test as one that runs a whole script, which takes a second or many, by the names it mentions."""
     text = " ".join([inspect.getsource(item.function), *item.fixturenames])
     return "runs" if WHOLE.search(text) else "parts"
 
@@ -462,7 +462,7 @@ class Server:
             return pytest.main([*common, *words], plugins=[plugin])
 
     def trace(self, file: str, stage: str) -> dict[str, dict]:
-        """What the tests of one stage in a test file touch. Raises RuntimeError where pytest could not run them."""
+        """Return the lines that the tests of one stage in a file touch. Raises RuntimeError if pytest fails."""
         found = self.folder.with_name("traced.json")
 
         def inside() -> int:
@@ -524,7 +524,7 @@ def moved_lines(before: str, after: str) -> dict[int, int]:
 
 
 def trace_stage(server: Server, stage: str, results: Path, only: str = "") -> dict[str, dict]:
-    """What the fast tests of a stage touch, in test files whose names match ``only``.
+    """Return the lines that the fast tests of a stage touch, in test files whose names match ``only``.
 
     It is known from an earlier call where a test file has not changed. Lines that were traced in an earlier version of
     a file are looked up in this one.

@@ -46,7 +46,7 @@ BEGUN = {}  # test -> CPU seconds until then
 
 
 def merged(records: Path) -> dict[str, dict]:
-    """What is known of each test; of one that has ended also its ``outcome`` and ``seconds``."""
+    """Return the records of each test; those that have ended also have ``outcome`` and ``seconds``."""
     tests = {}
     for line in records.read_text().splitlines() if records.exists() else []:
         found = json.loads(line)
@@ -136,7 +136,7 @@ def finish_file(file: str, marks: str, records: Path, limit: float) -> None:
 
 # All files.
 def record_paths(files: list[str]) -> dict[str, Path]:
-    """Where the records of each file are."""
+    """Return the path of each file's records."""
     names = (git.output(ROOT, "ls-files") or "").splitlines()
     read = [name for name in names if not re.search(r"\.md$|^docs/|/test_\w+\.py$", name) and (ROOT / name).is_file()]
     digests = {name: process.file_digest(ROOT / name) for name in [*read, *files]}

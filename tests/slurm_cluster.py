@@ -19,7 +19,7 @@ PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
 def reason_for_none() -> str:
-    """Why this machine cannot start a Slurm; "" if it can."""
+    """Return the reason why this machine cannot start a Slurm, or "" if it can."""
     missing = [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]
     if missing:
         return f"no {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge)"

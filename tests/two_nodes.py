@@ -48,7 +48,7 @@ while True:
 
 
 def reason_for_none() -> str:
-    """Why this machine cannot make nodes; "" if it can."""
+    """Return the reason why this machine cannot make nodes, or "" if it can."""
     if os.geteuid() != 0:
         return "only root makes network namespaces"
     name = f"rlvr{os.getpid()}"

@@ -115,7 +115,7 @@ def unknown_status(response, truth, row):
 
 @dataclasses.dataclass
 class Case:
-    """What a test of a home-made verifier may be, which goes to other processes."""
+    """A test of a user's verifier that is passed to other processes."""
 
     number: int
 
@@ -177,7 +177,7 @@ def exits_on_a_response(response, truth, row):
 
 
 class Outcome(BaseException):
-    """What pytest.fail and trio's cancellation are: no Exception."""
+    """A BaseException that is no Exception, like pytest.fail's and trio's cancellation."""
 
 
 def raises_by_name(response, truth, row):
@@ -247,7 +247,7 @@ def takes_memory(response, truth, row):
 
 
 def arithmetic(response, truth, row):
-    """Which integers sympy uses here: python or gmpy."""
+    """Return the integer type sympy uses here: python or gmpy."""
     from sympy.external.gmpy import GROUND_TYPES
 
     return Reward(1.0, extracted=GROUND_TYPES)

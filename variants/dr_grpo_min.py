@@ -84,7 +84,7 @@ from runtime.training import pretrained
 
 @dataclass
 class Response:
-    """What the engine drew: token ids, the log-prob of each, and the text."""
+    """A sampled response: token ids, the log-prob of each, and the text."""
 
     ids: list[int]
     logprobs: list[float]

@@ -85,7 +85,7 @@ from runtime.training import pretrained
 
 @dataclass
 class Response:
-    """What the engine drew, and what is found out about it: tensors [T], a number per token."""
+    """A sampled response and its per-token statistics: tensors [T]."""
 
     prompt: list[int]
     ids: list[int]

@@ -22,7 +22,7 @@ MARKS = {"grpo": "advantage_normalization_type", "ppo": "gae_lambda"}
 
 
 class Difference(NamedTuple):
-    """What no flag expresses, its size, and of which script alone."""
+    """Difference to a framework that no flag expresses: text, size, and the only script it concerns."""
 
     what: str
     size: str
@@ -31,7 +31,7 @@ class Difference(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """How a framework learns by default. ``compared``: its own functions that the tests call."""
+    """Defaults of another framework. ``compared``: its own functions that the tests call."""
 
     version: str
     about: str

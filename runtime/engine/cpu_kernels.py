@@ -14,7 +14,7 @@ LANES = 32  # the kernels read so many numbers at a time at most, and refuse row
 
 
 def takes(weight: torch.Tensor | None, variance_size: int | None, *tensors: torch.Tensor) -> bool:
-    """Whether the kernels can compute this norm; vLLM computes the others."""
+    """Return True if the kernels support this norm; vLLM computes the others."""
     if weight is None or variance_size is not None or weight.numel() % LANES != 0:
         return False
     return all(tensor.dtype == weight.dtype and tensor.is_contiguous() for tensor in tensors)

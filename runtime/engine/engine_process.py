@@ -44,7 +44,7 @@ DEVICE = 6  # place of the device's number among the arguments of torch's ``rebu
 
 
 class Place(NamedTuple):
-    """Where a tensor stands in the shared block."""
+    """Position of a tensor in the shared block."""
 
     name: str
     dtype: torch.dtype
@@ -194,7 +194,7 @@ def hand_on(inbox: Mailbox, outbox: Mailbox, line: Connection, pid: int) -> None
 
 
 def describe_end(code: int | None) -> str:
-    """How a process ended, by its exit code."""
+    """Describe how a process ended, by its exit code."""
     if code is None:
         return "does not answer any more"
     if code < 0:
@@ -230,14 +230,14 @@ def own_gpu_alone() -> Iterator[None]:
 
 
 class Inbox:
-    """What the script's thread function takes for its inbox."""
+    """Inbox of the script's thread function."""
 
     def __init__(self, line: Connection):
         self.line = line
         self.tensors: list[tuple[str, torch.Tensor]] = []
 
     def empty(self) -> bool:
-        """Whether no message waits."""
+        """Return True if no message is waiting."""
         return not self.line.poll()
 
     def get(self) -> tuple:

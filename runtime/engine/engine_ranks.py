@@ -183,7 +183,7 @@ class Engines:
                 raise RuntimeError("weights did not reach the engines, whose ranks are all there") from error
 
     def _absent(self) -> str:
-        """Which ranks of all engines are gone, by their doors."""
+        """Name the engine ranks that have ended, by their addresses."""
         gone = []
         for place in range(self.count * self.shards):
             try:

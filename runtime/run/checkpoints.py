@@ -265,7 +265,7 @@ class Checkpoints:
             self.errors.append(f"rank {self.rank}: {type(error).__name__}: {error}")
 
     def _went_well(self, step: int, partial: Path) -> bool:
-        """Whether no rank met an error. Otherwise the files are removed and a warning is printed."""
+        """Return True if no rank met an error; otherwise remove the files and print a warning."""
         errors = [error for part in self._gather(self.errors) for error in part]
         if errors and self.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)

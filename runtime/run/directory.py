@@ -105,7 +105,7 @@ def check_is_a_run(folder: Path, args) -> None:
 
 
 def no_run(folder: Path) -> str:
-    """Why a folder holds no run, by its config.json; "" where it holds one."""
+    """Return the reason why a folder holds no run, by its config.json, or "" if it holds one."""
     try:
         return (
             "" if "args" in json.loads((folder / "config.json").read_text()) else "its config.json is not that of a run"
@@ -117,7 +117,7 @@ def no_run(folder: Path) -> str:
 
 
 def left_by_a_run(folder: Path) -> list[Path]:
-    """What --overwrite removes; config.json last, by which the folder is known as a run's wherever this ends."""
+    """List the files that --overwrite removes; config.json, which identifies a run's folder, comes last."""
     found = [path for path in folder.iterdir() if path.name.removesuffix(".aside").removesuffix(".partial") in LEFT]
     return sorted(found, key=lambda path: path.name == "config.json")
 
@@ -164,7 +164,7 @@ def check_earlier_run(folder: Path, args) -> None:
 
 
 def earlier_choices(args, folder: Path) -> dict[str, Any]:
-    """What the machine on which this run began made of flags that leave it open; empty for a run that begins here."""
+    """Return the values this run's first machine chose for flags left open; empty for a run that begins here."""
     if args.resume not in ("auto", "never"):
         folder = Path(args.resume).absolute().parent.parent
     if args.overwrite or no_run(folder):
@@ -242,7 +242,7 @@ def last_step(path: Path) -> int:
 
 
 def unfinished(folder: Path, args) -> str:
-    """What the run in ``folder`` still lacks of what only its end writes; "" when it is finished."""
+    """Name the files of a finished run that are missing in ``folder``, or return "" if it is finished."""
     config = json.loads((folder / "config.json").read_text())
     steps = total_steps(args, config.get("problems", 0))
     if is_open(args, "total_steps"):
@@ -267,7 +267,7 @@ def cut_back(file: Path, last: int) -> None:
 
 
 def data_digest(*parts: Sequence[Problem]) -> str:
-    """What tells one set of rendered problems from another: up to a thousand of each part, evenly spaced."""
+    """Hash rendered problems: up to a thousand of each part, evenly spaced."""
     digest = hashlib.sha256()
     for part in parts:
         for i in range(0, len(part), max(1, len(part) // 1000)):
@@ -282,7 +282,7 @@ def saved_steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def damage(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint's files, by its manifest; "" when all are there and as they were written."""
+    """Describe the damage to a checkpoint's files, by its manifest, or return "" if all are intact."""
     try:
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
         for name, (size, digest) in files.items():

@@ -172,7 +172,7 @@ def extraction(case: Case) -> Finding | None:
 
 
 def brief(sample: dict) -> dict:
-    """What ``extraction`` needs of a sample, which may be long."""
+    """Return the fields of a sample that ``extraction`` needs."""
     extracted = sample.get("extracted") or ""
     return {
         "step": sample.get("step"),
@@ -411,6 +411,6 @@ RULES = (
 
 
 def examine(case: Case) -> list[Finding]:
-    """What is wrong with a run, in the order of RULES; nothing for a healthy one."""
+    """List the problems of a run in the order of RULES; empty for a healthy run."""
     found = [rule(case) for rule in RULES]
     return [finding for finding in found if finding is not None]

@@ -97,7 +97,7 @@ class SavedState:
         return torch.cat(pieces)
 
     def cut_anew(self, new: list[list[Unit]], rank: int) -> dict[str, Any]:
-        """What ``rank`` would have saved, had the ranks saved the checkpoint that ``new`` is cut for.
+        """Return the state ``rank`` would have saved if the checkpoint had been written with the partition ``new``.
 
         Exits with code 2 for a state that is neither one number for each weight nor the same on all ranks.
         """
@@ -131,12 +131,12 @@ class SavedState:
 
 
 def is_cut(value, weights: torch.Tensor) -> bool:
-    """Whether a state of the optimizer has a number for each of a rank's ``weights``, perhaps with padding."""
+    """Return True if an optimizer state has one number per weight of a rank, perhaps with padding."""
     return isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) >= len(weights)
 
 
 def all_equal(values: list) -> bool:
-    """Whether ranks have saved the same number, as such or as a scalar tensor."""
+    """Return True if all ranks saved the same number, as such or as a scalar tensor."""
     first = values[0]
     if not isinstance(first, torch.Tensor):
         return values == [first] * len(values)
@@ -158,7 +158,7 @@ class SavedElsewhere:
         self.parts = engine._get_mp_rank_zero_checkpoint_names(*place, 0, ranks, engine.bfloat16_enabled())
 
     def load(self, path: str, map_location) -> dict[str, Any]:
-        """What DeepSpeed would find in the file ``path`` of this rank; it asks for the common file first."""
+        """Replace torch.load for DeepSpeed, which asks for the common file first: return this rank's file ``path``."""
         if path != self.common:
             return {"optimizer_state_dict": self.own_state()}
         saved = self.read(path, map_location=map_location)

@@ -50,7 +50,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def control_of(metrics: dict[str, Any]) -> str:
-    """What was trained on in place of the reward (--control), by the metrics of a step; "" for the reward itself."""
+    """Return the control (--control) that replaced the reward, by the metrics of a step, or "" for the reward."""
     return next((name.removeprefix("reward/control_") for name in metrics if name.startswith("reward/control_")), "")
 
 

@@ -66,7 +66,7 @@ def save_critic(critic, normalizer, tokenizer, folder: Path, zero_stage: int, ra
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """Where to write the files of ``folder``: beside it, and renamed at the end, so that it is never half there."""
+    """Yield a temporary folder next to ``folder``, and rename it at the end, so that ``folder`` is never incomplete."""
     beside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(beside, ignore_errors=True)
     yield beside

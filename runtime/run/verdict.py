@@ -83,7 +83,7 @@ def judge(case: Case, rules: set[str], pair: dict[str, Any] | None) -> tuple[str
 
 
 def verdict(folder: Path, last: int) -> dict[str, Any]:
-    """What became of the run in ``folder``, whose last step is ``last``: outcome, why, and what it was judged by."""
+    """Judge the run in ``folder``, whose last step is ``last``: outcome, reason, and the numbers behind it."""
     case = Case.of(folder)
     findings = examine(case)
     pair = evaluations(folder, last)
@@ -135,7 +135,7 @@ def write(folder: Path, last: int) -> str:
 
 
 def outcome_of(folder: Path) -> str | None:
-    """What verdict.json says of a run that is finished; None without one that can be read."""
+    """Return the outcome in verdict.json of a finished run, or None if it cannot be read."""
     try:
         return json.loads((folder / FILE).read_text())["outcome"]
     except (OSError, ValueError, KeyError, TypeError):

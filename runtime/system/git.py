@@ -29,7 +29,7 @@ def untracked(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def diff(folder: Path, names: Sequence[str] = ()) -> str:
-    """How the tracked files in ``folder`` differ from its commit, and the files among ``names`` that are untracked."""
+    """Return the diff of ``folder`` against its commit, including the untracked files among ``names``."""
     found = output(folder, "diff", "HEAD")
     for name in untracked(folder, names):
         found += output(folder, "diff", "--no-index", "--", "/dev/null", name)

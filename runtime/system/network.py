@@ -116,7 +116,7 @@ class Neighbor:
         self.line.setblocking(False)
 
     def is_gone(self, patience: float = 0.0) -> bool:
-        """Whether its process ended without a word, or its node has not answered for SILENCE seconds."""
+        """Return True if the process ended without a message, or its node has not answered for SILENCE seconds."""
         if self.ended_well:
             return False
         select.select([self.line], [], [], patience)

@@ -84,7 +84,7 @@ PROBE_SECONDS = 0.3  # lock_holder of another process takes the lock for an inst
 
 
 def lock_holder(folder: Path) -> str:
-    """Which process writes to a run's folder right now ("process 4711 on node3"); "" for none."""
+    """Return the process that writes to a run's folder now ("process 4711 on node3"), or "" if there is none."""
     file = folder / "lock"
     if not file.exists():
         return ""
@@ -101,7 +101,7 @@ def lock_holder(folder: Path) -> str:
 
 
 def on_a_line(text: str) -> str:
-    """What a user gave, as it may stand in a refusal: as it is, or as a string of Python where that is not one line."""
+    """Return user input for a one-line error message: unchanged, or as a Python string if it has several lines."""
     return text if text.isprintable() else repr(text)
 
 
@@ -153,7 +153,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  #
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and what it can still save."""
+    """State of a request to stop this process, and what it can still save."""
 
     asked = False
     training = False  # it has begun, so there is something to save
@@ -345,7 +345,7 @@ def launch_size() -> int:
 
 
 def several_nodes() -> bool:
-    """Whether the launch has ranks on other nodes than this one."""
+    """Return True if the launch has ranks on other nodes."""
     here = os.environ.get("LAUNCH_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(here) != launch_size() and os.environ.get("MASTER_ADDR") not in ("127.0.0.1", "localhost")
 
@@ -432,7 +432,7 @@ def prepare_environment(dtype: str = "auto") -> None:
 
 
 class Heap:
-    """What a run keeps of the memory that it has freed (``prepare_environment``), bounded.
+    """Bounded cache of freed memory in the C heap (``prepare_environment``).
 
     The tensors of a step have other sizes than those of the step before, and the gaps that one leaves between what
     stays do not fit the next. With 135M parameters in bf16 a process grew from 6.3 to 11.2 GiB in 24 steps, of which

@@ -73,7 +73,7 @@ def redact_values(value: Any, secrets: Mapping[str, str] | None = None) -> Any:
 
 
 def names_secret(flag: object) -> bool:
-    """Whether a flag or field of this name holds a secret."""
+    """Return True if a flag or field of this name holds a secret."""
     return isinstance(flag, str) and bool(SECRET_FLAG.search(flag.lstrip("-").replace("-", "_")))
 
 
@@ -95,7 +95,7 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 
 def form_of_secret(words: Sequence[str]) -> str:
-    """What kind of secret is in the words of a command line, "" for none."""
+    """Return the kind of secret in the words of a command line, or "" if there is none."""
     text = "\0".join(words)
     for what, form in FORMS:
         if form.search(text):

@@ -824,7 +824,7 @@ def remote(function: str, lines, scope: dict, asked: list[str]):
 
 
 class Anything:
-    """What a call returns while a test is only tried: it takes part in whatever is done with it."""
+    """Placeholder result of a call in a dry trial of a test; every operation on it succeeds."""
 
     def _self(self, *arguments, **named):
         return self
@@ -849,7 +849,7 @@ class Anything:
 
 
 def stand_in(function: str, scope: dict, asked: list[str]):
-    """What ``remote`` is in a trial: it looks at the arguments and answers with anything."""
+    """Replace ``remote`` in a trial: check the arguments and return a placeholder."""
 
     def call(*arguments, **named):
         asked.append(function)
@@ -908,7 +908,7 @@ def judge(lines, scope: dict, trial: bool, before: str, code: str, entry_point: 
 
 
 class LoadedObject(ctypes.Structure):
-    """What the dynamic linker says about a library that is loaded."""
+    """Record of the dynamic linker about a loaded library."""
 
     _fields_ = (("address", ctypes.c_void_p), ("name", ctypes.c_char_p))
 
@@ -994,7 +994,7 @@ def _request(settings: dict, descriptors: list[int]) -> None:
 
 
 def packages() -> dict[str, str]:
-    """Where the sandbox has the packages of the run's own Python that are in PACKAGES: place -> source."""
+    """Map the sandbox's path of each package in PACKAGES to its path in the run's own Python."""
     found = {}
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
@@ -1113,7 +1113,7 @@ class Sandbox:
 
 @functools.lru_cache
 def namespaces_refused() -> str:
-    """Why the kernel gives this process no sandbox; "" where it does."""
+    """Return the reason why the kernel offers no sandbox to this process, or "" if it does."""
     try:
         with Sandbox(20.0, isolated=True) as probe:
             probe.start("program", "")

@@ -147,7 +147,7 @@ class Nursery(multiprocessing.context.SpawnContext):
 
 
 class Worker:
-    """What pebble uses of a process of multiprocessing."""
+    """Wrapper with the part of multiprocessing's process interface that pebble uses."""
 
     def __init__(self, nursery: Nursery, name: str) -> None:
         self.nursery = nursery
@@ -163,7 +163,7 @@ class Worker:
         self.descriptor = os.pidfd_open(self.pid)
 
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Return True until the process has ended."""
         return self.code is None and not wait([self.descriptor], 0)
 
     @property
@@ -192,7 +192,7 @@ class Worker:
 
 
 def _serves_sandboxes(pid: int) -> bool:
-    """Whether a process is the server of a worker's sandboxes. Raises OSError where it is gone."""
+    """Return True if a process is the server of a worker's sandboxes. Raises OSError if it has ended."""
     return any(word.startswith(b"of=") for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
 
 

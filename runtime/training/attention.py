@@ -137,7 +137,7 @@ def grouped_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls eager attention, in fewer passes over the scores of all pairs: its interface for CPUs.
+    """Compute transformers' eager attention in fewer passes over the scores, with its interface, for CPUs.
 
     [B, H, S, D], and [B, K, S, D] of keys and values -> [B, S, H, D]. The G = H / K heads that share a key are one
     product, so keys and values are not repeated; the scale is applied to the keys; the softmax of 16-bit scores, which

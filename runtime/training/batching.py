@@ -54,7 +54,7 @@ class MicroBatch:
 
 
 def token_offsets(samples: list[Sample]) -> list[int]:
-    """Where each sample's tokens begin in the flat arrays, which hold the model's own; the last entry is their N."""
+    """Return the index of each sample's first token in the flat arrays of model tokens; the last entry is their N."""
     offsets = [0]
     for sample in samples:
         offsets.append(offsets[-1] + sample.length)

@@ -48,7 +48,7 @@ def product_rates(rounds: int = ROUNDS) -> dict[str, float]:
 
 
 def machine_key() -> str:
-    """What the rates depend on: the processor, and torch's version."""
+    """Return the key of the measured rates: processor and torch version."""
     cpu = re.findall(r"(?:model name|flags|Features)\s*: (.*)", Path("/proc/cpuinfo").read_text())
     digest = hashlib.sha256("\n".join(sorted(set(cpu))).encode()).hexdigest()[:16]
     return f"{digest} torch {torch.__version__}"
@@ -79,10 +79,10 @@ def known_rates() -> dict[str, float]:
 
 
 def is_fast(rates: dict[str, float], dtype: torch.dtype) -> bool:
-    """Whether a CPU with these rates multiplies so fast that large micro-batches pay."""
+    """Return True if a CPU with these rates is fast enough for large micro-batches to pay off."""
     return rates.get(str(dtype).removeprefix("torch."), 0.0) >= FAST
 
 
 def bf16_pays(rates: dict[str, float]) -> bool:
-    """Whether a CPU with these rates trains faster in bf16 than in fp32."""
+    """Return True if a CPU with these rates trains faster in bf16 than in fp32."""
     return rates["bfloat16"] > MARGIN * rates["float32"]

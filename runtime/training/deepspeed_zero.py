@@ -52,7 +52,7 @@ def current_weights(
 
 
 def _is_renamed(model) -> bool:
-    """Whether the checkpoint of a model has other names or tensors than its module."""
+    """Return True if the checkpoint of a model has other names or tensors than its module."""
     from transformers.core_model_loading import revert_weight_conversion
 
     nothing: dict[str, torch.Tensor] = {}

@@ -46,7 +46,7 @@ Choice = tuple[float, str]  # the value, and why
 
 
 def other_data(args) -> bool:
-    """Whether a run is of other problems than the quickstart's."""
+    """Return True if a run uses other problems than the quickstart."""
     return args.dataset != type(args).dataset
 
 
@@ -100,14 +100,14 @@ def steps(args, problems: int) -> Choice:
 
 
 def thinks(tokenizer, args, problem: Problem) -> bool:
-    """Whether the chat template lets the model think before it answers."""
+    """Return True if the chat template lets the model think before it answers."""
     template = args.template.text or tokenizer.get_chat_template()
     switch = "enable_thinking" in template and args.template.variables.get("enable_thinking", True)
     return bool(switch) or tokenizer.decode(problem.prompt_ids).rstrip().endswith("<think>")
 
 
 def choices(args, problems: Sequence[Problem], count: int, model, tokenizer) -> dict[str, Choice]:
-    """What follows from model and data, by flag. ``count``: the problems of ``problems`` that are trained on.
+    """Return the defaults that follow from model and data, by flag. ``count``: the number of training problems.
 
     ``tokenizer``: None where the data are the quickstart's, and no length follows from them.
     """
@@ -126,7 +126,7 @@ def choices(args, problems: Sequence[Problem], count: int, model, tokenizer) -> 
 
 
 def needs_data(args) -> bool:
-    """Whether a length is open that follows from the data."""
+    """Return True if a length was not set and follows from the data."""
     open_lengths = [name for name in ("max_prompt_length", "max_response_length") if flags.is_open(args, name)]
     return other_data(args) and bool(open_lengths)
 

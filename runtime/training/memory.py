@@ -29,7 +29,7 @@ FIELDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attentio
 
 @dataclass(frozen=True)
 class Model:
-    """What the memory of a transformer depends on; of a mixture of experts, ``intermediate`` is of those of a token."""
+    """Sizes of a transformer that determine its memory; ``intermediate`` is that of one token's experts in an MoE."""
 
     parameters: int
     layers: int
@@ -43,7 +43,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the memory of a rank depends on beside model and flags. ``card``: of its GPU; 0 on a CPU."""
+    """Conditions of a rank that determine its memory, besides model and flags. ``card``: GPU memory; 0 on a CPU."""
 
     ranks: int  # that train
     bf16: bool  # or fp16
@@ -122,7 +122,7 @@ def model_of(config: dict[str, Any], parameters: int = 0, tied: bool = True) -> 
 
 
 def trainer_states(args, model: Model, setting: Setting) -> dict[str, float]:
-    """What DeepSpeed keeps of policy, critic and reference, by part; stage 1 keeps all gradients, in both types."""
+    """Return DeepSpeed's memory of policy, critic and reference by part; stage 1 keeps all gradients in both types."""
     shard = model.parameters / setting.ranks
     on_device = "optimizer" not in args.offload or setting.card == 0
     weights = setting.number * ("param" not in args.offload)
@@ -146,7 +146,7 @@ def row_lengths(args) -> tuple[int, int]:
 
 
 def activations(args, model: Model, setting: Setting, tokens: int) -> float:
-    """What autograd keeps of the layers for a micro-batch of ``tokens``: of norms, projections, MLP, attention."""
+    """Return the memory of saved activations of a micro-batch: norms, projections, MLP and attention of all layers."""
     number = setting.number
     hidden = model.hidden
     queries = model.heads * model.head_size
@@ -177,7 +177,7 @@ def most_tokens(args, budget: int, ranks: int) -> int:
 
 
 def passes(args, model: Model, setting: Setting, size: Sizes) -> dict[str, float]:
-    """What comes and goes in the update: activations and logits, or DeepSpeed's buffers, or its step."""
+    """Return the transient memory of the update: activations and logits, or DeepSpeed's buffers, or its step."""
     number = setting.number
     on_gpu = setting.card > 0
     tokens = most_tokens(args, size.micro_batch_tokens, setting.ranks)
@@ -233,7 +233,7 @@ def engine(args, model: Model, setting: Setting, share: float) -> dict[str, floa
 
 
 def second_process(args, model: Model, setting: Setting) -> float:
-    """What --engine_process adds: the block of weights, and libraries once more or on a GPU another CUDA context."""
+    """Return the extra memory of --engine_process: the weight block, and libraries again or a second CUDA context."""
     if not args.engine_process:
         return 0
     block = model.parameters * setting.number
@@ -244,7 +244,7 @@ def second_process(args, model: Model, setting: Setting) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a rank holds: the parts, the most while the engine samples and while the trainer works, and with gaps."""
+    """Predicted memory of a rank: parts, peaks while the engine samples and while the trainer works, with gaps."""
 
     parts: dict[str, float]
     phases: dict[str, float]

@@ -94,7 +94,7 @@ def load_model(args, dtype: torch.dtype, attention: str):
 
 
 def exact_product(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """What a head computes, in fp32: bf16 has no numbers between logits of 16 and of 16.125."""
+    """Compute a head's logits in fp32: bf16 has no numbers between 16 and 16.125."""
     bias = None if head.bias is None else head.bias.float()
     return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 

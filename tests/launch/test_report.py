@@ -42,7 +42,7 @@ def runs(tiny, tmp_path_factory) -> Path:
 
 
 def call(script, *words, ok: bool = True) -> str:
-    """What a script's main prints in this process; one test starts each script in a process of its own."""
+    """Return the output of a script's main in this process; one test starts each script in its own process."""
     code, out, err = main_here(script, *words)
     assert (code == 0) == ok, err
     return out if ok else err
@@ -136,7 +136,7 @@ def test_final_values_over_an_argument(runs, tmp_path):
 
 
 def test_measured_values_are_final_values(runs, tmp_path):
-    """What studies/measure_kl.py wrote beside a run, by argument; it has no curve."""
+    """Values that studies/measure_kl.py wrote next to a run are used by argument; they have no curve."""
     copy = tmp_path / "runs"
     shutil.copytree(runs, copy)
     for folder in copy.glob("*/config.json"):

@@ -233,7 +233,7 @@ def test_ray_would_take_the_words_of_either_rule():
 
 @pytest.mark.parametrize("backend", submit.BACKENDS)
 def test_golden(backend):
-    """What the examples render to, whole. UPDATE_GOLDEN=1 writes the files anew: read the difference."""
+    """The examples render to the stored files. UPDATE_GOLDEN=1 writes the files anew: read the difference."""
     secrets = {"HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET[::-1]}
     job = job_of(backend, EXAMPLES[backend])
     plan = submit.render(job)
@@ -613,7 +613,7 @@ def test_a_crash_after_a_new_checkpoint_is_worth_another_start(tmp_path, code, s
 
 
 def test_a_set_up_that_fails_is_no_crash_of_a_run(tmp_path):
-    """What an earlier run of this job saved does not count for a command that was not started."""
+    """A command that was not started does not count the saves of an earlier run of this job."""
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "saved").touch()
     done = run_local(tmp_path, "--run_dir", "r", "--setup", "echo x >> tries; false", "--", "true")

@@ -229,7 +229,7 @@ def test_an_unfinished_run_goes_on(finished, tmp_path, spoil, says):
 
 
 def finished_here(folder: Path, place: Path, common: list[str]) -> tuple[int, str, str]:
-    """What scripts/is_finished.py, in this process, says of the copy of a run in a different folder."""
+    """Run scripts/is_finished.py in this process on the copy of a run in a different folder."""
     common = [str(place) if word == str(folder.parent) else word for word in common]
     run = ["--exp_name", "sweep_lr", "--learning_rate", "1e-5", "--seed", "1"]
     return main_here(finished_program, ROOT / "grpo.py", *run, *common)

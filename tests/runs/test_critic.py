@@ -118,7 +118,7 @@ def test_the_critic_has_epochs_of_its_own(tiny, tmp_path, monkeypatch, epochs, p
 
 
 def values(model, samples) -> torch.Tensor:
-    """What a saved critic says before each response token: its logits at the positions that predict them."""
+    """Return a saved critic's value before each response token: its logits at the positions that predict them."""
     parts = []
     for s in samples:
         ids = torch.tensor([[*s.prompt_ids, *s.response_ids]])
@@ -129,7 +129,7 @@ def values(model, samples) -> torch.Tensor:
 
 
 def outputs(critic, samples) -> torch.Tensor:
-    """What the critic of a run says before each response token, in its own units."""
+    """Return the value of a run's critic before each response token, in its own units."""
     placement = {"layout": "shared", "rank": 0, "world_size": 1, "device": torch.device("cpu")}
     found = torch.zeros(batching.token_offsets(samples)[-1] + 1)
     with torch.no_grad():

@@ -30,7 +30,7 @@ def gradient_of(model) -> torch.Tensor:
 
 
 def grpo_gradient(model, samples, rewards) -> torch.Tensor:
-    """What grpo.py computes with --loss_norm constant --advantage_normalization_type centered."""
+    """Return grpo.py's gradient with --loss_norm constant --advantage_normalization_type centered."""
     args = grpo.Args(loss_norm="constant", advantage_normalization_type="centered", max_response_length=LONGEST)
     policy = utils.TokenLogprobs(model, 0.7, 1000)
     everything = list(range(len(samples)))

@@ -433,7 +433,7 @@ def start_engine(folder, model_type: str, fields: dict):
 
 
 def weights_for_engine(model) -> list[tuple[str, torch.Tensor]]:
-    """What a run pushes: the names that save_pretrained would write."""
+    """Return the weights a run pushes, under the names that save_pretrained would write."""
     policy = SimpleNamespace(module=SimpleNamespace(model=model))
     return deepspeed_zero.current_weights(policy, zero_stage=2, checkpoint_names=True)
 

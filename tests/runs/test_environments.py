@@ -356,7 +356,7 @@ TOOLS = (0, 0.5)  # seconds
 
 
 def throughput(model: str) -> None:
-    """What one engine takes for four turns of each of 32 episodes, by the tool's seconds and TURN_LAG."""
+    """Measure one engine on four turns of each of 32 episodes, by the tool's seconds and TURN_LAG."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
     args = grpo.Args(

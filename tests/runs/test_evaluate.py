@@ -1,4 +1,4 @@
-"""What an evaluation says: golden numbers, intervals, and scripts/evaluate.py against the run that made the weights."""
+"""Evaluations: golden numbers, intervals, and scripts/evaluate.py against the run that made the weights."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def run(tiny, tmp_path_factory):
 
 
 def call(place: Path, *words: str) -> str:
-    """What the script prints that a user calls, without what this process has in its environment for its own run."""
+    """Return the script's output for a user, without this process's environment variables of its own run."""
     (code,), text = forked([str(ROOT / "scripts" / "evaluate.py"), *words], place / "log")
     assert code == 0, text
     return text

@@ -1,4 +1,4 @@
-"""What can go wrong in a run: how it ends or continues, and that the message names the cause.
+"""Faults of a run: how it ends or continues, and that the message names the cause.
 
 Each test injects some faults, and records the message that a user sees. When all tests have passed in one session,
 docs/evidence/faults.md is written from the records; `make test ARGS="-m slow tests/runs/test_faults.py"` regenerates
@@ -198,7 +198,7 @@ def test_an_overlong_prompt(tiny, tmp_path, capsys):
 
 
 def fails(args, capfd, timeout: float = 30) -> str:
-    """What a run prints that ends with an exception, within the time."""
+    """Return the output of a run that must end with an exception within the time."""
     begun = time.monotonic()
     with pytest.raises(Exception):  # noqa: B017 (which one is in the text)
         run_here(args)
@@ -580,7 +580,7 @@ def test_damaged_checkpoints_and_full_disks(tiny, tmp_path, capfd, monkeypatch):
 
 
 def ended(run: Run, timeout: float = 30) -> str:
-    """What a run printed that must end within the time, with another code than 0."""
+    """Return the output of a run that must end within the time, with an exit code other than 0."""
     assert run.end(timeout) != 0
     return run.text()
 
@@ -743,7 +743,7 @@ def test_a_link_between_nodes_is_lost(tiny, tmp_path):
     ids=["folders", "model", "interface"],
 )
 def test_nodes_that_are_not_alike(tiny, tmp_path, fault, injection, outs, more, codes, words):
-    """What one node lacks it says itself, and the other does not wait for it."""
+    """A node reports its own problem, and the other node does not wait for it."""
     model = shutil.copytree(tiny, tmp_path / "tiny")
     more = {key: value.replace("MODEL", str(model)) if key == "on_node_1" else value for key, value in more.items()}
     with Nodes() as nodes:

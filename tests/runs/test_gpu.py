@@ -1,4 +1,4 @@
-"""What only a GPU can decide: `make test-gpu`. docs/evidence/gpu.md says what each test shows and where it has run.
+"""Tests that need a GPU: `make test-gpu`. docs/evidence/gpu.md says what each test shows and where it has run.
 
 Every test runs twice, by the same function: on "cpu", with smaller sizes, as a part of the other tests (the halves that
 start vLLM or several processes are slow), and on "cuda", marked gpu. A limit that differs stands in a table by place.
@@ -168,7 +168,7 @@ def difference(policy: utils.TokenLogprobs, samples: list[Sample]) -> float:
 
 
 def push(engine: grpo.Engine, policy: utils.TokenLogprobs) -> None:
-    """What a run does after an optimizer step."""
+    """Push the weights as a run does after an optimizer step."""
     holder = type("Holder", (), {"module": policy})
     engine.push(deepspeed_zero.current_weights(holder, 2, checkpoint_names=True))
 
@@ -395,7 +395,7 @@ def test_what_the_trainer_holds(place, offload, expected):
 
 
 def live_bytes(place: str) -> int:
-    """What tensors hold of the device: on a GPU by torch's allocator, on a CPU by counting their storages."""
+    """Return the device memory of all tensors: by torch's allocator on a GPU, by counting storages on a CPU."""
     gc.collect()
     if place == "cuda":
         return torch.cuda.memory_allocated()

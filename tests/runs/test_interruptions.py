@@ -529,7 +529,7 @@ def test_a_rank_has_five_seconds_to_notice_a_failure_by_itself(monkeypatch, caps
 
 @pytest.mark.parametrize("several", [False, True])
 def test_a_rank_that_is_gone_may_be_on_a_node_that_cannot_be_reached(monkeypatch, several):
-    """Where there is another node; on one machine it was killed."""
+    """With several nodes the message names the network; on one machine the rank was killed."""
     from runtime.system import watchdog
 
     monkeypatch.setattr(watchdog, "several_nodes", lambda: several)

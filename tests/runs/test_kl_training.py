@@ -1,4 +1,4 @@
-"""What the estimators do to policies that are trained with them: tables, exact KLs, and the demonstration itself."""
+"""Effects of the estimators on policies trained with them: tables, exact KLs, and the demonstration itself."""
 
 from __future__ import annotations
 

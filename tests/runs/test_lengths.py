@@ -1,4 +1,4 @@
-"""How long a run is, its warm-up, and how a batch is dealt to mini-batches."""
+"""Length of a run, its warm-up, and the assignment of a batch to mini-batches."""
 
 from __future__ import annotations
 

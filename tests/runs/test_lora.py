@@ -23,7 +23,7 @@ def lora(tmp_path_factory):
 
 
 class Policy:
-    """What ``adapters`` sees of a DeepSpeed engine."""
+    """The attributes of a DeepSpeed engine that ``adapters`` reads."""
 
     def __init__(self, model):
         self.module = type("TokenLogprobs", (), {"model": model})

@@ -185,7 +185,7 @@ class Watched:
 
 @dataclass
 class Part:
-    """What a part of a run wrote down, its folder, and what it printed."""
+    """Result of one part of a run: its records, its folder, and its output."""
 
     place: Path
     run: Path

@@ -44,7 +44,7 @@ def functions(module) -> dict[str, str]:
 
 
 def test_functions_of_both_scripts_are_the_same_text():
-    """What differs is named here: the arguments, their check, the loop; grpo.py alone has statistics of groups."""
+    """The only differences are the arguments, their check and the loop; grpo.py alone has statistics of groups."""
     ours = functions(ppo)
     theirs = functions(grpo)
     assert set(theirs) - set(ours) == {"group_advantages", "return_to_go"}
@@ -702,7 +702,7 @@ def questions(folder: Path, count: int) -> Path:
 
 
 def test_cut_responses_teach_the_critic_but_not_the_policy(tiny, tmp_path):
-    """Where all are cut and left out of the loss, the policy stands still and the critic learns all the same."""
+    """If all responses are truncated and masked, the policy stays and the critic still learns."""
     args = tiny_ppo(tiny, tmp_path, mask_truncated_completions=True, ignore_eos=False, max_response_length=2)
     stopped = [m for m in run_here(args, "ppo") if m["completions/truncated_frac"] == 1]
     assert stopped and all(m["optim/steps"] == 0 and m["value/grad_norm"] > 0 for m in stopped)

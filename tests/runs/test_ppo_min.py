@@ -31,7 +31,7 @@ def gradient_of(model) -> torch.Tensor:
 
 
 def ppo_gradients(model, critic, samples, rewards, moved) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ppo.py computes with --value_clip None and no mask of truncated responses, for the policy and the critic.
+    """Return ppo.py's gradients with --value_clip None and no mask of truncated responses, of policy and critic.
 
     ``moved``: how far each token's log-prob is from the old one, so that the clip has something to do.
     """

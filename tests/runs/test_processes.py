@@ -90,7 +90,7 @@ def test_a_raising_verifier_ends_every_rank(tiny, tmp_path):
 
 
 def test_a_lock_that_a_killed_process_left(tiny, tmp_path, monkeypatch):
-    """What DeepSpeed compiles it loads beside a lock file, on which all wait for ever: a run needs none of that."""
+    """DeepSpeed loads compiled code next to a lock file that would block forever: a run compiles nothing."""
     lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()

@@ -72,7 +72,7 @@ def test_every_kl_setting_runs(tiny, tmp_path, placement, estimator, gradient):
 
 @pytest.mark.parametrize("norm, estimator", [("outside", "k1"), ("outside", "k3"), ("inside", "k1")])
 def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatch, norm, estimator):
-    """What the loss is given, recomputed: the task's advantage, and from each token beta times the KL that follows."""
+    """The loss gets the task's advantage minus, for each token, beta times the KL that follows it."""
     seen, token_loss = [], grpo.token_loss
 
     def spy(t, *rest):
@@ -153,7 +153,7 @@ def test_kl_in_the_reward_of_stale_samples_is_that_of_the_trainer(tiny, tmp_path
 
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_kl_in_loss_and_reward_has_two_coefficients_and_two_estimators(tiny, tmp_path, monkeypatch, script):
-    """What the loss is given and returns: 0.3 times k2 in the loss, and advantages that lost 0.5 times k1 to go."""
+    """The loss has 0.3 times k2, and the advantages have lost 0.5 times k1 to go."""
     module = importlib.import_module(script)
     seen, token_loss = [], module.token_loss
 
@@ -503,7 +503,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypa
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_seconds_of_steps_do_not_overlap(script, tiny, tmp_path, monkeypatch):
-    """What comes after a step's record, a checkpoint above all, is the next step's; nothing is counted twice."""
+    """Time after a step's record, for a checkpoint above all, counts to the next step; nothing counts twice."""
     ends = []
     plain = logger.RunLog.step
 

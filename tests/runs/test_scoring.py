@@ -1,4 +1,4 @@
-"""What scoring costs a step: the quickstart's 64 samples on the real model and engine, in CPU seconds."""
+"""Cost of scoring a step: the quickstart's 64 samples on the real model and engine, in CPU seconds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_scoring_adds_less_than_five_percent(monkeypatch, tmp_path):
         return [sum(c.user + c.system for c in children), time.thread_time(), time.process_time()]
 
     def generate() -> list[float]:
-        """What phases 2 and 3 spend, as in the script."""
+        """Return the time of phases 2 and 3, as in the script."""
         before, futures = spent(), []
         inbox.put(("generate", 0, wanted, sampling))
         for _ in wanted:

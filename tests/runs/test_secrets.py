@@ -99,7 +99,7 @@ def wandb_records(data: bytes) -> bytes:
 
 
 def found_in(folder: Path, *texts: str) -> list[str]:
-    """Where a planted secret stands: in names, bytes, packed bytes, and the texts."""
+    """List the places of a planted secret: names, bytes, packed bytes, and the texts."""
     places = [(f"text {i}", text.encode()) for i, text in enumerate(texts)]
     for path in folder.rglob("*"):
         places.append((f"name of {path}", str(path.relative_to(folder)).encode()))
@@ -202,7 +202,7 @@ def test_a_sample_with_a_secret_is_a_line_of_json(tmp_path, planted, monkeypatch
 
 
 def test_a_run_with_secrets_resumes(tiny, tmp_path, planted, judged):
-    """What is written down and what is given differ by the secret alone: that is the same run, another key too."""
+    """A run resumes if only the secret differs between the file and the command, also with another key."""
     args = tiny_args(tiny, tmp_path / "runs", "judged", **judged)
     theirs = identity.recorded(args)
     assert theirs["judge_url"] == "https://***@judge.example.com/v1" and theirs["judge_api_key"] == "***"

@@ -1,4 +1,4 @@
-"""What a run does for the sake of GPUs, as far as it can be seen on a CPU; tests/runs/test_gpu.py has the rest."""
+"""GPU-related behavior of a run as far as a CPU can show it; tests/runs/test_gpu.py has the rest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from runtime.training.deepspeed_zero import _is_renamed
 
 
 def python(code: str, **environment: str) -> str:
-    """What a new interpreter prints."""
+    """Return the output of a new interpreter."""
     settings = {k: v for k, v in clean_environment().items() if k not in ("TRITON_F32_DEFAULT", "VLLM_NO_USAGE_STATS")}
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=settings | environment, check=False)
@@ -190,7 +190,7 @@ def test_what_deepspeed_is_asked_in_a_backward_pass(monkeypatch):
 
 
 def test_deepspeed_compiles_nothing_at_the_start(monkeypatch):
-    """What it would compile holds a lock, which a killed process leaves behind."""
+    """Compiling would take a lock that a killed process leaves behind."""
     import accelerate
 
     given = {}
@@ -257,7 +257,7 @@ def test_an_offloaded_optimizer_is_fused():
 
 
 def test_a_phase_ends_when_the_gpu_is_done(monkeypatch):
-    """What the device still has to do is waited for at both ends of a phase, and not counted to the next one."""
+    """Pending work of the device is waited for at both ends of a phase, and not counted to the next one."""
     pending = [0.0]
 
     def wait():

@@ -113,7 +113,7 @@ def test_every_program_finds_its_modules_by_itself():
 
 
 def test_each_test_file_can_be_run_alone():
-    """What several directories of tests share is in tests/: a test file of another directory is found by luck alone."""
+    """Helpers shared between directories are in tests/: a test file of another directory is found only by luck."""
     for path in (ROOT / "tests").rglob("test_*.py"):
         tree = ast.parse(path.read_text())
         names = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}

@@ -180,7 +180,7 @@ def test_each_optimizer_step_is_counted_once(monkeypatch):
 
 
 def test_tokens_without_weight_are_in_no_metric(monkeypatch):
-    """What only keeps a rank in step with the others, and what is masked: neither in the means nor in their count."""
+    """Dummy micro-batches and masked tokens are neither in the means nor in their count."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
     run = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
     tokens = grpo.Tokens(**{field.name: torch.rand(6) for field in dataclasses.fields(grpo.Tokens)})
@@ -466,7 +466,7 @@ def test_cap_and_mask_bound_the_weight_of_every_sampled_term(module, setting):
 
 
 def test_the_samplers_log_probs_in_the_reward_would_pull_toward_the_sampler():
-    """Why the penalty is recomputed: with d of the sampler the gradient is that of KL(pi||ref) - KL(pi||sampler)."""
+    """The penalty is recomputed: with the sampler's d the gradient is that of KL(pi||ref) - KL(pi||sampler)."""
     pi, _, sampler, ref = four_policies()[0]
     x = five_tokens(pi, pi, sampler, ref)
     weight = (x["old"] - x["sampler"]).exp()

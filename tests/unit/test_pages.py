@@ -107,7 +107,7 @@ def words_of(line: str) -> list[str]:
 
 
 def takes(words: list[str]) -> bool:
-    """Whether the program takes these words. A script's are parsed; another program has every flag in its source."""
+    """Return True if the program takes these words: a script parses them; other programs have them in the source."""
     if words[0] == "make":
         return re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE) is not None
     if "scripts/submit.py" in words and "--" in words:

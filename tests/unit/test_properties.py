@@ -119,7 +119,7 @@ def test_rows_become_what_they_say_or_are_refused(rows, verifier, bad_rows):
 
 @given(st.lists(st.lists(TEXT, min_size=2, max_size=2), max_size=5))
 def test_cells_stay_what_the_file_says(cells):
-    """What Python's csv writes is what a run reads, or the file is refused."""
+    """A run reads exactly what Python's csv writes, or the file is rejected."""
     with folder() as place:
         with (
             contextlib.suppress(UnicodeEncodeError),
@@ -142,7 +142,7 @@ def test_cells_stay_what_the_file_says(cells):
 
 
 def is_argument(text: str) -> bool:
-    """Whether a command line can have it: an argument is bytes without a 0, and os.fsdecode makes text of them."""
+    """Return True if a command line can have this text: bytes without a 0, decoded by os.fsdecode."""
     with contextlib.suppress(UnicodeEncodeError):
         return "\0" not in text and os.fsdecode(os.fsencode(text)) == text
     return False
@@ -189,7 +189,7 @@ GIVEN = {"total_steps": 4, "max_prompt_length": 64, "max_response_length": 8, "l
 
 
 def checked(args, script) -> int:
-    """What a start does with its flags; the number of its steps."""
+    """Check the flags as a start does, and return the number of steps."""
     checks.check(args, 1)
     model_files.check_model(args)
     checks.check_training(args)

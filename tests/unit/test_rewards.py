@@ -962,7 +962,7 @@ def test_the_random_control_says_nothing_of_who_was_right():
 
 
 def test_the_random_control_is_the_same_on_any_number_of_ranks():
-    """What a rank has is gathered before it is dealt out."""
+    """The rewards of all ranks are gathered before they are permuted."""
     samples = responses(SAID)
     args = Args(control="random")
     problems = [Problem([], truth, "last_number", {}) for truth in ("1", "2")]

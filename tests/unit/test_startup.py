@@ -1,4 +1,4 @@
-"""What a start does not do: import the script in verifier processes, or look for garbage among what it imports."""
+"""A start neither imports the script in verifier processes nor collects garbage among its imports."""
 
 from __future__ import annotations
 

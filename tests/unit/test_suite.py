@@ -28,7 +28,7 @@ def trees() -> dict[Path, ast.Module]:
 
 
 def unknown_fixtures(item: pytest.Function) -> list[str]:
-    """What a test asks for, and neither a fixture nor a parameter gives."""
+    """List the arguments of a test that are neither a fixture nor a parameter."""
     return [name for name in item.fixturenames if name != "request" and name not in item._fixtureinfo.name2fixturedefs]
 
 

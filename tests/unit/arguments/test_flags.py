@@ -77,7 +77,7 @@ def nothing_is_loaded(monkeypatch):
 
 
 def start(args: Args) -> None:
-    """What ``python grpo.py`` does with these arguments."""
+    """Start as ``python grpo.py`` does with these arguments."""
     grpo.main(args, grpo.preflight(args))
 
 
@@ -441,7 +441,7 @@ def test_tensor_parallel_divides_the_ranks(place, nothing_is_loaded, capsys, mon
 
 @pytest.mark.parametrize("local_rank, speaks", [("1", False), ("0", True)])
 def test_one_rank_of_a_node_speaks(place, nothing_is_loaded, capsys, monkeypatch, local_rank, speaks):
-    """What is wrong may be wrong on one node only, so rank 0 does not speak for the others."""
+    """One rank per node reports an error, since it may exist on one node only."""
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     with pytest.raises(SystemExit) as end:

@@ -46,7 +46,7 @@ MODELS = {
 
 
 def needed(script: str, words: list[str], model: memory.Model, gpus: int, gb: float) -> memory.Prediction:
-    """What a rank of a command line needs of its GPUs."""
+    """Return the memory that a rank of a command line needs on its GPUs."""
     args = flags.parse(importlib.import_module(script.removesuffix(".py")).Args, words=words)
     *_, found = rehearse_gpu_run.planned(args, model, gpus, gb)
     return found

@@ -429,7 +429,7 @@ def prepared(case: frameworks.Case, variant: Variant) -> frameworks.Case:
 
 
 def frameworks_folder(tmp_path_factory) -> Path:
-    """Where the wheels are installed: RLVR_FRAMEWORKS, which the next run finds again, or a temporary folder."""
+    """Return the folder of the installed wheels: RLVR_FRAMEWORKS, which the next run finds again, or a temporary."""
     return Path(os.environ.get("RLVR_FRAMEWORKS") or tmp_path_factory.getbasetemp() / "frameworks")
 
 

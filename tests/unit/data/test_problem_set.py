@@ -264,7 +264,7 @@ def test_prompts_drop_solved_problems_after_an_epoch():
 
 
 def test_prompts_continue_from_their_state():
-    """What a checkpoint keeps, through JSON, is enough: the draws after it are those of the run that never stopped."""
+    """A checkpoint's JSON state is enough: the following draws are those of the run that never stopped."""
     args = ppo.Args(dataset_filter=(0.3, 0.9))
     whole = draws(prompt_order.Prompts(numbered(10), args), 12)
     for stop in range(12):

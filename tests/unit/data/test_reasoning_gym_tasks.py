@@ -63,7 +63,7 @@ def rush_hour_solution(board: str) -> str:
 
 
 def oracle(problem: problem_set.Problem) -> str:
-    """What the data set itself takes for right: its answer, or the example among its metadata."""
+    """Return the data set's own correct answer, or the example in its metadata."""
     if problem.row["answer"] is not None:
         return problem.row["answer"]
     about = reasoning_gym_tasks.untagged(json.loads(problem.row["reasoning_gym"])["metadata"])

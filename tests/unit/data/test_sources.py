@@ -1,4 +1,4 @@
-"""Where problems come from: files, folders, mixtures, known columns, bad rows, templates, long prompts, preparing."""
+"""Sources of problems: files, folders, mixtures, known columns, bad rows, templates, long prompts, preparing."""
 
 from __future__ import annotations
 
@@ -890,7 +890,7 @@ def test_prompts_do_not_depend_on_the_day(tiny, tmp_path, monkeypatch, cache, ca
 
 
 def test_the_date_is_part_of_the_key(tokenizer, monkeypatch):
-    """What is cached with one date is not taken for another."""
+    """A cache entry of one date is not used for another."""
     before = rendering.prompt_key(tokenizer, Args())
     monkeypatch.setattr(rendering, "TODAY", datetime.datetime(2030, 1, 1))
     assert rendering.prompt_key(tokenizer, Args()) != before

@@ -28,7 +28,7 @@ ARGS = SimpleNamespace(external_lib=None)
 
 
 def obey(args, dtype, rank, world_size, stop_ids, inbox, outbox) -> None:
-    """What stands in for the script's thread function: it does what a message says."""
+    """Replace the script's thread function: do what a message says."""
     outbox.put(("ready", os.getpid(), rank, world_size, os.environ.get("CUDA_VISIBLE_DEVICES")))
     while True:
         match inbox.get():
@@ -70,7 +70,7 @@ class Talk:
 
 
 def left() -> tuple[int, int]:
-    """What a process could leave behind here: open files, threads."""
+    """Return the resources a process could leave behind here: open files, threads."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 

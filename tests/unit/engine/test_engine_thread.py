@@ -70,7 +70,7 @@ class Noting:
 
 
 def converse(script, monkeypatch, llm, *messages, args=None) -> list[tuple]:
-    """What the thread answers to these messages, and to ("stop",) after them."""
+    """Return the thread's answers to these messages, and to ("stop",) after them."""
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     arguments = (args or script.Args(), torch.float32, 0, 1, [0])
 

@@ -185,7 +185,7 @@ LENGTHS = {  # of four turns
 
 
 def seconds(one: Player, lengths: list[list[int]], step: float, tool: float) -> float:
-    """What 32 episodes of four turns take by a clock that this sets: ``step`` for a step of the engine, whatever it
+    """Return the time of 32 episodes of four turns by a clock set here: ``step`` per engine step, whatever it
     computes, and ``tool`` for a tool, of which all work at the same time."""
     clock = 0.0
     ready: dict[int, float] = {}

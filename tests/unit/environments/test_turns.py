@@ -1,4 +1,4 @@
-"""What an environment wrote is context: it is in no flat array, so nothing learns from it or counts it."""
+"""Observations are context: they are in no flat array, so nothing learns from them or counts them."""
 
 from __future__ import annotations
 

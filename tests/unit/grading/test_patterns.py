@@ -38,7 +38,7 @@ TABLES = [pattern for pattern, _ in answers.DECORATION + answers.TYPESET] + [way
 
 
 def expressions(module: ModuleType) -> dict[str, tuple[str, int, str]]:
-    """Where it stands -> (pattern, flags, method by which it is used) of each expression that a module has."""
+    """Map the location of each expression in a module to (pattern, flags, method by which it is used)."""
     source = Path(module.__file__).read_text(encoding="utf-8")
     tree = ast.parse(source)
     names = {

@@ -1,4 +1,4 @@
-"""What verifiers accept and refuse: labeled real data, tables of answers, and what models say instead of one."""
+"""Answers that verifiers accept and reject: labeled real data, tables of answers, and evasive model outputs."""
 
 from __future__ import annotations
 

@@ -450,7 +450,7 @@ def test_a_signal_while_the_last_step_is_saved(tiny, tmp_path, monkeypatch):
 
 @pytest.fixture
 def saves(monkeypatch) -> list[bool]:
-    """Whether each checkpoint of a run was written, by what the run is told."""
+    """Record for each checkpoint of a run if it was written."""
     found, plain = [], checkpoints.Checkpoints.save
     monkeypatch.setattr(
         checkpoints.Checkpoints, "save", lambda self, step: found.append(plain(self, step)) or found[-1]

@@ -312,7 +312,7 @@ def test_the_groups_of_arguments_are_fields_and_do_not_overlap():
 
 
 def test_the_difference_from_a_commit_has_files_that_are_not_tracked_yet(tmp_path):
-    """What was edited, and those of the files that a run consists of which git does not know."""
+    """The diff has edited files, and the run's own files that git does not track."""
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "first", "--allow-empty")):
         if words[0] == "add":
             (tmp_path / "old.py").write_text("before = 1\n")

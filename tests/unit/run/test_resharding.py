@@ -37,7 +37,7 @@ def flat_tensors(values: dict[str, torch.Tensor], groups: list[str], stage: int,
 
 
 def saved_files(values: dict[str, dict], groups: list[str], stage: int, ranks: int, padding: float = 0.0) -> list[dict]:
-    """What each of ``ranks`` ranks saves of master weights and two moments, ``values`` by kind and name of a weight."""
+    """Return each rank's saved master weights and two moments, from ``values`` by kind and name of a weight."""
     total = [sum(values["fp32"][name].numel() for name in group) for group in groups]
     files = []
     for rank in range(ranks):

@@ -127,7 +127,7 @@ def test_products_are_found_with_their_flops(tiny_model):
 
 
 def test_rows_of_the_operators_are_the_whole(capsys):
-    """What has no row of its own and what no operator took are rows, too; no product is known in the second table."""
+    """Time without a row or an operator of its own has rows, too; no product is known in the second table."""
     rest = [benchmark.Operator(f"other::{k}", [[k]], calls=1, seconds=0.01 * k) for k in range(1, 15)]
     twice = benchmark.Operator("other::14", [[1]], calls=1, seconds=0.02)
     product = benchmark.Operator("aten::mm", [[8, 8], [8, 8]], calls=2, seconds=0.5)

@@ -249,7 +249,7 @@ compare_trl_worker.ours([])
 
 @pytest.mark.slow
 def test_avx2_limits_torch_and_the_kernels_of_vllm(results):
-    """What vLLM has loaded in the process of grpo.py; on a CPU that has no more, the limit changes nothing."""
+    """grpo.py's process loads vLLM's AVX2 kernels; on a CPU without more the limit changes nothing."""
     environment = run_environment() | compare_trl.AVX2 | {"PYTHONPATH": f"{ROOT}:{ROOT / 'studies'}"}
     done = subprocess.run(
         [sys.executable, "-c", AVX2_SIDE], env=environment, capture_output=True, text=True, timeout=120

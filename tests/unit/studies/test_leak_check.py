@@ -17,7 +17,7 @@ def test_a_slope_and_its_interval():
 
 
 def test_jumps_are_left_out_and_named():
-    """What is left of a line with two jumps is the line."""
+    """A line with two jumps removed is the line."""
     line = 100 + 0.001 * np.arange(50)
     jumping = line + 4.5 * (np.arange(50) >= 20) - 2 * (np.arange(50) >= 30)
     steady, jumps = leak_check.without_jumps(jumping)

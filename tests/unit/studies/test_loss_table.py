@@ -34,7 +34,7 @@ def ratios(above: list[float], below: list[float]) -> list[float]:
 
 
 class Tokens:
-    """What the coefficients of one response are made of: one number per token, and the advantage."""
+    """Inputs of the coefficients of one response: one number per token, and the advantage."""
 
     def __init__(self, pi: list[float], old: list[float], sampler: list[float], drift: list[float], advantage: float):
         self.n = len(pi)
@@ -580,7 +580,7 @@ def reweighted_bias(factors: list[float]) -> float:
 
 
 def std_factor(p: float, n: int) -> float:
-    """What dividing by the group's std multiplies the gradient of a prompt by that is solved with probability p.
+    """Return the factor on the gradient of a prompt solved with probability p that dividing by the group's std causes.
 
     The expected advantage of a correct response minus that of a wrong one, over what the others of the group may be.
     """

@@ -385,7 +385,7 @@ def kl(plain, v, estimator: str, weight=1.0):
 
 
 def unbiased(plain, v, weight=1.0):
-    """What has the gradient of `unbiased`: ratio and d are numbers, of the weights as they were."""
+    """Return a value with the gradient of `unbiased`: ratio and d are constants."""
     return (weight * plain_slope(plain) * v["logp"]).sum() / plain.count
 
 
@@ -591,7 +591,7 @@ def test_steps_on_a_batch_are_those_of_the_run(finished):
 
 
 def distance(args, script: str, steps: int, of: int, step: int = 1) -> float:
-    """How far replay's own optimizer steps on a batch end from the next step's weights, over the run's way there."""
+    """Return the distance between replay's weights and the run's after the next step, relative to the run's step."""
     batch, _ = opened(args, step, script)
     start = [weight.detach().clone() for weight in batch.policy.parameters()]
     batch.take_steps(steps, of)

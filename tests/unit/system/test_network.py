@@ -1,4 +1,4 @@
-"""How nodes reach each other: this node's address and interface, and a process that is seen to end."""
+"""Addresses of nodes: this node's address and interface, and a process that is seen to end."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_end_of_a_way_is_an_address_of_this_machine():
 
 
 def test_gloo_gets_the_interface_of_the_address(monkeypatch, several_nodes):
-    """Where there are several nodes, and the user has not chosen."""
+    """It is set if there are several nodes and the user has not chosen one."""
     monkeypatch.setattr(network, "own_address", lambda: "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     network.choose_interface()

@@ -122,7 +122,7 @@ def test_functions():
 
 
 def test_values():
-    """What a function may take and return: JSON, with tuples as lists; True is not 1, floats are close."""
+    """A function takes and returns JSON, with tuples as lists; True is not 1, floats are close."""
     echo, row = "def f(x):\n    return x", {"entry_point": "f"}
     for value in (None, True, 0, -7, 2**80, 1.5, "\u00e9\ud800\0\n", [], [[1], {"a": [None]}], {"b": {}}):
         tests = json.dumps([{"input": [value], "output": value}])
@@ -433,7 +433,7 @@ def test_rows_are_refused_by_their_own_solution():
 
 
 def test_tests_are_tried_where_there_is_no_solution():
-    """What does not load, what is not defined, and arguments that cannot be passed are found without a program."""
+    """Code that does not load, undefined names, and arguments that cannot be passed are found without a program."""
     row = {"entry_point": "f"}
     for test, wrong in (
         ("import torch\ndef check(f):\n    assert f(1)\n", "No module named 'torch'"),
@@ -654,7 +654,7 @@ def test_rows_with_numbers_of_any_length_are_checked_at_the_start():
 )
 @pytest.mark.parametrize("raised", ["StopIteration", "StopAsyncIteration", "GeneratorExit"])
 def test_the_end_of_an_iteration_is_none_of_the_tests(test, raised):
-    """What a program raises cannot end the loop of a test before its assertions."""
+    """An exception of a program cannot end a test's loop before its assertions."""
     assert passes("def add(a, b):\n    return a + b", test)
     assert not passes(f"def add(a, b):\n    raise {raised}", test)
 
@@ -672,7 +672,7 @@ def running(worker: int | None = None) -> list[int]:
 
 @pytest.fixture
 def world(tmp_path, monkeypatch):
-    """What attacks are after: (function(program) -> program with the names of it, function() -> what is left)."""
+    """Return the targets of attacks: (function(program) -> program with their names, function() -> what is left)."""
     homes, secret, outside = tmp_path / "homes", tmp_path / "secret", tmp_path / "outside"
     secret.write_text("x")
     tmp_path.chmod(0o777)
@@ -795,7 +795,7 @@ def test_what_the_kernel_gives_to_others_the_sandbox_has():
 
 
 def test_a_root_that_is_not_built_is_not_waited_for(monkeypatch):
-    """What builds it may be killed without a word, by the out-of-memory killer for one."""
+    """Its builder may be killed silently, for example by the out-of-memory killer."""
     monkeypatch.setattr(sandbox, "kernel", lambda *_: os._exit(1))
     socket.setdefaulttimeout(5)
     try:

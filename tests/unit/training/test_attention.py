@@ -93,7 +93,7 @@ def test_blocks_are_those_of_the_rule(seed):
 
 @pytest.mark.parametrize("window", [1, 100, 200, 500])
 def test_no_block_of_a_window_is_skipped_that_is_seen(window):
-    """What is skipped has no visible pair, what is full has no hidden one; and the rule inside is the dense mask."""
+    """Skipped blocks have no visible pair, full ones no hidden pair; inside, the rule is the dense mask."""
     (mb,) = rows_of(long_samples(1), "shared")
     width = mb.ends.shape[1]
     dense = attention.dense_mask(mb.ends, mb.position_ids, window, torch.float32)[:, 0] == 0
@@ -195,7 +195,7 @@ def test_compiled_flex_attention_skips_blocks_rightly():
 
 
 def one_by_one(query, key, value, borders, borders_k, longest, longest_k, **options):
-    """What varlen_attn computes, sequence by sequence: [B * S, H, D] -> the same."""
+    """Compute varlen_attn sequence by sequence: [B * S, H, D] -> the same."""
     bound = inspect.signature(real_varlen_attn).bind(
         query, key, value, borders, borders_k, longest, longest_k, **options
     )

@@ -1,4 +1,4 @@
-"""What cannot change a gradient: micro-batches, padding, layout, chunks. And what must: every token, the EOS, T."""
+"""Micro-batches, padding, layout and chunks cannot change a gradient; every token, the EOS and T must."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_token_sees_the_tokens_on_its_own_path_and_no_others():
 
 
 def visible_on_paths(mb: batching.MicroBatch, samples) -> torch.Tensor:
-    """What each place of a row of one tree sees, [S, S], from the prefix that each place stands for."""
+    """Return the visible positions of each place of a row of one tree, [S, S], from the prefix it stands for."""
     prompt = tuple(samples[0].prompt_ids)
     place: dict[tuple[int, ...], int] = {prompt[:n]: n - 1 for n in range(1, len(prompt) + 1)}
     copies = iter(mb.copies.tolist())
@@ -289,7 +289,7 @@ def test_more_ranks_than_samples(tiny_model):
 
 
 def idle(mb: batching.MicroBatch, samples) -> bool:
-    """Whether a micro-batch only keeps its rank in step with the others."""
+    """Return True if a micro-batch only keeps its rank in step with the others."""
     count = batching.token_offsets(samples)[-1]
     places = set(mb.tokens.tolist())
     assert places == {count} or count not in places, "idle as a whole, or not at all"

@@ -1,4 +1,4 @@
-"""What a bare command takes for another model or data set: from the model's size, the verifier, and the data."""
+"""Defaults of a bare command for another model or data set: from the model's size, the verifier, and the data."""
 
 from __future__ import annotations
 

@@ -361,7 +361,7 @@ def test_a_run_holds_what_was_predicted(tmp_path, configuration):
     ],
 )
 def test_the_end_of_a_backward_pass_is_below_the_bound(tmp_path, ranks, words):
-    """Where the peak is DeepSpeed's reduction, or stands on stage 1's sums."""
+    """The peak is in DeepSpeed's reduction, or on top of stage 1's sums."""
     folder = script.small_model(tmp_path / "model")
     for row in script.compare((" ".join(words), "grpo", ranks, words), folder, tmp_path, runs=1):
         assert row.predicted / 1.5 < row.allocated <= row.predicted

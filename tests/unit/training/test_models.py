@@ -437,7 +437,7 @@ def test_stop_ids_of_a_composite_config(capsys):
 
 
 def as_engine(model):
-    """What ``current_weights`` reads of a DeepSpeed engine below ZeRO-3: the model inside."""
+    """Return the part of a DeepSpeed engine below ZeRO-3 that ``current_weights`` reads: the model inside."""
     return SimpleNamespace(module=SimpleNamespace(model=model))
 
 
