@@ -16,7 +16,7 @@ testbed: setup
 	$(PYTHON_BIN) studies/pretrain_tiny.py $(ARGS)
 
 test: setup
-	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
+	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 50 --durations-min 1 $(ARGS)
 
 # Every test; continues where it was stopped: make test-all ARGS='-m "slow or learn"', ARGS=tests/runs/test_faults.py
 test-all: setup
@@ -34,6 +34,7 @@ lint: setup
 	$(PYTHON_BIN) -m ruff check .
 	$(PYTHON_BIN) -m ruff format --check .
 	$(PYTHON_BIN) studies/shape.py
+	$(PYTHON_BIN) studies/prose.py
 
 bench: setup
 	$(PYTHON_BIN) studies/benchmark.py $(ARGS)
