@@ -202,19 +202,20 @@ def make_accelerator(args, dtype: torch.dtype, device: torch.device):
 
 
 def dedupe_fp32_weights(engine):
-    """A DeepSpeed engine, without what it holds twice. (Its numbers and checkpoints stay as they are.)
+    """Drop DeepSpeed's duplicate fp32 copies of weights and gradients. Returns the engine; no number changes.
 
     In fp32 the master weights of ZeRO 1 and 2 are a copy of weights that are masters already. On one rank both can be
     the same memory; on several, a rank's part would be a view of all weights, and its checkpoint would hold them all.
-    Cutting up the weights has also left gaps in the heap, nearly as large as the optimizer's states.
+    Gradients are summed in one buffer, as DeepSpeed 0.19.8 does in bf16; in fp32 it would copy the sums into another.
     """
     zero = engine.optimizer
-    second_copy = hasattr(zero, "single_partition_of_fp32_groups") and not zero.cpu_offload
-    if second_copy and zero.dtype == torch.float32 and dist.get_world_size() == 1:
-        for master, weights in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups_flat, strict=True):
-            master.data = weights.data
-        zero._link_all_hp_params()  # the fragments by which DeepSpeed saves would keep the copy alive
-    trim_heap()
+    if hasattr(zero, "single_partition_of_fp32_groups") and not zero.cpu_offload and zero.dtype == torch.float32:
+        zero._use_compact_grad_partition_buffer = lambda group: True
+        if dist.get_world_size() == 1:
+            for master, weights in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups_flat, strict=True):
+                master.data = weights.data
+            zero._link_all_hp_params()  # the fragments by which DeepSpeed saves would keep the copy alive
+    trim_heap()  # partitioning leaves gaps nearly as large as the optimizer's states
     return engine
 
 

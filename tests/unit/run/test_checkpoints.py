@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from deepspeed.runtime.zero import stage_1_and_2
 from helpers import (
     ROOT,
     SMALL,
@@ -94,18 +95,29 @@ def test_a_resumed_run_equals_the_straight_one(tiny, tmp_path, monkeypatch, caps
     ],
 )
 def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script, changes, masters):
-    """DeepSpeed's second copy is gone; numbers, samples, weights and the files of a checkpoint are as with it."""
+    """DeepSpeed's second copy is gone; numbers, samples, weights and the files of a checkpoint are as with it.
+
+    The same holds for the sums of gradients: a step finds one number per weight, in one buffer.
+    """
     dedupe = deepspeed_zero.dedupe_fp32_weights
-    shared = []
+    shared, sums = [], []
+    step = stage_1_and_2.DeepSpeedZeroOptimizer.step
 
     def look(engine):
         zero = dedupe(engine).optimizer
         shared.append(zero.single_partition_of_fp32_groups[0].data_ptr() == zero.bit16_groups_flat[0].data_ptr())
         return engine
 
+    def counted(zero, *rest):
+        tensors = [tensor for group in zero.averaged_gradients.values() for tensor in group]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        sums.append((len(storages), sum(storages.values()) / zero.bit16_groups_flat[0].numel()))
+        return step(zero, *rest)
+
     found = {}
     for name, prepare in (("deduped", look), ("complete", lambda engine: engine)):
         monkeypatch.setattr(deepspeed_zero, "dedupe_fp32_weights", prepare)
+        monkeypatch.setattr(stage_1_and_2.DeepSpeedZeroOptimizer, "step", counted if name == "deduped" else step)
         args = tiny_args(
             tiny, tmp_path / name, script, **{**SMALL, "save_every": 2, "max_sampler_diff": 0.0, **changes}
         )
@@ -117,6 +129,7 @@ def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script,
     assert found["deduped"] == found["complete"]
     assert any("optim_states" in file for file in found["deduped"][1])
     assert shared == masters
+    assert sums and set(sums) == {(1, 4.0)}, "bytes per weight"
 
 
 def test_bf16_masters_are_restored(tiny, tmp_path, monkeypatch):
