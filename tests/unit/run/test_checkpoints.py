@@ -97,10 +97,10 @@ def test_a_resumed_run_equals_the_straight_one(tiny, tmp_path, monkeypatch, caps
 def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script, changes, masters):
     """DeepSpeed's second copy is gone; numbers, samples, weights and the files of a checkpoint are as with it.
 
-    The same holds for the sums of gradients: a step finds one number per weight, in one buffer.
+    The same holds for the sums of gradients: a step finds them in one buffer and copies nothing.
     """
     dedupe = deepspeed_zero.dedupe_fp32_weights
-    shared, sums = [], []
+    shared, one_buffer = [], []
     step = stage_1_and_2.DeepSpeedZeroOptimizer.step
 
     def look(engine):
@@ -108,16 +108,16 @@ def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script,
         shared.append(zero.single_partition_of_fp32_groups[0].data_ptr() == zero.bit16_groups_flat[0].data_ptr())
         return engine
 
-    def counted(zero, *rest):
-        tensors = [tensor for group in zero.averaged_gradients.values() for tensor in group]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        sums.append((len(storages), sum(storages.values()) / zero.bit16_groups_flat[0].numel()))
+    def step_on_one_buffer(zero, *rest):
+        one_buffer.append(all(zero._get_preflattened_grad_partition(i) is not None for i in zero.averaged_gradients))
         return step(zero, *rest)
 
     found = {}
     for name, prepare in (("deduped", look), ("complete", lambda engine: engine)):
         monkeypatch.setattr(deepspeed_zero, "dedupe_fp32_weights", prepare)
-        monkeypatch.setattr(stage_1_and_2.DeepSpeedZeroOptimizer, "step", counted if name == "deduped" else step)
+        monkeypatch.setattr(
+            stage_1_and_2.DeepSpeedZeroOptimizer, "step", step_on_one_buffer if name == "deduped" else step
+        )
         args = tiny_args(
             tiny, tmp_path / name, script, **{**SMALL, "save_every": 2, "max_sampler_diff": 0.0, **changes}
         )
@@ -129,7 +129,7 @@ def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script,
     assert found["deduped"] == found["complete"]
     assert any("optim_states" in file for file in found["deduped"][1])
     assert shared == masters
-    assert sums and set(sums) == {(1, 4.0)}, "bytes per weight"
+    assert one_buffer and all(one_buffer)
 
 
 def test_bf16_masters_are_restored(tiny, tmp_path, monkeypatch):
