@@ -36,6 +36,8 @@ PRIVATE_WORDS = {
     "dealt": "split",
 }
 LONGEST = 40  # words of a sentence
+FLAG_FILES = ("grpo.py", "ppo.py", "runtime/arguments/flags.py")
+FRAGMENT = re.compile(r"(The same|As above|Where|What|That)\b")
 SUBJECT = re.compile(r"[a-z0-9_./]+(, [a-z0-9_./]+)*: \S.*")
 SUBJECT_LENGTH = 72
 
@@ -92,23 +94,32 @@ def texts(root: Path = ROOT) -> Iterator[tuple[Path, int, str]]:
         yield page, 1, page.read_text()
 
 
+def name_of(path: Path, root: Path) -> str:
+    """Return a file's path below the root of the project."""
+    return str(path.relative_to(root))
+
+
 def find(root: Path = ROOT) -> dict[str, list[Place]]:
     """Return the places of every count in LIMITS."""
     found: dict[str, list[Place]] = {name: [] for name in LIMITS}
+    opening = re.compile(rf"\W*({'|'.join(OPENINGS)})\b")
     for path in python_files(root):
         for line, text in docstrings(path):
-            if re.match(rf"\W*({'|'.join(OPENINGS)})\b", text):
-                found["openings"].append((str(path.relative_to(root)), line, text.splitlines()[0]))
-    for path in (root / "grpo.py", root / "ppo.py", root / "runtime" / "arguments" / "flags.py"):
-        for line, text in help_texts(path):
-            if not text.endswith(".") or re.match(r"(The same|As above|Where|What|That)\b", text):
-                found["help texts"].append((str(path.relative_to(root)), line, text))
+            if opening.match(text):
+                first = text.splitlines()[0]
+                found["openings"].append((name_of(path, root), line, first))
+    for file in FLAG_FILES:
+        for line, text in help_texts(root / file):
+            if FRAGMENT.match(text) or not text.endswith("."):
+                found["help texts"].append((file, line, text))
     words = re.compile(rf"\b({'|'.join(PRIVATE_WORDS)})\b", re.IGNORECASE)
     for path, line, text in texts(root):
-        where = str(path.relative_to(root))
-        found["private words"] += [(where, line, match.group()) for match in words.finditer(plain(text))]
-        long = [sentence for sentence in sentences(text) if len(sentence.split()) > LONGEST]
-        found["long sentences"] += [(where, line, sentence) for sentence in long]
+        name = name_of(path, root)
+        for match in words.finditer(plain(text)):
+            found["private words"].append((name, line, match.group()))
+        for sentence in sentences(text):
+            if len(sentence.split()) > LONGEST:
+                found["long sentences"].append((name, line, sentence))
     return found
 
 

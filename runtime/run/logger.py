@@ -123,8 +123,8 @@ SHOWN = (
     ("clip", "policy/clip_frac", ".3f"),
     ("len", "completions/length_mean", ".1f"),
     ("truncated", "completions/truncated_frac", ".0%"),
-    ("zero-std", "reward/zero_std_frac", ".0%"),
-    ("|dlogp|", "sampler/logprob_diff_mean", ".1e"),
+    ("zero-variance", "reward/zero_std_frac", ".0%"),
+    ("logprob_diff", "sampler/logprob_diff_mean", ".1e"),
     ("tok/s", "perf/tokens_per_second", ".0f"),
 )
 # Metrics policy/NAME of every script. Any other is a piece that a script's own token_loss returned (docs/metrics.md).
@@ -150,7 +150,7 @@ def step_line(metrics: dict[str, Any], total: int, remaining: float, masked: boo
     if times:
         parts.append(" ".join(times))
     seconds = int(remaining)
-    parts.append(f"left {seconds // 3600}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}")
+    parts.append(f"ETA {seconds // 3600}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}")
     if control := control_of(metrics):
         parts.append(f"CONTROL {control}")
     if metrics["optim/skipped"]:
@@ -224,6 +224,7 @@ class RunLog:
         self.scores: dict[int, float | None] = {}  # step -> pass@1 of the evaluation after it
         self.needless: Path | None = None  # a checkpoint that a finished run does not need
         self.begun = time.monotonic()
+        self.timed_from: tuple[int, float] | None = None  # the step and time from which the ETA is computed
         self.heap = Heap()
         if not is_main:
             library_logs.write_to(None)
@@ -351,7 +352,10 @@ class RunLog:
             self.zero_steps += 1
             if self.zero_steps % ZERO_STEPS == 0:
                 print_on_rank_0(explain_zeros(samples, batch, self.zero_steps))
-        remaining = (time.monotonic() - self.begun) / (step - self.first) * (self.total - step)
+        now = time.monotonic()
+        first, begun = self.timed_from or (self.first, self.begun)
+        remaining = (now - begun) / (step - first) * (self.total - step)
+        self.timed_from = self.timed_from or (step, now)  # the first step is slower than the others
         print_on_rank_0(step_line(metrics, self.total, remaining, self.args.mask_truncated_completions))
         if step == 1 or step % SHOW_SAMPLES == 0:
             for s in shown:

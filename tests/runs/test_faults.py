@@ -437,7 +437,7 @@ def test_all_rewards_zero(small, capfd):
     assert all(m["reward/zero_std_frac"] == 1 and m["optim/grad_norm"] == 0 for m in metrics)
     said = "no score of the last 5 steps is above 0"
     note("all rewards are 0", "a verifier that never says yes", text, said, GOES_ON)
-    note("all rewards of a group are equal", "the same", text, "zero-std 100%", GOES_ON)
+    note("all rewards of a group are equal", "the same", text, "zero-variance 100%", GOES_ON)
 
 
 def test_the_loss_is_zero(small, capfd):
@@ -446,7 +446,7 @@ def test_the_loss_is_zero(small, capfd):
     assert "The loss is about 0, or negative." in (ROOT / "docs" / "run.md").read_text()
     sentence = "`optim/grad_norm` is not 0; docs/run.md says why"
     observe("the loss is about 0 although the model learns", "one optimizer step a batch", sentence, GOES_ON)
-    note("no progress is visible", "any run", text, "left 0:00:", GOES_ON)
+    note("no progress is visible", "any run", text, "ETA 0:00:", GOES_ON)
 
 
 def test_all_responses_are_cut(small, capfd):

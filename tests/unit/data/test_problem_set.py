@@ -8,10 +8,13 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
+import time
 import types
 import typing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -434,6 +437,20 @@ def test_samples_and_metrics_of_a_step(tmp_path):
     assert len(written) == 5
     assert {row["prompt"] for row in written} == {"prompt 0", "prompt 1", "prompt 2"}, "not the first group alone"
     assert [row["step"] for row in written] == [3] * 5
+
+
+def test_the_eta_leaves_out_the_first_step(tmp_path, monkeypatch, capsys):
+    """Ten steps: 100 seconds for the first one, which compiles and allocates, and 2 for each of the others."""
+    clock = [0.0]
+    monkeypatch.setattr(logger, "time", SimpleNamespace(monotonic=lambda: clock[0], strftime=time.strftime))
+    log = new_log(tmp_path / "run")
+    metrics = {"optim/skipped": 0, "completions/truncated_frac": 0.0}
+    capsys.readouterr()
+    for step, seconds in ((1, 100), (2, 2), (3, 2)):
+        clock[0] += seconds
+        log.step(metrics | {"step": step}, [], [])
+    shown = re.findall(r"ETA ([\d:]+)", capsys.readouterr().out)
+    assert shown == ["0:15:00", "0:00:16", "0:00:14"]
 
 
 def test_other_ranks_write_nothing(tmp_path):
