@@ -27,7 +27,7 @@ NAME_BYTES = 255  # of a file's or folder's name, on every usual file system
 
 
 def check(args: RunFlags, world_size: int) -> None:
-    """Refuse what no script can do, or what would not mean what it says. Loads no model, writes nothing."""
+    """Reject settings that no script supports or that would be ignored. Loads no model, writes nothing."""
     check_launch(world_size)
     check_places(args)
     check_words(args)
@@ -65,7 +65,7 @@ VLLM_TAKEN = {
 
 
 def check_engine_args(args: Any) -> None:
-    """Refuse arguments that vLLM does not have, and those that something else sets. vLLM's import takes seconds."""
+    """Reject arguments that vLLM lacks or that other flags set, without importing vLLM, which takes seconds."""
     given = args.engine_args
     vllm = importlib.util.find_spec("vllm")
     known = dict.fromkeys(given)
@@ -87,46 +87,46 @@ def check_engine_args(args: Any) -> None:
 
 
 def check_places(args: Any) -> None:
-    """Refuse names by which the folder of a run would be another folder, or none that a file system can have.
+    """Reject names that would put the run into a different folder, or that no file system accepts.
 
-    What is given from a shell variable that is not set is empty, and --overwrite empties the folder that is named.
+    An unset shell variable gives an empty name, and --overwrite deletes the content of the folder it names.
     """
     if not args.output_dir:
-        refuse("--output_dir: is empty, as is RUN_DIR where the flag is not given; give the folder that holds the runs")
+        refuse("--output_dir: is empty (RUN_DIR is its default); pass the folder that contains the runs")
     if args.output_dir.startswith("~"):
-        refuse(f"--output_dir {args.output_dir}: no shell has replaced the ~ here; write out the path of that folder")
+        refuse(f"--output_dir {args.output_dir}: '~' was not expanded; pass an absolute path")
     for flag, most in (("run_name", NAME_BYTES), ("exp_name", 100)):
         name = getattr(args, flag, None)  # only what trains has an exp_name
         if name is None:
             continue
         parts = Path(name).parts
         if not parts or not name.strip() or parts[0] == "/" or ".." in parts:
-            refuse(f"--{flag} {name!r}: must be the name of a folder that lies in --output_dir {args.output_dir}")
+            refuse(f"--{flag} {name!r}: must name a folder in --output_dir {args.output_dir}")
         longest = max(len(os.fsencode(part)) for part in parts)
         if longest > most:
             refuse(f"--{flag}: has {longest} bytes, must have at most {most} to be the name of a folder; shorten it")
 
 
 def check_words(args: RunFlags) -> None:
-    """Refuse what a shell can make of a word: nothing, of a variable that is not set; a ~; the end of a line."""
+    """Reject values that a shell has damaged: empty (an unset variable), an unexpanded ~, a carriage return."""
     for name, value in dataclasses.asdict(args).items():
         if name in ("system_prompt", "stop"):  # they are text for the model
             continue
         for word in value if isinstance(value, tuple) else (value,):
             if word == "":
-                refuse(f"--{name.rstrip('_')}: is empty, as is a shell variable that is not set; leave the flag out")
+                refuse(f"--{name.rstrip('_')}: is empty (an unset shell variable?); drop the flag or pass a value")
             if isinstance(word, str) and re.search(r'(^|[,"])\s*~/', word):
-                refuse(f"--{name} {word}: no shell has replaced the ~ here; write out the path")
+                refuse(f"--{name} {word}: '~' was not expanded; pass an absolute path")
             if isinstance(word, str) and word.endswith(("\r", "\n")):
-                refuse(f"--{name} {word!r}: ends in the end of a line; a script with lines of Windows needs dos2unix")
+                refuse(f"--{name} {word!r}: ends with a carriage return or newline; convert CRLF (dos2unix)")
 
 
 def check_numbers(args: RunFlags) -> None:
-    """Refuse numbers outside their range."""
+    """Reject numbers outside their range."""
     if args.non_stop_penalty < 0:
         refuse(
-            f"--non_stop_penalty {args.non_stop_penalty:g}: is subtracted, so a truncated response would gain; for a "
-            f"score of {args.non_stop_penalty:g} give --non_stop_penalty {-args.non_stop_penalty:g} with "
+            f"--non_stop_penalty {args.non_stop_penalty:g}: is subtracted, so truncation would be rewarded; for a "
+            f"score of {args.non_stop_penalty:g} pass --non_stop_penalty {-args.non_stop_penalty:g} with "
             f"--mask_no_eos_with_zero"
         )
     for name, value in dataclasses.asdict(args).items():
@@ -143,7 +143,7 @@ def check_numbers(args: RunFlags) -> None:
 
 
 def check_training(args: RunFlags) -> None:
-    """Refuse sizes of batches, lengths and data options of a training run that do not fit together."""
+    """Reject sizes of batches, lengths and data options of a training run that do not fit together."""
     prompts = args.num_unique_prompts_rollout
     group = args.num_samples_per_prompt_rollout
     longest = args.max_prompt_length + args.max_response_length
@@ -191,13 +191,13 @@ def check_training(args: RunFlags) -> None:
 
 
 def check_warm_up(flag: str, value: float) -> None:
-    """Refuse one and a half optimizer steps of warm-up."""
+    """Require a warm-up of 1 or more to be an integer, since it counts optimizer steps."""
     if value > 1 and value != int(value):
-        refuse(f"{flag}{value:g}: from 1 on it counts optimizer steps; give a whole number, or a fraction below 1")
+        refuse(f"{flag}{value:g}: values >= 1 count optimizer steps and must be integers; else pass a fraction")
 
 
 def check_kl(args: Any) -> None:
-    """Refuse KL settings that contradict each other."""
+    """Reject KL settings that contradict each other."""
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     in_reward = args.kl_placement in ("reward", "both")
     loss_coef, reward_coef = args.kl_coefficients
@@ -233,7 +233,7 @@ def check_kl(args: Any) -> None:
 
 
 def check_engine(args: RunFlags, world_size: int) -> None:
-    """Refuse combinations that attention, DeepSpeed or the engine cannot do."""
+    """Reject combinations that attention, DeepSpeed or the engine cannot do."""
     tp = args.vllm_tensor_parallel_size
     without_mask = "flash" in args.attn_implementation or args.attn_implementation == "varlen"
     if args.batch_layout == "shared" and without_mask:
@@ -261,7 +261,7 @@ def check_engine(args: RunFlags, world_size: int) -> None:
 
 
 def check_dedicated(args: RunFlags, world_size: int) -> None:
-    """Refuse engines on ranks of their own that the launch has no place for, or that cannot do what is asked.
+    """Reject dedicated engine ranks that do not fit into the launch or lack a requested feature.
 
     world_size: of the launch, trainers and engines.
     """
@@ -293,7 +293,7 @@ def check_dedicated(args: RunFlags, world_size: int) -> None:
 
 
 def check_asynchrony(args: RunFlags) -> None:
-    """Refuse ways to sample ahead of training that cannot work, or would only make samples older."""
+    """Reject asynchronous settings that cannot work or would only make samples staler."""
     ahead = args.async_steps > 0
     inflight = args.inflight_updates != "off"
     if args.async_steps > 1 and not inflight:
@@ -325,10 +325,10 @@ def check_asynchrony(args: RunFlags) -> None:
 
 
 def check_launch(world_size: int) -> None:
-    """Refuse a launch that asked for several processes and got one.
+    """Reject a launch with --num_processes above 1 that started a single process.
 
     On a machine without GPUs `accelerate launch --num_processes N` starts a single process, and says nothing, unless
-    DeepSpeed is named; the parent's command line is where the wish can still be read.
+    DeepSpeed is named; only the parent's command line still has the requested number.
     """
     try:
         parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
@@ -337,6 +337,6 @@ def check_launch(world_size: int) -> None:
     wanted = [value for flag, value in itertools.pairwise(parent) if flag == "--num_processes"]
     if wanted and "launch" in " ".join(parent) and int(wanted[-1]) > 1 and world_size == 1:
         refuse(
-            f"--num_processes {wanted[-1]} was asked for, but one process was started: launch with "
+            f"--num_processes {wanted[-1]} was requested, but only one process was started: launch with "
             f"--use_deepspeed or --config_file scripts/zero2.yaml"
         )

@@ -222,7 +222,7 @@ def test_an_extended_run_sets_the_earlier_critic_aside(tiny, tmp_path):
         ({"critic": ("num_epochs=1.5",)}, ["--critic num_epochs=1.5", "whole number"]),
         ({"critic": ("weight_decay=-0.1",)}, ["--critic weight_decay=-0.1", "0 or more"]),
         ({"critic": ("weight_decay=much",)}, ["--critic weight_decay=much", "'much' is not a number"]),
-        ({"critic": ("warm_up=1.5",)}, ["--critic warm_up=1.5", "whole number"]),
+        ({"critic": ("warm_up=1.5",)}, ["--critic warm_up=1.5", "must be integers"]),
         ({"critic": ("lr_scheduler_type=step",)}, ["--critic lr_scheduler_type=step", "constant, linear, cosine"]),
         ({"critic": ("epochs=2",)}, ["--critic epochs=2", "a NAME of", "num_epochs"]),
         ({"critic": ("warm_up=2",), "disable_value": True}, ["--critic", "--disable_value"]),
