@@ -134,6 +134,7 @@ CASES = {
     "a step and a half of warm-up": ({"warm_up": 1.5}, ["--warm_up 1.5", "must be integers", "fraction"]),
     "a negative warm-up": ({"warm_up": -0.1}, ["--warm_up -0.1", "0 or more"]),
     "a beta of Adam above 1": ({"adam_betas": (0.9, 1.1)}, ["--adam_betas (0.9, 1.1)", "between 0 and 1"]),
+    "a fraction above 1": ({"lr_min_ratio": 1.5}, ["--lr_min_ratio 1.5", "between 0 and 1"]),
     "a filter of all problems": ({"dataset_filter": (1.0, 0.5)}, ["--dataset_filter (1.0, 0.5)", "below 1"]),
     "a filter of none": ({"dataset_filter": (0.5, 0.0)}, ["--dataset_filter (0.5, 0.0)", "THRESHOLD above 0"]),
     "a penalty that pays": (
@@ -389,7 +390,10 @@ CASES = {
     "an experiment of many letters": ({"exp_name": "é" * 51}, ["--exp_name: has 102 bytes", "at most 100"]),
     "no folder of runs": ({"output_dir": ""}, ["--output_dir: is empty", "RUN_DIR"]),
     "a home that no shell has replaced": ({"output_dir": "~/runs"}, ["--output_dir ~/runs", "not expanded"]),
-    "a home in a list": ({"dataset": "a.jsonl, ~/b.jsonl"}, ["--dataset a.jsonl, ~/b.jsonl: '~' was not expanded", "absolute path"]),
+    "a home in a list": (
+        {"dataset": "a.jsonl, ~/b.jsonl"},
+        ["--dataset a.jsonl, ~/b.jsonl: '~' was not expanded", "absolute path"],
+    ),
     "a home in a mixture": ({"dataset": '{"~/b.jsonl": 1.0}'}, ["--dataset", "not expanded", "absolute path"]),
     "a home of a model": ({"model_name_or_path": "~/model"}, ["--model_name_or_path ~/model: '~' was not expanded"]),
     "a variable that is not set": ({"eval_dataset": ""}, ["--eval_dataset: is empty", "drop the flag"]),

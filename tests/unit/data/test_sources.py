@@ -294,6 +294,14 @@ def test_csv_cells_of_many_lines(tmp_path, lines, cells):
     assert questions(everything(Args(dataset=str(tmp_path / "a.csv")))) == texts
 
 
+def test_csv_cells_at_the_borders_of_blocks(tmp_path, monkeypatch):
+    """A file that has more than one block: a line inside a cell is no row, wherever a block ends."""
+    monkeypatch.setattr(sources, "CSV_BLOCK", 2**14)
+    texts = [f"{i}\n" + "x, y\n" * 150 for i in range(200)]
+    (tmp_path / "a.csv").write_text("question,answer\n" + "".join(f'"{text}",7\n' for text in texts))
+    assert questions(everything(Args(dataset=str(tmp_path / "a.csv")))) == texts
+
+
 NOT_UTF8 = {
     "a cell": "question,answer\ncaf\xe9?,1\n".encode("latin-1"),
     "a cell far down": ("question,answer\n" + "1,1\n" * 9000 + "caf\xe9?,1\n").encode("latin-1"),
