@@ -248,7 +248,7 @@ from torch import nn
 
 import utils
 from kl_estimators import kl_reward, rollout_kl
-from runtime.engine import engine_ranks, vllm_settings
+from runtime.engine import engine_ranks, isolation, vllm_settings
 from runtime.engine.client import Engine, Queue
 from runtime.engine.weights import push_weights, release_vllm
 from runtime.environments.episodes import Episode, Episodes
@@ -568,7 +568,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
     never_still = args.vllm_engines > 0 and args.inflight_updates != "off"
     llm = None
     try:
-        with process.without_collections():
+        with process.without_collections(), isolation.kept_apart():
             llm = build_vllm(args, dtype, rank, world_size)
         engine = llm.llm_engine
         engine.set_weight_version("0")

@@ -21,6 +21,7 @@ from runtime.system import watchdog
 from runtime.training.deepspeed_zero import ShardedWeights, copied_to_cpu, weight_bytes
 
 RESTARTS = 2  # times that a failed engine is built again
+PUSH = "acknowledgement of new weights"
 
 
 class Engine:
@@ -32,13 +33,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        thread: Callable,
-        args,
-        dtype: torch.dtype,
-        tokenizer,
-        stop_ids: list[int],
-        watch: watchdog.Watch,
+        self, thread: Callable, args, dtype: torch.dtype, tokenizer, stop_ids: list[int], watch: watchdog.Watch
     ):
         rank = dist.get_rank()
         world_size = dist.get_world_size()
@@ -64,6 +59,7 @@ class Engine:
         sleeps = args.sleep != "off" and torch.cuda.is_available() and not args.engine_process
         able = args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 and not sleeps
         self.restarts = RESTARTS if able else 0
+        self.failure = ""  # the last reason to build the engine again
         # It samples while this rank trains, in a thread of this process.
         self.beside = args.async_steps > 0 and args.vllm_engines == 0 and not args.engine_process
         # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
@@ -101,13 +97,15 @@ class Engine:
     def receive(self, what: str, request: tuple | None = None) -> tuple:
         """The thread's next message. ``request``: what it answers, for an engine that has to be built again.
 
-        Raises what the thread raised, and TimeoutError after --timeout, once RESTARTS are used up.
+        Raises what the thread raised, and TimeoutError after --timeout, once RESTARTS are used up, or when a push has
+        failed in the same way before.
         """
         while True:
             try:
                 return self.watch.receive(self.outbox, self.thread, self.timeout, what)
             except (watchdog.EngineFailed, TimeoutError) as error:
-                if self.restarts == 0:
+                failure, self.failure = self.failure, str(error.__cause__ or error)
+                if self.restarts == 0 or (what == PUSH and failure == self.failure):
                     raise
                 self.restarts -= 1
                 watchdog.explain_restart(error, self.restarts)
@@ -219,7 +217,7 @@ class Engine:
             self.spare = self.weights
         self.inbox.put(("weights", self.version, weights))
         while self.acknowledged != self.version:
-            self.take("acknowledgement of new weights")
+            self.take(PUSH)
         size = weight_bytes(weights) / 2**30
         self.metrics["perf/push_gib"] = size
         self.metrics["perf/push_gib_per_second"] = size / (time.perf_counter() - started)

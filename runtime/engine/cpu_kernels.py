@@ -42,10 +42,7 @@ def register(ops) -> None:
 
     @ops.rms_norm.register_impl(NAME, supports_args=takes_norm)
     def rms_norm(
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
+        x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
     ) -> torch.Tensor:
         output = torch.empty_like(x)
         torch.ops._C.rms_norm(output, x, weight, epsilon)

@@ -169,7 +169,7 @@ class EngineProcess:
         line, theirs = multiprocessing.Pipe()
         work = (theirs, self.thread, setting, self.code)
         child = multiprocessing.get_context("spawn").Process(target=serve, args=work, daemon=True)
-        with signals_blocked(), own_gpu_alone():
+        with process.signals_blocked(), own_gpu_alone():
             child.start()
         atexit.register(child.kill)  # before multiprocessing would wait for it
         theirs.close()
@@ -200,16 +200,6 @@ def describe_end(code: int | None) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name} (no memory?)"
     return f"ended with exit code {code}; what it printed says why"
-
-
-@contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """A process that this thread starts inside gets none of a run's signals until it unblocks them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, process.STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -244,9 +234,11 @@ class Inbox:
         """The next message. Raises EOFError when the trainer's process is gone."""
         match self.line.recv():
             case ("weights", version, layout, handle):
-                if layout is not None:
-                    block = self._receive(size_of(layout)) if handle is None else opened(handle)
+                if handle is not None:  # a block on the GPU, which is the first one here, whatever its number there
+                    block = rebuild_cuda_tensor(*handle[:DEVICE], 0, *handle[DEVICE + 1 :])
                     self.tensors = tensors_of(block, layout)
+                elif layout is not None:
+                    self.tensors = tensors_of(self._receive(size_of(layout)), layout)
                 return ("weights", version, self.tensors)
             case message:
                 return message
@@ -260,19 +252,11 @@ class Inbox:
             os.close(file)
 
 
-def opened(handle: tuple) -> torch.Tensor:
-    """The block on the GPU, which is the first one here, whatever its number is in the trainer's process."""
-    return rebuild_cuda_tensor(*handle[:DEVICE], 0, *handle[DEVICE + 1 :])
-
-
 def serve(line: Connection, thread: Callable, setting: tuple, code: dict[Path, str]) -> None:
-    """The engine's process from its start to its end.
+    """Run the engine's process from its start to its end.
 
-    Args:
-        line: to the trainer's process.
-        thread: the script's function, which builds and steps the engine.
-        setting: what it takes, but for inbox and outbox.
-        code: what ``workers.loaded_code`` said when the run began.
+    ``thread``: the script's function, which builds and steps the engine. ``setting``: its arguments, but for inbox and
+    outbox. ``code``: the result of ``workers.loaded_code`` when the run began.
     """
     process.live_for_parent()
     if os.getppid() != multiprocessing.parent_process().pid:  # it ended before this process could ask to end with it

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import torch
 
-from runtime.training.deepspeed_zero import finish_gpu_work
+from runtime.training.deepspeed_zero import NamedWeights, finish_gpu_work
 
 
-def push_weights(llm, weights: list[tuple[str, torch.Tensor]], inflight_updates: str = "off") -> None:
-    """New weights into a vLLM engine, from the thread that owns it, between two of its steps.
+def push_weights(llm, weights: NamedWeights, inflight_updates: str = "off") -> None:
+    """Load new weights into a vLLM engine, from the thread that owns it, between two of its steps.
 
-    vLLM's ``reload_weights`` is the one route that also serves CPU kernels, which keep packed copies. ``weights`` must
-    hold ``lm_head.weight`` even when tied: the head has a packed copy of its own on CPUs, which would silently stay
-    stale. The prefix cache holds keys and values of the old weights; the engine refuses to drop it while a request
-    runs. ``inflight_updates`` recompute preempts the requests that run: their keys and values are computed anew, by the
-    new weights. keep leaves them theirs; a cache salt then has to keep new requests from them.
+    vLLM's ``reload_weights`` is the one route that also serves CPU kernels, which keep packed copies. A tied head must
+    be among ``weights``: on CPUs it has a packed copy of its own, which would silently stay stale. The prefix cache
+    holds keys and values of the old weights; the engine refuses to drop it while a request runs. ``inflight_updates``
+    recompute preempts the requests that run: their keys and values are computed anew, by the new weights. keep leaves
+    them theirs; a cache salt then has to keep new requests from them.
 
     Raises RuntimeError if a parameter of the engine was not loaded, or only in part, and if the prefix cache was kept.
     """
@@ -45,7 +46,7 @@ def release_vllm(llm) -> None:
     gc.unfreeze()
 
 
-def reload_worker(worker, weights: list[tuple[str, torch.Tensor]]) -> list[str]:
+def reload_worker(worker, weights: NamedWeights) -> list[str]:
     """Load ``weights`` into the model of a vLLM worker; the names of parameters that did not get all their elements.
 
     vLLM loads layer by layer and only logs what was not loaded. Its own record of each layer says so exactly, between
@@ -69,10 +70,21 @@ def reload_worker(worker, weights: list[tuple[str, torch.Tensor]]) -> list[str]:
                 method.moe_kernel = None
     model.load_weights = load_and_look
     try:
-        worker.reload_weights(weights_iterator=weights)
+        worker.reload_weights(weights_iterator=accepted(model, worker.model_config.hf_config, weights))
     finally:
         del model.load_weights
     return missing
+
+
+def accepted(model, config, weights: NamedWeights) -> Iterator[tuple[str, torch.Tensor]]:
+    """The ``weights`` that a vLLM model has a place for: some (Gemma 2, Gemma 3n) have no module for a tied head."""
+    tied = getattr(config.get_text_config(), "tie_word_embeddings", False) or config.tie_word_embeddings
+    places = {name for name, _ in [*model.named_children(), *model.named_parameters(recurse=False)]}
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for name, weight in weights:
+        mapped = [name] if mapper is None else mapper.apply_list([name])
+        if not tied or all(own.split(".")[0] in places for own in mapped):
+            yield name, weight
 
 
 def _unloaded_parameters(model) -> list[str]:

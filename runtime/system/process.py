@@ -469,6 +469,16 @@ def resident_bytes() -> int:
 
 
 @contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Start a process inside that gets none of a run's signals until it unblocks them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Build an engine inside: garbage is collected once, before, instead of again and again.
 
