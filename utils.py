@@ -10,7 +10,6 @@ import importlib
 import inspect
 import math
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -435,18 +434,18 @@ def check_forward(policy: TokenLogprobs, layout: str, eos: int, longest: int) ->
     """
     check_rotary(policy.model.config, longest)
     limit = 1e-3 if next(policy.parameters()).dtype == torch.float32 else 0.1
-    error = layout_error(policy, layout, eos, longest)
-    if error < limit:
+    difference, failure = layout_error(policy, layout, eos, longest)
+    if difference < limit:
         return
-    others = [x for x in LAYOUTS if x != layout and layout_error(policy, x, eos, longest) < limit]
+    others = [x for x in LAYOUTS if x != layout and layout_error(policy, x, eos, longest)[0] < limit]
+    problem = f"log-probs of this model differ from its own forward pass by {difference:.3g} nats per token"
+    remedy = "no other layout works either: the model changes its logits after the head in a way unknown here"
+    if failure:
+        problem = f"the forward pass of this model fails: {failure}"
+        remedy = "no other layout works either"
     if others:
         remedy = f"use --batch_layout {' or '.join(others)}"
-    else:
-        remedy = "no other layout works either: the model changes its logits after the head in a way unknown here"
-    refuse(
-        f"--batch_layout {layout}: log-probs of this model differ from its own forward pass by {error:.3g} nats per "
-        f"token; {remedy}"
-    )
+    refuse(f"--batch_layout {layout}: {problem}; {remedy}")
 
 
 def check_rotary(config, longest: int) -> None:
@@ -468,11 +467,11 @@ def check_rotary(config, longest: int) -> None:
 
 
 @torch.no_grad()
-def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> float:
+def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> tuple[float, str]:
     """Mean difference in nats per token between log-probs in ``layout`` and those of plain forward passes.
 
     Two random responses to one random prompt, which is longer than the widest sliding window (or attention chunk) below
-    ``longest``, so that all their tokens are beyond it. Infinite where the model raises an error.
+    ``longest``, so that all their tokens are beyond it. Where the model raises an error: infinity, and that error.
     """
     config = policy.model.config.get_text_config()
     windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
@@ -500,11 +499,12 @@ def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> 
             device=parameter.device,
         ):
             got[batch.tokens] = policy(batch)[0]
-    except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
-        print(f"--batch_layout {layout}: {type(error).__name__}: {error}", file=sys.stderr)
-        return math.inf
-    plain = torch.cat([_plain_logprobs(policy, sample) for sample in samples])
-    return (got - plain).abs().mean().item()
+        plain = torch.cat([_plain_logprobs(policy, sample) for sample in samples])
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        return math.inf, " ".join(f"{type(error).__name__}: {error}".split())
+    return (got - plain).abs().mean().item(), ""
 
 
 def _plain_logprobs(policy: TokenLogprobs, sample: Sample) -> torch.Tensor:

@@ -191,7 +191,9 @@ def write_model(folder: Path, kind: str, fields: dict) -> dict:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, chat_template=TEMPLATE, **names)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **fields}))
+    usual = AutoConfig.for_model(kind)
+    sizes = {field: size for field, size in SIZES.items() if hasattr(usual, field)}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(sizes | fields)))
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.02 * torch.randn_like(weight))
@@ -256,9 +258,9 @@ def try_layouts(script, folder: Path) -> dict:
     policy = utils.TokenLogprobs(model, 1.0, 1000)
     found: dict = {"attention": model.config._attn_implementation}
     for layout in utils.LAYOUTS:
-        error = utils.layout_error(policy, layout, 2, 76)
-        found[layout] = error if math.isfinite(error) else None
-    best = min(utils.LAYOUTS, key=lambda layout: math.inf if found[layout] is None else found[layout])
+        difference, failure = utils.layout_error(policy, layout, 2, 76)
+        found[layout] = failure or difference
+    best = min(utils.LAYOUTS, key=lambda layout: math.inf if isinstance(found[layout], str) else found[layout])
     critic = script.TokenValues(model, {})
     sample = Sample(0, 0, list(range(3, 30)), list(range(40, 50)), [0.0] * 10, "stop", [])
     place = {"layout": best, "budget": 256, "rank": 0, "world_size": 1, "device": device}
@@ -314,8 +316,8 @@ def outcome(folder: Path, name: str, answer: dict) -> str:
         return "ok"
     if answer.get("code") == 2 and "Traceback" not in text and errors:
         return f"refused: {one_line(errors[-1])}"
-    lines = [line for line in text.strip().splitlines() if re.match(r"\w*(Error|Exception)\b|error", line)]
-    return f"failed: {one_line(lines[-1]) if lines else answer.get('error', answer.get('code'))}"
+    errors = [line for line in text.strip().splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return f"failed: {one_line(errors[-1]) if errors else answer.get('error', answer.get('code'))}"
 
 
 def metrics_of(folder: Path, name: str) -> list[dict]:
@@ -391,8 +393,8 @@ def cells(row: dict) -> list[str]:
     if "error" in layouts:
         exact = ["failed"] * 5
     else:
-        kinds = ("shared", "padded", "packed")
-        exact = ["exact" if (layouts[k] or 0 if layouts[k] is not None else 1) < LIMIT else "refused" for k in kinds]
+        measured = [layouts[name] for name in ("shared", "padded", "packed")]
+        exact = ["exact" if not isinstance(x, str) and x < LIMIT else "refused" for x in measured]
         exact = [layouts["attention"], *exact, "yes" if layouts["critic"] else "no"]
     if row["run"] != "ok":
         return [row["name"], row["type"], row["run"], "-", "-", "-", row["hf"], *exact]

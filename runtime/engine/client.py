@@ -60,6 +60,7 @@ class Engine:
         able = args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 and not sleeps
         self.restarts = RESTARTS if able else 0
         self.failure = ""  # the last reason to build the engine again
+        self.untried = args.rollout == "vllm"  # until its first sample: it may not be able to serve this model
         # It samples while this rank trains, in a thread of this process.
         self.beside = args.async_steps > 0 and args.vllm_engines == 0 and not args.engine_process
         # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
@@ -92,17 +93,25 @@ class Engine:
         arguments = (*self.arguments, self.inbox, self.outbox)
         self.thread = threading.Thread(target=self.target, args=arguments, daemon=True, name="rollout")
         self.thread.start()
-        self.watch.receive(self.outbox, self.thread, self.timeout, "engine")
+        self.message("engine")
+
+    def message(self, what: str) -> tuple:
+        """The thread's next message. Exits with code 2 if vLLM has failed before its first sample."""
+        try:
+            return self.watch.receive(self.outbox, self.thread, self.timeout, what)
+        except watchdog.EngineFailed as error:
+            if self.untried:
+                watchdog.refuse_engine(error)
+            raise
 
     def receive(self, what: str, request: tuple | None = None) -> tuple:
-        """The thread's next message. ``request``: what it answers, for an engine that has to be built again.
+        """``message``, but an engine that fails is built again. ``request``: what the message answers.
 
-        Raises what the thread raised, and TimeoutError after --timeout, once RESTARTS are used up, or when a push has
-        failed in the same way before.
+        Raises what the thread raised, and TimeoutError, once RESTARTS are used up or a push has failed alike before.
         """
         while True:
             try:
-                return self.watch.receive(self.outbox, self.thread, self.timeout, what)
+                return self.message(what)
             except (watchdog.EngineFailed, TimeoutError) as error:
                 failure, self.failure = self.failure, str(error.__cause__ or error)
                 if self.restarts == 0 or (what == PUSH and failure == self.failure):
@@ -184,6 +193,7 @@ class Engine:
             case ("sample", number, key, ids, logprobs, finish_reason, versions, *episode):
                 if not math.isfinite(sum(logprobs)):
                     raise RuntimeError("the sampler's log-probs are not finite: its weights are broken")
+                self.untried = False
                 batch = self.batches[number]
                 batch.unfinished.remove(key)
                 if not batch.unfinished:

@@ -70,11 +70,6 @@ def lay_out(weights: Weights) -> list[Place]:
     return layout
 
 
-def size_of(layout: list[Place]) -> int:
-    """Bytes of the block."""
-    return max(place.end for place in layout)
-
-
 def tensors_of(block: torch.Tensor, layout: list[Place]) -> list[tuple[str, torch.Tensor]]:
     """The tensors in the block, which is one of bytes."""
     return [(place.name, block[place.start : place.end].view(place.dtype).view(place.shape)) for place in layout]
@@ -106,7 +101,7 @@ class WeightsSender:
             self.line.send(("weights", version, None, None))
             return
         self.laid_out = (layout, first.is_cuda)
-        size = size_of(layout)
+        size = max(place.end for place in layout)
         if first.is_cuda:
             block = torch.empty(size, dtype=torch.uint8, device=first.device)
             self.tensors = tensors_of(block, layout)
@@ -238,7 +233,7 @@ class Inbox:
                     block = rebuild_cuda_tensor(*handle[:DEVICE], 0, *handle[DEVICE + 1 :])
                     self.tensors = tensors_of(block, layout)
                 elif layout is not None:
-                    self.tensors = tensors_of(self._receive(size_of(layout)), layout)
+                    self.tensors = tensors_of(self._receive(max(place.end for place in layout)), layout)
                 return ("weights", version, self.tensors)
             case message:
                 return message

@@ -307,11 +307,8 @@ def join_shards(store: dist.Store, engine: int, shard: int) -> None:
 
 def from_line(line: Connection, entries: list[tuple]) -> Weights:
     """The weights of a push to one trainer's engines, in CPU memory."""
-    weights = []
-    for name, shape, dtype in entries:
-        raw = torch.frombuffer(bytearray(line.recv_bytes()), dtype=torch.uint8)
-        weights.append((name, raw.view(dtype).view(shape)))
-    return weights
+    raw = [torch.frombuffer(bytearray(line.recv_bytes()), dtype=torch.uint8) for _ in entries]
+    return [(name, data.view(dtype).view(shape)) for (name, shape, dtype), data in zip(entries, raw, strict=True)]
 
 
 class WeightsReceiver:

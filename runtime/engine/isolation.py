@@ -1,24 +1,18 @@
 """Keep an engine that is built in the trainer's process from changing what the trainer uses.
 
-vLLM 0.32 serves some architectures (OLMo, SmolLM3, Phi-2, GPT-NeoX, ...) by transformers' own classes, and decorates
-the decoder's class for torch.compile: it gets another ``__init__``, ``__call__`` and base class. The trainer's models
-are of the same class. vLLM also sets options of torch and of the process, and seeds random generators.
+vLLM 0.32 serves some architectures (OLMo, SmolLM3, Phi-2, GPT-NeoX, ...) by transformers' own classes, and gives the
+decoder's class, of which the trainer's models are, another ``__init__``, ``__call__`` and base class for torch.compile.
 """
 
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
 import torch
 from torch import _dynamo
-
-GENERATORS = ((torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate))
-GENERATORS += ((np.random.get_state, np.random.set_state),)
 
 
 def matmul_precision() -> str | None:
@@ -31,8 +25,8 @@ def matmul_precision() -> str | None:
 
 def settings() -> list[tuple[Callable, Callable]]:
     """Functions that read and write what holds for the whole process."""
-    options = [(torch.backends.cudnn, "benchmark"), (torch.backends.cuda.matmul, "fp32_precision")]
-    options += [(torch.backends.mkldnn.matmul, "fp32_precision"), (_dynamo.config, "recompile_limit")]
+    options = [(torch.backends.cudnn, "benchmark"), (_dynamo.config, "recompile_limit")]
+    options += [(torch.backends.cuda.matmul, "fp32_precision"), (torch.backends.mkldnn.matmul, "fp32_precision")]
     options += [(torch, "set_num_threads")]  # vLLM replaces this function on CPUs
     return [
         (torch.get_default_dtype, torch.set_default_dtype),
@@ -46,17 +40,14 @@ def settings() -> list[tuple[Callable, Callable]]:
 def kept_apart() -> Iterator[None]:
     """Build an engine inside. Afterwards the trainer's classes and settings are as they were before."""
     kept = [(read, write, read()) for read, write in settings()]
-    states = [(write, read()) for read, write in GENERATORS]
     variables = dict(os.environ)
     try:
-        with private_classes():
+        with torch.random.fork_rng(devices=[]), private_classes():
             yield
     finally:
         for read, write, value in kept:
             if value is not None and read() != value:
                 write(value)
-        for write, state in states:
-            write(state)
         os.environ |= variables  # those that are new stay: an engine reads its own later on
 
 

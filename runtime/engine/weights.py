@@ -25,8 +25,7 @@ def push_weights(llm, weights: NamedWeights, inflight_updates: str = "off") -> N
     if missing:
         raise RuntimeError(
             f"the weight push did not reach {len(missing)} parameters of the vLLM engine, which would stay stale: "
-            f"{', '.join(sorted(missing)[:8])}{', ...' if len(missing) > 8 else ''}. This vLLM cannot update this "
-            f"model; use --rollout hf"
+            f"{', '.join(sorted(missing)[:8])}{', ...' if len(missing) > 8 else ''}"
         )
     kept = inflight_updates == "keep"
     if not kept and not llm.reset_prefix_cache(reset_running_requests=inflight_updates == "recompute"):
@@ -69,8 +68,17 @@ def reload_worker(worker, weights: NamedWeights) -> list[str]:
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
     model.load_weights = load_and_look
+    # A reload leaves buffers that no checkpoint has undefined, in layers that have weights as well (Gemma 3n).
+    constants = []
+    for layer in model.modules():
+        if not hasattr(layer, "quant_method"):  # else they may be packed weights
+            names = layer._non_persistent_buffers_set
+            constants += [(x, x.clone()) for name, x in layer.named_buffers(recurse=False) if name in names]
     try:
         worker.reload_weights(weights_iterator=accepted(model, worker.model_config.hf_config, weights))
+        with torch.inference_mode():
+            for buffer, value in constants:
+                buffer.copy_(value)
     finally:
         del model.load_weights
     return missing
@@ -78,7 +86,7 @@ def reload_worker(worker, weights: NamedWeights) -> list[str]:
 
 def accepted(model, config, weights: NamedWeights) -> Iterator[tuple[str, torch.Tensor]]:
     """The ``weights`` that a vLLM model has a place for: some (Gemma 2, Gemma 3n) have no module for a tied head."""
-    tied = getattr(config.get_text_config(), "tie_word_embeddings", False) or config.tie_word_embeddings
+    tied = any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
     places = {name for name, _ in [*model.named_children(), *model.named_parameters(recurse=False)]}
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     for name, weight in weights:
@@ -96,10 +104,11 @@ def _unloaded_parameters(model) -> list[str]:
     unloaded = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        finished = not info.can_load()  # vLLM resets the record of a layer that got all its elements
-        if isinstance(layer, VocabParallelEmbedding) and (info.load_numel or 0) > 0:
-            finished = True  # a vocabulary is padded, and the padding is not in the checkpoint
         own = dict(layer.named_parameters(recurse=False))
+        loaded = info.load_numel or 0
+        # vLLM resets the record of a layer that got all its elements. It also counts buffers that no checkpoint has.
+        finished = not info.can_load() or 0 < sum(weight.numel() for weight in own.values()) <= loaded
+        finished |= isinstance(layer, VocabParallelEmbedding) and loaded > 0  # no checkpoint has its padding
         old = info.kernel_tensors[0] if info.kernel_tensors is not None else own
         if finished:
             loaded_storages.update(tensor.data_ptr() for tensor in old.values())

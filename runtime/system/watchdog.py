@@ -5,9 +5,11 @@ from __future__ import annotations
 import faulthandler
 import functools
 import gc
+import logging
 import math
 import os
 import queue
+import re
 import socket
 import sys
 import threading
@@ -19,7 +21,7 @@ from datetime import timedelta
 import torch
 
 from runtime.system import network
-from runtime.system.process import launch_size, rank, several_nodes
+from runtime.system.process import launch_size, rank, refuse, several_nodes
 from runtime.system.redaction import redact
 
 
@@ -70,6 +72,19 @@ def explain_restart(error: Exception, left: int) -> None:
         cause = cause.__cause__ or cause.__context__
     gc.collect()
     Watch.heartbeat()
+
+
+def refuse_engine(error: Exception) -> None:
+    """Exit with code 2, for the reason why an engine failed. Returns if that was memory, of which there may be more."""
+    text = "".join(traceback.format_exception(error.__cause__ or error))
+    if "OutOfMemoryError" in text or "memory" in str(error.__cause__):
+        return
+    logging.getLogger("runtime").warning("the engine failed:\n%s", redact(text))  # to libraries.log
+    reason = re.split(r"\n(?=\w)", text.strip())[-1]  # of an engine in another process, the text is a traceback, too
+    refuse(
+        f"vLLM failed before its first sample, so it cannot serve this model with these settings: "
+        f"{' '.join(reason.split())[:600]}; use --rollout hf, which samples with transformers"
+    )
 
 
 class Watch:

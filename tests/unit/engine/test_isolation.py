@@ -6,9 +6,7 @@ tests/runs/test_model_zoo.py compares them around the real engine.
 from __future__ import annotations
 
 import os
-import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +18,7 @@ def config(kind: str, **fields):
     from transformers import AutoConfig
 
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "pad_token_id": 0}
     return AutoConfig.for_model(kind, **{**sizes, **heads, **fields})
 
 
@@ -77,17 +75,10 @@ def change_settings() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     os.environ["NEW_VARIABLE"] = "1"
     torch.manual_seed(7)
-    random.seed(7)
-    np.random.seed(7)  # noqa: NPY002
 
 
 def settings() -> dict:
-    """What ``change_settings`` changes, and the next random numbers."""
-    states = [torch.get_rng_state(), random.getstate(), np.random.get_state()]  # noqa: NPY002
-    drawn = (torch.rand(1).item(), random.random(), np.random.rand())  # noqa: NPY002
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])  # noqa: NPY002
+    """What ``change_settings`` changes, and the state of the random generator."""
     return {
         "precision": torch.get_float32_matmul_precision(),
         "dtype": torch.get_default_dtype(),
@@ -96,7 +87,7 @@ def settings() -> dict:
         "recompile": torch._dynamo.config.recompile_limit,
         "threads": torch.set_num_threads,
         "ranks": os.environ["LOCAL_WORLD_SIZE"],
-        "drawn": drawn,
+        "generator": torch.get_rng_state().tolist(),
     }
 
 

@@ -480,6 +480,27 @@ def test_check_forward_refuses_a_model_that_caps_its_logits(tiny_model, capsys):
     assert "--batch_layout shared:" in said and "no other layout works either" in said
 
 
+@pytest.mark.parametrize("error", [AttributeError("no do_not_compile"), RuntimeError("sizes 3 and\n4 differ")])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_check_forward_quotes_the_error_of_a_forward_pass(tiny_model, capsys, error, everywhere):
+    """Instead of a difference of inf nats; with the layouts that work, if there are any."""
+    policy = utils.TokenLogprobs(copy.deepcopy(tiny_model), 1.0, 1000)
+    plain = policy.model.base_model.forward
+
+    def failing(*args, **kwargs):
+        mask = kwargs.get("attention_mask")
+        if everywhere or (mask is not None and mask.dim() == 4):  # only shared rows have such a mask
+            raise error
+        return plain(*args, **kwargs)
+
+    policy.model.base_model.forward = failing
+    with pytest.raises(SystemExit):
+        utils.check_forward(policy, "shared", 2, 64)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{type(error).__name__}: {' '.join(str(error).split())}" in line and "inf" not in line
+    assert line.endswith("no other layout works either" if everywhere else "use --batch_layout padded or packed")
+
+
 def moved(model):
     """A copy with slightly different weights."""
     other = copy.deepcopy(model)
