@@ -71,6 +71,7 @@ class Run:
     layout: str
     attention: str
     rates: dict[str, float]  # of this CPU, or of that where the run began: runtime/training/cpu_rates.py
+    sampler_agreed: bool = False  # whether the engine's log-probs have been compared with the trainer's
 
     @property
     def placement(self) -> dict:
@@ -675,7 +676,9 @@ class UpdateStats:
         ``limit``: of the mean ratio; above it this step and the rest of the update are left out.
         """
         self.sums, self.maxima = self.mini.reduce()
-        check_sampler(self.mini, self.args.max_sampler_diff, self.run.dtype)
+        check_sampler(
+            self.mini, self.args.max_sampler_diff, self.run.dtype, self.run if self.args.rollout == "vllm" else None
+        )
         self.stopped = limit is not None and self.sums["ratio"] / self.sums["tokens"] > limit
         return self.stopped or not math.isfinite(self.sums["loss"])
 
@@ -759,20 +762,25 @@ def exact_kl(policy, reference, samples: list[Sample], members: list[int], run: 
     }
 
 
-def check_sampler(stats: TokenStats, limit: float, dtype: torch.dtype) -> None:
+def check_sampler(stats: TokenStats, limit: float, dtype: torch.dtype, run: Run | None = None) -> None:
     """End the run when the log-probs of one engine differ from the trainer's: over all engines it would be diluted.
 
-    ``limit``: mean nats per token in bf16, 0 disables; in fp32 a thousandth of it. Raises RuntimeError.
+    ``limit``: mean nats per token in bf16, 0 disables; in fp32 a thousandth of it. ``run``: where vLLM samples; in its
+    first comparison nothing has been trained, so vLLM computes the model differently: exit code 2. Later, and without
+    ``run``, raises RuntimeError.
     """
     limit = limit * (1e-3 if dtype == torch.float32 else 1.0)
     sums_E, counts_E = stats.sampler_diff_2E
     means_E = sums_E / counts_E.clamp(min=1)
     worst = means_E.argmax().item()
     if limit > 0 and means_E[worst] > limit:
-        raise RuntimeError(
-            f"sampler and trainer log-probs differ by {means_E[worst]:.3g} nats per token (engine {worst}; "
-            f"--max_sampler_diff: {limit:g}): the engine has stale weights or a different model"
-        )
+        differ = f"sampler and trainer log-probs differ by {means_E[worst]:.3g} nats per token (engine {worst}; "
+        differ += f"--max_sampler_diff: {limit:g})"
+        if run is not None and not run.sampler_agreed:
+            refuse(f"{differ} before any training: vLLM computes this model in another way; use --rollout hf")
+        raise RuntimeError(f"{differ}: the engine has stale weights or a different model")
+    if run is not None and counts_E.sum() > 0:
+        run.sampler_agreed = True
 
 
 def check_engines(
@@ -809,7 +817,7 @@ def check_engines(
         stats.add(fresh_N[mb.tokens], {"tokens": torch.ones_like(diff_T), "diff": diff_T})
         stats.add_sampler_diff(fresh_N[mb.tokens], diff_T, engine_N[mb.tokens])
     sums, maxima = stats.reduce()
-    check_sampler(stats, args.max_sampler_diff, run.dtype)
+    check_sampler(stats, args.max_sampler_diff, run.dtype, run if args.rollout == "vllm" else None)
     if sums["tokens"] == 0:
         return {}
     return {"sampler/logprob_diff_mean": sums["diff"] / sums["tokens"], "sampler/logprob_diff_max": maxima["diff"]}

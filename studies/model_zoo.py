@@ -115,7 +115,7 @@ ZOO: dict[str, tuple[str, dict]] = {
     "glm4": ("glm4", {"head_dim": 32}),
     "glm4_moe": ("glm4_moe", {"head_dim": 32, **ROUTED}),
     "deepseek_v2": ("deepseek_v2", ROUTED | LATENT | WHOLE_HEADS | {"topk_method": "greedy"}),
-    "deepseek_v3": ("deepseek_v3", ROUTED | LATENT | WHOLE_HEADS),
+    "deepseek_v3": ("deepseek_v3", ROUTED | LATENT | WHOLE_HEADS | {"topk_method": "noaux_tc"}),
     "nemotron": ("nemotron", {"head_dim": 32}),
     "exaone4": ("exaone4", {"sliding_window": WINDOW, "sliding_window_pattern": 2}),
     "ernie4_5": ("ernie4_5", {"head_dim": 32}),

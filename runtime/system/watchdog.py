@@ -76,11 +76,13 @@ def explain_restart(error: Exception, left: int) -> None:
 
 def refuse_engine(error: Exception) -> None:
     """Exit with code 2, for the reason why an engine failed. Returns if that was memory, of which there may be more."""
-    text = "".join(traceback.format_exception(error.__cause__ or error))
-    if "OutOfMemoryError" in text or "memory" in str(error.__cause__):
+    cause = error.__cause__ or error
+    text = "".join(traceback.format_exception(cause))
+    if re.search("OutOfMemory|(No available|Free|not enough|allocate|out of) memory", text):
         return
     logging.getLogger("runtime").warning("the engine failed:\n%s", redact(text))  # to libraries.log
-    reason = re.split(r"\n(?=\w)", text.strip())[-1]  # of an engine in another process, the text is a traceback, too
+    # From an engine in another process comes the text of its traceback.
+    reason = re.split(r"\n(?=[\w.]+(?:Error|Exception)\b)", f"{type(cause).__name__}: {cause}")[-1]
     refuse(
         f"vLLM failed before its first sample, so it cannot serve this model with these settings: "
         f"{' '.join(reason.split())[:600]}; use --rollout hf, which samples with transformers"

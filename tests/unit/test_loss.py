@@ -216,6 +216,26 @@ def test_in_fp32_a_thousandth_of_the_difference_is_too_much(difference, dtype, f
         utils.check_sampler(stats, 0.1, getattr(torch, dtype))
 
 
+def test_a_difference_before_any_training_is_vllms_way_to_compute_the_model(capsys):
+    """Exit code 2 in the first comparison of a run with vLLM, which has seen a fresh token; an error in later ones."""
+    run = SimpleNamespace(sampler_agreed=False)
+    one_T = torch.ones(1)
+    far = utils.TokenStats(torch.device("cpu"))
+    far.add_sampler_diff(one_T > 0, one_T, torch.zeros(1).long())
+    with pytest.raises(SystemExit) as end:
+        utils.check_sampler(far, 0.1, torch.bfloat16, run)
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and "1 nats per token" in line and "--rollout hf" in line
+    near = utils.TokenStats(torch.device("cpu"))
+    utils.check_sampler(near, 0.1, torch.bfloat16, run)
+    assert not run.sampler_agreed  # no fresh token
+    near.add_sampler_diff(one_T > 0, 0.01 * one_T, torch.zeros(1).long())
+    utils.check_sampler(near, 0.1, torch.bfloat16, run)
+    assert run.sampler_agreed
+    with pytest.raises(RuntimeError, match="stale weights"):
+        utils.check_sampler(far, 0.1, torch.bfloat16, run)
+
+
 def inputs(n: int = 64, seed: int = 0, spread: float = 0.5, dtype=F64) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     names = ("logprobs_T", "old_T", "ref_T", "sampler_T", "advantages_T")

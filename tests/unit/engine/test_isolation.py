@@ -18,7 +18,7 @@ def config(kind: str, **fields):
     from transformers import AutoConfig
 
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
     return AutoConfig.for_model(kind, **{**sizes, **heads, **fields})
 
 
