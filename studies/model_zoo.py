@@ -126,7 +126,15 @@ ZOO: dict[str, tuple[str, dict]] = {
     "seed_oss": ("seed_oss", {"head_dim": 32}),
     "hunyuan_dense": ("hunyuan_v1_dense", {"head_dim": 32}),
     "hunyuan_moe": ("hunyuan_v1_moe", {"head_dim": 32, "num_experts": 4, "moe_topk": 2}),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "lfm2": (
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_dim": 64,
+            "conv_dim_out": 64,
+        },
+    ),
     "minicpm3": ("minicpm3", LATENT | WHOLE_HEADS | {"dim_model_base": 32}),
     "ministral3": ("ministral3", {"head_dim": 32}),
     "opt": ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 128, "init_std": 0.1}),

@@ -1,8 +1,7 @@
 """RMSNorm of vLLM on CPUs, by kernels that its CPU package contains but vLLM 0.32 calls on GPUs only.
 
 Without them a norm is a dozen PyTorch operations, and a model of 30 layers has 61: a seventh of the time of a decoding
-step (SmolLM2-135M, 64 sequences, two cores). vLLM's own interface serves: implementations are registered under a name,
-and the engine's configuration puts it before the names that vLLM has.
+step (SmolLM2-135M, 64 sequences, two cores). They are registered by a name, which the engine's configuration prefers.
 """
 
 from __future__ import annotations

@@ -25,9 +25,8 @@ def matmul_precision() -> str | None:
 
 def settings() -> list[tuple[Callable, Callable]]:
     """Functions that read and write what holds for the whole process."""
-    options = [(torch.backends.cudnn, "benchmark"), (_dynamo.config, "recompile_limit")]
+    options = [(torch, "set_num_threads"), (torch.backends.cudnn, "benchmark"), (_dynamo.config, "recompile_limit")]
     options += [(torch.backends.cuda.matmul, "fp32_precision"), (torch.backends.mkldnn.matmul, "fp32_precision")]
-    options += [(torch, "set_num_threads")]  # vLLM replaces this function on CPUs
     return [
         (torch.get_default_dtype, torch.set_default_dtype),
         (matmul_precision, torch.set_float32_matmul_precision),

@@ -11,14 +11,17 @@ import torch
 from runtime.engine import cpu_kernels
 from runtime.training import cpu_rates, device_sizes
 from runtime.training.memory import Setting, default_sizes, read_model
+from runtime.training.model_files import read_configs
+
+# Fields of config.json of models with recurrent states: Mamba, gated delta rule, short convolutions.
+STATES = {"mamba_d_conv", "conv_kernel", "conv_L_cache", "state_size", "linear_conv_kernel_dim"}
 
 
 def take_gpu(args) -> None:
     """Give the calling thread, which will build an engine, this rank's GPU.
 
-    With --async_steps beside a trainer it gets a CUDA stream of its own and the higher priority: on the default one a
-    decode step would wait behind all kernels that the trainer has started. vLLM follows the stream that is set after
-    its import.
+    With --async_steps next to a trainer it gets a CUDA stream of its own with the higher priority: on the default one a
+    decode step would wait for all kernels that the trainer has started. vLLM uses the stream that is set after import.
     """
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if args.async_steps > 0 and args.vllm_engines == 0:
@@ -66,8 +69,10 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
         usual = {"kv_cache_memory_bytes": 2**29, "kernel_config": cpu_kernels.kernel_config()}
         usual["enforce_eager"] = True  # compiling takes longer than a short run
         usual["block_size"] = 32  # the default of 128 would share no prompt shorter than that
+        config, _, _ = read_configs(args.model, "--model_name_or_path", dry_run=True)
+        if not STATES.isdisjoint({*config, *config.get("text_config", {})}):
+            usual["enable_prefix_caching"] = False  # it needs chunked prefill, which is off on CPUs (build_vllm)
     sizes = default_sizes(args, cuda)
     longest = 0 if cuda else args.max_prompt_length + args.max_response_length
     tokens = max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, longest)
-    numbers = {"max_num_seqs": sizes.vllm_max_num_seqs, "max_num_batched_tokens": tokens}
-    return usual | args.engine_args | numbers
+    return usual | args.engine_args | {"max_num_seqs": sizes.vllm_max_num_seqs, "max_num_batched_tokens": tokens}

@@ -48,8 +48,7 @@ def release_vllm(llm) -> None:
 def reload_worker(worker, weights: NamedWeights) -> list[str]:
     """Load ``weights`` into the model of a vLLM worker; the names of parameters that did not get all their elements.
 
-    vLLM loads layer by layer and only logs what was not loaded. Its own record of each layer says so exactly, between
-    the loading and the end of the reload, which is where this looks. Written against vLLM 0.32.
+    vLLM loads layer by layer and only logs what was not loaded. Until the end of a reload it has records of the layers.
     """
     model = worker.model_runner.get_model()
     load = model.load_weights
