@@ -133,6 +133,7 @@ ZOO: dict[str, tuple[str, dict]] = {
             "block_auto_adjust_ff_dim": False,
             "conv_dim": 64,
             "conv_dim_out": 64,
+            "block_dim": 64,
         },
     ),
     "minicpm3": ("minicpm3", LATENT | WHOLE_HEADS | {"dim_model_base": 32}),
@@ -346,29 +347,45 @@ def row_of(script, name: str, work: Path, limit: float, keep: bool) -> dict:
     def part(work: Callable[..., dict], *arguments) -> dict:
         return in_fork(work, *arguments, log=folder / f"{work.__name__}.txt", limit=limit)
 
+    def run(*more: str, name: str = "run") -> str:
+        return outcome(folder, name, part(run_script, script, folder, name, *more))
+
     kind, fields = ZOO[name]
-    row: dict = {"name": name, "type": kind}
+    row: dict = {"name": name, "type": kind, "flags": []}
     row["model"] = part(write_model, folder, kind, fields)
     if "error" not in row["model"]:
-        row["run"] = outcome(folder, "run", part(run_script, script, folder, "run"))
+        row["run"], name = run(), "run"
+        layout = re.match(r"refused: --batch_layout .*use (--batch_layout) (\w+)", row["run"])
+        if layout is not None:
+            row["flags"], name = list(layout.groups()), "with_layout"
+            row["run"] = run(*row["flags"], name=name)
         if row["run"] == "ok":
-            steps = metrics_of(folder, "run")
-            row["diff"] = [step["sampler/logprob_diff_max"] for step in steps]
-            row["moved"] = steps[0]["optim/grad_norm"] > 0 and steps[0]["optim/steps"] == 1
-            begin = str(folder / "runs" / "run" / "checkpoints" / "step_000001")
-            row["resume"] = outcome(folder, "again", part(run_script, script, folder, "again", "--resume", begin))
-            if row["resume"] == "ok":
-                again = metrics_of(folder, "again")
-                weights = [(folder / "runs" / x / "model" / "model.safetensors").read_bytes() for x in ("run", "again")]
-                row["resume"] = "equal" if again[-1] == steps[-1] and weights[0] == weights[1] else "different"
-            row["alone"] = part(serve_alone, folder, "run")
+            row |= look_again(folder, name, part, script, row["flags"])
         else:
-            row["hf"] = outcome(folder, "hf", part(run_script, script, folder, "hf", "--rollout", "hf"))
+            row["hf"] = run("--rollout", "hf", *row["flags"], name="hf")
         row["layouts"] = part(try_layouts, script, folder)
     row["seconds"] = round(time.monotonic() - started, 1)
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
     return row
+
+
+def look_again(folder: Path, name: str, part: Callable, script, more: list[str]) -> dict:
+    """Compare a run that ended well with its engine, with a resumed run, and with vLLM alone on the saved model."""
+    steps = metrics_of(folder, name)
+    begin = folder / "runs" / name / "checkpoints" / "step_000001"
+    answer = part(run_script, script, folder, "again", "--resume", str(begin), *more)
+    resumed = outcome(folder, "again", answer)
+    if resumed == "ok":
+        weights = [(folder / "runs" / x / "model" / "model.safetensors").read_bytes() for x in (name, "again")]
+        equal = metrics_of(folder, "again")[-1] == steps[-1] and weights[0] == weights[1]
+        resumed = "equal" if equal else "different"
+    return {
+        "diff": [step["sampler/logprob_diff_max"] for step in steps],
+        "moved": steps[0]["optim/grad_norm"] > 0 and steps[0]["optim/steps"] == 1,
+        "resume": resumed,
+        "alone": part(serve_alone, folder, name),
+    }
 
 
 def faults(row: dict) -> list[str]:
@@ -407,7 +424,8 @@ def cells(row: dict) -> list[str]:
     if row["run"] != "ok":
         return [row["name"], row["type"], row["run"], "-", "-", "-", row["hf"], *exact]
     alone = row["alone"]
-    by = "transformers" if alone.get("served by", "").startswith("Transformers") else "vLLM"
+    by = "transformers' class" if alone.get("served by", "").startswith("Transformers") else "vLLM's class"
+    by = ", ".join([by, *[" ".join(row["flags"])] * bool(row["flags"])])
     diff = f"{max(row['diff']):.0e}" if row["diff"] else "none"
     same = "same tokens" if alone.get("equal") else f"different: {alone.get('error', '')}"
     return [row["name"], row["type"], by, diff, row["resume"], same, "-", *exact]
