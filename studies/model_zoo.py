@@ -54,11 +54,21 @@ SIZES = {
     "pad_token_id": 0,
 }
 BOTH = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 WHOLE_HEADS = {"num_key_value_heads": 2}
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 512}
-LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 ROUTED |= {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32}

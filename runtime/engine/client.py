@@ -88,8 +88,7 @@ class Engine:
             # Both threads need Python's lock for microseconds, and each would wait 5 ms for it: a backward pass under
             # DeepSpeed runs hundreds of hooks. tests/unit/engine/test_engine_thread.py has the ratio.
             sys.setswitchinterval(2e-4)
-        self.inbox = watchdog.Mailbox()
-        self.outbox = watchdog.Mailbox()
+        self.inbox, self.outbox = watchdog.Mailbox(), watchdog.Mailbox()
         arguments = (*self.arguments, self.inbox, self.outbox)
         self.thread = threading.Thread(target=self.target, args=arguments, daemon=True, name="rollout")
         self.thread.start()

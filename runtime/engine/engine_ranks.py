@@ -249,8 +249,7 @@ def serve(args, thread: Callable) -> None:
         join_shards(store, engine, shard)
     os.environ |= {"RANK": str(shard), "WORLD_SIZE": str(shards)}
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # vLLM's ranks keep their own
-    inbox = Mailbox()
-    outbox = Mailbox()
+    inbox, outbox = Mailbox(), Mailbox()
     worker: threading.Thread | None = None
     while True:
         try:

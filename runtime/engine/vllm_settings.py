@@ -14,7 +14,8 @@ from runtime.training.memory import Setting, default_sizes, read_model
 from runtime.training.model_files import read_configs
 
 # Fields of config.json of models with recurrent states: Mamba, gated delta rule, short convolutions.
-STATES = {"mamba_d_conv", "conv_kernel", "conv_L_cache", "state_size", "linear_conv_kernel_dim"}
+STATES = {"mamba_d_conv", "conv_kernel", "conv_L_cache"}
+STATES |= {"state_size", "linear_conv_kernel_dim"}
 
 
 def take_gpu(args) -> None:
@@ -69,10 +70,11 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
         usual = {"kv_cache_memory_bytes": 2**29, "kernel_config": cpu_kernels.kernel_config()}
         usual["enforce_eager"] = True  # compiling takes longer than a short run
         usual["block_size"] = 32  # the default of 128 would share no prompt shorter than that
-        config, _, _ = read_configs(args.model, "--model_name_or_path", dry_run=True)
+        config = read_configs(args.model, "--model_name_or_path", dry_run=True)[0]
         if not STATES.isdisjoint({*config, *config.get("text_config", {})}):
             usual["enable_prefix_caching"] = False  # it needs chunked prefill, which is off on CPUs (build_vllm)
     sizes = default_sizes(args, cuda)
     longest = 0 if cuda else args.max_prompt_length + args.max_response_length
     tokens = max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, longest)
-    return usual | args.engine_args | {"max_num_seqs": sizes.vllm_max_num_seqs, "max_num_batched_tokens": tokens}
+    numbers = {"max_num_seqs": sizes.vllm_max_num_seqs, "max_num_batched_tokens": tokens}
+    return usual | args.engine_args | numbers
