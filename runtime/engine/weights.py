@@ -51,8 +51,7 @@ def reload_worker(worker, weights: NamedWeights) -> list[str]:
     vLLM loads layer by layer and only logs what was not loaded. Until the end of a reload it has records of the layers.
     """
     model = worker.model_runner.get_model()
-    load = model.load_weights
-    missing = []
+    load, missing = model.load_weights, []
 
     def load_and_look(weights):
         names = load(weights)
@@ -68,11 +67,12 @@ def reload_worker(worker, weights: NamedWeights) -> list[str]:
                 method.moe_kernel = None
     model.load_weights = load_and_look
     # A reload leaves buffers that no checkpoint has undefined, in layers that have weights as well (Gemma 3n).
+    storages = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     constants = []
     for layer in model.modules():
-        if not hasattr(layer, "quant_method"):  # else they may be packed weights
-            names = layer._non_persistent_buffers_set
-            constants += [(x, x.clone()) for name, x in layer.named_buffers(recurse=False) if name in names]
+        if not hasattr(layer, "quant_method"):  # else, and in the storage of a weight, a buffer may be a weight
+            own = [x for name, x in layer.named_buffers(recurse=False) if name in layer._non_persistent_buffers_set]
+            constants += [(x, x.clone()) for x in own if x.untyped_storage().data_ptr() not in storages]
     try:
         worker.reload_weights(weights_iterator=accepted(model, worker.model_config.hf_config, weights))
         with torch.inference_mode():

@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import torch
 
-from runtime.system import network
+from runtime.system import library_logs, network
 from runtime.system.process import launch_size, rank, refuse, several_nodes
 from runtime.system.redaction import redact
 
@@ -80,12 +80,17 @@ def refuse_engine(error: Exception) -> None:
     text = "".join(traceback.format_exception(cause))
     if re.search("OutOfMemory|(No available|Free|not enough|allocate|out of) memory", text):
         return
-    logging.getLogger("runtime").warning("the engine failed:\n%s", redact(text))  # to libraries.log
+    record = {"name": "vllm", "levelno": logging.ERROR, "levelname": "ERROR", "msg": f"the engine failed:\n{text}"}
+    library_logs.waiting.handle(logging.makeLogRecord(record))  # to libraries.log
+    place = ""
+    if cause.__traceback__ is not None:
+        frame = traceback.extract_tb(cause.__traceback__)[-1]
+        place = f" ({frame.filename.split('site-packages/')[-1]}:{frame.lineno})"
     # From an engine in another process comes the text of its traceback.
     reason = re.split(r"\n(?=[\w.]+(?:Error|Exception)\b)", f"{type(cause).__name__}: {cause}")[-1]
     refuse(
         f"vLLM failed before its first sample, so it cannot serve this model with these settings: "
-        f"{' '.join(reason.split())[:600]}; use --rollout hf, which samples with transformers"
+        f"{' '.join(reason.split())[:600]}{place}; use --rollout hf, which samples with transformers"
     )
 
 

@@ -94,7 +94,18 @@ def test_a_model_that_vllm_cannot_serve_is_refused_at_the_start(watch, capsys, w
         one_sample(engine)
     (line,) = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and line.startswith("error: ") and thread.built == 1
-    assert "NotImplementedError: no kernel for this model" in line and "--rollout hf" in line
+    assert "NotImplementedError: no kernel for this model; use --rollout hf" in line
+
+
+def test_the_error_names_the_line_that_raised_it(watch, capsys):
+    try:
+        raise unsupported()
+    except NotImplementedError as error:
+        raised = error
+    with pytest.raises(SystemExit):
+        engine_of(Scripted(build=[raised]), watch)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"no kernel for this model ({__file__}:{raised.__traceback__.tb_lineno});" in line
 
 
 def test_the_reason_from_another_process_is_the_last_line_of_its_traceback(watch, capsys):
