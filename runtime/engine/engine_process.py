@@ -4,9 +4,8 @@
     ``EngineProcess.relay`` is the thread      <-------------------->      ``serve`` calls the script's thread
     that the script calls its engine          weights in shared memory     function, which is the same as ever
 
-Weights are never sent. A push copies them into one block of memory that both processes have, on the GPU if they are on
-one (CUDA IPC: read in the sources of torch 2.13, tried on no GPU), else in a file without a name. The block is laid out
-and handed over once, and it ends with its processes, however they end.
+Weights are never sent: a push copies them into one block of memory that both processes have, on the GPU if they are on
+one (CUDA IPC: read in the sources of torch 2.13, not tried), else in a file without a name, and hands it over once.
 
 The kernel kills the engine's process when the thread that started it ends, in whatever way.
 """

@@ -13,11 +13,10 @@ from runtime.training.deepspeed_zero import NamedWeights, finish_gpu_work
 def push_weights(llm, weights: NamedWeights, inflight_updates: str = "off") -> None:
     """Load new weights into a vLLM engine, from the thread that owns it, between two of its steps.
 
-    vLLM's ``reload_weights`` is the one route that also serves CPU kernels, which keep packed copies. A tied head must
-    be among ``weights``: on CPUs it has a packed copy of its own, which would silently stay stale. The prefix cache
-    holds keys and values of the old weights; the engine refuses to drop it while a request runs. ``inflight_updates``
-    recompute preempts the requests that run: their keys and values are computed anew, by the new weights. keep leaves
-    them theirs; a cache salt then has to keep new requests from them.
+    vLLM's ``reload_weights`` is the one route that also serves CPU kernels, which keep packed copies; a tied head must
+    be among ``weights``, for it has one of its own. The prefix cache holds keys and values of the old weights; the
+    engine does not drop it while a request runs. ``inflight_updates`` recompute preempts the requests that run, whose
+    keys and values are computed again. keep leaves them theirs; a cache salt has to keep new requests from them.
 
     Raises RuntimeError if a parameter of the engine was not loaded, or only in part, and if the prefix cache was kept.
     """
@@ -27,8 +26,8 @@ def push_weights(llm, weights: NamedWeights, inflight_updates: str = "off") -> N
             f"the weight push did not reach {len(missing)} parameters of the vLLM engine, which would stay stale: "
             f"{', '.join(sorted(missing)[:8])}{', ...' if len(missing) > 8 else ''}"
         )
-    kept = inflight_updates == "keep"
-    if not kept and not llm.reset_prefix_cache(reset_running_requests=inflight_updates == "recompute"):
+    preempt = inflight_updates == "recompute"
+    if inflight_updates != "keep" and not llm.reset_prefix_cache(reset_running_requests=preempt):
         raise RuntimeError("vLLM kept its prefix cache after a weight push (a request was still running)")
     finish_gpu_work()
 
@@ -51,7 +50,8 @@ def reload_worker(worker, weights: NamedWeights) -> list[str]:
     vLLM loads layer by layer and only logs what was not loaded. Until the end of a reload it has records of the layers.
     """
     model = worker.model_runner.get_model()
-    load, missing = model.load_weights, []
+    load = model.load_weights
+    missing = []
 
     def load_and_look(weights):
         names = load(weights)
@@ -71,7 +71,8 @@ def reload_worker(worker, weights: NamedWeights) -> list[str]:
     constants = []
     for layer in model.modules():
         if not hasattr(layer, "quant_method"):  # else, and in the storage of a weight, a buffer may be a weight
-            own = [x for name, x in layer.named_buffers(recurse=False) if name in layer._non_persistent_buffers_set]
+            names = layer._non_persistent_buffers_set
+            own = [x for name, x in layer.named_buffers(recurse=False) if name in names]
             constants += [(x, x.clone()) for x in own if x.untyped_storage().data_ptr() not in storages]
     try:
         worker.reload_weights(weights_iterator=accepted(model, worker.model_config.hf_config, weights))
