@@ -41,7 +41,7 @@ from typing import Literal
 from rewards import Verifiers, check_reward_args, truth_error
 from runtime.arguments import flags
 from runtime.data import prompt_order
-from runtime.data.samples import Batch, Problem, Sample
+from runtime.data.samples import Batch, Problem, Sample, equal_rewards
 from runtime.run.preflight import Ready, prepare_run
 from runtime.system import process
 
@@ -185,16 +185,16 @@ from runtime.engine import engine_ranks, isolation, vllm_settings
 from runtime.engine.client import Engine, Queue
 from runtime.engine.weights import push_weights, release_vllm
 from runtime.environments.episodes import Episode, Episodes
-from runtime.run import saving
+from runtime.run import loading, saving
 from runtime.run.checkpoints import Checkpoints
 from runtime.system import watchdog
-from runtime.training import batching, deepspeed_zero, pretrained
+from runtime.training import batching, deepspeed_zero
 
 # ------------------------------------------------------------------------------------------- the algorithm's arithmetic
 
 
 def group_advantages(rewards_PG: torch.Tensor, kind: str, eps: float = 1e-6) -> torch.Tensor:
-    """Rewards [P, G] -> advantages [P, G], in fp64. Equal rewards give exactly 0.
+    """Rewards [P, G] -> advantages [P, G], in fp64. Rewards that are equal up to rounding give exactly 0.
 
     standard: (r - mean) / (std + eps), std with Bessel's correction; centered: r - mean (Dr. GRPO, arXiv 2503.20783);
     leave_one_out: r - mean of the others = (r - mean) G / (G - 1) (RLOO, arXiv 2402.14740).
@@ -206,7 +206,7 @@ def group_advantages(rewards_PG: torch.Tensor, kind: str, eps: float = 1e-6) -> 
     elif kind == "leave_one_out":
         centered_PG = centered_PG * group / (group - 1)
     # Rounding leaves a residue in the mean of equal rewards, and the division would blow it up.
-    equal_P1 = rewards_PG.amax(1, keepdim=True) == rewards_PG.amin(1, keepdim=True)
+    equal_P1 = equal_rewards(rewards_PG.amin(1, keepdim=True), rewards_PG.amax(1, keepdim=True))
     return centered_PG.masked_fill(equal_P1, 0.0)
 
 
@@ -541,8 +541,7 @@ def main(args: Args, ready: Ready | None) -> None:
     watch = watchdog.Watch(args.timeout)  # from here on, a failure on one rank ends all of them
     accelerator = deepspeed_zero.make_accelerator(args, run.dtype, device)
     verifiers = Verifiers(args, [*run.problems, *run.eval_problems], device, run.dtype)
-    model = pretrained.load_model(args, run.dtype, run.attention)
-    stop_ids = pretrained.stop_token_ids(model, run.tokenizer)
+    model, stop_ids = loading.load_policy(args, run)
     # The engine comes first: it measures free memory, and changes global settings of torch while it is built.
     thread = vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, run.dtype, run.tokenizer, stop_ids, watch)
@@ -592,7 +591,7 @@ def main(args: Args, ready: Ready | None) -> None:
         # Which samples take part.  in_loss: counted in the loss's normalization.  with_gradient: the part of them that
         # is computed; without KL and entropy a group of equal rewards has a gradient of exactly 0, and costs nothing.
         # In a mini-batch of such groups one sample is computed: AdamW's momentum moves the weights there, too.
-        zero_std_P = rewards_PG.amax(1) == rewards_PG.amin(1)
+        zero_std_P = equal_rewards(rewards_PG.amin(1), rewards_PG.amax(1))
         in_loss = list(range(len(samples)))
         if args.filter_zero_std_samples:
             in_loss = [i for i in in_loss if not zero_std_P[samples[i].prompt_id]]

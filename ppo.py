@@ -40,7 +40,7 @@ from typing import Literal
 from rewards import Verifiers, check_reward_args, truth_error
 from runtime.arguments import checks, flags
 from runtime.data import prompt_order
-from runtime.data.samples import Batch, Problem, Sample
+from runtime.data.samples import Batch, Problem, Sample, equal_rewards
 from runtime.run.preflight import Ready, prepare_run
 from runtime.system import process
 from runtime.training import model_files
@@ -252,7 +252,7 @@ from runtime.engine import engine_ranks, isolation, vllm_settings
 from runtime.engine.client import Engine, Queue
 from runtime.engine.weights import push_weights, release_vllm
 from runtime.environments.episodes import Episode, Episodes
-from runtime.run import saving
+from runtime.run import loading, saving
 from runtime.run.checkpoints import Checkpoints
 from runtime.system import watchdog
 from runtime.training import batching, deepspeed_zero, pretrained
@@ -436,18 +436,18 @@ def make_critic(args: Args, run: utils.Run, vocabulary: int):
     """
     import deepspeed
 
-    model = pretrained.load_model(args, run.dtype, run.attention)
+    flag = "--critic model_name_or_path"
+    model = pretrained.load_model(args, run.dtype, run.attention, flag)
+    saving.check_saving(model, run.tokenizer, flag)
     size = model.config.get_text_config().vocab_size
     if size != vocabulary:
-        process.refuse(
-            f"--critic model_name_or_path={args.model_name_or_path}: {size} tokens, the policy has {vocabulary}"
-        )
+        process.refuse(f"{flag}={args.model_name_or_path}: {size} tokens, the policy has {vocabulary}")
     longest = args.max_prompt_length + args.max_response_length
     checked = utils.TokenLogprobs(model.to(run.device), 1.0, run.sizes.logprob_chunk)
     utils.check_forward(checked, run.layout, 0, longest)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    critic = TokenValues(model, saving.saved_head(Path(args.model_name_or_path))).to(run.device)
+    critic = TokenValues(model, saving.saved_head(args.model, model)).to(run.device)
     config = deepspeed_zero.deepspeed_config(args, run.dtype, run.device.type == "cuda")
     optimizer = utils.make_optimizer(critic.parameters(), args.learning_rate, args)
     return deepspeed_zero.dedupe_fp32_weights(deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0])
@@ -504,7 +504,7 @@ def value_loss(
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float | None:
     """1 - Var(R - V) / Var(R): 1 a perfect critic, 0 one that knows no more than the mean. None: all R are equal."""
-    if returns.amax() == returns.amin():
+    if equal_rewards(returns.amin(), returns.amax()):
         return None
     unexplained = (returns - values).var() / returns.var()
     return 1 - unexplained.item()
@@ -774,8 +774,7 @@ def main(args: Args, ready: Ready | None) -> None:
     watch = watchdog.Watch(args.timeout)  # from here on, a failure on one rank ends all of them
     accelerator = deepspeed_zero.make_accelerator(args, run.dtype, device)
     verifiers = Verifiers(args, [*run.problems, *run.eval_problems], device, run.dtype)
-    model = pretrained.load_model(args, run.dtype, run.attention)
-    stop_ids = pretrained.stop_token_ids(model, run.tokenizer)
+    model, stop_ids = loading.load_policy(args, run)
     # The engine comes first: it measures free memory, and changes global settings of torch while it is built.
     thread = vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, run.dtype, run.tokenizer, stop_ids, watch)
@@ -830,7 +829,7 @@ def main(args: Args, ready: Ready | None) -> None:
 
         # Which samples take part.  in_loss: those of the policy's loss.  The critic learns from every sample: from
         # responses that ended alone it would learn what to expect of an end.
-        zero_std_P = rewards_PG.amax(1) == rewards_PG.amin(1)
+        zero_std_P = equal_rewards(rewards_PG.amin(1), rewards_PG.amax(1))
         every_sample = list(range(len(samples)))
         in_loss = every_sample
         if args.filter_zero_std_samples:

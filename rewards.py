@@ -54,12 +54,14 @@ from runtime.grading.answers import (
     without_delimiters,
 )
 from runtime.grading.code_tests import _code_tests, _program_in, _run_tests, code_error
+from runtime.grading.conversation_scorer import ConversationScorer
 from runtime.grading.ifeval import CONSTRAINTS
 from runtime.grading.worker_pool import VerifierPool, names_of
 from runtime.system import user_files
 from runtime.system.process import refuse
 from runtime.system.workers import code_of_run
 from runtime.training.memory import default_sizes
+from runtime.training.model_files import load_complete
 
 STATUSES = ("ok", "timeout", "crash", "unscorable")
 
@@ -634,57 +636,22 @@ def _replace_reward(sample, reward: float, args) -> None:
 # ------------------------------------------------------------------------------------------------------- reward models
 
 
-class RewardModel:
+class RewardModel(ConversationScorer):
     """A classifier with one output (any ``AutoModelForSequenceClassification``) that scores whole conversations.
 
     It has its own tokenizer and chat template: text goes in, not the policy's ids. It stays in CPU memory between uses.
-    Raises ValueError where the model has not exactly one output.
     """
 
     def __init__(self, args, device, dtype):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+        flag = "--reward_model_name_or_path"
         name, revision = args.reward_model
         where = {"revision": revision, "trust_remote_code": args.trust_remote_code}
-        self.tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False, **where)  # as load_tokenizer says
-        self.device = device
-        self.budget = default_sizes(args, "cuda" in str(device)).micro_batch_tokens
-        self.max_length = args.reward_model_max_length
-        model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype, **where)
-        self.model = model.eval().requires_grad_(False)
-        config = self.model.config
-        if config.num_labels != 1:
-            raise ValueError(f"{name} has {config.num_labels} outputs; a reward model has one")
-        # Decoders score the last token that is not padding: padding must not be what a text ends in.
-        self.tokenizer.add_special_tokens({"pad_token": "<|padding of the reward model|>"})
-        size = max(len(self.tokenizer), config.vocab_size)
-        self.model.resize_token_embeddings(size, mean_resizing=False)
-        config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
-        config.pad_token_id = self.tokenizer.pad_token_id
-
-    def score(self, conversations: list[tuple[list[dict[str, str]], str]]) -> list[float]:
-        """(messages, response) -> score, each as if it were alone. Raises RuntimeError when one is not finite."""
-        longest = self.max_length or getattr(self.model.config, "max_position_embeddings", None)
-        rows = []
-        for messages, response in conversations:
-            text = [*messages, {"role": "assistant", "content": response}]
-            ids = self.tokenizer.apply_chat_template(text, return_dict=False, strftime_now=TODAY.strftime)
-            rows.append(ids[-longest:] if longest else ids)  # the end is what is scored
-        scores: dict[int, float] = {}
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-        self.model.to(self.device)
-        while order:
-            width = max(1, len(rows[order[0]]))
-            count = max(1, self.budget // width)
-            batch = order[:count]
-            order = order[count:]
-            padded = self.tokenizer.pad({"input_ids": [rows[i] for i in batch]}, return_tensors="pt")
-            logits = self.model(**padded.to(self.device)).logits
-            scores |= zip(batch, logits[:, 0].tolist(), strict=True)
-        self.model.to("cpu")
-        if not all(map(math.isfinite, scores.values())):
-            raise RuntimeError("the reward model's scores are not finite")
-        return [scores[i] for i in range(len(rows))]
+        tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False, **where)  # as load_tokenizer says
+        model = load_complete(AutoModelForSequenceClassification, name, flag, dtype=dtype, **where)
+        budget = default_sizes(args, "cuda" in str(device)).micro_batch_tokens
+        super().__init__(model, tokenizer, device, budget, args.reward_model_max_length, TODAY)
 
     def add(
         self,
@@ -735,6 +702,7 @@ class Verifiers:
         self.reward_model = None
         if args.reward_model_name_or_path is not None:
             self.reward_model = RewardModel(args, device, dtype)
+            self.reward_model.try_on([problem.messages for problem in problems])
 
     def submit(self, sample, problem) -> tuple:
         """Begin to verify a sample, in another process: (sample, problem, future), for ``collect``.

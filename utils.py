@@ -28,10 +28,10 @@ from torch.utils.checkpoint import checkpoint
 from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl, kl_setting_message, kl_values
 from runtime.arguments import flags
 from runtime.data import rendering
-from runtime.data.samples import Problem, Sample, is_correct, majority, pass_at_k
+from runtime.data.samples import Problem, Sample, equal_rewards, is_correct, majority, pass_at_k
 from runtime.engine.vllm_settings import memory_setting, product_rates
 from runtime.environments import episodes
-from runtime.run import directory, logger
+from runtime.run import directory, logger, saving
 from runtime.system import process
 from runtime.system.process import refuse, resident_bytes
 from runtime.system.watchdog import Watch
@@ -98,6 +98,7 @@ def setup_run(args, ready: tuple) -> Run:
     tokenizer = rendering.load_tokenizer(args)
     tools = episodes.first_turns([*problems, *eval_problems], tokenizer, args)
     problems, eval_problems = rendering.render_problems(problems, eval_problems, tokenizer, args, tools)
+    saving.adopt_template(tokenizer, args, problems)
     run = Run(
         folder=folder,
         start=start,
@@ -207,7 +208,6 @@ def load_reference(args, run: Run) -> TokenLogprobs | None:
 
 def prepare_policy(model, args, run: Run, eos: int) -> TokenLogprobs:
     """The model on its device as a module that gives log-probs, once these equal those of its own forward pass."""
-    pretrained.check_tokenizer(model, run.tokenizer, args)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = TokenLogprobs(model.to(run.device), args.temperature, run.sizes.logprob_chunk)
@@ -777,7 +777,10 @@ def check_sampler(stats: TokenStats, limit: float, dtype: torch.dtype, run: Run 
         differ = f"sampler and trainer log-probs differ by {means_E[worst]:.3g} nats per token (engine {worst}; "
         differ += f"--max_sampler_diff: {limit:g})"
         if run is not None and not run.sampler_agreed:
-            refuse(f"{differ} before any training: vLLM computes this model in another way; use --rollout hf")
+            refuse(
+                f"{differ} before any training: vLLM computes this architecture differently "
+                f"(docs/evidence/models.md); --rollout hf samples with the trainer's own model"
+            )
         raise RuntimeError(f"{differ}: the engine has stale weights or a different model")
     if run is not None and counts_E.sum() > 0:
         run.sampler_agreed = True
@@ -952,7 +955,7 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
         "reward/timeouts": sum(s.reward_status == "timeout" for s in samples),
         "reward/errors": sum(s.reward_status == "crash" for s in samples),
         "reward/unscorable": sum(s.reward_status == "unscorable" for s in samples),
-        "reward/zero_std_frac": (rewards_PG.amax(1) == rewards_PG.amin(1)).double().mean().item(),
+        "reward/zero_std_frac": equal_rewards(rewards_PG.amin(1), rewards_PG.amax(1)).double().mean().item(),
         "completions/length_mean": mean(lengths),
         "completions/length_max": max(lengths),
         "completions/truncated_frac": mean([s.finish_reason == "length" for s in samples]),

@@ -33,6 +33,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
 import grpo
+from runtime.data.samples import equal_rewards
 
 PROMPTS = 2
 VOCABULARY = 3
@@ -852,7 +853,7 @@ def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args, de
     updates = torch.zeros(len(flat), scores.shape[1], dtype=F64)
     updates.index_add_(0, slot, -slopes[:, None] * scores)
 
-    equal = rewards.amax(1) == rewards.amin(1)
+    equal = equal_rewards(rewards.amin(1), rewards.amax(1))
     lengths = world.lengths[members]
     layouts = []
     for group, flag in zip(lengths.tolist(), equal.tolist(), strict=True):

@@ -145,7 +145,7 @@ import variant
 import grpo
 import utils
 from kl_estimators import kl_reward
-from runtime.data.samples import Sample
+from runtime.data.samples import Sample, equal_rewards
 from runtime.run.identity import changed_code, code_of
 from runtime.training import batching, pretrained
 from runtime.training.attention import choose_layout
@@ -368,7 +368,7 @@ class Replay:
         rewards: dict[int, set[float]] = {}
         for sample in self.samples:
             rewards.setdefault(sample.prompt_id, set()).add(sample.reward)
-        self.zero_std = {prompt for prompt, found in rewards.items() if len(found) == 1}
+        self.zero_std = {prompt for prompt, found in rewards.items() if equal_rewards(min(found), max(found))}
         self.everything = list(range(len(self.samples)))
         self.offsets = batching.token_offsets(self.samples)
         self.layout = {

@@ -194,8 +194,8 @@ def main(args: Args) -> None:
     training = rows[args.eval_prompts :]
 
     llm = make_engine(args)
-    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
-    pretrained.switch_off_dropout(model)
+    model = pretrained.load_complete(AutoModelForCausalLM, args.model_name_or_path, dtype=torch.float32)
+    pretrained.prepare_for_training(model)
     model.to("cuda" if torch.cuda.is_available() else "cpu").train()
     stop_ids = pretrained.stop_token_ids(model, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)

@@ -235,9 +235,9 @@ def evaluate(step: int, llm: LLM, rows: list[dict], stop_ids: list[int], args: A
 
 
 def load(args: Args):
-    """The model's fp32 weights on the device, without dropout."""
-    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
-    pretrained.switch_off_dropout(model)
+    """The model's fp32 weights on the device, without dropout or ``padding_idx``."""
+    model = pretrained.load_complete(AutoModelForCausalLM, args.model_name_or_path, dtype=torch.float32)
+    pretrained.prepare_for_training(model)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").train()
 
 

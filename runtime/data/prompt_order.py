@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from runtime.data.problem_set import seed_from
-from runtime.data.samples import Problem, Sample
+from runtime.data.samples import Problem, Sample, equal_rewards
 
 Request = tuple[int, int, int]  # (place of the problem in the batch, number of the response, its seed)
 
@@ -150,7 +150,7 @@ def equal_groups(samples: list[Sample]) -> list[int]:
     rewards: dict[int, set[float]] = {}
     for sample in samples:
         rewards.setdefault(sample.prompt_id, set()).add(sample.reward)
-    return sorted(place for place, values in rewards.items() if len(values) == 1)
+    return sorted(place for place, values in rewards.items() if equal_rewards(min(values), max(values)))
 
 
 def replace_groups(

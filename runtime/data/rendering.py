@@ -82,6 +82,28 @@ def as_text(messages: Messages, tokenizer, template: str | None, variables: dict
         raise Unrenderable(f"{why}; {', or '.join(remedies)}") from error
 
 
+def turn_end(messages: Messages, tokenizer, args) -> int | None:
+    """Return the special token with which the chat template ends a turn of the model; None where it writes none."""
+    stand_in = "STANDIN7Q"
+    turns = [*messages, {"role": "assistant", "content": stand_in}]
+    try:
+        text = tokenizer.apply_chat_template(
+            turns,
+            chat_template=args.template.text,
+            tokenize=False,
+            strftime_now=TODAY.strftime,
+            **args.template.variables,
+        )
+    except Exception:  # a template may reject a conversation that ends with the model's turn
+        return None
+    _, found, end = text.rpartition(stand_in)
+    ids = tokenizer(end.lstrip(), add_special_tokens=False)["input_ids"]
+    if not found or not ids:
+        return None
+    token = tokenizer.added_tokens_decoder.get(ids[0])
+    return ids[0] if token is not None and token.special else None
+
+
 def render(
     conversations: list[Messages], tokenizer, template: str | None, variables: dict[str, Any] | None = None
 ) -> list[list[int]]:

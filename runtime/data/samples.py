@@ -108,6 +108,15 @@ def pass_at_k(correct: int, total: int, k: int) -> float:
     return 1.0 - math.comb(total - correct, k) / math.comb(total, k)
 
 
+def equal_rewards(lowest: Any, highest: Any) -> Any:
+    """Return True where the lowest and the highest reward of a group are equal up to rounding, as 0.1 + 0.2 and 0.3.
+
+    Relative to their size, or absolutely where they are near 0. Of numbers, or of tensors elementwise.
+    """
+    rounding = 1e-9 * abs(lowest) + 1e-9 * abs(highest) + 1e-12
+    return (lowest == highest) | (highest - lowest < rounding)  # an infinite reward equals no finite one
+
+
 def is_correct(sample: Sample) -> bool:
     """Return True if the part ``correct`` of a response's reward, or otherwise its score, is above 0.5."""
     return sample.reward_parts.get("correct", sample.score) > 0.5

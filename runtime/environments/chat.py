@@ -179,6 +179,18 @@ class Chat:
             refuse(f"--environment: {self.name}: what follows a turn becomes other tokens after it than alone")
         if self._after([*USER, answer, *said], said) != self._after(USER, said):
             refuse(f"--environment: {self.name} writes an observation otherwise after two turns than after one")
+        whole_text = self.text([*USER, *[answer, *said] * 3], **tools)
+        start, *between, _ = whole_text.split(STAND_IN)
+        pairs = [(self.text(USER, **tools), start)]
+        for later in between:
+            pairs.append((self._after(USER, said), later))
+        for now, later in pairs:
+            alike = now.startswith(later) or later.startswith(now)  # the beginning of a turn may lose its thoughts
+            if not alike:
+                refuse(
+                    f"--environment: {self.name} writes an earlier message otherwise once more turns follow, but the "
+                    f"model keeps the ids that it saw; choose one that does not, for example --chat_template chatml"
+                )
         before = self._ids(self.text(USER, **tools)) + self._ids(STAND_IN)
         self.rewrites = before + glue != whole
         return end

@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate.utils import set_seed
-from safetensors import SafetensorError
 from torch import nn
 
 from runtime.run import directory, identity, resharding
@@ -215,7 +214,7 @@ class Checkpoints:
     def _write_parts(self, step: int, partial: Path) -> None:
         """Each rank's files, and on rank 0 what is the same on all ranks."""
         for name, engine in self.engines.items():
-            engine.save_checkpoint(str(partial), tag=name, save_latest=False)
+            self._try(engine.save_checkpoint, str(partial), tag=name, save_latest=False)
         model = partial / "model"
         self._try(self.save_weights, self.policy, self.tokenizer, model, self.args.zero_stage, self.rank)
         self._try(torch.save, random_states(), partial / f"rng_{self.rank}.pt")
@@ -223,6 +222,9 @@ class Checkpoints:
             return
         for name, module in self.modules.items():
             self._try(torch.save, module.state_dict(), partial / f"{name}.pt")
+        self._try(self._write_state, step, partial / "state.json")
+
+    def _write_state(self, step: int, file: Path) -> None:
         state = {
             "step": step,
             "score": self.log.scores.get(step),
@@ -233,8 +235,7 @@ class Checkpoints:
             "world_size": self.world_size,
             "parts": {name: vars(thing) for name, thing in self.plain.items()},
         }
-        text = json.dumps(state, indent=1, default=np.ndarray.tolist)
-        self._try((partial / "state.json").write_text, text + "\n")
+        file.write_text(json.dumps(state, indent=1, default=np.ndarray.tolist) + "\n")
 
     def _manifest(self, partial: Path) -> dict[str, tuple[int, str]]:
         """(size, SHA-256) of every file by name, on all ranks; each rank reads its share of the files."""
@@ -261,7 +262,7 @@ class Checkpoints:
         Watch.heartbeat()
         try:
             write(*arguments, **named)
-        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these
+        except Exception as error:  # a full disk has many classes, and no other failure may cost the run either
             self.errors.append(f"rank {self.rank}: {type(error).__name__}: {error}")
 
     def _went_well(self, step: int, partial: Path) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -19,7 +20,7 @@ import numpy as np
 from runtime.arguments import presets
 from runtime.data.samples import Problem, Sample
 from runtime.run import verdict
-from runtime.run.directory import cut_back, left_by_a_run
+from runtime.run.directory import cut_back, last_step, left_by_a_run
 from runtime.run.identity import code_of, recorded, script_of
 from runtime.run.run_files import control_of
 from runtime.system import git, library_logs
@@ -242,15 +243,18 @@ class RunLog:
             self._check_data(data)
             state = json.loads((start / "state.json").read_text())
             self.first = state["step"]
-            self.wandb_id = state.get("wandb_id")
+            self.wandb_id = self._tracked_by(start, state)
         self._drop_later_steps(start is not None)
         (folder / verdict.FILE).unlink(missing_ok=True)
+        if args.track and self.wandb_id is None:
+            self.wandb_id = secrets.token_hex(4)
         config = {
             "args": recorded(args),
             "resolved": resolved or {},
             "world_size": world_size,
             "command": redact_words(sys.argv),
             "script": script_of(args),
+            "wandb_id": self.wandb_id,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "resumed_after": self.first,
             "data": data,
@@ -276,6 +280,17 @@ class RunLog:
             f"--exp_name)"
         )
 
+    def _tracked_by(self, start: Path, state: dict) -> str | None:
+        """The wandb run to continue; None for a new one, where --resume goes back to before steps that it has.
+
+        wandb silently drops steps up to the last that it has. Those that ``--resume auto`` repeats are equal anyway.
+        """
+        config = self.folder / "config.json"
+        known = (json.loads(config.read_text()) if config.exists() else {}).get("wandb_id") or state.get("wandb_id")
+        is_other = start.absolute().parent.parent != self.folder.absolute()
+        goes_back = is_other or last_step(self.folder / "metrics.jsonl") > self.first
+        return None if self.args.resume != "auto" and goes_back else known
+
     def _drop_later_steps(self, resumed: bool) -> None:
         """Truncate the .jsonl files to the step of the checkpoint, and set earlier final models aside."""
         for file in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
@@ -291,9 +306,7 @@ class RunLog:
         import wandb
 
         options = {"project": os.environ.get("WANDB_PROJECT", "rlvr"), "name": self.folder.name}
-        options |= {"config": config, "dir": str(self.folder)}
-        if self.wandb_id is not None:
-            options |= {"id": self.wandb_id, "resume": "allow"}
+        options |= {"config": config, "dir": str(self.folder), "id": self.wandb_id, "resume": "allow"}
         # wandb writes down the command line and the address of the git remote, either of which may hold a secret. The
         # commit is in config. And it would ask a terminal for a key, and wait for the answer.
         words, keyboard = sys.argv, sys.stdin
@@ -310,8 +323,6 @@ class RunLog:
                 print(f"warning: wandb is not reachable ({reason}); {instead}", flush=True)
             finally:
                 sys.argv, sys.stdin = words, keyboard
-        if self.wandb is not None:
-            self.wandb_id = self.wandb.id
 
     def _track(self, method: str, *arguments, **named) -> None:
         """Tell wandb. If that fails (its process killed, its server gone), the run continues without it."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +13,14 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from runtime.arguments.values import ModelName
+from runtime.data import rendering
+from runtime.data.samples import Problem
 from runtime.system import process
+from runtime.system.flag_values import first_line
+from runtime.system.process import print_on_rank_0, refuse
 from runtime.training.deepspeed_zero import current_weights
+from runtime.training.model_files import some
 
 
 def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
@@ -25,18 +33,92 @@ def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> N
         tokenizer.save_pretrained(beside)
 
 
-def saved_head(folder: Path) -> dict[str, torch.Tensor]:
-    """The scalar head in the safetensors of a folder, ``weight`` [1, D] and perhaps ``bias`` [1]; empty without one.
+def check_saving(model, tokenizer, flag: str) -> None:
+    """Save everything but the weights into a temporary directory; exit with code 2 where that fails.
 
-    ``save_critic`` and transformers' classifiers name it ``score``. One with several outputs is no value.
+    transformers loads configs, generation configs and tokenizers that it does not save: known here, it costs no run.
     """
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            model.save_pretrained(place, state_dict={})
+            tokenizer.save_pretrained(place)
+        except Exception as error:  # of any kind: each would end the run when it saves
+            refuse(
+                f"{flag} {model.name_or_path}: its config or tokenizer can be loaded but not saved, so the trained "
+                f"model could not be either ({type(error).__name__}: {first_line(error)}); correct the files there"
+            )
+
+
+def adopt_template(tokenizer, args, problems: list[Problem]) -> None:
+    """Give the tokenizer the chat template that the run trains with, so that it is saved with the model.
+
+    Variables of ``--chat_template`` become defaults. Where ``rendering.render`` puts a BOS before what a template has
+    written, the saved template writes it.
+    """
+    given, variables = args.template.text, args.template.variables
+    if given is None and not variables:
+        return
+    # Each line ends in a newline that Jinja drops after a block, so the template after it begins a line, as before.
+    head = "".join(f"{{%- set {name} = {name} | default({value!r}) %}}\n" for name, value in variables.items())
+    own = tokenizer.chat_template if given is None else given
+    if given is not None:
+        text = rendering.as_text(problems[0].messages, tokenizer, given, variables)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if rendering.render([problems[0].messages], tokenizer, given, variables) != [ids]:
+            head += "{%- if true %}{{ bos_token }}{% endif %}\n"
+    if isinstance(own, dict):
+        tokenizer.chat_template = {name: head + text for name, text in own.items()}
+    else:
+        tokenizer.chat_template = head + own
+
+
+def saved_head(name: ModelName, model) -> dict[str, torch.Tensor]:
+    """Find the scalar head in a checkpoint: ``weight`` [1, D] and perhaps ``bias`` [1]; empty without one.
+
+    It is the one linear layer with one output outside the transformer: ``score`` of transformers' classifiers and of
+    ``save_critic``, ``value_head`` or ``v_head`` elsewhere; in a local directory or in the hub's cache, in safetensors
+    or in a .bin file. Rank 0 prints which head the critic starts with.
+
+    Args:
+        name: the checkpoint.
+        model: the language model that was loaded from it.
+    """
+    from transformers.utils import cached_file
+
+    folder = Path(cached_file(name.name, "config.json", revision=name.revision)).parent
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")):
+        tensors |= outside_of(model, file)
+    for file in folder.glob("value_head.bin"):  # of LLaMA-Factory, next to the weights
+        tensors |= outside_of(model, file)
+    size = model.config.get_text_config().hidden_size
+    found = [key.removesuffix(".weight") for key, tensor in tensors.items() if tensor.shape == (1, size)]
     head = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            for name in ("weight", "bias"):
-                if f"score.{name}" in tensors.keys():  # noqa: SIM118 (it is no dict)
-                    head[name] = tensors.get_tensor(f"score.{name}")
-    return {name: tensor for name, tensor in head.items() if len(tensor) == 1}
+    if len(found) == 1:
+        wanted = {f"{found[0]}.weight": "weight", f"{found[0]}.bias": "bias"}
+        root = found[0].partition(".")[0]
+        parts = {key for key in tensors if key.partition(".")[0] == root}  # more than these: a head of several layers
+        head = {wanted[key]: tensors[key] for key in parts} if parts <= wanted.keys() else {}
+    origin = f"{found[0]} of {name.name}" if head else "new, with values near 0"
+    if tensors and not head:
+        origin += f" ({some(sorted(tensors))} in {name.name}: not one linear layer with one output)"
+    print_on_rank_0(f"critic     value head: {origin}")
+    return head
+
+
+def outside_of(model, file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a weights file that are neither in a language model nor in a layer: those of other heads."""
+    known = model.state_dict().keys()
+    prefix = f"{model.base_model_prefix}."
+
+    def is_outside(key: str) -> bool:
+        return key not in known and prefix + key not in known and not re.search(r"\.\d+\.", key)
+
+    if file.suffix == ".bin":
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return {key: tensor for key, tensor in tensors.items() if is_outside(key)}
+    with safe_open(file, "pt") as tensors:
+        return {key: tensors.get_tensor(key) for key in tensors.keys() if is_outside(key)}  # noqa: SIM118 (no dict)
 
 
 def save_critic(critic, normalizer, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
@@ -69,7 +151,10 @@ def written_whole(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder next to ``folder``, and rename it at the end, so that ``folder`` is never incomplete."""
     beside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(beside, ignore_errors=True)
-    yield beside
-    for path in beside.iterdir():
-        process.sync(path)
-    process.replace_folder(folder, beside)
+    try:
+        yield beside
+        for path in beside.iterdir():
+            process.sync(path)
+        process.replace_folder(folder, beside)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

@@ -27,9 +27,8 @@ def attention_inputs(batch: MicroBatch, model) -> dict[str, Any]:
     """The arguments of a transformers model that keep the samples of a micro-batch apart.
 
     What transformers builds itself (``padded``, ``packed``) has a model's sliding window in it. A mask of shared rows
-    is applied as it is, so the window has to be part of it: a token attends to tokens at most ``sliding_window`` - 1
-    positions before it. Models with ``layer_types`` take one mask per type of layer. The mask is made for one forward
-    pass: those of a whole mini-batch would take gigabytes.
+    is applied as it is, so the window is part of it: a token attends to tokens at most ``sliding_window`` - 1 positions
+    before it. Models with ``layer_types`` take one mask per type of layer. A mask is made for one forward pass.
     """
     config = model.config.get_text_config()
     if batch.borders is not None and config._attn_implementation == "varlen":
@@ -140,8 +139,7 @@ def grouped_attention(
     """Compute transformers' eager attention in fewer passes over the scores, with its interface, for CPUs.
 
     [B, H, S, D], and [B, K, S, D] of keys and values -> [B, S, H, D]. The G = H / K heads that share a key are one
-    product, so keys and values are not repeated; the scale is applied to the keys; the softmax of 16-bit scores, which
-    computes in fp32 inside, is not asked for its result in fp32.
+    product, so keys and values are not repeated; the scale is applied to the keys; a 16-bit softmax stays 16-bit.
     """
     heads, length, dimension = query.shape[1:]
     group = heads // key.shape[1]
@@ -215,11 +213,11 @@ def mask_bytes(layout: str, attention: str, budget: int, dtype: torch.dtype, arg
 def choose_layout(args, sizes: Sizes, cuda: bool, dtype: torch.dtype, attention: str) -> tuple[str, str, str]:
     """(layout of the rows, attention implementation, why) for ``--batch_layout`` and ``--attn_implementation``.
 
-    cuda: on a GPU for which FlexAttention and flash kernels are made. attention: as ``resolve_device`` has it, by
-    the device alone. On GPUs FlexAttention computes shared rows
-    without a mask in memory, once its four to seven kernels are compiled; sdpa takes their place where masks are small.
-    Packed rows take their place where there is hardly a prompt to share: a group of one, or
-    prompts below a sixteenth of the responses. On CPUs rows are shared as long as their dense masks are small.
+    cuda: on a GPU for which FlexAttention and flash kernels are made. attention: as ``resolve_device`` has it, by the
+    device alone. On GPUs FlexAttention computes shared rows without a mask in memory, once its four to seven kernels
+    are compiled; sdpa takes their place where masks are small, and packed rows where there is hardly a prompt to share:
+    a group of one, or prompts below a sixteenth of the responses. On CPUs rows are shared as long as their dense masks
+    are small.
     """
     short = 16 * args.max_prompt_length < args.max_response_length
     alone = short or args.num_samples_per_prompt_rollout == 1

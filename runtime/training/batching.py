@@ -24,9 +24,8 @@ class MicroBatch:
 
     ``predict`` and ``targets`` describe U different tokens, of which the T tokens of the samples are copies: a token
     after the same prefix is computed once. ``tokens`` holds, for each of the T, its place among the N tokens of the
-    step: per-token arrays (advantages, old log-probs, weights) are kept flat, [N], and indexed with it. An idle
-    micro-batch, which only keeps a rank in step with the others, has place N for all of its tokens: the arrays have one
-    more slot at their end, whose weight is 0.
+    step: per-token arrays (advantages, old log-probs, weights) are kept flat, [N], and indexed with it. All tokens of
+    an idle micro-batch, which only keeps a rank in step, have place N: one more slot of the arrays, of weight 0.
 
     Which token sees which is said by one of three, according to the layout; attention.py makes masks of it.
     """
@@ -82,9 +81,8 @@ class PrefixTree:
     common prefix of several responses, a response that was sampled twice. A last token predicts nothing and is not
     computed.
 
-    Responses are sorted, so that what begins alike stands together and the nodes, numbered as they come, are in
-    preorder: the subtree of a node is the nodes from it up to one place. That place is all that a mask needs to know
-    about a token. Sorting by bytes serves as well as by ids.
+    Responses are sorted (by bytes, which serves as well as by ids), so the nodes, numbered as they come, are in
+    preorder: the subtree of a node is the nodes from it up to one place, which is all that a mask needs.
 
     The constructor only counts, which every rank does for every row; ``arrays`` is for a rank's own rows.
     """
@@ -115,11 +113,11 @@ class PrefixTree:
 
     def arrays(self) -> TreeArrays:
         """Ids, positions and subtrees of what is computed, and where each response's tokens are predicted."""
-        paths: list[np.ndarray] = []
-        parents: list[np.ndarray] = []
-        depths: list[np.ndarray] = []
-        ends: list[np.ndarray] = []
-        tokens: list[np.ndarray] = []
+        paths = []
+        parents = []
+        depths = []
+        ends = []
+        tokens = []
         starts = np.zeros(len(self.responses) + 1, dtype=np.int64)  # first node of each response's own
         for j, response in enumerate(self.responses):
             starts[j + 1] = starts[j] + len(response) - self.kept[j]
@@ -188,56 +186,25 @@ def sample_length(sample: Sample) -> int:
 def make_rows(samples: list[Sample], indices: list[int], layout: str, budget: int, most: int) -> list[list[int]]:
     """Lists of samples that share a row of at most ``budget`` tokens and ``most`` samples.
 
-    shared: samples of one prompt, the prompt once. packed: any samples, first fit by decreasing length. padded: one.
+    shared: samples of one prompt in the order of ``indices``, the prompt once, as many per row as fit. packed: any
+    samples, first fit by decreasing length. padded: one.
     """
     if layout == "padded":
         return [[i] for i in indices]
-    if layout == "packed":
-        return _packed_rows(samples, indices, budget, most)
-    return _shared_rows(samples, indices, budget, most)
-
-
-def _packed_rows(
-    samples: list[Sample],
-    indices: list[int],
-    budget: int,
-    most: int,
-) -> list[list[int]]:
-    """First fit by decreasing length."""
-    rows: list[list[int]] = []
-    used: list[int] = []  # tokens of each row
     lengths = {i: sample_length(samples[i]) for i in indices}
-    for i in sorted(indices, key=lengths.get, reverse=True):
-        length = lengths[i]
-        for r, row in enumerate(rows):
-            if used[r] + length <= budget and len(row) < most:
-                row.append(i)
-                used[r] += length
-                break
-        else:
+    shared = layout == "shared"
+    rows = []
+    used = []  # tokens of each row
+    newest = {}  # prompt -> [its newest row]
+    for i in indices if shared else sorted(indices, key=lengths.get, reverse=True):
+        prompt = samples[i].prompt_id
+        length = len(samples[i].response_ids) if shared else lengths[i]
+        places = newest.get(prompt, []) if shared else range(len(rows))
+        r = next((r for r in places if used[r] + length <= budget and len(rows[r]) < most), None)
+        if r is None:
+            newest[prompt] = [len(rows)]
             rows.append([i])
-            used.append(length)
-    return rows
-
-
-def _shared_rows(
-    samples: list[Sample],
-    indices: list[int],
-    budget: int,
-    most: int,
-) -> list[list[int]]:
-    """Samples of one prompt in the order of ``indices``, as many per row as fit."""
-    rows: list[list[int]] = []
-    used: list[int] = []
-    open_row: dict[int, int] = {}  # prompt -> its newest row
-    for i in indices:
-        sample = samples[i]
-        r = open_row.get(sample.prompt_id)
-        length = len(sample.response_ids)
-        if r is None or used[r] + length > budget or len(rows[r]) == most:
-            open_row[sample.prompt_id] = len(rows)
-            rows.append([i])
-            used.append(sample_length(sample))
+            used.append(lengths[i])
         else:
             rows[r].append(i)
             used[r] += length
@@ -258,18 +225,17 @@ def micro_batches(
 
     The tensors of each are made when it is asked for: on a GPU while that computes the one before.
 
-    Every rank computes the whole plan from the same list, so that all of them run the same number of backward passes,
-    and of calls of the output head, without asking each other; it makes tensors of its own share alone. A rank with
-    fewer micro-batches repeats one whose tokens count nothing. Which rank and micro-batch a token lands in does not
-    change its gradient. On a GPU shared rows are padded to a multiple of 128, the size of the kernels' blocks.
-    On a CPU they end at 1,024 tokens, if a sample is not longer.
+    Every rank computes the plan of all ranks from the same list, so that all run the same number of backward passes and
+    of calls of the output head without communicating. A rank with fewer micro-batches repeats one with weight 0. Which
+    rank and micro-batch a token lands in does not change its gradient. On a GPU shared rows are padded to a multiple of
+    128, the size of the kernels' blocks. On a CPU they end at 1,024 tokens, if a sample is not longer.
     """
     multiple = ROW_MULTIPLE if device.type == "cuda" and layout == "shared" else 1
     row_budget = budget
     if device.type == "cpu" and layout == "shared":
         longest = max((sample_length(samples[i]) for i in indices), default=0)
         row_budget = min(budget, max(CPU_ROW, longest))
-    rows: list[Row] = []
+    rows = []
     most = -(-len(indices) // world_size)
     for row in make_rows(samples, indices, layout, row_budget, most):
         groups = [row] if layout == "shared" else [[i] for i in row]
@@ -285,7 +251,7 @@ def micro_batches(
             rows_by_rank.append(plan[position] if position < len(plan) else idle)
         own = rows_by_rank[rank]
         batch = _tensors(own, offsets, layout, padded_width(own, budget, multiple))
-        batch.most_predictions = max(count_predictions(rows) for rows in rows_by_rank)
+        batch.most_predictions = max(sum(tree.nodes for row in rows for tree in row) for rows in rows_by_rank)
         if position >= len(plans[rank]):
             batch.tokens.fill_(offsets[-1])
         batch.is_last = position == count - 1
@@ -295,7 +261,7 @@ def micro_batches(
 def _deal(rows: list[Row], world_size: int) -> list[list[Row]]:
     """The rows of each rank: the next row goes to the rank with the fewest tokens so far."""
     load = [0] * world_size
-    dealt: list[list[Row]] = [[] for _ in range(world_size)]
+    dealt = [[] for _ in range(world_size)]
     for row in rows:
         least = load.index(min(load))
         load[least] += row_length(row)
@@ -310,7 +276,7 @@ def _cut(
     multiple: int,
 ) -> list[MicroRows]:
     """Micro-batches of one rank's rows, which come longest first: the first row of a micro-batch sets its width."""
-    cut: list[MicroRows] = []
+    cut = []
     for row in rows:
         width = padded_width(cut[-1], budget, multiple) if cut else 0
         if layout == "packed" or not cut or (len(cut[-1]) + 1) * width > budget:
@@ -324,11 +290,6 @@ def padded_width(rows: MicroRows, budget: int, multiple: int) -> int:
     """Positions of rows of which the first is the longest: a multiple of ``multiple``, unless ``budget`` is less."""
     length = row_length(rows[0])
     return max(length, min(budget, -(-length // multiple) * multiple))
-
-
-def count_predictions(rows: MicroRows) -> int:
-    """Different tokens that a micro-batch of these rows predicts: U."""
-    return sum(tree.nodes for row in rows for tree in row)
 
 
 def row_length(row: Row) -> int:
@@ -347,10 +308,10 @@ def _tensors(
     positions = np.zeros_like(ids)
     ends = np.tile(np.arange(1, width + 1), (len(rows), 1))  # padding is seen by itself: no softmax of nothing
     borders = [0]
-    predict: list[np.ndarray] = []
-    targets: list[np.ndarray] = []
-    copies: list[np.ndarray] = []
-    tokens: list[np.ndarray] = []
+    predict = []
+    targets = []
+    copies = []
+    tokens = []
     different = 0
     for b, row in enumerate(rows):
         start = 0

@@ -19,17 +19,15 @@ import torch
 ROWS, INNER, COLUMNS = 512, 576, 1536  # of the products that are timed: a layer of the quickstart's model
 ROUNDS = 5
 MARGIN = 1.4  # bf16 has to multiply so much faster: no machine that was measured is near it
-# GFLOP/s of a core; without AMX 75 to 230 were measured, with it 1200. At 90, in fp32, an update of the quickstart took
-# 22.0 seconds of a core in micro-batches of 3072 tokens (peak 5.8 GiB), 19.1 in those of 1024 (4.8), 18.1 in those of
-# 512 (4.3). With AMX the gradient that each of them adds costs more than the products that it saves.
+# GFLOP/s of a core; without AMX 75 to 230 were measured, with it 1200. At 90 an update of the quickstart in fp32 took
+# 22.0 s in micro-batches of 3072 tokens (5.8 GiB), 19.1 in those of 1024 (4.8). With AMX more gradients cost more.
 FAST = 500.0
 
 
 def product_rates(rounds: int = ROUNDS) -> dict[str, float]:
     """GFLOP/s of a matrix product in fp32 and in bf16 on one core, the best of ``rounds``.
 
-    In seconds of the processor, which do not pass while other programs have it. Takes 0.1 s, or two seconds where bf16
-    has no instructions.
+    In CPU seconds, so other programs do not count. Takes 0.1 s, or two seconds where bf16 has no instructions.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -57,8 +55,7 @@ def machine_key() -> str:
 def known_rates() -> dict[str, float]:
     """``product_rates`` of this machine, measured when it is asked for the first time.
 
-    They are kept in ``rlvr/product_rates.json`` of the user's cache (XDG_CACHE_HOME). Processes that start together
-    wait for the first one. Where nothing can be written they are measured every time.
+    They are kept in ``rlvr/product_rates.json`` of the user's cache (XDG_CACHE_HOME), where that can be written.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlvr"
     key = machine_key()
@@ -81,8 +78,3 @@ def known_rates() -> dict[str, float]:
 def is_fast(rates: dict[str, float], dtype: torch.dtype) -> bool:
     """Return True if a CPU with these rates is fast enough for large micro-batches to pay off."""
     return rates.get(str(dtype).removeprefix("torch."), 0.0) >= FAST
-
-
-def bf16_pays(rates: dict[str, float]) -> bool:
-    """Return True if a CPU with these rates trains faster in bf16 than in fp32."""
-    return rates["bfloat16"] > MARGIN * rates["float32"]

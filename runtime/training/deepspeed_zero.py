@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ from runtime.system import process
 from runtime.system.process import trim_heap
 from runtime.training.memory import reduce_bucket
 
+PLACES = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_CPU_AFFINITY")
 NamedWeights = list[tuple[str, torch.Tensor]]
 
 
@@ -150,8 +152,8 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
     """ZeRO with fp32 master weights and fp32 gradient accumulation (the default, bf16, loses 1 to 2 % of a gradient).
 
     Clipping has to be set here: accelerate's ``clip_grad_norm_`` does nothing under DeepSpeed. Buckets of the default
-    size (5e8) are allocated in every backward pass, which on a CPU costs more than the reduction. Overlapping reduction
-    and backward pass has one rank wait for the device after each micro-batch, with nothing to reduce.
+    size (5e8) are allocated in every backward pass, which on a CPU costs more than the reduction. Overlapped reduction
+    makes a single rank wait for the device after each micro-batch, with nothing to reduce.
     """
     bucket = reduce_bucket(cuda)
     zero = {
@@ -192,6 +194,9 @@ def make_accelerator(args, dtype: torch.dtype, device: torch.device):
     import deepspeed
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
+    # The flags of the run decide, not a launcher's own configuration: its mixed precision would replace --dtype.
+    for name in [x for x in os.environ if x.startswith("ACCELERATE_") and x not in PLACES]:
+        del os.environ[name]
     deepspeed.ops.__compatible_ops__ = {}  # what it might compile; no flag, but only read for that all-reduce
     cuda = device.type == "cuda"
     # A rank may wait long for one that still generates, verifies or writes. Watch ends a run in which no rank moves.
@@ -204,8 +209,7 @@ def make_accelerator(args, dtype: torch.dtype, device: torch.device):
 def dedupe_fp32_weights(engine):
     """Drop DeepSpeed's duplicate fp32 copies of weights and gradients. Returns the engine; no number changes.
 
-    In fp32 the master weights of ZeRO 1 and 2 are a copy of weights that are masters already. On one rank both can be
-    the same memory; on several, a rank's part would be a view of all weights, and its checkpoint would hold them all.
+    In fp32 the master weights of ZeRO 1 and 2 are a copy of the weights; on one rank both can be the same memory.
     Gradients are summed in one buffer, as DeepSpeed 0.19.8 does in bf16; in fp32 it would copy the sums into another.
     """
     zero = engine.optimizer

@@ -232,16 +232,6 @@ def engine(args, model: Model, setting: Setting, share: float) -> dict[str, floa
     return {"engine": weights * beside, "KV cache": cache * beside}
 
 
-def second_process(args, model: Model, setting: Setting) -> float:
-    """Return the extra memory of --engine_process: the weight block, and libraries again or a second CUDA context."""
-    if not args.engine_process:
-        return 0
-    block = model.parameters * setting.number
-    if setting.card > 0:
-        return block + CONTEXT
-    return block + PROCESS["hf"]
-
-
 @dataclass(frozen=True)
 class Prediction:
     """Predicted memory of a rank: parts, peaks while the engine samples and while the trainer works, with gaps."""
@@ -259,7 +249,9 @@ def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> 
     work = passes(args, model, setting, size)
     sampler = engine(args, model, setting, size.vllm_gpu_memory_utilization)
     parts = states | work | sampler | {"process": CUDA if on_gpu else PROCESS[args.rollout]}
-    parts["second process"] = second_process(args, model, setting)
+    # The block of weights, and libraries once more, or on a GPU another CUDA context.
+    second = model.parameters * setting.number + (CONTEXT if on_gpu else PROCESS["hf"])
+    parts["second process"] = second * args.engine_process
     visitor = parts["reference"] * (on_gpu and "ref" in args.offload)  # there during its own pass alone
     held = parts["process"] + parts["second process"]
     held += sum(states.values()) - visitor

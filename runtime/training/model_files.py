@@ -1,25 +1,29 @@
-"""Check a model's directory, or its config on the hub, before anything is loaded. Imports no torch."""
+"""Check a model's directory, or its config on the hub, before it is loaded, and its weights when it is. No torch."""
 
 from __future__ import annotations
 
+import functools
 import json
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 from runtime.arguments.flags import RunFlags
 from runtime.arguments.values import CHAT_TEMPLATES, ModelName
-from runtime.system.process import refuse
+from runtime.system.process import print_on_rank_0, refuse
 
+POLICY = "--model_name_or_path"
 LFS_POINTER = b"version https://git-lfs"  # how it begins
+ADAPTER = "an adapter (adapter_config.json), not a model; merge it into its base model first (peft: merge_and_unload)"
 
 
-def check_model(args: RunFlags, flag: str = "--model_name_or_path") -> None:
+def check_model(args: RunFlags, flag: str = POLICY) -> None:
     """Refuse a model that cannot serve, before anything is loaded: no weights, too short a context, no chat template.
 
     args: ``model_name_or_path`` names it, which ``flag`` gave. Only the policy, of the default flag, needs a template.
     """
     name = args.model_name_or_path
-    is_policy = flag == "--model_name_or_path"
+    is_policy = flag == POLICY
     config, tokenizer_config, files = read_configs(args.model, flag, args.dry_run)
     config |= args.config_overrides
     if is_policy and args.tokenizer_name_or_path is not None:
@@ -50,12 +54,15 @@ def read_configs(model: ModelName, flag: str, dry_run: bool) -> tuple[dict[str, 
         if revision is not None:
             refuse(f"{flag} {name}@{revision}: a local folder cannot have a revision; drop @{revision}")
         files = {f.name for f in folder.iterdir()} if folder.is_dir() else set()
+        if "adapter_config.json" in files:
+            refuse(f"{flag} {name}: {ADAPTER}")
         if "config.json" not in files:
             refuse(f"{flag} {name}: no config.json there; {hint}")
         if not any(f.endswith((".safetensors", ".bin")) for f in files) and not dry_run:
             refuse(f"{flag} {name}: no weights (*.safetensors or *.bin) there; {hint}")
         check_files(folder, files, flag)
         config = json.loads((folder / "config.json").read_text())
+        check_unquantized(config, f"{flag} {name}")
         tokenizer_config = folder / "tokenizer_config.json"
         return config, json.loads(tokenizer_config.read_text()) if tokenizer_config.is_file() else {}, files
     if name.startswith((".", "/", "~")) or (folder.parent != Path() and folder.parent.is_dir()):
@@ -66,7 +73,56 @@ def read_configs(model: ModelName, flag: str, dry_run: bool) -> tuple[dict[str, 
         config = json.loads(Path(hf_hub_download(name, "config.json", revision=revision)).read_text())
     except Exception as error:  # offline, gated, misspelled: the hub client has a class for each
         refuse(f"{flag} {name}: no such folder, and not on the hub ({error}); {hint}")
+    check_unquantized(config, f"{flag} {name}")
     return config, {}, set()
+
+
+def check_unquantized(config: dict[str, Any], model: str) -> None:
+    """Reject a checkpoint with quantized weights (bitsandbytes, GPTQ, AWQ, FP8, MXFP4): they have no gradient."""
+    found = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+    if found:
+        refuse(
+            f"{model}: its weights are quantized ({found.get('quant_method')}, by quantization_config in config.json) "
+            f"and cannot be trained; use the checkpoint in bf16, fp16 or fp32 that they were made from"
+        )
+
+
+def load_complete(auto: Any, name: str, flag: str = POLICY, has_head: bool = True, **how: Any) -> Any:
+    """Load a model by a class of transformers; exit with code 2 where a weight is not in its files and would be random.
+
+    Prints one warning for tensors of the files that the model does not have.
+
+    Args:
+        has_head: False if only the transformer is used. Its head may be missing then, and the files may have another.
+    """
+    model, report = auto.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True, **how)
+    wrong = dict.fromkeys(sorted(report["missing_keys"]), "")
+    for key, found, wanted in sorted(report["mismatched_keys"]):
+        wrong[key] = f" has the shape {list(found)} there and {list(wanted)} by the config"
+    extra = sorted(report["unexpected_keys"])
+    if not has_head:
+        inside = f"{model.base_model_prefix}."
+        wrong = {key: why for key, why in wrong.items() if key.startswith(inside)}
+        extra = [key for key in extra if key.startswith(inside)] if not wrong else extra
+    if wrong:
+        extra.sort(key=lambda key: -SequenceMatcher(None, next(iter(wrong)), key).ratio())
+        near = f" (the files have {some(extra)}, which the model does not)" if extra else ""
+        refuse(
+            f"{flag} {name}: {len(wrong)} of the model's weights are not in its files and would be random: "
+            f"{some([key + why for key, why in wrong.items()])}{near}; use a complete checkpoint, or correct its "
+            f"config.json or --override_config"
+        )
+    if extra:
+        warn_once(f"warning: {flag} {name}: {len(extra)} tensors of its files are no part of the model: {some(extra)}")
+    return model
+
+
+def some(names: list[str]) -> str:
+    """The first names of a list, as text."""
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+warn_once = functools.cache(print_on_rank_0)  # one model may be loaded for the policy, the reference and the engine
 
 
 def check_files(folder: Path, files: set[str], flag: str) -> None:

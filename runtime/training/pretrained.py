@@ -12,6 +12,7 @@ from runtime.arguments.values import is_dropout
 from runtime.system.process import refuse
 from runtime.training import cpu_rates
 from runtime.training.attention import grouped_attention, varlen_attention
+from runtime.training.model_files import POLICY, load_complete
 
 OLDEST_GPU = (7, 5)  # compute capability of Turing: T4
 MODERN_GPU = (8, 0)  # of Ampere, with which bfloat16, flash attention and Triton's support begin
@@ -20,13 +21,11 @@ MODERN_GPU = (8, 0)  # of Ampere, with which bfloat16, flash attention and Trito
 def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     """(device of this rank, dtype of weights, attention implementation), with "auto" decided by the hardware.
 
-    A CPU takes the data type in which it multiplies faster: cpu_rates.py measures it. fp32 has to be much slower,
-    for bf16 rounds: the engine's log-probs differ from the trainer's by 3e-2 nats instead of 1e-5. A run that goes on
-    keeps the type that it began with.
+    A CPU uses the data type in which it multiplies faster (cpu_rates.py), bf16 only where fp32 is much slower: in bf16
+    the engine's log-probs differ from the trainer's by 3e-2 nats instead of 1e-5. A resumed run keeps its type.
 
-    On CPUs eager attention trained faster than sdpa in bf16 (750 against 600 tokens/s, SmolLM2-135M), and grouped than
-    eager (an update 3.03 against 3.29 s, mean of eight); in fp32 neither was ahead at every micro-batch size. On GPUs
-    ``attention.choose_layout`` may still change the attention.
+    On CPUs in bf16, grouped attention trained faster than eager (an update 3.03 against 3.29 s, SmolLM2-135M), and
+    eager than sdpa; in fp32 none was always ahead. On GPUs ``attention.choose_layout`` may change the attention.
     """
     cuda = torch.cuda.is_available()
     if not cuda and args.vllm_tensor_parallel_size > 1:  # its shared memory has one name and outlives a killed run
@@ -38,7 +37,8 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     elif wanted == "float16":
         refuse("--dtype float16 needs a GPU: on CPUs DeepSpeed has no training in it; give bfloat16 or float32")
     elif wanted == "auto":
-        wanted = "bfloat16" if cpu_rates.bf16_pays(cpu_rates.known_rates()) else "float32"
+        rates = cpu_rates.known_rates()
+        wanted = "bfloat16" if rates["bfloat16"] > cpu_rates.MARGIN * rates["float32"] else "float32"
     dtype = getattr(torch, wanted)
     attention = args.attn_implementation
     if attention in ("flex_attention", "varlen") and not cuda:
@@ -61,8 +61,11 @@ def gpu_dtype(wanted: str, device: torch.device) -> str:
     return "bfloat16" if capability >= MODERN_GPU else "float16"
 
 
-def load_model(args, dtype: torch.dtype, attention: str):
-    """The causal language model that ``--model_name_or_path`` names, on the CPU, dropout off, in train mode."""
+def load_model(args, dtype: torch.dtype, attention: str, flag: str = POLICY):
+    """Load the causal language model that ``args`` name, on the CPU, as ``prepare_for_training`` leaves it.
+
+    ``flag`` named it; of a critic the head is not used. Exits with code 2 where weights are missing in its files.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -75,20 +78,16 @@ def load_model(args, dtype: torch.dtype, attention: str):
         if not hasattr(config, key) and key != "head_dtype":
             refuse(f"--override_config: the config of {name} has no field {key!r}")
         setattr(config, key, value)
-    model = AutoModelForCausalLM.from_pretrained(
-        name,
-        config=config,
-        dtype=dtype,
-        attn_implementation=attention_for(config, attention, args.attn_implementation),
-        **shared,
-    )
-    switch_off_dropout(model)
+    implementation = attention_for(config, attention, args.attn_implementation)
+    how = {"config": config, "dtype": dtype, "attn_implementation": implementation, **shared}
+    model = load_complete(AutoModelForCausalLM, name, flag, flag == POLICY, **how)
+    prepare_for_training(model)
     if getattr(config, "head_dtype", None) == "float32":  # vLLM reads the same field
         head = model.get_output_embeddings()
         head.forward = partial(exact_product, head)
     if attention == "flex_attention":
-        # Its kernels are compiled per kind of mask, batch size and use of gradients. Beyond the default of 8 versions
-        # PyTorch takes the uncompiled one, which holds the scores of all pairs.
+        # Kernels are compiled per mask, batch size and use of gradients. Beyond the default of 8 versions PyTorch takes
+        # the uncompiled one, which holds the scores of all pairs.
         torch._dynamo.config.recompile_limit = 64
     return model.train()
 
@@ -136,30 +135,28 @@ def attention_for(config, attention: str, wanted: str) -> str | None:
     return None if unsupported or attention == "sdpa" else attention
 
 
-def switch_off_dropout(model) -> None:
-    """Set every dropout probability of a transformers model to 0, so that it is the same function in train mode.
+def prepare_for_training(model) -> None:
+    """Switch off what would change a gradient or prevent saving: dropout, ``padding_idx``, sampling settings.
 
-    Some models hold the probability in ``nn.Dropout``, some as an attribute of a layer, some read it from the config.
+    Dropout: some models hold the probability in ``nn.Dropout``, some as an attribute of a layer, some read it from the
+    config. ``padding_idx``: the embedding of ``pad_token_id``, a token that prompts may hold, would get no gradient.
+    Generation config: transformers loads settings of sampling that it does not save; only special tokens are kept.
     """
+    from transformers import GenerationConfig
+
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    model.generation_config = GenerationConfig(**{name: getattr(model.generation_config, name, None) for name in names})
     holders = [model.config, model.config.get_text_config()]
     for module in model.modules():
         holders.append(module)
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
     for holder in holders:
         for name, value in list(vars(holder).items()):
             if is_dropout(name, value):
                 setattr(holder, name, 0.0)
-
-
-def check_tokenizer(model, tokenizer, args) -> None:
-    """Refuse a ``--tokenizer_name_or_path`` with more tokens than the model has embeddings."""
-    rows = model.get_input_embeddings().num_embeddings
-    if args.tokenizer_name_or_path is not None and len(tokenizer) > rows:
-        refuse(
-            f"--tokenizer_name_or_path {args.tokenizer_name_or_path}: {len(tokenizer)} tokens, but "
-            f"{args.model_name_or_path} has {rows} embeddings; give the tokenizer that this model was trained with"
-        )
 
 
 def stop_token_ids(model, tokenizer) -> list[int]:

@@ -78,6 +78,129 @@ def test_batches_change_nothing(classifier):
     assert next(reward_model.model.parameters()).device.type == "cpu"
 
 
+def position_models(tokenizer, folder):
+    """Save classifiers with absolute positions: GPT-2 counts from the left, RoBERTa begins after its padding."""
+    import torch
+    from transformers import (
+        GPT2Config,
+        GPT2ForSequenceClassification,
+        OPTConfig,
+        OPTForSequenceClassification,
+        RobertaConfig,
+        RobertaForSequenceClassification,
+    )
+
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 1}
+    own = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.3}
+    gpt2 = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=256, initializer_range=0.3, **ids)
+    opt = OPTConfig(
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        init_std=0.3,
+        **ids,
+    )
+    roberta = RobertaConfig(intermediate_size=64, max_position_embeddings=64 + 3, **ids, **own)
+    made = {
+        "gpt2": (GPT2ForSequenceClassification, gpt2),
+        "opt": (OPTForSequenceClassification, opt),
+        "roberta": (RobertaForSequenceClassification, roberta),
+    }
+    for name, (kind, config) in made.items():
+        torch.manual_seed(0)
+        kind(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+@pytest.fixture(scope="module")
+def positions(tiny, tmp_path_factory):
+    """A folder with the classifiers of ``position_models``, whose tokenizer pads on the left."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("positions")
+    position_models(AutoTokenizer.from_pretrained(tiny, padding_side="left"), folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "roberta"])
+def test_padding_changes_no_score_of_absolute_positions(positions, name):
+    """Also of conversations longer than the model: its last tokens are scored, for RoBERTa 64 of 67 positions."""
+    reward_model = scorer(positions / name)
+    talks = [*CONVERSATIONS, ([{"role": "user", "content": "7 + 8 = " * 40}], "15")]
+    together = reward_model.score(talks)
+    alone = [reward_model.score([talk])[0] for talk in talks]
+    assert together == pytest.approx(alone, abs=1e-4)
+    assert len({round(score, 3) for score in alone}) > 5
+    if name == "roberta":
+        assert reward_model.longest == 64
+
+
+def test_a_limit_beyond_robertas_positions_is_rejected(positions, capsys):
+    with pytest.raises(SystemExit) as end:
+        scorer(positions / "roberta", reward_model_max_length=65)
+    assert end.value.code == 2 and "at most the 64 tokens" in capsys.readouterr().err
+    assert scorer(positions / "roberta", reward_model_max_length=64).longest == 64
+
+
+def test_bf16_scores_keep_their_differences(classifier):
+    """The head computes in fp32: 40 close conversations have 40 scores, as with fp32 products of the same weights."""
+    import torch
+
+    args = Args(reward_model_name_or_path=str(classifier), micro_batch_tokens=1000)
+    reward_model = RewardModel(args, "cpu", torch.bfloat16)
+    talks = [([{"role": "user", "content": f"{i} + {i % 7}"}], str(i)) for i in range(40)]
+    scores = reward_model.score(talks)
+    assert any(score != float(torch.tensor(score).bfloat16()) for score in scores)
+    assert len(set(scores)) >= 39
+
+
+@pytest.mark.parametrize("fault", ["no template", "no system", "token"])
+def test_a_conversation_that_cannot_be_scored_is_rejected_at_the_start(classifier, tmp_path, capsys, fault):
+    """No chat template, one that rejects a role of the prompts, or a token without an embedding."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "scorer"
+    shutil.copytree(classifier, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if fault == "no template":
+        tokenizer.chat_template = None
+        (folder / "chat_template.jinja").unlink()
+    if fault == "no system":
+        tokenizer.chat_template = (
+            "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
+        )
+    if fault == "token":
+        tokenizer.add_tokens(["<extra>"])
+        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<extra>{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    reward_model = scorer(folder)
+    prompts = [[{"role": "user", "content": "1 + 1"}], [{"role": "system", "content": "Add."}, *CONVERSATIONS[0][0]]]
+    with pytest.raises(SystemExit) as end:
+        reward_model.try_on(prompts)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and f"--reward_model_name_or_path {folder}" in said
+    assert {"no template": "template", "no system": "system, user, assistant", "token": "<extra>"}[fault] in said
+    scorer(classifier).try_on(prompts)
+
+
+def test_a_missing_head_is_rejected(classifier, tmp_path, capsys):
+    """By its name and that of the head that the files have: its scores would be random, and others in each run."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "scorer"
+    shutil.copytree(classifier, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["value_head.weight"] = weights.pop("score.weight")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit) as end:
+        scorer(folder)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "--reward_model_name_or_path" in said
+    assert "score.weight" in said and "the files have value_head.weight" in said
+
+
 def test_the_last_tokens_are_read(classifier):
     """With --reward_model_max_length texts that end alike have one score, and those that fit keep theirs."""
     whole = scorer(classifier)

@@ -140,3 +140,27 @@ def test_a_template_that_drops_the_tools_is_refused(folder, capsys):
     said = capsys.readouterr().err
     assert "writes neither tools nor the system message" in said and "--chat_template chatml" in said
     Special(folder, ROOT / "tests" / "templates" / "silent.jinja", name="Guess").episodes.close()  # a game has none
+
+
+REWRITING = {  # what a template writes otherwise once more turns follow
+    "the text": "{{ m['content'] if loop.last or m['role'] != 'user' else 'earlier' }}",
+    "what precedes it": "{{ 'Now: ' if loop.last and m['role'] == 'user' }}{{ m['content'] }}",
+    "what follows it": "{{ m['content'] }}{{ ' /no_think' if loop.last and m['role'] == 'user' }}",
+    "only from the third on": "{{ 'old' if messages | length - loop.index > 3 and m.role == 'user' else m.content }}",
+}
+
+
+@pytest.mark.parametrize("kind", REWRITING)
+def test_a_template_that_rewrites_earlier_messages_is_rejected(folder, tmp_path, capsys, kind):
+    """The model keeps the ids that it saw, so the ids of the complete conversation would be others."""
+    content = "{{ m['content'] }}"
+    written = "{{ '<|im_start|>' + m['role'] + '\\n' }}" + content + "{{ '<|im_end|>' + '\\n' }}"
+    loop = "{% for m in messages %}" + written + "{% endfor %}"
+    loop += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    (tmp_path / "same.jinja").write_text(loop)
+    Special(folder, tmp_path / "same.jinja", name="Guess").episodes.close()
+    (tmp_path / "other.jinja").write_text(loop.replace(content, REWRITING[kind]))
+    with pytest.raises(SystemExit) as end:
+        Special(folder, tmp_path / "other.jinja", name="Guess")
+    assert end.value.code == 2
+    assert "writes an earlier message otherwise" in capsys.readouterr().err

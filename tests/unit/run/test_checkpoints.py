@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import stage_1_and_2
 from helpers import (
     ROOT,
@@ -530,14 +531,48 @@ def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys, saves):
 
 
 def test_the_wandb_run_is_continued(tiny, tmp_path, monkeypatch):
-    args = tiny_args(tiny, tmp_path, **SMALL, track=True)
+    """A run that goes back to before steps that were tracked is a new one: wandb drops steps that it already has."""
+    args = tiny_args(tiny, tmp_path, **SMALL, track=True, keep_checkpoints=0)
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = interrupted(args, monkeypatch, after=2)
-    (first,) = (folder / "wandb").glob("offline-run-*")
+
+    def tracked() -> set[str]:
+        return {path.name.rsplit("-", 1)[1] for path in (folder / "wandb").glob("offline-run-*")}
+
+    (first,) = tracked()
     run_here(args)
-    assert {p.name.rsplit("-", 1)[1] for p in (folder / "wandb").glob("offline-run-*")} == {
-        first.name.rsplit("-", 1)[1]
-    }
+    assert tracked() == {first}
+    run_here(dataclasses.replace(args, resume=str(folder / "checkpoints" / "step_000002")))
+    (second,) = tracked() - {first}
+    assert json.loads((folder / "config.json").read_text())["wandb_id"] == second
+
+
+def test_a_checkpoint_that_fails_for_any_reason_costs_nothing_else(tiny, tmp_path, capsys, saves, monkeypatch):
+    """Errors of each part that is written, of classes that no full disk raises; no partial folder stays."""
+    args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 4, "save_every": 1, "eval_prompts": 0})
+    parts = []
+
+    def unwritable(*rest, **named):
+        parts.append(1)
+        raise ValueError("this part cannot be written")
+
+    saving_step = checkpoints.Checkpoints.after_step
+
+    def after_step(self, step):
+        with monkeypatch.context() as patch:
+            for place, name in [(torch, "save"), (json, "dumps"), (DeepSpeedEngine, "save_checkpoint")][
+                step - 1 : step
+            ]:
+                patch.setattr(place, name, unwritable)
+            return saving_step(self, step)
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "after_step", after_step)
+    run_here(args)
+    said = capsys.readouterr().out
+    for step in (1, 2, 3):
+        assert f"NO CHECKPOINT after step {step}" in said and "this part cannot be written" in said
+    assert [step for step, _ in directory.saved_steps(folder_of(args))] == [4] and len(parts) >= 3
+    assert not list((folder_of(args) / "checkpoints").glob("*.partial")) and (folder_of(args) / "model").is_dir()
 
 
 def test_the_end_of_a_run_ends_its_tracking(tmp_path, capsys):

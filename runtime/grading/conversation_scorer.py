@@ -1,0 +1,119 @@
+"""Score conversations with a sequence classifier of transformers that has one output. Imports no torch."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from typing import Any
+
+from runtime.system.flag_values import first_line
+from runtime.system.process import refuse
+
+Messages = list[dict[str, str]]
+
+
+class ConversationScorer:
+    """A loaded classifier and its tokenizer. The model stays in CPU memory between uses.
+
+    Args:
+        model: the classifier, with one output.
+        tokenizer: with a chat template.
+        device: where it computes.
+        budget: tokens of a batch, padding included.
+        max_length: score the last so many tokens of a conversation; None for as many as the model takes.
+        date: what a template that writes today's date gets.
+
+    Exits with code 2 for a ``max_length`` beyond the model's.
+    """
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        device,
+        budget: int,
+        max_length: int | None,
+        date: datetime.datetime,
+    ):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.device = device
+        self.budget = budget
+        self.date = date
+        limit = most_tokens(model)
+        if None not in (max_length, limit) and max_length > limit:
+            refuse(
+                f"--reward_model_max_length {max_length}: at most the {limit} tokens that {model.name_or_path} takes"
+            )
+        self.longest = max_length or limit
+        self.embeddings = model.get_input_embeddings().num_embeddings
+        use_fp32_head(model)
+        # Decoders score the last token that is not padding: padding must not be what a text ends in.
+        tokenizer.add_special_tokens({"pad_token": "<|padding of the reward model|>"})
+        model.resize_token_embeddings(max(len(tokenizer), self.embeddings), mean_resizing=False)
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        model.config.pad_token_id = tokenizer.pad_token_id
+
+    def try_on(self, prompts: list[Messages]) -> None:
+        """Score a conversation for each sequence of roles in the prompts; exit with code 2 where that fails."""
+        kinds = {tuple(message["role"] for message in messages): messages for messages in prompts}
+        for roles, messages in kinds.items():
+            try:
+                self.score([(messages, "1")])
+            except Exception as error:  # no chat template, or one for other roles: known before an engine is built
+                refuse(
+                    f"--reward_model_name_or_path {self.model.name_or_path}: cannot score a conversation of "
+                    f"{', '.join(roles)}, assistant ({type(error).__name__}: {first_line(error)}); its tokenizer needs "
+                    f"a chat template for these roles, and the model an embedding for each token that it writes"
+                )
+
+    def ids_of(self, messages: Messages, response: str) -> list[int]:
+        """The token ids of a conversation. Raises ValueError for one without an embedding, which would be random."""
+        text = [*messages, {"role": "assistant", "content": response}]
+        ids = self.tokenizer.apply_chat_template(text, return_dict=False, strftime_now=self.date.strftime)
+        largest = max(ids, default=0)
+        if largest >= self.embeddings:
+            raise ValueError(f"the model has no embedding for {self.tokenizer.decode([largest])!r} (id {largest})")
+        return ids[-self.longest :] if self.longest else ids  # the end is what is scored
+
+    def score(self, conversations: list[tuple[Messages, str]]) -> list[float]:
+        """(messages, response) -> score, each as if it were alone. Raises RuntimeError when one is not finite."""
+        rows = [self.ids_of(messages, response) for messages, response in conversations]
+        scores: dict[int, float] = {}
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+        self.model.to(self.device)
+        while order:
+            width = max(1, len(rows[order[0]]))
+            count = max(1, self.budget // width)
+            batch = order[:count]
+            order = order[count:]
+            # On the right: absolute positions count from the left.
+            ids = {"input_ids": [rows[i] for i in batch]}
+            padded = self.tokenizer.pad(ids, padding_side="right", return_tensors="pt")
+            logits = self.model(**padded.to(self.device)).logits
+            scores |= zip(batch, logits[:, 0].tolist(), strict=True)
+        self.model.to("cpu")
+        if not all(map(math.isfinite, scores.values())):
+            raise RuntimeError("the reward model's scores are not finite")
+        return [scores[i] for i in range(len(rows))]
+
+
+def most_tokens(model) -> int | None:
+    """The tokens that a model takes, None without a limit. RoBERTa's positions begin after ``padding_idx``."""
+    for name, module in model.named_modules():
+        first = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and first is not None:
+            return module.num_embeddings - first - 1
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def use_fp32_head(model) -> None:
+    """Compute the product of the head in fp32: in bf16 different scores become equal."""
+    inside = f"{model.base_model_prefix}."
+    for name, module in model.named_modules():
+        if getattr(module, "out_features", 0) == 1 and not name.startswith(inside):
+            module.float().register_forward_pre_hook(_as_fp32)
+
+
+def _as_fp32(_: Any, inputs: tuple) -> tuple:
+    return (inputs[0].float(),)

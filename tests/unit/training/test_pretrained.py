@@ -1,0 +1,195 @@
+"""training/pretrained.py and model_files.py: no weight is random, no field of config.json changes a gradient."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import tiny_args
+from safetensors.torch import load_file, save_file
+
+from runtime.run import loading
+from runtime.training import deepspeed_zero, model_files, pretrained
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+def copy_of(tiny: Path, folder: Path, change=None, **config) -> Path:
+    """A copy of the tiny model with other weights (``change`` gets and returns a dict of tensors) or another config."""
+    shutil.copytree(tiny, folder)
+    if change is not None:
+        save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return folder
+
+
+def load(folder: Path, tmp_path: Path, *rest, **changes):
+    return pretrained.load_model(tiny_args(folder, tmp_path, **changes), torch.float32, "sdpa", *rest)
+
+
+def refusal(capsys, call, *rest, **named) -> str:
+    """What a call that exits with code 2 prints."""
+    with pytest.raises(SystemExit) as end:
+        call(*rest, **named)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def renamed(weights: dict, old: str, new: str) -> dict:
+    return {name.replace(old, new, 1): weight for name, weight in weights.items()}
+
+
+# what is wrong with a checkpoint -> (its weights, its config, --override_config, words of the message)
+BROKEN = {
+    "no head": (None, {"tie_word_embeddings": False}, None, ["lm_head.weight"]),
+    "no matrix": (lambda w: {k: v for k, v in w.items() if k != DOWN}, {}, None, ["1 of the model's", DOWN]),
+    "more layers": (None, {"num_hidden_layers": 3}, None, ["model.layers.2.", "..."]),
+    "more layers by a flag": (None, {}, '{"num_hidden_layers": 3}', ["model.layers.2.", "--override_config"]),
+    "prefix": (lambda w: {f"_orig_mod.{k}": v for k, v in w.items()}, {}, None, ["the files have _orig_mod.model."]),
+    "other name": (lambda w: renamed(w, DOWN, DOWN.replace("down", "dwn")), {}, None, [DOWN, "dwn_proj.weight"]),
+    "other shape": (lambda w: w | {DOWN: w[DOWN][:, :9].clone()}, {}, None, [DOWN, "[64, 9] there and [64, 128]"]),
+}
+
+
+@pytest.mark.parametrize("head", [True, False], ids=["policy", "critic"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_checkpoint_without_all_weights_is_rejected(tiny, tmp_path, capsys, name, head):
+    """By the names of the weights and similar names in the files; a critic may lack the head alone."""
+    change, config, override, words = BROKEN[name]
+    folder = copy_of(tiny, tmp_path / "model", change, **config)
+    flag = "--model_name_or_path" if head else "--critic model_name_or_path"
+    if name == "no head" and not head:
+        load(folder, tmp_path, flag)
+        return
+    said = refusal(capsys, load, folder, tmp_path, flag, override_config=override)
+    assert all(word in said for word in [f"error: {flag} {folder}", *words]), said
+
+
+def test_tensors_that_the_model_lacks_are_one_warning(tiny, tmp_path, capsys):
+    """Printed once for all copies of one model; a complete checkpoint prints nothing."""
+    load(tiny, tmp_path)
+    assert "warning" not in capsys.readouterr().out
+    folder = copy_of(tiny, tmp_path / "model", lambda w: w | {f"value_head.{i}": torch.ones(1, 64) for i in range(9)})
+    load(folder, tmp_path)
+    load(folder, tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert len(lines) == 1 and "9 tensors" in lines[0] and "value_head.0" in lines[0]
+
+
+QUANTIZED = [
+    {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+    {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
+]
+
+
+@pytest.mark.parametrize("config", QUANTIZED)
+def test_quantized_weights_are_rejected(tiny, tmp_path, capsys, config):
+    args = tiny_args(copy_of(tiny, tmp_path / "model", **config), tmp_path)
+    said = refusal(capsys, model_files.check_model, args)
+    assert "quantized" in said and "--model_name_or_path" in said
+
+
+def test_an_adapter_is_rejected(tiny, tmp_path, capsys):
+    """With and without the files of a model next to it."""
+    folder = copy_of(tiny, tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    assert "merge it" in refusal(capsys, model_files.check_model, tiny_args(folder, tmp_path))
+    (folder / "config.json").unlink()
+    assert "merge it" in refusal(capsys, model_files.check_model, tiny_args(folder, tmp_path))
+
+
+@pytest.mark.parametrize("largest, given", [(600, None), (514, None), (5, "other"), (513, None)])
+def test_prompt_ids_beyond_the_embeddings_are_rejected(capsys, largest, given):
+    """And a --tokenizer_name_or_path with more tokens than embeddings, whatever the prompts hold."""
+    args = SimpleNamespace(model_name_or_path="policy", tokenizer_name_or_path=given)
+    tokenizer = type("Tokenizer", (), {"decode": lambda self, ids: f"token {ids[0]}", "__len__": lambda self: 700})()
+    run = SimpleNamespace(
+        problems=[SimpleNamespace(prompt_ids=[1, 2])],
+        eval_problems=[SimpleNamespace(prompt_ids=[3, largest])],
+        tokenizer=tokenizer,
+    )
+    if largest == 513:
+        loading.check_prompt_ids(514, args, run)
+        return
+    said = refusal(capsys, loading.check_prompt_ids, 514, args, run)
+    flag = "--model_name_or_path policy" if given is None else "--tokenizer_name_or_path other"
+    assert flag in said and "514 embeddings" in said and (f"token {largest}" in said) == (given is None)
+
+
+@pytest.mark.parametrize("pad", [None, 2, 5])
+def test_the_gradient_of_the_pad_tokens_embedding(tiny, tmp_path, pad):
+    """Autograd equals a finite difference for the embedding of a token of the prompt, whatever ``pad_token_id`` is.
+
+    Of a policy with an untied head, so that the row has no other gradient, and of a critic's transformer.
+    """
+
+    def untied(weights: dict) -> dict:
+        return weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+
+    folder = copy_of(tiny, tmp_path / "model", untied, pad_token_id=pad, tie_word_embeddings=False)
+    model = load(folder, tmp_path).double()
+    ids = torch.tensor([[1, 87, 2, 5, 201, 1, 2]])  # 2 and 5 stand in the prompt
+    parts = {
+        "policy": lambda: model(ids).logits[0, -1, 9],
+        "critic": lambda: model.model(ids).last_hidden_state[0, -1, 3],
+    }
+    rows = model.get_input_embeddings().weight
+    for output in parts.values():
+        model.zero_grad()
+        output().backward()
+        for token in (2, 5, 87):
+            found = rows.grad[token, 7].item()
+            with torch.no_grad():
+                rows[token, 7] += 1e-4
+                above = output().item()
+                rows[token, 7] -= 2e-4
+                below = output().item()
+                rows[token, 7] += 1e-4
+            difference = (above - below) / 2e-4
+            assert abs(difference) > 1e-3
+            assert found == pytest.approx(difference, rel=1e-2)
+
+
+def test_of_the_generation_config_only_special_tokens_are_kept(tiny, tmp_path):
+    """Settings of sampling that transformers loads but does not save would end the run when it saves its model."""
+    folder = copy_of(tiny, tmp_path / "model")
+    changes = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "eos_token_id": [2, 7]}
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    model = load(folder, tmp_path)
+    assert model.generation_config.eos_token_id == [2, 7] and model.generation_config.temperature is None
+    model.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [2, 7] and not saved.keys() & {"temperature", "top_p"}
+
+
+LAUNCHER = {
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+    "ACCELERATE_DYNAMO_BACKEND": "inductor",
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+}
+
+
+def test_a_launchers_configuration_changes_nothing(tiny, tmp_path, monkeypatch):
+    """accelerate sets its own configuration in the environment of what it launches; the flags of the run decide."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    for name, value in LAUNCHER.items():
+        monkeypatch.setenv(name, value)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    args = tiny_args(tiny, tmp_path)
+    accelerator = deepspeed_zero.make_accelerator(args, torch.float32, torch.device("cpu"))
+    assert accelerator.mixed_precision == "no"
+    assert accelerator.state.dynamo_plugin.backend == "NO"
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    assert not config.get("bf16", {}).get("enabled") and config["zero_optimization"]["stage"] == args.zero_stage
+    assert os.environ.get("ACCELERATE_USE_FSDP") is None
