@@ -18,7 +18,6 @@ docs/evidence/rewards.md lists the verifiers, the columns they read, and what is
 from __future__ import annotations
 
 import ast
-import collections
 import json
 import math
 import numbers
@@ -40,22 +39,23 @@ from runtime.data.reasoning_gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.data.rendering import TODAY
 from runtime.environments import episodes
 from runtime.grading.algebra import parts_of
-from runtime.grading.answers import (
+from runtime.grading.answers import alternatives, equal, is_echo, no_answer, of_truth, question_of, tidy
+from runtime.grading.code_tests import _code_tests, _program_in, _run_tests, code_error, names_wanted
+from runtime.grading.conversation_scorer import ConversationScorer
+from runtime.grading.final_answer import (
+    INVISIBLE,
     LONGEST_ANSWER,
-    NEGATED,
     NUMBER,
     after_thinking,
-    as_decimal,
-    equal,
     final_answer,
     last_boxed,
+    last_number_in,
+    marked_number,
+    number_of,
     tagged_answer,
-    tidy,
     without_delimiters,
 )
-from runtime.grading.code_tests import _code_tests, _program_in, _run_tests, code_error
-from runtime.grading.conversation_scorer import ConversationScorer
-from runtime.grading.ifeval import CONSTRAINTS
+from runtime.grading.ifeval import CONSTRAINTS, constraints_of
 from runtime.grading.worker_pool import VerifierPool, names_of
 from runtime.system import user_files
 from runtime.system.process import refuse
@@ -94,18 +94,15 @@ def _judged(score: float, extracted: str | None, **more: float) -> Reward:
 def last_number(response: str, truth: str, row: dict) -> Reward:
     """1 when the last number of the response equals the truth ("1,024" equals "1024", "7.0" equals "7").
 
-    A number that is only named to be denied ("not 42") is no answer.
+    A number that is only named to be denied ("not 42") is no answer, nor is part of a power, a time or a range.
     """
-    return _same_number(after_thinking(response), truth)
+    return _same_number(last_number_in(after_thinking(response)), truth)
 
 
-def _same_number(text: str, truth: str, place: int = -1) -> Reward:
-    """Whether the first (``place`` 0) or last number of a text, if it is not denied, equals the truth."""
-    found = NUMBER.finditer(text)
-    number = next(found, None) if place == 0 else next(iter(collections.deque(found, maxlen=1)), None)
-    if number is None or NEGATED.search(text, max(0, number.start() - 20), number.start()):
-        return _judged(0, None)
-    return _judged(as_decimal(number[0]) == as_decimal(truth), number[0])
+def _same_number(said: str | None, truth: str) -> Reward:
+    """1 when a number is the truth, or one of a list of truths. Raises ValueError where that is no number."""
+    right = said is not None and number_of(said) in [number_of(wanted) for wanted in alternatives(truth)]
+    return _judged(right, said)
 
 
 def lenient(response: str, truth: str) -> bool | None:
@@ -117,7 +114,7 @@ def lenient(response: str, truth: str) -> bool | None:
     wanted = (last_boxed(wanted) or wanted).strip()
     if not NUMBER.fullmatch(wanted):
         return None
-    return any(_same_number(text, wanted).score == 1 for text in (response, last_boxed(response) or ""))
+    return any(last_number(text, wanted, {}).score == 1 for text in (response, last_boxed(response) or ""))
 
 
 def exact(response: str, truth: str, row: dict) -> Reward:
@@ -131,22 +128,25 @@ def gsm8k(response: str, truth: str, row: dict) -> Reward:
 
     The truth is a number or GSM8K's whole solution, which ends in "#### 1,234".
     """
-    _, marked, said = after_thinking(response).rpartition("####")
+    text = after_thinking(response)
     wanted = truth.rpartition("####")[2]
-    if not marked:
-        return last_number(response, wanted, row)
-    first_line = said.partition("\n")[0]
-    return _same_number(first_line, wanted, 0)
+    return _same_number(marked_number(text) if "####" in text else last_number_in(text), wanted)
 
 
 def math_(response: str, truth: str, row: dict) -> Reward:
-    """1 when the final answer is the truth as text, or equal to it by math-verify (docs/evidence/rewards.md)."""
-    wanted = tidy(last_boxed(truth) or truth)
-    said = final_answer(after_thinking(response), len(parts_of(wanted.strip("()"))) > 1)
-    answer = tidy(said or "")
-    if said is None or any(c.isdigit() and not c.isascii() for c in answer):
-        return _judged(0, None)
-    return _judged(equal(answer, wanted), said)
+    """1 when the final answer is the truth as text, or equal to it by math-verify (docs/evidence/rewards.md).
+
+    Of a JSON list of truths any one is right. Part ``echo``: 1 for a formula copied from the problem, which scores 0.
+    """
+    text = after_thinking(response)
+    for wanted in map(of_truth, alternatives(truth)):
+        said = final_answer(text, len(parts_of(wanted.strip("()"))) > 1)
+        answer = tidy(said or "")
+        if said is None or any(c.isdigit() and not c.isascii() for c in answer) or not equal(answer, wanted):
+            continue
+        echo = is_echo(said, wanted, question_of(row))
+        return _judged(not echo, said, echo=float(echo))
+    return _judged(0, said, echo=0.0)
 
 
 OPERATORS = {
@@ -186,12 +186,16 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
         numbers = re.split(r"[\s,;]+", numbers.strip("[]() \t\n"))
     wanted = sorted(map(int, numbers))
     answer = tagged_answer(after_thinking(response))
+    answer = answer and (last_boxed(answer) or answer)
     if answer is None or len(answer) > LONGEST_ANSWER:
         return _judged(0, None)
-    plain, used = " ".join(without_delimiters(answer).split()), []
+    plain = without_delimiters(re.sub(r"^[a-z]+\n", "", answer.translate(INVISIBLE).strip("` \n")))
+    plain, used = " ".join(plain.split()).rstrip(". "), []
     for sign, other in (("*", r"\\times|\\cdot|\u00d7"), ("/", r"\\div|\u00f7"), ("-", "\u2212")):
         plain = re.sub(other, sign, plain)
     expression, equals, claimed = plain.partition("=")
+    if equals and re.fullmatch(r"\s*-?[0-9.]+\s*", expression):
+        expression, claimed = claimed, expression  # "24 = 4 * 6"
     try:
         if not re.fullmatch(r"[0-9+\-*/() ]+", expression):
             raise ValueError("other characters")
@@ -254,7 +258,7 @@ def format_(response: str, truth: str, row: dict) -> Reward:
 
     The opening ``<think>`` may be missing: many chat templates write it into the prompt. The truth is not looked at.
     """
-    text = "<think>" + response.strip().removeprefix("<think>")
+    text = "<think>" + response.translate(INVISIBLE).strip().removeprefix("<think>")
     between = re.split(r"(</?(?:think|answer)>)", text)
     good = between[1::2] == ["<think>", "</think>", "<answer>", "</answer>"]
     good = good and [bool(part.strip()) for part in between[::2]] == [False, True, False, True, False]
@@ -268,19 +272,18 @@ def format_(response: str, truth: str, row: dict) -> Reward:
 def ifeval(response: str, truth: str, row: dict) -> Reward:
     """1 when a response that says something keeps every constraint; part ``constraints``: the fraction that it keeps.
 
-    They are the truth as JSON, ``{"instruction_id_list": [...], "kwargs": [...]}``, or the columns of these names.
-    runtime/grading/ifeval.py has their kinds.
+    runtime/grading/ifeval.py has their kinds, and the forms in which a row gives them.
     """
     text = after_thinking(response).strip()
     try:
-        given = json.loads(truth) if truth.strip().startswith("{") else row
+        names, arguments_of = constraints_of(truth, row)
         kept = []
-        for name, arguments in zip(given["instruction_id_list"], given["kwargs"], strict=True):
+        for name, arguments in zip(names, arguments_of, strict=True):
             if name not in CONSTRAINTS:
                 raise ValueError(f"no constraint {name!r}; known: {', '.join(CONSTRAINTS)}")
             kept.append(CONSTRAINTS[name](text, arguments or {}))
         fraction = sum(kept) / len(kept)
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, re.error) as error:
+    except (ArithmeticError, AttributeError, KeyError, SyntaxError, TypeError, ValueError, re.error) as error:
         return Reward(0.0, status="unscorable", detail=f"constraints: {type(error).__name__}: {error}")
     return _judged(fraction == 1 and re.search(r"\w", text) is not None, text or None, constraints=fraction)
 
@@ -296,9 +299,9 @@ def code(response: str, truth: str, row: dict) -> Reward:
     in APPS, or Python, assertions or ``def check(candidate): ...`` as in HumanEval, where the row's ``prompt`` comes
     before the program. There is the standard library, and what sandbox.PACKAGES lists.
     """
-    program = _program_in(after_thinking(response))
     try:
         tests = _code_tests(truth, row)
+        program = _program_in(after_thinking(response), names_wanted(tests))
         if not program.strip() or len(program) > 100 * LONGEST_ANSWER:
             return _judged(0, None)
         return _judged(not _run_tests(program, tests), program)
@@ -312,6 +315,7 @@ _ALL = (last_number, exact, gsm8k, math_, countdown, reasoning_gym_, format_, if
 VERIFIERS = {verifier.__name__.rstrip("_"): verifier for verifier in _ALL}
 SAY_THE_TRUTH = {"math": "\\boxed{{{}}}", "reasoning_gym": "<answer>{}</answer>"}  # as a response would
 SAY_THE_TRUTH |= dict.fromkeys(("last_number", "exact", "gsm8k"), "{}")
+LISTS = ("math", "last_number", "gsm8k")  # verifiers for which a JSON list of truths means any one of them
 
 
 def reward_model_alone(response: str, truth: str, row: dict) -> Reward:
@@ -418,17 +422,19 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
             find_verifier(name)
             continue  # your own may take anything; RewardPool.check tries it once
         if name == "code":
-            wrong = code_error(truth, row)
-            if wrong:
+            if wrong := code_error(truth, row):
                 return wrong
             continue
-        said = truth if name == "math" and last_boxed(truth) else SAY_THE_TRUTH.get(name, "").format(truth)
-        reward, raised = _verify_by(name, said, truth, row)
-        if reward.status != "ok":
-            why = reward.detail.strip().rpartition("\n")[2]
-            return f"{name} raises on the truth itself ({why})" if raised or reward.status == "crash" else why
-        if name in SAY_THE_TRUTH and reward.score < 1 and not (truth == "" and needs_no_truth(verifier, row)):
-            return f"{name} rejects the truth itself"
+        if name == "math" and (wrong := no_answer(truth, row)):
+            return wrong
+        for one in alternatives(truth) if name in LISTS else [truth]:
+            said = one if name == "math" and last_boxed(one) else SAY_THE_TRUTH.get(name, "").format(one)
+            reward, raised = _verify_by(name, said, one, row)
+            if reward.status != "ok":
+                why = reward.detail.strip().rpartition("\n")[2]
+                return f"{name} raises on the truth itself ({why})" if raised or reward.status == "crash" else why
+            if name in SAY_THE_TRUTH and reward.score < 1 and not (truth == "" and needs_no_truth(verifier, row)):
+                return f"{name} rejects the truth itself"
     return ""
 
 
@@ -709,7 +715,7 @@ class Verifiers:
 
         Of several turns the verifier gets the last one as the response, and all as ``row["episode"]["turns"]``.
         """
-        row = problem.row
+        row = {"messages": problem.messages, **problem.row}
         if sample.turns:
             row = row | {"episode": {"turns": sample.turns, "outcome": sample.outcome}}
         futures = [self.pool.submit(problem.verifier, sample.response, problem.truth, row)]

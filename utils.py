@@ -775,13 +775,11 @@ def check_sampler(stats: TokenStats, limit: float, dtype: torch.dtype, run: Run 
     worst = means_E.argmax().item()
     if limit > 0 and means_E[worst] > limit:
         differ = f"sampler and trainer log-probs differ by {means_E[worst]:.3g} nats per token (engine {worst}; "
-        differ += f"--max_sampler_diff: {limit:g})"
+        cause = "the engine has stale weights or a different model"
         if run is not None and not run.sampler_agreed:
-            refuse(
-                f"{differ} before any training: vLLM computes this architecture differently "
-                f"(docs/evidence/models.md); --rollout hf samples with the trainer's own model"
-            )
-        raise RuntimeError(f"{differ}: the engine has stale weights or a different model")
+            cause = "vLLM computes this architecture differently (docs/evidence/models.md); use --rollout hf"
+            refuse(f"{differ}--max_sampler_diff: {limit:g}) before any training: {cause}")
+        raise RuntimeError(f"{differ}--max_sampler_diff: {limit:g}): {cause}")
     if run is not None and counts_E.sum() > 0:
         run.sampler_agreed = True
 

@@ -129,6 +129,9 @@ def known_columns(rows: list) -> tuple[str, str, str, str | None]:
         return "question" if "question" in has else "prompt", "input_output", "code", None
     if {"nums", "target"} <= has and not {"question", "answer"} <= has:
         return "nums", "target", "countdown", None
+    asked = next((name for name in ("question", "problem", "prompt") if name in has), None)
+    if asked and "tests" in has and not has & {"answer", "solution"}:  # LiveCodeBench's form, as DeepCoder has it
+        return asked, "tests", "code", None
     if "problem" in has and has & {"answer", "solution"}:
         return "problem", "answer" if "answer" in has else "solution", "math", None
     if any("#### " in str(row.get("answer")) for row in first):
@@ -208,6 +211,7 @@ def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
     kinds = type(prompt).__name__
     if isinstance(prompt, list):
         kinds = "a list of something else"
+        prompt = [_with_text_parts(message) for message in prompt]
         if all(_is_message(message) for message in prompt):
             messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
             while messages and messages[-1]["role"] == "assistant":
@@ -239,6 +243,42 @@ def _chat_as_text(text: str) -> list | None:
     except (ValueError, RecursionError):
         return None
     return found if all(map(_is_message, found)) else None
+
+
+def _with_text_parts(message: Any) -> Any:
+    """A message whose content is a list of parts of text, as one of text. Raises ValueError for a part that is none."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list) or not all(isinstance(part, dict) and "type" in part for part in parts):
+        return message
+    if kinds := {str(part["type"]) for part in parts} - {"text"}:
+        raise ValueError(f"has a message with a part of type {min(kinds)!r}; only text is supported")
+    return message | {"content": "".join(str(part.get("text") or "") for part in parts)}
+
+
+def _check_seen(row: dict[str, Any], text: str) -> None:
+    """Raise ValueError for what belongs to a problem but would not be in its prompt: pictures, and choices."""
+    for key in ("image", "images"):
+        if row.get(key) not in (None, "", []):
+            raise ValueError(f"has a picture in its column {key!r}; pictures are not supported")
+    if "<image>" in text:
+        raise ValueError("has a picture in its prompt (<image>); pictures are not supported")
+    for key in ("choices", "options"):
+        found = row.get(key)
+        choices = (found.get("text") or list(found.values())) if isinstance(found, dict) else found
+        if isinstance(choices, list) and not all(str(choice) in text for choice in choices):
+            raise ValueError(
+                f"has choices in its column {key!r} that its prompt does not show; write them into the prompt, and "
+                f"give the right one's letter as the ground truth"
+            )
+
+
+def _as_text(truth: Any, verifier: str) -> str:
+    """A ground truth as text: several right answers as a JSON list of texts, and of one alone that answer."""
+    if isinstance(truth, list) and set(verifier.split(",")) <= {"math", "gsm8k", "last_number", "format"}:
+        texts = [str(answer) for answer in truth if not isinstance(answer, list | dict)]
+        if len(texts) == len(truth) > 0:
+            return texts[0] if len(texts) == 1 else json.dumps(texts)
+    return json.dumps(truth) if isinstance(truth, list | dict) else str(truth)
 
 
 def _is_message(message: Any) -> bool:
@@ -281,13 +321,14 @@ def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
             raise ValueError(f"has an empty {key!r}")
         values.append("" if empty else value)
     messages = _with_system(_messages(columns.prompt, values[0], row), columns)
-    truth = values[1]
-    truth = json.dumps(truth) if isinstance(truth, list | dict) else str(truth)
-    _check_text(columns.prompt, "".join(message["content"] for message in messages))
-    _check_text(columns.truth, truth)
     verifier = columns.verifier
     if columns.verifier_key is not None:
         verifier = _named_verifiers(row, columns.verifier_key) or verifier
+    truth = _as_text(values[1], verifier)
+    text = "".join(message["content"] for message in messages)
+    _check_text(columns.prompt, text)
+    _check_text(columns.truth, truth)
+    _check_seen(row, text)
     try:
         wrong = check(verifier, truth, row)
     except ValueError as error:
@@ -435,11 +476,39 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
             problems = _read_small(source, rows, args, check)
     name = source_name(source)
     distinct: dict[str, Problem] = {}
+    contradicting = set()
     for problem in problems:
         problem.source = problem.source or name
-        key = problem.messages if args.environment is None else [problem.messages, problem.row]
-        distinct.setdefault(json.dumps(key, default=str), problem)
+        key = json.dumps(problem.messages if args.environment is None else [problem.messages, problem.row], default=str)
+        if distinct.setdefault(key, problem).truth != problem.truth:
+            contradicting.add(key)
+    for warning in _doubts(problems, len(contradicting)):
+        print_on_rank_0(f"warning: --dataset {source}: {warning}")
     return distinct
+
+
+CHECKERS = ("checker", "generated_checker", "special_judge", "check_func")  # columns of programs that judge an output
+COMMON = 0.05  # fraction of the rows from which on one ground truth is frequent
+
+
+def _doubts(problems: list[Problem], contradicting: int) -> list[str]:
+    """What is readable in a source, and yet probably not what was meant."""
+    found = []
+    if contradicting:
+        found.append(f"{contradicting} prompts stand in several rows with different ground truths; the first counts")
+    truth, count = Counter(problem.truth for problem in problems).most_common(1)[0] if problems else ("", 0)
+    choice = re.fullmatch(r"\(?[A-J]\)?|yes|no|true|false|", truth.strip(), re.IGNORECASE)
+    if len(problems) >= 20 and count > COMMON * len(problems) and not choice:
+        found.append(
+            f"{truth[:40]!r} is the ground truth of {count} of {len(problems)} rows: a constant answer earns it"
+        )
+    for key in CHECKERS:
+        rows = sum(problem.verifier == "code" and bool(problem.row.get(key)) for problem in problems)
+        if rows:
+            found.append(
+                f"{rows} rows have a program in {key!r} that judges outputs; they are compared with one output"
+            )
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- mixtures and splits

@@ -27,7 +27,7 @@ from runtime.data import problem_set, rendering
 from runtime.data.samples import Problem
 from runtime.environments import user_objects
 from runtime.environments.chat import Call, Chat
-from runtime.grading.answers import after_thinking
+from runtime.grading.final_answer import after_thinking
 from runtime.system import user_files
 from runtime.system.process import on_a_line, refuse
 from runtime.system.workers import Nursery, Worker, code_of_run

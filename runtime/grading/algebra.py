@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import importlib
 import logging
 import math
 import re
@@ -17,7 +18,7 @@ DEEPEST = 20  # braces inside one another that are still read
 # Four braces with nothing between them, and the binomials that the parser itself computes: of five digits, of a power.
 COSTLY = re.compile(r"\{\s*\{\s*\{\s*\{|binom[\s{(]*(?:[0-9]{5}|[0-9.]+\s*\^)|[0-9]{5}\s*\\choose")
 BRACKET = re.compile(r"\\.|[][(){}]")  # an escaped character is matched, too, so that "\{" is not taken for a brace
-THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|,\\!)(?=[0-9]{3}(?![0-9]))")  # a comma that may stand within a number
+THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|,\\!\s*)(?=[0-9]{3}(?![0-9]))")  # a comma that may stand within a number
 # Between the parts of a list: a comma that is no blank of LaTeX, a semicolon, "and" and "or", plain or in \text.
 PARTS = re.compile(r"(?<!\\)[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b")
 OPENING = re.compile(r"(?:\\left)?\s*(\\\{|\()")  # of a set or a tuple
@@ -25,6 +26,16 @@ CLOSING = re.compile(r"(?:\\\}|\))\s*$")
 # Signs by which the number of elements is not the number of parts: both signs, sets, unions, inequalities, brackets.
 NOT_COUNTED = re.compile(r"\\pm|\\mp|\\\{|\\cup|[<>]|\\[lg]e|[([]")
 UNNAMED = re.compile(r"^\s*-?[0-9.]+\s*[A-Za-z]|[A-Za-z]\s*\^\s*\{?[0-9]|[+]")  # "2x", "x^2", a sum
+
+
+class _Sympy:
+    """The library, imported at its first use: that takes half a second."""
+
+    def __getattr__(self, name: str):
+        return getattr(importlib.import_module("sympy"), name)
+
+
+sympy = _Sympy()
 
 
 @functools.lru_cache(maxsize=256)  # the samples of a group have one truth
@@ -95,10 +106,8 @@ def _is_long(series) -> bool:
 
 def _has_tower(expression) -> bool:
     """Whether an exponent holds a power whose exponent varies, as in 2^{2^x}."""
-    from sympy import Pow
-
-    for power in expression.atoms(Pow):
-        for inner in power.exp.atoms(Pow):
+    for power in expression.atoms(sympy.Pow):
+        for inner in power.exp.atoms(sympy.Pow):
             if inner.exp.free_symbols:
                 return True
     return False
@@ -106,8 +115,6 @@ def _has_tower(expression) -> bool:
 
 def _size(expression) -> float:
     """An upper bound of the decimal digits that the numbers of an expression come to; symbols count as nothing."""
-    from sympy import Integral, Pow, Product, Sum, factorial, factorial2
-
     sizes = [_size(part) for part in expression.args]
     largest = max(sizes, default=0.0)
     if largest > LARGEST:
@@ -116,13 +123,13 @@ def _size(expression) -> float:
         top = f"{abs(expression.p):x}"  # in base 16: Python refuses to write thousands of decimal digits
         bottom = f"{expression.q:x}"
         return max(len(top), len(bottom)) * 1.21
-    if isinstance(expression, Pow) and expression.exp.is_number:
+    if isinstance(expression, sympy.Pow) and expression.exp.is_number:
         return _size_of_power(expression.exp, *sizes)
-    if isinstance(expression, factorial | factorial2) and expression.args[0].is_number:
+    if isinstance(expression, sympy.factorial | sympy.factorial2) and expression.args[0].is_number:
         return _size_of_factorial(expression.args[0], sizes[0])
-    if isinstance(expression, Sum | Product) and _is_long(expression):
+    if isinstance(expression, sympy.Sum | sympy.Product) and _is_long(expression):
         return math.inf
-    if isinstance(expression, Integral) and _has_tower(expression):
+    if isinstance(expression, sympy.Integral) and _has_tower(expression):
         return math.inf
     if expression.is_Mul:
         return sum(sizes)
@@ -131,13 +138,11 @@ def _size(expression) -> float:
 
 def _bounded(expression) -> bool:
     """Whether the numbers of an expression are small enough to compute; parsers leave towers and factorials alone."""
-    from sympy import Basic, MatrixBase
-
     parts = [expression]
-    if isinstance(expression, MatrixBase):
+    if isinstance(expression, sympy.MatrixBase):
         parts = expression.flat()
     try:
-        return all(_size(part) <= LARGEST for part in parts if isinstance(part, Basic))
+        return all(_size(part) <= LARGEST for part in parts if isinstance(part, sympy.Basic))
     except (TypeError, ValueError, OverflowError):  # a number that is none, as in 1/0: sympy says so later
         return True
 
@@ -147,37 +152,31 @@ def _bounded(expression) -> bool:
 
 def _elements(expression) -> list:
     """What a matrix, set, tuple, interval, or an equation such as x = 2 holds; [] of anything else."""
-    from sympy import Eq, FiniteSet, Interval, MatrixBase, Tuple
-
-    if isinstance(expression, MatrixBase):
+    if isinstance(expression, sympy.MatrixBase):
         return list(expression.flat())
-    if isinstance(expression, FiniteSet | Tuple):
+    if isinstance(expression, sympy.FiniteSet | sympy.Tuple):
         return list(expression.args)
-    if isinstance(expression, Interval):
+    if isinstance(expression, sympy.Interval):
         return [expression.start, expression.end]
-    if isinstance(expression, Eq) and expression.lhs.is_Symbol:
+    if isinstance(expression, sympy.Eq) and expression.lhs.is_Symbol:
         return [expression.rhs]
     return []
 
 
 def _numbers(expression) -> list:
     """The numbers that an answer consists of, sorted; [] where it is not made of numbers."""
-    from sympy import Expr, N
-
     elements = _elements(expression)
     if elements:
         return sorted(number for element in elements for number in _numbers(element))
-    if not isinstance(expression, Expr) or not expression.is_number:
+    if not isinstance(expression, sympy.Expr) or not expression.is_number:
         return []
-    value = N(expression.doit(), 20)
+    value = sympy.N(expression.doit(), 20)
     return [value] if value.is_Float or value.is_Integer else []
 
 
 def _close(gold, found) -> bool:
     """Whether the numbers of two answers agree to 0.5 %: math-verify rounds at a fixed place, so 1e-31 is its 0."""
-    from sympy.core.expr import UnevaluatedExpr
-
-    if gold.has(UnevaluatedExpr) or found.has(UnevaluatedExpr):
+    if gold.has(sympy.UnevaluatedExpr) or found.has(sympy.UnevaluatedExpr):
         return True  # a percentage, which may stand for the number before its sign
     for ours, theirs in zip(_numbers(gold), _numbers(found), strict=False):
         allowed = 0.005 * max(abs(ours), abs(theirs))
@@ -188,13 +187,10 @@ def _close(gold, found) -> bool:
 
 def _holds(statement) -> bool:
     """Whether an equation without unknowns, or a chain of them, is true."""
-    from sympy import Eq
-    from sympy.core.relational import Relational
-
     steps = statement.args
-    if isinstance(statement, Relational):
+    if isinstance(statement, sympy.Rel):
         steps = [statement]
-    return all(isinstance(step, Eq) and _close(step.lhs, step.rhs) for step in steps)
+    return all(isinstance(step, sympy.Eq) and _close(step.lhs, step.rhs) for step in steps)
 
 
 def _names_point(equations, point) -> bool:
@@ -208,18 +204,16 @@ def _names_point(equations, point) -> bool:
 
 def _same_equation(gold, found) -> bool:
     """Whether one equation is a multiple of the other, or has solutions by which math-verify compared them."""
-    from sympy import Expr, simplify, solve
-
     sides = (*gold.args, *found.args)
-    if not all(isinstance(side, Expr) for side in sides):
+    if not all(isinstance(side, sympy.Expr) for side in sides):
         return True
     ours = gold.lhs.doit() - gold.rhs.doit()
     theirs = found.lhs.doit() - found.rhs.doit()
     if theirs != 0:
-        ratio = simplify(ours / theirs)
+        ratio = sympy.simplify(ours / theirs)
         if ratio.is_number and ratio.is_finite and ratio != 0:
             return True
-    return bool(solve(gold, gold.free_symbols))
+    return bool(sympy.solve(gold, gold.free_symbols))
 
 
 def _sound(gold, found) -> bool:
@@ -228,21 +222,17 @@ def _sound(gold, found) -> bool:
     It compares equations by their solutions, and no solution equals no solution; it takes the right side of an
     equation for a value, whether or not the equation is true.
     """
-    from sympy import Eq, FiniteSet, Interval, Set, Tuple
-    from sympy.core.relational import Relational
-    from sympy.logic.boolalg import BooleanFunction
-
-    statement = Relational | BooleanFunction
+    statement = sympy.Rel | sympy.logic.boolalg.BooleanFunction
     if isinstance(found, statement) and not found.free_symbols:
         return not isinstance(gold, statement) and _holds(found)
     for several, point in ((gold, found), (found, gold)):
-        if not isinstance(several, FiniteSet) or not isinstance(point, Tuple | Interval):
+        if not isinstance(several, sympy.FiniteSet) or not isinstance(point, sympy.Tuple | sympy.Interval):
             continue
-        if all(isinstance(equation, Eq) for equation in several.args):
+        if all(isinstance(equation, sympy.Eq) for equation in several.args):
             return _names_point(several, point)
-    if isinstance(found, Set) and found.is_empty:
-        return isinstance(gold, Set)
-    if isinstance(gold, Eq) and isinstance(found, Eq) and not _same_equation(gold, found):
+    if isinstance(found, sympy.Set) and found.is_empty:
+        return isinstance(gold, sympy.Set)
+    if isinstance(gold, sympy.Eq) and isinstance(found, sympy.Eq) and not _same_equation(gold, found):
         return False
     return _close(gold, found)
 
@@ -322,9 +312,7 @@ def _named(text: str) -> bool:
 
 
 def _is_inequality(expression) -> bool:
-    from sympy.core.relational import Relational
-
-    return isinstance(expression, Relational) and expression.rel_op in ("<", "<=", ">", ">=")
+    return isinstance(expression, sympy.Rel) and expression.rel_op in ("<", "<=", ">", ">=")
 
 
 def _solutions(expression, text: str) -> tuple | None:
@@ -332,35 +320,31 @@ def _solutions(expression, text: str) -> tuple | None:
 
     "or" unites; "and" and commas intersect, or unite where nothing would be left: "x < 1, x > 2". None for all else.
     """
-    from sympy import And, Eq, FiniteSet, Intersection, Or, Set, Union
-
-    if isinstance(expression, Eq) and expression.lhs.is_Symbol and isinstance(expression.rhs, Set):
+    if isinstance(expression, sympy.Eq) and expression.lhs.is_Symbol and isinstance(expression.rhs, sympy.Set):
         return expression.lhs, expression.rhs  # "x in [0, 1]"
     statements = [expression]
-    if isinstance(expression, FiniteSet | Or):
+    if isinstance(expression, sympy.FiniteSet | sympy.Or):
         statements = expression.args
-    groups = [statement.args if isinstance(statement, And) else [statement] for statement in statements]
+    groups = [statement.args if isinstance(statement, sympy.And) else [statement] for statement in statements]
     relations = [relation for group in groups for relation in group]
     if not all(_is_inequality(relation) for relation in relations):
-        return (None, expression) if isinstance(expression, Set) else None
+        return (None, expression) if isinstance(expression, sympy.Set) else None
     symbols = set().union(*(relation.free_symbols for relation in relations))
     linear = all(relation.lhs.is_Symbol != relation.rhs.is_Symbol for relation in relations)
     if len(symbols) != 1 or not linear:
         return None
     unknown = symbols.pop()
-    sets = [Intersection(*(relation.as_set() for relation in group)) for group in groups]
-    allowed = Intersection(*sets)
+    sets = [sympy.Intersection(*(relation.as_set() for relation in group)) for group in groups]
+    allowed = sympy.Intersection(*sets)
     nothing_left = allowed.is_empty and not re.search(r"\band\b", text)
     if nothing_left or re.search(r"\bor\b", text):
-        allowed = Union(*sets)
+        allowed = sympy.Union(*sets)
     return unknown, allowed
 
 
 def _same_solutions(gold, found, answer: str, wanted: str) -> bool:
     """Whether two statements, or a statement and a set, allow the same numbers, and one does so by inequalities."""
-    from sympy.core.relational import Relational
-
-    if not gold.atoms(Relational) and not found.atoms(Relational):
+    if not gold.atoms(sympy.Rel) and not found.atoms(sympy.Rel):
         return False
     ours = _solutions(gold, wanted)
     theirs = _solutions(found, answer)
@@ -375,46 +359,40 @@ def _same_solutions(gold, found, answer: str, wanted: str) -> bool:
 
 def _same_complex(gold, found) -> bool:
     """Whether two expressions of numbers and the letter i are the same complex number."""
-    from sympy import Expr, I, N
-
-    if not isinstance(gold, Expr) or not isinstance(found, Expr):
+    if not isinstance(gold, sympy.Expr) or not isinstance(found, sympy.Expr):
         return False
     letters = gold.free_symbols | found.free_symbols
     if any(letter.name != "i" for letter in letters):
         return False
-    if not letters and not gold.has(I) and not found.has(I):
+    if not letters and not gold.has(sympy.I) and not found.has(sympy.I):
         return False
-    meant = dict.fromkeys(letters, I)
-    ours = N(gold.subs(meant).doit(), 20)
-    theirs = N(found.subs(meant).doit(), 20)
+    meant = dict.fromkeys(letters, sympy.I)
+    ours = sympy.N(gold.subs(meant).doit(), 20)
+    theirs = sympy.N(found.subs(meant).doit(), 20)
     return bool(abs(ours - theirs) <= 1e-9 * max(1, abs(ours)))
 
 
 def _coordinates(expression) -> list:
     """The coordinates of a tuple, a column or row, or a pair that was read as an open interval; [] of anything else."""
-    from sympy import Interval, MatrixBase, Tuple
-
-    if isinstance(expression, MatrixBase) and 1 in expression.shape:
+    if isinstance(expression, sympy.MatrixBase) and 1 in expression.shape:
         return list(expression.flat())
-    if isinstance(expression, Tuple):
+    if isinstance(expression, sympy.Tuple):
         return list(expression.args)
-    if isinstance(expression, Interval) and expression.left_open and expression.right_open:
+    if isinstance(expression, sympy.Interval) and expression.left_open and expression.right_open:
         return [expression.start, expression.end]
     return []
 
 
 def _along_axes(expression, size: int) -> list:
     """The coordinates of a sum of the vectors i, j and k, the first ``size`` of them; [] of anything else."""
-    from sympy import Expr, Symbol
-
     named = {symbol.name: symbol for symbol in expression.free_symbols}
-    if not isinstance(expression, Expr) or not named or not set(named) <= set("ijk"):
+    if not isinstance(expression, sympy.Expr) or not named or not set(named) <= set("ijk"):
         return []
     whole = expression.doit().expand()
     rest = whole
     numbers = []
     for name in "ijk"[:size]:
-        vector = named.get(name, Symbol(name))
+        vector = named.get(name, sympy.Symbol(name))
         number = whole.coeff(vector)
         numbers.append(number)
         rest -= number * vector
@@ -423,9 +401,7 @@ def _along_axes(expression, size: int) -> list:
 
 def _same_point(gold, found) -> bool:
     """Whether a point and a vector, in whatever notation, have the same coordinates; two matrices are not compared."""
-    from sympy import MatrixBase
-
-    if isinstance(gold, MatrixBase) and isinstance(found, MatrixBase):
+    if isinstance(gold, sympy.MatrixBase) and isinstance(found, sympy.MatrixBase):
         return False
     ours = _coordinates(gold)
     theirs = _coordinates(found)
@@ -441,12 +417,9 @@ def _same_point(gold, found) -> bool:
 
 def _same_chain(gold, found) -> bool:
     """Whether two chains such as 1 < x < 2 make the same comparisons."""
-    from sympy import And
-    from sympy.core.relational import Relational
-
-    if not isinstance(gold, And) or not isinstance(found, And):
+    if not isinstance(gold, sympy.And) or not isinstance(found, sympy.And):
         return False
-    if not all(isinstance(part, Relational) for part in (*gold.args, *found.args)):
+    if not all(isinstance(part, sympy.Rel) for part in (*gold.args, *found.args)):
         return False
     ours = {part.canonical for part in gold.args}
     theirs = {part.canonical for part in found.args}
@@ -484,7 +457,15 @@ def _same_ratio(answer: str, wanted: str) -> bool:
 
 
 def _same_form(answer: str, wanted: str) -> bool:
-    """Whether no equation stands against a value that it does not name, no set against a tuple, and lists agree."""
+    """Return False for an equation and a value that it does not name, a set and a tuple, lists of unequal repetitions.
+
+    Also for a chain such as x = 1 = 2 whose values differ, and for 1 = 1, which computes nothing.
+    """
+    *names, value = [side.strip() for side in answer.split("=")]
+    if len(parts_of(answer)) == 1 and not re.search("[<>]|\\\\(?:le|ge|ne|text|begin)", answer):
+        values = [side for side in (*names, value) if not re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", side))]
+        if value in names or not all(same_value(other, values[-1]) for other in values[:-1][:4]):
+            return False
     if ("=" in answer) != ("=" in wanted) and not (_named(answer) and _named(wanted)):
         return False
     if {_kind(answer), _kind(wanted)} == {"\\{", "("}:
@@ -499,7 +480,7 @@ def _equal(gold: list, found: list, answer: str, wanted: str) -> bool:
     if wanted.count(":") > 1 or answer.count(":") > 1:
         return _same_ratio(answer, wanted)
     unread = isinstance(gold[0], str) or isinstance(found[0], str)
-    if not verify(gold, found, timeout_seconds=None, allow_set_relation_comp=True):
+    if not verify(gold, found, timeout_seconds=None):
         return not unread and _same_otherwise(gold[0], found[0], answer, wanted)
     if not _same_form(answer, wanted):
         return False

@@ -1,4 +1,4 @@
-"""Find the final answer in a response, and decide whether two answers are equal, for ``rewards.math_``.
+"""Decide whether two answers are equal, for ``rewards.math_``.
 
 Two answers are equal if their texts are, without characters that carry no meaning; if they are the same words, choice,
 date or number; or if algebra.py finds the original texts equal (units.py compares units). The
@@ -7,201 +7,25 @@ rewriting for the comparison of texts never reaches the parser.
 
 from __future__ import annotations
 
-import collections
+import json
+import math
 import re
 import unicodedata
-from decimal import Decimal
 
-from runtime.grading.algebra import same_value
-from runtime.grading.units import GROUP, PERCENT, TEXT, decimal_of, is_word, same_percentage, same_time, split_unit
-
-# A minus is a sign only where no number or bracket stands before it: "10-4" ends in 4, "= -4" in -4. A comma belongs
-# to a number only between groups of three digits, a dot only between digits.
-NUMBER = re.compile(
-    r"(?<![0-9])(?<![0-9]\.)(?:(?<![0-9)\]])[-\u2212]|(?<![0-9)\]$])[-\u2212]\\?[$\u20ac\u00a3](?=[0-9.]))?"
-    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![.\w)\]])\.[0-9]+)"
+from runtime.grading.algebra import parts_of, same_value
+from runtime.grading.final_answer import DASHES, INVISIBLE, boxed_answer, without_delimiters
+from runtime.grading.units import (
+    GROUP,
+    PERCENT,
+    TEXT,
+    amount_of,
+    decimal_of,
+    is_word,
+    same_percentage,
+    same_time,
+    scale_between,
+    split_unit,
 )
-NEGATED = re.compile(r"(?:\bnot|n't|n\u2019t|\bnever)\s*[:$*}]*\s*$", re.IGNORECASE)
-LONGEST_ANSWER = 1000  # characters; what is longer is no answer, and parsers take more than linear time
-
-# What announces an answer: "####" of GSM8K, "The final answer is" of Minerva, "**Answer:**", "answer to this would be".
-ANNOUNCED = re.compile(
-    r"####|\b(?:answer|correct (?:option|choice))\b(?:(?!\bnot\b|n't)[^.?!\n:=$]){0,40}?"
-    r"(?:\b(?:is|(?:would|should|must) be)\b[ \t*_]*:?|:|=)"
-    r"|\b(?:respuesta|r\u00e9ponse|antwort|risposta|resposta|\u043e\u0442\u0432\u0435\u0442)\b"
-    r"(?:(?!\b(?:no|non|nicht|n\u00e3o|pas|\u043d\u0435)\b)[^.?!\n:=$]){0,40}?"
-    r"(?:\b(?:es|est|ist|\u00e8|\u00e9)\b[ \t*_]*:?|:|=)"
-    r"|(?:\u7b54\u6848|\u7b54\u3048|\uc815\ub2f5|\ub2f5)[^.?!\n:=$\u4e0d]{0,20}?"
-    r"(?:[\u662f\u4e3a\u70ba\u306f](?!\u4e0d)[ \t*_]*:?|[\uc740\ub294]|:|=)",
-    re.IGNORECASE,
-)
-SAID_INSIDE = re.compile(r"^(?:the\s+)?(?:final\s+)?answer(?:\s+is\b|\s*[:=])\s*:?\s*", re.IGNORECASE)  # of a box
-DENIED = re.compile(r"(?:not|no|non|nicht|pas|n\u00e3o|\u043d\u0435)\b", re.IGNORECASE)
-WIDE = str.maketrans({"\uff1a": ":", "\u3002": ". ", "\uff0c": ", ", "\uff08": "(", "\uff09": ")"})  # Chinese, Japanese
-NAMED = re.compile(r"(?:the|it|so)\b[^$\\=0-9]*\bis\s+(?=[-$\\0-9(])", re.IGNORECASE)  # "The value of x is 5"
-BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|;|\\text\s*\{\s*(?:and|or)\s*\}|,?\s*\b(?:and|or)\b)[\s$]*")
-NAME = r"\(?[A-Za-z](?:_?\{?[A-Za-z0-9]{1,4}\}?)?\s*=\s*"
-OR_BOX = re.compile(rf"[\s$.,]*(?:\bor\b|\\text\s*\{{\s*or\s*\}})[\s$]*{NAME}[\s$]*")
-LISTED_BOX = re.compile(  # "x = [box], y = [box]", or one box a line, perhaps behind "-" or "2."
-    rf"(?:[\s$.,;]|\\[()\[\]])*+(?:\\text\s*\{{\s*and\s*\}}|and\b)?(?:[\s$,]|\\[()\[\]])*+"
-    rf"(?:[-*\u2022]|[0-9]{{1,2}}[.)])?(?:[\s$]|\\[()\[\]])*+(?:{NAME})?[\s$]*"
-)
-WIDEST_GAP = 60  # characters between two boxes that are one answer
-DELIMITED = (  # (opening, closing) of mathematics or emphasis around a whole answer
-    ("$$", "$$"),
-    ("\\[", "\\]"),
-    ("\\(", "\\)"),
-    ("**", "**"),
-    ("$", "$"),
-    ("`", "`"),
-)
-# Where a plain answer stops and prose continues: "5 because ...", "5, as required.", "5. I hope it is correct."
-PROSE = re.compile(
-    r"[.!](?=\s|$)|\s(?=I hope\b)|[,;]?\s\(?(?=(?:because|since|as|so|which|where|when|given|assuming|thus|hence|"
-    r"therefore|but|i\.e|that is|or equivalently)\b)|\s[(\[](?!mod\b)(?=[a-z]{2,}\s|(?:approximately|exactly)\))"
-    r"|\s[\u2013\u2014]\s|\s*[\u2705\u2713\u2714\U0001f300-\U0001faff]",
-    re.IGNORECASE,
-)
-
-
-def as_decimal(text: str) -> Decimal:
-    return Decimal(re.sub(r"[,\\$\u20ac\u00a3]", "", text.strip()).replace("\u2212", "-"))
-
-
-def after_thinking(response: str) -> str:
-    """Return what follows the last ``</think>``; nothing when a ``<think>`` is still open: a thought is no answer."""
-    answer = response.rpartition("</think>")[2]
-    return "" if "<think>" in answer else answer
-
-
-def _content_of_box(text: str, start: int) -> tuple[str, int] | None:
-    r"""(content, index after it) of the box whose content begins at ``start``; None where it is open or empty.
-
-    Without a brace the content is what TeX would take: the next command or number (``\boxed 5``).
-    """
-    if not text.startswith("{", start):
-        bare = re.match(r"-?[0-9][0-9.,]*(?<![.,])|\\[A-Za-z]+|[A-Za-z]", text[start : start + LONGEST_ANSWER])
-        return (bare[0], start + bare.end()) if bare else None
-    depth = 0
-    for brace in re.finditer(r"\\.|[{}]", text[start : start + LONGEST_ANSWER], re.DOTALL):  # \{ is no brace
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            end = start + brace.end()
-            return text[start + 1 : end - 1].strip(), end
-    return None
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{...}`` or ``\fbox{...}``; None if there is none or it is open."""
-    boxes = collections.deque(BOX.finditer(text), maxlen=1)
-    found = _content_of_box(text, boxes[0].end()) if boxes else None
-    return found[0] if found else None
-
-
-def _joined(between: str, content: str, several: bool) -> bool:
-    """Whether what stands between two boxes makes them one answer; a list or a row of names only ``several`` parts."""
-    if len(between) > WIDEST_GAP:
-        return False
-    if BETWEEN_BOXES.fullmatch(between) or OR_BOX.fullmatch(between):
-        return True
-    return several and "," not in content and LISTED_BOX.fullmatch(between) is not None
-
-
-def _boxed_answer(text: str, several: bool) -> str | None:
-    r"""The last box, with the boxes before it that are joined to it: ``\boxed{1}$ and $\boxed{2}`` is "1, 2"."""
-    boxes = collections.deque(BOX.finditer(text), maxlen=10)
-    answers: list[str] = []
-    begin_of_next = None
-    for box in reversed(boxes):
-        found = _content_of_box(text, box.end())
-        if found is None:
-            break
-        content, end = found
-        if begin_of_next is not None and not _joined(text[end:begin_of_next], content, several):
-            break
-        if content not in answers[-1:]:
-            answers.append(SAID_INSIDE.sub("", content))
-        begin_of_next = box.start()
-    return ", ".join(reversed(answers)) or None
-
-
-def _between_delimiters(text: str) -> str | None:
-    """The formula with which ``text`` begins, and a unit or percent sign after it; None where it is not alone."""
-    for opening, closing in DELIMITED:
-        if not text.startswith(opening):
-            continue
-        inside, closed, after = text[len(opening) :].partition(closing)
-        if not closed or re.match(r"\s*(?:,|\bor\b|\band\b|[0-9A-Za-z\\]*\s*\\?\$)", after):
-            return None  # "$1$ or $2$" is one answer of two parts
-        line = after.partition("\n")[0]
-        if re.match(r"\s*\\?%", line):
-            return inside.strip() + "\\%"
-        unit = re.match(r"\s*([a-z]+(?:\s+[a-z]+)?)\.?\s*$", line)
-        return f"{inside.strip()}\\text{{ {unit[1]}}}" if unit else inside.strip()
-    return None
-
-
-def _before_prose(line: str) -> str:
-    """A plain answer without what is said after it."""
-    prose = PROSE.search(line)
-    return line[: prose.start()] if prose else line
-
-
-def _announced_answer(text: str) -> str | None:
-    """What follows the last announcement, on its line or the next; without delimiters, and without prose after it."""
-    announced = collections.deque(ANNOUNCED.finditer(text), maxlen=1)
-    if not announced:
-        return None
-    rest = text[announced[0].end() :][: 2 * LONGEST_ANSWER]
-    if announced[0][0] == "####":
-        rest = rest.partition("\n")[0]
-    rest = rest.strip(" \t\r\n:*") if rest.lstrip(" \t:*").startswith("\n") else rest.strip(" \t:")
-    rest = re.sub(r"^(?:\*\*|__)\s+", "", rest)  # "**Answer:** 5"
-    rest = re.sub(r"^```[a-z]*\s*", "", rest).partition("</answer>")[0]
-    named = NAMED.match(rest)
-    rest = rest[named.end() :] if named else rest
-    return _between_delimiters(rest) or _before_prose(rest.partition("\n")[0])
-
-
-def final_answer(text: str, several: bool = False) -> str | None:
-    r"""Return the last box; else what follows the last "answer is", "answer:" or "####"; else None.
-
-    In ``<answer>...</answer>``, where nothing comes after it, the inside counts; it needs no announcement.
-    Never the whole text: somewhere in it any number can be found. Of several answers the last counts. Where the truth
-    has ``several`` parts, boxes of which each stands behind a name or on a line of its own are one answer.
-    """
-    tagged = _inside_tag(text)
-    if tagged is not None and not BOX.search(tagged) and not ANNOUNCED.search(tagged):
-        answer = _between_delimiters(tagged) or tagged
-    else:
-        text = text if tagged is None else tagged
-        if BOX.search(text):
-            return _boxed_answer(text, several)
-        answer = _announced_answer(text.translate(WIDE)) or ""
-    answer = answer.strip().strip("*_ ").rstrip(".").strip("*_ ")
-    if not 0 < len(answer) <= LONGEST_ANSWER or DENIED.match(answer):
-        return None
-    return answer
-
-
-def _inside_tag(text: str) -> str | None:
-    """What stands in the last ``<answer>...</answer>``; None without one, or where another answer comes after it."""
-    after = text.rpartition("</answer>")[2]
-    return None if BOX.search(after) or ANNOUNCED.search(after) else in_last_tag(text)
-
-
-def in_last_tag(text: str) -> str | None:
-    """What stands in the last ``<answer>...</answer>``; None where that is nothing."""
-    head, closed, _ = text.rpartition("</answer>")
-    _, opened, inside = head.rpartition("<answer>")
-    return inside.strip() or None if closed and opened else None
-
-
-def tagged_answer(text: str) -> str | None:
-    """Return what stands in the last ``<answer>...</answer>``, else the final answer."""
-    return in_last_tag(text) or final_answer(text)
-
 
 # ------------------------------------------------------------------------------------------------------ math: text
 
@@ -234,7 +58,10 @@ UNICODE = str.maketrans(
 )
 RAISED = "\u00b2\u00b3\u00b9\u2070\u2074-\u2079\u207a\u207b\u207f"
 LOWERED = "\u2080-\u2089\u208a\u208b"
-FUNCTIONS = "ln|log|lg|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|exp|gcd|lcm|max|min|det"
+FUNCTIONS = "ln|log|sin|cos|tan|cot|csc|arcsin|arccos|arctan|sinh|cosh|tanh|exp|gcd|lcm"
+WORDS = "min|max|sec|lg|det"  # functions, too, but only where an argument follows: else a unit or a word
+NO_ARGUMENT = r"(?:text|mathrm|cdot|times|q?quad|pm|to|or|and|le|ge|ne|approx|right)(?![A-Za-z])"
+BEGINS = rf"(?:\(|\{{|\\\{{|\\(?!{NO_ARGUMENT})[A-Za-z]|[A-Za-z])"  # an argument
 TYPESET = [  # (pattern, what stands in its place) before the parser: how a formula looks, and other names of commands
     (r"\\(?:left|right)\s*\.", ""),
     (r"\\(?:big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\s*", ""),
@@ -244,7 +71,11 @@ TYPESET = [  # (pattern, what stands in its place) before the parser: how a form
     (r"\\(?:nice|s)frac(?![A-Za-z])", r"\\frac"),
     (r"\\(?:(?:text|script|display)style|large|Large|huge|bf|rm|it|mathstrut|limits|nolimits)(?![A-Za-z])\s*", ""),
     (r"\\q?quad(?![A-Za-z])", " "),
-    (rf"\\(?:operatorname\*?|mathrm|text)\s*\{{\s*({FUNCTIONS})\s*\}}", r"\\\1 "),
+    (r"(?<=[0-9]),\\!\s*(?=[0-9]{3}(?![0-9]))", ","),
+    (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (rf"\\(?:operatorname\*?|mathrm|text)\s*\{{\s*({FUNCTIONS})\s*\}}(?=\s*[^\s.,;)\]}}])", r"\\\1 "),
+    (rf"\\operatorname\*?\s*\{{\s*({WORDS})\s*\}}", r"\\\1 "),
+    (rf"\\(?:mathrm|text)\s*\{{\s*({WORDS})\s*\}}(?=\s*(?:_|\^\s*\{{?[-0-9a-z]\}}?\s*{BEGINS}|{BEGINS}))", r"\\\1 "),
     (r"\\log_\{?\s*e\s*\}?(?![A-Za-z])", r"\\ln "),
     (r"\\text\s*\{\s*([,.:;])\s*\}|\{([,.:;])\}", r"\1\2"),
     (r"\\colon(?![A-Za-z])\s*", ":"),
@@ -263,6 +94,17 @@ TYPESET = [  # (pattern, what stands in its place) before the parser: how a form
     (r"(?:(?<=[0-9])|(?<=[0-9]\s))(?:\\text\s*\{\s*percent\s*\}|percent)$", r"\\%"),
     (r"(?<=[0-9.])\s*\\(?:mathrm|text)\s*\{\s*[eE]\s*\}\s*(?=[-+]?[0-9])", "e"),
     (r"\\(?:vec|hat|mathbf|boldsymbol|bm)\s*\{?\s*\\?([ijk])(?:math)?(?![A-Za-z])\s*\}?", r"\1 "),
+]
+BUILDER = re.compile(  # \{x : x < 3\}, \{x \in \mathbb{R} \mid x < 3\}
+    r"(?:\\left\s*+)?\\\{\s*+[A-Za-z]\s*+(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?::|\||\\mid|\\vert)\s*"
+    r"(.+)\\\}"
+)
+BEGIN = r"(?P<sign>-?)(?P<whole>[0-9]{0,30})\.(?P<fixed>[0-9]{0,30}"
+REPEATING = [  # 0.1\overline{6}, 0.1(6), 0.1666...
+    re.compile(BEGIN + r")\\(?:overline|dot|bar)\{?(?P<again>[0-9]+)\}?"),
+    re.compile(BEGIN + r")\((?P<again>[0-9]+)\)"),
+    re.compile(BEGIN + r"?)(?P<again>[0-9])(?P=again){2,}(?:\\[ld]?dots|\.\.\.|\u2026)"),
+    re.compile(BEGIN + r"?)(?P<again>[0-9]{2,6}?)(?P=again)+(?:\\[ld]?dots|\.\.\.|\u2026)"),
 ]
 WRAPPED = re.compile(  # a value in bold, underlined, in a color; of letters \mathbf alone may mean something
     rf"\\(?:boldsymbol|bm|underline|ensuremath|(?:mathbf|mathit|mathsf)(?=\s*\{{\s*[-\\0-9(]))\s*({GROUP})"
@@ -287,17 +129,22 @@ def _plain(text: str) -> str:
     return text.strip().rstrip(".,")
 
 
-ARTICLE = r"^(?:(?:on|is|are)\s+)?(?:(?:an?|the)\s+)?(?=[A-Za-z]{2})"
+ARTICLE = r"^(?i:(?:on|is|are)\s+)?(?i:(?:an?|the)\s+)?(?=[A-Za-z]{2})"
+SHORT = {name[:3]: name for name in ["monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"]}
+SHORT |= {name[:3]: name for name in ["january", "february", "march", "april", "june", "july", "august", "september"]}
+SHORT |= {"oct": "october", "nov": "november", "dec": "december", "sept": "september", "tues": "tuesday"}
+SHORT |= {"thur": "thursday", "thurs": "thursday"}
 
 
 def _words(text: str) -> list[str]:
     """Return the words or phrases that ``text`` lists, in lower case and sorted; [] if it holds anything else."""
     plain = re.sub(TEXT + r"\{([^{}]*)\}", r" \1 ", text)
-    pieces = [piece.strip(" .$") for piece in re.split(r",|;|\band\b|\bor\b", plain)]
+    pieces = [piece.strip(" .$!?") for piece in re.split(r",|;|\band\b|\bor\b", plain)]
     pieces = [re.sub(ARTICLE, "", piece) for piece in pieces if piece]
     if not all(re.fullmatch(r"\(?[A-Za-z](?:[A-Za-z ']|(?<=[a-z]{2})-(?=[a-z]{2}))*\)?", piece) for piece in pieces):
         return []
-    return sorted(" ".join(piece.strip("()").split()).casefold() for piece in pieces)
+    found = [" ".join(piece.strip("()").split()).casefold() for piece in pieces]
+    return sorted(SHORT.get(word, word) for word in found)
 
 
 def _same_words(answer: str, wanted: str) -> bool | None:
@@ -305,8 +152,9 @@ def _same_words(answer: str, wanted: str) -> bool | None:
     said, right = _words(answer), _words(wanted)
     if not said or not right or {"infinity", "inf"} & {*said, *right}:
         return None
-    marked = re.search(TEXT + r"\{|^(?:an?|the)\s", answer + wanted) is not None
-    marked = marked or re.match(r"(?:an?|the)\s+[A-Za-z]{2}", wanted) is not None
+    article = TEXT + r"\{|^(?:an?\s|the\s|(?:An?|The)\s+[A-Za-z]{2})"
+    marked = any(re.search(article, text) for text in (answer, wanted))
+    marked = marked or re.match(r"(?i:an?|the)\s+[A-Za-z]{2}", wanted) is not None
     if not marked and not any(map(is_word, said + right)):
         return None
     return said == right
@@ -320,7 +168,8 @@ def _ascii(text: str) -> str:
         text = re.sub(f"([{signs}]+)", rf"{script}{{\1}}", text)
     text = re.sub(f"[{RAISED}{LOWERED}]", lambda sign: unicodedata.normalize("NFKC", sign[0]), text)
     text = re.sub(r"\u221a\s*(?:\(([^()]*)\)|([0-9.]+|[A-Za-z]))", r"\\sqrt{\1\2}", text)
-    return re.sub("^\u2013", "-", text).translate(UNICODE)
+    text = re.sub(rf"(?:^|(?<=[\s(=,\[{{]))[{DASHES}](?=[0-9.\\A-Za-z])", "-", text)
+    return text.translate(UNICODE)
 
 
 def _without_braces(text: str) -> str:
@@ -329,24 +178,17 @@ def _without_braces(text: str) -> str:
     return text[1:-1].strip() if whole and not re.search(r"\\(?:choose|over)(?![A-Za-z])", text) else text
 
 
-def without_delimiters(text: str) -> str:
-    """A text without what may stand around the whole of it."""
-    for opening, closing in DELIMITED:
-        inside = text[len(opening) : -len(closing)]
-        if text.startswith(opening) and text.endswith(closing) and inside and opening not in inside:
-            text = inside.strip()
-    return text
-
-
 def tidy(text: str) -> str:
     """An answer as it goes to the parser: without delimiters around it, in ASCII, numbers such as 1.5e3 spelled out."""
-    text = _ascii(text.strip()).strip(' \t\r\n"')
+    text = _ascii(text.translate(INVISIBLE).strip()).strip(' \t\r\n"')
     text = without_delimiters(text)
     text = re.sub(r"(?<![\s.,;:\"`])(?:\\\\|\\[,;:! ]|[\s.,;:\"`])+$", "", text.replace("\\varnothing", "\\emptyset"))
     while (bare := WRAPPED.sub(r"\1", text)) != text:
         text = bare
     for pattern, instead in TYPESET:
         text = re.sub(pattern, instead, text)
+    if (condition := BUILDER.fullmatch(text)) is not None and re.search(r"[<>]|\\[lg]eq?(?![A-Za-z])", condition[1]):
+        text = condition[1].removesuffix("\\right").strip()
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
         text = re.sub(r"([0-9.]+)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)", r"\\frac{\1\\pi}{180}", text)
     text = _without_braces(text.strip())
@@ -355,9 +197,9 @@ def tidy(text: str) -> str:
     text = re.sub(
         TEXT + r"\{[^{}]*(?:\b(?:is|are):?|\banswer:)\s*\}\s*(?=.)", "", text, flags=re.I
     )  # \boxed{\text{The answer is } 5}
-    repeating = re.fullmatch(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|dot)\{?([0-9]+)\}?", text)
+    repeating = next(filter(None, (form.fullmatch(text) for form in REPEATING)), None)
     if repeating:
-        sign, whole, fixed, again = repeating.groups()
+        sign, whole, fixed, again = repeating["sign"], repeating["whole"], repeating["fixed"], repeating["again"]
         numerator = int(whole + fixed + again) - int((whole + fixed) or 0)
         text = f"{sign}\\frac{{{numerator}}}{{{(10 ** len(again) - 1) * 10 ** len(fixed)}}}"
     if "matrix" in text:
@@ -375,9 +217,11 @@ PHRASES = [  # (what is said, how it is said)
     (
         "no solution",
         r"(?:(?:there (?:is|are|exists?)|(?:this|the) (?:equation|system|inequality) has|it has|has) )?"
-        r"no (?:real )?solutions?(?: exists?)?|none|(?:the )?empty set|\\emptyset|\\\{\\\}",
+        r"no (?:real )?solutions?(?: exists?)?|none|(?:the )?empty set|\\emptyset|\\\{\\\}"
+        r"|(?:(?:the )?limit |it )?(?:does not|doesn't|doesn\u2019t) exist|dne",
     ),
-    ("does not exist", r"(?:(?:the )?limit |it )?(?:does not|doesn't|doesn\u2019t) exist|dne"),
+    ("infinity", r"(?:positive )?(?:infinity|infinite|inf)|\+?\\infty"),
+    ("minus infinity", r"(?:negative|minus) infinity|-\s?(?:infinity|inf|\\infty)"),
     ("all real numbers", r"(?:all )?(?:the )?real numbers|all reals|(?:[a-z] \\in )?\\mathbb\s*\{?r\}?"),
     ("undefined", r"(?:it )?(?:is )?(?:undefined|not defined)"),
 ]
@@ -408,13 +252,44 @@ def _said(text: str) -> str | None:
     return next((name for name, ways in PHRASES if re.fullmatch(ways, said)), None)
 
 
-def _choice(text: str) -> str | None:
-    """The letter of a choice such as "(D)", "D. 45" or "Option D"; None where it is another answer, or names two."""
+def _option(text: str) -> tuple[str, str] | None:
+    """(letter, its text) of a choice such as "(D)", "D. 45" or "Option D"; None of other answers and of several."""
     found = CHOICE.fullmatch(_phrase(re.sub(r"\\[ ,;!]", " ", text)))
-    more = (found[4] or "") if found else ""
-    if not found or re.search(r"\([A-J]\)|\b[A-J][).:]|\b(?:or|and|not)\b|\\(?:cdot|times|cup|cap)", more):
+    more = (found[4] or "").strip() if found else ""
+    if not found or re.search(r"\([A-J]\)|\b[A-J][).:]|\b(?i:or|and|not)\b|\\(?:cdot|times|cup|cap)", more):
+        none_of = re.match(r"(?:none|neither|not)\b", more) and not re.search(r"\b[A-J][).:]", more)
+        if not found or not none_of:
+            return None
+    if re.match(r"(?:is|are|was)\s+(?:wrong|incorrect|false|out)\b", more):
         return None
-    return (found[1] or found[2] or found[3]).upper()
+    letters = re.sub(r"\b(?:all|both|of|the|options?|choices?|maybe|possibly|perhaps|also)\b|[\s,./&|]", "", more)
+    if re.fullmatch("[A-J]+", letters):
+        return None  # "A. all of B, C" names several
+    return (found[1] or found[2] or found[3]).upper(), more
+
+
+def _same_option(answer: str, wanted: str) -> bool | None:
+    """Whether two answers are the same choice, or one is the text of the other's; None where neither can be said."""
+    said, right = _option(answer), _option(wanted)
+    if said and right:
+        return said[0] == right[0]
+    if right and re.search(r"\([A-J]\)", wanted):
+        return bool(right[1]) and equal(answer, right[1])
+    return None
+
+
+VERDICT = re.compile(
+    r"(yes|no|true|false)(?:\s*(?:[,.;:(\u2013\u2014]|\s-\s|\b(?:because|since|as)\b)\s*(.*))?", re.I | re.S
+)
+TAKEN_BACK = re.compile(
+    r"\b(?:yes|no|true|false|or|but|however|maybe|perhaps|unless|sometimes|not sure|depends)\b", re.I
+)
+
+
+def _verdict(text: str) -> str | None:
+    """The first word of "Yes, they are similar"; None where it is no yes, no, true or false, or is taken back."""
+    found = VERDICT.fullmatch(_phrase(text))
+    return None if not found or TAKEN_BACK.search(found[2] or "") else found[1].casefold()
 
 
 def _date(text: str) -> list[str] | None:
@@ -439,7 +314,9 @@ def _same_date(answer: str, wanted: str) -> bool | None:
 
 def _same_kind_of_words(answer: str, wanted: str) -> bool | None:
     """Whether two answers are the same choice, date or words, or both say that there is none; None if not words."""
-    for read in (_choice, _said):
+    if (same := _same_option(answer, wanted)) is not None:
+        return same
+    for read in (_said, _verdict):
         said, right = read(answer), read(wanted)
         if said is not None and right is not None:
             return said == right
@@ -523,15 +400,102 @@ def _with_cases_apart(answer: str, wanted: str) -> tuple[str, str]:
     return _renamed(answer, names), _renamed(wanted, names)
 
 
+SYMBOL = r"[A-Za-z](?:_\{?[A-Za-z0-9]{1,3}\}?)?"
+FUNCTION = re.compile(r"([A-Za-z])\s*(?:\\left)?\(\s*([A-Za-z])\s*(?:\\right)?\)\s*=(.*)", re.DOTALL)
+MODULUS = re.compile(
+    r"(?:\s|\\[,;:! ])*+(?:\\pmod\s*\{?\s*([0-9a-z]+)\s*\}?"
+    r"|\(\s*(?:\\(?:text|mathrm)\s*\{\s*mod\s*\}|\\?mod)\s*([0-9a-z]+)\s*\))$"
+)
+UNDONE = re.compile(r"\\(?:i*int|lim|det)(?![A-Za-z])|\\frac\s*\{?\s*d\s*\}?\s*\{\s*d\s*[a-z]\s*\}")  # is a question
+RATIO_NAME = re.compile(r"^\s*[A-Za-z][A-Za-z0-9_{}']*(?:\s*:\s*[A-Za-z][A-Za-z0-9_{}']*)+\s*=\s*(?=[0-9])")
+IMPLIES = re.compile(r"\\(?:implies|iff|Rightarrow|Leftrightarrow|Longrightarrow)(?![A-Za-z])|=>")
+
+
+def _systems(text: str) -> list[dict[str, str]] | None:
+    """The solutions of "p=5, q=2 or p=7, q=2", name -> value; None where no name of several is there twice."""
+    solutions: list[dict[str, str]] = [{}]
+    for part in parts_of(text):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not re.fullmatch(SYMBOL, name):
+            return None
+        if name in solutions[-1]:
+            solutions.append({})
+        solutions[-1][name] = value
+    return solutions if len(solutions) > 1 and len(solutions[0]) > 1 else None
+
+
+def _same_systems(answer: list[dict], wanted: list[dict]) -> bool:
+    """Whether two lists of solutions are the same, in any order."""
+    left = list(answer)
+    for solution in wanted:
+        same = [
+            other
+            for other in left
+            if other.keys() == solution.keys() and all(equal(other[name], solution[name]) for name in solution)
+        ]
+        if not same:
+            return False
+        left.remove(same[0])
+    return not left
+
+
+def _same_function(answer: str, wanted: str) -> bool:
+    """Whether two functions differ in the letter of their argument alone, or one is y = ... and one f(x) = ..."""
+    said, right = FUNCTION.fullmatch(answer), FUNCTION.fullmatch(wanted)
+    if said and right:
+        renamed = said[1] == right[1] and said[2] != right[2] and right[2] not in _letters(said[3])
+        return renamed and equal(_renamed(said[3], {said[2]: right[2]}), right[3])
+    function, other = (said or right), (wanted if said else answer)
+    name, equals, formula = other.partition("=")
+    if not function or not equals or name.strip() != "y" or "y" in _letters(formula):
+        return False
+    return equal(function[3], formula)
+
+
+def _without_modulus(answer: str, wanted: str) -> tuple[str, str]:
+    r"""Two residues without "\pmod 5", which may be left away, but not be another one."""
+    said, right = MODULUS.search(answer), MODULUS.search(wanted)
+    if said and right and (said[1] or said[2]) != (right[1] or right[2]):
+        return answer, ""
+    texts = [text[: found.start()] if found else text for text, found in ((answer, said), (wanted, right))]
+    return tuple(text.replace("\\equiv", "=") if said or right else text for text in texts)
+
+
+def _same_amount(answer: str, wanted: str) -> bool | None:
+    """Whether two answers are the same number, with or without units; None where units decide nothing."""
+    (value, unit), (right, right_unit) = split_unit(answer), split_unit(wanted)
+    degrees = (("deg", 1),)
+    for angle, its_unit, other, other_unit in ((value, unit, right, right_unit), (right, right_unit, value, unit)):
+        if its_unit == degrees and other_unit in ((), (("rad", 1),)) and "\\pi" in other:
+            return same_value(f"\\frac{{({angle}) \\pi}}{{180}}", other)
+    if not unit or not right_unit or unit == right_unit:
+        return None
+    ratio = scale_between(unit, right_unit)
+    if ratio is None:
+        return False
+    return same_value(f"({value}) \\cdot \\frac{{{ratio.numerator}}}{{{ratio.denominator}}}", right)
+
+
 def equal(answer: str, wanted: str) -> bool:
     """Whether two tidy answers are the same text, the same words, the same number, or the same by math-verify."""
+    answer, wanted = _without_modulus(answer, wanted)
     if not _plain(answer) or not _plain(wanted):
         return False
     if _plain(answer) == _plain(wanted):
         return True
+    if UNDONE.search(answer) and not UNDONE.search(wanted):
+        return False
+    if IMPLIES.search(answer) and not IMPLIES.search(wanted):
+        return all(equal(step, wanted) for step in IMPLIES.split(answer)[:5])
     same = _same_kind_of_words(answer, wanted)
     if same is not None:
         return same
+    said, right = _systems(answer), _systems(wanted)
+    if said and right:
+        return _same_systems(said, right)
+    said, right = amount_of(answer), amount_of(wanted)
+    if said and right and (said[2] > 1 or right[2] > 1):
+        return said[:2] == right[:2]
     said, right = _cases(answer), _cases(wanted)
     if said and right and all(condition for _, condition in said + right):
         return _same_cases(said, right)
@@ -539,14 +503,21 @@ def equal(answer: str, wanted: str) -> bool:
         ", ".join(value for value, _ in cases) if cases and not any(condition for _, condition in cases) else text
         for cases, text in ((said, answer), (right, wanted))
     )
-    answer, wanted = _with_one_name(answer, wanted)
-    if same_percentage(answer, wanted):
+    return _equal_values(*_with_one_name(answer, wanted))
+
+
+def _equal_values(answer: str, wanted: str) -> bool:
+    """Whether two answers of numbers and letters are equal, units and percent signs aside where they may be missing."""
+    answer, wanted = RATIO_NAME.sub("", answer), RATIO_NAME.sub("", wanted)
+    if same_percentage(answer, wanted) or _same_function(answer, wanted):
         return True
     percents = bool(PERCENT.search(answer)) + bool(PERCENT.search(wanted))
     if percents == 2:
         answer, wanted = PERCENT.sub("", answer), PERCENT.sub("", wanted)
+    if (same := _same_amount(answer, wanted)) is not None:
+        return same and not percents
     (answer, unit), (wanted, right_unit) = split_unit(answer), split_unit(wanted)
-    if (unit and right_unit and unit != right_unit) or (percents and (unit or right_unit)):
+    if percents and (unit or right_unit):
         return False
     number, right_number = decimal_of(answer), decimal_of(wanted)
     if number is not None and right_number is not None and number == right_number:
@@ -555,3 +526,85 @@ def equal(answer: str, wanted: str) -> bool:
         return same
     answer, wanted = _with_cases_apart(answer, wanted)
     return _plain(answer) == _plain(wanted) or same_value(answer, wanted)
+
+
+# ---------------------------------------------------------------------------------------- truths, and the question
+
+
+def alternatives(truth: str) -> list[str]:
+    """The truths of which any one is right: those of a JSON list of texts, or else the truth alone."""
+    if truth.lstrip().startswith("["):
+        try:
+            found = json.loads(truth)
+        except ValueError:
+            found = None
+        if isinstance(found, list) and found and all(isinstance(text, str) for text in found):
+            return found
+    return [truth]
+
+
+def of_truth(truth: str) -> str:
+    """The answer that a truth holds, tidy: in its last box, with those joined to it, or all of it."""
+    return tidy(boxed_answer(truth, True)[0] or truth)
+
+
+def no_answer(truth: str, row: dict) -> str:
+    """Why a truth of ``math`` holds no answer, as a proof does; "" where it may."""
+    if truth.strip(" .").casefold() in ("proof", "notfound", "not found"):
+        return "it is a word for having no answer"
+    prose = re.findall("[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", truth))
+    if boxed_answer(truth, True)[0] or (truth != row.get("solution") and len(prose) < 20):
+        return ""
+    return "it is a solution without a box" if len(prose) > 3 else ""
+
+
+def question_of(row: dict) -> str:
+    """The text of a row's problem: its chat messages, or the columns that hold a problem in most data sets."""
+    texts = []
+    for key in ("messages", "problem", "question", "prompt"):
+        found = row.get(key)
+        for part in found if isinstance(found, list) else [found]:
+            text = part.get("content") if isinstance(part, dict) and part.get("role") != "system" else part
+            texts += [text] if isinstance(text, str) else []
+    return "\n".join(texts)
+
+
+COMPUTES = re.compile(  # an answer with it is not only read but computed
+    r"[+*/^!|<>=]|\)\s*\(|(?<=[0-9A-Za-z)}])\s*-|_\s*\{?[0-9]"
+    r"|\\(?!text|mathrm|pi|infty|circ|degree|cup|left|right|[,;:! ]|%|\$)"
+)
+EDGE = "\x01"  # stands for what delimits a formula in a question
+UNSEEN = re.compile(r"\\(?:left|right|displaystyle|limits|quad|qquad)(?![A-Za-z])|\\[,;:! ]|~")
+JOINS_LEFT = re.compile(r"(?:[-+*/^_({\[|\\)}]|\\(?:cdot|times|div|pm|frac|sqrt))\s*$|[A-Za-z0-9]$")
+JOINS_RIGHT = re.compile(r"\s*(?:[-+*/^_({\[!]|\\(?:cdot|times|div|pm|frac|sqrt|left))|[A-Za-z0-9]")
+
+
+def _seen(text: str) -> str:
+    """A formula or a question without what makes no difference between two copies of a formula."""
+    text = UNSEEN.sub(" ", re.sub(r"\\[dt]frac", r"\\frac", re.sub(r"\$+|\\[()\[\]]", EDGE, text)))
+    return re.sub(r"\{([A-Za-z0-9])\}", r"\1", text)
+
+
+def is_echo(answer: str, wanted: str, question: str) -> bool:
+    """Whether an answer that equals the truth is a formula of the question, and leaves the computing to the grader.
+
+    What is the text of the truth is no echo, nor is a number or a fraction in lowest terms in the middle of a sentence.
+    """
+    if not question or _plain(tidy(answer)) == _plain(wanted):
+        return False
+    asked, said = _seen(question), _seen(answer).strip(f" \n.,;{EDGE}")
+    if re.fullmatch("[a-d]", said):  # a variable, and not the name of a choice
+        formulas = asked.split(EDGE)[1::2]
+        return any(re.search(rf"(?<![A-Za-z\\]){said}(?![A-Za-z])", formula) for formula in formulas)
+    if not COMPUTES.search(re.sub(TEXT + rf"{GROUP}(?:\s*\^\s*\{{?-?[0-9]\}}?)?", "", said)):
+        return False
+    simple = re.fullmatch(r"-?(?:\\frac)?\s*\{?([0-9]+)\}?\s*/?\s*\{?([0-9]+)\}?", said)
+    lowest = simple is not None and math.gcd(int(simple[1]), int(simple[2])) == 1
+    tokens = re.findall(r"\\[A-Za-z]+|[0-9.]+|\S", said)
+    for copy in re.finditer(r"\s*".join(map(re.escape, tokens)), asked):
+        before, after = asked[max(0, copy.start() - 20) : copy.start()], asked[copy.end() : copy.end() + 20]
+        if lowest and not (before.rstrip().endswith(EDGE) and after.lstrip(" .,").startswith(EDGE)):
+            continue
+        if not JOINS_LEFT.search(before) and not JOINS_RIGHT.match(after):
+            return True
+    return False

@@ -10,9 +10,9 @@ import re
 import textwrap
 from dataclasses import dataclass
 
-from runtime.grading.answers import in_last_tag
+from runtime.grading.final_answer import in_last_tag
 from runtime.system import sandbox
-from runtime.system.sandbox import Sandbox
+from runtime.system.sandbox import OWN_CLASS, Sandbox
 
 CODE_SECONDS = 5.0  # of wall time for one program; a row's column time_limit changes it
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.1, 600.0  # what such a column may say
@@ -108,8 +108,9 @@ def _code_tests(truth: str, row: dict) -> CodeTests:
     if truth.lstrip().startswith("{"):
         return _input_output_tests(truth, row)
     if not truth.lstrip().startswith("["):
-        tests = CodeTests(entry, seconds, check=truth, before=_python_prompt(row.get("prompt"), entry))
-        ast.parse(f"{tests.before}\n{truth}")
+        before = _python_prompt(row.get("prompt"), entry)
+        ast.parse(f"{before}\n{truth}")
+        tests = CodeTests(entry, seconds, check=_with_runner(truth), before=before)
         if "def check(" not in truth:
             return tests
     else:
@@ -118,19 +119,112 @@ def _code_tests(truth: str, row: dict) -> CodeTests:
             return _code_tests("\n".join(found), row)
         if not isinstance(found, list) or not found or not all(isinstance(test, dict) for test in found):
             raise ValueError("JSON must be a list of tests")
+        kinds = {type(test.get(key)) for test in found for key in ("input", "output")}
+        if kinds == {str}:
+            return _text_tests(found, entry, row)
+        good = []
         if "input" in found[0]:
             tests = CodeTests(entry, seconds, calls=tuple(found))
-            good = [test.keys() >= {"input", "output"} and isinstance(test["input"], list | dict) for test in found]
+            for test in found:
+                good.append("output" in test and isinstance(test.get("input"), list | dict))
             wanted = "an input, a list of arguments or an object with their names, and an output"
         else:
             tests = CodeTests(entry, seconds, programs=tuple(found))
-            good = [isinstance(test.get("stdin"), str) and isinstance(test.get("stdout"), str) for test in found]
+            for test in found:
+                good.append({type(test.get("stdin")), type(test.get("stdout"))} == {str})
             wanted = "the texts stdin and stdout, or an input and an output"
         if not all(good):
             raise ValueError(f"test {good.index(False)} has not {wanted}")
     if not entry and not tests.programs:
         raise ValueError("tests of a function need a column entry_point with its name")
     return tests
+
+
+def _text_tests(found: list[dict], entry: str, row: dict) -> CodeTests:
+    """Tests whose input and output are text, as LiveCodeBench has them.
+
+    They are stdin and stdout; with ``"testtype": "functional"`` each line of an input is an argument, and the output a
+    value, in JSON. The function is then named by ``func_name`` in the test's or the row's metadata, or by entry_point.
+    """
+    if "functional" not in {test.get("testtype") for test in found}:
+        programs = tuple({"stdin": test["input"], "stdout": test["output"]} for test in found)
+        return CodeTests("", _time_limit(row), programs=programs)
+    about = found[0].get("metadata") or row.get("metadata") or {}
+    if isinstance(about, str):
+        about = json.loads(about)
+    name = about.get("func_name") or entry
+    if not str(name).isidentifier():
+        raise ValueError(f"func_name is {name!r}, not the name of a function")
+    calls = []
+    for test in found:
+        lines = filter(str.strip, test["input"].split("\n"))
+        output = json.loads(test["output"])
+        calls.append({"input": list(map(json.loads, lines)), "output": output})
+    return CodeTests(name, _time_limit(row), calls=tuple(calls), method=True)
+
+
+PYTEST = """
+class pytest:
+    class raises:
+        def __init__(self, kind, match=None): self.kind = kind
+        def __enter__(self): return self
+        def __exit__(self, kind, *rest):
+            if kind is None: raise AssertionError("nothing was raised")
+            return issubclass(kind, self.kind)
+    class approx:
+        def __init__(self, value, rel=1e-6, abs=1e-12, nan_ok=False): self.value, self.rel, self.abs = value, rel, abs
+        def __eq__(self, other):
+            import math
+            ours, theirs = ([x] if isinstance(x, (int, float)) else x for x in (self.value, other))
+            return len(ours) == len(theirs) and all(
+                math.isclose(a, b, rel_tol=self.rel, abs_tol=self.abs) for a, b in zip(ours, theirs))
+"""
+
+
+MAIN = re.compile(r"\b(?:unittest|pytest)\.main\(")
+
+
+def _with_runner(truth: str) -> str:
+    """Test code that runs what it only defines: functions test_* without parameters, and classes of unittest.
+
+    Its own calls of unittest.main() and pytest.main() are left out; of pytest there are raises and approx.
+    """
+    tree = ast.parse(truth)
+    kept, runs = [], []
+    for node in tree.body:
+        if isinstance(node, ast.Import) and [name.name for name in node.names] == ["pytest"]:
+            kept += ast.parse(PYTEST).body
+            continue
+        if isinstance(node, ast.If | ast.Expr) and MAIN.search(ast.unparse(node)):
+            continue
+        kept.append(node)
+        if isinstance(node, ast.FunctionDef):
+            if node.name.startswith("test_") and not node.args.args:
+                runs.append(f"{node.name}()")
+        elif isinstance(node, ast.ClassDef):
+            bases = map(ast.unparse, node.bases)
+            if any("TestCase" in base for base in bases):
+                runs.append(f"__import__('unittest').defaultTestLoader.loadTestsFromTestCase({node.name}).debug()")
+    if kept == tree.body and not runs:
+        return truth
+    text = ast.unparse(ast.Module(kept, []))
+    missing = [run for run in runs if not re.search(rf"^{re.escape(run)}", text, re.MULTILINE)]
+    return "\n".join([text, *missing])
+
+
+SHARED = re.compile(  # what a test and a program in another process do not share
+    r"\b(?:redirect_stdout|capsys|StringIO\(\)|sys\.std(?:out|in) =|patch\(|monkeypatch|asyncio\.run\(|await\b"
+    r"|random\.seed(?=\([^()]*\)\s+assert\b))"
+    r"|\bopen\([^()]*['\"][wax]b?\+?['\"]"
+)
+
+
+def _obstacle(tests: CodeTests) -> str:
+    """Why a right program may fail test code that runs in another process than the program; "" if nothing shows."""
+    shared = SHARED.search(tests.check)
+    if shared is None:
+        return ""
+    return f"it uses {shared[0].strip(' (=')}, which a test and a program in two processes do not share"
 
 
 def _same_leaf(value: object, expected: object) -> bool:
@@ -162,7 +256,8 @@ def _same(message: dict, expected: object) -> bool:
                 return False
             pending += zip(parts, wanted, strict=True)
         elif kind == "dict":
-            found = {str(key): part for key, part in zip(parts[::2], parts[1::2], strict=True)}
+            names = map(str, parts[::2])
+            found = dict(zip(names, parts[1::2], strict=True))
             if not isinstance(wanted, dict) or found.keys() != wanted.keys() or 2 * len(found) != len(parts):
                 return False
             pending += [(found[key], wanted[key]) for key in wanted]
@@ -207,7 +302,35 @@ def _returns(program: str, tests: CodeTests) -> str:
 
 
 def _lines(text: str) -> list[list[str]]:
-    return [line.split() for line in text.strip().splitlines()]
+    return [line.split() for line in text.splitlines() if line.strip()]
+
+
+DECIMAL = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
+
+
+def _same_token(said: str, wanted: str) -> bool:
+    """Whether two words of an output are the same: decimals to 1e-6, absolute or relative, whole numbers exactly."""
+    if said == wanted:
+        return True
+    if len(said) > 50 or not DECIMAL.fullmatch(said) or not DECIMAL.fullmatch(wanted):
+        return False
+    whole = wanted.lstrip("+-").isdecimal()
+    if whole and said.lstrip("+-").isdecimal():
+        return False
+    relative = 0 if whole else 1e-6
+    return math.isclose(float(said), float(wanted), rel_tol=relative, abs_tol=1e-6)
+
+
+def _same_output(said: str, wanted: str) -> bool:
+    """Whether two outputs are the same, line by line and word by word; blank lines do not count."""
+    ours, theirs = _lines(said), _lines(wanted)
+    if [len(line) for line in ours] != [len(line) for line in theirs]:
+        return False
+    for line, right in zip(ours, theirs, strict=True):
+        for said_token, right_token in zip(line, right, strict=True):
+            if not _same_token(said_token, right_token):
+                return False
+    return True
 
 
 def _prints(program: str, tests: CodeTests) -> str:
@@ -219,7 +342,7 @@ def _prints(program: str, tests: CodeTests) -> str:
             wanted = test["stdout"]
             if ended != 0:
                 return f"test {number}: exit status {ended}"
-            if len(said) > _longest_reply(wanted) or _lines(said.decode(errors="replace")) != _lines(wanted):
+            if len(said) > _longest_reply(wanted) or not _same_output(said.decode(errors="replace"), wanted):
                 return f"test {number}: another output"
     return ""
 
@@ -242,7 +365,14 @@ def _passes(program: str, tests: CodeTests) -> str:
     verdict = json.loads(line) if line else {"verdict": "failed", "why": "the test's time or memory ended"}
     if verdict["verdict"] == "unusable":
         raise UnusableTests(verdict["why"])
-    return "" if verdict["verdict"] == "passed" else verdict["why"] or "the test failed"
+    if verdict["verdict"] == "passed":
+        return ""
+    obstacle = _obstacle(tests)
+    if OWN_CLASS in verdict["why"]:  # the program may have returned it without need
+        obstacle = obstacle or _try_tests(tests)
+    if obstacle:
+        raise UnusableTests(obstacle)
+    return verdict["why"] or "the test failed"
 
 
 def _run_tests(program: str, tests: CodeTests) -> str:
@@ -271,23 +401,41 @@ OPENING = re.compile(r"(?<!`)(`{3,}+)([^`]*)$|(?<!~)(~{3,}+)([^~]*)$")  # a fenc
 CLOSING = re.compile(r"^\s*(`{3,}+|~{3,}+)|(?<![`~])(`{3,}+|~{3,}+)(?=\s*$|</)")
 
 
-def _program_in(text: str) -> str:
+def names_wanted(tests: CodeTests) -> set[str]:
+    """The functions and classes that a program may have to define for its tests."""
+    if tests.check and not tests.entry:
+        nodes = ast.walk(ast.parse(tests.check))
+        return {node.id for node in nodes if isinstance(node, ast.Name)}
+    return {tests.entry.partition(".")[0].removesuffix("()")} - {""}
+
+
+def _program_in(text: str, names: set[str] = frozenset()) -> str:
     """The last fenced block that is marked as Python, or else the last without a mark, or else all of the text.
 
-    A fence that is never closed is closed by the end. Without fences the inside of ``<answer>...</answer>`` counts.
+    A later block that defines none of the ``names``, where an earlier one does, is an example of how they are used. A
+    fence that is never closed is closed by the end. Without fences the inside of ``<answer>...</answer>`` counts.
     """
     blocks: dict[str, str] = {}
+    text = text.replace("\ufeff", "")
+    defines = re.compile(rf"^\s*(?:async\s+)?(?:def|class)\s+(?:{'|'.join(map(re.escape, names))})\b", re.MULTILINE)
     fence = mark = indent = ""
     lines: list[str] = []
     for line in [*text.split("\n"), None]:
-        closings = [end for end in CLOSING.finditer(line or "") if (end[1] or end[2]).startswith(fence or "none")]
+        deeper = len(indent) + 4  # a fence that is indented so much more is text of the block
+        closings = []
+        for end in CLOSING.finditer(line or ""):
+            if end[1] and line[:deeper].isspace():
+                continue
+            if (end[1] or end[2]).startswith(fence or "none"):
+                closings.append(end)
         closed = line is None or next(iter(closings), None)
         if fence and not closed:
             lines.append(line)
             continue
         if fence:
             program = "\n".join([*lines, line[: closed.start()] if line else ""])
-            blocks[mark] = textwrap.dedent(program) if indent else program
+            if not (names and defines.search(blocks.get(mark, "")) and not defines.search(program)):
+                blocks[mark] = textwrap.dedent(program) if indent else program
         if line is None:
             break
         rest = line[closed.end() :] if fence else line
@@ -325,7 +473,7 @@ def code_error(truth: str, row: dict) -> str:
             return ""  # nothing may run: the run is refused as a whole
         column, program = _own_solution(row, tests)
         if not program:
-            wrong = _try_tests(tests) if tests.check else ""
+            wrong = (_obstacle(tests) or _try_tests(tests)) if tests.check else ""
             return wrong and f"tests: {wrong}"
         wrong = _run_tests(program, tests)
     except (AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:

@@ -8,6 +8,7 @@ English, nltk and its data punkt_tab for sentences and capital words. Without th
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable
@@ -230,3 +231,22 @@ CONSTRAINTS: dict[str, Callable[[str, dict], bool]] = {  # name -> function(resp
     "change_case:english_lowercase": english_lowercase,
     "punctuation:no_comma": no_comma,
 }
+
+
+def constraints_of(truth: str, row: dict) -> tuple[list, list]:
+    """(names, arguments) of a row's constraints: the truth as JSON or as Python, or else the row's columns.
+
+    ``{"instruction_id_list": [...], "kwargs": [...]}``, open-instruct's list of one object with ``instruction_id``,
+    and kwargs that are text. Raises SyntaxError, ValueError, KeyError or TypeError for anything else.
+    """
+    given = row
+    if truth.strip().startswith(("{", "[")):
+        try:
+            given = json.loads(truth)
+        except ValueError:
+            given = ast.literal_eval(truth.strip())
+        given = given[0] if isinstance(given, list) else given
+        given = json.loads(given) if isinstance(given, str) else given
+    names = given["instruction_id_list"] if "instruction_id_list" in given else given["instruction_id"]
+    arguments = given["kwargs"]
+    return names, json.loads(arguments) if isinstance(arguments, str) else arguments

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from decimal import Decimal
+from fractions import Fraction
 
 TEXT = r"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mathbf|mathit|mbox)\s*"
 GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # what stands in braces, with one pair of braces inside
@@ -52,12 +54,14 @@ SAME_UNIT = (  # one unit a line; what is not here has no other name, and is nev
     "pa pascal pascals",
     "ohm ohms",
     "ev electronvolt electronvolts",
+    "kelvin kelvins K",
     "mol mole moles",
     "farad farads",
     "acre acres",
 )
 UNITS = {name: line.split()[0] for line in SAME_UNIT for name in line.split()}
 PREFIXES = {"giga": "G", "mega": "M", "kilo": "k", "milli": "m", "micro": "\u00b5", "nano": "n", "pico": "p"}
+SI = {"G": 9, "M": 6, "k": 3, "m": -3, "\u00b5": -6, "n": -9, "p": -12}  # powers of ten
 SYMBOLS = {"m": "m", "g": "g", "s": "s", "L": "l", "W": "w", "V": "v", "A": "a", "J": "j", "N": "n", "Hz": "hz"}
 SYMBOLS |= {"Pa": "pa", "ohm": "ohm", "eV": "ev", "mol": "mol", "F": "farad"}
 
@@ -78,6 +82,13 @@ def _scaled() -> dict[str, str]:
 SCALED = _scaled()
 SCALED |= {"milligram": "mg", "milligrams": "mg", "um": "\u00b5m"}
 UNITS = {name: SCALED.get(name, base) for name, base in UNITS.items()}
+SIZES = {  # unit -> (the unit that it is a multiple of, how many of it)
+    letter + base: (base, Fraction(10) ** power) for base in SYMBOLS.values() for letter, power in SI.items()
+}
+SIZES |= {"cm": ("m", Fraction(1, 100)), "in": ("ft", Fraction(1, 12)), "yd": ("ft", Fraction(3))}
+SIZES |= {"mi": ("ft", Fraction(5280)), "min": ("s", Fraction(60)), "h": ("s", Fraction(3600))}
+SIZES |= {"day": ("s", Fraction(86400)), "week": ("s", Fraction(604800)), "yr": ("month", Fraction(12))}
+SIZES |= {"dollar": ("cent", Fraction(100)), "pa": ("pa", Fraction(1))}  # not pico-amperes
 POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3, "per": -1}
 COMPOUND = {"mph": "mi / h", "kmh": "km / h", "kph": "km / h", "kmph": "km / h", "sqft": "ft ^2", "fps": "ft / s"}
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
@@ -88,7 +99,7 @@ NO_UNIT = re.compile(
     "percent|percentage|pct|false|wrong|incorrect|impossible)",
     re.IGNORECASE,
 )
-EXPONENT = r"(?:\s*+\^\s*+\{?\s*+-?[0-9](?:\s*\})?)?+"  # possessive: blanks may be read in one way alone
+EXPONENT = r"(?:\s*+\^\s*+(?:\{\s*+-?[0-9]\s*+\}|-?[0-9]))?+"  # possessive: blanks may be read in one way alone
 UNIT_TAIL = re.compile(  # \text{ cm}^2, \mathrm{m}/\mathrm{s}, \Omega, ^\circ C, the base of a number, 5'
     rf"(?<![\s~])(?:(?:\s|\\[,;:! ]|~|/|\\cdot)*(?:{TEXT}{GROUP}|\\Omega(?![A-Za-z])){EXPONENT})+\s*$"
     rf"|(?<![\s~]){GAP}\\mu\s*(?:{TEXT}\{{\s*)?[A-Za-z]{{1,3}}\s*\}}?\s*$"
@@ -186,7 +197,22 @@ def split_unit(text: str) -> tuple[str, tuple]:
     names = re.findall("[a-z]+", said.lower())
     if not value or re.search(r"(?:=|<|>|[+*/^_(,-]|\\(?:cdot|times|le|ge|in|or|and|approx))$", value):
         return text, money
-    if {"not", "wrong", "incorrect", "false", "and", "or", "more", "less", "dozen", "pairs"} & {*names}:
+    if {
+        "not",
+        "wrong",
+        "incorrect",
+        "false",
+        "and",
+        "or",
+        "more",
+        "less",
+        "dozen",
+        "pairs",
+        "max",
+        "lg",
+        "det",
+        "exp",
+    } & {*names}:
         return text, money
     if re.search(r"\\(?:mu|Omega)", said) and not value[-1].isdigit():
         return text, money
@@ -195,10 +221,42 @@ def split_unit(text: str) -> tuple[str, tuple]:
     return value, unit_of(said) or money
 
 
+def scale_between(unit: tuple, other: tuple) -> Fraction | None:
+    """How many of the other unit one unit is: 1/1000 for m and km; None where they do not measure the same."""
+    found = []
+    for parts in (unit, other):
+        measured, size = Counter(), Fraction(1)
+        for name, power in parts:
+            base, factor = SIZES.get(name, (name, Fraction(1)))
+            measured[base] += power
+            size *= factor**power
+        found.append(({base: power for base, power in measured.items() if power}, size))
+    (ours, size), (theirs, their_size) = found
+    return size / their_size if ours == theirs else None
+
+
+AMOUNT = re.compile(r"([0-9][0-9,]*(?:\.[0-9]+)?)\s*([A-Za-z]+)\b\.?\s*(?:,|and\b)?\s*")
+
+
+def amount_of(text: str) -> tuple[str, Fraction, int] | None:
+    """(unit, how many of it, number of parts) of "1 hour 30 minutes" or "5 ft"; None of anything else."""
+    plain = re.sub(TEXT + r"\{([^{}]*)\}", r" \1 ", text)
+    plain = re.sub(r"\\[,;:! ]|~|\\text", " ", plain).strip()
+    total, bases, end, count = Fraction(0), set(), 0, 0
+    while (part := AMOUNT.match(plain, end)) is not None:
+        unit = UNITS.get(part[2]) or UNITS.get(part[2].lower())
+        base, size = SIZES.get(unit, (unit, Fraction(1)))
+        total += Fraction(part[1].replace(",", "")) * size
+        bases.add(base)
+        end, count = part.end(), count + 1
+    (base,) = bases if len(bases) == 1 else (None,)
+    return (base, total, count) if base and end == len(plain) else None
+
+
 # ------------------------------------------------------------------------------------------ numbers, percents, times
 
 PERCENT = re.compile(r"(?<!\s)\s*(?:\\?%|\\text\{\s*(?:percent|pct|\\?%)\s*\}|(?<![A-Za-z])percent)\s*$")
-THOUSANDS = r"[0-9]{1,3}(?:(?:,|\{,\}|,\\!|\\[,;: ]|\{\\,\}|~| )[0-9]{3})+"
+THOUSANDS = r"[0-9]{1,3}(?:(?:,|\{,\}|,\\!\s*|\\[,;: ]|\{\\,\}|~| )[0-9]{3})+"
 DECIMAL = re.compile(
     rf"(-?)\s*({THOUSANDS}|[0-9]*)(\.[0-9]+)?(?:\s*(?:\\times|\\cdot)\s*\{{?10\}}?\s*\^\s*\{{?\s*([+-]?[0-9]{{1,4}})\s*\}}?)?"
 )

@@ -213,7 +213,7 @@ def _class(name: str, scope: dict) -> type:
     """A class that this side has itself. Raises NoPlainValue where there is none."""
     found = scope.get(name)
     if not isinstance(found, type) or found.__module__ != scope.get("__name__"):
-        raise NoPlainValue(f"an instance of {name}, a class that the test does not have")
+        raise NoPlainValue(f"an instance of {name}{OWN_CLASS}")
     return found
 
 
@@ -803,6 +803,8 @@ def remote(function: str, lines, scope: dict, asked: list[str]):
         reply = json.loads(lines.readline())
         if "error" in reply:
             name, text, known = reply["error"]
+            if name == NoPlainValue.__name__:
+                raise NoPlainValue(text)
             error = getattr(builtins, str(known), None)  # what a test can catch: the program's own classes are not here
             ends = StopIteration, StopAsyncIteration  # of a test's map, which would skip the values that are left
             if not isinstance(error, type) or not issubclass(error, Exception) or issubclass(error, ends):
@@ -823,11 +825,37 @@ def remote(function: str, lines, scope: dict, asked: list[str]):
     return call
 
 
+PLAIN = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset)  # types of what a program may send
+OTHER_NAMES = """
+    shape dtype T ndim size tolist all any sum mean max min flatten ravel astype item numerator denominator year month
+    day hour minute second days seconds total_seconds date time isoformat weekday popleft appendleft
+"""
+PLAIN_NAMES = {name for kind in PLAIN for name in dir(kind)} | {*OTHER_NAMES.split()}  # numpy's, and of times
+# TypeErrors of a test that takes a name of the program, which is a function here, for a class.
+OWN_CLASS = ", a class that the test does not have"
+FOREIGN_CLASS = ("isinstance() arg 2", "issubclass() arg 2", "catching classes that do not inherit")
+
+
 class Anything:
-    """Placeholder result of a call in a dry trial of a test; every operation on it succeeds."""
+    """Placeholder result of a call in a dry trial of a test; operations that plain values have succeed.
+
+    Raises NoPlainValue where it is called, or asked for an attribute of other objects and the test has no classes.
+    """
+
+    has_classes = False
 
     def _self(self, *arguments, **named):
         return self
+
+    def _foreign(self, *arguments, **named):
+        raise NoPlainValue("it calls what the program returned, or next() on it, and neither can be sent")
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            return self
+        if name not in PLAIN_NAMES and not Anything.has_classes:
+            raise NoPlainValue(f"it uses .{name} of what the program returned, and only plain values can be sent")
+        return lambda *arguments, **named: self
 
     def _true(self, *arguments):
         return True
@@ -842,7 +870,8 @@ class Anything:
         return 0.0
 
     __hash__ = object.__hash__
-    __getattr__ = __getitem__ = __call__ = __neg__ = __abs__ = __round__ = _self
+    __call__ = __next__ = _foreign
+    __getitem__ = __neg__ = __abs__ = __round__ = _self
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _self
     __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __pow__ = _self
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _true
@@ -853,6 +882,8 @@ def stand_in(function: str, scope: dict, asked: list[str]):
 
     def call(*arguments, **named):
         asked.append(function)
+        if function[:1].isupper() and "." not in function:
+            raise NoPlainValue(f"it makes an object of the program's class {function}, which cannot be sent")
         encode((arguments, named), scope)
         return Anything()
 
@@ -885,18 +916,25 @@ def judge(lines, scope: dict, trial: bool, before: str, code: str, entry_point: 
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         for name in used - set(dir(builtins)):
             scope[name] = function(name)
+        Anything.has_classes = any(isinstance(node, ast.ClassDef) for node in ast.walk(tree))
         if trial:
             code = ast.unparse(_without_asserts(ast.parse(code)))
         execute("", before, scope)
         if entry_point.isidentifier():
             scope[entry_point] = function(entry_point)  # some tests call it by its name
         execute("", code, scope)
+        for node in ast.walk(tree):
+            caught = node.type.id if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) else ""
+            if not isinstance(scope.get(caught, Exception), type):
+                raise NoPlainValue(f"it catches {caught}, a class that only the program has")
         if entry_point.isidentifier():
             scope[entry_point] = function(entry_point)  # also where the test brings a function of this name
         if "check" in scope:
             scope["check"](function(entry_point))
-    except Exception as error:
-        missing = trial and isinstance(error, ImportError | NameError | NoPlainValue)
+    except (Exception, SystemExit) as error:
+        missing = trial and isinstance(error, ImportError | NameError)
+        missing = missing or isinstance(error, SystemExit) or str(error).startswith(FOREIGN_CLASS)
+        missing = missing or (isinstance(error, NoPlainValue) and (trial or OWN_CLASS not in str(error)))
         verdict = "failed" if asked and not missing else "unusable"
         return {"verdict": verdict, "why": f"{type(error).__name__}: {error}"}
     if not asked:

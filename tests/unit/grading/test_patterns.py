@@ -15,12 +15,12 @@ import pytest
 
 import rewards
 from runtime.data import reasoning_gym_tasks
-from runtime.grading import algebra, answers, ifeval, units
+from runtime.grading import algebra, answers, final_answer, ifeval, units
 
 LIMIT = 0.4  # seconds of the processor for one text
-SHORT, LONG = 2 * answers.LONGEST_ANSWER, 20_000  # characters: of an answer and what is around it, of a response
+SHORT, LONG = 2 * final_answer.LONGEST_ANSWER, 20_000  # characters: of an answer and what is around it, of a response
 GAPS = {"BETWEEN_BOXES", "OR_BOX", "LISTED_BOX"}  # what reads no more than WIDEST_GAP
-WHOLE = {"ANNOUNCED", "BOX", "NUMBER"}  # what reads whole responses in answers.py; in rewards and ifeval all do
+WHOLE = {"ANNOUNCED", "BOX", "NUMBER"}  # what reads whole responses in final_answer.py; in rewards and ifeval all do
 VALUES = {  # of the names that expressions take from a row or from a table that is listed below
     "given": {"section_spliter": "section", "keyword": "blue"},
     "keyword": "blue",
@@ -33,6 +33,10 @@ VALUES = {  # of the names that expressions take from a row or from a table that
     "ways": "",
     "known": {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"},
     "name": "",
+    "tokens": ["x", "+", "1"],
+    "said": "c",
+    "article": "",
+    "form": "",
 }
 TABLES = [pattern for pattern, _ in answers.DECORATION + answers.TYPESET] + [ways for _, ways in answers.PHRASES]
 
@@ -150,7 +154,7 @@ def timed(search, text: str) -> float:
 
 FOUND = {
     where: given
-    for module in (answers, units, algebra, ifeval, rewards)
+    for module in (answers, final_answer, units, algebra, ifeval, rewards)
     for where, given in expressions(module).items()
 }
 FOUND |= {f"table {i}": (pattern, 0, "search") for i, pattern in enumerate(TABLES)}
@@ -164,7 +168,7 @@ def test_the_expressions_are_found():
 def test_no_text_stalls_an_expression(where):
     """Exponential and cubic time anywhere, and quadratic time on whole responses, which have no bound."""
     whole = where.split()[0] in WHOLE or "ifeval.py" in where or "rewards.py" in where
-    length = answers.WIDEST_GAP if where.split()[0] in GAPS else LONG if whole else SHORT
+    length = final_answer.WIDEST_GAP if where.split()[0] in GAPS else LONG if whole else SHORT
     seconds, text = slowest(*FOUND[where], length)
     assert seconds < LIMIT, f"{FOUND[where][0]} on {text}"
 

@@ -17,7 +17,7 @@ from helpers import ROOT, read_jsonl, real
 import rewards
 from rewards import VERIFIERS, Reward, RewardPool
 from runtime.grading import algebra
-from runtime.grading.answers import after_thinking, final_answer, last_boxed
+from runtime.grading.final_answer import after_thinking, final_answer, last_boxed
 
 
 def score(name: str, response: str, truth: str, row: dict | None = None) -> float:
@@ -68,11 +68,9 @@ for pair in read_jsonl(ROOT / "tests" / "labeled_answers.jsonl"):
     FAMILIES.setdefault(pair["family"], []).append(pair)
 REFUSED = {  # (truth, response): right, but not found to be, nor by math-verify
     ("2x > 6", "\\boxed{x > 3}"),
-    ("\\{x \\mid x > 3\\}", "\\boxed{x>3}"),
     ("6", "\\boxed{110_2}"),
     ("\\binom{9}{4}", "\\boxed{C(9,4)}"),
     ("5040", "\\boxed{P(7,7)}"),
-    ("f(x)=2x+1", "\\boxed{y=2x+1}"),
 }
 
 
@@ -160,7 +158,7 @@ GSM8K = [  # (response, truth, right?)
     ("#### 17\nso not 18 but 17", "18", False),
     ("#### 18\nThat was question 3.", "18", True),
     ("#### eighteen, 18 years", "#### 18", True),
-    ("####\n18", "18", False),
+    ("####\n18", "18", True),
     ("#### -5", "-5", True),
     ("10-4", "-4", False),
     ("#### -$42", "-42", True),

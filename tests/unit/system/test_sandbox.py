@@ -224,7 +224,7 @@ def test_tests_import_packages():
     with Sandbox(60.0) as run:
         run.start("program", "\n".join(f"import {name}; print({name}.__version__ != '')" for name in installed))
         assert run.finish() == (0, b"True\n" * len(installed))
-    for missing in ("import pytest\n", "from pandas import DataFrame\n"):
+    for missing in ("import hypothesis\n", "from pandas import DataFrame\n"):
         wrong = rewards.truth_error("code", missing + check, double)
         assert "ModuleNotFoundError: No module named" in wrong, wrong
         reward = code("def double(x):\n    return x * 2", missing + check, double)
@@ -267,7 +267,7 @@ def test_dataclasses_and_helpers():
     assert passes(DATACLASS)
     assert passes(DATACLASS, "def check(candidate):\n    assert candidate(1, 2) == 3\n")
     assert passes(DATACLASS + "\nprint(add(*map(int, input().split())))", '[{"stdin": "1 2", "stdout": "3"}]', {})
-    assert not passes(DATACLASS, check)  # an instance of a class that the test does not have
+    assert code(DATACLASS, check, ADD).status == "unscorable"  # an instance of a class that the test does not have
     uses = "def check(candidate):\n    assert candidate(helper(1), 2) == 4\n"
     assert passes("def helper(x):\n    return x + 1\ndef add(a, b):\n    return a + b", uses)
     assert not passes("def add(a, b):\n    return a + b", uses)
@@ -445,7 +445,7 @@ def test_tests_are_tried_where_there_is_no_solution():
     ):
         found = rewards.truth_error("code", test, row)
         assert wrong in found, (test, found)
-    for test in ("def check(f):\n    assert not f(1) and f(2)[0].x + 1 > 2 and len(f(3)) == 7\n",):
+    for test in ("def check(f):\n    assert not f(1) and f(2)[0].real + 1 > 2 and len(f(3)) == 7\n",):
         assert rewards.truth_error("code", test, row) == ""
 
 
