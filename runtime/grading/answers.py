@@ -181,7 +181,7 @@ def _without_braces(text: str) -> str:
 def tidy(text: str) -> str:
     """An answer as it goes to the parser: without delimiters around it, in ASCII, numbers such as 1.5e3 spelled out."""
     text = _ascii(text.translate(INVISIBLE).strip()).strip(' \t\r\n"')
-    text = without_delimiters(text)
+    text = re.sub(r"(?<=[0-9])(?:\.\.\.|\u2026)$", r"\\ldots", without_delimiters(text))
     text = re.sub(r"(?<![\s.,;:\"`])(?:\\\\|\\[,;:! ]|[\s.,;:\"`])+$", "", text.replace("\\varnothing", "\\emptyset"))
     while (bare := WRAPPED.sub(r"\1", text)) != text:
         text = bare
@@ -262,7 +262,9 @@ def _option(text: str) -> tuple[str, str] | None:
             return None
     if re.match(r"(?:is|are|was)\s+(?:wrong|incorrect|false|out)\b", more):
         return None
-    letters = re.sub(r"\b(?:all|both|of|the|options?|choices?|maybe|possibly|perhaps|also)\b|[\s,./&|]", "", more)
+    letters = re.sub(
+        r"\b(?:all|both|of|the|above|following|options?|choices?|maybe|possibly|perhaps|also)\b|[\s,./&|]", "", more
+    )
     if re.fullmatch("[A-J]+", letters):
         return None  # "A. all of B, C" names several
     return (found[1] or found[2] or found[3]).upper(), more

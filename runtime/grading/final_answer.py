@@ -31,13 +31,14 @@ CORRECTED = re.compile(
 
 # What announces an answer: "####" of GSM8K, "The final answer is" of Minerva, "**Answer:**", "answer to this would be",
 # "Answer $9$", and a heading "Final answer" alone on its line.
-IS = r"(?:is|are|equals|becomes|(?:would|should|must)(?: then)? be|(?:seems|appears|turns out|comes out) to be)"
+IS = r"(?:is|are|equals|becomes|(?:would|should|must)(?: then)? be"
+IS += r"|(?:seems|appears|turns out|comes out) to be|(?:works|comes) out to)"
 ANNOUNCED = re.compile(
     rf"####|\b(?:answer|ans|correct (?:option|choice)|final (?:value|result))\b(?:(?!\bnot\b|n't)[^.?!\n:=$]){{0,40}}?"
     rf"(?:\b{IS}\b[ \t*_]*:?|:|=>?)"
     r"|\b(?:answer|ans)\b[*_ ]{0,4}(?:[-\u2013\u2014](?=\s)|\u2192|\u21d2|\\(?:to|Rightarrow|implies)\b)"
     r"|(?<!as a )\bresult\b[*_ ]{0,4}:"
-    r"|(?:^|\n)[ \t>#*_]{0,8}(?:the )?(?:final )?answer[ \t*_]{0,8}(?=\n|[$\\0-9-])"
+    r"|(?:^|\n)[ \t>#*_]{0,8}(?:the )?(?:final )?answer[ \t*_]{0,8}(?=\n|[$\\0-9]|-[0-9.])"
     r"|\b(?:respuesta|r\u00e9ponse|antwort|risposta|resposta|\u043e\u0442\u0432\u0435\u0442)\b"
     r"(?:(?!\b(?:no|non|nicht|n\u00e3o|pas|\u043d\u0435)\b)[^.?!\n:=$]){0,40}?"
     r"(?:\b(?:es|est|ist|\u00e8|\u00e9)\b[ \t*_]*:?|:|=)"
@@ -59,7 +60,7 @@ SAID = re.compile(rf"\b{IS}\s+(?=[-$\\0-9(])", re.IGNORECASE)  # "The largest $n
 FORMULA = r"\$\$[^$\n]+\$\$|\$[^$\n]+\$|\\\((?:(?!\\\)).)+\\\)|\\\[(?:(?!\\\]).)+\\\]"
 VALUE = re.compile(rf"(?:{FORMULA}|{NUMBER.pattern}(?:\s?\\?%)?|\([A-J]\)|[A-J](?![A-Za-z.)]))(?:\s[a-z]+){{0,3}}?")
 TAIL = re.compile(  # what may follow a value that is the whole answer
-    r"\s*[.!]?\s*$|\s*[,;(\u2013\u2014]\s*(?=[a-z]+\b)(?!and\b)|,?\sand\s(?=(?:we|so|that|this|thus|it|is|the|I)\b)"
+    r"\s*[.!]?\s*$|\s*[,;:(\u2013\u2014]\s*(?=[a-z]+\b|QED)(?!and\b)|,?\sand\s(?=(?:we|so|that|this|thus|it|is|the|I)\b)"
 )
 HEDGE = re.compile(
     r"\b(?:or(?!\s(?:equivalently|about|approximately|simply)\b)|maybe|possibly"
@@ -268,8 +269,10 @@ def _before_tail(line: str) -> str | None:
     for _ in range(4):  # "7 dollars per day, in total"
         tail = TAIL.match(line, end)
         if tail is not None:
-            return None if HEDGE.search(line[end:]) else without_delimiters(line[:end])
-        word = re.match(r"\s(?!(?:and|or|is|are)\b)[a-z]+", line[end : end + 40])
+            denied = re.search(r"(?:n't|\bnot|\bneither|\bcannot)\b(?! sure| certain)", line[end:])
+            hedged = HEDGE.search(line, end, end + denied.start() if denied else len(line))
+            return None if hedged else without_delimiters(line[:end])
+        word = re.match(r"\s(?!(?:and|or|is|are|as|so|since|because|which|where|when)\b)[a-z]+", line[end : end + 40])
         if word is None:
             return None
         end += word.end()
@@ -318,7 +321,10 @@ def _announced_answer(text: str) -> str | None:
 
 def _stated(line: str) -> str:
     """A line that is a value already, or else the value that its first sentence states."""
-    return line if VALUE.match(line) or not re.match(r"[A-Za-z]+(?:'[a-z]+)?\s", line) else _of_sentence(line)
+    begins = VALUE.match(line)
+    if begins and not re.match(rf"\s+{IS}\b", line[begins.end() :][:20]):
+        return line
+    return _of_sentence(line) if begins or re.match(r"[A-Za-z]+(?:'[a-z]+)?\s", line) else line
 
 
 def _is_complete(answer: str) -> bool:

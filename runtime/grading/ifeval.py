@@ -247,6 +247,6 @@ def constraints_of(truth: str, row: dict) -> tuple[list, list]:
             given = ast.literal_eval(truth.strip())
         given = given[0] if isinstance(given, list) else given
         given = json.loads(given) if isinstance(given, str) else given
-    names = given["instruction_id_list"] if "instruction_id_list" in given else given["instruction_id"]
+    names = given["instruction_id"] if "instruction_id" in given else given["instruction_id_list"]
     arguments = given["kwargs"]
     return names, json.loads(arguments) if isinstance(arguments, str) else arguments

@@ -119,6 +119,70 @@ def test_chat_messages_as_prompt(tmp_path):
     assert len(problem.messages) == 3
 
 
+def published(folder: Path, row: dict, count: int = 20) -> Problem:
+    """The first problem of a file with rows of this form, told apart by their prompts."""
+    key = next(name for name in ("question", "problem", "messages") if name in row)
+    content = [{**row, key: f"{i} {row[key]}" if isinstance(row[key], str) else row[key]} for i in range(count)]
+    if key == "messages":
+        for i, each in enumerate(content):
+            each[key] = json.loads(json.dumps(each[key]).replace("What", f"{i} What"))
+    chosen = from_file(folder, content, eval_prompts=0, num_unique_prompts_rollout=1)
+    return min(chosen[0], key=lambda problem: problem.messages[-1]["content"])
+
+
+ASKED = [{"role": "user", "content": "What is 2 + 3?"}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": " 2 + 3?"}]}]
+TESTS = '[{"input": "1 2\\n", "output": "3\\n", "testtype": "stdin"}]'
+READ = [  # a row as data sets publish it -> (verifier, truth)
+    ({"problem": "Half?", "answer": ["1/2", "one half"]}, ("math", '["1/2", "one half"]')),
+    ({"problem": "Half?", "answer": ["50\\%"]}, ("math", "50\\%")),
+    ({"messages": ASKED, "ground_truth": ["5"], "dataset": ["gsm8k"]}, ("gsm8k", "5")),
+    ({"messages": PARTS, "ground_truth": "5"}, ("last_number", "5")),
+    ({"question": "Add.", "tests": TESTS}, ("code", TESTS)),
+]
+
+
+@pytest.mark.parametrize(("row", "found"), READ, ids=range(len(READ)))
+def test_rows_as_they_are_published(tmp_path, row, found):
+    problem = published(tmp_path, row)
+    assert (problem.verifier, problem.truth) == found
+    assert isinstance(problem.messages[-1]["content"], str)
+
+
+PICTURE = [{"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "image_url", "image_url": "x"}]}]
+REFUSED_ROWS = [
+    ({"problem": "What?", "answer": "5", "images": ["a.png"]}, "picture in its column 'images'"),
+    ({"problem": "<image> What?", "answer": "5"}, "picture in its prompt"),
+    ({"messages": PICTURE, "ground_truth": "5"}, "a part of type 'image_url'"),
+    ({"question": "Which?", "choices": ["cat", "dog"], "answer": 1}, "choices in its column 'choices'"),
+    ({"question": "Which?", "options": {"A": "cat", "B": "dog"}, "answer": "1"}, "choices in its column 'options'"),
+    ({"problem": "Prove it.", "answer": "proof"}, "having no answer"),
+    ({"problem": "What?", "solution": "We add the numbers and get 5."}, "a solution without a box"),
+]
+
+
+@pytest.mark.parametrize(("row", "why"), REFUSED_ROWS, ids=range(len(REFUSED_ROWS)))
+def test_rows_that_would_train_on_something_else(tmp_path, capsys, row, why):
+    with pytest.raises(SystemExit):
+        published(tmp_path, row, 1)
+    assert why in capsys.readouterr().err
+
+
+def test_doubtful_sources_are_named_with_counts(tmp_path, capsys):
+    content = [{"problem": f"p{i % 38}", "answer": "7" if i % 3 else str(i)} for i in range(40)]
+    from_file(tmp_path, content, num_unique_prompts_rollout=1)
+    said = capsys.readouterr().out
+    assert "2 prompts stand in several rows with different ground truths" in said
+    assert "'7' is the ground truth of 26 of 40 rows" in said
+    from_file(
+        tmp_path, [{"problem": f"p{i}", "answer": "ABCD"[i % 4]} for i in range(40)], num_unique_prompts_rollout=1
+    )
+    assert "constant answer" not in capsys.readouterr().out, "choices are few"
+    row = {"question": "q", "input_output": '{"inputs": ["2"], "outputs": ["2"]}', "checker": "..."}
+    from_file(tmp_path, [row | {"question": f"q{i}"} for i in range(12)], num_unique_prompts_rollout=1)
+    assert "12 rows have a program in 'checker'" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tiny):
     from transformers import AutoTokenizer

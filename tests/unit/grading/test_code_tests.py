@@ -1,0 +1,90 @@
+"""Forms of tests that others publish: what runs, what no program can pass, and what a printed number equals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import rewards
+from runtime.grading.code_tests import _same_output
+
+ADD = "```python\ndef add(a, b):\n    return a + b\n```"
+WRONG = ADD.replace("a + b", "a - b")
+DEFINED_ONLY = [  # tests that define functions and classes, and leave it to a runner to call them
+    "def test_add():\n    assert add(1, 2) == 3\n",
+    "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3\n",
+    "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(add(1, 2), 3)\n",
+    "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(add(1, 2), 3)\n"
+    "if __name__ == '__main__':\n    unittest.main()\n",
+    "import pytest\ndef test_add():\n    assert add(1, 2) == pytest.approx(3)\n"
+    "    with pytest.raises(TypeError):\n        add()\n",
+]
+
+
+@pytest.mark.parametrize("tests", DEFINED_ONLY, ids=range(len(DEFINED_ONLY)))
+def test_functions_and_classes_of_tests_are_run(tests):
+    assert rewards.truth_error("code", tests, {}) == ""
+    assert [rewards.code(program, tests, {}).score for program in (ADD, WRONG)] == [1, 0]
+
+
+CANNOT = {  # what no program can pass, where it runs apart from its test -> how that is named
+    "assert Solution().add(1, 2) == 3": "Solution",
+    "s = Stack()\ns.push(1)\nassert s.pop() == 1": "Stack",
+    "assert make(1).weight == 2": ".weight",
+    "assert next(numbers()) == 1": "next()",
+    "assert adder(2)(3) == 5": "calls",
+    "try:\n    f()\nexcept MyError:\n    pass": "MyError",
+    "assert isinstance(make(), Node)": "isinstance() arg 2",
+    "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()): f()\nassert True": "share",
+    "import random\nrandom.seed(0)\nassert f() == 0.84": "random.seed",
+    "import asyncio\nassert asyncio.run(f()) == 1": "asyncio.run",
+    "open('a.txt', 'w').write('b')\nassert f('a.txt') == 'b'": "share",
+    "import sys\nassert f(1) == 2\nsys.exit(0)": "SystemExit",
+}
+
+
+@pytest.mark.parametrize(("tests", "named"), CANNOT.items(), ids=CANNOT.values())
+def test_what_no_program_can_pass_is_found_at_the_start(tests, named):
+    assert named in rewards.truth_error("code", tests, {})
+
+
+def test_values_that_cannot_be_sent_are_unscorable_and_wrong_objects_are_wrong():
+    generator = rewards.code("```python\ndef f():\n    yield 1\n```", "assert list(f()) == [1]", {})
+    stack = "```python\nclass Stack:\n    def push(self, x): self.x = x\n    def pop(self): return self.x\n```"
+    needs = rewards.code(stack, "s = Stack()\ns.push(1)\nassert s.pop() == 1", {})
+    assert {generator.status, needs.status} == {"unscorable"} and generator.score == needs.score == 0
+    cheats = "```python\nclass Yes:\n    def __eq__(self, other): return True\ndef add(a, b): return Yes()\n```"
+    assert rewards.code(cheats, "assert add(1, 2) == 3", {}).status == "ok"
+
+
+STDIN = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
+FUNCTIONAL = [{"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}]
+
+
+def test_text_for_input_and_output():
+    program = "```python\nprint(sum(map(int, input().split())))\n```"
+    method = "```python\nclass Solution:\n    def add(self, a, b):\n        return a + b\n```"
+    for tests, right in ((STDIN, program), (FUNCTIONAL, method), (FUNCTIONAL, ADD)):
+        assert rewards.code(right, json.dumps(tests), {}).score == 1
+        assert rewards.code(right, json.dumps(tests).replace("3", "4"), {}).score == 0
+    inside = [{key: value for key, value in FUNCTIONAL[0].items() if key != "metadata"}]
+    assert rewards.code(ADD, json.dumps(inside), {"metadata": '{"func_name": "add"}'}).score == 1
+    assert "func_name" in rewards.truth_error("code", json.dumps(inside), {})
+
+
+SAME = ["0.333333333|0.3333333333333333", "3|3.0", "0.0000001|1e-07", "2.50|2.5", "a\n\nb|a\nb", "1e10|10000000000.5"]
+OTHER = ["0.3333|0.3334", "10000000|10000001", "3|3.1", "10000000|10000001.0", "1.0|a", "1 2|1\n2", "nan|nan1", "1|01x"]
+
+
+def test_outputs_are_compared_as_numbers_only_where_one_has_a_point_or_an_exponent():
+    assert [pair for pair in SAME if not _same_output(*reversed(pair.split("|")))] == []
+    assert [pair for pair in OTHER if _same_output(*reversed(pair.split("|")))] == []
+
+
+def test_the_block_that_defines_what_is_tested():
+    usage = f"{ADD}\nUsage:\n```python\nprint(add(1, 2))\n```"
+    fence = "```python\ndef add(a, b):\n    '''\n    ```\n    x\n    ```\n    '''\n    return a + b\n```"
+    for program in (usage, fence, ADD.replace("def", "\ufeffdef"), f"{WRONG}\nBetter:\n{ADD}"):
+        assert rewards.code(program, '["assert add(1, 2) == 3"]', {}).score == 1
+        assert rewards.code(program, '[{"input": [1, 2], "output": 3}]', {"entry_point": "add"}).score == 1
