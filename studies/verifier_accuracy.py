@@ -1,7 +1,8 @@
 """Score labeled answers with this project's verifiers and with those of others, and write down who is wrong where.
 
     pip install --no-deps --target wheels trl verl
-    python studies/verifier_accuracy.py --wheels wheels --data ../shared/data --output docs/evidence/graders.md
+    python studies/verifier_accuracy.py --wheels wheels --data DATA --output docs/evidence/graders.md
+    python studies/verifier_accuracy.py --peers DIR
 
 The graders: the project's ``math`` and ``gsm8k``; math-verify as its README calls it; TRL's ``accuracy_reward``; verl's
 ``math_reward`` (its default for MATH), ``math_dapo``, ``math_verify`` and ``gsm8k``. Without --wheels, the first two
@@ -10,11 +11,17 @@ alone. Every grader runs in the same worker process with the same time-out, one 
 The answers: tests/labeled_answers.jsonl, written for this project in 55 families, and, in the folder --data, the
 labeled files of tests/unit/grading/test_verifiers.py. A false negative is a right answer that scores below 1, a false
 positive a wrong one that scores 1 or more. Times are of the processor, in milliseconds per answer.
+
+With --peers the cases come from other projects' own test files, in one folder per project below DIR (a checkout, or its
+tests alone). Each call of a grader with literal arguments that a test compares with a literal is a case, and so is each
+parametrized row of an answer, a truth and a boolean. Run it before a release: it prints for each folder how many cases
+this project's verifier and math-verify agree with, and the cases that it judges otherwise. Nothing of them is kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -25,7 +32,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -162,11 +169,120 @@ def labeled(data: Path | None) -> dict[str, list[dict]]:
     return sets
 
 
+# --------------------------------------------------------------------------------------------------- peers' test files
+
+# Names of graders, and which of their arguments is the response; the truth is the other one.
+GRADERS = {
+    **dict.fromkeys(("grade_answer_sympy", "grade_answer_mathd", "is_equiv", "math_equal", "grade_answer_verl"), 0),
+    **dict.fromkeys(("compute_score", "extract_and_verify", "math_verify_reward", "grade_answer", "is_correct"), 0),
+    **dict.fromkeys(("compare_strings", "verify_strings", "assert_equivalent"), 1),
+}
+
+
+def literal(node: ast.AST | None) -> object:
+    """The value of a literal of Python; None of anything else."""
+    try:
+        return ast.literal_eval(node) if node is not None else None
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def expected(node: ast.AST) -> tuple[ast.Call, bool] | None:
+    """(call, whether it must be true) of the test of an assert such as ``assert not f(a, b)`` or ``f(a, b) == 0.0``."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) and isinstance(node.operand, ast.Call):
+        return node.operand, False
+    if isinstance(node, ast.Call):
+        return node, True
+    if isinstance(node, ast.Compare) and isinstance(node.left, ast.Call) and len(node.ops) == 1:
+        value = literal(node.comparators[0])
+        if isinstance(node.ops[0], ast.Eq | ast.Is) and isinstance(value, bool | int | float):
+            return node.left, value >= 1
+    return None
+
+
+def parametrized(call: ast.Call) -> Iterator[tuple[str, str, bool]]:
+    """The cases of a ``pytest.mark.parametrize`` whose rows are two texts and a boolean, or 0 or 1."""
+    names = literal(call.args[0])
+    if isinstance(names, str):
+        names = names.split(",")
+    first_name = names[0] if names else ""
+    truth_first = any(word in first_name for word in ("gold", "truth", "target", "ref"))
+    for row in getattr(call.args[1], "elts", ()):
+        values = literal(row)
+        if not isinstance(values, tuple | list) or len(values) != 3:
+            continue
+        first, second, right = values
+        if not isinstance(first, str) or not isinstance(second, str):
+            continue
+        if right in (0, 1):
+            yield (second, first, bool(right)) if truth_first else (first, second, bool(right))
+
+
+def cases_of(tree: ast.Module) -> Iterator[tuple[str, str, bool]]:
+    """(response, truth, whether it is right) of each case that a test file holds as literals."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if getattr(node.func, "attr", "") == "parametrize" and len(node.args) == 2:
+                yield from parametrized(node)
+            continue
+        found = expected(node.test) if isinstance(node, ast.Assert) else None
+        if found is None:
+            continue
+        call, right = found
+        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        texts = [literal(argument) for argument in call.args[:2]]
+        if name in GRADERS and set(map(type, texts)) == {str} and len(texts) == 2:
+            place = GRADERS[name]
+            yield texts[place], texts[1 - place], right
+
+
+def suite_rows(suite: Path) -> list[dict]:
+    """The cases of all test files of a project, as rows of ``run``; what has no box or announcement is boxed."""
+    rows = []
+    for path in sorted(suite.rglob("*.py")):
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        for response, truth, right in cases_of(tree):
+            if "\\boxed" not in response and "nswer" not in response:
+                response = f"\\boxed{{{response}}}"
+            row = {"family": "all", "verifier": "math"}
+            row |= {"response": response, "truth": truth, "label": right}
+            rows.append(row)
+    return rows
+
+
+def peers(folder: Path, seconds: float) -> list[str]:
+    """A table of the projects below a folder, and the cases that this project's verifier judges otherwise."""
+    lines = ["| suite | cases | ours agrees | math-verify agrees |", "|---|---|---|---|"]
+    others = []
+    for suite in sorted(filter(Path.is_dir, folder.iterdir())):
+        rows = suite_rows(suite)
+        if not rows:
+            continue
+        agree = {}
+        for name, grader in OWN.items():
+            wrong: list[dict] = []
+            run(grader, rows, seconds, wrong)
+            agree[name] = len(rows) - len(wrong)
+            if name != "ours":
+                continue
+            for row in wrong:
+                verdict = "right" if row["label"] else "wrong"
+                others.append(f"{suite.name}: {verdict}: {row['response']!r} for {row['truth']!r}")
+        numbers = " | ".join(map(str, agree.values()))
+        lines.append(f"| {suite.name} | {len(rows)} | {numbers} |")
+    return [*lines, "", "Judged otherwise here (suite: its verdict: case):", "", *others]
+
+
 # --------------------------------------------------------------------------------------------------------- the tables
 
 
-def run(grader: Callable, rows: list[dict], seconds: float) -> tuple[Counter, dict[str, Counter]]:
-    """(totals, family -> counts) of one grader on one set."""
+def run(
+    grader: Callable, rows: list[dict], seconds: float, wrong: list[dict] | None = None
+) -> tuple[Counter, dict[str, Counter]]:
+    """(totals, family -> counts) of one grader on one set. ``wrong`` grows by the rows that it judges wrongly."""
     pool = RewardPool(1, seconds)
     name = f"{Path(grader.__code__.co_filename).resolve()}:{grader.__name__}"
     for answer in ("0.4", "x = 2", "[0, 1]"):  # what it imports on the way is not counted
@@ -180,6 +296,8 @@ def run(grader: Callable, rows: list[dict], seconds: float) -> tuple[Counter, di
         counts = families.setdefault(row["family"], Counter())
         counts["false negatives"] += row["label"] and reward.score < 1
         counts["false positives"] += not row["label"] and reward.score >= 1
+        if wrong is not None and bool(row["label"]) != (reward.score >= 1):
+            wrong.append(row)
         totals["hangs"] += reward.status == "timeout"
         totals["raised"] += reward.parts.get("raised", float(reward.status not in ("ok", "timeout")))
         times.append(reward.parts.get("ms", 1000 * seconds))
@@ -235,7 +353,13 @@ def main(words: list[str]) -> None:
     parser.add_argument("--rows", type=int, default=10**9, help="score at most this many rows of each set")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds per answer")
     parser.add_argument("--output", type=Path, help="write the page here; default: print it")
+    parser.add_argument("--peers", type=Path, help="folder with other projects' test files, one folder for each")
     args = parser.parse_args(words)
+    if args.peers is not None:
+        if not args.peers.is_dir():
+            parser.error(f"--peers {args.peers}: no such folder")
+        print("\n".join(peers(args.peers, args.timeout)))
+        return
     if args.wheels is not None and not (args.wheels / "trl").is_dir():
         parser.error(f"--wheels {args.wheels}: no package trl there; pip install --no-deps --target it trl verl")
     if args.data is not None and not args.data.is_dir():

@@ -475,7 +475,10 @@ def code_error(truth: str, row: dict) -> str:
         if not program:
             wrong = (_obstacle(tests) or _try_tests(tests)) if tests.check else ""
             return wrong and f"tests: {wrong}"
-        wrong = _run_tests(program, tests)
+        try:
+            wrong = _run_tests(program, tests)
+        except UnusableTests as error:
+            wrong = str(error)
     except (AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
         return f"tests: {type(error).__name__}: {error}"
     return wrong and f"its own solution, in column {column}, does not pass: {wrong}"
