@@ -48,7 +48,9 @@ def test():
     assert compute_score("The answer is 7", "7") == 1.0
     assert compare_strings("3", "4") == False
     assert unknown("3", "4")
-@pytest.mark.parametrize("gold,said,right", [("1/2", "0.5", True), ("a", "b", 0), ("2", "\\\\boxed{3}", True), (1, 2, True)])
+@pytest.mark.parametrize("gold,said,right", [
+    ("1/2", "0.5", True), ("a", "b", 0), ("2", "\\\\boxed{3}", True), (1, 2, True)
+])
 def test_p(gold, said, right): ...
 """
 
