@@ -29,8 +29,8 @@ from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_
 from runtime.arguments import flags
 from runtime.data import rendering
 from runtime.data.samples import Problem, Sample, equal_rewards, is_correct, majority, pass_at_k
+from runtime.engine import scripted_turns
 from runtime.engine.vllm_settings import memory_setting, product_rates
-from runtime.environments import episodes
 from runtime.run import directory, logger, saving
 from runtime.system import process
 from runtime.system.process import refuse, resident_bytes
@@ -96,8 +96,7 @@ def setup_run(args, ready: tuple) -> Run:
     modern = device.type == "cuda" and torch.cuda.get_device_capability(device) >= pretrained.MODERN_GPU
     layout, attention, layout_reason = choose_layout(args, sizes, modern, dtype, attention)
     tokenizer = rendering.load_tokenizer(args)
-    tools = episodes.first_turns([*problems, *eval_problems], tokenizer, args)
-    problems, eval_problems = rendering.render_problems(problems, eval_problems, tokenizer, args, tools)
+    problems, eval_problems = rendering.render_problems(problems, eval_problems, tokenizer, args)
     saving.adopt_template(tokenizer, args, problems)
     run = Run(
         folder=folder,
@@ -125,7 +124,7 @@ def setup_run(args, ready: tuple) -> Run:
         print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(sizes).items())} ({reason})")
         print("\n".join(kl_lines(args)), flush=True)
         if args.environment is not None:
-            print("\n".join(episodes.describe_turns(problems[0], tokenizer, args)), flush=True)
+            print("\n".join(scripted_turns.describe_turns(problems[0], tokenizer, args)), flush=True)
     return run
 
 

@@ -300,7 +300,8 @@ def main(args: RunFlags, output: Path, problems: list[Problem], path: Path) -> d
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
     tokenizer = rendering.load_tokenizer(args)
-    problems = rendering.render_prompts(problems, tokenizer, args, episodes.first_turns(problems, tokenizer, args))
+    episodes.first_turns(problems, tokenizer, args)
+    problems = rendering.render_prompts(problems, tokenizer, args)
     script = script_loader.load_script(path, ("vllm_thread", "collect"))
     samples = answer(script, args, problems, tokenizer)
     result = utils.eval_metrics(samples, problems, step=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import random
@@ -280,3 +281,132 @@ class NoHints:
 
     def look(self, place):
         """Look."""
+
+
+class Generator:
+    """A tool whose answer is no text."""
+
+    def reset(self, **row):
+        pass
+
+    def look(self) -> str:
+        """Look."""
+        yield "here"
+
+
+class NeverAtOnce(Guess):
+    """A game that no process may play."""
+
+    at_once = 0
+
+
+COUNT = 0
+NUMBER = random.randrange(10**9)
+
+
+class Reproducible(Guess):
+    """Games whose number is one of the row's alone, however strange its origin: the row's "how" chooses it."""
+
+    def reset(self, how, **row):
+        global COUNT
+        COUNT += 1
+        if how == "numpy imported late":
+            import numpy as np
+
+            number = np.random.randint(10**6)  # noqa: NPY002
+        else:
+            number = {"module": NUMBER, "counter": COUNT, "random": random.random()}[how]
+        super().reset(number)
+        return f" say {number}"
+
+
+class Irreproducible(Guess):
+    """Games whose number is another one in every process."""
+
+    def reset(self, how, **row):
+        generators = {"Random": random.Random().random, "urandom": lambda: os.urandom(8).hex(), "clock": time.time_ns}
+        super().reset(generators[how]())
+        return f" say {self.answer}"
+
+
+class LaterOther(Guess):
+    """A game that is reproducible until the file CALLS exists."""
+
+    def reset(self, **row):
+        super().reset("4")
+        return " other" if os.path.exists(os.environ["CALLS"]) else " first"
+
+
+class Echo:
+    """A game that talks to a server of its own, over a connection that reset opens."""
+
+    async def reset(self, **row):
+        self.server = await asyncio.start_server(self.answer, "127.0.0.1", 0)
+        self.reader, self.writer = await asyncio.open_connection(*self.server.sockets[0].getsockname())
+
+    async def answer(self, reader, writer):
+        while line := await reader.readline():
+            writer.write(line.upper())
+
+    async def turn(self, text):
+        self.writer.write(f"{text.strip()}\n".encode())
+        return (await asyncio.wait_for(self.reader.readline(), 10)).decode().strip()
+
+    async def get_reward(self):
+        return 1.0
+
+
+class Typos:
+    """A game of which the method that the row names raises."""
+
+    def reset(self, wrong, **row):
+        self.wrong = wrong
+
+    def turn(self, text):
+        return self.missing if self.wrong == "turn" else None
+
+    def get_turn_reward(self):
+        return self.missing if self.wrong == "get_turn_reward" else 0.0
+
+    def get_reward(self):
+        return self.missing if self.wrong == "get_reward" else 1.0
+
+
+class Both(Guess):
+    """A game with another public method, and rewards that are numbers of other kinds."""
+
+    def look(self) -> str:
+        """Look."""
+        return "here"
+
+    @classmethod
+    def peek(cls) -> str:
+        """Peek."""
+        return "there"
+
+    def get_reward(self):
+        import decimal
+
+        import numpy as np
+
+        return np.array(1.0) if self.right else decimal.Decimal("0.25")
+
+
+class NoText:
+    """Tools whose answers are objects."""
+
+    def reset(self, **row):
+        pass
+
+    def thing(self) -> object:
+        """Return an object."""
+        return object()
+
+    def things(self) -> list:
+        """Return a list that holds one."""
+        return [1, (k for k in range(3))]
+
+    @classmethod
+    def number(cls) -> int:
+        """Return a number."""
+        return 7

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 from helpers import ROOT
 
+import grpo
 from runtime.arguments.flags import RunFlags
 from runtime.data import rendering
 from runtime.environments import episodes
@@ -20,11 +21,11 @@ def tokenizer_of(tiny):
     return rendering.load_tokenizer(RunFlags(model_name_or_path=str(tiny)))
 
 
-def arguments(tiny, name: str, **more) -> RunFlags:
+def arguments(tiny, name: str, **more) -> grpo.Args:
     """Return the flags of a run with the class ``name`` of tests/environments.py as its environment."""
     values = {"max_turns": 20, "call_timeout": 20.0, "max_response_length": 100_000}
     values |= {"environment": f"{FILE}:{name}", **more}
-    return RunFlags(model_name_or_path=str(tiny), **values)
+    return grpo.Args(model_name_or_path=str(tiny), **values)
 
 
 class Player:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import random
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from runtime.data import problem_set
@@ -104,6 +105,64 @@ def turn_end(messages: Messages, tokenizer, args) -> int | None:
     return ids[0] if token is not None and token.special else None
 
 
+def special_tokens(tokenizer) -> dict[str, int]:
+    """Return the ids of the special tokens by their text."""
+    return {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+QUOTED = re.compile("\ufdd0([0-9a-f]+)\ufdd1")  # one character of a text from outside; U+FDD0 is in no text
+
+
+def quoted(text: str, special: Iterable[str], before: str = "") -> str:
+    """Return a text in which no special token is left: ``tokenize`` gives its letters the ids of plain text.
+
+    The first character of each of them is replaced by its code. ``before``: the end of what the text is appended to.
+    """
+    every = "|".join(map(re.escape, [*special, "\ufdd0"]))
+    found = re.sub(rf"(?=({every}))(.)", lambda match: f"\ufdd0{ord(match[2]):x}\ufdd1", text, flags=re.DOTALL)
+    longest = max(map(len, special), default=0)
+    joined = before[-longest:] + text[:longest]
+    border = len(joined) - len(text[:longest])
+    for match in re.finditer(rf"(?=({every}))", joined):
+        if match.start() < border < match.end(1) and text[0] == found[0]:
+            found = f"\ufdd0{ord(text[0]):x}\ufdd1{found[1:]}"
+    return found
+
+
+def tokenize(text: str, tokenizer) -> list[int]:
+    """Return the ids of a text that a chat template wrote: special tokens are live, but for those that are quoted."""
+    if not QUOTED.search(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    special = special_tokens(tokenizer)
+    ids = []
+    live = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+    for piece in re.split(f"({live})", text) if special else [text]:
+        if piece in special:
+            ids.append(special[piece])
+        elif piece:
+            plain = QUOTED.sub(lambda match: chr(int(match[1], 16)), piece)
+            ids += tokenizer(plain, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    return ids
+
+
+def conversation(problem: Problem, special: Iterable[str]) -> Messages:
+    """Return the messages of a prompt, with what an environment's ``reset`` says quoted."""
+    if not problem.opening:
+        return problem.messages
+    *before, last = problem.messages
+    own = last["content"].removesuffix(problem.opening)
+    return [*before, last | {"content": own + quoted(problem.opening, special, own)}]
+
+
+def variables_of(problems: list[Problem], args) -> dict[str, Any]:
+    """Return the variables of --chat_template and an environment's tools, which a template reads besides messages.
+
+    Whatever renders a prompt a second time needs these and ``conversation``.
+    """
+    tools = problems[0].tools if problems else None
+    return args.template.variables | ({"tools": tools} if tools else {})
+
+
 def render(
     conversations: list[Messages], tokenizer, template: str | None, variables: dict[str, Any] | None = None
 ) -> list[list[int]]:
@@ -116,6 +175,9 @@ def render(
         return []
     texts = [as_text(messages, tokenizer, template, variables or {}) for messages in conversations]
     prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    for place, text in enumerate(texts):
+        if QUOTED.search(text):
+            prompts[place] = tokenize(text, tokenizer)
     if template is None:
         return prompts
     bos = tokenizer.bos_token_id
@@ -140,27 +202,20 @@ def shuffled_prompts(source: str, tokenizer, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def render_cached(dataset, tokenizer, args, more: dict[str, Any]) -> list[list[int]]:
+def render_cached(dataset, tokenizer, args, variables: dict[str, Any]) -> list[list[int]]:
     """``render`` of the column ``messages`` (JSON) of a data set: by several processes, and cached."""
     import datasets
 
-    how = {"tokenizer": tokenizer, "template": args.template.text, "variables": args.template.variables | more}
+    how = {"tokenizer": tokenizer, "template": args.template.text, "variables": variables}
     function = functools.partial(_render_batch, **how)
     kinds = {"ids": datasets.List(datasets.Value("int32"))}
-    parts = (prompt_key(tokenizer, args), json.dumps(more), dataset._fingerprint)
+    parts = (prompt_key(tokenizer, args), json.dumps(variables.get("tools", {})), dataset._fingerprint)
     key = digest(*(part.encode() for part in parts))
     return int_lists(cached_map(dataset, function, kinds, key, "tokenizing prompts"), "ids")
 
 
-def render_prompts(
-    problems: list[Problem],
-    tokenizer,
-    args,
-    more: dict[str, Any] | None = None,
-) -> list[Problem]:
+def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     """Fill ``prompt_ids``: one tokenization for sampler and trainer, special tokens as the template wrote them.
-
-    ``more``: variables of the template besides the messages and those of --chat_template.
 
     Returns the problems that ``--overlong_prompts`` keeps. A prompt longer than ``--max_prompt_length`` ends the run
     with exit code 2 (error), is left out (filter), or is truncated (left, right).
@@ -168,15 +223,17 @@ def render_prompts(
     check_template_variables(tokenizer, args)
     refuse_wrapped(problems, args)
     warn_of_special_tokens(problems, tokenizer, args)
+    special = special_tokens(tokenizer)
+    variables = variables_of(problems, args)
+    conversations = [conversation(problem, special) for problem in problems]
     try:
         if len(problems) >= problem_set.LARGE:
             import datasets
 
-            texts = [json.dumps(problem.messages) for problem in problems]
-            found = render_cached(datasets.Dataset.from_dict({"messages": texts}), tokenizer, args, more or {})
+            texts = [json.dumps(messages) for messages in conversations]
+            found = render_cached(datasets.Dataset.from_dict({"messages": texts}), tokenizer, args, variables)
         else:
-            conversations = [problem.messages for problem in problems]
-            found = render(conversations, tokenizer, args.template.text, args.template.variables | (more or {}))
+            found = render(conversations, tokenizer, args.template.text, variables)
     except Unrenderable as error:
         refuse(str(error))
     for problem, ids in zip(problems, found, strict=True):
@@ -253,11 +310,9 @@ def _without_overlong(problems: list[Problem], args) -> list[Problem]:
     return [problem for problem in problems if problem.prompt_ids]
 
 
-def render_problems(
-    training: list[Problem], evaluation: list[Problem], tokenizer, args, more: dict[str, Any] | None = None
-) -> tuple[list, list]:
+def render_problems(training: list[Problem], evaluation: list[Problem], tokenizer, args) -> tuple[list, list]:
     """``render_prompts`` of a run's problems: those that are kept of both kinds, or exit code 2 where too few are."""
-    training = render_prompts(training, tokenizer, args, more)
-    evaluation = render_prompts(evaluation, tokenizer, args, more)
+    training = render_prompts(training, tokenizer, args)
+    evaluation = render_prompts(evaluation, tokenizer, args)
     check_enough(training, evaluation, args)
     return training, evaluation

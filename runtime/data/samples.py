@@ -20,6 +20,8 @@ class Problem:
     row: dict[str, Any]
     prompt_ids: list[int] = field(default_factory=list)
     source: str = ""  # short name of the data set it comes from
+    opening: str = ""  # what an environment's reset adds to the last message
+    tools: list[dict[str, Any]] | None = None  # schemas of an environment's tools, where the chat template writes them
 
 
 @dataclass
@@ -93,7 +95,7 @@ class Batch:
     number: int  # counts all that this rank's engine was asked for
     problems: list[Problem]
     chosen: list[int]  # their indices in the training data; empty for an evaluation
-    requests: list[tuple]  # (key, prompt ids, seed) of this rank's engine, and the row if it is an episode
+    requests: list[tuple]  # (key, prompt ids, seed) of this rank's engine; of an episode also row and opening
     sampling: dict[str, Any]
     scoring: list[tuple] = field(default_factory=list)  # what the verifiers have of this rank's samples
     samples: list[Sample] | None = None  # of all ranks, scored, once they are whole

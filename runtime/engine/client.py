@@ -149,8 +149,9 @@ class Engine:
         mine = []
         for place, number, seed in requests:
             if place % self.count in self.own:
-                row = [problems[place].row] if self.episodes and not sampling["ignore_eos"] else []
-                mine.append(((place, number), problems[place].prompt_ids, seed, *row))
+                problem = problems[place]
+                row = [problem.row, problem.opening] if self.episodes and not sampling["ignore_eos"] else []
+                mine.append(((place, number), problem.prompt_ids, seed, *row))
         batch = Batch(next(self.numbers), problems, chosen or [], mine, sampling)
         if mine:
             self.batches[batch.number] = batch
@@ -186,7 +187,7 @@ class Engine:
     def take(self, what: str, request: tuple | None = None) -> None:
         """Wait for one message, whichever comes: samples may arrive before an acknowledgement that is waited for.
 
-        Raises RuntimeError for log-probs that are not finite.
+        Raises RuntimeError for log-probs that are not finite, and for what an environment may end a run with.
         """
         match self.receive(what, request):
             case ("sample", number, key, ids, logprobs, finish_reason, versions, *episode):
@@ -202,6 +203,8 @@ class Engine:
                 batch.arrived.add(key)
                 prompt_ids = batch.problems[key[0]].prompt_ids
                 sample = Sample(*key, prompt_ids, ids, logprobs, finish_reason, versions, *episode)
+                if "fatal" in (sample.outcome or ()):
+                    raise RuntimeError(sample.outcome["fatal"])
                 sample.response = self.tokenizer.decode(sample.last_turn(), skip_special_tokens=True)
                 sample.engine = key[0] % self.count
                 self.tokens += sample.length

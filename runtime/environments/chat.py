@@ -7,7 +7,9 @@ start that this gives the ids of the whole conversation, and rejects a template 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +22,9 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 USER = [{"role": "user", "content": "Begin."}]
 PROBE = "A first answer, of 12 words; it ends: here."
 TRIAL = {"name": "look_up", "arguments": {"key": "x y", "count": 2}}
-TRIAL_TOOL = {
-    "type": "function",
-    "function": {"name": "look_up", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
-}
+TRIAL_PARAMETERS = {"type": "object", "properties": {"key": {"type": "string"}, "count": {"type": "integer"}}}
+TRIAL_FUNCTION = {"name": TRIAL["name"], "description": "Look.", "parameters": TRIAL_PARAMETERS}
+TRIAL_TOOL = {"type": "function", "function": TRIAL_FUNCTION}
 # Hermes' words, which Qwen's templates use as well: for templates that write nothing of tools.
 TOOLS = """You may call functions. They are, one JSON object a line:
 <tools>
@@ -44,35 +45,127 @@ class Call:
     error: str = ""
 
 
-def _call(text: str, key: str) -> Call:
-    try:
-        found = json.loads(text)
-        if not isinstance(found, dict) or found.keys() != {"name", key}:
-            raise ValueError(f'it must be an object of "name" and "{key}"')
-        if not isinstance(found["name"], str) or not isinstance(found[key], dict):
-            raise ValueError(f'"name" must be a string and "{key}" an object')
-    except (ValueError, RecursionError) as error:
-        return Call("", {}, f"error: not a tool call: {error}")
-    return Call(found["name"], found[key])
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key of an object occurs twice")
+    return found
 
 
-def hermes_calls(text: str) -> list[Call]:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, as often as the model likes."""
-    found = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
-    calls = [_call(inner, "arguments") for inner in found]
-    if text.count("<tool_call>") > len(found):
-        error = "error: not a tool call: <tool_call> without </tool_call>"
-        calls.append(Call("", {}, error))
+def _finite(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text} is not a number in JSON")
+    return float(text)
+
+
+# Raw newlines and tabs in strings are accepted, because models write code with them; duplicate keys and NaN are not.
+JSON = json.JSONDecoder(strict=False, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
+CLOSE = re.compile(r"\s*</tool_call>")
+FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*(?:</tool_call>|\Z|(?=<function=|<tool_call>))", re.S)
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.S)
+GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.S)
+GLM = re.compile(rf"\s*([\w.-]+)\s*((?>{GLM_PAIR.pattern})*+)</tool_call>", re.S)
+OPEN = r"""(?<![`"'])<tool_call>"""  # a tag in quotes is prose
+ATTEMPT = re.compile(  # what the model meant as a call, well written or not
+    rf"{OPEN}(?=\s*[\[{{<]|\s*\n|\s*[\w.-]+\s*<(?:arg_key>|/tool_call>))|^{OPEN}(?=.*?</tool_call>)"
+    r"""|(?<![`"'])(?=<function=[^>\s]+>)""",
+    re.S | re.M,
+)
+LLAMA = re.compile(r'\{\s*"(?:name|type|id|function)"\s*:(?=.*"(?:parameters|arguments)")', re.DOTALL)
+
+
+def _from_json(found: Any) -> Call:
+    """Return the call that a JSON value describes. Raises ValueError for a value that is no call."""
+    if isinstance(found, dict) and isinstance(found.get("function"), dict):
+        found = found["function"]
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        raise ValueError('it must be an object with a string "name" and an object "arguments"')
+    given = [found[key] for key in ("arguments", "parameters") if key in found]
+    if len(given) > 1:
+        raise ValueError('it has both "arguments" and "parameters"')
+    arguments = given[0] if given else None
+    if isinstance(arguments, str):  # JSON text, as in OpenAI's messages
+        arguments = JSON.decode(arguments) if arguments.strip() else None
+    if not isinstance(arguments, dict | None):
+        raise ValueError('"arguments" must be an object')
+    return Call(found["name"].strip(), arguments or {})
+
+
+def _from_pairs(name: str, pairs: list[tuple[str, str]], tools: list[dict]) -> Call:
+    """Return the call of a form without quotes: the tool's schema says which arguments are text."""
+    schema = next((tool for tool in tools if tool["name"] == name), {}).get("parameters", {}).get("properties", {})
+    arguments = _unique([(key.strip(), value) for key, value in pairs])
+    for key, text in arguments.items():
+        if schema.get(key, {}).get("type") != "string":
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments[key] = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+                arguments[key] = JSON.decode(text.strip())
+    return Call(name, arguments)
+
+
+def _tagged(text: str, start: int, tools: list[dict]) -> tuple[Call, int]:
+    """Return the call whose content begins at ``start`` and the index after it. Raises ValueError or RecursionError."""
+    if found := FUNCTION.match(text, start):
+        name = found[1].strip()
+        if found[2].lstrip().startswith("{"):  # Llama 3.1
+            return _from_json({"name": name, "arguments": found[2]}), found.end()
+        if rest := PARAMETER.sub("", found[2]).strip():
+            raise ValueError(f"{rest[:80]!r} is not <parameter=NAME>VALUE</parameter>")
+        return _from_pairs(name, PARAMETER.findall(found[2]), tools), found.end()
+    if found := GLM.match(text, start):
+        return _from_pairs(found[1], GLM_PAIR.findall(found[2]), tools), found.end()
+    start += len(text[start:]) - len(text[start:].lstrip())
+    if text.startswith("<function=", start):
+        raise ValueError("<function=...> without </function>")
+    value, end = JSON.raw_decode(text, start)
+    closed = CLOSE.match(text, end)
+    if closed is None:
+        more = "</tool_call>" in text[end:]
+        raise ValueError("more than one call between the tags" if more else "<tool_call> without </tool_call>")
+    return _from_json(value), closed.end()
+
+
+def hermes_calls(text: str, tools: list[dict] = ()) -> list[Call]:
+    """Return the calls between <tool_call> and </tool_call>, as often as the model likes.
+
+    Between the tags: JSON (Hermes, Qwen), <function=NAME> with <parameter=NAME> (Qwen3-Coder, Qwen 3.5), or a name with
+    <arg_key> and <arg_value> (GLM). ``tools``: their schemas, which say what is text and what is a number.
+    """
+    calls = []
+    place = 0
+    while attempt := ATTEMPT.search(text, place):
+        try:
+            call, place = _tagged(text, attempt.end(), tools)
+        except (ValueError, RecursionError) as error:
+            call = Call("", {}, f"error: not a tool call: {error}")
+            _, closed, _ = text[attempt.end() :].partition("</tool_call>")
+            place = text.index(closed, attempt.end()) + len(closed) if closed else len(text)
+        calls.append(call)
     return calls
 
 
-def llama_calls(text: str) -> list[Call]:
-    """{"name": ..., "parameters": {...}}, and nothing else."""
-    text = text.strip().removeprefix("<|python_tag|>").strip()
-    return [_call(text, "parameters")] if re.match(r'\{\s*"name"', text) else []
+def llama_calls(text: str, tools: list[dict] = ()) -> list[Call]:
+    """Return the calls {"name": ..., "parameters": {...}} in a text (Llama 3). Other JSON is an answer, not a call."""
+    known = {tool["name"] for tool in tools}
+    calls = []
+    place = -1
+    while (place := text.find("{", place + 1)) >= 0:
+        try:
+            found, end = JSON.raw_decode(text, place)
+            name = found.get("name", found.get("function"))
+            has_arguments = "parameters" in found or "arguments" in found or isinstance(name, dict)
+            if has_arguments or (isinstance(name, str) and name in known and found.keys() <= {"name", "type", "id"}):
+                calls.append(_from_json(found))
+            place = end - 1
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, RecursionError) or LLAMA.match(text, place):
+                return [*calls, Call("", {}, f"error: not a tool call: {error}")]
+    if not calls and text.lstrip().startswith("<|python_tag|>"):
+        return [Call("", {}, 'error: not a tool call: {"name": ..., "parameters": {...}} must follow <|python_tag|>')]
+    return calls
 
 
-PARSERS = {"hermes": hermes_calls, "llama": llama_calls}
+PARSERS = {"hermes": hermes_calls, "qwen3_coder": hermes_calls, "glm": hermes_calls, "llama": llama_calls}
 
 
 class Chat:
@@ -83,7 +176,7 @@ class Chat:
         self.template = args.template.text
         self.variables = args.template.variables
         self.name = f"--chat_template {args.chat_template}" if args.chat_template else "the tokenizer's chat template"
-        self.special = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        self.special = rendering.special_tokens(tokenizer)
         self.tools = about["tools"]
         self.role = "user" if about["is_game"] else "tool"
         self.writes_tools = False
@@ -138,7 +231,7 @@ class Chat:
             return
         written = self.write(**TRIAL)
         for parse in PARSERS.values():
-            if parse(written) == [Call(**TRIAL)]:
+            if parse(written, [TRIAL_FUNCTION]) == [Call(**TRIAL)]:
                 self.parse = parse
                 return
         refuse(
@@ -196,23 +289,16 @@ class Chat:
         return end
 
     def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return rendering.tokenize(text, self.tokenizer)
 
     def glue(self, said: list[tuple[str, str]], last_id: int) -> list[int]:
         """The ids between a turn whose last id is given and the next: what was said, and what the template adds.
 
         ``said``: (which tool, its answer); of a game ("", its answer).
         """
-        messages = [self._message(self.harmless(text), name) for name, text in said]
+        messages = [self._message(rendering.quoted(text, [*self.special, STAND_IN]), name) for name, text in said]
         ids = self._ids(self._after(USER, messages))
         return ids[1:] if last_id in self.special.values() else ids
-
-    def harmless(self, text: str) -> str:
-        """An observation that does not end its own message: special tokens in it lose their first character."""
-        text = text.replace(STAND_IN, "")
-        for special in self.special:
-            text = text.replace(special, special[1:])
-        return text
 
     def turn_text(self, ids: list[int]) -> str:
         """A turn of the model as text, without what ends it."""
@@ -222,8 +308,9 @@ class Chat:
 
     def calls(self, text: str) -> list[Call]:
         """The calls of tools in a turn, with what is wrong with those that cannot be made."""
-        calls = self.parse(text)
-        known = [tool["function"]["name"] for tool in self.tools]
+        functions = [tool["function"] for tool in self.tools]
+        calls = self.parse(text, functions)
+        known = [function["name"] for function in functions]
         for call in calls:
             if not call.error and call.name not in known:
                 call.error = f"error: no tool {call.name!r}; there are: {', '.join(known)}"

@@ -12,6 +12,7 @@ told, and the object is made again for its next turn: reset, and the turns befor
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
@@ -20,7 +21,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from types import SimpleNamespace
 from typing import Any
 
 from runtime.data import problem_set, rendering
@@ -28,11 +28,14 @@ from runtime.data.samples import Problem
 from runtime.environments import user_objects
 from runtime.environments.chat import Call, Chat
 from runtime.grading.final_answer import after_thinking
-from runtime.system import user_files
+from runtime.grading.worker_pool import MANY
+from runtime.system import process, user_files
 from runtime.system.process import on_a_line, refuse
-from runtime.system.workers import Nursery, Worker, code_of_run
+from runtime.system.workers import Nursery, Worker, code_of_run, raise_file_limit
 
 AT_ONCE = 64  # rows that one process resets at the start
+TWICE = 8  # rows that are reset a second time at the start
+GRACE = 1.0  # seconds for a message to come
 START = 120.0  # seconds in which a file must load
 TURN_LAG = 128  # engine steps from the end of a turn to its answer, so that timing does not decide which steps it joins
 
@@ -56,9 +59,11 @@ class Nurseries:
         for _ in range(5):
             try:
                 return nursery_of(self.spec, self.life).worker(user_objects.serve)
-            except (OSError, EOFError):
+            except (OSError, EOFError) as error:
+                if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise RuntimeError(f"--environment {self.spec}: {error}: raise `ulimit -n`") from error
                 self.life += 1
-        raise RuntimeError(f"--environment {self.spec}: its processes do not start")
+        raise RuntimeError(f"--environment {self.spec}: its processes do not start; is `ulimit -u` reached?")
 
 
 def ask_once(spec: str, request: tuple, seconds: float) -> Any:
@@ -104,6 +109,14 @@ def check(args) -> None:
     ):
         if wrong:
             refuse(f"--environment with --{flag}: {why}; leave one of them out")
+    under_way = args.num_unique_prompts_rollout * (args.generation_size or args.num_samples_per_prompt_rollout)
+    under_way = max(under_way * (1 + args.async_steps), args.eval_prompts * args.eval_samples)
+    need = 200 + 2 * -(-under_way // (args.vllm_engines or process.world_size()))  # a line and a descriptor of each
+    if need > (most := raise_file_limit()):
+        refuse(
+            f"--environment: {under_way} episodes at a time need {need} open files on a rank, of {most}; raise "
+            f"ulimit -Hn, or lower --num_unique_prompts_rollout or --num_samples_per_prompt_rollout"
+        )
     found = describe_class(args.environment)
     if found["has_reward"] and not args.verifier:
         args.verifier = "environment"
@@ -116,30 +129,42 @@ def seed_of(row: dict) -> int:
     return problem_set.seed_from(json.dumps(row, sort_keys=True, default=str))
 
 
-def first_turns(problems: list[Problem], tokenizer, args) -> dict[str, Any]:
-    """Add to the prompts what ``reset`` says to their rows, and the tools; what the template needs beside messages.
+def difference(spec: str, row: dict, first: str | None, again: str | None) -> str:
+    """Return an error message about a ``reset`` whose text for a row is not that in the prompt."""
+    return (
+        f"--environment {spec}: reset is not reproducible: for the row {row} it returned {first!r} for the prompt and "
+        f"then {again!r}. Its text must depend on the row alone: random and numpy.random are seeded by the row; seed "
+        f"other generators by a column of the row"
+    )
 
-    ``reset`` is called for every row here, and again for every episode: it must say the same to the same row.
+
+def first_turns(problems: list[Problem], tokenizer, args) -> None:
+    """Add to the prompts what ``reset`` says to their rows, and the tools.
+
+    ``reset`` is called here for every row, for the first rows twice, and again for every episode; all are compared.
     """
     if args.environment is None:
-        return {}
+        return
     chat = chat_of(tokenizer, args)
     rows = [(problem.row, seed_of(problem.row)) for problem in problems]
     found = []
-    for start in range(0, len(rows), AT_ONCE):
-        part = rows[start : start + AT_ONCE]
+    for start in (*range(0, len(rows), AT_ONCE), 0):
+        part = rows[start : start + (AT_ONCE if len(found) < len(rows) else TWICE)]
         try:
             found += ask_once(args.environment, ("first", part), START + len(part) * args.call_timeout)
         except (TimeoutError, EOFError) as error:
             refuse(f"--environment {args.environment}: reset of rows {start} to {start + len(part) - 1}: {error!r}")
-    for problem, answer in zip(problems, found, strict=True):
+    for problem, answer in zip(problems, found, strict=False):
         if answer["error"]:
             refuse(f"--environment {args.environment}: reset failed on the row {problem.row}:\n{answer['error']}")
         problem.messages = chat.with_tools(problem.messages)
-        if answer["text"]:
-            last = problem.messages[-1]
-            problem.messages = [*problem.messages[:-1], last | {"content": last["content"] + answer["text"]}]
-    return {"tools": chat.tools} if chat.writes_tools else {}
+        problem.tools = chat.tools if chat.writes_tools else None
+        problem.opening = answer["text"] or ""
+        *before, last = problem.messages
+        problem.messages = [*before, last | {"content": last["content"] + problem.opening}]
+    for problem, first, again in zip(problems, found, found[len(rows) :], strict=False):
+        if first != again:
+            refuse(difference(args.environment, problem.row, first["text"], again["text"]))
 
 
 def chat_of(tokenizer, args) -> Chat:
@@ -163,6 +188,7 @@ class Episode:
     seed: int
     sampling: dict[str, Any]
     row: dict | None = None
+    opening: str | None = None  # what reset says in the prompt
     ids: list[int] = field(default_factory=list)  # the model's and the environment's
     logprobs: list[float] = field(default_factory=list)  # of the model's
     versions: list[tuple[int, int]] = field(default_factory=list)  # (version, which of the model's tokens)
@@ -171,6 +197,9 @@ class Episode:
     outcome: dict[str, Any] | None = None  # the environment's reward: fields of rewards.Reward
     steps: list[tuple[int, float]] = field(default_factory=list)  # (the model's tokens so far, rewards of turns so far)
     detail: str = ""  # why a turn has no reward
+    fatal: str = ""  # why the run must end
+    raised: str = ""  # what reset, turn or a reward raised, the last time
+    has_answered: bool = False  # a turn of a game that did not raise
     finish_reason: str | None = None  # None: another turn follows
     # What its process is asked:
     past: list[tuple] = field(default_factory=list)  # turns that it has answered, by which the object is made again
@@ -222,6 +251,8 @@ class Episodes:
         self.queue: deque[Episode] = deque()  # of these, those that no process has been asked for yet
         self.asked: list[Episode] = []  # and those that one works on
         self.played: list[Episode] = []  # all that have a process, also while the engine computes their turns
+        self.looked = time.monotonic()  # when answers were last looked for
+        self.raised: int | None = 0  # episodes that ended in an exception; None once one has not
         if args.environment is None:
             return
         self.about = describe_class(args.environment)
@@ -286,7 +317,14 @@ class Episodes:
     # ------------------------------------------------------------------------------------------------- the processes
 
     def _pump(self, wait_for_one: bool = False) -> None:
-        """Ask processes as far as at_once allows, take answers that have come, and end what is over its time."""
+        """Ask processes as far as at_once allows, take all answers that have come, and end what is over its time.
+
+        A process measures its own calls. The clock here ends one that hangs; it does not count what the engine's thread
+        was away for (an update, a push, SIGSTOP) beyond a second, and an answer that has come is never out of time.
+        """
+        away = time.monotonic() - self.looked - GRACE
+        for episode in self.asked:
+            episode.deadline += max(0.0, away)
         while self.queue and len(self.asked) < self.about["at_once"]:
             self._ask(self.queue.popleft())
         if not self.asked:
@@ -296,10 +334,13 @@ class Episodes:
         if wait_for_one:
             seconds = max(0.0, min(episode.deadline for episode in self.asked) - time.monotonic())
         for line in wait(list(by_line), seconds):
-            self._receive(by_line[line])
+            episode = by_line[line]
+            while episode in self.asked and line.poll():
+                self._receive(episode)
+        self.looked = time.monotonic()
         for episode in list(self.asked):
-            if time.monotonic() > episode.deadline:
-                self._give_up(episode, f"no answer within {self.args.call_timeout:g} s")
+            if self.looked > episode.deadline:
+                self._give_up(episode)
 
     def _ask(self, episode: Episode) -> None:
         """Send a turn to the episode's process: to a new one, with all that went before, where there is none."""
@@ -310,7 +351,8 @@ class Episodes:
             messages = [("begin", episode.row, seed_of(episode.row)), *(("turn", *p) for p in episode.past), *messages]
         episode.unanswered = len(messages)
         episode.sent = time.monotonic()
-        episode.deadline = episode.sent + self.args.call_timeout * (1 if len(messages) == 1 else len(messages) + 1)
+        calls = 1 if len(messages) == 1 else len(messages) + 1
+        episode.deadline = episode.sent + self.args.call_timeout * calls + GRACE
         self.asked.append(episode)
         try:
             for message in messages:
@@ -327,18 +369,24 @@ class Episodes:
             return
         episode.unanswered -= 1
         if answer.get("error"):
+            episode.raised = answer["error"]
             self._give_up(episode, f"reset failed: {answer['error']}")
+        elif "text" in answer and episode.opening is not None and (answer["text"] or "") != episode.opening:
+            episode.fatal = difference(self.args.environment, episode.row, episode.opening, answer["text"])
+            self._give_up(episode, episode.fatal)
+        elif episode.unanswered == 0 and answer["seconds"] > self.args.call_timeout:
+            self._give_up(episode)
         elif episode.unanswered == 0:
             self.asked.remove(episode)
             episode.answer = answer
 
-    def _give_up(self, episode: Episode, why: str, error: Exception | None = None) -> None:
+    def _give_up(self, episode: Episode, why: str = "", error: Exception | None = None) -> None:
         """End an episode's process, and note what became of it; it is made again for its next turn."""
         self.asked.remove(episode)
         code = self._end(episode, patience=0.0 if error is None else 1.0)
         if error is not None:
             why = f"its process was killed by signal {-code}" if code < 0 else f"its process ended, exit code {code}"
-        episode.answer = why
+        episode.answer = why or f"no answer within {self.args.call_timeout:g} s"
 
     def _end(self, episode: Episode, patience: float = 0.0) -> int:
         """End an episode's process, if it has one; its exit code, or minus the signal that ended it."""
@@ -369,6 +417,9 @@ class Episodes:
         if not answer.get("lost"):
             episode.past.append(episode.asked)
         self._count_reward(episode, answer["turn_reward"])
+        for text, failed, _ in answer["said"] if self.about["is_game"] else ():
+            episode.has_answered |= not failed
+            episode.raised = text if failed else episode.raised
         answers = iter(answer["said"])
         said = [(call.error, True, 0.0) if call.error else next(answers) for call in episode.calls]
         said += answers  # of a game, or what became of the reward
@@ -382,6 +433,7 @@ class Episodes:
             episode.turns.append(turn)
         if answer["ended"]:
             episode.outcome = self._outcome(episode, answer["reward"])
+            self._count_raised(episode)
             self._end(episode)
             return True
         glue = self.chat.glue(texts, episode.ids[-1])
@@ -402,17 +454,31 @@ class Episodes:
         seconds = time.monotonic() - episode.sent
         said = [(f"error: {what}", True, seconds)] * max(1, len(calls))
         status = "timeout" if what.startswith("no answer") else "crash"
-        ended = is_last or episode.unanswered > 1  # it did not even come to this turn
+        ended = is_last or episode.unanswered > 1 or episode.fatal != ""  # it did not even come to this turn
         reward = {"score": 0.0, "status": status, "detail": what}
         return {"said": said, "ended": ended, "turn_reward": None, "reward": reward, "lost": True}
 
     def _count_reward(self, episode: Episode, found: float | str | None) -> None:
         """Add the reward of the turn that has been answered, or note why it has none."""
         if isinstance(found, str):
-            episode.detail = found
+            episode.detail = episode.raised = found
         elif found is not None:
             before = episode.steps[-1][1] if episode.steps else 0.0
             episode.steps.append((len(episode.logprobs), before + found))
+
+    def _count_raised(self, episode: Episode) -> None:
+        """End the run, as for a verifier, where reset, every turn or a reward has raised in each of the first episodes.
+
+        What a tool raises is an observation and does not count.
+        """
+        detail = (episode.outcome or {}).get("detail", "")
+        raised = detail if detail.startswith("Traceback") else "" if episode.has_answered else episode.raised
+        self.raised = self.raised + 1 if raised and self.raised is not None else None
+        if self.raised == MANY:
+            words = f"--environment {self.args.environment}: reset, turn or a reward raised in each of the first {MANY}"
+            episode.fatal = f"{words} episodes; the last time:\n{raised}"
+        if episode.fatal:
+            episode.outcome = {"fatal": episode.fatal}
 
     def _outcome(self, episode: Episode, reward: dict[str, Any]) -> dict[str, Any] | None:
         """The reward of an episode: that of its end, and those of its turns."""
@@ -425,61 +491,3 @@ class Episodes:
         total = episode.steps[-1][1]
         parts = reward.get("parts", {"correct": float(reward["score"] == 1)}) | {"turns": total}
         return reward | {"score": reward["score"] + total, "parts": parts, "steps": episode.steps}
-
-
-# ----------------------------------------------------------------------------------------------------- before a run
-
-
-def describe_turns(problem: Problem, tokenizer, args) -> list[str]:
-    """Lines of the header: what the environment is; with --dry_run an episode of two scripted turns, ids and mask."""
-    found = describe_class(args.environment)
-    chat = chat_of(tokenizer, args)
-    tools = ", ".join(tool["function"]["name"] for tool in found["tools"])
-    kind = "a game" if found["is_game"] else f"tools: {tools}"
-    reward = "a reward of its own" if found["has_reward"] else "scored by the verifier"
-    lines = [f"turns      at most {args.max_turns}, {kind}, {reward} ({args.environment})"]
-    if chat.rewrites:
-        lines.append(
-            f"turns      {chat.name} writes a turn of the past otherwise than the model did (thinking is dropped, as a "
-            f"rule); the model sees its own ids"
-        )
-    if args.dry_run:
-        lines += rehearse(problem, tokenizer, args, chat, found)
-    return lines
-
-
-def rehearse(problem: Problem, tokenizer, args, chat: Chat, about_it: dict[str, Any]) -> list[str]:
-    """Lines about an episode of two turns that no model wrote: a call of the first tool, or "1", and then "Done."."""
-    first = "1"
-    if about_it["tools"]:
-        function = about_it["tools"][0]["function"]
-        kinds = {"integer": 1, "number": 1.5, "string": "1", "boolean": True, "array": [], "object": {}}
-        properties = function["parameters"]["properties"].items()
-        first = chat.write(function["name"], {name: kinds.get(kind.get("type")) for name, kind in properties})
-    episode = Episode(0, (0, 0), problem.prompt_ids, 0, {"max_tokens": args.max_response_length}, problem.row)
-    played = Episodes(args)
-    for text in (first, "Done."):
-        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], chat.end]
-        logprobs = SimpleNamespace(logprobs=[0.0] * len(ids))
-        span = SimpleNamespace(version="0", start=0)
-        turn = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason="stop", weight_versions=[span])
-        played.turn_ended(episode, turn)
-        while not list(played.due(idle=True)):
-            pass
-        if episode.finish_reason is not None:
-            break
-    played.close()
-    lines = ["episode    of two scripted turns: whose tokens, their ids, their text"]
-    start = 0
-    for first, end in [*episode.observed, (len(episode.ids), len(episode.ids))]:
-        for who, ids in (("model", episode.ids[start:first]), ("environment", episode.ids[first:end])):
-            if ids:
-                lines.append(f"  {who:11}  {ids}  {tokenizer.decode(ids)!r}")
-        start = end
-    said = [turn for turn in episode.turns if turn["role"] != "assistant"]
-    lines += [f"  not seen     {turn['text']!r}" for turn in said if turn["tokens"] == 0]
-    reward = "" if episode.outcome is None else f"; reward {episode.outcome['score']:g}"
-    lines.append(
-        f"  {episode.finish_reason or 'goes on'}: {len(episode.logprobs)} of {len(episode.ids)} tokens count{reward}"
-    )
-    return lines

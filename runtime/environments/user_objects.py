@@ -9,32 +9,47 @@ import asyncio
 import contextlib
 import inspect
 import math
-import numbers
+import multiprocessing
 import os
 import random
+import re
 import resource
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import numpy
 
 from runtime.system import process, user_files
 
 MEMORY = 4 * 2**30  # bytes of address space, as a verifier's
 CHARACTERS = 10_000  # of an observation; what is longer is cut. A class may have another number as max_characters
+ADDRESS = r" at 0x[0-9a-f]+"  # in the text of an object that has none of its own: another one in every process
 OWN = ("reset", "get_reward", "get_turn_reward", "turn")  # methods that are no tools
 
 loaded = SimpleNamespace(cls=None, error="")  # in the nursery and its forks
 
 
 def load(path: str, name: str, text: str) -> None:
-    """In the nursery: load the class ``name`` of the file ``path``, or record why it does not load."""
+    """In the nursery: load the class ``name`` of the file ``path``, or record why it does not load.
+
+    Every nursery has the same random numbers while the file is executed, and finds modules next to the file first.
+    """
     user_files.texts[path] = text
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    random.seed(0)
+    numpy.random.seed(0)  # noqa: NPY002 - the generator that users' files call
     try:
-        loaded.cls = getattr(user_files.load(path), name)
+        module = user_files.load(path)
+        if not hasattr(module, name):
+            classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
+            loaded.error = f"it has no class {name}; it has: {', '.join(classes) or 'none'}"
+        loaded.cls = getattr(module, name, None)
     except BaseException as error:  # whatever the user's file raises
         loaded.error = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-2)}"
 
@@ -46,14 +61,22 @@ def describe() -> dict[str, Any]:
     cls = loaded.cls
     if not inspect.isclass(cls) or not callable(getattr(cls, "reset", None)):
         return {"error": "must be a class with a method reset"}
-    names = [name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")]
+    methods = {name: value for name, value in inspect.getmembers(cls, inspect.isroutine) if hasattr(value, "__code__")}
+    names = [name for name in methods if not name.startswith("_")]
     tools = [name for name in names if name not in OWN]
+    for name in names:
+        if inspect.isgeneratorfunction(methods[name]) or inspect.isasyncgenfunction(methods[name]):
+            return {"error": f"its method {name} is a generator; return a text in place of yield"}
+    at_once = int(getattr(cls, "at_once", 64))
+    if at_once < 1:
+        return {"error": f"at_once is {at_once}; it must be at least 1"}
     about = {
         "error": "",
         "is_game": "turn" in names,
+        "unused": tools if "turn" in names else [],
         "has_reward": "get_reward" in names or "get_turn_reward" in names,
         "tools": [],
-        "at_once": int(getattr(cls, "at_once", 64)),
+        "at_once": at_once,
     }
     if about["is_game"]:
         return about
@@ -101,22 +124,35 @@ def serve(line: Connection) -> None:
             line.send(answer)
 
 
-def first(rows: list[tuple[dict, int]]) -> list[str | None]:
-    """What ``reset`` says to each of the rows (row, seed). Raises whatever it raises, as an answer: "error: ..."."""
-    return [UserObject.begin(row, seed) for row, seed in rows]
+def first(rows: list[tuple[dict, int]]) -> list[dict[str, Any]]:
+    """Return what ``UserObject.begin`` returns for each of the rows (row, seed)."""
+    return [_begin_in_fork(row, seed) for row, seed in rows]
+
+
+def _begin_in_fork(row: dict, seed: int) -> dict[str, Any]:
+    """Reset an object in a process of its own, as an episode does: no row sees what another one's reset has left."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        theirs.send(UserObject.begin(row, seed))
+        os._exit(0)
+    theirs.close()
+    with ours, contextlib.suppress(EOFError):
+        return ours.recv()
+    return {"text": None, "error": "reset ended its process"}
 
 
 class UserObject:
     """The object of this process. Everything that a method of the user's raises, or returns, becomes text here."""
 
     made: Any = None
+    runner: asyncio.Runner | None = None  # one event loop for all calls: what reset opens belongs to it
 
     @classmethod
     def begin(cls, row: dict, seed: int) -> dict[str, Any]:
         """Make the object and reset it: {"text": its observation or None, "error": ""}."""
         random.seed(seed)  # the same game for every sample of a group, at every time
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed)
+        numpy.random.seed(seed)  # noqa: NPY002
         try:
             cls.made = loaded.cls()
             text = wait_for(cls.made.reset, **taken(cls.made.reset, row))
@@ -131,8 +167,9 @@ class UserObject:
         """Answer a turn of the model: its ``text`` to a game, or the ``calls`` of tools.
 
         Returns {"said": [(text, whether it failed, seconds)], "ended": bool, "turn_reward": see ``turn_reward``,
-        "reward": see ``reward``}; a reward where the episode has ended or ``is_last``.
+        "reward": see ``reward``, "seconds": of all}; a reward where the episode has ended or ``is_last``.
         """
+        started = time.perf_counter()
         said = []
         ended = is_last
         for name, arguments in calls:
@@ -141,8 +178,9 @@ class UserObject:
             answer = cls.call(cls.made.turn, {"text": text}, is_game=True)
             ended = ended or answer[0] is None
             said.append(answer)
-        turn_reward = cls.turn_reward() if said else None
-        return {"said": said, "ended": ended, "turn_reward": turn_reward, "reward": cls.reward() if ended else None}
+        answer = {"said": said, "ended": ended, "turn_reward": cls.turn_reward() if said else None}
+        answer["reward"] = cls.reward() if ended else None
+        return answer | {"seconds": time.perf_counter() - started}
 
     @classmethod
     def call(cls, method: Callable, arguments: dict, is_game: bool = False) -> tuple[str | None, bool, float]:
@@ -157,6 +195,8 @@ class UserObject:
                 raise TypeError(f"turn returned {type(answer).__name__}, not text or None")
             if isinstance(answer, bytes):
                 answer = answer.decode(errors="replace")
+            if not isinstance(answer, str) and re.search(ADDRESS, str(answer)):
+                raise TypeError(f"{method.__name__} returned {answer!r}; return text or JSON")
             answer = answer if is_game and answer is None else clean(str(answer), cls.made)
         except BaseException as error:  # exit() as well
             failed = True
@@ -183,7 +223,7 @@ class UserObject:
             return {"score": 0.0}
         try:
             found = wait_for(cls.made.get_reward)
-            if isinstance(found, numbers.Real) or type(found).__name__ in ("bool_", "bool"):
+            if not (hasattr(found, "score") or isinstance(found, str)):  # a number, also numpy's or torch's
                 return {"score": float(found)}
             return {
                 "score": float(found.score),
@@ -197,9 +237,16 @@ class UserObject:
 
 
 def wait_for(method: Callable, **arguments) -> Any:
-    """What a method returns, or where it is asynchronous, what it comes to."""
+    """Return what a method returns, or what it comes to if it is asynchronous."""
     found = method(**arguments)
-    return asyncio.run(found) if inspect.iscoroutine(found) else found
+    if not inspect.isawaitable(found):
+        return found
+
+    async def awaited() -> Any:
+        return await found
+
+    UserObject.runner = UserObject.runner or asyncio.Runner()
+    return UserObject.runner.run(awaited())
 
 
 def taken(method: Callable, row: dict) -> dict:
@@ -230,7 +277,7 @@ def describe_error(error: BaseException) -> str:
         text = f"error: {type(error).__name__}: {error}"
     except BaseException:
         text = f"error: {type(error).__name__}"
-    return clean(text[:500], None)
+    return clean(re.sub(ADDRESS, "", text[:500]), None)
 
 
 def clean(text: str, made: Any) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
 from runtime.arguments import checks, flags
-from runtime.data import problem_set
+from runtime.data import problem_set, rendering
 from runtime.data.samples import Problem
+from runtime.environments import episodes
 from runtime.run import directory
 from runtime.system import process
 from runtime.training import derived_defaults, model_files
@@ -43,6 +45,11 @@ def prepare_run(
     problems, eval_problems = [], []
     if world_size > 0 or derived_defaults.needs_data(args):
         problems, eval_problems = problem_set.load_problems(args, truth_error)
+        if args.environment is not None:  # its tools and first observations are part of the prompts
+            process.prepare_environment(args.dtype)  # before a library that imports torch
+            if args.external_lib is not None:
+                importlib.import_module(args.external_lib)
+            episodes.first_turns([*problems, *eval_problems], rendering.load_tokenizer(args), args)
         derived_defaults.fill(args, problems, eval_problems)
         checks.check_training(args)
         model_files.check_model(args)

@@ -16,6 +16,7 @@ import multiprocessing
 import multiprocessing.context
 import multiprocessing.reduction
 import os
+import resource
 import signal
 import sys
 import threading
@@ -51,6 +52,15 @@ code_of_run = functools.cache(loaded_code)  # first called at the start of a run
 def changed_files(code: dict[Path, str], files: Iterable[Path]) -> list[str]:
     """Names of the files that are not as ``code`` says."""
     return [path.name for path in files if not path.is_file() or code.get(path) != process.file_digest(path)]
+
+
+def raise_file_limit() -> int:
+    """Raise the limit of open files to the hard one, and return it. The soft limit of a login is 1,024, as a rule."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 class BareProcess(multiprocessing.context.SpawnProcess):

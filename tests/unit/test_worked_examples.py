@@ -19,6 +19,7 @@ import grpo
 from runtime.arguments import flags
 from runtime.data import reasoning_gym_tasks, rendering
 from runtime.data.samples import Problem
+from runtime.engine import scripted_turns
 from runtime.environments import episodes
 
 
@@ -145,7 +146,7 @@ def test_each_is_rehearsed_before_a_run(tiny, name):
     (problem,) = rendering.render_prompts([problem], tokenizer_of(tiny), args)
     assert problem.messages == [{"role": "user", "content": "u"}]
     args = dataclasses.replace(args, dry_run=True)
-    lines = episodes.describe_turns(problem, tokenizer_of(tiny), args)
+    lines = scripted_turns.describe_turns(problem, tokenizer_of(tiny), args)
     assert "at most 20, a game, a reward of its own" in lines[0] and "tokens count" in lines[-1]
     assert any(line.startswith("  model ") and "'1<|im_end|>'" in line for line in lines)
     assert not any("[]" in line for line in lines), "a line without a token"

@@ -40,8 +40,8 @@ class Special(Player):
     def ask(self) -> Problem:
         """A problem with its prompt, as a run makes it."""
         problem = Problem(ASKED, "5", "exact", {})
-        tools = episodes.first_turns([problem], self.tokenizer, self.args)
-        return rendering.render_prompts([problem], self.tokenizer, self.args, tools)[0]
+        episodes.first_turns([problem], self.tokenizer, self.args)
+        return rendering.render_prompts([problem], self.tokenizer, self.args)[0]
 
 
 @pytest.fixture(scope="module")
