@@ -145,13 +145,13 @@ def tokenize(text: str, tokenizer) -> list[int]:
     return ids
 
 
-def conversation(problem: Problem, special: Iterable[str]) -> Messages:
+def conversation(problem: Problem, tokenizer) -> Messages:
     """Return the messages of a prompt, with what an environment's ``reset`` says quoted."""
     if not problem.opening:
         return problem.messages
     *before, last = problem.messages
     own = last["content"].removesuffix(problem.opening)
-    return [*before, last | {"content": own + quoted(problem.opening, special, own)}]
+    return [*before, last | {"content": own + quoted(problem.opening, special_tokens(tokenizer), own)}]
 
 
 def variables_of(problems: list[Problem], args) -> dict[str, Any]:
@@ -223,9 +223,8 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     check_template_variables(tokenizer, args)
     refuse_wrapped(problems, args)
     warn_of_special_tokens(problems, tokenizer, args)
-    special = special_tokens(tokenizer)
     variables = variables_of(problems, args)
-    conversations = [conversation(problem, special) for problem in problems]
+    conversations = [conversation(problem, tokenizer) for problem in problems]
     try:
         if len(problems) >= problem_set.LARGE:
             import datasets

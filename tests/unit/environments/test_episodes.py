@@ -561,7 +561,7 @@ def test_no_special_token_of_an_observation_is_live(player):
             assert text in tokenizer.decode(ids)
             messages = [[{"role": "user", "content": f"u{special[:k]}{end}"}] for end in (special[k:], text, "x")]
             problems = [Problem(m, "1", "exact", {}, opening=m[0]["content"][k + 1 :]) for m in messages]
-            chats = [rendering.conversation(problem, chat.special) for problem in problems]
+            chats = [rendering.conversation(problem, tokenizer) for problem in problems]
             prompts = rendering.render(chats, tokenizer, None)
             live = [[token for token in ids if token in chat.special.values()] for ids in prompts]
             assert live[0] == live[1] == live[2], "not even one whose beginning is in the data"
