@@ -38,6 +38,7 @@ import numpy as np
 from runtime.data.reasoning_gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.data.rendering import TODAY
 from runtime.environments import episodes
+from runtime.environments.chat import with_tools
 from runtime.grading.algebra import parts_of
 from runtime.grading.answers import alternatives, equal, is_echo, no_answer, of_truth, question_of, tidy
 from runtime.grading.code_tests import _code_tests, _program_in, _run_tests, code_error, names_wanted
@@ -642,6 +643,13 @@ def _replace_reward(sample, reward: float, args) -> None:
 # ------------------------------------------------------------------------------------------------------- reward models
 
 
+def conversation_of(sample, problem) -> tuple[list[dict[str, str]], str]:
+    """Return (all messages before the last turn of the model, that turn): what a reward model reads of a sample."""
+    own = [i for i, turn in enumerate(sample.turns) if turn["role"] == "assistant"]
+    turns = [{"role": turn["role"], "content": turn["text"]} for turn in sample.turns[: own[-1] if own else 0]]
+    return [*with_tools(problem.messages, problem.tools), *turns], sample.response
+
+
 class RewardModel(ConversationScorer):
     """A classifier with one output (any ``AutoModelForSequenceClassification``) that scores whole conversations.
 
@@ -741,7 +749,7 @@ class Verifiers:
         samples = [sample for sample, _, _ in submitted]
         found = [judgments[0] for judgments in judged]
         if self.reward_model is not None:
-            conversations = [(problem.messages, sample.response) for sample, problem, _ in submitted]
+            conversations = [conversation_of(sample, problem) for sample, problem, _ in submitted]
             found = self.reward_model.add(found, conversations, self.weights)
         for sample, reward, judgments in zip(samples, found, judged, strict=True):
             shape_reward(sample, reward, self.args)

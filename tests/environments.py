@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import time
+import types
 
 
 class Guess:
@@ -410,3 +411,34 @@ class NoText:
     def number(cls) -> int:
         """Return a number."""
         return 7
+
+
+class Exact:
+    """A game whose rewards follow exactly from its turns and the number that reset says. One turn in four raises.
+
+    With TROUBLE in the environment its turns also sleep by chance, print a lot, and leave a process behind.
+    """
+
+    def reset(self, **row):
+        self.number = random.randrange(8)
+        self.said = []
+        return f" Number {self.number}."
+
+    def turn(self, text):
+        self.said.append(text)
+        if os.environ.get("TROUBLE"):
+            time.sleep(os.urandom(1)[0] / 500)
+            print("x" * 2**20)
+            os.write(2, os.urandom(2**16))
+            if os.urandom(1)[0] < 64 and os.fork() == 0:
+                time.sleep(600)
+        if len(text) % 4 == 0:
+            raise ConnectionError(f"no such host as {len(text)}")
+        return f"{len(text)} characters."
+
+    def get_turn_reward(self):
+        return ((len(self.said[-1]) + self.number) % 4) / 4
+
+    def get_reward(self):
+        parts = {"format": float(len(self.said) % 2)}
+        return types.SimpleNamespace(score=self.number / 8, parts=parts, status="ok", extracted="", detail="")

@@ -36,6 +36,16 @@ To call one, write its name and arguments as JSON between tags:
 </tool_call>"""
 
 
+def with_tools(messages: list[dict], tools: list[dict] | None) -> list[dict]:
+    """Return a prompt whose system message says which tools there are."""
+    if not tools:
+        return messages
+    text = TOOLS.format(tools="\n".join(json.dumps(tool["function"]) for tool in tools))
+    if messages[0]["role"] == "system":
+        return [{"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
 @dataclass
 class Call:
     """A call of a tool; ``error``: what is wrong with how it is written."""
@@ -213,7 +223,7 @@ class Chat:
     def _shows_tools(self, messages: list[dict]) -> bool:
         """Whether a prompt that begins with ``messages`` says which tools there are."""
         try:
-            text = self.text(self.with_tools(messages))
+            text = self.text(with_tools(messages, self.tools))
         except rendering.Unrenderable:
             return False
         return all(json.dumps(tool["function"]) in text for tool in self.tools)
@@ -315,12 +325,3 @@ class Chat:
             if not call.error and call.name not in known:
                 call.error = f"error: no tool {call.name!r}; there are: {', '.join(known)}"
         return calls
-
-    def with_tools(self, messages: list[dict]) -> list[dict]:
-        """A prompt that says which tools there are, where the template does not write them itself."""
-        if not self.tools or self.writes_tools:
-            return messages
-        text = TOOLS.format(tools="\n".join(json.dumps(tool["function"]) for tool in self.tools))
-        if messages[0]["role"] == "system":
-            return [{"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
-        return [{"role": "system", "content": text}, *messages]

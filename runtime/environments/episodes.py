@@ -26,7 +26,7 @@ from typing import Any
 from runtime.data import problem_set, rendering
 from runtime.data.samples import Problem
 from runtime.environments import user_objects
-from runtime.environments.chat import Call, Chat
+from runtime.environments.chat import Call, Chat, with_tools
 from runtime.grading.final_answer import after_thinking
 from runtime.grading.worker_pool import MANY
 from runtime.system import process, user_files
@@ -130,7 +130,7 @@ def seed_of(row: dict) -> int:
 
 
 def difference(spec: str, row: dict, first: str | None, again: str | None) -> str:
-    """Return an error message about a ``reset`` whose text for a row is not that in the prompt."""
+    """Return the error message for a ``reset`` whose text for a row is not the one in the prompt."""
     return (
         f"--environment {spec}: reset is not reproducible: for the row {row} it returned {first!r} for the prompt and "
         f"then {again!r}. Its text must depend on the row alone: random and numpy.random are seeded by the row; seed "
@@ -157,10 +157,9 @@ def first_turns(problems: list[Problem], tokenizer, args) -> None:
     for problem, answer in zip(problems, found, strict=False):
         if answer["error"]:
             refuse(f"--environment {args.environment}: reset failed on the row {problem.row}:\n{answer['error']}")
-        problem.messages = chat.with_tools(problem.messages)
         problem.tools = chat.tools if chat.writes_tools else None
         problem.opening = answer["text"] or ""
-        *before, last = problem.messages
+        *before, last = problem.messages if chat.writes_tools else with_tools(problem.messages, chat.tools)
         problem.messages = [*before, last | {"content": last["content"] + problem.opening}]
     for problem, first, again in zip(problems, found, found[len(rows) :], strict=False):
         if first != again:
@@ -319,12 +318,11 @@ class Episodes:
     def _pump(self, wait_for_one: bool = False) -> None:
         """Ask processes as far as at_once allows, take all answers that have come, and end what is over its time.
 
-        A process measures its own calls. The clock here ends one that hangs; it does not count what the engine's thread
-        was away for (an update, a push, SIGSTOP) beyond a second, and an answer that has come is never out of time.
+        A process measures its own calls. The clock here ends one that hangs; it leaves out the time that the engine's
+        thread was away (an update, SIGSTOP), and counts only where no answer has come.
         """
-        away = time.monotonic() - self.looked - GRACE
         for episode in self.asked:
-            episode.deadline += max(0.0, away)
+            episode.deadline += max(0.0, time.monotonic() - self.looked - GRACE)
         while self.queue and len(self.asked) < self.about["at_once"]:
             self._ask(self.queue.popleft())
         if not self.asked:
@@ -345,6 +343,8 @@ class Episodes:
     def _ask(self, episode: Episode) -> None:
         """Send a turn to the episode's process: to a new one, with all that went before, where there is none."""
         messages = [("turn", *episode.asked)]
+        if episode.worker is not None and not episode.worker.is_alive():  # ended since, not by this turn
+            self._end(episode)
         if episode.worker is None:
             episode.worker, episode.line = self.nurseries.worker()
             self.played.append(episode)

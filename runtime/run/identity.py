@@ -56,8 +56,9 @@ def code_of(args) -> dict[str, str]:
     """SHA-256 of the script and of every project file that it imports, by path relative to the project.
 
     The script is the file that defines the class of ``args``, so a copy of grpo.py counts as itself. Files of
-    ``--verifier``, ``--environment`` and ``--external_lib`` count as imported. Imports are read from the source,
-    without running it. Files are read once per process, at the start: an edit during a run is not code of that run.
+    ``--verifier``, ``--environment`` and ``--external_lib`` count as imported, and so do helpers next to them. Imports
+    are read from the source, without running it. Files are read once per process, at the start: an edit during a run is
+    not code of that run.
     """
     script = (PROJECT / script_of(args)).resolve()
     flags = f"{args.verifier or ''},{args.environment or ''}"
@@ -69,6 +70,7 @@ def code_of(args) -> dict[str, str]:
 @functools.cache
 def _digests(script: Path, extra: tuple[Path, ...], module: str | None) -> dict[str, str]:
     places = [script.parent, PROJECT]
+    beside = [path.parent for path in extra]  # where a file of the user's finds its own helpers first
     waiting = [script, *extra]
     if module is not None:
         waiting += _module_files(module, places)
@@ -78,7 +80,7 @@ def _digests(script: Path, extra: tuple[Path, ...], module: str | None) -> dict[
         name = os.path.relpath(path, PROJECT)
         if name not in digests and path.is_file():
             digests[name] = file_digest(path)
-            waiting += _imported_files(path, places)
+            waiting += _imported_files(path, [path.parent, *places] if path.parent in beside else places)
     return dict(sorted(digests.items()))
 
 

@@ -124,6 +124,71 @@ def test_a_run_killed_with_a_tool_under_way_resumes_to_the_weights_of_one_that_w
     assert all(row["optim/grad_norm"] > 0 for row in straight["metrics"])
 
 
+def exact_rewards(sample: dict) -> tuple[float, float]:
+    """Return (score, part format) of an episode of ``Exact``, from its prompt and its turns alone."""
+    number = int(sample["prompt"].rpartition("Number ")[2][:-1])
+    turns = sample["turns"]
+    said = [turn["text"] for turn, after in itertools.pairwise(turns) if turn["role"] == "assistant" != after["role"]]
+    assert [turn["text"] for turn in turns if turn["role"] != "assistant"] == [
+        f"{len(text)} characters." if len(text) % 4 else f"error: ConnectionError: no such host as {len(text)}"
+        for text in said
+    ]
+    return number / 8 + sum(((len(text) + number) % 4) / 4 for text in said), float(len(said) % 2)
+
+
+MODES = {
+    "evaluation": ("--eval_prompts", "4", "--eval_every", "1"),
+    "ppo": ("ppo",),
+    "two ranks": (2,),
+    "a rank for the engine": (2, "--vllm_engines", "1"),
+    "asynchronous": ("--async_steps", "2"),
+    "random": ("--control", "random"),
+    "inverted": ("--control", "inverted"),
+    "format": ("--control", "format"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_rewards_of_a_seeded_game_are_exact_in_every_mode(chatty, tmp_path, mode):
+    """Every sample of every step, against a computation from its own turns; of a control, what it makes of them."""
+    more = [str(word) for word in MODES[mode]]
+    ranks = int(more.pop(0)) if more[0].isdigit() else 1
+    script = more.pop(0) if more[:1] == ["ppo"] else "grpo"
+    words = [*FEW, "--total_steps", "2", "--log_samples", "1000", "--no-mask_no_eos_with_zero", *more]
+    words = ["--environment", f"{FILE}:Exact", *words]
+    finish(command(chatty, tmp_path, *words, script=script, rollout="vllm", ranks=ranks), tmp_path / "log")
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert len(samples) > 10 and len({sample["reward"] for sample in samples}) > 2
+    assert any(turn.get("failures") for sample in samples for turn in sample["turns"])
+    for step in {sample["step"] for sample in samples}:
+        own = [sample for sample in samples if sample["step"] == step]
+        scores, formats = zip(*map(exact_rewards, own), strict=True)
+        found = [sample["reward"] for sample in own]
+        if mode == "random":
+            assert sorted(found) == sorted(scores)
+        else:
+            assert found == list({"inverted": [-score for score in scores], "format": formats}.get(mode, scores))
+    print(mode, len(samples), "episodes", [row["reward/mean"] for row in metrics])
+    for row in read_jsonl(tmp_path / "run" / "eval.jsonl") if mode == "evaluation" else ():
+        print({name: value for name, value in row.items() if isinstance(value, float)})
+
+
+@pytest.mark.slow
+def test_tools_that_fail_sleep_and_print_change_no_bit(chatty, tmp_path, monkeypatch):
+    """A soak: calls raise in both runs; in one of them they also sleep by chance, print, and leave processes behind."""
+    found = []
+    for name, trouble in (("calm", ""), ("trouble", "1")):
+        monkeypatch.setenv("TROUBLE", trouble)
+        more = ("--total_steps", "6", "--async_steps", "1", "--log_samples", "1000")
+        finish(line(chatty, tmp_path / name, "Exact", *more), tmp_path / f"{name}.log")
+        found.append(record(tmp_path / name / "run"))
+        print(name, found[-1]["weights"], sum(row["env/failures"] for row in found[-1]["metrics"]), "failures")
+    assert found[0] == found[1]
+    assert sum(row["env/failures"] for row in found[0]["metrics"]) > 5
+
+
 # --------------------------------------------------------------------------------------------------------------- proof
 
 

@@ -325,3 +325,24 @@ def test_the_difference_from_a_commit_has_files_that_are_not_tracked_yet(tmp_pat
     (tmp_path / "old.py").write_text("after = 1\n")
     lines = git.diff(tmp_path, ["old.py", "mine.py"]).splitlines()
     assert {"-before = 1", "+after = 1", "+new = 1"} <= set(lines) and "+other = 1" not in lines
+
+
+@pytest.mark.parametrize("flag", ["environment", "verifier"])
+def test_helpers_next_to_a_file_of_the_user_s_are_part_of_the_code(tmp_path, flag):
+    """Also one that has the name of a project file, and one that a helper imports."""
+    (tmp_path / "world.py").write_text("import helper\nfrom utils import rule\n\n\nclass World:\n    pass\n")
+    (tmp_path / "helper.py").write_text("def f():\n    import below\n")
+    for name in ("below", "utils"):
+        (tmp_path / f"{name}.py").write_text("rule = 1\n")
+    args = grpo.Args(**{flag: f"{tmp_path / 'world.py'}:World"})
+    before = identity.code_of(args)
+    assert {Path(name).name for name in before if name.startswith("..")} == {
+        "world.py",
+        "helper.py",
+        "below.py",
+        "utils.py",
+    }
+    (tmp_path / "below.py").write_text("rule = 2\n")
+    identity._digests.cache_clear()
+    (changed,) = identity.changed_code(before, identity.code_of(args))
+    assert changed.endswith("below.py has changed")
