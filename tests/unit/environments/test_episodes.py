@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 from episode_player import FILE, Player, arguments, observations, tokenizer_of
-from helpers import ROOT, alive, descendants
+from helpers import ROOT, alive, descendants, make_chatty
 
+import grpo
 import rewards
 from runtime.data import rendering
 from runtime.data.samples import Batch, Problem
@@ -659,3 +660,18 @@ def test_too_many_open_files_are_no_dead_nursery(player):
         for descriptor in held:
             os.close(descriptor)
     assert one.episodes.nurseries.life == 0
+
+
+def test_defaults_follow_from_prompts_with_tools_and_first_observations(tmp_path):
+    """Without --max_prompt_length a run of one's own tools and data starts: its default counts the tools' text."""
+    model = make_chatty(tmp_path / "model")
+    rows = [{"prompt": f"What is {k} + 2?", "answer": str(k + 2), "hint": " a" * (k == 3) * 50} for k in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"dataset": str(tmp_path / "rows.jsonl"), "prompt_key": "prompt", "eval_prompts": 8, "verifier": "exact"}
+    args = arguments(model, "Tools", max_response_length=64, output_dir=str(tmp_path), dry_run=True, **data)
+    args.num_unique_prompts_rollout = 4
+    problems, held_out, *_ = grpo.preflight(args)
+    problems, held_out = rendering.render_problems(problems, held_out, tokenizer_of(model), args)
+    lengths = [len(problem.prompt_ids) for problem in (*problems, *held_out)]
+    assert len(lengths) == 40 and 64 < max(lengths) <= args.max_prompt_length < max(lengths) + 64
+    assert all('"name": "add"' in problem.messages[0]["content"] for problem in problems)
