@@ -762,9 +762,8 @@ class Verifiers:
     def _check_format(self, problems: list) -> None:
         """Refuse --control format where a verifier, asked about a truth, has no part of this name."""
         first = {problem.verifier: problem for problem in reversed(problems)}
-        futures = {}
-        for name, problem in first.items():
-            futures[name] = self.pool.submit(name, problem.truth, problem.truth, problem.row)
+        first.pop("environment", None)  # which has no parts before its first episode
+        futures = {name: self.pool.submit(name, p.truth, p.truth, p.row) for name, p in first.items()}
         for name, future in futures.items():
             if "format" not in self.pool.result(future).parts:
                 refuse(f"--control format: --verifier {name} reports no part format (docs/data_and_rewards.md)")
