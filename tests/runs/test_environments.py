@@ -141,7 +141,7 @@ MODES = {
     "ppo": ("ppo",),
     "two ranks": (2,),
     "a rank for the engine": (2, "--vllm_engines", "1"),
-    "asynchronous": ("--async_steps", "2"),
+    "asynchronous": ("--async_steps", "2", "--inflight_updates", "recompute"),
     "random": ("--control", "random"),
     "inverted": ("--control", "inverted"),
     "format": ("--control", "format"),

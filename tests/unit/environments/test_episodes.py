@@ -670,6 +670,7 @@ def test_defaults_follow_from_prompts_with_tools_and_first_observations(tmp_path
     data = {"dataset": str(tmp_path / "rows.jsonl"), "prompt_key": "prompt", "eval_prompts": 8, "verifier": "exact"}
     args = arguments(model, "Tools", max_response_length=64, output_dir=str(tmp_path), dry_run=True, **data)
     args.num_unique_prompts_rollout = 4
+    args.flags_set = frozenset(("max_response_length", "learning_rate"))
     problems, held_out, *_ = grpo.preflight(args)
     problems, held_out = rendering.render_problems(problems, held_out, tokenizer_of(model), args)
     lengths = [len(problem.prompt_ids) for problem in (*problems, *held_out)]
