@@ -2,7 +2,7 @@
 
     python studies/model_zoo.py                     all models; continues where it was stopped
     python studies/model_zoo.py --only smollm3      one model (its name in the table below), printed as JSON
-    python studies/model_zoo.py --write             all, and the table in docs/evidence/models.md
+    python studies/model_zoo.py --write             all, and the table in docs/evidence/model_zoo.md
 
 Each model has two layers, random weights and a tokenizer of 260 bytes. It goes through real commands, in fp32:
 
@@ -35,7 +35,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # the scripts are not a package
 
-PAGE = ROOT / "docs" / "evidence" / "models.md"
+PAGE = ROOT / "docs" / "evidence" / "model_zoo.md"
 MARKS = ("<!-- model_zoo.py writes from here -->\n", "<!-- to here -->\n")
 LIMIT = 1e-4  # nats
 WINDOW = 16
@@ -423,7 +423,7 @@ def faults(row: dict) -> list[str]:
 def cells(row: dict) -> list[str]:
     """A row of the table."""
     if "error" in row["model"]:
-        return [row["name"], row["type"], f"no model: {row['model']['error']}", *["-"] * 8]
+        return [row["name"], row["type"], f"no model: {row['model']['error']}", *["-"] * 9]
     layouts = row["layouts"]
     if "error" in layouts:
         exact = ["failed"] * 5

@@ -45,9 +45,9 @@ A model is also refused where its rotary embeddings would depend on the other ro
 `dynamic`, with rows longer than the length of pre-training. Gemma 2 is trained with eager attention, because sdpa
 leaves out the soft cap of its attention scores; gpt-oss has no sdpa.
 
-`tests/runs/test_engine.py` compares the engine with the trainer before and after weight pushes (vLLM 0.32 on CPUs, 1e-4
-nats): Llama, GPT-2, Mixtral, Qwen3-MoE and OLMoE are exact. A push that does not reach every parameter of the engine
-ends the run with their names: on CPUs the first push to gpt-oss does, and `--rollout hf` trains it.
+[model_zoo.md](model_zoo.md) has more architectures, with the default engine. A push that does not reach every
+parameter of the engine ends the run with their names: on CPUs the first push to
+gpt-oss does, and `--rollout hf` trains it.
 """
 WINDOW = 64
 VOCABULARY = 320
