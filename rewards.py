@@ -482,7 +482,7 @@ def _as_reward(name: str, found) -> Reward:
         if reward.status not in STATUSES or not all(map(math.isfinite, reward.parts.values())):
             raise ValueError(f"the verifier {name!r} returned status {reward.status!r} and parts {reward.parts}")
     elif isinstance(found, numbers.Real | np.bool_):  # bool, int, float, and numpy's
-        reward = Reward(float(found), {"correct": float(found == 1)})
+        reward = Reward(float(found))
     else:
         raise TypeError(f"the verifier {name!r} returned {type(found).__name__}, not a number or a rewards.Reward")
     if not math.isfinite(reward.score):
@@ -558,7 +558,7 @@ def shape_reward(sample, found: Reward, args) -> None:
     sample.extracted = found.extracted
     if truncated and args.mask_no_eos_with_zero:
         sample.score = 0.0
-        sample.reward_parts["correct"] = 0.0
+        sample.reward_parts |= {"correct": 0.0} if "correct" in sample.reward_parts else {}
     reward = (sample.score - args.reward_bias) * args.reward_scaling
     reward -= truncated * args.non_stop_penalty
     reward -= overlong_penalty(len(sample.response_ids), args.max_response_length, args.overlong_buffer)

@@ -28,21 +28,19 @@ from torch.utils.checkpoint import checkpoint
 from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl, kl_setting_message, kl_values
 from runtime.arguments import flags
 from runtime.data import rendering
-from runtime.data.samples import Problem, Sample, equal_rewards, is_correct, majority, pass_at_k
-from runtime.engine import scripted_turns
-from runtime.engine.vllm_settings import memory_setting, product_rates
-from runtime.run import directory, logger, saving
+from runtime.data.samples import Problem, Sample, equal_rewards, is_correct, is_graded, majority, pass_at_k
+from runtime.engine import choices, scripted_turns
+from runtime.run import directory, identity, logger, saving
 from runtime.system import process
 from runtime.system.process import refuse, resident_bytes
 from runtime.system.watchdog import Watch
-from runtime.training import deepspeed_zero, device_sizes, pretrained
+from runtime.training import deepspeed_zero, pretrained
 from runtime.training.attention import (
     attention_inputs,
     check_mask_size,
-    choose_layout,
 )
 from runtime.training.batching import ROW_MULTIPLE, MicroBatch, flat, micro_batches, per_token, token_offsets
-from runtime.training.memory import FULL_KL_SAMPLES, Sizes, logit_block, read_model
+from runtime.training.memory import FULL_KL_SAMPLES, Sizes, logit_block
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,15 +87,11 @@ def setup_run(args, ready: tuple) -> Run:
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
     device, dtype, attention = pretrained.resolve_device(args)
-    world_size = process.world_size()
-    model = read_model(args.model)
-    setting = memory_setting(args, dtype, world_size)
-    sizes, reason = device_sizes.sizes_for(args, model, setting)
-    modern = device.type == "cuda" and torch.cuda.get_device_capability(device) >= pretrained.MODERN_GPU
-    layout, attention, layout_reason = choose_layout(args, sizes, modern, dtype, attention)
     tokenizer = rendering.load_tokenizer(args)
     problems, eval_problems = rendering.render_problems(problems, eval_problems, tokenizer, args)
     saving.adopt_template(tokenizer, args, problems)
+    facts = identity.facts(args, directory.data_digest(problems, eval_problems))
+    chosen = choices.choose(args, device, dtype, attention, facts)
     run = Run(
         folder=folder,
         start=start,
@@ -106,22 +100,24 @@ def setup_run(args, ready: tuple) -> Run:
         tokenizer=tokenizer,
         total_steps=flags.total_steps(args, len(problems)),
         rank=process.rank(),
-        world_size=world_size,
+        world_size=process.world_size(),
         device=device,
-        dtype=dtype,
-        sizes=sizes,
-        layout=layout,
-        attention=attention,
-        rates=product_rates(args),
+        dtype=chosen.dtype,
+        sizes=chosen.sizes,
+        layout=chosen.layout,
+        attention=chosen.attention,
+        rates=chosen.rates,
     )
     if run.rank == 0:
-        hardware = f"{device.type} {dtype}"
+        hardware = f"{device.type} {run.dtype}"
         if run.rates:
             hardware += f" ({', '.join(f'{name} {rate:.0f}' for name, rate in run.rates.items())} GFLOP/s of a core)"
         whole = (problems, eval_problems)
-        logger.print_header(args, folder, *whole, tokenizer, run.total_steps, hardware, model, setting, sizes)
-        print(f"rows       {layout} ({layout_reason}), {attention} attention")
-        print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(sizes).items())} ({reason})")
+        logger.print_header(
+            args, folder, *whole, tokenizer, run.total_steps, hardware, chosen.model, chosen.setting, run.sizes
+        )
+        print(f"rows       {run.layout} ({chosen.layout_reason}), {run.attention} attention")
+        print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(run.sizes).items())} ({chosen.reason})")
         print("\n".join(kl_lines(args)), flush=True)
         if args.environment is not None:
             print("\n".join(scripted_turns.describe_turns(problems[0], tokenizer, args)), flush=True)
@@ -946,7 +942,7 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
         **{f"reward/{name}": mean([s.reward_parts[name] for s in samples if name in s.reward_parts]) for name in parts},
         "reward/mean": rewards_PG.mean().item(),
         "reward/std": rewards_PG.std().item(),
-        "reward/correct": mean([s.reward_parts.get("correct", s.score) for s in samples]),
+        "reward/correct": mean([is_correct(s) for s in samples]),
         "reward/pass@k": len(solved) / len(rewards_PG),
         "reward/format": mean([s.reward_parts["format"] for s in samples if "format" in s.reward_parts]),
         "reward/timeouts": sum(s.reward_status == "timeout" for s in samples),
@@ -1036,6 +1032,7 @@ def eval_metrics(samples: list[Sample], problems: list[Problem], step: int) -> d
                 result[f"eval/{source}/{name}"] = value
     result["eval/samples"] = len(groups[0])
     result["eval/right"] = [sum(is_correct(sample) for sample in group) for group in groups]
+    result["eval/rewards"] = [mean([sample.score for sample in group]) for group in groups]
     (result["eval/weights_version"],) = versions
     return result
 
@@ -1053,6 +1050,8 @@ def _group_metrics(groups: list[list[Sample]]) -> dict[str, float]:
     metrics["majority@k"] = mean([majority(group) for group in groups])
     metrics["length_mean"] = mean([s.length for s in samples])
     metrics["truncated_frac"] = mean([s.finish_reason == "length" for s in samples])
+    metrics["reward_mean"] = mean([s.score for s in samples])
+    metrics["graded_frac"] = mean([is_graded(s) for s in samples])
     metrics["problems"] = len(groups)
     return metrics
 

@@ -13,10 +13,11 @@ other data than the run's, the problems are the first --eval_prompts of --datase
                        that has changed since the run is refused, unless --accept_changed_code
     --output FILE      all samples, as JSON lines. Default: eval_samples.jsonl in the run's folder, or --output_dir
 
-Prints a table with 95 % intervals: Wilson's for one response per problem, else a bootstrap over problems, whose
-responses are not independent. Beside pass@1, which is as strict as the verifier, two rates tell a gain in format from
-one in answers. lenient also counts responses whose last number is the truth, boxed or not, ended or truncated; format
-is the mean of the verifier's part of that name. A dash: a truth is no number, or no verifier has that part.
+Prints a table with 95 % intervals of pass@1: Wilson's score interval, which is wider where responses to one problem are
+alike. The column reward, of graded rewards, is their mean before shaping. Beside pass@1, which is as strict as the
+verifier, two rates tell a gain in format from one in answers. lenient also counts responses whose last number is the
+truth, boxed or not, ended or truncated; format is the mean of the verifier's part of that name. A dash: a truth is no
+number, or no verifier has that part.
 
 Several processes (accelerate launch) share the problems, each with its own engine.
 """
@@ -27,8 +28,6 @@ import argparse
 import dataclasses
 import importlib
 import json
-import math
-import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +46,7 @@ from runtime.arguments.flags import RunFlags
 from runtime.data import problem_set, prompt_order, rendering
 from runtime.data.samples import Problem, Sample, is_correct
 from runtime.environments import episodes
+from runtime.grading.intervals import rate_interval
 from runtime.run import directory, identity
 from runtime.system import process
 from runtime.system.redaction import HIDDEN
@@ -89,7 +89,11 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
     if args.control != "none":
         process.refuse("--control: nothing trains here, and an evaluation is by the true reward; leave it out")
     output = given.output or (given.run or Path(args.output_dir)) / "eval_samples.jsonl"
+    if given.run is not None and args.eval_dataset != defaults.eval_dataset:
+        process.refuse(f"--eval_dataset {args.eval_dataset}: it is for a run; name what to evaluate on by --dataset")
     held_out = defaults if given.run is not None and args.dataset == defaults.dataset else None
+    if given.run is not None and held_out is None:
+        args.eval_dataset = None  # the run's own, of which nothing is asked
     return args, output, held_out, script
 
 
@@ -181,32 +185,14 @@ from runtime.system import watchdog
 from runtime.training import pretrained
 
 
-def wilson(right: int, count: int) -> tuple[float, float]:
-    """95 % interval of a probability after ``right`` of ``count`` independent trials (Wilson 1927)."""
-    z = 1.959964
-    p = right / count
-    center = p + z * z / (2 * count)
-    width = z * math.sqrt(p * (1 - p) / count + z * z / (4 * count * count))
-    scale = 1 + z * z / count
-    return max(0.0, (center - width) / scale), min(1.0, (center + width) / scale)
-
-
-def bootstrap(rates: list[float], draws: int = 2000) -> tuple[float, float]:
-    """95 % interval of the mean of ``rates``, one per problem, by resampling problems; the same at every call."""
-    generator = random.Random(0)
-    means = sorted(sum(generator.choices(rates, k=len(rates))) / len(rates) for _ in range(draws))
-    return means[round(0.025 * (draws - 1))], means[round(0.975 * (draws - 1))]
-
-
 def interval(samples: list[Sample], places: set[int]) -> tuple[float, float]:
     """95 % interval of pass@1 on some of the problems."""
     right: dict[int, list[bool]] = {}
     for sample in samples:
         if sample.prompt_id in places:
             right.setdefault(sample.prompt_id, []).append(is_correct(sample))
-    if all(len(found) == 1 for found in right.values()):
-        return wilson(sum(found[0] for found in right.values()), len(right))
-    return bootstrap([sum(found) / len(found) for found in right.values()])
+    samples = max(map(len, right.values()))
+    return rate_interval([sum(found) / len(found) for found in right.values()], samples)
 
 
 def side_by_side(samples: list[Sample], problems: list[Problem]) -> tuple[str, str]:
@@ -222,8 +208,11 @@ def table(samples: list[Sample], problems: list[Problem], result: dict[str, floa
     """A Markdown row for each data source, and one for all where there are several."""
     k = result["eval/samples"]
     sources = sorted({p.source for p in problems})
-    rates = f"pass@1 | 95 % interval | lenient | format | pass@{k} | majority@{k}"
-    lines = [f"| data | problems | {rates} | length | truncated |", "|---" * 10 + "|"]
+    graded = ["reward"] if result["eval/graded_frac"] > 0 else []
+    several = [f"pass@{k}"] if k > 1 else []  # of one response it is pass@1
+    names = ["data", "problems", "pass@1", "95 % interval", *graded, "lenient", "format", *several, f"majority@{k}"]
+    names += ["length", "truncated"]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for source in [*(sources if len(sources) > 1 else ()), None]:
         prefix = "eval" if source is None else f"eval/{source}"
         places = {i for i, p in enumerate(problems) if source in (None, p.source)}
@@ -233,8 +222,9 @@ def table(samples: list[Sample], problems: list[Problem], result: dict[str, floa
             f"{result[f'{prefix}/problems']}",
             f"{result[f'{prefix}/pass@1']:.3f}",
             f"{low:.3f} to {high:.3f}",
+            *[f"{result[f'{prefix}/reward_mean']:.3f}" for _ in graded],
             *side_by_side([sample for sample in samples if sample.prompt_id in places], problems),
-            f"{result[f'{prefix}/pass@k']:.3f}",
+            *[f"{result[f'{prefix}/pass@k']:.3f}" for _ in several],
             f"{result[f'{prefix}/majority@k']:.3f}",
             f"{result[f'{prefix}/length_mean']:.1f}",
             f"{result[f'{prefix}/truncated_frac']:.1%}",

@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts a
 
 from script_loader import load_arguments
 
+from rewards import truth_error
 from runtime.arguments import flags
-from runtime.run import directory, identity
+from runtime.run import directory, identity, preflight
 from runtime.system import process
 
 FINISHED, LEAVE, RUN = 0, 3, 4
@@ -33,7 +34,9 @@ def state(args, defaults) -> tuple[int, str]:
         config = directory.read_config(folder)
     except ValueError as error:  # the run itself would end with the remedy
         return LEAVE, f"damaged: {folder}/config.json cannot be read ({error})"
-    other, _ = identity.changed_arguments(config["args"], args)  # secrets are compared, and named, as the run hid them
+    args = preflight.as_it_would_start(args, config, truth_error)
+    # Secrets are compared, and named, as the run hid them.
+    other, _ = identity.changed_arguments(config["args"], args, resolved=True)
     if other:
         return LEAVE, f"another run: {folder}: {', '.join(other[:5])}"
     changed = identity.changed_code(config.get("code"), identity.code_of(args))

@@ -36,9 +36,9 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
 from runtime.arguments.flags import PRESENTATION
+from runtime.grading.intervals import mean_interval, rate_interval, wilson
 from runtime.run.logger import own_pieces
 from runtime.run.run_files import PHASES, control_of, read, read_config, series
-from runtime.run.verdict import t_quantile
 from runtime.system.jsonl import records
 
 matplotlib.use("Agg")  # no display on a cluster
@@ -193,17 +193,22 @@ def draw(runs: dict[str, Run], output: Path, x: str = "step") -> None:
     save(figure, output)
 
 
-def pass_interval(run: Run, x: str) -> pd.Series:
-    """Half of the 95 % interval of each evaluation's pass@1, over its problems: 1.96 std / sqrt(problems).
+def pass_interval(run: Run, x: str) -> pd.DataFrame:
+    """The 95 % interval of each evaluation's pass@1, clustered by problem: columns low and high over the axis ``x``.
 
-    A problem's value is its solved fraction f of n samples. eval.jsonl has no single problems, but the mean of f^2
-    follows: pass@2 is the mean of 1 - (1 - f) (1 - f n / (n - 1)). Empty where a problem had one sample.
+    Older runs wrote no single problems; their interval is that of one response per problem.
     """
-    mean = run.curve("eval/pass@1", x)
-    samples = run.curve("eval/samples", x)
-    square = mean / samples + (1 - 1 / samples) * (2 * mean - run.curve("eval/pass@2", x))
-    variance = (square - mean**2).clip(lower=0)
-    return 1.96 * (variance / run.curve("eval/problems", x)) ** 0.5
+    at = positions(run.metrics, x)
+    found = {}
+    for record in run.evals:
+        if "eval/right" in record:
+            samples = record["eval/samples"]
+            ends = rate_interval([right / samples for right in record["eval/right"]], samples)
+        else:
+            ends = wilson(record["eval/pass@1"] * record["eval/problems"], record["eval/problems"])
+        if record["step"] in at:
+            found[at[record["step"]]] = ends
+    return pd.DataFrame.from_dict(found, orient="index", columns=["low", "high"])
 
 
 def legend_words(curves: dict[str, pd.Series]) -> dict[str, pd.Series]:
@@ -253,10 +258,11 @@ def draw_panel(axis: plt.Axes, title: str, lines: list[tuple[str, str, str]], ru
             evaluations = run.curve("eval/pass@1", x)
             if evaluations.empty:
                 continue
+            ends = pass_interval(run, x).reindex(evaluations.index)
             axis.errorbar(
                 evaluations.index,
                 evaluations,
-                pass_interval(run, x).reindex(evaluations.index),
+                [evaluations - ends["low"], ends["high"] - evaluations],
                 fmt="o--" if len(evaluations) > 2 else "o",  # a line through two says nothing of what is between them
                 color=f"C{r if several else 1}",
                 label="held-out pass@1, 95 %",
@@ -476,12 +482,26 @@ def finals(runs: list[Run], key: str) -> pd.Series:
     return pd.Series([run.final(key) for run in runs], dtype=float).dropna()
 
 
+def problems_behind(run: Run, key: str) -> float | None:
+    """The number of problems behind a final value that is a rate of responses; None for any other metric."""
+    group, _, name = key.rpartition("/")
+    if not (name.startswith(("pass@", "majority@")) or name in ("correct", "format", "truncated_frac")):
+        return None
+    if group.startswith("eval"):
+        return run.final(f"{group}/problems")
+    return tenth(run.curve(key).dropna()) * run.args.get("num_unique_prompts_rollout", 1)
+
+
 def interval(runs: list[Run], key: str) -> tuple[float, float]:
-    """(mean, half the 95 % interval) of the final values of repetitions; NaN for what too few runs do not give."""
-    values = finals(runs, key)
-    if len(values) < 2:
-        return values.mean(), math.nan
-    return values.mean(), t_quantile(len(values) - 1) * values.sem()
+    """(mean, half the 95 % interval) of the final values of repetitions; NaN for what too few runs do not give.
+
+    Of rates the larger half, which is not 0 where all are 0 or 1.
+    """
+    with_value = [run for run in runs if not math.isnan(run.final(key))]
+    problems = [problems_behind(run, key) for run in with_value]
+    trials = None if None in problems or not problems else min(problems)
+    mean, low, high = mean_interval([run.final(key) for run in with_value], trials)
+    return mean, max(mean - low, high - mean)
 
 
 def draw_comparison(runs: list[Run], by: list[str], keys: list[str], x: str, output: Path) -> None:

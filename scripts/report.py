@@ -34,7 +34,9 @@ FIRST = (
     "completions/",
     "time/step",
 )
-NO_CURVE = ("step", "episode", "eval/problems", "eval/samples", "eval/right", "eval/weights_version")
+NO_CURVE = (
+    *("step", "episode", "eval/problems", "eval/samples", "eval/right", "eval/rewards", "eval/weights_version"),
+)
 
 POINTS = 2_000  # of a curve at most
 CHARACTERS = 30_000_000  # of samples at most: what a browser opens

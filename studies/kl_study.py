@@ -35,6 +35,7 @@ import plot
 
 import grpo
 from runtime.arguments.flags import PRESENTATION
+from runtime.grading.intervals import mean_interval
 from runtime.run import directory
 from runtime.system import process
 
@@ -190,9 +191,8 @@ def parts(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 def interval(values: pd.Series) -> tuple[float, float]:
     """(mean, half the 95 % interval); NaN for the half of a single value."""
-    if len(values) < 2:
-        return values.mean(), np.nan
-    return values.mean(), plot.t_quantile(len(values) - 1) * values.sem()
+    mean, _, high = mean_interval(values)
+    return mean, high - mean
 
 
 def geometric(values: pd.Series) -> tuple[float, float, float]:

@@ -46,9 +46,9 @@ import run_many
 import script_loader
 
 from runtime.arguments import flags
+from runtime.grading.intervals import least_half, mean_interval
 from runtime.run import directory
 from runtime.run.run_files import read
-from runtime.run.verdict import t_quantile
 from runtime.system import process
 
 PLACE = "--output_dir runs/ab "
@@ -84,37 +84,49 @@ def widest(pairs: int) -> float:
     return math.sqrt((pairs - 1) * (growth - 1) / (1 - growth / (1 + pairs)))
 
 
-def interval(differences: list[float], pairs: int | None = None) -> tuple[float, float]:
-    """(mean, half the width of its interval) of some differences, or of ``pairs`` with their mean and deviation."""
+def interval(differences: list[float], pairs: int | None = None, problems: int = 0) -> tuple[float, float]:
+    """(mean, half the width of its interval) of some differences, or of ``pairs`` with their mean and deviation.
+
+    problems: behind each value, where the values are rates. The half is then not 0 where no pair differs, as where all
+    responses of both sides are right.
+    """
     pairs = pairs or len(differences)
     mean = statistics.fmean(differences)
     if len(differences) < 2 or math.isinf(widest(pairs)):
         return mean, math.inf
-    return mean, widest(pairs) * statistics.stdev(differences) / math.sqrt(pairs)
+    quantile = widest(pairs)
+    half = quantile * statistics.stdev(differences) / math.sqrt(pairs)
+    if problems:
+        half = max(half, least_half(pairs * problems, quantile))
+    return mean, half
 
 
-def verdict(differences: list[float], smallest: float, pairs: int | None = None) -> str:
-    """better, worse, no difference, or "" while it is open."""
+def verdict(differences: list[float], smallest: float, pairs: int | None = None, problems: int = 0) -> str:
+    """better, worse, no difference, or "" while it is open.
+
+    problems: behind each value, where the values are rates and so far all are 0 or 1. That they are equal does
+    then not say that the runs are.
+    """
     if not differences:
         return ""
-    mean, half = interval(differences, pairs)
-    if len(differences) >= 3 and not any(differences):  # bit for bit
+    mean, half = interval(differences, pairs, problems)
+    if len(differences) >= 3 and not any(differences) and not problems:  # bit for bit
         return "no difference"
     if abs(mean) > half:
         return "better" if mean > 0 else "worse"
     return "no difference" if abs(mean) + half < smallest else ""
 
 
-def state_of(differences: list[float], smallest: float) -> str:
-    """The comparison so far, in words."""
-    mean, half = interval(differences)
+def state_of(differences: list[float], smallest: float, problems: int = 0) -> str:
+    """The comparison so far, in words. ``problems``: as of ``verdict``."""
+    mean, half = interval(differences, None, problems)
     words = f"{mean:+.4f}"
     if not math.isinf(half):
         words += f" [{mean - half:+.4f}, {mean + half:+.4f}]"
-    if len(differences) < 3 or verdict(differences, smallest):
+    if len(differences) < 3 or verdict(differences, smallest, None, problems):
         return words
     numbers = range(len(differences) + 1, 1000)
-    enough = next((n for n in numbers if verdict(differences, smallest, n)), 1000)
+    enough = next((n for n in numbers if verdict(differences, smallest, n, problems)), 1000)
     return f"{words}, about {enough - len(differences)} more seeds to decide"
 
 
@@ -155,6 +167,13 @@ class Arm:
         tenth = max(1, len(values) // 10)
         last = 1 if metric.startswith("eval/") else tenth
         return statistics.fmean(values[-last:])
+
+    def problems(self, seed: int, metric: str) -> int:
+        """The problems behind a rate of a finished run's last evaluation; 0 for a metric that is no such rate."""
+        group, _, name = metric.rpartition("/")
+        if not (group.startswith("eval") and name.startswith(("pass@", "majority@"))):
+            return 0
+        return int(self.value(seed, f"{group}/problems"))
 
     def ends(self, seed: int, metric: str) -> tuple[float, float]:
         """The values of the evaluations before the first step and after the last one of a finished run."""
@@ -237,25 +256,32 @@ def parse(parser: argparse.ArgumentParser, seeds: str) -> tuple[argparse.Namespa
     return options, [*shlex.split(PLACE if options.quickstart else TESTBED), *words[end + 1 : -1]]
 
 
-def gain(ends: list[tuple[float, float]]) -> tuple[float, float, float]:
-    """(mean gain, low, high) of (before, after) of some seeds that were fixed before, by Student's t."""
-    gains = [after - before for before, after in ends]
-    mean = statistics.fmean(gains)
-    if len(gains) < 2:
+def gain(ends: list[tuple[float, float]], problems: int = 0) -> tuple[float, float, float]:
+    """(mean gain, low, high) of (before, after) of some seeds that were fixed before, by Student's t.
+
+    problems: behind each value, where the values are rates; the interval is then never a point, and within -1 and 1.
+    """
+    mean, low, high = mean_interval([after - before for before, after in ends])
+    if math.isnan(low):
         return mean, -math.inf, math.inf
-    half = t_quantile(len(gains) - 1) * statistics.stdev(gains) / math.sqrt(len(gains))
-    return mean, mean - half, mean + half
+    if problems:
+        half = least_half(len(ends) * problems)
+        low, high = max(-1.0, min(low, mean - half)), min(1.0, max(high, mean + half))
+    return mean, low, high
 
 
-def told(ends: dict[str, list[tuple[float, float]]], line: str, metric: str) -> str:
-    """A row for each control, and the sentence. ``ends``: (before, after) by seed of "none" and of each control."""
+def told(ends: dict[str, list[tuple[float, float]]], line: str, metric: str, problems: int = 0) -> str:
+    """A row for each control, and the sentence. ``ends``: (before, after) by seed of "none" and of each control.
+
+    problems: as of ``gain``.
+    """
     rows = [f"| trained on | {metric} before | after | gain | 95 % interval |", "|---|---|---|---|---|"]
     parts = []
     for name, pairs in ends.items():
         trained_on = CONTROLS[name]
         before = statistics.fmean(pair[0] for pair in pairs)
         after = statistics.fmean(pair[1] for pair in pairs)
-        mean, low, high = gain(pairs)
+        mean, low, high = gain(pairs, problems)
         rows.append(
             f"| {trained_on} | {before:.3f} | {after:.3f} | {mean:+.3f} | {low:+.3f} to {high:+.3f} |",
         )
@@ -276,7 +302,8 @@ def compare_controls(line: str, shared: list[str], options: argparse.Namespace) 
     ends = {}
     for name, arm in arms.items():
         ends[name] = [arm.ends(seed, options.metric) for seed in options.seeds]
-    print(told(ends, line, options.metric))
+    problems = arms["none"].problems(options.seeds[0], options.metric)
+    print(told(ends, line, options.metric, problems))
     return 0
 
 
@@ -296,23 +323,29 @@ def main() -> int:
     if mine.folder(1) == other.folder(1):
         process.refuse(f"{options.mine} and {options.against} are one and the same run: there is nothing to compare")
     differences: list[float] = []
+    values: set[float] = set()
+
+    def problems() -> int:
+        """As of ``verdict``."""
+        return mine.problems(options.seeds[0], options.metric) if values <= {0.0, 1.0} else 0
 
     def enough(seeds: list[int]) -> bool:
         """Take the new pairs, one after another: what comes after the decision is not looked at."""
         for seed in seeds[len(differences) :]:
-            if verdict(differences, options.smallest):
+            if verdict(differences, options.smallest, None, problems()):
                 break
             ours = mine.value(seed, options.metric)
             theirs = other.value(seed, options.metric)
             differences.append(ours - theirs)
-            said = state_of(differences, options.smallest)
+            values.update((ours, theirs))
+            said = state_of(differences, options.smallest, problems())
             print(f"seed {seed}: {ours:.4f} against {theirs:.4f}; {len(differences)} pairs: {said}", flush=True)
-        return bool(verdict(differences, options.smallest))
+        return bool(verdict(differences, options.smallest, None, problems()))
 
     code = run([mine, other], options.seeds, options.lanes, enough)
     if code:
         return code
-    found = verdict(differences, options.smallest)
+    found = verdict(differences, options.smallest, None, problems())
     print(f"{options.mine} against {options.against}, {options.metric}: {found or 'undecided'}")
     return 0 if found else UNDECIDED
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from runtime.data.problem_set import seed_from
-from runtime.data.samples import Problem, Sample, equal_rewards
+from runtime.data.samples import Problem, Sample, equal_rewards, is_correct
 
 Request = tuple[int, int, int]  # (place of the problem in the batch, number of the response, its seed)
 
@@ -239,8 +239,7 @@ class Prompts:
         group = len(samples) // len(chosen)
         for place, index in enumerate(chosen):
             own = samples[place * group : (place + 1) * group]
-            correct = [sample.reward_parts.get("correct", sample.score) for sample in own]
-            self.state.rates[index] = sum(correct) / group
+            self.state.rates[index] = sum(map(is_correct, own)) / group
 
     def drop_solved(self) -> int:
         """Drop solved problems if an epoch has ended since the last call; the number of problems still drawn."""

@@ -120,8 +120,20 @@ def equal_rewards(lowest: Any, highest: Any) -> Any:
 
 
 def is_correct(sample: Sample) -> bool:
-    """Return True if the part ``correct`` of a response's reward, or otherwise its score, is above 0.5."""
+    """Return True for a correct response, by the only definition that there is; every count of them comes from here.
+
+    The part ``correct`` decides if the verifier states it, otherwise the complete score before shaping, which includes
+    the rewards of turns: above 0.5.
+    """
     return sample.reward_parts.get("correct", sample.score) > 0.5
+
+
+def is_graded(sample: Sample) -> bool:
+    """Return True if the verifier states no part ``correct`` and its score is neither 0 nor 1.
+
+    The rate of correct responses is then a coarse summary of the reward, which may rise while the rate does not.
+    """
+    return "correct" not in sample.reward_parts and sample.score not in (0, 1)
 
 
 def majority(group: list[Sample]) -> float:

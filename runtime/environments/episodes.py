@@ -489,5 +489,5 @@ class Episodes:
         if not episode.steps:
             return reward
         total = episode.steps[-1][1]
-        parts = reward.get("parts", {"correct": float(reward["score"] == 1)}) | {"turns": total}
+        parts = reward.get("parts", {}) | {"turns": total}
         return reward | {"score": reward["score"] + total, "parts": parts, "steps": episode.steps}

@@ -143,7 +143,7 @@ def check_earlier_run(folder: Path, args) -> None:
         config = read_config(folder)
     except ValueError as error:
         refuse(f"{folder}/config.json cannot be read ({error}); remove this file to resume from the checkpoints there")
-    other, _ = changed_arguments(config["args"], args)
+    other, _ = changed_arguments(config["args"], args, resolved=True)
     if other:
         change = ", ".join(other[:5])
         refuse(f"{folder} holds a run of another configuration ({change}); choose another --run_name or --exp_name")
@@ -242,11 +242,12 @@ def last_step(path: Path) -> int:
 
 
 def unfinished(folder: Path, args) -> str:
-    """Name the files of a finished run that are missing in ``folder``, or return "" if it is finished."""
+    """Name what ``folder`` lacks of a finished run, or return "" if it is finished.
+
+    ``args``: with the values of flags that were left open.
+    """
     config = json.loads((folder / "config.json").read_text())
     steps = total_steps(args, config.get("problems", 0))
-    if is_open(args, "total_steps"):
-        steps = config["args"]["total_steps"]
     reached = last_step(folder / "metrics.jsonl")
     if reached < steps:
         return f"is at step {max(reached, 0)} of {steps}"
@@ -367,7 +368,7 @@ def check_nothing_is_lost(folder: Path, args) -> None:
 
 def check_same_run(start: Path, state: dict[str, Any], args) -> None:
     """Refuse a checkpoint of another configuration or of other code."""
-    other, _ = changed_arguments(state["args"], args)
+    other, _ = changed_arguments(state["args"], args, resolved=True)
     if other:
         refuse(f"{start} belongs to a run of another configuration ({', '.join(other[:5])}); choose another --run_name")
     changed = changed_code(state.get("code"), code_of(args))
@@ -386,7 +387,7 @@ def report_changes(start: Path, state: dict[str, Any], args, world_size: int) ->
             f"  changed: {state['world_size']} rank(s) there, {world_size} here: the state of the optimizer is cut "
             f"anew for them, results are equal up to rounding"
         )
-    _, allowed = changed_arguments(state["args"], args)
+    _, allowed = changed_arguments(state["args"], args, resolved=True)
     for line in allowed:
         print_on_rank_0(f"  changed: {line}")
     for line in changed_code(state.get("code"), code_of(args)):

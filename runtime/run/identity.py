@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from runtime.arguments.flags import MAY_CHANGE, PRESENTATION, identity_value, is_open
-from runtime.system.process import PROJECT, file_digest
+from runtime.system.process import PROJECT, file_digest, versions
 from runtime.system.redaction import redact_values
+from runtime.training import derived_defaults, memory
 
 
 def recorded(args) -> dict[str, Any]:
@@ -22,18 +23,29 @@ def recorded(args) -> dict[str, Any]:
     return redact_values(json.loads(json.dumps(dataclasses.asdict(args))))
 
 
-def changed_arguments(theirs: dict[str, Any], args) -> tuple[list[str], list[str]]:
+def changed_arguments(theirs: dict[str, Any], args, resolved: bool = False) -> tuple[list[str], list[str]]:
     """Arguments that differ from those of an earlier run, in words.
 
     Returns two lists: the arguments that make it another run, and those that may change between the parts of one run.
+
+    Args:
+        theirs: the values with which the other run went, also of flags that it left open.
+        args: compared value by value.
+        resolved: flags that were left open have their values (``derived_defaults.fill``). Otherwise those that follow
+            from the model are read from it, and those that only the data would tell count as equal.
     """
     theirs = redact_values(theirs)
     ours = recorded(args)
     other = []
     allowed = []
     for name, value in ours.items():
-        follows = is_open(args, name) and value == getattr(type(args), name)  # from model and data, not read here
-        if value != theirs.get(name) and not follows:
+        unknown = not resolved and is_open(args, name) and value == getattr(type(args), name)
+        if unknown and value != theirs.get(name):
+            if name in (*derived_defaults.open_lengths(args), "total_steps"):
+                continue
+            by_model = derived_defaults.by_model(args, memory.read_model(args.model))
+            value, _ = by_model.get(name, (value, ""))
+        if value != theirs.get(name):
             words = f"--{name.rstrip('_')} {theirs.get(name)} there, {value} here"
             same = name in MAY_CHANGE or identity_value(name, value) == identity_value(name, theirs.get(name))
             (allowed if same else other).append(words)
@@ -45,6 +57,12 @@ def ignored_changes(theirs: dict[str, Any], args) -> list[str]:
     theirs = redact_values(theirs)
     ours = recorded(args)
     return [name for name in ours if ours[name] != theirs.get(name) and name not in PRESENTATION]
+
+
+def facts(args, data: str) -> dict[str, dict[str, Any]]:
+    """What all ranks of a launch must have in common; ``data``: ``directory.data_digest``."""
+    own = {f"--{name}": value for name, value in recorded(args).items() if name not in PRESENTATION}
+    return {"flag": own, "file": code_of(args), "package": versions(), "digest of": {"--dataset": data}}
 
 
 def script_of(args) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from runtime.arguments import presets
+from runtime.arguments.flags import OPEN, is_open
 from runtime.data.samples import Problem, Sample
 from runtime.run import verdict
 from runtime.run.directory import cut_back, last_step, left_by_a_run
@@ -166,6 +167,8 @@ def eval_line(result: dict[str, Any]) -> str:
     parts = [f"eval after step {result['step']}: pass@1 {result['eval/pass@1']:.3f}"]
     if result["eval/samples"] > 1:
         parts.append(f"pass@{result['eval/samples']} {result['eval/pass@k']:.3f}")
+    if result.get("eval/graded_frac"):
+        parts.append(f"reward {result['eval/reward_mean']:.3f}")
     parts.append(f"length {result['eval/length_mean']:.1f}")
     parts.append(f"truncated {result['eval/truncated_frac']:.0%}")
     parts.append(f"({result['eval/problems']} problems)")
@@ -222,7 +225,9 @@ class RunLog:
         self.wandb_id = None
         self.zero_steps = 0  # in a row, without a score above 0
         self.first = 0  # the step after which the run resumed
-        self.scores: dict[int, float | None] = {}  # step -> pass@1 of the evaluation after it
+        self.scores: dict[
+            int, float | None
+        ] = {}  # step -> pass@1 of the evaluation after it, or its reward where that is graded
         self.needless: Path | None = None  # a checkpoint that a finished run does not need
         self.begun = time.monotonic()
         self.timed_from: tuple[int, float] | None = None  # the step and time from which the ETA is computed
@@ -251,6 +256,7 @@ class RunLog:
         config = {
             "args": recorded(args),
             "resolved": resolved or {},
+            "left_open": [name for name in OPEN if is_open(args, name)],
             "world_size": world_size,
             "command": redact_words(sys.argv),
             "script": script_of(args),
@@ -339,13 +345,14 @@ class RunLog:
         with open(self.folder / file, "a") as f:
             f.write(json.dumps(_writable(record, secret_values()), default=np.ndarray.tolist) + "\n")
         if self.wandb is not None and file in ("metrics.jsonl", "eval.jsonl"):
-            numbers = {k: v for k, v in record.items() if k not in ("step", "eval/right")}
+            numbers = {k: v for k, v in record.items() if k != "step" and not isinstance(v, list)}
             self._track("log", numbers, step=record["step"])
 
     def evaluation(self, result: dict[str, Any]) -> None:
         """Write one evaluation to eval.jsonl and the console."""
         self.write("eval.jsonl", result)
-        self.scores[result["step"]] = result.get("eval/pass@1")
+        rated_by = "eval/reward_mean" if result.get("eval/graded_frac") else "eval/pass@1"
+        self.scores[result["step"]] = result.get(rated_by)
         print_on_rank_0(eval_line(result))
 
     def step(self, metrics: dict[str, Any], samples: list[Sample], batch: list[Problem]) -> None:

@@ -7,8 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from runtime.grading.intervals import paired_gain
 from runtime.run.doctor import Case, examine
 from runtime.run.run_files import control_of, read
 from runtime.system.process import write_whole
@@ -18,47 +17,41 @@ SMALL = 0.05  # a gain in pass@1 that is not missed: a run whose gain is surely 
 FILE = "verdict.json"
 
 
-def paired_gain(before: list[float], after: list[float]) -> tuple[float, float, float]:
-    """(gain, low, high): the mean over problems of after - before, with a 95 % interval. Rates of right answers.
-
-    Half a problem that only the first evaluation solves, half a one that only the second does, and one that does not
-    change are added for the interval (Agresti and Min 2005): else few problems that do not change would prove a lot.
-    """
-    change = np.array(after) - np.array(before)
-    count = len(change) + 2
-    center = change.sum() / count
-    error = math.sqrt(((change**2).sum() + 1) / count - center**2) / math.sqrt(count)
-    return change.mean(), max(-1.0, center - 1.96 * error), min(1.0, center + 1.96 * error)
-
-
-def t_quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t distribution, from its density integrated over [0, 20]."""
-    t = np.linspace(0, 20, 200_001)
-    log_scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
-    log_scale -= math.log(degrees * math.pi) / 2
-    density = np.exp(log_scale - (degrees + 1) / 2 * np.log1p(t * t / degrees))
-    between = (density[1:] + density[:-1]) / 2
-    area = np.cumsum(between) * t[1]  # from 0 to the second point, the third ...
-    return float(np.interp(0.475, area, t[1:]))
-
-
 def evaluations(folder: Path, last: int) -> dict[str, Any] | None:
-    """The evaluations before the first step and after the last one, compared; None where there are no such two."""
+    """Compare the evaluations before the first step and after the last one; None where there are no such two.
+
+    ``reward``: the same of the mean reward of each problem, where both evaluations have it. ``by_reward``: why that is
+    to be judged by, and not the rates of correct responses; "" where these say enough.
+    """
     found = {record.get("step"): record for record in read(folder / "eval.jsonl")}
     ends = [found.get(0, {}), found.get(last, {})]
     rates = [[right / end["eval/samples"] for right in end["eval/right"]] for end in ends if "eval/right" in end]
     if len(rates) < 2 or last == 0 or not rates[0] or len(rates[0]) != len(rates[1]):
         return None
-    gain, low, high = paired_gain(*rates)
-    before, after = (sum(rate) / len(rate) for rate in rates)
+    rewards = [end["eval/rewards"] for end in ends if None not in end.get("eval/rewards", [None])]
+    by_reward = ""
+    if any(end.get("eval/graded_frac", 0) > 0 for end in ends):
+        by_reward = "judged by the reward, which is more than right or wrong"
+    elif not any(map(any, rates)):
+        by_reward = "no evaluation has a correct answer, so judged by the reward"
     return {
         "problems": len(rates[0]),
-        "before": before,
-        "after": after,
-        "gain": gain,
-        "low": low,
-        "high": high,
+        **_compared(*rates, 1.0),
+        "by_reward": by_reward,
+        "reward": _compared(*rewards, None) if len(rewards) == 2 else None,
     }
+
+
+def _compared(before: list[float], after: list[float], spread: float | None) -> dict[str, float]:
+    """Means over problems, and their gain with its interval, in units of ``spread`` or of the range of all values."""
+    lowest = 0.0
+    if spread is None:
+        lowest = min(*before, *after)
+        spread = max(*before, *after) - lowest or 1.0
+    scaled = [[(value - lowest) / spread for value in values] for values in (before, after)]
+    gain, low, high = (spread * part for part in paired_gain(*scaled))
+    means = {"before": sum(before) / len(before), "after": sum(after) / len(after)}
+    return means | {"gain": gain, "low": low, "high": high}
 
 
 def judge(case: Case, rules: set[str], pair: dict[str, Any] | None) -> tuple[str, str]:
@@ -73,6 +66,8 @@ def judge(case: Case, rules: set[str], pair: dict[str, Any] | None) -> tuple[str
         return UNKNOWN, "the engine that was evaluated is not the model that was trained"
     if pair is None:
         return UNKNOWN, "no evaluations before the first and after the last step (--eval_prompts)"
+    if pair.get("by_reward"):
+        return by_reward(case, pair)
     if pair["low"] > 0:
         return LEARNED, "more is right after training than before it"
     if pair["high"] < 0:
@@ -80,6 +75,23 @@ def judge(case: Case, rules: set[str], pair: dict[str, Any] | None) -> tuple[str
     if pair["high"] < SMALL:
         return NOT_LEARNED, f"the gain is below {SMALL}"
     return UNKNOWN, "too few problems to tell a gain from none (--eval_prompts, --eval_samples)"
+
+
+def by_reward(case: Case, pair: dict[str, Any]) -> tuple[str, str]:
+    """(outcome, why) of a run whose correct responses say nothing or not enough: by the reward of its evaluations.
+
+    Its scale is unknown, so no gain of it is too small to count.
+    """
+    why, reward = pair["by_reward"], pair["reward"]
+    if reward is None:  # evaluations of an earlier version
+        curve = case.curve(case.reward())
+        return UNKNOWN, f"{why}; the reward of the steps went from {curve.iloc[0]:.3f} to {curve.iloc[-1]:.3f}"
+    if reward["low"] > 0:
+        return LEARNED, f"{why}, and it is higher after training than before it"
+    if reward["high"] < 0:
+        return NOT_LEARNED, f"{why}, and it is lower after training than before it"
+    ends = f"{reward['before']:.3f} to {reward['after']:.3f}"
+    return UNKNOWN, f"{why}; its mean went from {ends}, which may be chance (--eval_prompts, --eval_samples)"
 
 
 def verdict(folder: Path, last: int) -> dict[str, Any]:
@@ -116,6 +128,12 @@ def in_words(found: dict[str, Any]) -> str:
             f"           pass@1 {pair['before']:.3f} -> {pair['after']:.3f} on the same {pair['problems']} problems, "
             f"gain {pair['gain']:+.3f}, 95 % interval {pair['low']:+.3f} to {pair['high']:+.3f}"
         )
+        reward = pair["reward"] if pair["by_reward"] else None
+        if reward is not None:
+            lines.append(
+                f"           reward {reward['before']:.3f} -> {reward['after']:.3f}, gain {reward['gain']:+.3f}, "
+                f"95 % interval {reward['low']:+.3f} to {reward['high']:+.3f}"
+            )
     forms = {
         "groups_with_signal": "groups with signal {:.0%}",
         "truncated": "truncated {:.0%}",

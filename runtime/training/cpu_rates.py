@@ -57,21 +57,21 @@ def known_rates() -> dict[str, float]:
 
     They are kept in ``rlvr/product_rates.json`` of the user's cache (XDG_CACHE_HOME), where that can be written.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlvr"
     key = machine_key()
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlvr"
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "product_rates.json", "a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             text = file.read()
-            known = json.loads(text) if text else {}
-            if key not in known:
+            known = json.loads(text) if text.startswith("{") and text.endswith("}\n") else {}  # else it was cut off
+            if not known.get(key, {}).keys() >= {"float32", "bfloat16"}:
                 known[key] = product_rates()
                 file.truncate(0)
                 file.write(json.dumps(known, indent=1) + "\n")
             return known[key]
-    except (OSError, ValueError):  # no home, a full disk, or a file that was cut off
+    except (OSError, RuntimeError, ValueError, AttributeError):  # a full disk, no home, or a user without a name
         return product_rates()
 
 

@@ -114,9 +114,10 @@ def choices(args, problems: Sequence[Problem], count: int, model, tokenizer) -> 
     found = by_model(args, model)
     if found or other_data(args):
         found["total_steps"] = steps(args, count)
-    if other_data(args) and flags.is_open(args, "max_prompt_length") and args.overlong_prompts == "error":
+    lengths = open_lengths(args)
+    if "max_prompt_length" in lengths:
         found["max_prompt_length"] = prompt_length(problems)
-    if other_data(args) and flags.is_open(args, "max_response_length"):
+    if "max_response_length" in lengths:
         config, _, _ = model_files.read_configs(args.model, "--model_name_or_path", args.dry_run)
         prompt, _ = found.get("max_prompt_length", (args.max_prompt_length, ""))
         room = (config.get("max_position_embeddings") or math.inf) - prompt
@@ -125,17 +126,17 @@ def choices(args, problems: Sequence[Problem], count: int, model, tokenizer) -> 
     return {name: choice for name, choice in found.items() if flags.is_open(args, name)}
 
 
-def needs_data(args) -> bool:
-    """Return True if a length was not set and follows from the data."""
-    open_lengths = [name for name in ("max_prompt_length", "max_response_length") if flags.is_open(args, name)]
-    return other_data(args) and bool(open_lengths)
+def open_lengths(args) -> list[str]:
+    """Return the flags for lengths that were not given and follow from the data."""
+    lengths = ("max_prompt_length", "max_response_length")[args.overlong_prompts != "error" :]
+    return [name for name in lengths if other_data(args) and flags.is_open(args, name)]
 
 
 def fill(args, problems: list[Problem], eval_problems: list[Problem]) -> None:
     """Set what was not given to what follows from model and data. ``reasons`` says why."""
     model = memory.read_model(args.model)
     tokenizer = None
-    if needs_data(args):  # the tokenizer's library imports torch
+    if open_lengths(args):  # the tokenizer's library imports torch
         process.prepare_environment(args.dtype)
         if args.external_lib is not None:
             importlib.import_module(args.external_lib)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import re
 import shutil
 import socket
@@ -15,12 +14,14 @@ import time
 import urllib.request
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 
 import plot
 import pytest
 import report
 from helpers import ROOT, main_here, read_jsonl, run_here, tiny_args
+
+from runtime.grading.intervals import rate_interval, wilson
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PATIENCE = 120  # seconds for each answer of a browser, on a machine that works on other things as well
@@ -98,26 +99,30 @@ def test_a_band_in_time_is_interpolated_between_the_steps_of_each_run():
 
 
 def test_the_interval_is_students():
-    """Quantiles of the tables; mean and half width by hand; nothing for a single run."""
-    tables = {1: 12.7062, 2: 4.3027, 4: 2.7764, 9: 2.2622, 30: 2.0423}
-    assert {n: plot.t_quantile(n) for n in tables} == pytest.approx(tables, abs=1e-4)
+    """Mean and half width by hand; nothing for a single run; of a rate not 0 where every run has it at 1."""
     members = [run_of([v], 1.0) for v in (1.0, 2.0, 6.0)]
     assert plot.interval(members, "m") == pytest.approx((3.0, 4.30265 * 7**0.5 / 3**0.5), abs=1e-4)
     middle, half = plot.interval(members[:1], "m")
     assert middle == 1.0 and half != half
+    for rate in (0.0, 1.0):
+        record = {"step": 1, "eval/pass@1": rate, "eval/problems": 64}
+        perfect = [plot.Run(Path("x"), {}, [{"step": 1, "reward/correct": rate}], [record])] * 3
+        assert plot.interval(perfect, "eval/pass@1") == pytest.approx((rate, 0.0196), abs=1e-4)
+        assert plot.interval(perfect, "reward/correct")[1] > 0.1
 
 
 def test_the_interval_of_an_evaluation_is_that_of_its_problems():
-    """From pass@1 and pass@2 alone, and unknown where a problem has one sample."""
+    """Also at 0, at 1 and with one sample per problem; an older run has no counts of single problems."""
     right = [0, 0, 1, 2, 3, 4, 4, 4]
-    fractions = [count / 4 for count in right]
-    pairs = [1 - math.comb(4 - count, 2) / math.comb(4, 2) for count in right]
-    counts = {"step": 0, "eval/problems": 8}
-    several = counts | {"eval/samples": 4, "eval/pass@1": fmean(fractions), "eval/pass@2": fmean(pairs)}
-    one = counts | {"step": 1, "eval/samples": 1, "eval/pass@1": 0.5}
-    found = plot.pass_interval(plot.Run(Path("run"), {}, [{"step": 1}], [several, one]), "step")
-    assert found[0] == pytest.approx(1.96 * pstdev(fractions) / math.sqrt(8))
-    assert math.isnan(found[1])
+    counts = {"eval/problems": 8, "eval/samples": 4}
+    evals = [counts | {"step": 0, "eval/pass@1": fmean(right) / 4, "eval/right": right}]
+    evals.append(counts | {"step": 1, "eval/pass@1": 0.5, "eval/samples": 1, "eval/right": [0, 1] * 4})
+    evals += [counts | {"step": 2, "eval/pass@1": 1.0, "eval/right": [4] * 8}, counts | {"step": 3, "eval/pass@1": 0.0}]
+    run = plot.Run(Path("run"), {}, [{"step": step} for step in (1, 2, 3)], evals)
+    found = plot.pass_interval(run, "step")
+    wanted = [rate_interval([count / 4 for count in right], 4), wilson(4, 8), wilson(8, 8), wilson(0, 8)]
+    assert found.to_numpy().tolist() == [pytest.approx(ends) for ends in wanted] and list(found.index) == [0, 1, 2, 3]
+    assert (found["high"] - found["low"] > 0.3).all()
 
 
 def test_final_values_over_an_argument(runs, tmp_path):
@@ -469,7 +474,8 @@ def test_the_page_in_a_browser(folder, tmp_path):
         browser.value("document.getElementById('all').click()")
         names = browser.value(shown)
         logged = {k for f in ("metrics.jsonl", "eval.jsonl") for r in read_jsonl(folder / f) for k in r}
-        no_curve = {"step", "episode", "eval/problems", "eval/samples", "eval/right", "eval/weights_version"}
+        no_curve = {"step", "episode", "eval/problems", "eval/samples", "eval/weights_version"}
+        no_curve |= {"eval/right", "eval/rewards"}
         assert set(names) == logged - no_curve
 
         browser.type("q", "NEEDLE")

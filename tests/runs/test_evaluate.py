@@ -83,22 +83,6 @@ def test_majority():
     assert majority(written) == 0.5, "right ones agree, however written: 2, against 2 that say 3, and one 4"
 
 
-def test_wilson():
-    """Golden values: Wilson 1927, as in R's prop.test(correct = FALSE)."""
-    assert evaluate.wilson(15, 50) == pytest.approx((0.190985, 0.437539), abs=1e-4)
-    assert evaluate.wilson(0, 20) == pytest.approx((0.0, 0.161125), abs=1e-4)
-    assert evaluate.wilson(20, 20) == pytest.approx((1 - 0.161125, 1.0), abs=1e-4)
-
-
-def test_bootstrap():
-    """Near the normal approximation of a mean over problems, and the same at every call."""
-    rates = [0.0, 0.25, 0.5, 1.0] * 50
-    low, high = evaluate.bootstrap(rates)
-    spread = (sum((r - 0.4375) ** 2 for r in rates) / len(rates)) ** 0.5 / len(rates) ** 0.5
-    assert (low, high) == pytest.approx((0.4375 - 1.96 * spread, 0.4375 + 1.96 * spread), abs=0.01)
-    assert evaluate.bootstrap(rates) == (low, high)
-
-
 def test_strict_lenient_and_format_side_by_side():
     """A right number without the box is right for the lenient alone; a verifier's part is the format rate."""
     found = answers([["5", "x"], ["y", "z"]], problems("a", "b"))
@@ -121,6 +105,19 @@ def test_strict_lenient_and_format_side_by_side():
     for sample in found:
         sample.reward_parts = {}
     assert evaluate.side_by_side(found, words) == ("–", "–")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_columns_of_the_table_have_names_of_their_own(count):
+    """With one response per problem pass@k is pass@1; none right of 32 is a rate of 0 to 0.107, not of 0 to 0."""
+    several = problems(*["a"] * 32)
+    found = answers([["5"] * count] * 32)
+    result = utils.eval_metrics(found, several, step=0)
+    names, _, row = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in evaluate.table(found, several, result).splitlines()
+    )
+    assert len(set(names)) == len(names) == len(row)
+    assert row[names.index("95 % interval")] == "0.000 to 0.107" and ("pass@2" in names) == (count == 2)
 
 
 def test_greedy_is_one_response_to_each():

@@ -340,7 +340,7 @@ def test_the_rewards_of_turns_are_part_of_the_reward_and_stand_where_their_turns
     ends = [sum(counts[: k + 1]) for k in range(4)]
     assert ends[-1] == len(episode.logprobs)
     assert episode.outcome["steps"] == [(ends[0], 2.0), (ends[2], 2.5), (ends[3], 2.5)]
-    assert episode.outcome["score"] == 12.5 and episode.outcome["parts"] == {"correct": 0.0, "turns": 2.5}
+    assert episode.outcome["score"] == 12.5 and episode.outcome["parts"] == {"turns": 2.5}
     assert episode.outcome["status"] == "unscorable" and "could not convert" in episode.outcome["detail"]
     episode = one.play("3", "end")
     assert episode.outcome.keys() == {"score", "parts", "steps"}

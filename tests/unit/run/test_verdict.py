@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import doctor
 import numpy as np
@@ -81,6 +82,70 @@ def test_few_problems_that_do_not_change_prove_nothing():
     """Four that stay wrong leave room for a gain of 0.05; four hundred do not."""
     assert verdict.paired_gain([0.0] * 4, [0.0] * 4)[2] > verdict.SMALL
     assert verdict.paired_gain([0.0] * 400, [0.0] * 400)[2] < verdict.SMALL
+
+
+def written(folder: Path, *evaluations: dict) -> dict | None:
+    """What verdict.py makes of evaluations after steps 0 and 2: (right of each problem, reward of each problem)."""
+    folder.mkdir(exist_ok=True)
+    lines = [{"step": step, "eval/samples": 4} | more for step, more in zip((0, 2), evaluations, strict=True)]
+    (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return verdict.evaluations(folder, 2)
+
+
+def evaluation(right: list[int], rewards: list[float] | None, graded: float) -> dict:
+    return {"eval/right": right, "eval/graded_frac": graded} | ({"eval/rewards": rewards} if rewards else {})
+
+
+WRONG, RIGHT = [0] * 64, [4] * 64
+RISEN = [0.3 + 0.001 * i for i in range(64)], [0.7 - 0.001 * i for i in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "outcome", "why"),
+    [
+        (evaluation(WRONG, RISEN[0], 1.0), evaluation(WRONG, RISEN[1], 1.0), verdict.LEARNED, "it is higher"),
+        (evaluation(RIGHT, RISEN[0], 1.0), evaluation(RIGHT, RISEN[1], 1.0), verdict.LEARNED, "it is higher"),
+        (evaluation(RIGHT, RISEN[1], 1.0), evaluation(RIGHT, RISEN[0], 1.0), verdict.NOT_LEARNED, "it is lower"),
+        (evaluation(WRONG, RISEN[0], 1.0), evaluation(WRONG, RISEN[0], 1.0), verdict.UNKNOWN, "may be chance"),
+        (evaluation(WRONG, [0.0] * 64, 0.0), evaluation(WRONG, [0.0] * 64, 0.0), verdict.UNKNOWN, "no evaluation has"),
+        (evaluation(WRONG, [0.0] * 64, 0.0), evaluation(WRONG, [0.2] * 64, 0.0), verdict.LEARNED, "no evaluation has"),
+        (evaluation(WRONG, None, 0.0), evaluation(WRONG, None, 0.0), verdict.UNKNOWN, "the reward of the steps went"),
+        (evaluation(RIGHT, [1.0] * 64, 0.0), evaluation(RIGHT, [1.0] * 64, 0.0), verdict.NOT_LEARNED, "below 0.05"),
+        (evaluation(WRONG, [0.0] * 64, 0.0), evaluation(RIGHT, [1.0] * 64, 0.0), verdict.LEARNED, "more is right"),
+    ],
+)
+def test_the_reward_judges_where_correct_answers_do_not(tmp_path, before, after, outcome, why):
+    """A graded reward, and one by which no answer was ever correct; a rate that says something still decides."""
+    pair = written(tmp_path / "run", before, after)
+    metrics, samples = healthy()
+    found = verdict.judge(Case(ARGS, metrics, samples), set(), pair)
+    assert found[0] == outcome and why in found[1]
+    words = verdict.in_words({"outcome": outcome, "why": found[1], "control": "", "evaluation": pair, "findings": []})
+    assert ("           reward " in words) == bool(pair["by_reward"] and pair["reward"])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0, 1e-6])
+def test_the_interval_of_a_reward_follows_its_scale(tmp_path, scale):
+    """Rewards in other units, and from another zero, have the same verdict; equal ones no interval of width 0."""
+    ends = [evaluation(WRONG, [scale * (value - 5) for value in values], 1.0) for values in RISEN]
+    reward = written(tmp_path / "run", *ends)["reward"]
+    assert reward["gain"] == pytest.approx(scale * 0.337) and 0 < reward["low"] < reward["gain"] < reward["high"]
+    level = written(tmp_path / "run", *[evaluation(WRONG, [scale] * 64, 1.0)] * 2)["reward"]
+    assert level["low"] < 0 < level["high"]
+
+
+def test_a_run_whose_rewards_are_never_1_is_not_said_to_have_learned_nothing(tiny, tmp_path, capfd, monkeypatch):
+    """The first reward of the page on rewards, of right answers alone: pass@1 is 1, and doctor.py does not say 3."""
+    args = tiny_args(tiny, tmp_path, eval_prompts=16, verifier=f"{VERIFIERS}:shorter")
+    run_here(args)
+    folder = folder_of(args)
+    last = read_jsonl(folder / "eval.jsonl")[-1]
+    metrics = read_jsonl(folder / "metrics.jsonl")[-1]
+    assert last["eval/pass@1"] == metrics["reward/correct"] == 1.0 > metrics["reward/mean"] > 0.9
+    assert "judged by the reward" in capfd.readouterr().out
+    assert verdict.outcome_of(folder) != verdict.NOT_LEARNED
+    monkeypatch.setattr("sys.argv", ["doctor.py", str(folder)])
+    assert doctor.main() != 3
 
 
 def test_a_run_ends_with_its_verdict(tiny, tmp_path, capfd, monkeypatch):

@@ -72,6 +72,18 @@ def test_no_difference_is_said_where_the_interval_is_narrow():
     assert paired_comparison.verdict([], 0.03) == "" and paired_comparison.verdict([0.1], 0.03) == ""
 
 
+def test_rates_that_are_all_0_or_all_1_are_not_bit_for_bit_the_same_run():
+    """Both sides have every problem wrong: three pairs of four problems leave a difference of 0.03 open."""
+    assert paired_comparison.verdict([0.0] * 3, 0.03, None, 4) == ""
+    assert "about" in paired_comparison.state_of([0.0] * 3, 0.03, 4)
+    assert paired_comparison.verdict([0.0] * 44, 0.03, None, 64) == "no difference"
+    _, half = paired_comparison.interval([1.0] * 8, None, 64)
+    assert 0 < half < 0.05 and paired_comparison.verdict([1.0] * 8, 0.03, None, 64) == "better"
+    mean, low, high = paired_comparison.gain([(0.0, 1.0)] * 5, 64)
+    assert mean == high == 1.0 and 0.99 < low < 1.0
+    assert paired_comparison.gain([(1.0, 1.0)] * 5, 64)[1:] == pytest.approx((-0.0061, 0.0061), abs=1e-4)
+
+
 def test_the_number_of_missing_pairs_is_the_first_that_decides():
     differences = [0.05, -0.01, 0.04, 0.02, -0.02, 0.03]
     more = int(paired_comparison.state_of(differences, 0.001).partition("about ")[2].split()[0])

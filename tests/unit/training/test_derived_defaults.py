@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
+import is_finished
 import memory_tables as script
 import pytest
-from helpers import ROOT, make_tiny
+from helpers import PROBLEMS, ROOT, make_tiny
 
 import grpo
 import ppo
@@ -17,7 +20,7 @@ from runtime.arguments import flags
 from runtime.data import problem_set, rendering
 from runtime.data.samples import Problem
 from runtime.run import directory
-from runtime.run.identity import changed_arguments, recorded
+from runtime.run.identity import changed_arguments, code_of, recorded
 from runtime.training import derived_defaults, memory
 
 
@@ -172,6 +175,78 @@ def test_what_was_chosen_is_the_runs_own(gsm8k, tiny, tmp_path):
     assert "max_response_length=1024" in directory.run_name(given, grpo.Args()) or "-" in directory.run_name(
         given, grpo.Args()
     )
+
+
+SMALL_RUN = ("--run_name", "x", "--eval_prompts", "4", "--verifier", "gsm8k")
+GIVEN = {"learning_rate": 3e-4, "critic_learning_rate": 7e-4, "max_prompt_length": 200, "max_response_length": 48}
+
+
+def started(words: tuple, module=grpo) -> Any:
+    """The arguments as a start leaves them, on the way into main."""
+    args = parsed(*words, of=module)
+    module.preflight(args)
+    return args
+
+
+def left_behind(args, finished: bool) -> Path:
+    """The folder of a run with these arguments: all of it, or its first two steps and no checkpoint."""
+    folder = Path(args.output_dir) / args.run_name
+    (folder / "model").mkdir(parents=True)
+    config = {"args": recorded(args), "code": code_of(args), "problems": 196}
+    config["left_open"] = [name for name in flags.OPEN if flags.is_open(args, name)]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in (1, 2)))
+    (folder / "eval.jsonl").write_text('{"step": 2}\n')
+    for name in ("config.json", "model.safetensors"):
+        (folder / "model" / name).write_text("")
+    if not finished:
+        (folder / "model" / "config.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("data", ["quickstart", "other"])
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_flag_that_was_given_and_is_left_out_makes_another_run(name, data, finished, gsm8k, tiny, tmp_path, capsys):
+    """Straight, finished, and as scripts/is_finished.py says it; given again with the same value it is the same run."""
+    module = ppo if name == "critic_learning_rate" else grpo
+    words = (*SMALL_RUN, "--model_name_or_path", tiny, "--output_dir", tmp_path / "runs", "--total_steps", "2")
+    words += ("--dataset", gsm8k if data == "other" else f"{PROBLEMS}")
+    monkey = pytest.MonkeyPatch()
+    if data == "quickstart":  # reasoning-gym takes seconds: the same class of data by its name
+        monkey.setattr(derived_defaults, "other_data", lambda args: False)
+    with monkey.context():
+        left_behind(started((*words, f"--{name}", GIVEN[name]), module), finished)
+        with pytest.raises(SystemExit) as end:
+            started(words, module)
+        assert end.value.code == 2 and f"--{name} {GIVEN[name]} there" in capsys.readouterr().err
+        bare = parsed(*words, of=module)
+        state, said = is_finished.state(bare, module.Args())
+        assert state == is_finished.LEAVE and f"--{name} {GIVEN[name]} there" in said
+        assert bare.learning_rate == grpo.Args.learning_rate, "only a copy is filled in"
+        again = parsed(*words, f"--{name}", GIVEN[name], of=module)
+        state, said = is_finished.state(again, module.Args())
+        assert state == (is_finished.FINISHED if finished else is_finished.RUN), said
+    monkey.undo()
+
+
+def test_what_both_parts_leave_open_is_the_same_run(gsm8k, tiny, tmp_path):
+    """scripts/is_finished.py then reads no data. A number of steps that was given, and no longer is, is not the end."""
+    words = (*SMALL_RUN, "--model_name_or_path", tiny, "--output_dir", tmp_path / "runs", "--dataset", gsm8k)
+    folder = left_behind(started(words), True)
+    bare = parsed(*words)
+    steps = json.loads((folder / "config.json").read_text())["args"]["total_steps"]
+    (folder / "metrics.jsonl").write_text(f'{{"step": {steps}}}\n')
+    (folder / "eval.jsonl").write_text(f'{{"step": {steps}}}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problem_set, "load_problems", lambda *_: 1 / 0)
+        assert is_finished.state(bare, grpo.Args())[0] == is_finished.FINISHED
+    with pytest.raises(SystemExit) as end:
+        started(words)
+    assert end.value.code == 0
+    shutil.rmtree(folder)
+    left_behind(started((*words, "--total_steps", "2")), True)
+    assert is_finished.state(bare, grpo.Args()) == (is_finished.RUN, f"begun: {folder} is at step 2 of {steps}")
 
 
 def test_a_bare_command_says_what_it_chose(gsm8k, tiny, tmp_path, capsys):

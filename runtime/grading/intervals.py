@@ -1,0 +1,113 @@
+"""95 % intervals of rates, gains and means: the only ones that the project prints. Imports no torch.
+
+None is a point where all responses are correct or none is: 0 of 32 is a rate of 0.000 to 0.107.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+Z = 1.959964  # the 97.5 % quantile of the normal distribution
+
+
+def wilson(right: float, count: float) -> tuple[float, float]:
+    """Return the score interval (low, high) of a probability after ``right`` of ``count`` trials (Wilson 1927)."""
+    rate = right / count
+    square = Z * Z / count
+    center = rate + square / 2
+    variance = rate * (1 - rate)
+    width = square * variance + square**2 / 4
+    width = math.sqrt(width)
+    scale = 1 + square
+    low = center - width
+    high = center + width
+    low /= scale
+    high /= scale
+    if right == 0:  # rounding would leave 1e-18
+        low = 0.0
+    if rate == 1:
+        high = 1.0
+    return low, high
+
+
+def rate_interval(rates: Sequence[float], samples: int) -> tuple[float, float]:
+    """Return the interval (low, high) of the mean of ``rates``: each problem's fraction of ``samples`` responses.
+
+    Responses to one problem are alike, so the count of Wilson's interval is the number of independent responses of the
+    same variance between problems (Kish's design effect; Korn and Graubard 1998). A problem of rate 0 and one of rate 1
+    are added for that count alone: where all problems agree by chance, their variance of 0 would prove everything. The
+    count is the number of problems where each has one response, or where all rates are 0 or all are 1, and at most that
+    of all responses.
+    """
+    extended = np.array([*rates, 0.0, 1.0])
+    middle = extended.mean()
+    alone = middle * (1 - middle)
+    independent = float(alone / extended.var())
+    count = len(rates) * min(samples, independent)
+    rate = float(np.mean(rates))
+    return wilson(rate * count, count)
+
+
+def paired_gain(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
+    """Return (gain, low, high): the mean over problems of after - before, rates of 0 to 1, and its interval.
+
+    Half a problem that only the first evaluation solves, half a one that only the second does, and one that does not
+    change are added for the interval (Agresti and Min 2005): else few problems that do not change would prove a lot.
+    """
+    change = np.array(after) - np.array(before)
+    count = len(change) + 2
+    center = float(change.sum()) / count
+    squares = (change**2).sum() + 1
+    variance = float(squares) / count
+    variance -= center**2
+    half = Z * math.sqrt(variance / count)
+    low = max(-1.0, center - half)
+    high = min(1.0, center + half)
+    return float(change.mean()), low, high
+
+
+def least_half(trials: float, quantile: float = Z) -> float:
+    """Return half the interval of a paired difference of rates where none of ``trials`` problems changes."""
+    return quantile / (trials + 2)  # as in paired_gain
+
+
+def t_quantile(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution, from its density integrated over [0, 20]."""
+    t = np.linspace(0, 20, 200_001)
+    power = (degrees + 1) / 2
+    log_scale = math.lgamma(power) - math.lgamma(degrees / 2)
+    log_scale -= math.log(degrees * math.pi) / 2
+    log_tail = power * np.log1p(t * t / degrees)
+    density = np.exp(log_scale - log_tail)
+    between = (density[1:] + density[:-1]) / 2
+    area = np.cumsum(between) * t[1]  # from 0 to the second point, the third ...
+    return float(np.interp(0.475, area, t[1:]))
+
+
+def mean_interval(values: Sequence[float], trials: float | None = None) -> tuple[float, float, float]:
+    """Return (mean, low, high) of repetitions by Student's t; low and high are NaN for a single value.
+
+    trials: where the values are rates, the number of problems behind each. The interval then stays within 0 and 1, and
+    holds Wilson's of all those problems, because repetitions that are all right do not vary.
+    """
+    values = np.asarray(values, dtype=float)
+    count = len(values)
+    if count == 0:
+        return math.nan, math.nan, math.nan
+    mean = float(values.mean())
+    if count == 1:
+        return mean, math.nan, math.nan
+    deviation = float(values.std(ddof=1))
+    error = deviation / math.sqrt(count)
+    half = t_quantile(count - 1) * error
+    low = mean - half
+    high = mean + half
+    if trials is not None:
+        trials = trials * count
+        least = wilson(mean * trials, trials)
+        low = max(0.0, min(low, least[0]))
+        high = min(1.0, max(high, least[1]))
+    return mean, low, high
