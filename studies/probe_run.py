@@ -1,0 +1,448 @@
+"""Run a training script for two steps on fixed samples, and record what its update computed, token by token.
+
+studies/check_update.py compares such runs. The model is a random Llama of 50 thousand parameters with the tokenizer of
+the test bed. Everything between the samples and the optimizer is the script's own: its ``main`` runs in a fork of this
+process, on CPU ranks under DeepSpeed. Three things are replaced in the fork. The engine answers with responses that
+depend on the prompt and the sample number alone, so two runs with other sizes or orders have the same samples. The
+verifiers run in the same process. AdamW has a large epsilon, so rounding is not amplified to the size of a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import itertools
+import json
+import os
+import random
+import shutil
+import socket
+import sys
+import time
+import traceback
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
+
+import diff_runs
+import numpy as np
+import pretrain_tiny
+import torch
+
+from rewards import Reward, shape_reward
+from runtime.system import process
+
+PROMPTS = 4
+GROUP = 4
+LONGEST = 12  # tokens of a response
+EQUAL = 2  # the problem whose responses all have one reward
+TEMPERATURE = 0.7  # not 1: a trainer that ignores it computes other log-probs
+NOISE = 0.3  # standard deviation, in nats, of the sampler's log-probs around the trainer's, where a probe has it
+LIMIT = 60.0  # seconds of one probe
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One run: the arguments that differ from the script's, the number of ranks, and changes to the samples."""
+
+    name: str
+    flags: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    reverse: bool = False  # samples of a group are numbered from the last to the first
+    noise: bool = False  # the sampler's log-probs are not the trainer's
+    observed: bool = False  # some responses have tokens that an environment wrote
+    other_truncated: bool = False  # truncated responses have other tokens
+    scale: tuple[float, float] = (1.0, 0.0)  # each reward is multiplied by the first, and then the second is added
+
+
+@dataclass
+class Update:
+    """What one optimizer step of a recorded run computed."""
+
+    tokens: dict[str, torch.Tensor]  # by field of Tokens, and loss_T: [N]; NaN for tokens outside the loss
+    loss: float  # what was backpropagated, summed over micro-batches and averaged over ranks
+    gradient: dict[str, torch.Tensor]  # by parameter, before clipping
+    world_size: int
+
+
+@dataclass
+class Recorded:
+    """A recorded run. ``failure``: the last lines that it printed, where it ended early."""
+
+    probe: Probe
+    args: Any = None
+    samples: list[list] = field(default_factory=list)  # by step
+    in_loss: list[list[int]] = field(default_factory=list)  # by step: numbers of samples
+    arrays: list[dict[str, torch.Tensor]] = field(default_factory=list)  # by step: flat arrays of main, [N + 1]
+    updates: list[list[Update]] = field(default_factory=list)  # by step, of the policy
+    critic: list[list[Update]] = field(default_factory=list)  # by step, of ppo.py's critic
+    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # by version: those that step s begins with
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    failure: str = ""
+
+
+# ---------------------------------------------------------------------------------------------------- model and samples
+
+
+def make_model(folder: Path, seed: int = 0) -> Path:
+    """Write a random two-layer Llama with the test bed's tokenizer."""
+    torch.manual_seed(seed)
+    recipe = pretrain_tiny.Recipe(seed=seed, hidden=32, layers=2, heads=2, intermediate=64)
+    tokenizer = pretrain_tiny.make_tokenizer()
+    model = pretrain_tiny.make_model(recipe, tokenizer)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.mul_(2.0)  # log-probs that differ by more than a little from token to token
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_problems(path: Path, count: int = PROMPTS) -> Path:
+    """Write problems of unequal lengths."""
+    rows = [{"question": f"{'abcdefgh'[: 1 + 2 * k % 7]} {k}", "answer": str(k)} for k in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def make_response(probe: Probe, prompt_ids: list[int], number: int, end: int) -> tuple[list[int], str, list]:
+    """(ids, finish reason, observed spans) of a response: it depends on prompt and number alone.
+
+    Of four, the first is one token, the second is truncated, and the third and the fourth begin alike.
+    """
+    draw = random.Random(f"{prompt_ids}")
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(60, 250) for _ in range(count)]
+
+    common = ids(3)
+    kinds = [ids(0), ids(LONGEST), common + ids(2), common + ids(5)]
+    if probe.other_truncated:
+        kinds[1] = ids(LONGEST)
+    spans = [(1, 3)] if probe.observed and number >= 2 else []
+    if number == 1:
+        return kinds[1], "length", spans
+    return [*kinds[number % GROUP], end], "stop", spans
+
+
+def make_reward(sample, scale: tuple[float, float]) -> float:
+    """A reward in quarters that depends on the response alone; the same for all responses to one problem."""
+    value = zlib.crc32(np.asarray(sample.response_ids).tobytes()) % 4 / 4
+    if sample.response_ids.tolist()[-1:] == [] or sample.finish_reason == "length":
+        value = 0.25
+    if sample.prompt_ids[-2] == equal_digit():
+        value = 1.0
+    return value * scale[0] + scale[1]
+
+
+def equal_digit() -> int:
+    """Token of the digit that names the problem whose responses all have one reward, before the end of a prompt."""
+    return pretrain_tiny.make_tokenizer()(str(EQUAL))["input_ids"][0]
+
+
+# ----------------------------------------------------------------------------------------------------------- in a fork
+
+
+class FixedEngine:
+    """The rollout thread of a probe: it answers with ``make_response``, and keeps the weights it is given."""
+
+    def __init__(self, probe: Probe):
+        self.probe = probe
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    def run(self, args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
+        """Answer the messages of ``vllm_thread`` in the scripts."""
+        try:
+            self.serve(args, stop_ids, inbox, outbox)
+        except BaseException as error:
+            outbox.put(("error", error))
+
+    def serve(self, args, stop_ids: list[int], inbox, outbox) -> None:
+        pretrained = importlib.import_module("runtime.training.pretrained")
+        model = pretrained.load_model(args, torch.float32, "sdpa").eval()
+        version = 0
+        outbox.put(("ready",))
+        while True:
+            kind, *body = inbox.get()
+            if kind == "stop":
+                return
+            if kind == "weights":
+                version, weights = body
+                own = {name: weight.clone() for name, weight in weights}
+                model.load_state_dict(own, strict=False)
+                self.weights.append(own)
+                outbox.put(("weights", version, 0.0))
+            if kind == "sleep":
+                outbox.put(("slept",))
+            if kind == "generate":
+                number, requests, sampling = body
+                for key, prompt_ids, *_ in requests:
+                    place = GROUP - 1 - key[1] if self.probe.reverse else key[1]
+                    ids, reason, spans = make_response(self.probe, list(prompt_ids), place, stop_ids[0])
+                    ids = ids[-sampling["max_tokens"] :]
+                    logprobs = self.logprobs(model, list(prompt_ids), ids, spans, sampling["temperature"])
+                    outbox.put(("sample", number, key, ids, logprobs, reason, [(version, 0)], spans))
+
+    @torch.no_grad()
+    def logprobs(self, model, prompt: list[int], ids: list[int], spans: list, temperature: float) -> list[float]:
+        """Log-probs of the model's own tokens."""
+        found = plain_logprobs(model, prompt, ids, temperature).tolist()
+        draw = random.Random(f"{prompt}/{ids}")
+        if self.probe.noise:
+            found = [min(x + NOISE * draw.gauss(0, 1), -1e-3) for x in found]
+        return [x for t, x in enumerate(found) if not any(a <= t < b for a, b in spans)]
+
+
+def plain_logprobs(model, prompt: list[int], ids: list[int], temperature: float) -> torch.Tensor:
+    """Log-probs [L] of a response from one plain forward pass: no padding, no packing, no shared prefix."""
+    row = torch.tensor([[*prompt, *ids]])
+    logits = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logp = (logits / temperature).log_softmax(-1)
+    return logp.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+
+
+class FixedVerifiers:
+    """Scores in this process, by ``make_reward``, with the interface of ``rewards.Verifiers``."""
+
+    def __init__(self, probe: Probe, args):
+        self.probe = probe
+        self.args = args
+
+    def submit(self, sample, problem) -> tuple:
+        return sample, problem, []
+
+    def collect(self, submitted: list[tuple], on_result, gather=list) -> list:
+        for sample, _, _ in submitted:
+            value = make_reward(sample, self.probe.scale)
+            shape_reward(sample, Reward(value, {"correct": float(value == 1.0)}), self.args)
+        return gather([sample for sample, _, _ in submitted])
+
+    def close(self) -> None:
+        pass
+
+
+class Recorder:
+    """Collects what ``main`` computes on one rank."""
+
+    def __init__(self, probe: Probe, engine: FixedEngine):
+        self.engine = engine
+        self.found = Recorded(probe)
+        self.pending: dict[str, list] = {}  # what has been added since the last optimizer step
+        self.losses: dict[str, float] = {}
+
+    def install(self, script: ModuleType) -> None:
+        """Wrap what every copy of a script calls in phases 6, 7 and 9."""
+        utils = importlib.import_module("utils")
+        zero = importlib.import_module("runtime.training.deepspeed_zero")
+        deepspeed = importlib.import_module("deepspeed")
+        logger = importlib.import_module("runtime.run.logger")
+        saving = importlib.import_module("runtime.run.saving")
+        utils.ADAM_EPS = 1e-2
+        utils.hf_thread = self.engine.run
+        script.Verifiers = lambda args, *_: FixedVerifiers(self.found.probe, args)
+        saving.save_model = saving.save_critic = lambda *_: None
+        self.wrap(utils.UpdateStats, "__init__", self.begin)
+        self.wrap(utils.UpdateStats, "add", self.add)
+        self.wrap(zero, "backward", self.backward)
+        self.wrap(deepspeed.DeepSpeedEngine, "step", self.step)
+        self.wrap(logger.RunLog, "step", lambda _, metrics, *__: self.found.metrics.append(dict(metrics)))
+
+    def wrap(self, owner: Any, name: str, note) -> None:
+        plain = getattr(owner, name)
+
+        def wrapped(*args, **named):
+            note(*args)
+            return plain(*args, **named)
+
+        setattr(owner, name, wrapped)
+
+    def begin(self, *_) -> None:
+        """Phase 6 is complete."""
+        names = diff_runs.names_of_main()
+        found = self.found
+        found.samples.append(list(names["samples"]))
+        found.in_loss.append(list(names.get("in_loss", [])))
+        arrays = {}
+        for name, value in names.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == names.get("slots"):
+                arrays[name] = value.detach().clone()
+        found.arrays.append(arrays)
+        found.updates.append([])
+        found.critic.append([])
+
+    def add(self, stats, mb, t, loss_T: torch.Tensor, pieces: dict) -> None:
+        """A micro-batch of the policy: its ``Tokens`` and their loss."""
+        values = {"loss_T": loss_T, **{name: x for name, x in vars(t).items() if x is not None}}
+        values = {name: x.detach().double().clone() for name, x in values.items()}
+        self.pending.setdefault("tokens", []).append((mb.tokens.clone(), values))
+
+    def backward(self, engine, loss: torch.Tensor, *_) -> None:
+        kind = type(engine.module).__name__
+        self.losses[kind] = self.losses.get(kind, 0.0) + loss.item()
+
+    def step(self, engine, *_) -> None:
+        """An optimizer step is about to be taken: all gradients of it are there."""
+        utils_zero = importlib.import_module("deepspeed.utils")
+        gradient = {}
+        for name, weight in engine.module.named_parameters():
+            full = utils_zero.safe_get_full_grad(weight) if weight.requires_grad else None
+            if full is not None:
+                gradient[name] = full.detach().double().clone()
+        kind = type(engine.module).__name__
+        count = sum(s.length for s in self.found.samples[-1])
+        tokens: dict[str, torch.Tensor] = {}
+        critic = kind == "TokenValues"
+        for places, values in () if critic else self.pending.pop("tokens", ()):
+            for name, value in values.items():
+                whole = tokens.setdefault(name, torch.full((count + 1,), torch.nan, dtype=torch.float64))
+                whole[places] = value
+        tokens = {name: value[:-1] for name, value in tokens.items()}
+        update = Update(tokens, self.losses.pop(kind, 0.0), gradient, torch.distributed.get_world_size())
+        (self.found.critic if critic else self.found.updates)[-1].append(update)
+
+
+def run_rank(script: ModuleType, args, probe: Probe, rank: int, port: int, place: Path) -> int:
+    """In a fork: one rank of a probe. Writes what it recorded to PLACE.RANK; returns the exit code."""
+    out = os.open(place.with_suffix(f".{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for standard in (1, 2):
+        os.dup2(out, standard)
+    os.environ.pop("MASTER_PORT", None)
+    if probe.ranks > 1:
+        known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": probe.ranks, "LOCAL_WORLD_SIZE": probe.ranks}
+        known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in known.items()}
+    torch.set_num_threads(1)
+    engine = FixedEngine(probe)
+    recorder = Recorder(probe, engine)
+    recorder.install(script)
+    code = 0
+    try:
+        script.main(args, script.preflight(args))
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    recorder.found.args = dataclasses.asdict(args)
+    recorder.found.weights = engine.weights
+    sys.stdout.flush()
+    torch.save(recorder.found, place.with_suffix(f".{rank}.pt"))
+    return code
+
+
+# -------------------------------------------------------------------------------------------------------- from outside
+
+
+class Laboratory:
+    """Runs probes of one script, several at a time, and keeps what they recorded."""
+
+    def __init__(self, script: ModuleType, args, folder: Path):
+        self.script = script
+        self.args = args
+        self.folder = folder
+        self.model = make_model(folder / "model")
+        self.teacher = make_model(folder / "teacher", seed=1)
+        self.problems = make_problems(folder / "problems.jsonl")
+        self.numbers = itertools.count()
+        gc.freeze()
+
+    def arguments(self, probe: Probe):
+        """Arguments of a probe: the script's with its flags, on the fixed samples."""
+        own = {
+            "model_name_or_path": str(self.model),
+            "dataset": str(self.problems),
+            "verifier": "exact",
+            "output_dir": str(self.folder / "runs"),
+            "run_name": f"{next(self.numbers)}",
+            "rollout": "hf",
+            "dtype": "float32",
+            "total_steps": 2,
+            "num_unique_prompts_rollout": PROMPTS,
+            "num_samples_per_prompt_rollout": GROUP,
+            "eval_prompts": 0,
+            "max_response_length": LONGEST,
+            "max_prompt_length": 32,
+            "learning_rate": 3e-3,
+            "save_minutes": 0,
+            "log_samples": 0,
+            "max_sampler_diff": 0.0,
+            "timeout": LIMIT,
+            "temperature": TEMPERATURE,
+            "batch_layout": "padded",
+            "micro_batch_tokens": 4096,
+        }
+        if hasattr(self.args, "teacher_name_or_path"):
+            own["teacher_name_or_path"] = str(self.teacher)
+        if hasattr(self.args, "critic_learning_rate"):
+            own["critic_learning_rate"] = 3e-3
+        return dataclasses.replace(self.args, **own | probe.flags)
+
+    def run(self, probes: list[Probe], lanes: int = 1) -> list[Recorded]:
+        """What each of the probes recorded, in their order."""
+        waiting = list(enumerate(probes))
+        going: dict[int, tuple[int, int]] = {}  # process -> (number of its probe, its rank)
+        places = {}
+        started = {}
+        codes: dict[int, int] = {}
+        while waiting or going:
+            while waiting and len({number for number, _ in going.values()}) < lanes:
+                number, probe = waiting.pop(0)
+                args = self.arguments(probe)
+                places[number] = self.folder / f"probe-{args.run_name}"
+                started[number] = time.monotonic()
+                for pid, rank in self.fork(args, probe, places[number]):
+                    going[pid] = (number, rank)
+            pid, status = os.wait()
+            if pid in going:
+                number, _ = going.pop(pid)
+                codes[number] = max(codes.get(number, 0), abs(os.waitstatus_to_exitcode(status)))
+        return [merge(probe, places[k], codes[k]) for k, probe in enumerate(probes)]
+
+    def fork(self, args, probe: Probe, place: Path) -> list[tuple[int, int]]:
+        """Start the ranks of a probe: (process, rank)."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        sys.stdout.flush()
+        found = []
+        for rank in range(probe.ranks):
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    process.die_with_parent()
+                    code = run_rank(self.script, args, probe, rank, port, place)
+                finally:
+                    os._exit(code)
+            found.append((pid, rank))
+        return found
+
+
+def merge(probe: Probe, place: Path, code: int) -> Recorded:
+    """The recording of all ranks as one: a token is known where a rank computed it. Deletes the files."""
+    parts = []
+    for rank in range(probe.ranks):
+        file = place.with_suffix(f".{rank}.pt")
+        if file.is_file():
+            parts.append(torch.load(file, weights_only=False))
+            file.unlink()
+    found = parts[0] if parts else Recorded(probe)
+    if code != 0 or len(parts) < probe.ranks:
+        lines = place.with_suffix(".0.log").read_text().strip().splitlines()
+        found.failure = "\n".join(lines[-6:]) or f"exit code {code}"
+        return found
+    for step, updates in enumerate(found.updates):
+        for k, update in enumerate(updates):
+            others = [part.updates[step][k] for part in parts[1:]]
+            for name, value in update.tokens.items():
+                for other in others:
+                    update.tokens[name] = torch.where(value.isnan(), other.tokens[name], value)
+                    value = update.tokens[name]
+            update.loss = (update.loss + sum(other.loss for other in others)) / probe.ranks
+    shutil.rmtree(place.parent / "runs", ignore_errors=True)
+    return found
