@@ -26,6 +26,7 @@ an edited copy shows what its own loss does. studies/kl_demo.py trains small tab
 """
 
 import argparse
+import dataclasses
 import math
 import runpy
 import sys
@@ -383,6 +384,18 @@ SETTINGS += [("loss", "full", "naive")]
 SETTINGS += [("reward", name, "-") for name in ESTIMATORS]
 
 
+def make_tokens(script: ModuleType, **known: Tensor | None):
+    """Return the ``Tokens`` of a script with these fields, [T] each; its other fields are 0.
+
+    Names that the script lacks are left out. Without full_kl_T it is None, and without response_T, a field of some
+    variants, each token is a response of its own.
+    """
+    zero_T = torch.zeros_like(known["old_T"])
+    given = {"full_kl_T": None, "response_T": torch.arange(zero_T.numel()).view_as(zero_T)} | known
+    fields = dataclasses.fields(script.Tokens)
+    return script.Tokens(**{field.name: given.get(field.name, zero_T) for field in fields})
+
+
 def loss_term(
     script: ModuleType,
     logprobs: Tensor,
@@ -394,24 +407,23 @@ def loss_term(
     full_kl: Tensor | None = None,
     sampler: Tensor | None = None,
 ) -> Tensor:
-    """The KL in the loss per token, in nats, before its coefficient: from the ``token_loss`` of grpo.py or ppo.py.
+    """Return the KL in the loss per token, in nats: the loss of tokens without advantage, at a coefficient of 1.
 
-    All tensors share one shape. ``sampler``: with these log-probs each token has the weight old / sampler.
+    It is what the ``token_loss`` of grpo.py, ppo.py or a copy adds to the loss, with the sign that it has there. All
+    tensors share one shape. ``sampler``: with these log-probs each token has the weight old / sampler.
     """
-    nothing = torch.zeros_like(old)
-    tokens = script.Tokens(
+    tokens = make_tokens(
+        script,
         logprobs_T=logprobs,
         old_T=old,
         ref_T=ref,
         sampler_T=old if sampler is None else sampler,
-        advantages_T=nothing,
         weights_T=torch.ones_like(old),
-        entropy_T=nothing,
         full_kl_T=full_kl,
     )
     bounds = {} if sampler is None else {"truncated_importance_sampling_ratio_cap": math.inf}
     args = script.Args(beta=1.0, kl_estimator=estimator, kl_gradient=gradient, **bounds)
-    return script.token_loss(tokens, 1.0, args)[1]["kl"]
+    return script.token_loss(tokens, 1.0, args)[0]
 
 
 class TableRow(NamedTuple):

@@ -4,10 +4,7 @@
     python studies/loss_table.py --output docs/evidence/losses.png     also draws it
     python studies/loss_table.py --worlds 20                  medians over random rewards and policies instead
 
-Policies are tables over all prefixes of responses of at most 4 tokens out of 3, the first of which ends a response, so
-every expectation is a sum over all responses, in float64. Two prompts, one easier than the other; rewards are 0 or 1.
-Three policies matter: the sampler drew the responses, `old` is the trainer's policy before the first update on them,
-and `pi` is the policy that is trained now. CONDITIONS lists how far apart they are.
+studies/enumeration.py has the policies, over whose responses every expectation is a sum, and the CONDITIONS.
 
 What grpo.py has is called from grpo.py (token_loss, loss_weights, group_advantages), so the table holds for the code
 that trains. Every other loss is a function of a few lines below, with its source. docs/evidence/losses.md explains the
@@ -22,8 +19,10 @@ import math
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -32,177 +31,23 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
+from enumeration import (
+    CONDITIONS,
+    END,
+    F64,
+    PROMPTS,
+    UNNAMED,
+    VOCABULARY,
+    Policies,
+    Row,
+    World,
+    policies_of,
+    summarize,
+)
+
 import grpo
+from kl_estimators import make_tokens
 from runtime.data.samples import equal_rewards
-
-PROMPTS = 2
-VOCABULARY = 3
-END = 0  # the token that ends a response
-TURN = 2  # tokens of the first turn, where a response is read as one of two turns
-F64 = torch.float64
-
-
-# ---------------------------------------------------------------------------------------------------------- the world
-
-
-class World:
-    """All responses of at most max_length tokens to each prompt, and the rewards of these responses.
-
-    The N tokens of all R responses lie one after the other. A policy is a table of logits [rows, vocabulary] with one
-    row for each prompt and prefix.
-    """
-
-    def __init__(self, max_length: int, seed: int = 0, binary: bool = True):
-        self.max_length = max_length
-        self.responses: list[tuple[int, tuple[int, ...]]] = []  # (prompt, tokens)
-        for prompt in range(PROMPTS):
-            for tokens in all_responses(max_length):
-                self.responses.append((prompt, tokens))
-        row_of_prefix: dict[tuple[int, tuple[int, ...]], int] = {}
-        rows = []
-        flat = []
-        owner = []
-        for i, (prompt, tokens) in enumerate(self.responses):
-            for t, token in enumerate(tokens):
-                prefix = (prompt, tokens[:t])
-                row = row_of_prefix.setdefault(prefix, len(row_of_prefix))
-                rows.append(row)
-                flat.append(token)
-                owner.append(i)
-        self.rows = torch.tensor(rows)  # [N]
-        self.tokens = torch.tensor(flat)  # [N]
-        self.owner = torch.tensor(owner)  # [N], the response of each token
-        self.lengths = torch.bincount(self.owner)  # [R]
-        self.prompts = torch.tensor([prompt for prompt, _ in self.responses])  # [R]
-        earlier = [[0.0] * TURN + [sum(tokens[:TURN]) / 4] * max_length for _, tokens in self.responses]
-        lengths = self.lengths.tolist()
-        self.past = torch.tensor(
-            [x for row, n in zip(earlier, lengths, strict=True) for x in row[:n]], dtype=F64
-        )  # [N]
-        self.n_rows = len(row_of_prefix)
-        self.prompt_of_row = torch.tensor([prompt for prompt, _ in row_of_prefix])
-        self.rewards = self.draw_rewards(seed, binary)  # [R]
-
-    def draw_rewards(self, seed: int, binary: bool) -> Tensor:
-        """Binary: half of the first prompt's responses are correct, and a seventh of the second's."""
-        rng = torch.Generator().manual_seed(seed)
-        uniform = torch.rand(len(self.responses), generator=rng, dtype=F64)
-        if not binary:
-            return uniform
-        rewards = torch.zeros_like(uniform)
-        for prompt, fraction in enumerate((1 / 2, 1 / 7)):
-            own = torch.nonzero(self.prompts == prompt).flatten()
-            order = uniform[own].argsort()
-            correct = round(fraction * len(own))
-            rewards[own[order[:correct]]] = 1.0
-        return rewards
-
-    def noise(self, scale: float, rng: torch.Generator) -> Tensor:
-        """Normal numbers [rows, vocabulary]."""
-        shape = (self.n_rows, VOCABULARY)
-        return scale * torch.randn(shape, generator=rng, dtype=F64)
-
-    def token_logprobs(self, logits: Tensor) -> Tensor:
-        """[rows, vocabulary] -> the log-probs [N] of all response tokens."""
-        return logits.log_softmax(-1)[self.rows, self.tokens]
-
-    def sum_over_response(self, values: Tensor) -> Tensor:
-        """[N, ...] -> [R, ...]"""
-        shape = (len(self.responses), *values.shape[1:])
-        return torch.zeros(shape, dtype=F64).index_add(0, self.owner, values)
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Probability [R] of each response when the prompt is drawn uniformly; sums to 1."""
-        logp = self.sum_over_response(self.token_logprobs(logits))
-        return logp.exp() / PROMPTS
-
-    def prompt_means(self, logits: Tensor) -> Tensor:
-        """E[R | prompt] under a policy, [prompts]."""
-        weighted = PROMPTS * self.probabilities(logits) * self.rewards
-        return torch.zeros(PROMPTS, dtype=F64).index_add(0, self.prompts, weighted)
-
-    def advantages(self, sampler: Tensor) -> Tensor:
-        """R minus the exact mean reward of its prompt under the sampler, [R]."""
-        return self.rewards - self.prompt_means(sampler)[self.prompts]
-
-    def scores(self, logits: Tensor) -> Tensor:
-        """The gradient of each token's log-prob, [N, rows * vocabulary]."""
-        p = logits.softmax(-1)[self.rows]
-        by_row = torch.zeros(len(self.rows), self.n_rows, VOCABULARY, dtype=F64)
-        n = torch.arange(len(self.rows))
-        by_row[n, self.rows] = -p
-        by_row[n, self.rows, self.tokens] += 1
-        return by_row.flatten(1)
-
-    def gradient(self, objective: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
-        """The gradient [rows * vocabulary] of a number that depends on the logits."""
-        leaf = logits.detach().clone().requires_grad_()
-        return torch.autograd.grad(objective(leaf), leaf)[0].flatten()
-
-    def reward_gradient(self, logits: Tensor) -> Tensor:
-        """grad E[R]"""
-        return self.gradient(lambda x: self.probabilities(x) @ self.rewards, logits)
-
-
-def all_responses(max_length: int) -> list[tuple[int, ...]]:
-    """Every response that ends with END, or without it at max_length."""
-    found = []
-    words = [token for token in range(VOCABULARY) if token != END]
-    for length in range(1, max_length + 1):
-        for body in itertools.product(words, repeat=length - 1):
-            last = range(VOCABULARY) if length == max_length else [END]
-            for token in last:
-                found.append((*body, token))
-    return found
-
-
-class Policies(NamedTuple):
-    """Logits [rows, vocabulary] of the three policies."""
-
-    pi: Tensor
-    old: Tensor
-    sampler: Tensor
-
-
-CONDITIONS = {
-    "fresh": "sampler = old = pi",
-    "one step": "sampler = old, and pi is one update further",
-    "stale": "sampler = old, and pi is 8 updates further",
-    "unlike": "old = pi, and the sampler computes other probabilities, far off after one prefix in five",
-    "async": "an unlike sampler, old is 4 updates further, and pi is 8 updates further",
-}
-UPDATE_SIZE = 0.15  # an update is this times the sum of two unit vectors: along grad E[R], and a random one
-
-
-def trajectory(world: World, updates: int, rng: torch.Generator) -> list[Tensor]:
-    """Logits at the start and after each of several updates."""
-    logits = world.noise(0.8, rng)
-    path = [logits]
-    for _ in range(updates):
-        uphill = world.reward_gradient(logits)
-        sideways = world.noise(1.0, rng).flatten()
-        step = uphill / uphill.norm() + sideways / sideways.norm()
-        logits = logits + UPDATE_SIZE * step.view_as(logits)
-        path.append(logits)
-    return path
-
-
-def policies_of(world: World, condition: str, seed: int = 1) -> Policies:
-    """The three policies of one of CONDITIONS; the same for the same world and seed."""
-    rng = torch.Generator().manual_seed(seed)
-    path = trajectory(world, 8, rng)
-    everywhere = world.noise(0.05, rng)
-    rare = torch.rand(world.n_rows, 1, generator=rng) < 0.2
-    unlike = path[0] + everywhere + rare * world.noise(1.0, rng)
-    policies = {
-        "fresh": Policies(pi=path[0], old=path[0], sampler=path[0]),
-        "one step": Policies(pi=path[1], old=path[0], sampler=path[0]),
-        "stale": Policies(pi=path[8], old=path[0], sampler=path[0]),
-        "unlike": Policies(pi=path[0], old=path[0], sampler=unlike),
-        "async": Policies(pi=path[8], old=path[4], sampler=unlike),
-    }
-    return policies[condition]
-
 
 # ----------------------------------------------------------------------------------------------------- policy losses
 
@@ -242,17 +87,8 @@ def token_loss(logprobs: Tensor, old: Tensor, sampler: Tensor, advantages: Tenso
 
 def tokens_of(logprobs: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> grpo.Tokens:
     """Return the inputs of grpo.py's token loss, without reference and entropy."""
-    nothing = torch.zeros_like(old)
-    return grpo.Tokens(
-        logprobs_T=logprobs,
-        old_T=old,
-        ref_T=nothing,
-        sampler_T=sampler,
-        advantages_T=advantages,
-        weights_T=torch.ones_like(old),
-        entropy_T=nothing,
-        full_kl_T=None,
-    )
+    known = {"logprobs_T": logprobs, "old_T": old, "sampler_T": sampler, "advantages_T": advantages}
+    return make_tokens(grpo, **known)
 
 
 def sequence_mismatch(b: Batch) -> Tensor:
@@ -430,92 +266,6 @@ LOSSES: dict[str, Callable[[Batch], Tensor]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------ what a loss ascends
-
-# Names of the objectives whose gradients are recognized. A = R - b, where b is the prompt's mean reward under the
-# sampler.
-REWARD = "E[R]"
-SURROGATE = "E_sampler[A sum_t pi/sampler]"
-LIKELIHOOD = "E_sampler[A log pi]"
-PER_TOKEN = "E[A / length]"
-REWEIGHTED = "sum_x c_x E[R|x]"
-UNNAMED = "-"
-
-
-class Row(NamedTuple):
-    """One cell of the table: a loss under a condition."""
-
-    ascends: str  # the objective whose gradient is the expected update, with "c" in front up to a factor
-    bias: float  # |expected update - grad E[R]| / |grad E[R]|
-    cosine: float  # between the two
-    size: float  # |expected update| / |grad E[R]|
-    noise: float  # standard deviation of the update from one response, over |expected update|
-    zero: float  # fraction of the sampled tokens without gradient
-
-
-def objectives(world: World, policies: Policies) -> dict[str, Tensor]:
-    """The gradient of each named objective at pi."""
-    drawn = world.probabilities(policies.sampler)
-    advantages = world.advantages(policies.sampler)
-    sampler = world.token_logprobs(policies.sampler)
-
-    def surrogate(logits: Tensor) -> Tensor:
-        ratio = (world.token_logprobs(logits) - sampler).exp()
-        return drawn @ (advantages * world.sum_over_response(ratio))
-
-    def likelihood(logits: Tensor) -> Tensor:
-        logp = world.token_logprobs(logits)
-        return drawn @ (advantages * world.sum_over_response(logp))
-
-    def per_token(logits: Tensor) -> Tensor:
-        return world.probabilities(logits) @ (advantages / world.lengths)
-
-    return {
-        REWARD: world.reward_gradient(policies.pi),
-        SURROGATE: world.gradient(surrogate, policies.pi),
-        LIKELIHOOD: world.gradient(likelihood, policies.pi),
-        PER_TOKEN: world.gradient(per_token, policies.pi),
-    }
-
-
-def parallel(a: Tensor, b: Tensor) -> bool:
-    return torch.cosine_similarity(a, b, dim=0).item() > 1 - 1e-12
-
-
-def recognize(mean: Tensor, world: World, policies: Policies) -> str:
-    """The name of the objective with this gradient."""
-    known = objectives(world, policies)
-    for name, gradient in known.items():
-        if (mean - gradient).norm() < 1e-6 * gradient.norm():  # grpo.py's weights are float32
-            return name
-    for name, gradient in known.items():
-        if parallel(mean, gradient):
-            return f"c {name}"
-    prompt = world.prompt_of_row.repeat_interleave(VOCABULARY)
-    truth = known[REWARD]
-    if all(parallel(mean[prompt == x], truth[prompt == x]) for x in range(PROMPTS)):
-        return REWEIGHTED
-    return UNNAMED
-
-
-def summarize(updates: Tensor, drawn: Tensor, world: World, policies: Policies, responses: int, zero: float) -> Row:
-    """The row of updates [cases, parameters] that occur with probabilities drawn [cases].
-
-    responses: how many of them an update is computed from; noise is that of one response.
-    """
-    mean = drawn @ updates
-    truth = world.reward_gradient(policies.pi)
-    variance = drawn @ (updates - mean).square().sum(-1)
-    return Row(
-        ascends=recognize(mean, world, policies),
-        bias=((mean - truth).norm() / truth.norm()).item(),
-        cosine=torch.cosine_similarity(mean, truth, dim=0).item(),
-        size=(mean.norm() / truth.norm()).item(),
-        noise=((responses * variance).sqrt() / mean.norm()).item(),
-        zero=zero,
-    )
-
-
 def optimal_baselines(world: World, policies: Policies, cumulative: bool = True) -> Tensor:
     """OTB's baseline of each token, [N]: the mean reward of what is as long, weighted by squared gradients up to there.
 
@@ -561,17 +311,29 @@ def batch_of(world: World, policies: Policies) -> Batch:
     )
 
 
-def loss_row(name: str, world: World, policies: Policies) -> Row:
-    """The row of a policy loss: the update is minus the gradient of the sum of its token losses over a response."""
+class Expected(NamedTuple):
+    """The update of a loss from one response, for every response of a world."""
+
+    updates: Tensor  # [R, parameters]
+    drawn: Tensor  # [R], the probability of each
+    zero: float  # fraction of the sampled tokens without gradient
+
+
+def expected(loss: Callable[[Batch], Tensor], world: World, policies: Policies) -> Expected:
+    """Minus the gradient of the sum of a policy's token losses over a response."""
     batch = batch_of(world, policies)
-    loss = LOSSES[name](batch)
-    slopes = torch.autograd.grad(loss.sum(), batch.logprobs)[0]  # [N]
+    slopes = torch.autograd.grad(loss(batch).sum(), batch.logprobs)[0]  # [N]
     by_token = -slopes[:, None] * world.scores(policies.pi)
     drawn = world.probabilities(policies.sampler)
     drawn_tokens = drawn[world.owner]
     zero = drawn_tokens @ (slopes == 0).to(F64) / drawn_tokens.sum()
-    updates = world.sum_over_response(by_token)
-    return summarize(updates, drawn, world, policies, responses=1, zero=zero.item())
+    return Expected(world.sum_over_response(by_token), drawn, zero.item())
+
+
+def loss_row(name: str, world: World, policies: Policies) -> Row:
+    """The row of a policy loss."""
+    found = expected(LOSSES[name], world, policies)
+    return summarize(found.updates, found.drawn, world, policies, responses=1, zero=found.zero)
 
 
 # ------------------------------------------------------------------------------------------------- self-distillation
@@ -823,8 +585,15 @@ class Groups(NamedTuple):
     squares: Tensor  # [groups], the sum of the squared advantages
 
 
-def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args, decoupled: bool = False) -> Groups:
-    """Every group of one prompt, with the advantages and the loss of grpo.py; ``decoupled``: of each part alone."""
+def groups_of(
+    world: World,
+    policies: Policies,
+    prompt: int,
+    args: grpo.Args,
+    decoupled: bool = False,
+    script: ModuleType = grpo,
+) -> Groups:
+    """Every group of one prompt, with the advantages and the loss of a script; ``decoupled``: of each part alone."""
     own = torch.nonzero(world.prompts == prompt).flatten().tolist()
     combinations = list(itertools.combinations_with_replacement(own, GROUP))
     orders = [len(set(itertools.permutations(group))) for group in combinations]
@@ -836,9 +605,9 @@ def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args, de
     if decoupled:
         advantages = torch.zeros_like(rewards)
         for part in world.parts:
-            advantages += grpo.group_advantages(part[members], kind)
+            advantages += script.group_advantages(part[members], kind)
     else:
-        advantages = grpo.group_advantages(rewards, kind)
+        advantages = script.group_advantages(rewards, kind)
 
     # the tokens of all members of all groups, one after the other
     flat = members.flatten()
@@ -847,7 +616,8 @@ def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args, de
     logprobs = world.token_logprobs(policies.pi)[token].requires_grad_()
     old = world.token_logprobs(policies.old)[token]
     sampler = world.token_logprobs(policies.sampler)[token]
-    loss = token_loss(logprobs, old, sampler, advantages.flatten()[slot], args)
+    known = {"old_T": old, "sampler_T": sampler, "advantages_T": advantages.flatten()[slot], "response_T": slot}
+    loss, _ = script.token_loss(make_tokens(script, logprobs_T=logprobs, **known), 0.0, args)
     slopes = torch.autograd.grad(loss.sum(), logprobs)[0]
     scores = world.scores(policies.pi)[token]
     updates = torch.zeros(len(flat), scores.shape[1], dtype=F64)
@@ -884,8 +654,8 @@ def response_of(size: int) -> grpo.Sample:
     )
 
 
-def response_weights(layouts: list[tuple[tuple[int, ...], bool]], args: grpo.Args) -> Tensor:
-    """grpo.loss_weights of one step on these groups, one weight per response.
+def response_weights(layouts: list[tuple[tuple[int, ...], bool]], args: grpo.Args, script: ModuleType = grpo) -> Tensor:
+    """A script's loss_weights of one step on these groups, one weight per response.
 
     As in grpo.py, the zero-variance filter takes the responses of groups of equal reward out of the counts.
     """
@@ -897,22 +667,27 @@ def response_weights(layouts: list[tuple[tuple[int, ...], bool]], args: grpo.Arg
                 counted.append(len(sizes))
             sizes.append(length)
     samples = [response_of(size) for size in sizes]
-    per_token = grpo.loss_weights(samples, counted, args)
+    per_token = script.loss_weights(samples, counted, args)
     first_tokens = [0, *itertools.accumulate(sizes)][:-1]
     return per_token[first_tokens].to(F64)
 
 
 def recipe_row(name: str, world: World, policies: Policies) -> Row:
-    """The row of a recipe: one optimizer step of grpo.py on a group of each prompt, over all pairs of groups.
+    """The row of a recipe of grpo.py."""
+    return step_row(grpo, grpo.Args(**RECIPES[name]), world, policies)
+
+
+def step_row(script: ModuleType, args: grpo.Args, world: World, policies: Policies) -> Row:
+    """The row of one optimizer step of a script on a group of each prompt, over all pairs of groups.
 
     Updates are multiplied by the maximum length, by which loss_norm constant divides.
     """
-    args = grpo.Args(max_response_length=world.max_length, **RECIPES[name])
-    first, second = [groups_of(world, policies, prompt, args) for prompt in range(PROMPTS)]
+    args = replace(args, max_response_length=world.max_length)
+    first, second = [groups_of(world, policies, prompt, args, script=script) for prompt in range(PROMPTS)]
 
     @cache
     def weights(*layouts) -> Tensor:
-        return response_weights(list(layouts), args)
+        return response_weights(list(layouts), args, script)
 
     pairs = [weights(x, y) for x in first.layouts for y in second.layouts]
     weight = torch.stack(pairs).view(len(first.layouts), len(second.layouts), 2 * GROUP)

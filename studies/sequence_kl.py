@@ -26,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from loss_table import F64, World, policies_of
+from enumeration import F64, World, policies_of
 
 from kl_estimators import full_vocabulary_kl
 

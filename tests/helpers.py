@@ -122,12 +122,9 @@ def make_chatty(folder: Path) -> Path:
 
 def token_loss(module, beta: float, args, **given):
     """A script's ``token_loss`` of tokens with these fields, by name; the others are 0, and no full KL is known."""
-    import torch
+    import kl_estimators
 
-    known = {"full_kl_T": None} | given
-    zero_T = torch.zeros_like(given["old_T"])
-    fields = {field.name: known.get(field.name, zero_T) for field in dataclasses.fields(module.Tokens)}
-    return module.token_loss(module.Tokens(**fields), beta, args)
+    return module.token_loss(kl_estimators.make_tokens(module, **given), beta, args)
 
 
 def kl_loss(logprobs, old, ref, mask, *, estimator: str, gradient: str = "naive", full_kl=None):

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
+import enumeration
 import loss_table
 import pytest
 import torch
@@ -190,7 +191,7 @@ def responses(max_length: int) -> list[tuple[int, ...]]:
 class Oracle:
     """Expectations over all responses to both prompts, with gradients by autograd."""
 
-    def __init__(self, world: loss_table.World, policies: loss_table.Policies):
+    def __init__(self, world: enumeration.World, policies: enumeration.Policies):
         self.theta = policies.pi.clone().requires_grad_()
         self.tables = [x.log_softmax(-1) for x in (self.theta, policies.old, policies.sampler)]
         self.cases: list[Case] = list(itertools.product(range(2), responses(world.max_length)))
@@ -289,27 +290,27 @@ class Oracle:
         return bias, cosine, size / target, math.sqrt(variance) / size, zero
 
 
-def far_apart(world: loss_table.World, seed: int) -> loss_table.Policies:
+def far_apart(world: enumeration.World, seed: int) -> enumeration.Policies:
     """Three policies that differ a lot after some prefixes and little after others: every clip, cap and mask acts."""
     rng = torch.Generator().manual_seed(seed)
     start = world.noise(1.0, rng)
     distance = 2 * torch.rand(world.n_rows, 1, generator=rng, dtype=F64) ** 3
     pi, old, sampler = (start + distance * world.noise(1.0, rng) for _ in range(3))
-    return loss_table.Policies(pi, old, sampler)
+    return enumeration.Policies(pi, old, sampler)
 
 
 FAR = ["far apart 1", "far apart 5", "far apart 7"]
-PLACES = [*loss_table.CONDITIONS, *FAR]
+PLACES = [*enumeration.CONDITIONS, *FAR]
 
 
 @cache
-def place(name: str, max_length: int = 4) -> tuple[loss_table.World, loss_table.Policies]:
+def place(name: str, max_length: int = 4) -> tuple[enumeration.World, enumeration.Policies]:
     """A condition of the table, or a world of graded rewards and policies far apart."""
-    if name in loss_table.CONDITIONS:
-        world = loss_table.World(max_length)
-        return world, loss_table.policies_of(world, name)
+    if name in enumeration.CONDITIONS:
+        world = enumeration.World(max_length)
+        return world, enumeration.policies_of(world, name)
     seed = int(name[-1])
-    world = loss_table.World(max_length, seed=seed + 5, binary=False)
+    world = enumeration.World(max_length, seed=seed + 5, binary=False)
     return world, far_apart(world, seed)
 
 
@@ -323,7 +324,7 @@ def expected(name: str, where: str) -> tuple[float, ...]:
     return oracle(where).row(name)
 
 
-def numbers_of(row: loss_table.Row) -> tuple[float, ...]:
+def numbers_of(row: enumeration.Row) -> tuple[float, ...]:
     return row.bias, row.cosine, row.size, row.noise, row.zero
 
 
@@ -347,9 +348,9 @@ def test_every_threshold_acts_somewhere():
 
 # ---------------------------------------------------------------------------------------------------- what is ascended
 
-SURROGATE = loss_table.SURROGATE
-LIKELIHOOD = loss_table.LIKELIHOOD
-UNNAMED = loss_table.UNNAMED
+SURROGATE = enumeration.SURROGATE
+LIKELIHOOD = enumeration.LIKELIHOOD
+UNNAMED = enumeration.UNNAMED
 CLIPPED = ("E[R]", SURROGATE, UNNAMED, LIKELIHOOD, UNNAMED)
 CORRECTED = ("E[R]", SURROGATE, UNNAMED, UNNAMED, UNNAMED)
 ASCENDS = {
@@ -379,10 +380,10 @@ ASCENDS = {
 }
 
 
-@pytest.mark.parametrize("where", loss_table.CONDITIONS)
+@pytest.mark.parametrize("where", enumeration.CONDITIONS)
 @pytest.mark.parametrize("name", loss_table.LOSSES)
 def test_every_policy_loss_ascends_what_the_table_says(name, where):
-    position = list(loss_table.CONDITIONS).index(where)
+    position = list(enumeration.CONDITIONS).index(where)
     assert loss_table.loss_row(name, *place(where)).ascends == ASCENDS[name][position]
 
 
@@ -390,7 +391,7 @@ def test_every_policy_loss_ascends_what_the_table_says(name, where):
 def test_the_named_objectives_are_what_they_are_called(where):
     """Their gradients by autograd through sums that are written out here."""
     o = oracle(where)
-    found = loss_table.objectives(*place(where))
+    found = enumeration.objectives(*place(where))
     written = dict.fromkeys(found, 0.0)
     for case in o.cases:
         logp = o.logp(0, case)
@@ -408,9 +409,9 @@ def test_the_named_objectives_are_what_they_are_called(where):
 @pytest.mark.parametrize("seed", range(5))
 def test_on_fresh_samples_all_but_the_length_normalized_losses_are_unbiased(seed):
     """For any policy and any rewards, not only those of the table."""
-    world = loss_table.World(max_length=4, seed=seed, binary=False)
+    world = enumeration.World(max_length=4, seed=seed, binary=False)
     logits = far_apart(world, seed).pi
-    policies = loss_table.Policies(logits, logits, logits)
+    policies = enumeration.Policies(logits, logits, logits)
     for name in loss_table.LOSSES:
         row = loss_table.loss_row(name, world, policies)
         if name in ("GSPO", "GMPO"):
@@ -651,8 +652,8 @@ def test_otb_has_less_noise_than_the_mean_and_little_more_than_the_best():
     """
     saved = []
     for seed in range(20):
-        world = loss_table.World(4, seed=seed)
-        policies = loss_table.policies_of(world, "fresh", seed=100 + seed)
+        world = enumeration.World(4, seed=seed)
+        policies = enumeration.policies_of(world, "fresh", seed=100 + seed)
         batch = loss_table.batch_of(world, policies)
         mean = world.prompt_means(policies.sampler)[world.prompts][world.owner]
         best = loss_table.optimal_baselines(world, policies, cumulative=False) - mean
@@ -672,7 +673,7 @@ def test_otb_has_less_noise_than_the_mean_and_little_more_than_the_best():
 def two_rewards_by_hand(name: str, where: str) -> tuple[Tensor, float]:
     """(expected update, noise) over ordered groups; two prompts are coupled by the sum of squared advantages."""
     world = loss_table.two_rewards()
-    o = Oracle(world, loss_table.policies_of(world, where))
+    o = Oracle(world, enumeration.policies_of(world, where))
     parts = dict(zip(o.cases, world.parts.T.tolist(), strict=True))
     classes: list[dict[float, list]] = []
     for prompt in range(2):
@@ -716,9 +717,9 @@ TWO_PLACES = ["fresh", pytest.param("stale", marks=pytest.mark.slow)]
 @pytest.mark.parametrize("name", loss_table.TWO_REWARDS)
 def test_an_advantage_of_two_rewards_is_what_its_definition_gives(name, where):
     world = loss_table.two_rewards()
-    row = loss_table.two_rewards_row(name, world, loss_table.policies_of(world, where))
+    row = loss_table.two_rewards_row(name, world, enumeration.policies_of(world, where))
     mean, noise = two_rewards_by_hand(name, where)
-    truth = world.reward_gradient(loss_table.policies_of(world, where).pi)
+    truth = world.reward_gradient(enumeration.policies_of(world, where).pi)
     assert row.size == pytest.approx((mean.norm() / truth.norm()).item(), rel=1e-4)
     assert row.bias == pytest.approx(((mean - truth).norm() / truth.norm()).item(), rel=1e-4)
     assert row.noise == pytest.approx(noise, rel=1e-4)
@@ -730,7 +731,7 @@ def test_what_an_advantage_of_two_rewards_ascends():
     The std of a sum, and GDPO's of the batch, are larger where a response has both, which therefore counts for less.
     """
     world = loss_table.two_rewards()
-    policies = loss_table.policies_of(world, "fresh")
+    policies = enumeration.policies_of(world, "fresh")
     rows = {name: loss_table.two_rewards_row(name, world, policies) for name in loss_table.TWO_REWARDS}
     assert [row.ascends for row in rows.values()] == [loss_table.COUPLED, loss_table.SPLIT, loss_table.COUPLED]
     assert (world.parts.prod(0) * (world.prompts == 0)).sum() == 2  # responses to the first prompt that have both
@@ -770,10 +771,10 @@ def rows():
 def test_the_page_shows_the_numbers_of_the_script(rows):
     cells = page_cells()
     for name in loss_table.LOSSES:
-        found = [rows[condition, name] for condition in loss_table.CONDITIONS]
+        found = [rows[condition, name] for condition in enumeration.CONDITIONS]
         assert cells[name] == [f"{row.bias:.2f} {row.cosine:+.2f}" for row in found], name
     for name in loss_table.DISTILLATIONS:
-        found = [rows[condition, name] for condition in loss_table.CONDITIONS]
+        found = [rows[condition, name] for condition in enumeration.CONDITIONS]
         assert cells[name][:-1] == [f"{row.bias:.2f} {row.cosine:+.2f}" for row in found], name
     dropped = {"TRM": [0.51, 0.87], "DPPO": [0.18, 0.25], "PPO clip": [0.20, 0.14]}
     for name, fractions in dropped.items():
@@ -792,7 +793,7 @@ def test_the_page_shows_the_numbers_of_the_script(rows):
 def test_weights_of_rewards_do_not_depend_on_what_the_memory_holds():
     """No response to the second prompt has both rewards: the gradient of their product is 0 there."""
     world = loss_table.two_rewards()
-    policies = loss_table.policies_of(world, "fresh")
+    policies = enumeration.policies_of(world, "fresh")
     mean = world.gradient(lambda x: world.probabilities(x) @ world.rewards, policies.pi)
     for _ in range(200):
         marked = [torch.full((n,), -1, dtype=torch.int32) for n in (1, 2, 3, 4, 8, 16, 64)]
@@ -810,7 +811,7 @@ def test_the_script_prints_every_row_and_draws_them(rows, tmp_path, monkeypatch)
     assert code == 0
     assert all(len(line) <= 120 for line in lines)
     for name in loss_table.LOSSES:
-        assert sum(line.startswith(f"{name:19}") for line in lines) == len(loss_table.CONDITIONS), name
+        assert sum(line.startswith(f"{name:19}") for line in lines) == len(enumeration.CONDITIONS), name
     for name in (*loss_table.RECIPES, *loss_table.TWO_REWARDS):
         assert sum(line.startswith(f"{name:19}") for line in lines) == len(loss_table.RECIPE_CONDITIONS), name
     assert picture.stat().st_size > 20_000
@@ -952,8 +953,8 @@ def hinted_by_hand(
     condition: str, coefficient: Callable[[list[float], list[float], list[float], int], float]
 ) -> Tensor:
     """The expected gradient over prompts, hints and responses: of coefficient(pi, old, teacher, t) x grad log pi."""
-    world = loss_table.World(max_length=3)
-    policies = loss_table.policies_of(world, condition)
+    world = enumeration.World(max_length=3)
+    policies = enumeration.policies_of(world, condition)
     scores = world.scores(policies.pi)
     expected = torch.zeros(scores.shape[1], dtype=F64)
     first = [0, *itertools.accumulate(world.lengths.tolist())]
@@ -969,8 +970,8 @@ def hinted_by_hand(
 
 def vocabulary_by_hand(condition: str, slope: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """The expected gradient in the logits: slope(p, q) after each prefix, as often as the sampler comes to it."""
-    world = loss_table.World(max_length=3)
-    policies = loss_table.policies_of(world, condition)
+    world = enumeration.World(max_length=3)
+    policies = enumeration.policies_of(world, condition)
     expected = torch.zeros(world.n_rows, 3, dtype=F64)
     p = policies.pi.softmax(-1)
     for hint in loss_table.hints_of(world, policies):
@@ -993,20 +994,20 @@ OVER_THE_VOCABULARY = {
 }
 
 
-@pytest.mark.parametrize("condition", loss_table.CONDITIONS)
+@pytest.mark.parametrize("condition", enumeration.CONDITIONS)
 @pytest.mark.parametrize("name", OVER_THE_VOCABULARY)
 def test_a_sum_over_the_vocabulary_has_the_gradient_derived_by_hand(name, condition):
-    world = loss_table.World(max_length=3)
-    policies = loss_table.policies_of(world, condition)
+    world = enumeration.World(max_length=3)
+    policies = enumeration.policies_of(world, condition)
     found = loss_table.hinted_gradient(loss_table.DISTILLATIONS[name], world, policies)
     assert torch.allclose(found, vocabulary_by_hand(condition, OVER_THE_VOCABULARY[name]), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("condition", loss_table.CONDITIONS)
+@pytest.mark.parametrize("condition", enumeration.CONDITIONS)
 def test_trl_s_weight_of_a_sum_over_the_vocabulary_changes_no_expected_gradient(condition):
     """pi / old of the token that was drawn is 1 on average after every prefix, as long as old has drawn it."""
-    world = loss_table.World(max_length=3)
-    policies = loss_table.policies_of(world, condition)
+    world = enumeration.World(max_length=3)
+    policies = enumeration.policies_of(world, condition)
     policies = policies._replace(sampler=policies.old)
 
     def weighted(pi: Tensor, h: loss_table.Hinted) -> Tensor:
@@ -1018,10 +1019,10 @@ def test_trl_s_weight_of_a_sum_over_the_vocabulary_changes_no_expected_gradient(
     assert torch.allclose(found, plain, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("condition", loss_table.CONDITIONS)
+@pytest.mark.parametrize("condition", enumeration.CONDITIONS)
 def test_the_entropy_of_responses_is_minus_what_autograd_says(condition):
-    world = loss_table.World(max_length=3)
-    policies = loss_table.policies_of(world, condition)
+    world = enumeration.World(max_length=3)
+    policies = enumeration.policies_of(world, condition)
 
     def entropy(pi: Tensor) -> Tensor:
         drawn = world.probabilities(pi)
@@ -1040,20 +1041,20 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("condition", loss_table.CONDITIONS)
+@pytest.mark.parametrize("condition", enumeration.CONDITIONS)
 @pytest.mark.parametrize("name", BY_HAND)
 def test_a_self_distillation_has_the_gradient_derived_by_hand(name, condition):
-    world = loss_table.World(max_length=3)
-    policies = loss_table.policies_of(world, condition)
+    world = enumeration.World(max_length=3)
+    policies = enumeration.policies_of(world, condition)
     found = loss_table.hinted_gradient(loss_table.DISTILLATIONS[name], world, policies)
     assert torch.allclose(found, hinted_by_hand(condition, BY_HAND[name]), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("condition", loss_table.CONDITIONS)
+@pytest.mark.parametrize("condition", enumeration.CONDITIONS)
 def test_hints_are_the_right_responses_as_often_as_they_are_drawn(condition):
     """The weights of all hints of a prompt add up to the probabilities of its responses."""
-    world = loss_table.World(max_length=3)
-    policies = loss_table.policies_of(world, condition)
+    world = enumeration.World(max_length=3)
+    policies = enumeration.policies_of(world, condition)
     hints = loss_table.hints_of(world, policies)
     assert len(hints) == world.rewards.sum()
     total = torch.stack([hint.weights for hint in hints]).sum(0)
@@ -1066,10 +1067,10 @@ def test_what_self_distillation_descends():
     Differentiated as it stands, the formula of sampled tokens descends nothing, and once pi has moved it lowers the
     likelihood of what was sampled, whoever the teacher is.
     """
-    world = loss_table.World(max_length=3)
+    world = enumeration.World(max_length=3)
     rows = {}
     for condition in ("fresh", "stale"):
-        policies = loss_table.policies_of(world, condition)
+        policies = enumeration.policies_of(world, condition)
         for name in loss_table.DISTILLATIONS:
             rows[condition, name] = loss_table.distillation_row(name, world, policies)
     per_token = "KL(pi||T) after sampled prefixes"
@@ -1088,8 +1089,8 @@ def test_what_self_distillation_descends():
 
 def test_many_hints_are_one_teacher():
     """The KL to teachers averaged is the KL to their geometric mean: what differs does not depend on pi."""
-    world = loss_table.World(max_length=3)
-    policies = loss_table.policies_of(world, "fresh")
+    world = enumeration.World(max_length=3)
+    policies = enumeration.policies_of(world, "fresh")
     hints = [hint for hint in loss_table.hints_of(world, policies) if hint.weights[0] > 0]
     shares = torch.stack([hint.weights[0] for hint in hints])
     logs = torch.stack([hint.teacher.log_softmax(-1) for hint in hints])

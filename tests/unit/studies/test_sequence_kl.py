@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-import loss_table
+import enumeration
 import pytest
 import sequence_kl
 import torch
@@ -19,21 +19,21 @@ F64 = torch.float64
 UNBIASED = ("whole ratio", "per decision", "per decision, full KL")
 
 
-def unrelated(seed: int, max_length: int = 4) -> tuple[loss_table.World, Tensor, Tensor, Tensor]:
+def unrelated(seed: int, max_length: int = 4) -> tuple[enumeration.World, Tensor, Tensor, Tensor]:
     """A world and logits of pi, old and ref that have nothing to do with each other."""
-    world = loss_table.World(max_length, seed=seed)
+    world = enumeration.World(max_length, seed=seed)
     rng = torch.Generator().manual_seed(seed)
     pi, old, ref = (world.noise(0.8, rng) for _ in range(3))
     return world, pi, old, ref
 
 
-def mean_gradient(world: loss_table.World, name: str, pi: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+def mean_gradient(world: enumeration.World, name: str, pi: Tensor, old: Tensor, ref: Tensor) -> Tensor:
     responses = sequence_kl.enumerate_responses(world, pi, old, ref)
     gradients = responses.to_parameters(sequence_kl.ESTIMATORS[name](responses))
     return world.probabilities(old) @ gradients
 
 
-def by_hand(world: loss_table.World, logits: Tensor, other: Tensor) -> Tensor:
+def by_hand(world: enumeration.World, logits: Tensor, other: Tensor) -> Tensor:
     """KL of whole responses between two policies, prompts drawn uniformly: over responses as Python tuples."""
     p = logits.log_softmax(-1)
     q = other.log_softmax(-1)
@@ -50,7 +50,7 @@ def by_hand(world: loss_table.World, logits: Tensor, other: Tensor) -> Tensor:
     return total
 
 
-def gradient_by_hand(world: loss_table.World, pi: Tensor, ref: Tensor) -> Tensor:
+def gradient_by_hand(world: enumeration.World, pi: Tensor, ref: Tensor) -> Tensor:
     leaf = pi.clone().requires_grad_()
     return torch.autograd.grad(by_hand(world, leaf, ref), leaf)[0].flatten()
 
@@ -170,11 +170,11 @@ def page_rows(column: str) -> dict[str, list[str]]:
 def test_the_page_shows_the_exact_numbers():
     rows = page_rows("one step")
     assert set(rows) == set(sequence_kl.ESTIMATORS)
-    world = loss_table.World(max_length=4)
+    world = enumeration.World(max_length=4)
     ref = sequence_kl.reference(world)
     for name, cells in rows.items():
         for condition, cell in zip(sequence_kl.CONDITIONS, cells, strict=True):
-            policies = loss_table.policies_of(world, condition)
+            policies = enumeration.policies_of(world, condition)
             row = sequence_kl.exact_row(name, world, policies.pi, policies.old, ref)
             assert cell == f"{row.bias:.3f} / {row.noise:.2f}", (name, condition)
 

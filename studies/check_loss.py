@@ -1,0 +1,228 @@
+"""Part 1 of scripts/check.py: what the loss and the advantages of a script ascend, by exact enumeration."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
+
+import loss_table
+from check_subject import FAIL, NOTE, OK, Finding, Subject
+from enumeration import CONDITIONS, F64, Policies, Row, World, policies_of, summarize
+
+import kl_estimators
+
+SAME = 1e-6  # relative difference below which two expected updates are one
+# Losses that take their ratio to the sampler on purpose: old log-probs are no part of them.
+TO_SAMPLER = ("sequence ratio", "TRM", "DPPO", "DRO")
+OTHER_LABELS = (kl_estimators.ZERO, kl_estimators.AWAY, kl_estimators.AWAY_FROM_SAMPLER, kl_estimators.NONE)
+Loss = Callable[[loss_table.Batch], Tensor]
+
+
+def loss_of(script: ModuleType, args: Any) -> Loss:
+    """A script's own loss of each token, without KL and entropy."""
+
+    def loss(b: loss_table.Batch) -> Tensor:
+        known = {"old_T": b.old, "sampler_T": b.sampler, "advantages_T": b.advantages, "response_T": b.owner}
+        tokens = kl_estimators.make_tokens(
+            script, logprobs_T=b.logprobs, weights_T=torch.ones_like(b.old), entropy_T=torch.zeros_like(b.old), **known
+        )
+        return script.token_loss(tokens, 0.0, args)[0]
+
+    return loss
+
+
+def named_losses(subject: Subject) -> dict[str, Loss]:
+    """The losses of studies/loss_table.py, those whose bounds are the script's own flags, and the unedited script's."""
+    args = subject.args
+    high = getattr(args, "clip_higher", 0.2)
+    low = getattr(args, "clip_lower", 0.2)
+    change = getattr(args, "max_probability_change", 0.1)
+
+    def cispo(b: loss_table.Batch) -> Tensor:
+        ratio = (b.logprobs - b.old).exp().detach()
+        return -ratio.clamp(max=1 + high) * b.advantages * b.logprobs
+
+    def dppo(b: loss_table.Batch) -> Tensor:
+        away = (b.logprobs.exp() - b.sampler.exp()).detach() * b.advantages.sign()
+        return -(b.logprobs - b.sampler).exp() * b.advantages * (away <= change)
+
+    def gspo(b: loss_table.Batch) -> Tensor:
+        ratio = b.response_mean(b.logprobs - b.old).exp()
+        return torch.maximum(-b.advantages * ratio, -b.advantages * ratio.clamp(1 - low, 1 + high))
+
+    flags = f"the loss of {subject.base_name} with the same flags"
+    own = {flags: loss_of(subject.base, subject.base_args), "CISPO": cispo, "DPPO": dppo, "GSPO": gspo}
+    return own | {name: loss for name, loss in loss_table.LOSSES.items() if name not in own}
+
+
+def expected_updates(loss: Loss, world: World, policies: dict[str, Policies]) -> dict[str, loss_table.Expected]:
+    """The updates of a loss under each condition."""
+    return {condition: loss_table.expected(loss, world, policies[condition]) for condition in policies}
+
+
+def distance(ours: list[Tensor], theirs: list[Tensor]) -> tuple[float, float]:
+    """(relative difference, factor) of the updates of two losses under all conditions, up to one common factor."""
+    a, b = torch.cat(ours), torch.cat(theirs)
+    square = b @ b
+    if square == 0 or not a.isfinite().all():
+        return float("inf"), 1.0
+    factor = (a @ b / square).item()
+    return ((a - factor * b).norm() / a.norm().clamp(min=1e-30)).item(), factor
+
+
+def nearest(found: dict[str, loss_table.Expected], named: dict[str, dict]) -> tuple[str, float, float]:
+    """(name, relative difference, factor) of the named loss whose updates are nearest."""
+    ours = [x.drawn @ x.updates for x in found.values()]
+    best = ("", float("inf"), 1.0)
+    for name, theirs in named.items():
+        difference, factor = distance(ours, [x.drawn @ x.updates for x in theirs.values()])
+        if factor > 0 and difference < best[1] - SAME:
+            best = (name, difference, factor)
+    return best
+
+
+def depends_on(loss: Loss, batch: loss_table.Batch, field: str) -> bool:
+    """Whether the gradient of a loss changes with one of its inputs."""
+
+    def slopes(b: loss_table.Batch) -> Tensor:
+        return torch.autograd.grad(loss(b).sum(), b.logprobs, allow_unused=True)[0]
+
+    draw = torch.Generator().manual_seed(3)
+    value = getattr(batch, field)
+    other = value + 0.7 * torch.randn(value.shape, generator=draw, dtype=F64)
+    before, after = slopes(batch), slopes(batch._replace(**{field: other}))
+    if before is None or after is None:
+        return False
+    return not torch.equal(before, after)
+
+
+def row_text(row: Row) -> str:
+    return f"cosine {row.cosine:+.3f}, bias {row.bias:.3f}, noise {row.noise:.2f} per sample, ascends {row.ascends}"
+
+
+def check_ascent(subject: Subject) -> list[Finding]:
+    """The policy's part of the loss: under each condition, and the named loss that it is."""
+    world = World(max_length=4)
+    policies = {condition: policies_of(world, condition) for condition in CONDITIONS}
+    loss = loss_of(subject.script, subject.args)
+    where = subject.first_place("token_loss", "importance_weights", "Tokens")
+    try:
+        found = expected_updates(loss, world, policies)
+    except RuntimeError as error:
+        text = f"the loss has no gradient with respect to the policy's log-probs ({str(error).splitlines()[0]})"
+        return [Finding(1, "gradient", FAIL, text, where)]
+    named = {name: expected_updates(own, world, policies) for name, own in named_losses(subject).items()}
+    findings = []
+    plain = named["PPO clip"]
+    base = next(iter(named.values()))
+    for condition, own in found.items():
+        rows = [summarize(x.updates, x.drawn, world, policies[condition], 1, x.zero) for x in (own, base[condition])]
+        clip = summarize(*plain[condition][:2], world, policies[condition], 1, plain[condition].zero)
+        state = OK
+        text = row_text(rows[0])
+        if not own.updates.isfinite().all() or not (own.drawn @ own.updates).any():
+            state, text = FAIL, "the expected update is zero or not finite: the policy gets no gradient"
+        elif rows[0].cosine <= 0:
+            state = FAIL
+            text += ": it goes down, not up"
+        text += f"; {subject.base_name} {rows[1].cosine:+.3f}, {rows[1].bias:.3f}; PPO {clip.cosine:+.3f}, {clip.bias:.3f}"
+        numbers = {"mine": rows[0]._asdict(), "base": rows[1]._asdict(), "PPO clip": clip._asdict()}
+        findings.append(Finding(1, f"{condition} samples", state, text, where if state == FAIL else "", numbers))
+    name, difference, factor = nearest(found, named)
+    scale = "" if abs(factor - 1) < SAME else f" times {factor:.4g}"
+    if difference < SAME:
+        findings.append(Finding(1, "nearest loss", OK, f"this is {name}{scale}, up to {difference:.0e}"))
+    elif name:
+        text = f"none of {len(named)} named losses; the nearest is {name}{scale}, which differs by {difference:.2g}"
+        findings.append(Finding(1, "nearest loss", NOTE, text, where))
+    batch = loss_table.batch_of(world, policies["async"])
+    identical = name if difference < SAME else ""
+    return [*findings, *check_inputs(loss, batch, found, identical, where)]
+
+
+def check_inputs(loss: Loss, batch, found: dict, identical: str, where: str) -> list[Finding]:
+    """Inputs of the loss without which it cannot be right. ``identical``: the named loss that it equals."""
+    if not depends_on(loss, batch, "advantages"):
+        return [Finding(1, "inputs", FAIL, "the gradient does not depend on the advantages", where)]
+    if depends_on(loss, batch, "old") or identical in TO_SAMPLER:
+        return [Finding(1, "inputs", OK, "the gradient depends on the advantages and on an importance ratio")]
+    if not depends_on(loss, batch, "sampler"):
+        text = (
+            "no importance ratio: old and sampler log-probs have no effect, so every optimizer step after the first on "
+            "a batch, and every asynchronous sample, is treated as fresh"
+        )
+        return [Finding(1, "inputs", FAIL, text, where)]
+    zero = found["unlike"].zero
+    text = "old log-probs have no effect: the ratio is pi / sampler"
+    if zero > 0:
+        text += (
+            f", and {zero:.0%} of the tokens are clipped before the policy has moved, because engine and trainer "
+            f"compute different log-probs"
+        )
+        return [Finding(1, "inputs", FAIL, text, where)]
+    return [Finding(1, "inputs", NOTE, text, where)]
+
+
+def check_groups(subject: Subject) -> list[Finding]:
+    """One optimizer step with the script's own group_advantages and loss_weights, over all pairs of groups."""
+    findings = []
+    world = World(max_length=2)
+    where = subject.first_place("group_advantages", "loss_weights", "token_loss")
+    for condition in loss_table.RECIPE_CONDITIONS:
+        policies = policies_of(world, condition)
+        row = loss_table.step_row(subject.script, subject.args, world, policies)
+        base = loss_table.step_row(subject.base, subject.base_args, world, policies)
+        state = OK if row.cosine > 0 else FAIL
+        if state == OK and abs(row.cosine - base.cosine) > 1e-3:
+            state = NOTE
+        text = f"{row_text(row)}; {subject.base_name} {base.cosine:+.3f}, {base.bias:.3f}"
+        numbers = {"mine": row._asdict(), "base": base._asdict()}
+        findings.append(Finding(1, f"groups, {condition}", state, text, "" if state == OK else where, numbers))
+    return findings
+
+
+def check_kl(subject: Subject) -> list[Finding]:
+    """The KL in the loss: what each setting descends, beside the unedited script's."""
+    equal = 0
+    findings = []
+    args = subject.args
+    own = (kl_estimators.canonical_name(args.kl_estimator), args.kl_gradient)
+    where = subject.first_place("token_loss", "clamp_straight_through")
+    for place, estimator, gradient in kl_estimators.SETTINGS:
+        for condition in ("fresh", "stale") if place == "loss" else ():
+            setting = (place, estimator, gradient, condition)
+            theirs = kl_estimators.table_row(subject.base, *setting)
+            ours = kl_estimators.table_row(subject.script, *setting)
+            mine = (estimator, gradient) == own or (estimator, own[0]) == ("full", "full")
+            same = ours.label == theirs.label and abs(ours.cosine - theirs.cosine) < SAME
+            equal += same
+            title = f"KL {estimator} {gradient}, {condition}"
+            if same and mine:
+                text = f"descends {ours.label}" if ours.label != kl_estimators.NONE else "descends no known divergence"
+                state = OK if ours.label == kl_estimators.REVERSE else NOTE
+                findings.append(Finding(1, title, state, f"{text}, as in {subject.base_name}"))
+            if not same:
+                bad = ours.cosine <= 0 or ours.label in OTHER_LABELS
+                text = f"descends {ours.label} (cosine {ours.cosine:+.3f} with grad KL(pi||ref))"
+                if bad and abs(ours.cosine + theirs.cosine) < SAME and theirs.cosine != 0:
+                    text += ": the sign is reversed, so the policy is pushed away from the reference"
+                text += f"; {subject.base_name}: {theirs.label} ({theirs.cosine:+.3f})"
+                findings.append(Finding(1, title, FAIL if bad else NOTE, text, where))
+    findings.append(Finding(1, "KL in the loss", OK, f"{equal} of 22 settings are those of {subject.base_name}"))
+    return findings
+
+
+def check(subject: Subject) -> list[Finding]:
+    """All findings of part 1."""
+    findings = check_ascent(subject)
+    if hasattr(subject.script, "group_advantages"):
+        findings += check_groups(subject)
+    return findings + check_kl(subject)

@@ -1,0 +1,124 @@
+"""The script that scripts/check.py examines, the unedited script beside it, and what the parts of the check found."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # the folders are no packages
+
+import script_loader
+
+from runtime.arguments import flags
+
+OK = "ok"
+NOTE = "note"  # differs from the unedited script, and may be what was intended
+FAIL = "FAIL"
+NEEDED = ("Args", "Tokens", "token_loss", "loss_weights", "main", "preflight")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``place``: file, line and text of the code that it is about, if that is known."""
+
+    part: int
+    name: str
+    state: str  # OK, NOTE or FAIL
+    text: str
+    place: str = ""
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Subject:
+    """A script with its arguments, and the unedited script with those of them that it has."""
+
+    script: ModuleType
+    args: Any
+    base: ModuleType
+    base_args: Any
+    flags_given: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return Path(self.script.__file__).name
+
+    @property
+    def base_name(self) -> str:
+        return Path(self.base.__file__).name
+
+    @property
+    def is_ppo(self) -> bool:
+        return self.base_name == "ppo.py"
+
+    def with_flags(self, **changes: Any) -> Any:
+        """The script's arguments with other values of these flags, as far as the script has them."""
+        return with_flags(self.args, **changes)
+
+    def place(self, function: str, phase: str = "") -> str:
+        """The first line of a function that is not the unedited script's: "mine.py:212, group_advantages: text".
+
+        ``phase``: of ``main``, a number at the start of a comment. Empty where nothing has changed.
+        """
+        ours = source_of(self.script, function, phase)
+        theirs = source_of(self.base, function, phase)
+        matcher = difflib.SequenceMatcher(None, [text for _, text in theirs], [text for _, text in ours], autojunk=False)
+        for kind, _, _, start, end in matcher.get_opcodes():
+            if kind == "equal" or not ours:
+                continue
+            number, text = ours[min(start, len(ours) - 1)]
+            removed = " (lines are missing here)" if start == end else ""
+            return f"{self.name}:{number}, {function}: {text.strip()}{removed}"
+        return ""
+
+    def first_place(self, *places: tuple[str, str] | str) -> str:
+        """The first changed line in any of these functions, or (function, phase)s of ``main``."""
+        for place in places:
+            function, phase = (place, "") if isinstance(place, str) else place
+            if found := self.place(function, phase):
+                return found
+        return ""
+
+
+def with_flags(args: Any, **changes: Any) -> Any:
+    """Arguments with other values of these flags, as far as the script has them."""
+    known = {f.name for f in dataclasses.fields(args)}
+    return dataclasses.replace(args, **{name: value for name, value in changes.items() if name in known})
+
+
+def source_of(module: ModuleType, function: str, phase: str) -> list[tuple[int, str]]:
+    """The lines of a function or a phase of ``main``, with their numbers, without comments and blank lines."""
+    if not hasattr(module, function):
+        return []
+    lines, first = inspect.getsourcelines(getattr(module, function))
+    found = []
+    inside = not phase
+    for number, line in enumerate(lines, first):
+        text = line.split("  # ")[0].rstrip()
+        mark = line.strip()
+        if phase and mark.startswith("# ") and mark[2:3].isdigit():
+            inside = mark[2:].startswith(phase)
+        if inside and text.strip() and not mark.startswith("#"):
+            found.append((number, text))
+    return found
+
+
+def load_subject(path: Path, words: list[str]) -> Subject:
+    """Import a script, parse its flags, and choose the unedited script. Exits with code 2 for what is no copy of one."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # where Python looks first when it runs the script
+    script = script_loader.load_script(path, NEEDED)
+    name = "ppo" if hasattr(script, "gae") and not hasattr(script, "group_advantages") else "grpo"
+    base = script_loader.load_script(ROOT / f"{name}.py", NEEDED)
+    args = flags.parse(script.Args, script.__doc__, words)
+    known = {f.name for f in dataclasses.fields(base.Args)}
+    shared = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name in known}
+    return Subject(script, args, base, base.Args(**shared), args.flags_set)
