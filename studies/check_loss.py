@@ -130,8 +130,8 @@ def check_ascent(subject: Subject) -> list[Finding]:
         text = row_text(rows[0])
         if not own.updates.isfinite().all() or not (own.drawn @ own.updates).any():
             state, text = FAIL, "the expected update is zero or not finite: the policy gets no gradient"
-        elif rows[0].cosine <= 0:
-            state = FAIL
+        elif rows[0].cosine <= 0:  # which a clip can do once pi has moved away from old
+            state = FAIL if condition in ("fresh", "unlike") else NOTE
             text += ": it goes down, not up"
         text += f"; {subject.base_name} {rows[1].cosine:+.3f}, {rows[1].bias:.3f}; PPO {clip.cosine:+.3f}, {clip.bias:.3f}"
         numbers = {"mine": rows[0]._asdict(), "base": rows[1]._asdict(), "PPO clip": clip._asdict()}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import inspect
 import sys
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -98,9 +100,15 @@ def source_of(module: ModuleType, function: str, phase: str) -> list[tuple[int, 
     if not hasattr(module, function):
         return []
     lines, first = inspect.getsourcelines(getattr(module, function))
+    node = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    docstring = range(0)
+    if ast.get_docstring(node) is not None:
+        docstring = range(first + node.body[0].lineno - 1, first + node.body[0].end_lineno)
     found = []
     inside = not phase
     for number, line in enumerate(lines, first):
+        if number in docstring:
+            continue
         text = line.split("  # ")[0].rstrip()
         mark = line.strip()
         if phase and mark.startswith("# ") and mark[2:3].isdigit():
