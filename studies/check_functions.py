@@ -96,7 +96,9 @@ def check_weights(subject: Subject) -> list[Finding]:
     order = [5, 2, 0, 4, 1, 3]
     moved = per_response(subject, [sizes[i] for i in order], [k for k, i in enumerate(order) if i in inside])
     if any(apart(moved[k], parts[i]) > CLOSE for k, i in enumerate(order) if i in inside):
-        findings.append(Finding(2, "weights and order", FAIL, "a token's weight depends on the order of samples", where))
+        findings.append(
+            Finding(2, "weights and order", FAIL, "a token's weight depends on the order of samples", where)
+        )
     sums = []
     for lengths in (sizes, [1, 12, 1, 2, 3, 1], [4] * 6):
         sums.append(sum(part.sum().item() for part in per_response(subject, lengths, inside)))

@@ -133,7 +133,9 @@ def check_ascent(subject: Subject) -> list[Finding]:
         elif rows[0].cosine <= 0:  # which a clip can do once pi has moved away from old
             state = FAIL if condition in ("fresh", "unlike") else NOTE
             text += ": it goes down, not up"
-        text += f"; {subject.base_name} {rows[1].cosine:+.3f}, {rows[1].bias:.3f}; PPO {clip.cosine:+.3f}, {clip.bias:.3f}"
+        text += (
+            f"; {subject.base_name} {rows[1].cosine:+.3f}, {rows[1].bias:.3f}; PPO {clip.cosine:+.3f}, {clip.bias:.3f}"
+        )
         numbers = {"mine": rows[0]._asdict(), "base": rows[1]._asdict(), "PPO clip": clip._asdict()}
         findings.append(Finding(1, f"{condition} samples", state, text, where if state == FAIL else "", numbers))
     name, difference, factor = nearest(found, named)

@@ -71,7 +71,9 @@ class Subject:
         """
         ours = source_of(self.script, function, phase)
         theirs = source_of(self.base, function, phase)
-        matcher = difflib.SequenceMatcher(None, [text for _, text in theirs], [text for _, text in ours], autojunk=False)
+        matcher = difflib.SequenceMatcher(
+            None, [text for _, text in theirs], [text for _, text in ours], autojunk=False
+        )
         for kind, _, _, start, end in matcher.get_opcodes():
             if kind == "equal" or not ours:
                 continue

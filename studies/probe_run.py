@@ -13,13 +13,11 @@ import dataclasses
 import gc
 import importlib
 import itertools
-import json
 import os
 import random
 import shutil
 import socket
 import sys
-import time
 import traceback
 import zlib
 from dataclasses import dataclass, field
@@ -34,7 +32,8 @@ import numpy as np
 import pretrain_tiny
 import torch
 
-from rewards import Reward, shape_reward
+from rewards import Reward, deal_out, shape_reward
+from runtime.run import identity
 from runtime.system import process
 
 PROMPTS = 4
@@ -44,6 +43,23 @@ EQUAL = 2  # the problem whose responses all have one reward
 TEMPERATURE = 0.7  # not 1: a trainer that ignores it computes other log-probs
 NOISE = 0.3  # standard deviation, in nats, of the sampler's log-probs around the trainer's, where a probe has it
 LIMIT = 60.0  # seconds of one probe
+# Runs that learn within seconds, from rewards in which each token has its own part.
+LEARNING = {
+    "total_steps": 12,
+    "num_samples_per_prompt_rollout": 8,
+    "max_response_length": 6,
+    "learning_rate": 1e-2,
+    "temperature": 1.0,
+    "mask_truncated_completions": False,
+    "mask_no_eos_with_zero": False,
+}
+LATE = (
+    "accelerate",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.original_muon",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "transformers.models.llama.modeling_llama",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ class Probe:
     noise: bool = False  # the sampler's log-probs are not the trainer's
     observed: bool = False  # some responses have tokens that an environment wrote
     other_truncated: bool = False  # truncated responses have other tokens
-    scale: tuple[float, float] = (1.0, 0.0)  # each reward is multiplied by the first, and then the second is added
+    learns: bool = False  # samples are drawn from the model, and only metrics are recorded
 
 
 @dataclass
@@ -84,6 +100,7 @@ class Recorded:
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # by version: those that step s begins with
     metrics: list[dict[str, float]] = field(default_factory=list)
     failure: str = ""
+    rejected: bool = False  # it failed because the script does not take the arguments of the probe
 
 
 # ---------------------------------------------------------------------------------------------------- model and samples
@@ -103,11 +120,16 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def make_problems(path: Path, count: int = PROMPTS) -> Path:
-    """Write problems of unequal lengths."""
-    rows = [{"question": f"{'abcdefgh'[: 1 + 2 * k % 7]} {k}", "answer": str(k)} for k in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def problem_rows(*_) -> list[dict[str, str]]:
+    """Problems of unequal lengths, in place of those of a task of reasoning-gym."""
+    return [{"question": f"{'abcdefgh'[: 1 + 2 * k % 7]} {k}", "answer": str(k)} for k in range(PROMPTS)]
+
+
+def import_libraries() -> None:
+    """Import what every run imports late, once for all forks. Call before torch is imported."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # DeepSpeed compiles a function that no run here calls: four seconds
+    for name in LATE:
+        importlib.import_module(name)
 
 
 def make_response(probe: Probe, prompt_ids: list[int], number: int, end: int) -> tuple[list[int], str, list]:
@@ -130,14 +152,19 @@ def make_response(probe: Probe, prompt_ids: list[int], number: int, end: int) ->
     return [*kinds[number % GROUP], end], "stop", spans
 
 
-def make_reward(sample, scale: tuple[float, float]) -> float:
+def make_reward(sample) -> float:
     """A reward in quarters that depends on the response alone; the same for all responses to one problem."""
     value = zlib.crc32(np.asarray(sample.response_ids).tobytes()) % 4 / 4
-    if sample.response_ids.tolist()[-1:] == [] or sample.finish_reason == "length":
+    if sample.finish_reason == "length":
         value = 0.25
     if sample.prompt_ids[-2] == equal_digit():
         value = 1.0
-    return value * scale[0] + scale[1]
+    return value
+
+
+def learned_reward(sample) -> float:
+    """The reward of runs that learn: the fraction of even tokens."""
+    return float((np.asarray(sample.response_ids) % 2 == 0).mean())
 
 
 def equal_digit() -> int:
@@ -218,9 +245,12 @@ class FixedVerifiers:
 
     def collect(self, submitted: list[tuple], on_result, gather=list) -> list:
         for sample, _, _ in submitted:
-            value = make_reward(sample, self.probe.scale)
-            shape_reward(sample, Reward(value, {"correct": float(value == 1.0)}), self.args)
-        return gather([sample for sample, _, _ in submitted])
+            value = learned_reward(sample) if self.probe.learns else make_reward(sample)
+            shape_reward(sample, Reward(value, {"correct": value}), self.args)
+        samples = gather([sample for sample, _, _ in submitted])
+        if self.args.control == "random":
+            deal_out(samples, self.args)
+        return samples
 
     def close(self) -> None:
         pass
@@ -242,15 +272,19 @@ class Recorder:
         deepspeed = importlib.import_module("deepspeed")
         logger = importlib.import_module("runtime.run.logger")
         saving = importlib.import_module("runtime.run.saving")
-        utils.ADAM_EPS = 1e-2
-        utils.hf_thread = self.engine.run
+        importlib.import_module("runtime.data.problem_set").gym_rows = problem_rows
         script.Verifiers = lambda args, *_: FixedVerifiers(self.found.probe, args)
         saving.save_model = saving.save_critic = lambda *_: None
+        logger.RunLog.end = lambda *_: None  # the verdict on a run of two steps
+        self.wrap(logger.RunLog, "step", lambda _, metrics, *__: self.found.metrics.append(dict(metrics)))
+        if self.found.probe.learns:
+            return
+        utils.ADAM_EPS = 1e-2
+        utils.hf_thread = self.engine.run
         self.wrap(utils.UpdateStats, "__init__", self.begin)
         self.wrap(utils.UpdateStats, "add", self.add)
         self.wrap(zero, "backward", self.backward)
         self.wrap(deepspeed.DeepSpeedEngine, "step", self.step)
-        self.wrap(logger.RunLog, "step", lambda _, metrics, *__: self.found.metrics.append(dict(metrics)))
 
     def wrap(self, owner: Any, name: str, note) -> None:
         plain = getattr(owner, name)
@@ -347,15 +381,15 @@ class Laboratory:
         self.folder = folder
         self.model = make_model(folder / "model")
         self.teacher = make_model(folder / "teacher", seed=1)
-        self.problems = make_problems(folder / "problems.jsonl")
         self.numbers = itertools.count()
+        identity.code_of(self.arguments(Probe("first")))  # cached, for all forks
         gc.freeze()
 
     def arguments(self, probe: Probe):
         """Arguments of a probe: the script's with its flags, on the fixed samples."""
-        own = {
+        own: dict[str, Any] = {
             "model_name_or_path": str(self.model),
-            "dataset": str(self.problems),
+            "dataset": "reasoning_gym:chain_sum",  # whose rows are problem_rows
             "verifier": "exact",
             "output_dir": str(self.folder / "runs"),
             "run_name": f"{next(self.numbers)}",
@@ -380,31 +414,16 @@ class Laboratory:
             own["teacher_name_or_path"] = str(self.teacher)
         if hasattr(self.args, "critic_learning_rate"):
             own["critic_learning_rate"] = 3e-3
+        if probe.learns:
+            own |= LEARNING
         return dataclasses.replace(self.args, **own | probe.flags)
 
     def run(self, probes: list[Probe], lanes: int = 1) -> list[Recorded]:
         """What each of the probes recorded, in their order."""
-        waiting = list(enumerate(probes))
-        going: dict[int, tuple[int, int]] = {}  # process -> (number of its probe, its rank)
-        places = {}
-        started = {}
-        codes: dict[int, int] = {}
-        while waiting or going:
-            while waiting and len({number for number, _ in going.values()}) < lanes:
-                number, probe = waiting.pop(0)
-                args = self.arguments(probe)
-                places[number] = self.folder / f"probe-{args.run_name}"
-                started[number] = time.monotonic()
-                for pid, rank in self.fork(args, probe, places[number]):
-                    going[pid] = (number, rank)
-            pid, status = os.wait()
-            if pid in going:
-                number, _ = going.pop(pid)
-                codes[number] = max(codes.get(number, 0), abs(os.waitstatus_to_exitcode(status)))
-        return [merge(probe, places[k], codes[k]) for k, probe in enumerate(probes)]
+        return run_all([(self, probe) for probe in probes], lanes)
 
-    def fork(self, args, probe: Probe, place: Path) -> list[tuple[int, int]]:
-        """Start the ranks of a probe: (process, rank)."""
+    def fork(self, args, probe: Probe, place: Path) -> list[int]:
+        """Start the ranks of a probe; their processes."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -419,8 +438,27 @@ class Laboratory:
                     code = run_rank(self.script, args, probe, rank, port, place)
                 finally:
                     os._exit(code)
-            found.append((pid, rank))
+            found.append(pid)
         return found
+
+
+def run_all(wanted: list[tuple[Laboratory, Probe]], lanes: int) -> list[Recorded]:
+    """What each of the probes recorded, in their order; ``lanes`` of them run side by side."""
+    waiting = list(enumerate(wanted))
+    going: dict[int, int] = {}  # process -> number of its probe
+    places: dict[int, Path] = {}
+    codes: dict[int, int] = {}
+    while waiting or going:
+        while waiting and len(set(going.values())) < lanes:
+            number, (laboratory, probe) = waiting.pop(0)
+            args = laboratory.arguments(probe)
+            places[number] = laboratory.folder / f"probe-{args.run_name}"
+            going |= dict.fromkeys(laboratory.fork(args, probe, places[number]), number)
+        pid, status = os.wait()
+        if pid in going:
+            number = going.pop(pid)
+            codes[number] = max(codes.get(number, 0), abs(os.waitstatus_to_exitcode(status)))
+    return [merge(probe, places[k], codes[k]) for k, (_, probe) in enumerate(wanted)]
 
 
 def merge(probe: Probe, place: Path, code: int) -> Recorded:
@@ -435,6 +473,7 @@ def merge(probe: Probe, place: Path, code: int) -> Recorded:
     if code != 0 or len(parts) < probe.ranks:
         lines = place.with_suffix(".0.log").read_text().strip().splitlines()
         found.failure = "\n".join(lines[-6:]) or f"exit code {code}"
+        found.rejected = code == 2
         return found
     for step, updates in enumerate(found.updates):
         for k, update in enumerate(updates):

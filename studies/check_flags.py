@@ -1,0 +1,174 @@
+"""Part 6 of scripts/check.py: whether the flags of a script do anything."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import sys
+import types
+import typing
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
+
+import check_learning
+import check_update
+import loss_table
+from check_subject import FAIL, NOTE, OK, Finding, Subject, with_flags
+from probe_run import Laboratory, Probe, Recorded
+
+from kl_estimators import make_tokens
+
+
+def other_values(script: ModuleType, name: str, value: Any) -> list[Any]:
+    """Values that a flag may also have, by its type."""
+    kind = typing.get_type_hints(script.Args)[name]
+    options = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+    found: list[Any] = []
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            found += typing.get_args(option)
+        elif option is bool:
+            found += [True, False]
+        elif option is int:
+            found += [(value or 0) + 1, 2 * (value or 0) + 3]
+        elif option is float:
+            found += [(value or 0.0) / 2, 2 * (value or 0.0) + 0.1, 0.5, 3.0, 1e-3]
+        elif option is str:
+            found += [f"{value or ''} changed"]
+        elif typing.get_origin(option) is tuple and float in typing.get_args(option):
+            size = len(value) if value else len(typing.get_args(option))
+            found += [(0.9, 1.1, 1.2)[:size], tuple(2 * x + 0.1 for x in value or (0.5,) * size)]
+    return [x for x in found if x != value or type(x) is not type(value)]
+
+
+def accepted(script: ModuleType, args: Any, name: str, value: Any) -> Any:
+    """The arguments with this value, or None where the script rejects it."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            changed = dataclasses.replace(args, **{name: value})
+            script.check_args(changed)
+    except (SystemExit, TypeError, ValueError):
+        return None
+    return changed
+
+
+def outputs(script: ModuleType, args: Any) -> list[Tensor]:
+    """The loss, its gradient, the advantages and the weights of fixed inputs: stale samples and a strange sampler."""
+    draw = torch.Generator().manual_seed(5)
+    names = ("logprobs_T", "old_T", "ref_T", "sampler_T")
+    known = {name: -2 + torch.randn(256, generator=draw, dtype=torch.float64) for name in names}
+    known["advantages_T"] = torch.randn(256, generator=draw, dtype=torch.float64)
+    known["entropy_T"] = torch.rand(256, generator=draw, dtype=torch.float64)
+    known["response_T"] = torch.arange(256) // 4
+    leaf = known["logprobs_T"].requires_grad_()
+    found = []
+    for beta in (0.0, 0.3):
+        tokens = make_tokens(script, **known, full_kl_T=(leaf - known["ref_T"]).square())
+        loss_T, _ = script.token_loss(tokens, beta, args)
+        slope_T = torch.autograd.grad(loss_T.sum(), leaf, allow_unused=True)[0] if loss_T.requires_grad else None
+        found += [loss_T.detach(), torch.zeros(1) if slope_T is None else slope_T]
+    samples = [loss_table.response_of(size) for size in (3, 9, 1, 5)]
+    found.append(script.loss_weights(samples, [0, 1, 3], args))
+    if hasattr(script, "group_advantages"):
+        rewards_PG = torch.rand(4, 5, generator=draw, dtype=torch.float64)
+        kind, eps = args.advantage_normalization_type, args.advantage_eps
+        found.append(script.group_advantages(rewards_PG, kind, eps))
+    return found
+
+
+def changes_functions(script: ModuleType, args: Any, name: str) -> bool:
+    """Whether a flag changes what the functions of the algorithm return, at any of ``other_values``."""
+    variants = [args, with_flags(args, kl_gradient="naive"), with_flags(args, kl_estimator="k3", loss_norm="constant")]
+    for base in variants:
+        before = outputs(script, base)
+        for value in other_values(script, name, getattr(base, name)):
+            changed = accepted(script, base, name, value)
+            if changed is None:
+                continue
+            after = outputs(script, changed)
+            if not all(torch.equal(x, y) for x, y in zip(before, after, strict=True)):
+                return True
+    return False
+
+
+def own_flags(script: ModuleType) -> list[str]:
+    """The flags that a script adds to those of every run: the algorithm's."""
+    inherited = {f.name for f in dataclasses.fields(script.Args.__mro__[1])}
+    return [f.name for f in dataclasses.fields(script.Args) if f.name not in inherited]
+
+
+def check(subject: Subject, laboratory: Laboratory, recorded: dict[str, Recorded], lanes: int) -> list[Finding]:
+    """Findings on flags that the script has added, and on those that the unedited script has as well."""
+    findings = []
+    known = {f.name for f in dataclasses.fields(subject.base.Args)}
+    text = Path(subject.script.__file__).read_text()
+    added = [f.name for f in dataclasses.fields(subject.args) if f.name not in known]
+    for name in added:
+        if name.endswith("name_or_path"):
+            continue
+        if changes_functions(subject.script, subject.args, name):
+            findings.append(Finding(6, f"--{name}", OK, "changes the loss, the advantages or the weights"))
+            continue
+        findings.append(try_flag(subject, laboratory, recorded, name, lanes, text))
+    dead = []
+    for name in own_flags(subject.script):
+        if (
+            name in known
+            and hasattr(subject.base_args, name)
+            and changes_functions(subject.base, subject.base_args, name)
+        ):
+            if not changes_functions(subject.script, subject.args, name) and can_change(subject, name):
+                dead.append(name)
+    for name in dead:
+        said = f"changes the loss of {subject.base_name}, and does nothing here"
+        where = subject.first_place("token_loss", "loss_weights", "group_advantages")
+        findings.append(Finding(6, f"--{name}", FAIL, said, where))
+    if not findings:
+        findings.append(
+            Finding(6, "flags", OK, f"the flags of {subject.base_name}, and each of the algorithm's does something")
+        )
+    return findings
+
+
+def can_change(subject: Subject, name: str) -> bool:
+    """Whether the script accepts any other value of a flag."""
+    values = other_values(subject.script, name, getattr(subject.args, name))
+    return any(accepted(subject.script, subject.args, name, value) is not None for value in values)
+
+
+def try_flag(
+    subject: Subject, laboratory: Laboratory, recorded: dict[str, Recorded], name: str, lanes: int, text: str
+) -> Finding:
+    """Runs with other values of an added flag beside the run without."""
+    line = next(
+        (f"{subject.name}:{k}" for k, x in enumerate(text.splitlines(), 1) if x.strip().startswith(f"{name}:")), ""
+    )
+    tried = []
+    for plain, noise in (("rich", True), ("plain", False)):
+        before = recorded.get(plain)
+        if before is None or before.failure:
+            continue
+        for value in other_values(subject.script, name, getattr(subject.args, name))[:2]:
+            if accepted(subject.script, subject.args, name, value) is None:
+                continue
+            probe = Probe(f"--{name} {value}", dict(before.probe.flags) | {name: value}, noise=noise)
+            (after,) = laboratory.run([probe], lanes)
+            if after.rejected:
+                continue
+            tried.append(str(value))
+            metrics = check_learning.comparable(before) != check_learning.comparable(after)
+            if metrics or after.failure or check_update.first_difference(before, after) is not None:
+                return Finding(6, f"--{name}", OK, f"{value} changes the update or a metric of two steps")
+    if not tried:
+        return Finding(6, f"--{name}", NOTE, "no other value could be tried", line)
+    said = f"does nothing: {', '.join(dict.fromkeys(tried))} change no loss, no gradient and no metric of two steps"
+    if f"args.{name}" not in text:
+        said += f"; the script never reads args.{name}"
+    return Finding(6, f"--{name}", FAIL, said, line)
