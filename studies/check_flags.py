@@ -119,13 +119,10 @@ def check(subject: Subject, laboratory: Laboratory, recorded: dict[str, Recorded
         findings.append(try_flag(subject, laboratory, recorded, name, lanes, text))
     dead = []
     for name in own_flags(subject.script):
-        if (
-            name in known
-            and hasattr(subject.base_args, name)
-            and changes_functions(subject.base, subject.base_args, name)
-        ):
-            if not changes_functions(subject.script, subject.args, name) and can_change(subject, name):
-                dead.append(name)
+        if name not in known or not changes_functions(subject.base, subject.base_args, name):
+            continue
+        if not changes_functions(subject.script, subject.args, name) and can_change(subject, name):
+            dead.append(name)
     for name in dead:
         said = f"changes the loss of {subject.base_name}, and does nothing here"
         where = subject.first_place("token_loss", "loss_weights", "group_advantages")

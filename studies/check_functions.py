@@ -103,11 +103,10 @@ def check_weights(subject: Subject) -> list[Finding]:
     for lengths in (sizes, [1, 12, 1, 2, 3, 1], [4] * 6):
         sums.append(sum(part.sum().item() for part in per_response(subject, lengths, inside)))
     name = f"--loss_norm {getattr(args, 'loss_norm', '?')}"
-    if name.endswith(("token", "sequence")):
-        if max(abs(total - 1) for total in sums) > 1e-5:
-            said = ", ".join(f"{total:.3g}" for total in sums)
-            text = f"{name} is a mean, but the weights of three batches sum to {said}: something else is counted, too"
-            findings.append(Finding(2, "weights", FAIL, text, where))
+    if name.endswith(("token", "sequence")) and max(abs(total - 1) for total in sums) > 1e-5:
+        said = ", ".join(f"{total:.3g}" for total in sums)
+        text = f"{name} is a mean, but the weights of three batches sum to {said}: something else is counted, too"
+        findings.append(Finding(2, "weights", FAIL, text, where))
     base = subject.base.loss_weights(samples, inside, subject.base_args).split(sizes)
     difference = max(apart(ours, theirs) for ours, theirs in zip(parts, base, strict=True))
     if difference <= CLOSE and not findings:

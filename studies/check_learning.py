@@ -1,7 +1,7 @@
 """Part 5 of scripts/check.py: whether a script learns on the smallest test bed, beside the unedited script.
 
-The bed is the random model of studies/probe_run.py; the reward of a response is its fraction of even tokens. A run takes
-a few seconds. Pairs have the same seed, and the rule is that of studies/paired_comparison.py.
+The bed is the random model of studies/probe_run.py, and the reward of a response is its fraction of even tokens. A run
+takes a few seconds. Pairs have the same seed, and the rule is that of studies/paired_comparison.py.
 """
 
 from __future__ import annotations

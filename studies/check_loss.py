@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +176,8 @@ def check_inputs(loss: Loss, batch, found: dict, identical: str, where: str) -> 
 
 def check_groups(subject: Subject) -> list[Finding]:
     """One optimizer step with the script's own group_advantages and loss_weights, over all pairs of groups."""
+    if not hasattr(subject.script, "group_advantages"):
+        return []
     findings = []
     world = World(max_length=2)
     where = subject.first_place("group_advantages", "loss_weights", "token_loss")
@@ -192,39 +195,33 @@ def check_groups(subject: Subject) -> list[Finding]:
 
 
 def check_kl(subject: Subject) -> list[Finding]:
-    """The KL in the loss: what each setting descends, beside the unedited script's."""
-    equal = 0
-    findings = []
+    """The KL in the loss: what each setting descends, beside the unedited script's. The script's own setting first."""
     args = subject.args
     own = (kl_estimators.canonical_name(args.kl_estimator), args.kl_gradient)
     where = subject.first_place("token_loss", "clamp_straight_through")
-    for place, estimator, gradient in kl_estimators.SETTINGS:
-        for condition in ("fresh", "stale") if place == "loss" else ():
-            setting = (place, estimator, gradient, condition)
-            theirs = kl_estimators.table_row(subject.base, *setting)
-            ours = kl_estimators.table_row(subject.script, *setting)
-            mine = (estimator, gradient) == own or (estimator, own[0]) == ("full", "full")
-            same = ours.label == theirs.label and abs(ours.cosine - theirs.cosine) < SAME
-            equal += same
-            title = f"KL {estimator} {gradient}, {condition}"
-            if same and mine:
-                text = f"descends {ours.label}" if ours.label != kl_estimators.NONE else "descends no known divergence"
+    first: list[Finding] = []
+    others: list[Finding] = []
+    equal = 0
+    settings = [setting[1:] for setting in kl_estimators.SETTINGS if setting[0] == "loss"]
+    for (estimator, gradient), condition in itertools.product(settings, ("fresh", "stale")):
+        setting = ("loss", estimator, gradient, condition)
+        ours = kl_estimators.table_row(subject.script, *setting)
+        theirs = kl_estimators.table_row(subject.base, *setting)
+        mine = (estimator, gradient) == own or (estimator == own[0] == "full")
+        title = f"KL {estimator} {gradient}, {condition}"
+        if ours.label == theirs.label and abs(ours.cosine - theirs.cosine) < SAME:
+            equal += 1
+            if mine:
                 state = OK if ours.label == kl_estimators.REVERSE else NOTE
-                findings.append(Finding(1, title, state, f"{text}, as in {subject.base_name}"))
-            if not same:
-                bad = ours.cosine <= 0 or ours.label in OTHER_LABELS
-                text = f"descends {ours.label} (cosine {ours.cosine:+.3f} with grad KL(pi||ref))"
-                if bad and abs(ours.cosine + theirs.cosine) < SAME and theirs.cosine != 0:
-                    text += ": the sign is reversed, so the policy is pushed away from the reference"
-                text += f"; {subject.base_name}: {theirs.label} ({theirs.cosine:+.3f})"
-                findings.append(Finding(1, title, FAIL if bad else NOTE, text, where))
-    findings.append(Finding(1, "KL in the loss", OK, f"{equal} of 22 settings are those of {subject.base_name}"))
-    return findings
-
-
-def check(subject: Subject) -> list[Finding]:
-    """All findings of part 1."""
-    findings = check_ascent(subject)
-    if hasattr(subject.script, "group_advantages"):
-        findings += check_groups(subject)
-    return findings + check_kl(subject)
+                first.append(Finding(1, title, state, f"descends {ours.label}, as in {subject.base_name}"))
+            continue
+        bad = ours.cosine <= 0 or ours.label in OTHER_LABELS
+        text = f"descends {ours.label} (cosine {ours.cosine:+.3f} with grad KL(pi||ref))"
+        if ours.cosine < 0 and abs(ours.cosine + theirs.cosine) < SAME:
+            text += ": the sign is reversed, so the policy is pushed away from the reference"
+        text += f"; {subject.base_name}: {theirs.label} ({theirs.cosine:+.3f})"
+        (first if mine else others).append(Finding(1, title, FAIL if bad else NOTE, text, where))
+    worst = sorted(others, key=lambda finding: finding.state != FAIL)
+    total = 2 * len(settings)
+    summary = Finding(1, "KL in the loss", OK, f"{equal} of {total} settings are those of {subject.base_name}")
+    return [*first, *worst[:1], summary]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 
-import probe_run
-from check_subject import FAIL, NOTE, OK, Finding, Subject, with_flags
+from check_subject import FAIL, OK, Finding, Subject, with_flags
 
 from kl_estimators import SETTINGS, make_tokens
 from runtime.data.samples import Sample
@@ -40,7 +39,7 @@ def grid(logprobs: tuple[float, ...], dtype: torch.dtype, advantages: tuple = AD
 
 
 def settings(args: Any) -> dict[str, tuple[float, Any]]:
-    """(coefficient of the KL, arguments) by name: the script's own, every KL in the loss, and every importance weight."""
+    """(coefficient of the KL, arguments) by name: the script's own, and each KL in the loss and importance weight."""
     found = {"the given flags": (args.kl_coefficients[0], args)}
     for place, estimator, gradient in SETTINGS:
         if place == "loss":
@@ -169,9 +168,10 @@ class Frozen:
 class WholeLoss:
     """The loss of an optimizer step on a tiny model in float64, as a function of all its weights."""
 
-    def __init__(self, script: ModuleType, args: Any, model):
+    def __init__(self, script: ModuleType, args: Any, beta: float, model):
         self.script = script
         self.args = args
+        self.beta = beta
         self.model = model
         self.weights = [weight for weight in model.parameters() if weight.requires_grad]
         self.samples = make_samples()
@@ -215,7 +215,7 @@ class WholeLoss:
             response_T=owner,
         )
         with frozen() if frozen else contextlib.nullcontext():
-            loss_T, _ = self.script.token_loss(tokens, 0.1, self.args)
+            loss_T, _ = self.script.token_loss(tokens, self.beta, self.args)
         return (loss_T * weights).sum()
 
     def gradient(self) -> list[Tensor | None]:
@@ -251,9 +251,11 @@ def check_gradient(subject: Subject, model) -> list[Finding]:
     """Autograd against finite differences along the gradient and two random directions; parameters without gradient."""
     findings = []
     where = subject.first_place("token_loss", "importance_weights", "clamp_straight_through", "loss_weights")
-    for title, changes in (("the given flags", {}), ("KL k3 naive", {"kl_estimator": "k3", "kl_gradient": "naive"})):
-        name = f"gradient, {title}"
-        own = WholeLoss(subject.script, subject.with_flags(**changes), model)
+    own_beta = subject.args.kl_coefficients[0]
+    naive = subject.with_flags(kl_estimator="k3", kl_gradient="naive")
+    for title, beta, args in (("given flags", own_beta, subject.args), ("KL k3 naive", 0.1, naive)):
+        name = f"loss, {title}"
+        own = WholeLoss(subject.script, args, beta, model)
         gradient = own.gradient()
         names = [n for n, w in model.named_parameters() if w.requires_grad]
         dead = [n for n, g in zip(names, gradient, strict=True) if g is None or not g.any()]

@@ -123,7 +123,9 @@ def run_parts(report: Report, parts: set[int], folder: Path, lanes: int) -> None
     ours = probe_run.Laboratory(subject.script, subject.args, folder / "ours")
     model = quiet(lambda: AutoModelForCausalLM.from_pretrained(ours.model).double())
     if 1 in parts:
-        report.run(1, lambda: check_loss.check(subject))
+        report.run(1, lambda: check_loss.check_ascent(subject))
+        report.run(1, lambda: check_loss.check_groups(subject), "group_advantages")
+        report.run(1, lambda: check_loss.check_kl(subject))
         report.print_part(1)
     if 3 in parts:
         report.run(3, lambda: check_numbers.check_edges(subject))

@@ -121,7 +121,7 @@ def source_of(module: ModuleType, function: str, phase: str) -> list[tuple[int, 
 
 
 def load_subject(path: Path, words: list[str]) -> Subject:
-    """Import a script, parse its flags, and choose the unedited script. Exits with code 2 for what is no copy of one."""
+    """Import a script, parse its flags, and choose the unedited one. Exits with code 2 for other files."""
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # where Python looks first when it runs the script

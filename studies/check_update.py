@@ -222,7 +222,7 @@ class Oracle:
             if step > 0:
                 known["the policy's log-probs before the update"] = before
             fields["ref_T"] = {"": ref} | known
-        for name, values in fields.items():
+        for values in fields.values():
             if values:
                 values["shifted by one token"] = values[""].roll(1)
                 values["shifted by one token to the left"] = values[""].roll(-1)

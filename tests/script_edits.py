@@ -1,0 +1,331 @@
+"""Edits of a copy of grpo.py or ppo.py for scripts/check.py: published mistakes, each to be found, and harmless ones.
+
+    python tests/script_edits.py                    checks every edited copy; a row for each: parts that fail, seconds
+    python tests/script_edits.py --only "KL sign"
+
+An edit is a list of (text, replacement) in the script. The mistakes are those that issue trackers and papers report of
+other frameworks; "also" are further forms of the same ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "studies")]
+
+from runtime.system import process
+
+process.prepare_environment("float32")
+
+import check_report
+
+
+class Edit(NamedTuple):
+    """One edited copy."""
+
+    name: str
+    changes: tuple[tuple[str, str], ...]
+    parts: frozenset[int] = frozenset()  # of the report, at least one of which must fail; none for a harmless edit
+    script: str = "grpo.py"
+    flags: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """The edited script. Raises ValueError where a text to be replaced is not there."""
+        text = (ROOT / self.script).read_text()
+        for old, new in self.changes:
+            if old not in text:
+                raise ValueError(f"{self.name}: {self.script} no longer has {old!r}")
+            text = text.replace(old, new)
+        return text
+
+
+def mistake(name: str, parts: set[int], *changes: tuple[str, str], script: str = "grpo.py") -> Edit:
+    return Edit(name, changes, frozenset(parts), script)
+
+
+def harmless(name: str, *changes: tuple[str, str], script: str = "grpo.py", flags: tuple[str, ...] = ()) -> Edit:
+    return Edit(name, changes, frozenset(), script, flags)
+
+
+SAMPLER = "        sampler_N = batching.flat([s.sampler_logprobs for s in samples], device)\n"
+FRESH = "        fresh_N = batching.flat([s.token_versions() == step for s in samples], device)\n"
+RATIO = "ratio_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp()"
+OLD = "old_T=old_N[mb.tokens] if updates > 1 else logprobs_T.detach(),"
+WEIGHTS = "weights_T=weights_N[mb.tokens],\n                        entropy_T"
+LOSS = "loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks"
+POLICY = "policy = utils.prepare_policy(model, args, run, stop_ids[0])"
+STD = "centered_PG / (rewards_PG.std(1, keepdim=True) + eps)"
+ADVANTAGES = "advantages_PG = group_advantages(rewards_PG, kind, args.advantage_eps)\n        penalty_N"
+
+MISTAKES = [
+    mistake("sum instead of mean over ranks", {2}, (LOSS, LOSS.replace("run.world_size", "run.world_size**2"))),
+    mistake("KL sign", {1}, ("loss_T = loss_T + beta * kl_T", "loss_T = loss_T - beta * kl_T")),
+    mistake("detached ratio", {1, 4}, (RATIO, RATIO + ".detach()")),
+    mistake("missing old log-probs", {2}, (OLD, "old_T=logprobs_T.detach(),")),
+    mistake("wrong mask shift by one", {2}, (WEIGHTS, WEIGHTS.replace("mb.tokens", "(mb.tokens - 1).clamp(min=0)"))),
+    mistake("advantages normalized over the batch", {2}, (STD, "centered_PG / (rewards_PG.std() + eps)")),
+    mistake("sampler log-probs used as old", {2}, (OLD, "old_T=sampler_N[mb.tokens],")),
+    mistake(
+        "length normalization per micro-batch",
+        {2},
+        (LOSS, "loss = loss_T[tokens.weights_T > 0].mean() * run.world_size"),
+    ),
+    mistake("padding in the mean", {2}, (LOSS, "loss = loss_T.sum() / mb.input_ids.numel() * run.world_size")),
+    mistake(
+        "temperature missing in the trainer",
+        {2},
+        (
+            POLICY,
+            "import dataclasses\n    policy = utils.prepare_policy("
+            "model, dataclasses.replace(args, temperature=1.0), run, stop_ids[0])",
+        ),
+    ),
+]
+ALSO = [
+    mistake("not multiplied by the number of ranks", {2}, (LOSS, "loss = (loss_T * tokens.weights_T).sum()")),
+    mistake("KL sign in the reward", {2}, ("offsets, device) - penalty_N", "offsets, device) + penalty_N")),
+    mistake(
+        "KL of naive k3 with a wrong sign", {1}, ("kl_T = torch.expm1(-bounded_T)", "kl_T = torch.expm1(bounded_T)")
+    ),
+    mistake("loss detached", {1, 4}, ("policy_T = weight_T * policy_T", "policy_T = weight_T * policy_T.detach()")),
+    mistake("ratio to itself", {1}, (RATIO, "ratio_T = (t.logprobs_T - t.logprobs_T.detach()).exp()")),
+    mistake("ratio to the sampler", {1}, (RATIO, RATIO.replace("old_T", "sampler_T"))),
+    mistake(
+        "advantages shifted by one",
+        {2},
+        ("advantages_T=advantages_N[mb.tokens]", "advantages_T=advantages_N.roll(1)[mb.tokens]"),
+    ),
+    mistake(
+        "batch as one group, in main",
+        {2},
+        (
+            ADVANTAGES,
+            ADVANTAGES.replace(
+                "group_advantages(rewards_PG, kind, args.advantage_eps)",
+                "group_advantages(rewards_PG.view(1, -1), kind, args.advantage_eps).view_as(rewards_PG)",
+            ),
+        ),
+    ),
+    mistake(
+        "clip on the wrong side",
+        {1},
+        ("torch.maximum(unclipped_T, clipped_T)", "torch.minimum(unclipped_T, clipped_T)"),
+    ),
+    mistake(
+        "sign of the loss",
+        {1},
+        ("policy_T = torch.maximum(unclipped_T, clipped_T)", "policy_T = -torch.maximum(unclipped_T, clipped_T)"),
+    ),
+    mistake(
+        "longest response in the mean",
+        {2},
+        ("tokens = sum(lengths[i] for i in in_loss)", "tokens = max(lengths) * len(in_loss)"),
+    ),
+    mistake("old log-probs after the update", {2}, (OLD, "old_T=policy(mb)[0].detach(),")),
+    mistake("unbounded ratio", {3}, (RATIO, "ratio_T = (t.logprobs_T - t.old_T).exp()")),
+    mistake(
+        "dead flag",
+        {6},
+        ("    # ---- KL\n", '    sharpness: float = 1.0\n    """Exponent of the ratio."""\n\n    # ---- KL\n'),
+    ),
+    mistake("flag no longer read", {6}, ("1 + args.clip_higher)", "1.2)")),
+    mistake(
+        "truncated responses in the loss",
+        {2},
+        ('if samples[i].finish_reason != "length"]', 'if samples[i].finish_reason != "stop"]'),
+    ),
+    mistake(
+        "equal groups without the mask", {3}, ("return centered_PG.masked_fill(equal_P1, 0.0)", "return centered_PG")
+    ),
+    mistake(
+        "gae across responses",
+        {2},
+        (
+            "torch.where(inside_BT[:, t], delta_B + gamma * lam * following_B, 0.0)",
+            "torch.where(inside_BT[:, t], delta_B + gamma * lam * following_B.roll(1), 0.0)",
+        ),
+        script="ppo.py",
+    ),
+    mistake(
+        "critic learns away from returns",
+        {2, 4},
+        ("return error_T.maximum(clipped_T) / 2", "return -error_T.maximum(clipped_T) / 2"),
+        script="ppo.py",
+    ),
+    mistake(
+        "critic's loss detached",
+        {2, 4},
+        ("error_T = (values_T - targets_T)", "error_T = (values_T.detach() - targets_T)"),
+        script="ppo.py",
+    ),
+    mistake("old log-probs missing in ppo.py", {2}, (OLD, "old_T=logprobs_T.detach(),"), script="ppo.py"),
+    mistake(
+        "critic's loss per micro-batch",
+        {2},
+        ("loss = (loss_T * weights_T).sum() * run.world_size", "loss = loss_T.mean() * run.world_size"),
+        script="ppo.py",
+    ),
+]
+HARMLESS = [
+    harmless("unedited"),
+    harmless("unedited ppo.py", script="ppo.py"),
+    harmless("ratio renamed", ("ratio_T", "rho_T")),
+    harmless("advantages renamed in main", ("advantages_N", "adv_N")),
+    harmless("samples renamed in main", ("penalty_N", "reward_penalty_N")),
+    harmless(
+        "clipping by torch.clamp",
+        (
+            "ratio_T.clamp(1 - args.clip_lower, 1 + args.clip_higher)",
+            "torch.clamp(ratio_T, 1 - args.clip_lower, 1 + args.clip_higher)",
+        ),
+    ),
+    harmless(
+        "minimum instead of maximum",
+        ("policy_T = torch.maximum(unclipped_T, clipped_T)", "policy_T = -torch.minimum(-unclipped_T, -clipped_T)"),
+    ),
+    harmless(
+        "advantage first", ("unclipped_T = -t.advantages_T * ratio_T", "unclipped_T = -(ratio_T * t.advantages_T)")
+    ),
+    harmless(
+        "a metric of the loss",
+        (
+            '"ratio": ratio_T, "clipped": clipped_T, "weight": weight_T}',
+            '"ratio": ratio_T, "clipped": clipped_T, "weight": weight_T, "spread": (ratio_T - 1).abs()}',
+        ),
+    ),
+    harmless(
+        "a metric of the step",
+        (
+            '            "step": step,\n',
+            '            "step": step,\n            "reward/max": rewards_PG.max().item(),\n',
+        ),
+    ),
+    harmless(
+        "a print",
+        (
+            "        log.check_skips(skips, samples)",
+            '        print("updated", step)\n        log.check_skips(skips, samples)',
+        ),
+    ),
+    harmless(
+        "lines reordered",
+        (
+            SAMPLER + FRESH,
+            FRESH + SAMPLER,
+        ),
+    ),
+    harmless(
+        "a function extracted",
+        (
+            "\ndef token_loss(",
+            "\ndef importance_ratio(logprobs_T, old_T):\n    return (logprobs_T - old_T).clamp(-20, 20).exp()\n"
+            "\n\ndef token_loss(",
+        ),
+        (RATIO, "ratio_T = importance_ratio(t.logprobs_T, t.old_T)"),
+    ),
+    harmless("weights by a loop", ("weights = [0.0] * len(samples)", "weights = [0.0 for _ in samples]")),
+    harmless("another default", ("clip_higher: float = 0.2", "clip_higher: float = 0.28")),
+    harmless("another learning rate", ("learning_rate: float = 3e-5", "learning_rate: float = 1e-5")),
+    harmless(
+        "comments and docstrings",
+        ('"""Loss of every response token, before weighting', '"""My loss of every token, before weighting'),
+    ),
+    harmless(
+        "a flag that works",
+        ("    # ---- KL\n", '    boost: float = 1.0\n    """Factor of positive advantages."""\n\n    # ---- KL\n'),
+        (
+            "unclipped_T = -t.advantages_T * ratio_T",
+            "boost_T = torch.where(t.advantages_T > 0, args.boost, 1.0)\n"
+            "    unclipped_T = -t.advantages_T * boost_T * ratio_T",
+        ),
+        ("clipped_T = -t.advantages_T * ratio_T.clamp", "clipped_T = -t.advantages_T * boost_T * ratio_T.clamp"),
+    ),
+    harmless(
+        "a flag of the run",
+        (
+            "    # ---- KL\n",
+            '    log_every: int = 1\n    """Log the norm of the weights every N steps."""\n\n    # ---- KL\n',
+        ),
+        (
+            '            "step": step,\n',
+            '            "step": step,\n            "policy/multiple": float(step % args.log_every == 0),\n',
+        ),
+    ),
+    harmless(
+        "an optimizer: SGD",
+        (
+            "optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)",
+            "optimizer = torch.optim.SGD(policy.parameters(), lr=args.learning_rate, momentum=0.9)",
+        ),
+    ),
+    harmless("a KL in the loss", flags=("--beta", "0.05", "--kl_estimator", "k2")),
+    harmless("four mini-batches", flags=("--num_mini_batches", "4", "--clip_higher", "0.28")),
+    harmless("Dr. GRPO by flags", flags=("--loss_norm", "constant", "--advantage_normalization_type", "centered")),
+    harmless("values renamed in ppo.py", ("values_N", "v_N"), script="ppo.py"),
+]
+
+
+def report(edit: Edit, folder: Path, parts: list[int]) -> tuple[dict, float, str]:
+    """(report of scripts/check.py on an edited copy, seconds, what it printed), in a fork of this process."""
+    copy = folder / "mine.py"
+    copy.write_text(edit.text())
+    options = argparse.Namespace(script=copy, json=folder / "report.json", parts=parts, lanes=2)
+    began = time.monotonic()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        try:
+            out = os.open(folder / "printed.txt", os.O_WRONLY | os.O_CREAT)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            code = check_report.main(options, list(edit.flags))
+            sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    seconds = time.monotonic() - began
+    printed = (folder / "printed.txt").read_text()
+    if not options.json.is_file():
+        raise RuntimeError(f"{edit.name}: exit code {code}: {printed[-2000:]}")
+    found = json.loads(options.json.read_text())
+    if code != bool(found["failed"]):
+        raise RuntimeError(f"{edit.name}: exit code {code}, failed parts {found['failed']}")
+    return found, seconds, printed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], help="names of edits")
+    parser.add_argument("--parts", nargs="+", type=int, help="parts (default: all but 5, of ALSO those that find it)")
+    options = parser.parse_args()
+    for edit in [*MISTAKES, *HARMLESS, *ALSO]:
+        if options.only and edit.name not in options.only:
+            continue
+        parts = options.parts or (sorted(edit.parts) if edit in ALSO else [1, 2, 3, 4, 6])
+        with tempfile.TemporaryDirectory() as folder:
+            found, seconds, printed = report(edit, Path(folder), parts)
+        failed = [f for f in found["findings"] if f["state"] == "FAIL"]
+        right = bool(edit.parts & set(found["failed"])) if edit.parts else not failed
+        first = f"{failed[0]['part']} {failed[0]['name']}: {failed[0]['text']} {failed[0]['place']}" if failed else ""
+        numbers = ", ".join(map(str, found["failed"])) or "none"
+        print(f"{'' if right else 'WRONG '}{edit.name} | {numbers} | {seconds:.0f} s | {first[:220]}", flush=True)
+        if not right:
+            print(printed, flush=True)
+
+
+if __name__ == "__main__":
+    main()
