@@ -117,20 +117,25 @@ def check(subject: Subject, laboratory: Laboratory, recorded: dict[str, Recorded
             findings.append(Finding(6, f"--{name}", OK, "changes the loss, the advantages or the weights"))
             continue
         findings.append(try_flag(subject, laboratory, recorded, name, lanes, text))
-    dead = []
-    for name in own_flags(subject.script):
-        if name not in known or not changes_functions(subject.base, subject.base_args, name):
-            continue
-        if not changes_functions(subject.script, subject.args, name) and can_change(subject, name):
-            dead.append(name)
-    for name in dead:
-        said = f"changes the loss of {subject.base_name}, and does nothing here"
-        where = subject.first_place("token_loss", "loss_weights", "group_advantages")
-        findings.append(Finding(6, f"--{name}", FAIL, said, where))
+    findings += check_known(subject, sorted(known))
     if not findings:
         findings.append(
             Finding(6, "flags", OK, f"the flags of {subject.base_name}, and each of the algorithm's does something")
         )
+    return findings
+
+
+def check_known(subject: Subject, known: list[str]) -> list[Finding]:
+    """Findings on flags of the algorithm that change the unedited script's loss and not the script's."""
+    findings = []
+    for name in own_flags(subject.script):
+        if name not in known or not changes_functions(subject.base, subject.base_args, name):
+            continue
+        if changes_functions(subject.script, subject.args, name) or not can_change(subject, name):
+            continue
+        text = f"changes the loss of {subject.base_name}, and does nothing here"
+        where = subject.first_place("token_loss", "loss_weights", "group_advantages")
+        findings.append(Finding(6, f"--{name}", FAIL, text, where))
     return findings
 
 

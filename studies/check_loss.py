@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders a
 
 import loss_table
 from check_subject import FAIL, NOTE, OK, Finding, Subject
-from enumeration import CONDITIONS, F64, Policies, Row, World, policies_of, summarize
+from enumeration import CONDITIONS, F64, UNNAMED, Policies, Row, World, policies_of, summarize
 
 import kl_estimators
 
@@ -25,6 +25,14 @@ SAME = 1e-6  # relative difference below which two expected updates are one
 TO_SAMPLER = ("sequence ratio", "TRM", "DPPO", "DRO")
 OTHER_LABELS = (kl_estimators.ZERO, kl_estimators.AWAY, kl_estimators.AWAY_FROM_SAMPLER, kl_estimators.NONE)
 Loss = Callable[[loss_table.Batch], Tensor]
+# Conditions of studies/enumeration.py -> how the report calls them.
+WHEN = {
+    "fresh": "fresh samples",
+    "one step": "second optimizer step",
+    "stale": "ninth optimizer step",
+    "unlike": "sampler mismatch",
+    "async": "both, asynchronous",
+}
 
 
 def loss_of(script: ModuleType, args: Any) -> Loss:
@@ -106,7 +114,16 @@ def depends_on(loss: Loss, batch: loss_table.Batch, field: str) -> bool:
 
 
 def row_text(row: Row) -> str:
-    return f"cosine {row.cosine:+.3f}, bias {row.bias:.3f}, noise {row.noise:.2f} per sample, ascends {row.ascends}"
+    """The numbers of a row in words."""
+    text = f"cosine {row.cosine:+.3f}, bias {row.bias:.3f}, noise {row.noise:.2f} per sample"
+    return text if row.ascends == UNNAMED else f"{text}, ascends {row.ascends}"
+
+
+def beside(name: str, ours: Row, theirs: Row) -> str:
+    """Another loss in the same condition."""
+    if abs(ours.cosine - theirs.cosine) < SAME and abs(ours.bias - theirs.bias) < SAME:
+        return f"{name}: equal"
+    return f"{name}: cosine {theirs.cosine:+.3f}, bias {theirs.bias:.3f}"
 
 
 def check_ascent(subject: Subject) -> list[Finding]:
@@ -134,11 +151,9 @@ def check_ascent(subject: Subject) -> list[Finding]:
         elif rows[0].cosine <= 0:  # which a clip can do once pi has moved away from old
             state = FAIL if condition in ("fresh", "unlike") else NOTE
             text += ": it goes down, not up"
-        text += (
-            f"; {subject.base_name} {rows[1].cosine:+.3f}, {rows[1].bias:.3f}; PPO {clip.cosine:+.3f}, {clip.bias:.3f}"
-        )
+        text += f". {beside(subject.base_name, rows[0], rows[1])}. {beside('PPO, clip 0.2', rows[0], clip)}"
         numbers = {"mine": rows[0]._asdict(), "base": rows[1]._asdict(), "PPO clip": clip._asdict()}
-        findings.append(Finding(1, f"{condition} samples", state, text, where if state == FAIL else "", numbers))
+        findings.append(Finding(1, WHEN[condition], state, text, where if state == FAIL else "", numbers))
     name, difference, factor = nearest(found, named)
     scale = "" if abs(factor - 1) < SAME else f" times {factor:.4g}"
     if difference < SAME:
@@ -188,7 +203,7 @@ def check_groups(subject: Subject) -> list[Finding]:
         state = OK if row.cosine > 0 else FAIL
         if state == OK and abs(row.cosine - base.cosine) > 1e-3:
             state = NOTE
-        text = f"{row_text(row)}; {subject.base_name} {base.cosine:+.3f}, {base.bias:.3f}"
+        text = f"{row_text(row)}. {beside(subject.base_name, row, base)}"
         numbers = {"mine": row._asdict(), "base": base._asdict()}
         findings.append(Finding(1, f"groups, {condition}", state, text, "" if state == OK else where, numbers))
     return findings

@@ -209,14 +209,13 @@ class Oracle:
         sampler = torch.cat([torch.as_tensor(s.sampler_logprobs) for s in self.found.samples[step]]).double()
         before, bare, ref = self.logprobs[step], self.untempered[step], self.reference[step]
         others = {"the sampler's log-probs": sampler, "the log-probs at temperature 1": bare}
-        fields = {
+        fields: dict[str, dict[str, Tensor]] = {"logprobs_T": {"": before} | others} if k == 0 else {}
+        fields |= {
             "sampler_T": {"": sampler, "the trainer's log-probs": before},
-            "old_T": {"": before, "the policy's current log-probs: the ratio is always 1": now} | others,
+            "old_T": {"": before} | others | {"the policy's current log-probs: the ratio is always 1": now},
             "advantages_T": self.advantages(step),
             "weights_T": {"": self.weights(step, k)},
         }
-        if k == 0:
-            fields["logprobs_T"] = {"": before} | others
         if self.args.loads_reference:
             known = others | {"0": torch.zeros_like(ref)}
             if step > 0:

@@ -20,15 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "studies")]
-
-from runtime.system import process
-
-process.prepare_environment("float32")
-
-import check_report
 
 
 class Edit(NamedTuple):
@@ -278,6 +269,8 @@ HARMLESS = [
 
 def report(edit: Edit, folder: Path, parts: list[int]) -> tuple[dict, float, str]:
     """(report of scripts/check.py on an edited copy, seconds, what it printed), in a fork of this process."""
+    import check_report
+
     copy = folder / "mine.py"
     copy.write_text(edit.text())
     options = argparse.Namespace(script=copy, json=folder / "report.json", parts=parts, lanes=2)
@@ -312,6 +305,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="names of edits")
     parser.add_argument("--parts", nargs="+", type=int, help="parts (default: all but 5, of ALSO those that find it)")
     options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "studies")]
     for edit in [*MISTAKES, *HARMLESS, *ALSO]:
         if options.only and edit.name not in options.only:
             continue

@@ -1,0 +1,124 @@
+"""The parts of scripts/check.py that start no run: on edited copies they find what they must, and nothing else."""
+
+from __future__ import annotations
+
+import check_flags
+import check_functions
+import check_loss
+import check_numbers
+import check_subject
+import probe_run
+import pytest
+import script_edits
+import torch
+from check_subject import FAIL
+from helpers import load_variant
+from script_edits import ALSO, HARMLESS, MISTAKES
+
+# Edits that need no run to be found -> the finding that must fail.
+FOUND = {
+    "KL sign": "KL k3 unbiased, fresh",
+    "KL of naive k3 with a wrong sign": "KL k3 naive, fresh",
+    "detached ratio": "gradient",
+    "loss detached": "gradient",
+    "ratio to itself": "inputs",
+    "ratio to the sampler": "inputs",
+    "sign of the loss": "fresh samples",
+    "advantages normalized over the batch": "rewards of other groups",
+    "longest response in the mean": "weights",
+    "unbounded ratio": "log-probs -1e4 to 0",
+    "equal groups without the mask": "equal rewards",
+    "gae across responses": "gae, other responses",
+    "critic learns away from returns": "critic's loss",
+    "critic's loss detached": "critic's loss",
+    "flag no longer read": "--clip_higher",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(probe_run.make_model(tmp_path_factory.mktemp("model"))).double()
+
+
+def without_runs(path, words, model) -> dict[str, check_subject.Finding]:
+    """Name -> finding that fails, of all parts that start no run."""
+    subject = check_subject.load_subject(path, words)
+    findings = [*check_loss.check_ascent(subject), *check_loss.check_kl(subject), *check_functions.check(subject)]
+    if not any(f.state == FAIL for f in findings):
+        findings += check_loss.check_groups(subject)
+    findings += check_numbers.check(subject, model)
+    known = set(vars(subject.base_args)) & set(vars(subject.args))
+    findings += check_flags.check_known(subject, sorted(known))
+    return {finding.name: finding for finding in findings if finding.state == FAIL}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_mistake_in_a_function_is_found_without_a_run(name, model, tmp_path):
+    (edit,) = [edit for edit in (*MISTAKES, *ALSO) if edit.name == name]
+    path = tmp_path / f"edited_{MISTAKES.index(edit) if edit in MISTAKES else 100 + ALSO.index(edit)}.py"
+    path.write_text(edit.text())
+    found = without_runs(path, [], model)
+    assert FOUND[name] in found
+    assert found[FOUND[name]].place.startswith(path.name), "the line that was edited"
+
+
+@pytest.mark.parametrize("edit", HARMLESS, ids=lambda edit: edit.name)
+def test_a_harmless_edit_fails_nothing(edit, model, tmp_path):
+    path = tmp_path / f"harmless_{HARMLESS.index(edit)}.py"
+    path.write_text(edit.text())
+    assert without_runs(path, list(edit.flags), model) == {}
+
+
+VARIANTS = {
+    "cispo": "this is CISPO",
+    "gspo": "this is GSPO",
+    "dppo": "this is DPPO",
+    "maxrl": "this is the loss of grpo.py",
+    "reinforce_pp": "this is the loss of grpo.py",
+    "turn_rewards": "this is the loss of grpo.py",
+    "sdpo": "this is the loss of grpo.py",
+    "opsd": "this is the loss of grpo.py",
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_is_named_and_fails_nothing(name, model, tmp_path):
+    module = load_variant(name, tmp_path)
+    path = tmp_path / f"variant_{name}.py"
+    assert without_runs(path, [], model) == {}
+    nearest = [f for f in check_loss.check_ascent(check_subject.load_subject(path, [])) if f.name == "nearest loss"]
+    assert nearest[0].text.startswith(VARIANTS[name]) and module.__file__ == str(path)
+
+
+def test_every_edit_applies():
+    for edit in (*MISTAKES, *ALSO, *HARMLESS):
+        compile(edit.text(), edit.name, "exec")
+    assert len(MISTAKES) == 10 and len(HARMLESS) >= 20
+    with pytest.raises(ValueError, match="no longer has"):
+        script_edits.harmless("gone", ("no such text", "")).text()
+
+
+def test_finite_differences_hold_detached_factors():
+    """With ``detach`` as it is, the difference of x * x.detach() is twice its gradient."""
+    frozen = check_numbers.Frozen()
+    x = torch.tensor(3.0, dtype=torch.float64)
+
+    def value(at: torch.Tensor) -> float:
+        with frozen():
+            return (at * at.detach()).item()
+
+    value(x)
+    assert (value(x + 1e-6) - value(x - 1e-6)) / 2e-6 == pytest.approx(3.0)
+
+
+def test_the_place_is_the_first_edited_line(tmp_path):
+    edit = next(edit for edit in MISTAKES if edit.name == "missing old log-probs")
+    path = tmp_path / "placed.py"
+    path.write_text(edit.text())
+    subject = check_subject.load_subject(path, [])
+    number = next(k for k, line in enumerate(edit.text().splitlines(), 1) if "old_T=logprobs_T.detach()," in line)
+    assert subject.place("main", "7").startswith(f"placed.py:{number}, main: old_T=logprobs_T.detach()")
+    assert subject.place("main", "6") == "" and subject.place("token_loss") == ""
