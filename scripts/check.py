@@ -10,7 +10,7 @@
 
 A minute or two on two CPU cores, without network. Each line is ok, note (it differs from the unedited script, and may
 be intended) or FAIL. Exit code: 0 without FAIL, 1 with, 2 for a file that is no copy of grpo.py or ppo.py.
-docs/check.md explains the report.
+docs/evidence/check.md explains the report.
 """
 
 from __future__ import annotations
@@ -33,11 +33,32 @@ PARTS = (1, 2, 3, 4, 5, 6)
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this program, and the flags of the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script", type=Path, help="a copy of grpo.py or ppo.py")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON to this file")
-    parser.add_argument("--parts", type=int, nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument(
+        "script",
+        type=Path,
+        help="a copy of grpo.py or ppo.py",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the report as JSON to this file",
+    )
+    parser.add_argument(
+        "--parts",
+        type=int,
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="default: all",
+    )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--lanes", type=int, default=min(2, cores), help="runs side by side (default: %(default)s)")
+    parser.add_argument(
+        "--lanes",
+        type=int,
+        default=min(2, cores),
+        help="runs side by side (default: %(default)s)",
+    )
     return parser.parse_known_args(words)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 
 import check_learning
-import check_update
+import compare_updates
 import loss_table
 from check_subject import FAIL, NOTE, OK, Finding, Subject, with_flags
 from probe_run import Laboratory, Probe, Recorded
@@ -84,7 +84,7 @@ def outputs(script: ModuleType, args: Any) -> list[Tensor]:
 
 
 def changes_functions(script: ModuleType, args: Any, name: str) -> bool:
-    """Whether a flag changes what the functions of the algorithm return, at any of ``other_values``."""
+    """Return True if a flag changes what the functions of the algorithm return, at any of ``other_values``."""
     variants = [args, with_flags(args, kl_gradient="naive"), with_flags(args, kl_estimator="k3", loss_norm="constant")]
     for base in variants:
         before = outputs(script, base)
@@ -104,7 +104,12 @@ def own_flags(script: ModuleType) -> list[str]:
     return [f.name for f in dataclasses.fields(script.Args) if f.name not in inherited]
 
 
-def check(subject: Subject, laboratory: Laboratory, recorded: dict[str, Recorded], lanes: int) -> list[Finding]:
+def check(
+    subject: Subject,
+    laboratory: Laboratory,
+    recorded: dict[str, Recorded],
+    lanes: int,
+) -> list[Finding]:
     """Findings on flags that the script has added, and on those that the unedited script has as well."""
     findings = []
     known = {f.name for f in dataclasses.fields(subject.base.Args)}
@@ -120,7 +125,12 @@ def check(subject: Subject, laboratory: Laboratory, recorded: dict[str, Recorded
     findings += check_known(subject, sorted(known))
     if not findings:
         findings.append(
-            Finding(6, "flags", OK, f"the flags of {subject.base_name}, and each of the algorithm's does something")
+            Finding(
+                6,
+                "flags",
+                OK,
+                f"the flags of {subject.base_name}, and each of the algorithm's does something",
+            )
         )
     return findings
 
@@ -140,7 +150,7 @@ def check_known(subject: Subject, known: list[str]) -> list[Finding]:
 
 
 def can_change(subject: Subject, name: str) -> bool:
-    """Whether the script accepts any other value of a flag."""
+    """Return True if the script accepts any other value of a flag."""
     values = other_values(subject.script, name, getattr(subject.args, name))
     return any(accepted(subject.script, subject.args, name, value) is not None for value in values)
 
@@ -148,7 +158,7 @@ def can_change(subject: Subject, name: str) -> bool:
 def try_flag(
     subject: Subject, laboratory: Laboratory, recorded: dict[str, Recorded], name: str, lanes: int, text: str
 ) -> Finding:
-    """Runs with other values of an added flag beside the run without."""
+    """Runs with other values of an added flag next to the run without."""
     line = next(
         (f"{subject.name}:{k}" for k, x in enumerate(text.splitlines(), 1) if x.strip().startswith(f"{name}:")), ""
     )
@@ -160,14 +170,23 @@ def try_flag(
         for value in other_values(subject.script, name, getattr(subject.args, name))[:2]:
             if accepted(subject.script, subject.args, name, value) is None:
                 continue
-            probe = Probe(f"--{name} {value}", dict(before.probe.flags) | {name: value}, noise=noise)
+            probe = Probe(
+                f"--{name} {value}",
+                dict(before.probe.flags) | {name: value},
+                noise=noise,
+            )
             (after,) = laboratory.run([probe], lanes)
             if after.rejected:
                 continue
             tried.append(str(value))
             metrics = check_learning.comparable(before) != check_learning.comparable(after)
-            if metrics or after.failure or check_update.first_difference(before, after) is not None:
-                return Finding(6, f"--{name}", OK, f"{value} changes the update or a metric of two steps")
+            if metrics or after.failure or compare_updates.first_difference(before, after) is not None:
+                return Finding(
+                    6,
+                    f"--{name}",
+                    OK,
+                    f"{value} changes the update or a metric of two steps",
+                )
     if not tried:
         return Finding(6, f"--{name}", NOTE, "no other value could be tried", line)
     said = f"does nothing: {', '.join(dict.fromkeys(tried))} change no loss, no gradient and no metric of two steps"

@@ -59,22 +59,45 @@ def check_advantages(subject: Subject) -> list[Finding]:
             text = f"--advantage_normalization_type {kind} depends on it: advantages differ by {difference:.2g}"
             findings.append(Finding(2, name, FAIL, text, where))
         elif name != "rewards scaled" or not named:
-            findings.append(Finding(2, name, NOTE, f"advantages of kind {kind} differ by {difference:.2g}", where))
+            findings.append(
+                Finding(
+                    2,
+                    name,
+                    NOTE,
+                    f"advantages of kind {kind} differ by {difference:.2g}",
+                    where,
+                )
+            )
     if named:
         findings.append(compare_advantages(subject, rewards_PG, before, where))
     return findings
 
 
-def compare_advantages(subject: Subject, rewards_PG: Tensor, ours: Tensor, where: str) -> Finding:
-    """The advantages beside the unedited script's."""
+def compare_advantages(
+    subject: Subject,
+    rewards_PG: Tensor,
+    ours: Tensor,
+    where: str,
+) -> Finding:
+    """The advantages next to the unedited script's."""
     kind = subject.args.advantage_normalization_type
-    theirs = subject.base.group_advantages(rewards_PG, kind, subject.args.advantage_eps)
+    theirs = subject.base.group_advantages(
+        rewards_PG,
+        kind,
+        subject.args.advantage_eps,
+    )
     difference = apart(ours, theirs)
     if difference <= CLOSE:
         return Finding(2, "advantages", OK, f"those of {subject.base_name}")
     text = f"{kind}: they differ from those of {subject.base_name} by {difference:.2g} of the largest"
     if ((ours * theirs).sum(1) < 0).any():
-        return Finding(2, "advantages", FAIL, f"{text}, and rank better responses below worse ones", where)
+        return Finding(
+            2,
+            "advantages",
+            FAIL,
+            f"{text}, and rank better responses below worse ones",
+            where,
+        )
     return Finding(2, "advantages", NOTE, text, where)
 
 
@@ -94,10 +117,20 @@ def check_weights(subject: Subject) -> list[Finding]:
         text = "a response outside the loss has a weight: truncated or filtered samples are trained on"
         findings.append(Finding(2, "weights outside", FAIL, text, where))
     order = [5, 2, 0, 4, 1, 3]
-    moved = per_response(subject, [sizes[i] for i in order], [k for k, i in enumerate(order) if i in inside])
+    moved = per_response(
+        subject,
+        [sizes[i] for i in order],
+        [k for k, i in enumerate(order) if i in inside],
+    )
     if any(apart(moved[k], parts[i]) > CLOSE for k, i in enumerate(order) if i in inside):
         findings.append(
-            Finding(2, "weights and order", FAIL, "a token's weight depends on the order of samples", where)
+            Finding(
+                2,
+                "weights and order",
+                FAIL,
+                "a token's weight depends on the order of samples",
+                where,
+            )
         )
     sums = []
     for lengths in (sizes, [1, 12, 1, 2, 3, 1], [4] * 6):
@@ -137,7 +170,10 @@ def check_estimates(subject: Subject) -> list[Finding]:
     to_go = torch.cat([rewards[a:b].flip(0).cumsum(0).flip(0) for a, b in itertools.pairwise(offsets)])
     findings = []
     advantages, returns = gae(rewards, values, after, offsets, 1.0, 1.0)
-    cases = {"gae, lambda 1": (advantages, to_go - values), "returns, lambda 1": (returns, to_go)}
+    cases = {
+        "gae, lambda 1": (advantages, to_go - values),
+        "returns, lambda 1": (returns, to_go),
+    }
     other_rewards = torch.cat([rewards[:4], others[4:]])
     first, _ = gae(rewards, values, after, offsets, 0.9, 0.8)
     second, _ = gae(other_rewards, values, after, offsets, 0.9, 0.8)
@@ -183,7 +219,15 @@ def check_critic_loss(subject: Subject) -> list[Finding]:
     if not findings:
         same = apart(slopes, theirs) <= CLOSE
         text = f"that of {subject.base_name}" if same else f"its gradient is not that of {subject.base_name}"
-        findings.append(Finding(2, "critic's loss", OK if same else NOTE, text, "" if same else where))
+        findings.append(
+            Finding(
+                2,
+                "critic's loss",
+                OK if same else NOTE,
+                text,
+                "" if same else where,
+            )
+        )
     return findings
 
 

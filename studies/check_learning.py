@@ -1,4 +1,4 @@
-"""Part 5 of scripts/check.py: whether a script learns on the smallest test bed, beside the unedited script.
+"""Part 5 of scripts/check.py: whether a script learns on the smallest test bed, next to the unedited script.
 
 The bed is the random model of studies/probe_run.py, and the reward of a response is its fraction of even tokens. A run
 takes a few seconds. Pairs have the same seed, and the rule is that of studies/paired_comparison.py.
@@ -35,10 +35,23 @@ def comparable(found: Recorded) -> list[dict]:
     return [{name: x for name, x in line.items() if not name.startswith(unequal)} for line in found.metrics]
 
 
-def check(subject: Subject, ours: Laboratory, theirs: Laboratory, lanes: int, from_reward: bool) -> list[Finding]:
+def check(
+    subject: Subject,
+    ours: Laboratory,
+    theirs: Laboratory,
+    lanes: int,
+    from_reward: bool,
+) -> list[Finding]:
     """Findings of the comparison and of the control run with random rewards. ``from_reward``: the loss uses it."""
     began = time.monotonic()
-    where = subject.first_place("token_loss", "group_advantages", "loss_weights", "gae", "value_loss", "main")
+    where = subject.first_place(
+        "token_loss",
+        "group_advantages",
+        "loss_weights",
+        "gae",
+        "value_loss",
+        "main",
+    )
     pairs: list[tuple[Recorded, Recorded]] = []
     control: list[tuple[float, float]] = []
     while len(pairs) < PAIRS and time.monotonic() - began < BUDGET:
@@ -86,13 +99,25 @@ def describe(
         paired_comparison.state_of(differences, SMALLEST) + f" in {len(differences)} pairs: {verdict or 'undecided'}"
     )
     if not from_reward:
-        return Finding(5, "learning", NOTE, f"{text}; the script does not learn from the reward")
+        return Finding(
+            5,
+            "learning",
+            NOTE,
+            f"{text}; the script does not learn from the reward",
+        )
     state = FAIL if verdict == "worse" else OK if verdict == "no difference" or verdict == "better" else NOTE
-    return Finding(5, "learning", state, text, where if state != OK else "", {"differences": differences})
+    return Finding(
+        5,
+        "learning",
+        state,
+        text,
+        where if state != OK else "",
+        {"differences": differences},
+    )
 
 
 def describe_control(control: list[tuple[float, float]], gains: list[tuple[float, float]]) -> list[Finding]:
-    """The finding on the control run, whose rewards are dealt out at random."""
+    """The finding on the control run, whose rewards are shuffled."""
     if not control:
         return []
     mean, low, high = paired_comparison.gain(control)

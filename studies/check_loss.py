@@ -39,7 +39,12 @@ def loss_of(script: ModuleType, args: Any) -> Loss:
     """A script's own loss of each token, without KL and entropy."""
 
     def loss(b: loss_table.Batch) -> Tensor:
-        known = {"old_T": b.old, "sampler_T": b.sampler, "advantages_T": b.advantages, "response_T": b.owner}
+        known = {
+            "old_T": b.old,
+            "sampler_T": b.sampler,
+            "advantages_T": b.advantages,
+            "response_T": b.owner,
+        }
         tokens = kl_estimators.make_tokens(
             script, logprobs_T=b.logprobs, weights_T=torch.ones_like(b.old), entropy_T=torch.zeros_like(b.old), **known
         )
@@ -68,7 +73,12 @@ def named_losses(subject: Subject) -> dict[str, Loss]:
         return torch.maximum(-b.advantages * ratio, -b.advantages * ratio.clamp(1 - low, 1 + high))
 
     flags = f"the loss of {subject.base_name} with the same flags"
-    own = {flags: loss_of(subject.base, subject.base_args), "CISPO": cispo, "DPPO": dppo, "GSPO": gspo}
+    own = {
+        flags: loss_of(subject.base, subject.base_args),
+        "CISPO": cispo,
+        "DPPO": dppo,
+        "GSPO": gspo,
+    }
     return own | {name: loss for name, loss in loss_table.LOSSES.items() if name not in own}
 
 
@@ -99,7 +109,7 @@ def nearest(found: dict[str, loss_table.Expected], named: dict[str, dict]) -> tu
 
 
 def depends_on(loss: Loss, batch: loss_table.Batch, field: str) -> bool:
-    """Whether the gradient of a loss changes with one of its inputs."""
+    """Return True if the gradient of a loss changes with one of its inputs."""
 
     def slopes(b: loss_table.Batch) -> Tensor:
         return torch.autograd.grad(loss(b).sum(), b.logprobs, allow_unused=True)[0]
@@ -143,7 +153,13 @@ def check_ascent(subject: Subject) -> list[Finding]:
     base = next(iter(named.values()))
     for condition, own in found.items():
         rows = [summarize(x.updates, x.drawn, world, policies[condition], 1, x.zero) for x in (own, base[condition])]
-        clip = summarize(*plain[condition][:2], world, policies[condition], 1, plain[condition].zero)
+        clip = summarize(
+            *plain[condition][:2],
+            world,
+            policies[condition],
+            1,
+            plain[condition].zero,
+        )
         state = OK
         text = row_text(rows[0])
         if not own.updates.isfinite().all() or not (own.drawn @ own.updates).any():
@@ -152,7 +168,11 @@ def check_ascent(subject: Subject) -> list[Finding]:
             state = FAIL if condition in ("fresh", "unlike") else NOTE
             text += ": it goes down, not up"
         text += f". {beside(subject.base_name, rows[0], rows[1])}. {beside('PPO, clip 0.2', rows[0], clip)}"
-        numbers = {"mine": rows[0]._asdict(), "base": rows[1]._asdict(), "PPO clip": clip._asdict()}
+        numbers = {
+            "mine": rows[0]._asdict(),
+            "base": rows[1]._asdict(),
+            "PPO clip": clip._asdict(),
+        }
         findings.append(Finding(1, WHEN[condition], state, text, where if state == FAIL else "", numbers))
     name, difference, factor = nearest(found, named)
     scale = "" if abs(factor - 1) < SAME else f" times {factor:.4g}"
@@ -169,9 +189,24 @@ def check_ascent(subject: Subject) -> list[Finding]:
 def check_inputs(loss: Loss, batch, found: dict, identical: str, where: str) -> list[Finding]:
     """Inputs of the loss without which it cannot be right. ``identical``: the named loss that it equals."""
     if not depends_on(loss, batch, "advantages"):
-        return [Finding(1, "inputs", FAIL, "the gradient does not depend on the advantages", where)]
+        return [
+            Finding(
+                1,
+                "inputs",
+                FAIL,
+                "the gradient does not depend on the advantages",
+                where,
+            )
+        ]
     if depends_on(loss, batch, "old") or identical in TO_SAMPLER:
-        return [Finding(1, "inputs", OK, "the gradient depends on the advantages and on an importance ratio")]
+        return [
+            Finding(
+                1,
+                "inputs",
+                OK,
+                "the gradient depends on the advantages and on an importance ratio",
+            )
+        ]
     if not depends_on(loss, batch, "sampler"):
         text = (
             "no importance ratio: old and sampler log-probs have no effect, so every optimizer step after the first on "
@@ -205,12 +240,21 @@ def check_groups(subject: Subject) -> list[Finding]:
             state = NOTE
         text = f"{row_text(row)}. {beside(subject.base_name, row, base)}"
         numbers = {"mine": row._asdict(), "base": base._asdict()}
-        findings.append(Finding(1, f"groups, {condition}", state, text, "" if state == OK else where, numbers))
+        findings.append(
+            Finding(
+                1,
+                f"groups, {condition}",
+                state,
+                text,
+                "" if state == OK else where,
+                numbers,
+            )
+        )
     return findings
 
 
 def check_kl(subject: Subject) -> list[Finding]:
-    """The KL in the loss: what each setting descends, beside the unedited script's. The script's own setting first."""
+    """The KL in the loss: what each setting descends, next to the unedited script's. The script's own setting first."""
     args = subject.args
     own = (kl_estimators.canonical_name(args.kl_estimator), args.kl_gradient)
     where = subject.first_place("token_loss", "clamp_straight_through")
@@ -238,5 +282,10 @@ def check_kl(subject: Subject) -> list[Finding]:
         (first if mine else others).append(Finding(1, title, FAIL if bad else NOTE, text, where))
     worst = sorted(others, key=lambda finding: finding.state != FAIL)
     total = 2 * len(settings)
-    summary = Finding(1, "KL in the loss", OK, f"{equal} of {total} settings are those of {subject.base_name}")
+    summary = Finding(
+        1,
+        "KL in the loss",
+        OK,
+        f"{equal} of {total} settings are those of {subject.base_name}",
+    )
     return [*first, *worst[:1], summary]

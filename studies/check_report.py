@@ -23,6 +23,7 @@ probe_run.import_libraries()  # before a run is forked, and in an environment th
 
 import check_flags
 import check_functions
+import check_gradient
 import check_learning
 import check_loss
 import check_numbers
@@ -101,7 +102,7 @@ def main(options: argparse.Namespace, words: list[str]) -> int:
     subject = load_subject(options.script, words)
     report = Report(subject)
     parts = set(options.parts)
-    print(f"{subject.name} beside {subject.base_name}{' with ' + ' '.join(words) if words else ''}", flush=True)
+    print(f"{subject.name} compared with {subject.base_name}{' with ' + ' '.join(words) if words else ''}", flush=True)
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
         run_parts(report, parts, Path(folder), options.lanes)
     failed = [f for f in report.findings if f.state == FAIL]
@@ -132,7 +133,7 @@ def run_parts(report: Report, parts: set[int], folder: Path, lanes: int) -> None
         report.run(3, lambda: check_numbers.check_group_edges(subject), "group_advantages")
         report.print_part(3)
     if 4 in parts:
-        report.run(4, lambda: check_numbers.check_gradient(subject, model))
+        report.run(4, lambda: check_gradient.check_gradient(subject, model))
     recorded: dict[str, probe_run.Recorded] = {}
 
     def runs() -> list[Finding]:

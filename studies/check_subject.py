@@ -1,4 +1,4 @@
-"""The script that scripts/check.py examines, the unedited script beside it, and what the parts of the check found."""
+"""The script that scripts/check.py examines, the unedited script, and what the parts of the check found."""
 
 from __future__ import annotations
 

@@ -34,7 +34,12 @@ class World:
     row for each prompt and prefix.
     """
 
-    def __init__(self, max_length: int, seed: int = 0, binary: bool = True):
+    def __init__(
+        self,
+        max_length: int,
+        seed: int = 0,
+        binary: bool = True,
+    ):
         self.max_length = max_length
         self.responses: list[tuple[int, tuple[int, ...]]] = []  # (prompt, tokens)
         for prompt in range(PROMPTS):
@@ -101,7 +106,11 @@ class World:
     def prompt_means(self, logits: Tensor) -> Tensor:
         """E[R | prompt] under a policy, [prompts]."""
         weighted = PROMPTS * self.probabilities(logits) * self.rewards
-        return torch.zeros(PROMPTS, dtype=F64).index_add(0, self.prompts, weighted)
+        return torch.zeros(PROMPTS, dtype=F64).index_add(
+            0,
+            self.prompts,
+            weighted,
+        )
 
     def advantages(self, sampler: Tensor) -> Tensor:
         """R minus the exact mean reward of its prompt under the sampler, [R]."""
@@ -116,7 +125,11 @@ class World:
         by_row[n, self.rows, self.tokens] += 1
         return by_row.flatten(1)
 
-    def gradient(self, objective: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    def gradient(
+        self,
+        objective: Callable[[Tensor], Tensor],
+        logits: Tensor,
+    ) -> Tensor:
         """The gradient [rows * vocabulary] of a number that depends on the logits."""
         leaf = logits.detach().clone().requires_grad_()
         return torch.autograd.grad(objective(leaf), leaf)[0].flatten()
@@ -254,7 +267,14 @@ def recognize(mean: Tensor, world: World, policies: Policies) -> str:
     return UNNAMED
 
 
-def summarize(updates: Tensor, drawn: Tensor, world: World, policies: Policies, responses: int, zero: float) -> Row:
+def summarize(
+    updates: Tensor,
+    drawn: Tensor,
+    world: World,
+    policies: Policies,
+    responses: int,
+    zero: float,
+) -> Row:
     """The row of updates [cases, parameters] that occur with probabilities drawn [cases].
 
     responses: how many of them an update is computed from; noise is that of one response.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import check_flags
 import check_functions
+import check_gradient
 import check_loss
 import check_numbers
 import check_subject
-import probe_run
+import fixed_samples
 import pytest
 import script_edits
 import torch
@@ -40,7 +41,7 @@ def model(tmp_path_factory):
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(probe_run.make_model(tmp_path_factory.mktemp("model"))).double()
+    return AutoModelForCausalLM.from_pretrained(fixed_samples.make_model(tmp_path_factory.mktemp("model"))).double()
 
 
 def without_runs(path, words, model) -> dict[str, check_subject.Finding]:
@@ -49,7 +50,8 @@ def without_runs(path, words, model) -> dict[str, check_subject.Finding]:
     findings = [*check_loss.check_ascent(subject), *check_loss.check_kl(subject), *check_functions.check(subject)]
     if not any(f.state == FAIL for f in findings):
         findings += check_loss.check_groups(subject)
-    findings += check_numbers.check(subject, model)
+    findings += [*check_numbers.check_edges(subject), *check_numbers.check_group_edges(subject)]
+    findings += check_gradient.check_gradient(subject, model)
     findings += check_flags.check_known(subject, ["clip_higher", "loss_norm", "kl_gradient", "advantage_eps"])
     return {finding.name: finding for finding in findings if finding.state == FAIL}
 
@@ -102,7 +104,7 @@ def test_every_edit_applies():
 
 def test_finite_differences_hold_detached_factors():
     """With ``detach`` as it is, the difference of x * x.detach() is twice its gradient."""
-    frozen = check_numbers.Frozen()
+    frozen = check_gradient.Frozen()
     x = torch.tensor(3.0, dtype=torch.float64)
 
     def value(at: torch.Tensor) -> float:

@@ -1,0 +1,281 @@
+"""Part 2 of scripts/check.py, the inputs: what ``main`` hands to the loss, next to what each field has to be."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
+
+import fixed_samples
+from check_subject import FAIL, NOTE, OK, Finding, Subject
+from compare_updates import CLOSE, gradients_apart, relative
+from probe_run import Recorded, Update
+
+import utils
+from kl_estimators import make_tokens
+from runtime.training import batching
+
+# A field of Tokens -> where a wrong one comes from, the first that was edited.
+ORIGINS = {
+    "sampler_T": (("main", "2"), ("main", "7")),
+    "old_T": (("main", "5"), ("main", "7")),
+    "ref_T": (("main", "5"), ("main", "7")),
+    "full_kl_T": (("main", "7"),),
+    "advantages_T": (("main", "6"), "group_advantages", "return_to_go", "gae", "whiten", ("main", "7")),
+    "weights_T": ("loss_weights", ("main", "7"), ("main", "2")),
+    "logprobs_T": (("main", "7"), "main"),
+    "entropy_T": (("main", "7"), "main"),
+    "loss_T": ("token_loss", "importance_weights", "loss_weights", ("main", "7")),
+}
+LAST = ("token_loss", ("main", "7"), "main")
+
+
+class Oracle:
+    """Expected value of each field of ``Tokens``, from plain forward passes and the script's own functions."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        found: Recorded,
+        args: Any,
+        model,
+    ):
+        self.subject = subject
+        self.found = found
+        self.args = args
+        self.model = model
+        self.logprobs = [self.plain(step, step, args.temperature) for step in range(len(found.updates))]
+        self.untempered = [self.plain(step, step, 1.0) for step in range(len(found.updates))]
+        self.reference = [self.plain(step, 0, args.temperature) for step in range(len(found.updates))]
+
+    @torch.no_grad()
+    def plain(
+        self,
+        step: int,
+        version: int,
+        temperature: float,
+    ) -> Tensor:
+        """Log-probs of a step's tokens by the weights of a version, [N]."""
+        self.model.load_state_dict({k: v.double() for k, v in self.found.weights[version].items()}, strict=False)
+        parts = []
+        for sample in self.found.samples[step]:
+            ids = sample.response_ids.tolist()
+            logprobs = fixed_samples.plain_logprobs(
+                self.model,
+                list(sample.prompt_ids),
+                ids,
+                temperature,
+            )
+            parts.append(logprobs[torch.from_numpy(sample.own())])
+        return torch.cat(parts)
+
+    def advantages(self, step: int) -> dict[str, Tensor]:
+        """The advantages of all tokens, [N], and wrong ones that are known: by what they are."""
+        samples, script, args = self.found.samples[step], self.subject.script, self.args
+        if not hasattr(script, "group_advantages"):
+            return {}
+        rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(-1, fixed_samples.GROUP)
+        lengths = torch.tensor([s.length for s in samples])
+        kind, eps = args.advantage_normalization_type, args.advantage_eps
+
+        def per_token(values: Tensor) -> Tensor:
+            return values.flatten().repeat_interleave(lengths)
+
+        right = per_token(script.group_advantages(rewards_PG, kind, eps))
+        coefficient = args.kl_coefficients[1]
+        if coefficient == 0:
+            penalty = torch.zeros_like(right)
+        else:
+            d = (self.logprobs[step] - self.reference[step]).split(lengths.tolist())
+            penalty = coefficient * torch.cat([x.flip(0).cumsum(0).flip(0) for x in d])
+        whole = per_token((rewards_PG - rewards_PG.mean()) / (rewards_PG.std() + eps))
+        scaled = rewards_PG - rewards_PG.mean(1, keepdim=True)
+        over_batch = per_token(scaled / (scaled.std() + eps))
+        found = {
+            "": right - penalty,
+            "normalized over the batch instead of the group": whole - penalty,
+        }
+        found["divided by the standard deviation of the batch instead of the group's"] = over_batch - penalty
+        if coefficient > 0:
+            found["with the KL added to the reward: the sign is reversed"] = right + penalty
+            found["without the KL in the reward"] = right
+        return found
+
+    def weights(self, step: int, k: int) -> Tensor:
+        """The weights of all tokens in an optimizer step, [N]."""
+        samples, args = self.found.samples[step], self.args
+        in_loss = self.found.in_loss[step]
+        every = range(len(samples))
+        groups = sorted({samples[i].prompt_id for i in (every if self.found.critic[step] else in_loss)})
+        chosen = []
+        for epoch, mini in itertools.product(range(args.num_epochs), range(args.num_mini_batches)):
+            members = utils.mini_batch(groups, step + 1, epoch, mini, args)
+            own = [i for i in in_loss if samples[i].prompt_id in members]
+            chosen += [own] if own else []  # a mini-batch without samples in the loss is passed by
+        return self.subject.script.loss_weights(
+            samples,
+            chosen[k],
+            args,
+        ).double()
+
+    def expected(self, step: int, k: int) -> dict[str, dict[str, Tensor]]:
+        """Field of Tokens -> what it has to be, under "", and what else it may be by mistake."""
+        now = self.found.updates[step][k].tokens["logprobs_T"]
+        sampler = torch.cat([torch.as_tensor(s.sampler_logprobs) for s in self.found.samples[step]]).double()
+        before, bare, ref = self.logprobs[step], self.untempered[step], self.reference[step]
+        others = {
+            "the sampler's log-probs": sampler,
+            "the log-probs at temperature 1": bare,
+        }
+        fields: dict[str, dict[str, Tensor]] = {"logprobs_T": {"": before} | others} if k == 0 else {}
+        fields |= {
+            "sampler_T": {"": sampler, "the trainer's log-probs": before},
+            "old_T": {"": before} | others | {"the policy's current log-probs: the ratio is always 1": now},
+            "advantages_T": self.advantages(step),
+            "weights_T": {"": self.weights(step, k)},
+        }
+        if self.args.loads_reference:
+            known = others | {"0": torch.zeros_like(ref)}
+            if step > 0:
+                known["the policy's log-probs before the update"] = before
+            fields["ref_T"] = {"": ref} | known
+        for values in fields.values():
+            if values:
+                values["shifted by one token"] = values[""].roll(1)
+                values["shifted by one token to the left"] = values[""].roll(-1)
+        return fields
+
+
+def check_contract(
+    subject: Subject,
+    oracle: Oracle,
+    title: str,
+) -> list[Finding]:
+    """Each field of Tokens in each optimizer step, and the loss that is backpropagated."""
+    wrong: dict[str, tuple[str, str]] = {}
+    steps = 0
+    for step, updates in enumerate(oracle.found.updates):
+        for k, update in enumerate(updates):
+            steps += 1
+            for field, values in oracle.expected(step, k).items():
+                if field in wrong or not values or field not in update.tokens:
+                    continue
+                if found := judge(field, update, values):
+                    wrong[field] = (found[0], f"{found[1]} (step {step + 1}, optimizer step {k + 1})")
+    findings = []
+    for field, (state, text) in wrong.items():
+        findings.append(
+            Finding(
+                2,
+                f"{title}: {field}",
+                state,
+                text,
+                subject.first_place(*ORIGINS[field]),
+            )
+        )
+    if not wrong:
+        text = f"log-probs, sampler, old, reference, advantages and weights are right in {steps} optimizer steps"
+        findings.append(Finding(2, title, OK, text))
+    return findings
+
+
+def judge(
+    field: str,
+    update: Update,
+    values: dict[str, Tensor],
+) -> tuple[str, str] | None:
+    """(state, text) on a field that is not what it has to be; None if it is."""
+    counted = update.tokens["weights_T"].nan_to_num() != 0
+    if field == "weights_T":
+        counted = ~update.tokens[field].isnan()
+    ours = torch.where(counted, update.tokens[field], torch.nan)
+    apart = relative(ours, values[""])
+    if apart <= CLOSE:
+        return None
+    for name, other in values.items():
+        if name and relative(ours, other) <= CLOSE and relative(other, values[""]) > CLOSE:
+            verb = "is" if name.startswith(("the ", "0")) else "are" if field in ("advantages_T", "weights_T") else "is"
+            return FAIL, f"{verb} {name}"
+    if field == "advantages_T" and not ours[counted].any():
+        return NOTE, "is 0: the reward is not learned from"
+    custom = field in ("ref_T", "advantages_T", "weights_T")
+    return NOTE if custom else FAIL, f"differs from what it has to be by {apart:.2g} of the largest"
+
+
+def check_backward(subject: Subject, oracle: Oracle) -> list[Finding]:
+    """The gradient of the first optimizer step next to that of the sum of token_loss times weights, in float64."""
+    update = oracle.found.updates[0][0]
+    args = oracle.args
+    where = subject.first_place(("main", "7"), "main", "token_loss")
+    counted = update.tokens["weights_T"].nan_to_num() != 0
+    total = (update.tokens["loss_T"] * update.tokens["weights_T"])[counted].sum().item()
+    findings = []
+    if abs(update.loss - total) > CLOSE * max(abs(total), abs(update.loss)):
+        text = f"main backpropagates {update.loss:.4g}, and the sum of token_loss times weights is {total:.4g}"
+        findings.append(Finding(2, "loss in main", NOTE, text, where))
+    plain = args.entropy_coeff == 0 and "full_kl_T" not in update.tokens
+    names = dict(oracle.model.named_parameters())
+    recorded = {name.removeprefix("model.").removeprefix("module."): g for name, g in update.gradient.items()}
+    expected = expected_gradient(subject, oracle, update) if plain else {}
+    shared = {name for name in expected if name in recorded}
+    if not plain or not shared or len(shared) < len(names) - 1:
+        return findings
+    apart = gradients_apart({n: recorded[n] for n in shared}, {n: expected[n] for n in shared})
+    dead = [name for name in shared if not recorded[name].any() and expected[name].any()]
+    if dead:
+        text = f"{len(dead)} of {len(shared)} parameters get no gradient from main, among them {dead[0]}"
+        findings.append(Finding(4, "parameters", FAIL, text, where))
+    elif apart > CLOSE:
+        state = NOTE if findings else FAIL
+        text = f"main's gradient differs from that of token_loss times weights by {apart:.2g}"
+        findings.append(Finding(4, "gradient in main", state, text, where))
+    else:
+        text = f"that of the loss by plain forward passes in float64, up to {apart:.0e}; {len(shared)} parameters"
+        findings.append(Finding(4, "gradient in main", OK, text))
+    return findings
+
+
+def expected_gradient(
+    subject: Subject,
+    oracle: Oracle,
+    update: Update,
+) -> dict[str, Tensor]:
+    """The gradient of the sum of token_loss times weights over the recorded tokens, by plain forward passes."""
+    counted = update.tokens["weights_T"].nan_to_num() != 0
+    known = {name: value[counted] for name, value in update.tokens.items() if name != "loss_T"}
+    known["logprobs_T"] = known["logprobs_T"].requires_grad_()
+    if "response_T" in known:
+        known["response_T"] = known["response_T"].long()
+    loss_T, _ = subject.script.token_loss(
+        make_tokens(subject.script, **known), oracle.args.kl_coefficients[0], oracle.args
+    )
+    if not loss_T.requires_grad:
+        return {}
+    slopes = torch.zeros(len(counted), dtype=torch.float64)
+    slopes[counted] = torch.autograd.grad((loss_T * known["weights_T"]).sum(), known["logprobs_T"])[0]
+    model = oracle.model
+    model.load_state_dict({k: v.double() for k, v in oracle.found.weights[0].items()}, strict=False)
+    model.zero_grad()
+    samples = oracle.found.samples[0]
+    for sample, (start, end) in zip(
+        samples,
+        itertools.pairwise(batching.token_offsets(samples)),
+        strict=True,
+    ):
+        if not counted[start:end].any():
+            continue
+        ids = sample.response_ids.tolist()
+        logprobs = fixed_samples.plain_logprobs(
+            model,
+            list(sample.prompt_ids),
+            ids,
+            oracle.args.temperature,
+        )
+        (logprobs[torch.from_numpy(sample.own())] * slopes[start:end]).sum().backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
