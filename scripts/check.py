@@ -4,6 +4,7 @@
     python scripts/check.py mine.py --beta 0.1 --my_flag 3   with these flags
     python scripts/check.py mine.py --json report.json       also writes the report as JSON
     python scripts/check.py mine.py --parts 1 3              only these parts
+    python scripts/check.py mine.py --brief                  prints only notes and failures
 
 1 what it ascends, by exact enumeration   2 what must not change the gradient   3 numbers at the edge
 4 the gradient against finite differences   5 does it learn   6 do its flags do anything
@@ -52,6 +53,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default=PARTS,
         help="default: all",
     )
+    parser.add_argument("--brief", action="store_true", help="print only notes and failures")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
         "--lanes",

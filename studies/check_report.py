@@ -29,7 +29,7 @@ import check_loss
 import check_numbers
 import check_update
 import torch
-from check_subject import FAIL, NOTE, Finding, Subject, load_subject
+from check_subject import FAIL, NOTE, OK, Finding, Subject, load_subject
 from transformers import AutoModelForCausalLM
 
 TITLES = {
@@ -46,8 +46,9 @@ WIDTH = 118
 class Report:
     """The findings so far and the seconds that each part has taken."""
 
-    def __init__(self, subject: Subject):
+    def __init__(self, subject: Subject, brief: bool = False):
         self.subject = subject
+        self.brief = brief
         self.findings: list[Finding] = []
         self.seconds: dict[int, float] = dict.fromkeys(TITLES, 0.0)
 
@@ -68,11 +69,12 @@ class Report:
         self.seconds[part] += time.monotonic() - began
 
     def print_part(self, part: int) -> None:
-        """Print the findings of a part."""
-        print(f"\n{part} {TITLES[part]} ({self.seconds[part]:.0f} s)")
-        for finding in self.findings:
-            if finding.part != part:
-                continue
+        """Print the findings of a part; with ``brief`` only those that are not ok."""
+        own = [finding for finding in self.findings if finding.part == part]
+        shown = [finding for finding in own if finding.state != OK] if self.brief else own
+        passed = f", {len(own) - len(shown)} ok" if self.brief else ""
+        print(f"\n{part} {TITLES[part]} ({self.seconds[part]:.0f} s{passed})", flush=True)
+        for finding in shown:
             lines = textwrap.wrap(finding.text, WIDTH - 31, break_long_words=False)
             print(f"  {finding.state:4} {finding.name:24} {lines[0]}")
             for line in [*lines[1:], *([f"at {finding.place}"] if finding.place else [])]:
@@ -100,7 +102,7 @@ def main(options: argparse.Namespace, words: list[str]) -> int:
     torch.set_num_threads(1)
     began = time.monotonic()
     subject = load_subject(options.script, words)
-    report = Report(subject)
+    report = Report(subject, options.brief)
     parts = set(options.parts)
     print(f"{subject.name} compared with {subject.base_name}{' with ' + ' '.join(words) if words else ''}", flush=True)
     with tempfile.TemporaryDirectory(prefix="check-") as folder:

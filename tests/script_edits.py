@@ -2,6 +2,7 @@
 
     python tests/script_edits.py                    checks every edited copy; a row for each: parts that fail, seconds
     python tests/script_edits.py --only "KL sign"
+    python tests/script_edits.py --write            writes the examples of docs/evidence/check.md
 
 An edit is a list of (text, replacement) in the script. The mistakes are those that issue trackers and papers report of
 other frameworks; "also" are further forms of the same ones.
@@ -10,8 +11,10 @@ other frameworks; "also" are further forms of the same ones.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -267,13 +270,63 @@ HARMLESS = [
 ]
 
 
+EXAMPLES = [
+    harmless(
+        "right",
+        ('"leave_one_out"] = "standard"', '"leave_one_out", "mad"] = "standard"'),
+        (
+            '    elif kind == "leave_one_out":\n',
+            '    elif kind == "mad":\n'
+            "        centered_PG = centered_PG / (centered_PG.abs().mean(1, keepdim=True) + eps)\n"
+            '    elif kind == "leave_one_out":\n',
+        ),
+        flags=("--advantage_normalization_type", "mad"),
+    ),
+    mistake("wrong", {2}, (OLD, "old_T=sampler_N[mb.tokens],")),
+    mistake(
+        "dead",
+        {6},
+        ("    # ---- KL\n", '    sharpness: float = 1.0\n    """Exponent of the ratio."""\n\n    # ---- KL\n'),
+    ),
+]
+PAGE = ROOT / "docs" / "evidence" / "check.md"
+
+
+def example(edit: Edit, folder: Path) -> str:
+    """An example of the page: the edit, the command, and what the command prints."""
+    copy = folder / f"{edit.name}.py"
+    copy.write_text(edit.text())
+    old = (ROOT / edit.script).read_text().splitlines()
+    diff = [
+        x
+        for x in difflib.unified_diff(old, edit.text().splitlines(), n=0, lineterm="")
+        if x[:2] not in ("--", "++", "@@")
+    ]
+    words = [*edit.flags, *([] if edit.name == "right" else ["--brief"])]
+    line = [sys.executable, str(ROOT / "scripts" / "check.py"), str(copy), *words]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
+    command = " ".join(["python scripts/check.py", copy.name, *words])
+    printed = f"```diff\n{chr(10).join(diff)}\n```\n\n```\n$ {command}\n{done.stdout.rstrip()}\n```"
+    return f"{printed}\n\nThe exit code is {done.returncode}."
+
+
+def write_examples() -> None:
+    """Write what the command prints for EXAMPLES to the page, between the marks of each."""
+    for edit in EXAMPLES:
+        begin, end = f"<!-- begin {edit.name} -->", f"<!-- end {edit.name} -->"
+        with tempfile.TemporaryDirectory() as folder:
+            text = example(edit, Path(folder))
+        before, _, rest = PAGE.read_text().partition(begin)
+        PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
+
+
 def report(edit: Edit, folder: Path, parts: list[int]) -> tuple[dict, float, str]:
     """(report of scripts/check.py on an edited copy, seconds, what it printed), in a fork of this process."""
     import check_report
 
     copy = folder / "mine.py"
     copy.write_text(edit.text())
-    options = argparse.Namespace(script=copy, json=folder / "report.json", parts=parts, lanes=2)
+    options = argparse.Namespace(script=copy, json=folder / "report.json", parts=parts, lanes=2, brief=False)
     began = time.monotonic()
     sys.stdout.flush()
     pid = os.fork()
@@ -304,7 +357,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names of edits")
     parser.add_argument("--parts", nargs="+", type=int, help="parts (default: all but 5, of ALSO those that find it)")
+    parser.add_argument("--write", action="store_true", help="write the examples of docs/evidence/check.md")
     options = parser.parse_args()
+    if options.write:
+        write_examples()
+        return
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "studies")]
     for edit in [*MISTAKES, *HARMLESS, *ALSO]:
