@@ -302,7 +302,7 @@ def example(edit: Edit, folder: Path) -> str:
         for x in difflib.unified_diff(old, edit.text().splitlines(), n=0, lineterm="")
         if x[:2] not in ("--", "++", "@@")
     ]
-    words = [*edit.flags, *([] if edit.name == "right" else ["--brief"])]
+    words = [*edit.flags, *([] if edit.name == "right" else ["--brief", "--parts", *map(str, sorted(edit.parts))])]
     line = [sys.executable, str(ROOT / "scripts" / "check.py"), str(copy), *words]
     done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
     command = " ".join(["python scripts/check.py", copy.name, *words])
@@ -310,9 +310,11 @@ def example(edit: Edit, folder: Path) -> str:
     return f"{printed}\n\nThe exit code is {done.returncode}."
 
 
-def write_examples() -> None:
+def write_examples(only: list[str]) -> None:
     """Write what the command prints for EXAMPLES to the page, between the marks of each."""
     for edit in EXAMPLES:
+        if only and edit.name not in only:
+            continue
         begin, end = f"<!-- begin {edit.name} -->", f"<!-- end {edit.name} -->"
         with tempfile.TemporaryDirectory() as folder:
             text = example(edit, Path(folder))
@@ -360,7 +362,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the examples of docs/evidence/check.md")
     options = parser.parse_args()
     if options.write:
-        write_examples()
+        write_examples(options.only)
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "studies")]
