@@ -4,15 +4,18 @@
     python scripts/submit.py --backend slurm --partition h100 --gpus 8 --num_nodes 2 --time 12h -- python grpo.py ...
     python scripts/submit.py --backend slurm --gpus 8 -- source setup.sh \\&\\& uv run python grpo.py ...
     python scripts/submit.py --backend slurm --array_parallelism 4 -- python a.py -- python b.py -- python c.py
+    python scripts/submit.py --status runs/jobs/grpo-1a2b3c4d        or --logs, --cancel: of the last submission there
 
 Several commands, each after its own ``--``, run one after the other; with --array_parallelism each is a task of its
 own. --dry_run prints exactly what would be written and run, and needs no cluster. With every backend, a command
 
 * receives its words exactly as they were given here; only the word ``&&`` separates it from the set-up before it;
-* finds RUN_ID and RUN_DIR in its environment, the same after a restart, and a WANDB_RUN_ID that continues its run;
+* runs the code as it is now, also when it starts or restarts days later: on this machine and on Slurm in a copy of
+  what git tracks (--live: in this folder itself), elsewhere in the upload or the image;
+* finds RUN_ID and RUN_DIR in its environment, the same after a restart, and a WANDB_RUN_ID of this submission;
 * is asked to stop with SIGTERM, and is started again, at most --max_retries times, if it exits with 75 ("saved, start
-  me again"), and after a crash if it had saved a checkpoint since its last start. Every other end is final, as is 3
-  ("did not learn", of scripts/doctor.py);
+  me again"), and after a crash if it had saved a checkpoint since its last start. Every other end is final, as are 3
+  ("did not learn", of scripts/doctor.py) and 73 (another process has the run's folder);
 * goes through ``accelerate launch`` (scripts/launch.py) in a job of several GPUs or nodes, one process per GPU, if it
   contains ``python FILE.py``, whatever stands before it (``uv run``, ``env A=1``, ``apptainer exec IMAGE``).
 
@@ -30,6 +33,7 @@ import argparse
 import ast
 import base64
 import dataclasses
+import fcntl
 import gzip
 import hashlib
 import io
@@ -37,6 +41,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import shlex
 import signal
 import subprocess
@@ -50,15 +55,26 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from submit_backends import BACKENDS, PYTHON, Job, Plan, file_at, has_launcher, split_at
+import submit_snapshot
+from submit_backends import BACKENDS, GRACE, PYTHON, Job, Plan, file_at, has_launcher, split_at
+from submit_snapshot import CODE
 
 from runtime.system import git
 from runtime.system.redaction import SECRET_NAME, form_of_secret
 
 EVERYWHERE = {"backend", "name", "run_dir", "setup", "env", "max_retries", "dry_run"}
-CODE = (".py", ".sh", ".jinja", ".yaml")  # endings of the files that are taken along into a container
 LONGEST_CODE = 100_000  # bytes; Linux takes 131,072 as one argument, and Beaker makes the whole script one
 SHELL_ONLY = {"source", ".", "cd", "export", "set", "unset", "eval", "alias", "ulimit", "umask", "module", "exit"}
+HELD = 73  # exit code: this command still waits or runs (EX_CANTCREAT)
+GOING = re.compile("PENDING|RUNNING|SUSPENDED|COMPLETING|CONFIGURING|REQUEUE|STAGE_OUT|STOPPED|PREEMPTED|SIGNALING")
+# Variables that a launcher or an allocation around this shell has set, and that would be wrong in the job.
+OF_THIS_JOB = re.compile(
+    "(RANK|WORLD_SIZE|GROUP_RANK|ROLE_.*|LOCAL_(RANK|WORLD_SIZE)|LAUNCH_.*|MASTER_(ADDR|PORT)|NODE_RANK|NUM_NODES"
+    "|TORCHELASTIC_.*|PET_.*|PMIX?_.*|OMPI_.*|RUN_(ID|DIR)|WANDB_RUN_ID|WANDB_RESUME|STOP_REACHES_ALL|CODE_COMMIT)"
+)
+OF_THIS_ALLOCATION = re.compile(
+    "SLURM_(?!CONF$|CLUSTERS$).*|SLURMD_.*|SRUN_.*|SBATCH_(CPU|MEM)_BIND.*|CUDA_VISIBLE_DEVICES"
+)
 RUNNERS = {"uv", "pixi", "poetry", "pdm", "hatch", "rye", "conda", "mamba", "micromamba"}  # RUNNER run [--] PROGRAM
 # What to do instead of a flag that a backend does not take; elsewhere: leave it out.
 INSTEAD = {
@@ -66,9 +82,30 @@ INSTEAD = {
     ("slurm", "image"): "start the container in the command: -- apptainer exec image.sif python grpo.py ...",
     ("slurm", "workspace"): "--account names who pays",
     ("ray", "secret"): "Ray shows a job's environment in its dashboard; export the variable where `ray start` runs",
-    ("ray", "num_nodes"): "Ray runs a command on one node; for several use slurm, skypilot, kubernetes or beaker",
-    ("kubernetes", "preemptible"): "give a preemptible class as --priority",
-    ("local", "num_nodes"): "for several nodes use slurm, skypilot, kubernetes or beaker",
+    ("ray", "num_nodes"): "Ray runs a command on one node; for several use slurm, skypilot or beaker",
+    ("local", "num_nodes"): "for several nodes use slurm, skypilot or beaker",
+    ("local", "scheduler_args"): "this machine has no scheduler",
+    ("ray", "live"): "Ray uploads this folder when the job is submitted",
+    ("skypilot", "live"): "SkyPilot uploads this folder when the job is submitted",
+}
+# Flags of open-instruct's mason.py, and what takes their place here.
+MASON = {
+    "description": "use --name; submit.json has the whole command",
+    "task_name": "use --name",
+    "min_runtime": "use --preemptible, or write minRuntime under context in scripts/templates/beaker.yaml",
+    "hostname": "write hostname under constraints in templates/beaker.yaml; slurm: --scheduler_args --nodelist=A",
+    "beaker_datasets": "use --mount BUCKET:/PATH; for another source edit datasets in scripts/templates/beaker.yaml",
+    "shared_memory": "write sharedMemory in scripts/templates/beaker.yaml",
+    "mount_docker_socket": "write it under datasets in scripts/templates/beaker.yaml",
+    "pure_docker_mode": "leave it out: the PATH is always the image's",
+    "no_hf_cache_env": "leave it out",
+    "no_mount_nfs": "leave it out",
+    "no_host_networking": "write hostNetworking in scripts/templates/beaker.yaml",
+    "non_resumable": "use --max_retries 0",
+    "no_auto_dataset_cache": "leave it out: nothing is cached before the job",
+    "auto_output_dir_path": "give --output_dir in the command; it is RUN_DIR otherwise, on the first --mount",
+    "auto_checkpoint_state_dir": "leave it out: checkpoints are in the folder of the run",
+    "artifact_ttl": "leave it out, or give an --output_dir that ends in /tmp-1d",
 }
 
 
@@ -107,6 +144,9 @@ def seconds(text: str) -> int:
     """A duration as people write it for sbatch (HH:MM:SS, D-HH:MM:SS) or with a unit (90m, 12h, 2d)."""
     if unit := re.fullmatch(r"(\d+)([smhd])", text):
         return int(unit[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[unit[2]]
+    if units := re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?", text) if text else None:
+        days, hours, minutes = (int(part or 0) for part in units.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60
     if clock := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
         days, hours, minutes, secs = (int(part or 0) for part in clock.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60 + secs
@@ -143,14 +183,18 @@ def variable(text: str) -> tuple[str, str]:
     return name, value if equals else os.environ[name]
 
 
-def secret_name(text: str) -> str:
-    """A name without a value."""
-    if not re.fullmatch(r"[A-Za-z_]\w*", text):
-        name = text.partition("=")[0]
-        raise argparse.ArgumentTypeError(
-            f"{name}: write a name only; export the value in this shell or put it into the cluster's store"
-        )
-    return text
+def secret_name(text: str) -> tuple[str, str]:
+    """(variable, name in the cluster's store) of ``NAME``, or of ``NAME=STORE_NAME``; never a value."""
+    name, equals, store = text.partition("=")
+    store = store if equals else name
+    if not re.fullmatch(r"[A-Za-z_]\w*", name) or not re.fullmatch(r"[A-Za-z_][\w-]*", store):
+        raise argparse.ArgumentTypeError(f"{name}: write a name only; {SECRET_IS}")
+    if equals and (not SECRET_NAME.search(store) or store in os.environ.values()):
+        raise argparse.ArgumentTypeError(f"{name}: write a name only, or NAME=STORE_NAME as in me_{name}; {SECRET_IS}")
+    return name, store
+
+
+SECRET_IS = "export the value in this shell or put it into the cluster's store"
 
 
 def shell_text(text: str) -> str:
@@ -177,28 +221,28 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[list[str]]]:
     add = p.add_argument
     name = matches(r"[A-Za-z0-9][\w.=+,-]*", "use letters, digits and _ . = + , - only")
     folder = matches(r"[\w./=+,@-]+", "use letters, digits and _ . / = + , @ - only")
-    add("--backend", required=True, choices=BACKENDS, help="where to run")
+    add("--backend", required=True, choices=BACKENDS, help="where to run; for Kubernetes skypilot --cluster k8s")
     add("--name", type=name, help="name of the job; default: the script's name")
-    add("--run_dir", type=folder, help="folder for scripts, logs and record of the job; default: runs/jobs/<run id>")
+    add("--run_dir", type=folder, help="folder of the job: results, logs, submissions; default: runs/jobs/<run id>")
     add("--workdir", help="folder to run the commands in, on the node; default: this one, or the image's")
     add("--setup", type=shell_text, metavar="SHELL", help="shell to run before each start, such as 'source setup.sh'")
-    where = "slurm: partition, skypilot: infra, beaker: cluster; repeat for a choice; kubernetes: context, ray: address"
-    add("--cluster", "--partition", action="append", default=[], help=where)
-    add("--workspace", help="beaker: workspace, kubernetes: namespace")
+    where = "slurm: partition, skypilot: infra, beaker: cluster, several for a choice; ray: address"
+    add("--cluster", "--partition", action="extend", nargs="+", default=[], help=where)
+    add("--workspace", help="beaker: workspace")
     add("--account", "--budget", help="account that pays")
-    add("--priority", "--qos", help="slurm: QOS, kubernetes: priority class, beaker: priority")
+    add("--priority", "--qos", help="slurm: QOS, beaker: priority")
     add("--preemptible", action="store_true", help="accept machines that can be taken away")
     add("--num_nodes", type=at_least(1), default=1, help="number of nodes")
     add("--gpus", type=gpu_count, default=(None, 0), help="GPUs per node: 8, or with a type h100:8")
     add("--cpus", type=at_least(1), help="CPU cores per node")
     add("--mem", type=gibibytes, help="memory per node: 64G")
-    add("--time", type=seconds, help="time limit: 90m, 12h, 12:00:00 or 1-12:00:00")
+    add("--time", "--timeout", type=seconds, help="time limit: 90m, 12h, 2h30m, 12:00:00 or 1-12:00:00")
     add("--image", help="container image; beaker: an image there, or docker:NAME")
-    where = "storage that outlives the job; kubernetes: volume claim, skypilot: bucket, beaker: weka bucket"
+    where = "storage that outlives the job; skypilot: bucket (s3://...) or volume, beaker: weka bucket"
     add("--mount", type=source_and_path, action="append", default=[], metavar="SOURCE:/PATH", help=where)
     where = "environment variable; without a value: this shell's"
     add("--env", type=variable, action="append", default=[], metavar="NAME[=VALUE]", help=where)
-    where = "secret, by name only; see docs/evidence/launching.md"
+    where = "secret, by name only; beaker: NAME=NAME_IN_THE_STORE; see docs/evidence/launching.md"
     add("--secret", type=secret_name, action="append", default=[], metavar="NAME", help=where)
     add(
         "--max_retries",
@@ -209,14 +253,47 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[list[str]]]:
     add("--depends_on", action="append", default=[], metavar="ID", help="start when this job has succeeded")
     where = "make each command a task of its own, N of which run at the same time"
     add("--array_parallelism", type=at_least(1), metavar="N", help=where)
+    add("--live", action="store_true", help="run in this folder, whatever it holds then, and not in a copy of its code")
+    where = "words passed to sbatch, `ray job submit`, `sky jobs launch` or `beaker experiment create` as they are"
+    add("--scheduler_args", type=shlex.split, default=[], metavar="'WORDS'", help=where)
     add("--dry_run", action="store_true", help="print what would be written and run, and stop")
-    args = p.parse_args(flags)
+    answer_kubernetes(flags, commands)
+    args, unknown = p.parse_known_args(flags)
+    for flag in unknown:
+        if hint := MASON.get(flag.lstrip("-").partition("=")[0]):
+            refuse(f"{flag} is a flag of mason.py; {hint}")
+    if unknown:
+        p.error(f"unrecognized arguments: {' '.join(unknown)}")
     known = EVERYWHERE | BACKENDS[args.backend][1]
     for flag, value in vars(args).items():
         if flag not in known and value != p.get_default(flag):
             remedy = INSTEAD.get((args.backend, flag), "leave it out")
             refuse(f"--{flag}: --backend {args.backend} has no such setting; {remedy}")
     return args, commands
+
+
+def answer_kubernetes(flags: list[str], commands: list[list[str]]) -> None:
+    """End a submission to Kubernetes with the line for SkyPilot, which does there what a Job of its own cannot.
+
+    It starts the pods of all nodes together or none, and knows queues (Kueue), labels, GPU types and secrets.
+    """
+    words = [word for flag in flags for word in (flag.split("=", 1) if flag.startswith("--backend=") else [flag])]
+    if ["--backend", "kubernetes"] not in [words[i : i + 2] for i in range(len(words))]:
+        return
+    translated = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--backend", "--cluster", "--workspace", "--priority", "--gpus", "--time", "--workdir"):
+        translated.add_argument(name)
+    given, rest = translated.parse_known_args(words)
+    line = ["--backend", "skypilot", "--cluster", f"k8s/{given.cluster}" if given.cluster else "k8s"]
+    if given.gpus:
+        line += ["--gpus", given.gpus if ":" in given.gpus else f"H100:{given.gpus}"]
+    line = shlex.join(
+        ["python", "scripts/submit.py", *line, *rest, *(w for command in commands for w in ("--", *command))]
+    )
+    refuse(
+        f"--backend kubernetes: SkyPilot submits to Kubernetes, with gang scheduling, Kueue queues, labels and secrets "
+        f"(pip install 'skypilot[kubernetes]'; the page docs/evidence/launching.md has its settings); write:\n  {line}"
+    )
 
 
 def joined(parts: list[list[str]]) -> list[list[str]]:
@@ -286,29 +363,53 @@ def check_command(words: list[str]) -> None:
         )
 
 
-def check_arguments(words: list[str]) -> None:
+def check_files(words: list[str], folder: Path) -> None:
+    """Refuse files that the command names and that ``folder`` lacks, before they wait in a queue.
+
+    Scripts, sourced files, configuration files, and files of verifiers and environments, by a relative path. A set-up
+    that changes the folder or makes files may know better, and so may a container about absolute paths.
+    """
+    parts = split_at("&&", words)
+    if any(part[0] in ("cd", "pushd", "eval", ".", "source", "git", "cp") for part in parts[:-1] if part):
+        parts = parts[:1]
+    for part in parts:
+        file = file_at(part)
+        at = {file} if file is not None else set()
+        at |= {i + 1 for i, word in enumerate(part[:-1]) if word in ("--config", "--config_file")}
+        at |= {1} if part[0] in ("source", ".", "bash", "sh") and part[1:] and part[1].endswith(".sh") else set()
+        names = [part[i] for i in sorted(at)]
+        names += [word.rpartition(":")[0] for word in part if re.fullmatch(r"[^\s:]+\.py:\w+", word)]
+        for name in names:
+            if not os.path.isabs(name) and name[:1] not in "$~" and not (folder / name).exists():
+                refuse(f"{name}: no such file in {folder.resolve()}, where the command runs")
+
+
+def check_arguments(words: list[str]) -> str | None:
     """Refuse arguments that a training script of this folder does not take, before they wait in a queue.
 
-    By the script's own parser, where its packages are installed here; on a bare login node the job finds out.
+    By the script's own parser, where its packages are installed here; on a bare login node the job finds out. Returns
+    the name of the run.
     """
     last = split_at("&&", words)[-1]
     file = next((i for i, word in enumerate(last) if word.endswith(".py") and Path(word).is_file()), None)
     if file is None or {"-h", "--help"} & {*last}:
-        return
+        return None
     path = Path(last[file])
     try:
         names = [getattr(node, "name", "") for node in ast.parse(path.read_text()).body]
     except SyntaxError as error:
         refuse(f"{path}: Python cannot read it: line {error.lineno}: {error.msg}")
     if not {"Args", "preflight"} <= {*names}:  # no training script
-        return
+        return None
     try:
         import script_loader
 
         from runtime.arguments import flags
+        from runtime.run import directory
     except ImportError:
-        return
-    flags.parse(script_loader.load_arguments(path).Args, None, last[file + 1 :])
+        return None
+    script = script_loader.load_arguments(path)
+    return directory.run_name(flags.parse(script.Args, None, last[file + 1 :]), script.Args())
 
 
 def check_processes(words: list[str], processes: int) -> None:
@@ -331,14 +432,19 @@ def check_backend(args: argparse.Namespace) -> None:
     gpu_type, gpus = args.gpus
     if backend == "skypilot" and gpus > 0 and gpu_type is None:
         refuse(f"--gpus {gpus}: skypilot needs a type, for example --gpus H100:{gpus}")
-    if backend in ("local", "ray", "kubernetes", "beaker") and gpu_type is not None:
+    if backend in ("local", "ray", "beaker") and gpu_type is not None:
         refuse(f"--gpus {gpu_type}:{gpus}: --backend {backend} takes a number only; choose the type by --cluster")
-    if backend in ("kubernetes", "beaker") and args.image is None:
-        refuse(f"--image: --backend {backend} needs one, with the packages and this repository in it")
-    if backend in ("ray", "kubernetes") and len(args.cluster) > 1:
-        refuse(f"--cluster {' --cluster '.join(args.cluster)}: --backend {backend} takes one")
-    if backend == "kubernetes" and args.array_parallelism is not None and args.num_nodes > 1:
-        refuse("--array_parallelism with --num_nodes above 1: a Kubernetes Job is either; submit command by command")
+    if backend == "beaker" and args.image is None:
+        refuse("--image: --backend beaker needs one, with the packages and this repository in it")
+    if backend == "ray" and len(args.cluster) > 1:
+        refuse(f"--cluster {' '.join(args.cluster)}: --backend ray takes one")
+    if backend == "slurm" and args.time is not None and args.time <= GRACE + 60:
+        refuse(
+            f"--time: {args.time} s are too few: Slurm asks the job to stop {GRACE} to {GRACE + 60} s before the end, "
+            f"so that it can save; give at least {GRACE // 60 + 2}m"
+        )
+    if backend != "beaker" and any(name != store for name, store in args.secret):
+        refuse("--secret NAME=STORE_NAME: only beaker keeps secrets under other names; write --secret NAME")
 
 
 def make_job(args: argparse.Namespace, commands: list[list[str]]) -> Job:
@@ -359,23 +465,28 @@ def make_job(args: argparse.Namespace, commands: list[list[str]]) -> Job:
     run_id = f"{name}-{hashlib.sha256(json.dumps([name, commands]).encode()).hexdigest()[:8]}"
     run_dir = args.run_dir or f"runs/jobs/{run_id}"
     here = args.backend in ("local", "slurm")  # the files written here are those that run
+    folder = os.path.abspath(args.workdir or os.getcwd())
     if here and args.workdir:
         run_dir = os.path.abspath(run_dir)
     values = {flag: tuple(value) if isinstance(value, list) else value for flag, value in vars(args).items()}
-    del values["dry_run"]
+    del values["dry_run"], values["live"]
     gpu_type, gpus = values["gpus"]
     words = [word for command in commands for word in command] + (args.setup or "").split()
     mounted = any(f"{args.workdir}/".startswith(f"{path.rstrip('/')}/") for _, path in args.mount)
-    code = changed_code(words) if args.backend in ("kubernetes", "beaker") and not mounted else None
+    code = changed_code(words) if args.backend == "beaker" and not mounted else None
     computed = {
         "name": name,
         "run_id": run_id,
         "run_dir": run_dir.rstrip("/"),
-        "submitted": time.strftime("%Y%m%d-%H%M%S"),
+        "submitted": f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
         "commands": tuple(tuple(c) for c in commands),
         "git": git_state(words),
         "code": code,
-        "workdir": args.workdir or (os.getcwd() if here else None),
+        "workdir": folder if here else args.workdir,
+        "copied": copied_files(folder, words) if here and not args.live else None,
+        "secret": tuple(name for name, _ in args.secret),
+        "stores": tuple(store for _, store in args.secret),
+        "scheduler_args": tuple(args.scheduler_args),
         "gpu_type": gpu_type,
         "gpus": gpus,
     }
@@ -386,6 +497,15 @@ def make_job(args: argparse.Namespace, commands: list[list[str]]) -> Job:
         if here and not Path(job.workdir, "scripts/launch.py").is_file():
             refuse(f"--workdir {job.workdir}: no scripts/launch.py there to start the processes; name the root folder")
     return job
+
+
+def copied_files(folder: str, words: list[str]) -> tuple[str, ...]:
+    """The files of ``folder`` that the job's copy of the code has."""
+    scripts = [word for word in words if word.endswith(CODE) and Path(folder, word).is_file()]
+    try:
+        return tuple(submit_snapshot.code_files(Path(folder), scripts))
+    except ValueError as error:
+        refuse(f"{error}, so they are not copied for the job; submit from the project's folder, or use --live")
 
 
 def scripts_in(words: list[str]) -> list[str]:
@@ -436,10 +556,11 @@ def render(job: Job) -> Plan:
     plan = BACKENDS[job.backend][0](job)
     record = dataclasses.asdict(job) | {"run": [shlex.join(command) for command in plan.commands]}
     diff = record["git"].pop("diff", "")
-    del record["code"]  # the difference says the same, to be read
-    files = plan.files | {f"{job.run_dir}/submit.json": json.dumps(record, indent=1) + "\n"}
+    del record["code"], record["copied"]  # the difference says the same, to be read; the copy is beside it
+    record["follow"] = plan.follow
+    files = plan.files | {f"{job.folder}/submit.json": json.dumps(record, indent=1) + "\n"}
     if diff:
-        files[f"{job.run_dir}/uncommitted.patch"] = diff
+        files[f"{job.folder}/uncommitted.patch"] = diff
     return dataclasses.replace(plan, files=files)
 
 
@@ -466,24 +587,104 @@ def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
             )
 
 
-def show(plan: Plan) -> str:
+def show(plan: Plan, job: Job) -> str:
     """The plan as text: every file whole, every command as a line of shell."""
-    parts = [f"# would write {path}\n{text.rstrip()}\n" for path, text in plan.files.items()]
+    copy = [] if job.copied is None else [f"# would copy {len(job.copied)} files of code to {job.folder}/code\n"]
+    parts = copy + [f"# would write {path}\n{text.rstrip()}\n" for path, text in plan.files.items()]
     hidden = "".join(f"{name}=*** " for name in plan.from_shell)
     return "\n".join([*parts, "# would run", *(hidden + shlex.join(c) for c in plan.commands)])
 
 
-def write(plan: Plan) -> None:
-    """Write the files of a plan, each whole or not at all: a shell may be reading an old one line by line."""
+def write(plan: Plan, job: Job) -> None:
+    """Make the folder of a submission: its files, and the copy of the code."""
     for path, text in plan.files.items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path + ".tmp").write_text(text, encoding="utf-8")
-        os.replace(path + ".tmp", path)
+        Path(path).write_text(text, encoding="utf-8")
+    if job.copied is not None:
+        folder = Path(job.workdir)
+        words = [word for command in job.commands for word in command]
+        results = submit_snapshot.output_folders(folder, words)
+        submit_snapshot.take(folder, folder / job.folder / "code", job.copied, results)
 
 
-def run_here(command: list[str]) -> int:
+def submissions(run_dir: str) -> list[Path]:
+    """The records of the submissions of a job, the newest last."""
+    return sorted(Path(run_dir).glob("[0-9]*-*-*/submit.json"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def follow_up(record: Path, what: str) -> str | None:
+    """The line of shell that shows the logs or the status of a submission, or cancels it; None where there is none."""
+    line = json.loads(record.read_text()).get("follow", {}).get(what)
+    number = record.with_name("job.id")
+    if line is None or ("{job}" in line and not number.exists()):
+        return None
+    return line.replace("{job}", number.read_text().strip()) if "{job}" in line else line
+
+
+def follow(argv: list[str]) -> int:
+    """``--status``, ``--logs`` or ``--cancel`` of the newest submission in the job's folder that is named after it."""
+    what = argv[0].lstrip("-")
+    if len(argv) != 2:
+        refuse(f"{argv[0]}: name the folder of one job after it, such as runs/jobs/grpo-1a2b3c4d")
+    records = submissions(argv[1]) or list(Path(argv[1]).glob("submit.json"))
+    line = follow_up(records[-1], what) if records else None
+    if line is None:
+        refuse(f"{argv[0]} {argv[1]}: no submission there, or none of a backend that can tell")
+    return subprocess.run(["bash", "-c", line]).returncode
+
+
+def hold(job: Job) -> int | None:
+    """Refuse a second submission of a command that still waits or runs, with exit code HELD.
+
+    On this machine the descriptor that is returned is the hold; elsewhere the scheduler is asked.
+    """
+    if job.backend == "local":
+        Path(job.run_dir).mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(f"{job.run_dir}/submit.lock", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held(f"{job.run_id}: this command is running already; wait for its end, or give this one a --name")
+        except OSError:  # a file system without locks
+            pass
+        return descriptor
+    for record in submissions(job.run_dir)[-1:] if job.backend in ("slurm", "ray") else []:
+        line = follow_up(record, "status")
+        said = subprocess.run(["bash", "-c", line], capture_output=True, text=True).stdout if line else ""
+        if GOING.search(said):
+            cancel = follow_up(record, "cancel")
+            held(f"{job.run_id}: this command still waits or runs; cancel it ({cancel}), or give this one a --name")
+    return None
+
+
+def held(message: str) -> NoReturn:
+    """Exit with code HELD."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(HELD)
+
+
+def check_dependencies(job: Job) -> None:
+    """Refuse a --depends_on that Slurm does not know: it would not wait for it."""
+    for number in job.depends_on:
+        asked = subprocess.run(["scontrol", "show", "job", number], capture_output=True, text=True)
+        if asked.returncode != 0 and "Invalid job id" in asked.stderr + asked.stdout:
+            refuse(
+                f"--depends_on {number}: Slurm knows no such job; it forgets one minutes after its end: leave it out"
+            )
+
+
+def job_environment() -> dict[str, str]:
+    """The environment of this shell, without what an allocation or a launcher around it has set for itself."""
+    inside = "SLURM_JOB_ID" in os.environ
+    drop = [name for name in os.environ if OF_THIS_JOB.fullmatch(name)]
+    drop += [name for name in os.environ if inside and OF_THIS_ALLOCATION.fullmatch(name)]
+    return {name: value for name, value in os.environ.items() if name not in drop}
+
+
+def run_here(command: list[str], lock: int | None) -> int:
     """Run a job on this machine and return its exit code. A first Ctrl-C asks it to stop, a second kills it all."""
-    process = subprocess.Popen(command, start_new_session=True)
+    keep = () if lock is None else (lock,)
+    process = subprocess.Popen(command, start_new_session=True, env=job_environment(), pass_fds=keep)
     asked = []
 
     def stop(signum: int, frame: object) -> None:
@@ -504,30 +705,74 @@ def run_here(command: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def start(job: Job, plan: Plan, lock: int | None) -> int:
+    """Run the commands of a plan, keep the number that the scheduler prints, and return the exit code."""
+    for command in plan.commands:
+        if job.backend == "local":
+            code = run_here(command, lock)
+        elif "{job}" in plan.follow.get("status", ""):
+            done = subprocess.run(command, env=job_environment(), stdout=subprocess.PIPE, text=True)
+            code = done.returncode
+            print(done.stdout, end="", flush=True)
+            Path(job.folder, "job.id").write_text(done.stdout.strip().partition(";")[0] + "\n")
+        else:
+            code = subprocess.run(command, env=job_environment()).returncode
+        if code != 0:
+            return code
+    for what in plan.follow:
+        if line := follow_up(Path(job.folder, "submit.json"), what):
+            print(f"{what + ':':8}{line}", file=sys.stderr)
+    return 0
+
+
+def warn(job: Job) -> None:
+    """Say where a restart would begin anew, since what the job saves does not outlive its container or its upload."""
+    if job.max_retries == 0:
+        return
+    if "mount" in BACKENDS[job.backend][1] and not job.mount:
+        print("warning: no --mount: a restart begins anew, since a container's disk ends with it", file=sys.stderr)
+    if job.backend == "ray":
+        for words in job.commands:
+            line = " ".join(words).replace("--output-dir", "--output_dir").replace("=", " ")
+            if file_at(list(words)) is not None and "--output_dir /" not in line and "--output_dir s3" not in line:
+                print(
+                    f"warning: {shlex.join(words[:3])} ...: without an absolute --output_dir its results are in the "
+                    f"copy of this folder that Ray deletes",
+                    file=sys.stderr,
+                )
+                return
+
+
 def main(argv: list[str]) -> int:
     """Submit a command line, and return the exit code."""
+    if argv[:1] and argv[0] in ("--status", "--logs", "--cancel"):
+        return follow(argv)
     args, commands = parse(argv)
     job = make_job(args, commands)
     if job.workdir in (None, os.getcwd()):
-        for command in commands:
-            check_arguments(command)
+        names = [check_arguments(command) for command in commands]
+        if len(names) == 1 and names[0] and not args.name:
+            job = dataclasses.replace(job, label=re.sub(r"[^\w.=+,-]", "_", names[0]))
     plan = render(job)
     check_secrets(job, plan, dict(os.environ))
+    if job.backend != "beaker":
+        for command in commands:
+            check_files(command, Path(job.workdir or "."))
     if args.dry_run:
-        print(show(plan))
+        print(show(plan, job))
         return 0
-    write(plan)
-    print(f"{job.run_id}: {job.run_dir}", file=sys.stderr, flush=True)
-    if "mount" in BACKENDS[job.backend][1] and not job.mount and job.max_retries > 0:
-        print("warning: no --mount: a restart begins anew, since a container's disk ends with it", file=sys.stderr)
-    for command in plan.commands:
-        try:
-            code = run_here(command) if job.backend == "local" else subprocess.run(command).returncode
-        except FileNotFoundError:
-            refuse(f"--backend {job.backend}: {command[0]} is not installed here; --dry_run needs no cluster")
-        if code != 0:
-            return code
-    return 0
+    try:
+        if job.backend == "slurm":
+            check_dependencies(job)
+        lock = hold(job)
+        write(plan, job)
+        print(f"{job.run_id}: {job.folder}", file=sys.stderr, flush=True)
+        warn(job)
+        return start(job, plan, lock)
+    except FileNotFoundError as error:
+        if error.filename not in ("scontrol", *(command[0] for command in plan.commands)):
+            raise
+        refuse(f"--backend {job.backend}: {error.filename} is not installed here; --dry_run needs no cluster")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
 """Backends of scripts/submit.py: for each a function Job -> Plan, the files to write and the commands to run.
 
 The scripts and specifications themselves are in scripts/templates, to be read and edited there: job.sh runs on every
-node, slurm.sh is Slurm's batch script, the .yaml files are for Ray, SkyPilot, Kubernetes and Beaker. Standard library
-only, so that it runs on a login node.
+node, slurm.sh is Slurm's batch script, the .yaml files are for Ray, SkyPilot and Beaker. Standard library only, so that
+it runs on a login node.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import json
 import os
 import re
 import shlex
+import subprocess
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,7 +35,7 @@ class Job:
     name: str
     run_id: str
     run_dir: str
-    submitted: str  # time of the submission; marks of finished commands belong to one submission
+    submitted: str  # time of the submission, and four random digits; its files and marks are in a folder of that name
     commands: tuple[tuple[str, ...], ...]
     setup: str | None = None  # lines of shell
     git: dict[str, Any] = field(default_factory=dict)
@@ -54,9 +56,18 @@ class Job:
     mount: tuple[tuple[str, str], ...] = ()  # (source, absolute path)
     env: tuple[tuple[str, str], ...] = ()
     secret: tuple[str, ...] = ()
+    stores: tuple[str, ...] = ()  # the names of the secrets in the cluster's store
     max_retries: int = 10
     depends_on: tuple[str, ...] = ()
     array_parallelism: int | None = None
+    scheduler_args: tuple[str, ...] = ()
+    copied: tuple[str, ...] | None = None  # files of the copy in which the job runs; None: it runs in ``workdir``
+    label: str | None = None  # name in the scheduler's lists; default: the run id
+
+    @property
+    def folder(self) -> str:
+        """Where the files of this submission are: its scripts, marks and record, and the copy of the code."""
+        return f"{self.run_dir}/{self.submitted}"
 
     @property
     def processes(self) -> int:
@@ -71,6 +82,7 @@ class Plan:
     files: dict[str, str]
     commands: list[list[str]]
     from_shell: tuple[str, ...] = ()
+    follow: dict[str, str] = field(default_factory=dict)  # logs, status, cancel -> a line of shell; {job}: its number
 
 
 # ----------------------------------------------------------------------------------------------------------- templates
@@ -152,9 +164,18 @@ def has_launcher(words: list[str]) -> bool:
     return any(Path(word).name in LAUNCHERS for word in program)
 
 
+def in_copy(word: str, job: Job) -> str:
+    """A word of a command; an absolute path of a copied script is that of the copy."""
+    if job.copied is not None and os.path.isabs(word) and word.endswith((".py", ".sh")):
+        name = os.path.relpath(word, job.workdir)
+        if name in job.copied:
+            return os.path.join(job.workdir, job.folder, "code", name)
+    return word
+
+
 def command_function(number: int, command: tuple[str, ...], job: Job) -> str:
     """The shell function of a command: its set-up, then the command in place of the shell."""
-    *before, words = split_at("&&", command)
+    *before, words = split_at("&&", [in_copy(word, job) for word in command])
     steps = [line_of(part) for part in before]
     file = file_at(words)
     if job.processes == 1 or file is None or has_launcher(words):
@@ -191,11 +212,19 @@ def node_script(
     """
     folder = f"{job.mount[0][1].rstrip('/')}/{job.run_id}" if job.mount else job.run_dir  # the mount outlives the node
     several = job.processes > 1
+    commit = job.git.get("commit")
+    workdir = None if job.workdir is None else quote(job.workdir)
+    copy = None
+    if job.copied is not None:
+        copy = fill("copy.sh", str, {"copy": quote(f"{job.folder}/code"), "workdir": workdir})
     numbers = range(1, len(job.commands) + 1)
     fields = {
         "run_id": job.run_id,
-        "commit": job.git.get("commit", "unknown") + (", with uncommitted changes" if job.git.get("dirty") else ""),
-        "workdir": None if job.workdir is None else quote(job.workdir),
+        "commit": (commit or "unknown") + (", with uncommitted changes" if job.git.get("dirty") else ""),
+        "code_commit": commit and commit + ("-dirty" if job.git.get("dirty") else ""),
+        "workdir": workdir,
+        "copy": copy,
+        "bring_back": None if copy is None else '[ "${NODE_RANK:-0}" != 0 ] || bring_back',
         "code": None if job.code is None else f"base64 -d <<'CODE' | tar -xzof - || exit 1\n{job.code}CODE",
         "run_dir": quote(folder) + ("" if task is None else f'/task_"{task}"'),
         "env": [f"{name}={quote(value)}" for name, value in job.env],
@@ -243,7 +272,7 @@ def shared_fields(job: Job) -> dict[str, Any]:
 
 def local(job: Job) -> Plan:
     """This machine: the script in a session of its own; the secrets are in the environment already."""
-    path = f"{job.run_dir}/job.sh"
+    path = f"{job.folder}/job.sh"
     return Plan({path: node_script(job, restarts=job.max_retries)}, [["bash", path]], job.secret)
 
 
@@ -259,21 +288,25 @@ def slurm(job: Job) -> Plan:
     script = node_script(job, **place, task=task, together=job.num_nodes, ask=": # scancel reaches every process")
     # The last task of an array has the number of the array as its SLURM_JOB_ID, which would mean all tasks.
     number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID"
-    srun = ["srun", "--kill-on-bad-exit=1", *options({"cpus-per-task": job.cpus}), "bash", f"{job.run_dir}/job.sh"]
+    cpus = job.cpus or (job.gpus * cores_per_gpu(job.cluster) if job.gpus else None)
+    srun = ["srun", "--kill-on-bad-exit=1", *options({"cpus-per-task": cpus}), "bash", f"{job.folder}/job.sh"]
     fields = {
         "run_id": job.run_id,
         "workdir": quote(job.workdir or "."),
         "run_dir": quote(job.run_dir) + (f'/task_"{task}"' if array else ""),
+        "submitted": job.submitted,
         "functions": functions(f'scancel --signal=TERM "{number}.0"'),
         "srun": line_of(srun),
         "max_retries": job.max_retries,
+        "preempted_before": GRACE + 60,
         "job": f'"{number}"',
     }
-    log = "slurm-%A_%a.out" if array else "slurm-%j.out"
+    log = f"{job.run_dir}/slurm-{{}}.out"
     gpus = f"{job.gpu_type}:{job.gpus}" if job.gpu_type else job.gpus
     sbatch = {
-        "job-name": job.name,
-        "output": f"{job.run_dir}/{log}",
+        "job-name": job.label or job.run_id,
+        "comment": job.run_id,
+        "output": log.format("%A_%a" if array else "%j"),
         "open-mode": "append",
         "nodes": job.num_nodes,
         "ntasks-per-node": 1,
@@ -283,15 +316,43 @@ def slurm(job: Job) -> Plan:
         "account": job.account,
         "qos": job.priority,
         "gpus-per-node": gpus or None,
-        "cpus-per-task": job.cpus,
+        "cpus-per-task": cpus,
         "mem": None if job.mem is None else f"{job.mem}G",
         "time": None if job.time is None else -(-job.time // 60),  # minutes, rounded up
         "dependency": ":".join(["afterok", *job.depends_on]) if job.depends_on else None,
+        "kill-on-invalid-dep": "yes" if job.depends_on else None,  # or it would wait for ever
         "array": f"0-{len(job.commands) - 1}%{job.array_parallelism}" if array else None,
     }
-    files = {f"{job.run_dir}/job.sh": script, f"{job.run_dir}/batch.sh": fill("slurm.sh", str, fields)}
-    command = ["sbatch", "--parsable", "--requeue", *options(sbatch), f"{job.run_dir}/batch.sh"]
-    return Plan(files, [command], job.secret)
+    files = {f"{job.folder}/job.sh": script, f"{job.folder}/batch.sh": fill("slurm.sh", str, fields)}
+    words = ["sbatch", "--parsable", "--requeue", *options(sbatch), *job.scheduler_args, f"{job.folder}/batch.sh"]
+    follow = {
+        "logs": f"tail -n 50 {quote(job.run_dir)}/slurm-{{job}}{'_*' if array else ''}.out",
+        "status": "squeue -h -o '%i %j %T %M %R' -j {job}",
+        "cancel": "scancel {job}",
+    }
+    return Plan(files, [words], job.secret, follow)
+
+
+def cores_per_gpu(partitions: tuple[str, ...]) -> int:
+    """Cores to ask for with each GPU on Slurm, whose own default is one core for all: a node's cores over its GPUs.
+
+    Of the node that has fewest, as sinfo says; 8 where it does not answer.
+    """
+    words = ["sinfo", "-h", "-N", "-o", "%c %G", *options({"partition": ",".join(partitions) or None})]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=30).stdout
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return 8
+    shares = []
+    for line in said.splitlines():
+        cores, _, resources = line.partition(" ")
+        gpus = sum(int(n) for n in re.findall(r"\bgpu:(?:[^:,(]+:)?(\d+)", resources))
+        if gpus:
+            shares.append(max(int(cores.rstrip("+")) // gpus, 1))
+    return min(shares, default=8)
+
+
+RAY_VERBS = {"logs": "logs", "status": "status", "cancel": "stop"}
 
 
 def ray(job: Job) -> Plan:
@@ -300,10 +361,10 @@ def ray(job: Job) -> Plan:
     Ray joins the words of an entrypoint by the rules of Windows (subprocess.list2cmdline) and gives the line to a
     shell. The one word with blanks below survives that, and shlex.join, unchanged; a script would not.
     """
-    path = f"{job.run_dir}/ray.yaml"
-    runner = "import os; os.execvp('bash', ['bash', '-c', os.environ['JOB_SCRIPT']])"
+    path = f"{job.folder}/ray.yaml"
+    runner = "import base64,os; os.execvp('bash', ['bash', '-c', base64.b64decode(os.environ['JOB_SCRIPT'])])"
+    address = options({"address": job.cluster[0] if job.cluster else None})
     submit = {
-        "address": job.cluster[0] if job.cluster else None,
         "submission-id": f"{job.run_id}-{job.submitted}",  # Ray takes an id only once
         "working-dir": ".",
         "entrypoint-num-gpus": job.gpus or None,
@@ -311,9 +372,12 @@ def ray(job: Job) -> Plan:
         "entrypoint-memory": None if job.mem is None else job.mem * 2**30,
         "runtime-env": path,
     }
-    text = fill("ray.yaml", in_yaml, {"script": node_script(job, restarts=job.max_retries)})
-    command = ["ray", "job", "submit", "--no-wait", *options(submit), "--", "python3", "-c", runner]
-    return Plan({path: text}, [command])
+    script = base64.b64encode(node_script(job, restarts=job.max_retries).encode()).decode()
+    text = fill("ray.yaml", in_yaml, {"script": script, "grace": GRACE})
+    words = ["ray", "job", "submit", "--no-wait", *address, *options(submit), *job.scheduler_args]
+    follow = {name: ["ray", "job", verb, *address, submit["submission-id"]] for name, verb in RAY_VERBS.items()}
+    follow = {name: line_of(line) for name, line in follow.items()}
+    return Plan({path: text}, [[*words, "--", "python3", "-c", runner]], follow=follow)
 
 
 def skypilot(job: Job) -> Plan:
@@ -322,48 +386,35 @@ def skypilot(job: Job) -> Plan:
     if job.num_nodes > 1:
         address = '"$(printf \'%s\\n\' "$SKYPILOT_NODE_IPS" | head -n 1)"'
         place = {"rank": '"$SKYPILOT_NODE_RANK"', "address": address, "port": derived_port(job)}
+    buckets = [mount for mount in job.mount if "://" in mount[0]]
+    volumes = [mount for mount in job.mount if "://" not in mount[0]]  # of Kubernetes: `sky volumes`
     fields = shared_fields(job) | {
         "name": dns_name(job),
+        "mount_source": [source for source, _ in buckets],
+        "mount_path": [path for _, path in buckets],
+        "volume": [source for source, _ in volumes],
+        "volume_path": [path for _, path in volumes],
         "infra": job.cluster[0] if len(job.cluster) == 1 else None,
         "choice": job.cluster if len(job.cluster) > 1 else None,
         "script": node_script(job, **place, restarts=job.max_retries),
     }
-    path = f"{job.run_dir}/sky.yaml"
+    path = f"{job.folder}/sky.yaml"
     secrets = [word for name in job.secret for word in ("--secret", name)]
-    command = ["sky", "jobs", "launch", "--yes", "--detach-run", *secrets, path]
-    return Plan({path: fill("skypilot.yaml", in_yaml, fields)}, [command], job.secret)
+    command = ["sky", "jobs", "launch", "--yes", "--detach-run", *secrets, *job.scheduler_args, path]
+    follow = {
+        "logs": f"sky jobs logs --name {fields['name']}",
+        "status": f"sky jobs queue | grep -F {fields['name']}",
+        "cancel": f"sky jobs cancel --yes --name {fields['name']}",
+    }
+    return Plan({path: fill("skypilot.yaml", in_yaml, fields)}, [command], job.secret, follow)
 
 
 def dns_name(job: Job) -> str:
-    """The run id as a DNS label: lower-case letters, digits and -, at most 52 so that pods can add to it."""
+    """The run id as a DNS label: lower-case letters, digits and -, at most 52."""
     start, digest = job.run_id.rsplit("-", 1)
     start = re.sub("[^a-z0-9]+", "-", start.lower()).strip("-")
-    start = start if start[:1].isalpha() else f"job-{start}"  # the name of a Service begins with a letter
+    start = start if start[:1].isalpha() else f"job-{start}"  # a name of SkyPilot begins with a letter
     return f"{start[:43].strip('-')}-{digest}"
-
-
-def kubernetes(job: Job) -> Plan:
-    """A batch/v1 Job with one pod per node, or per task of an array."""
-    name = dns_name(job)
-    array = job.array_parallelism is not None
-    place = {}
-    if job.num_nodes > 1:
-        place = {"rank": '"$JOB_COMPLETION_INDEX"', "address": f"{name}-0.{name}", "port": derived_port(job)}
-    completions = len(job.commands) if array else job.num_nodes
-    fields = shared_fields(job) | {
-        "name": name,
-        "completions": completions,
-        "parallelism": job.array_parallelism if array else completions,
-        "retries": None if array else job.max_retries * completions,
-        "retries_per_task": job.max_retries if array else None,
-        "on_failure": "FailIndex" if array else "FailJob",
-        "secret_object": [name.lower().replace("_", "-") for name in job.secret],
-        "mount_name": [f"mount-{i}" for i in range(len(job.mount))],
-        "script": node_script(job, **place, task="$JOB_COMPLETION_INDEX" if array else None),
-    }
-    path = f"{job.run_dir}/job.yaml"
-    context = options({"context": job.cluster[0] if job.cluster else None})
-    return Plan({path: fill("kubernetes.yaml", in_yaml, fields)}, [["kubectl", *context, "create", "-f", path]])
 
 
 def beaker(job: Job) -> Plan:
@@ -382,30 +433,26 @@ def beaker(job: Job) -> Plan:
         "start_timeout": "15m" if multi else None,
         "script": node_script(job, **place, restarts=job.max_retries),
     }
-    path = f"{job.run_dir}/beaker.yaml"
-    workspace = ["--workspace", job.workspace] if job.workspace else []
-    return Plan({path: fill("beaker.yaml", in_yaml, fields)}, [["beaker", "experiment", "create", *workspace, path]])
+    path = f"{job.folder}/beaker.yaml"
+    words = ["beaker", "experiment", "create", *(["--workspace", job.workspace] if job.workspace else [])]
+    return Plan({path: fill("beaker.yaml", in_yaml, fields)}, [[*words, *job.scheduler_args, path]])
 
 
 SIZES = {"gpus", "cpus", "mem"}
 CONTAINER = {"image", "mount", "secret"}
 # Each backend's function, and the flags it takes beside those in EVERYWHERE.
 BACKENDS: dict[str, tuple[Callable[[Job], Plan], set[str]]] = {
-    "local": (local, {"gpus", "secret", "workdir"}),
+    "local": (local, {"gpus", "secret", "workdir", "live"}),
     "slurm": (
         slurm,
         SIZES | {"cluster", "account", "priority", "num_nodes", "time", "secret", "workdir"}
-        | {"depends_on", "array_parallelism"},
+        | {"depends_on", "array_parallelism", "live", "scheduler_args"},
     ),
-    "ray": (ray, SIZES | {"cluster"}),
-    "skypilot": (skypilot, SIZES | CONTAINER | {"cluster", "preemptible", "num_nodes"}),
-    "kubernetes": (
-        kubernetes,
-        SIZES | CONTAINER | {"cluster", "workspace", "priority", "num_nodes", "time", "workdir", "array_parallelism"},
-    ),
+    "ray": (ray, SIZES | {"cluster", "scheduler_args"}),
+    "skypilot": (skypilot, SIZES | CONTAINER | {"cluster", "preemptible", "num_nodes", "scheduler_args"}),
     "beaker": (
         beaker,
         SIZES | CONTAINER | {"cluster", "workspace", "account", "priority", "preemptible", "num_nodes", "time"}
-        | {"workdir"},
+        | {"workdir", "scheduler_args"},
     ),
 }  # fmt: skip

@@ -25,7 +25,14 @@ def job_of(backend: str, flags: str, *commands: list[str]):
     job = submit.make_job(*submit.parse(argv))
     git = {"commit": "0123456789abcdef", "dirty": True, "diff": "--- a/grpo.py\n+++ b/grpo.py\n"}
     workdir = "/home/me/rlvr" if job.workdir == os.getcwd() else job.workdir
-    return dataclasses.replace(job, submitted="20260101-120000", git=git, code=None, workdir=workdir)
+    copied = None if job.copied is None else ()
+    held = {"submitted": "20260101-120000-1a2b", "git": git, "code": None, "workdir": workdir, "copied": copied}
+    return dataclasses.replace(job, **held)
+
+
+def in_place(job):
+    """The job without a folder of its own to run in: its script runs where a test starts it."""
+    return dataclasses.replace(job, workdir=None, copied=None)
 
 
 def script_of(backend: str, plan) -> tuple[list[str], dict[str, str]]:
@@ -35,10 +42,6 @@ def script_of(backend: str, plan) -> tuple[list[str], dict[str, str]]:
         return ["bash", "-c", texts["job.sh"]], {}
     if backend == "skypilot":
         return ["bash", "-c", yaml.safe_load(texts["sky.yaml"])["run"]], {}
-    if backend == "kubernetes":
-        objects = list(yaml.safe_load_all(texts["job.yaml"]))
-        script = next(o for o in objects if o["kind"] == "ConfigMap")["data"]["job.sh"]
-        return ["bash", "-c", script], {}
     if backend == "beaker":
         (task,) = yaml.safe_load(texts["beaker.yaml"])["tasks"]
         return [*task["command"], *task["arguments"]], {}

@@ -19,7 +19,16 @@ from runtime.arguments.checks import NAME_BYTES
 from runtime.arguments.flags import MAY_CHANGE, identity_value, is_open, total_steps
 from runtime.data.samples import Problem
 from runtime.run.identity import changed_arguments, changed_code, code_of, ignored_changes
-from runtime.system.process import file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
+from runtime.system.process import (
+    HELD,
+    file_digest,
+    lock_holder,
+    print_on_rank_0,
+    rank,
+    refuse,
+    versions,
+    write_whole,
+)
 from runtime.system.redaction import redact_values
 
 # What a run writes in its folder and changes or renames when it starts again.
@@ -74,7 +83,8 @@ def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
     if rank() == 0:
         check_writable(folder, args)
     if holder := lock_holder(folder):
-        refuse(f"{folder} is in use by a running process ({holder}); wait for its end or choose another --run_name")
+        words = "wait for its end or choose another --run_name"
+        refuse(f"{folder} is in use by a running process ({holder}); {words}", HELD)
     if args.overwrite and args.resume not in ("auto", "never"):
         refuse(f"--overwrite starts from scratch and --resume {args.resume} continues: give one of them")
     check_is_a_run(folder, args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,12 @@ def diff(folder: Path, names: Sequence[str] = ()) -> str:
 
 
 def state(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Commit of ``folder`` and whether ``diff`` finds a difference from it; empty outside a repository."""
+    """Commit of ``folder`` and whether ``diff`` finds a difference from it; empty outside a repository.
+
+    In a job of scripts/submit.py, CODE_COMMIT says it: the job runs in a copy, which has no repository of its own.
+    """
+    if given := os.environ.get("CODE_COMMIT"):
+        return {"commit": given.removesuffix("-dirty"), "dirty": given.endswith("-dirty")}
     commit = output(folder, "rev-parse", "--verify", "HEAD")
     if not commit:
         return {}

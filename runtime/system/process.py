@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -66,11 +66,12 @@ class FolderLock:
         self.lock = FileLock(self.file, thread_local=False)
 
     def acquire(self) -> None:
-        """Take the lock, or end with exit code 2 where a running process has it."""
+        """Take the lock, or end with exit code HELD where a running process has it."""
         try:
             self.lock.acquire(timeout=PROBE_SECONDS)
         except Timeout:
-            refuse(f"{self.file.parent} is in use by a running process ({self.file.read_text().strip()})")
+            holder = self.file.read_text().strip()
+            refuse(f"{self.file.parent} is in use by a running process ({holder})", HELD)
         except OSError as error:  # a file system without locks
             print(f"warning: {self.file.parent} cannot be locked ({error}); make sure that no second run writes there")
         self.file.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -80,6 +81,7 @@ class FolderLock:
         self.lock.release()
 
 
+HELD = 73  # exit code of a run whose folder another process has (EX_CANTCREAT): not an error of its arguments
 PROBE_SECONDS = 0.3  # lock_holder of another process takes the lock for an instant
 
 
@@ -111,11 +113,11 @@ def print_on_rank_0(text: str) -> None:
         print(redact(text), flush=True)
 
 
-def refuse(message: str) -> NoReturn:
-    """End the program because of bad input: the message on stderr (once per node), exit code 2."""
+def refuse(message: str, code: int = 2) -> NoReturn:
+    """End the program because of bad input: the message on stderr (once per node), and the exit code."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         print(f"error: {redact(message)}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    raise SystemExit(code)
 
 
 class SafeConsole(io.FileIO):
@@ -178,13 +180,22 @@ def listen_for_signals() -> None:
     StopRequest.last_step_done = False
     StopRequest.last_step_saved = False
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+    read_signals(_listen)
+
+
+def read_signals(reader: Callable[[socket.socket, socket.socket], None]) -> None:
+    """Run ``reader`` in a thread: from its first argument it receives the number of each signal as a byte.
+
+    Of STOP_SIGNALS, those that were not ignored from the start no longer do anything else. The second argument must not
+    be garbage-collected.
+    """
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     for signum in STOP_SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, lambda *_: None)
-    threading.Thread(target=_listen, args=(ours, theirs), daemon=True, name="signals").start()
+    threading.Thread(target=reader, args=(ours, theirs), daemon=True, name="signals").start()
 
 
 def _listen(pipe: socket.socket, keep: socket.socket) -> None:

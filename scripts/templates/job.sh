@@ -5,9 +5,13 @@ set -u
 cd {{workdir}} || exit 1
 {{code}}
 export RUN_ID={{run_id}} RUN_DIR={{run_dir}} WANDB_RESUME=allow
+export CODE_COMMIT={{code_commit}} # a copy of the code has no .git
 export {{env}}
 mkdir -p "$RUN_DIR"
 RUN_DIR=$(cd "$RUN_DIR" && pwd) || exit 1
+MARKS="$RUN_DIR/{{submitted}}" # of this submission: which commands have begun and finished, and how the nodes ended
+mkdir -p "$MARKS"
+{{copy}}
 
 {{functions}}
 
@@ -24,10 +28,9 @@ begin_command() { # begin_command WORDS...: replace this shell by the command
 
 run() { # run NUMBER: run command_NUMBER, unless it finished before a restart of this submission
     local number=$1 attempt=0 code
-    local mark="$RUN_DIR/finished.{{submitted}}.$number.${NODE_RANK:-0}"
-    local begun="$RUN_DIR/begun.{{submitted}}.$number.${NODE_RANK:-0}"
+    local mark="$MARKS/finished.$number.${NODE_RANK:-0}" begun="$MARKS/begun.$number.${NODE_RANK:-0}"
     [ ! -e "$mark" ] || return 0
-    export WANDB_RUN_ID="$RUN_ID-$number"
+    export WANDB_RUN_ID="$RUN_ID-{{submitted}}-$number"
     while :; do
         [ "$stopping" = 0 ] || return 75
         [ "$attempt" = 0 ] || echo "exit code 75: start $((attempt + 1))" >&2
@@ -40,7 +43,7 @@ run() { # run NUMBER: run command_NUMBER, unless it finished before a restart of
         finish
         code=$?
         case $code in
-        0 | 2 | 3 | 75) ;; # its arguments are wrong (2), or it did not learn (3), and it would be so again
+        0 | 2 | 3 | 73 | 75) ;; # wrong arguments (2), nothing learned (3), another process has its folder (73)
         *)
             if [ -e "$begun" ] && [ "$RUN_DIR/saved" -nt "$begun" ]; then # it came further than at its last start
                 echo "exit code $code after a checkpoint: counts as 75" >&2
@@ -63,10 +66,11 @@ run() { # run NUMBER: run command_NUMBER, unless it finished before a restart of
     done
 }
 leave() { # leave CODE: nodes that saved wait for the others where the first to leave ends them all
-    echo "$1" >"$RUN_DIR/exit.${NODE_RANK:-0}"
+    echo "$1" >"$MARKS/exit.${NODE_RANK:-0}"
+    {{bring_back}}
     if [ "$1" = 75 ]; then
         for _ in {1..{{grace}}}; do
-            [ "$(cat "$RUN_DIR"/exit.* | wc -l)" -lt {{together}} ] || break
+            [ "$(cat "$MARKS"/exit.* | wc -l)" -lt {{together}} ] || break
             sleep 1
         done
     fi
