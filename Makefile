@@ -1,7 +1,7 @@
 # Every target sets the project up first; when that is done already it takes no time.
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: setup quickstart testbed test test-all test-gpu gpu-day lint bench bench-gate compare speedrun
+.PHONY: setup quickstart testbed test test-all test-gpu test-engines gpu-day lint bench bench-gate compare speedrun
 
 setup:
 	@scripts/setup.sh
@@ -25,6 +25,12 @@ test-all: setup
 # What only a GPU can decide (docs/evidence/gpu.md); skipped, with the reason, on a machine without one
 test-gpu: setup
 	$(PYTHON_BIN) -m pytest -v -rs -m gpu $(ARGS)
+
+# Real Slurm, Ray, and the parsers of SkyPilot and Beaker; installs them, those of PyPI into an environment of their own
+test-engines: setup
+	@command -v slurmctld >/dev/null || (apt-get update -q && apt-get install -yq slurmctld slurmd slurm-client munge iproute2)
+	@[ -x .engines/bin/ray ] || (python3 -m venv .engines && .engines/bin/pip install -q -r requirements-engines.txt)
+	$(PYTHON_BIN) -m pytest -q -rs -m engines tests/launch $(ARGS)
 
 # The first ten minutes with a GPU: tests, a learning curve, phases, TRL; all that comes of it is in gpu-day/
 gpu-day: setup

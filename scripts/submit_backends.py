@@ -431,6 +431,7 @@ def beaker(job: Job) -> Plan:
         "replicas": job.num_nodes if multi else None,
         "multi": True if multi else None,
         "start_timeout": "15m" if multi else None,
+        "min_runtime": "0s" if job.preemptible else None,
         "script": node_script(job, **place, restarts=job.max_retries),
     }
     path = f"{job.folder}/beaker.yaml"

@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--hypothesis-profile", "fast") == "long":  # hours, on purpose
         return
     for item in items:
-        long = any(item.get_closest_marker(name) for name in ("slow", "learn", "gpu"))
+        long = any(item.get_closest_marker(name) for name in ("slow", "learn", "gpu", "engines"))
         item.add_marker(pytest.mark.timeout(1800 if long else 300, method="thread"))
 
 

@@ -35,7 +35,8 @@ def free_port() -> int:
 class Slurm:
     """munged, slurmctld and a slurmd per node, with all their files in one folder. Without ``nodes``: this machine."""
 
-    def __init__(self, folder: Path, nodes: Nodes | None = None):
+    def __init__(self, folder: Path, nodes: Nodes | None = None, gpus: int = 0):
+        """``gpus``: with so many invented ones in each node, and jobs bound to their cores."""
         self.folder, self.nodes, self.processes = folder, nodes, []
         self.env = clean_environment()
         self.env |= {"OMP_NUM_THREADS": "1", "SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
@@ -50,6 +51,10 @@ class Slurm:
         (folder / "state").mkdir()
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
+        binding = "affinity" if gpus else "none"
+        gres = f" Gres=gpu:{gpus}" if gpus else ""
+        devices = ",".join(f"/dev/{name}" for name in ("null", "zero", "full", "random")[:gpus])
+        (folder / "gres.conf").write_text(f"Name=gpu File={devices}\n" if gpus else "")
         (folder / "slurm.conf").write_text(
             f"ClusterName=test\nSlurmctldHost={first}({first_address})\nSlurmUser=root\nSlurmdUser=root\n"
             f"SlurmctldPort={free_port()}\nSlurmdPort={free_port()}\n"
@@ -57,11 +62,12 @@ class Slurm:
             f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool.%n\n"
             f"SlurmctldPidFile={folder}/slurmctld.pid\nSlurmdPidFile={folder}/slurmd.%n.pid\n"
             f"SlurmctldLogFile={folder}/slurmctld.log\nSlurmdLogFile={folder}/slurmd.%n.log\n"
-            "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\nSwitchType=switch/none\n"
+            f"ProctrackType=proctrack/linuxproc\nTaskPlugin=task/{binding}\nMpiDefault=none\nSwitchType=switch/none\n"
             "JobAcctGatherType=jobacct_gather/none\nAccountingStorageType=accounting_storage/none\n"
             "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nReturnToService=2\nKillWait=10\n"
             "SchedulerParameters=batch_sched_delay=0,sched_interval=2\n"
-            + "".join(f"{line} CPUs={os.cpu_count()} RealMemory=1000 State=UNKNOWN\n" for line in lines)
+            + ("GresTypes=gpu\n" if gpus else "")
+            + "".join(f"{line} CPUs={os.cpu_count()} RealMemory=1000 State=UNKNOWN{gres}\n" for line in lines)
             + f"PartitionName=test Nodes={','.join(hosts)} Default=YES MaxTime=INFINITE State=UP\n"
         )
 
@@ -103,10 +109,11 @@ class Slurm:
         line = self.on(0, list(words))
         return subprocess.run(line, env=self.env, capture_output=True, text=True, cwd=cwd, timeout=60).stdout
 
-    def submit(self, cwd: Path, *words: str) -> str:
-        """The job's number."""
+    def submit(self, cwd: Path, *words: str, env: dict[str, str] | None = None) -> str:
+        """The job's number. ``env``: more variables of the submission."""
         argv = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--backend", "slurm", *words]
-        done = subprocess.run(self.on(0, argv), env=self.env, capture_output=True, text=True, cwd=cwd, timeout=60)
+        env = self.env | (env or {})
+        done = subprocess.run(self.on(0, argv), env=env, capture_output=True, text=True, cwd=cwd, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

@@ -5,6 +5,7 @@ Imports the standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
@@ -18,7 +19,7 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 def own_address() -> str:
-    """The IPv4 address by which the other nodes of the launch reach this one; 127.0.0.1 where there are none.
+    """The address, IPv4 or IPv6, by which the other nodes of the launch reach this one; 127.0.0.1 without others.
 
     That of GLOO_SOCKET_IFNAME if it is set, else of the interface that leads to MASTER_ADDR. On the first node that
     name may be the loopback's (Debian's /etc/hosts); then the interface of the default route.
@@ -27,14 +28,15 @@ def own_address() -> str:
         return "127.0.0.1"
     given = os.environ.get("GLOO_SOCKET_IFNAME")
     if given:
-        address = interface_address(given.split(",")[0])
-        if address is None:
+        addresses = interface_addresses(given.split(",")[0])
+        if not addresses:
             names = ", ".join(name for _, name in socket.if_nameindex())
-            refuse(f"GLOO_SOCKET_IFNAME {given}: this node has no such interface with an IPv4 address; it has {names}")
-        return address
-    for goal in (os.environ["MASTER_ADDR"], "192.0.2.1"):  # an address of no host, which only a default route reaches
+            refuse(f"GLOO_SOCKET_IFNAME {given}: this node has no such interface with an address; it has {names}")
+        return addresses[0]
+    # The last two are addresses of no host, which only a default route reaches.
+    for goal in (os.environ["MASTER_ADDR"], "192.0.2.1", "2001:db8::1"):
         address = local_end(goal)
-        if address is not None and not address.startswith("127."):
+        if address is not None and not address.startswith("127.") and address != "::1":
             return address
     refuse(
         f"several nodes, but {socket.gethostname()} knows no way to MASTER_ADDR {os.environ['MASTER_ADDR']} other than "
@@ -44,22 +46,28 @@ def own_address() -> str:
 
 def local_end(goal: str) -> str | None:
     """The address of this node from which packets to ``goal`` leave; None without a route. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((goal, 9))
-        except OSError:
-            return None
-        return probe.getsockname()[0]
+    try:
+        ways = socket.getaddrinfo(goal, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, address in ways:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0]
+    return None
 
 
-def interface_address(name: str) -> str | None:
-    """The IPv4 address of an interface; None where it has none, or is not there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
+def interface_addresses(name: str) -> list[str]:
+    """The IPv4 address of an interface, then its global IPv6 addresses; none where it is not there."""
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as lines:
+        for digits, _, _, scope, _, interface in map(str.split, lines):
+            if interface == name and scope == "00":
+                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    return found
 
 
 def choose_interface() -> None:
@@ -71,7 +79,7 @@ def choose_interface() -> None:
     if not several_nodes() or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     address = own_address()
-    names = [name for _, name in socket.if_nameindex() if interface_address(name) == address]
+    names = [name for _, name in socket.if_nameindex() if address in interface_addresses(name)]
     if names:
         os.environ["GLOO_SOCKET_IFNAME"] = names[0]
 
@@ -89,9 +97,11 @@ class LivenessPort:
     """A port where a process can be seen to live: it lets nobody in, but a connection to it ends with the process."""
 
     def __init__(self) -> None:
-        self.socket = socket.create_server(("", 0), backlog=64)
+        address = own_address()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.socket = socket.create_server(("", 0), family=family, backlog=64)
         self.socket.setblocking(False)
-        self.place = f"{socket.gethostname()} {own_address()} {self.socket.getsockname()[1]}"
+        self.place = f"{socket.gethostname()} {address} {self.socket.getsockname()[1]}"
 
     def close(self) -> None:
         """Tell whoever looks that this process ends in good order."""

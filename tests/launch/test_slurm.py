@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 
@@ -16,7 +17,7 @@ from slurm_cluster import Slurm, until
 from two_nodes import Nodes
 
 missing = slurm_cluster.reason_for_none()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=missing)]
+pytestmark = [pytest.mark.skipif(bool(missing), reason=missing)]
 
 # One step a second; saves each; asked to stop it leaves with 75. Ends with the code in argv[2] after argv[1] steps.
 PROGRAM = """
@@ -47,6 +48,7 @@ def slurm(tmp_path_factory):
         cluster.stop()
 
 
+@pytest.mark.engines
 def test_preempted_requeued_finished(slurm, tmp_path):
     """Slurm's signal goes to the batch script alone; the program saves, leaves with 75, starts again and goes on."""
     (tmp_path / "steps.py").write_text(PROGRAM)
@@ -65,6 +67,143 @@ def test_preempted_requeued_finished(slurm, tmp_path):
     print(log)
 
 
+SAYS = """
+import os, pathlib, time
+import word
+print("X", os.environ["X"], "word", word.text, "cores", len(os.sched_getaffinity(0)), flush=True)
+"""
+
+
+def edited_while_it_waits(slurm, folder, *words: str) -> str:
+    """The log of a first submission that waits while word.py is edited and the command is submitted anew, otherwise."""
+    (folder / "says.py").write_text(SAYS)
+    (folder / "word.py").write_text("text = 'old'\n")
+    cores = str(os.cpu_count())
+    busy = slurm.submit(folder, "--name", "busy", "--cpus", cores, "--", "sleep", "600")
+    until(lambda: slurm.state(busy)["JobState"] == "RUNNING")
+    line = ["--run_dir", "run", *words, "--", sys.executable, "says.py"]
+    first = slurm.submit(folder, "--env", "X=first", *line)
+    (folder / "word.py").write_text("text = 'new'\n")
+    argv = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--backend", "slurm", "--env", "X=second", *line]
+    again = subprocess.run(argv, env=slurm.env, capture_output=True, text=True, cwd=folder, timeout=60)
+    assert again.returncode == 73 and f"still waits or runs; cancel it (scancel {first})" in again.stderr, again.stderr
+    renamed = slurm.submit(folder, "--name", "other", "--run_dir", "other", "--env", "X=second", "--", *line[-2:])
+    slurm.run("scancel", busy)
+    tasks = [f"{first}_0", f"{first}_1"] if "--array_parallelism" in words else [first]
+    for job in (*tasks, renamed):
+        assert slurm.wait(job, "COMPLETED", "FAILED", timeout=200)["JobState"] == "COMPLETED"
+    assert "X second word new" in (folder / "other" / f"slurm-{renamed}.out").read_text()
+    return "".join(path.read_text() for path in sorted((folder / "run").glob(f"slurm-{first}*.out")))
+
+
+@pytest.mark.engines
+def test_a_waiting_job_is_what_was_submitted(slurm, tmp_path):
+    """An edit while it waits, and a second submission of its command, change neither its code nor its settings."""
+    assert "X first word old" in edited_while_it_waits(slurm, tmp_path)
+
+
+@pytest.mark.engines
+def test_a_waiting_array_is_what_was_submitted(slurm, tmp_path):
+    (tmp_path / "says.py").write_text("")
+    log = edited_while_it_waits(slurm, tmp_path, "--array_parallelism", "1", "--", sys.executable, "says.py")
+    assert log.count("X first word old") == 2
+
+
+@pytest.mark.engines
+def test_an_edit_does_not_reach_a_preempted_job(slurm, tmp_path):
+    (tmp_path / "steps.py").write_text(f"import word\nprint('word', word.text)\n{PROGRAM}")
+    (tmp_path / "word.py").write_text("text = 'old'\n")
+    job = slurm.submit(tmp_path, "--run_dir", "run", "--", sys.executable, "steps.py", "5", "0")
+    saved = tmp_path / "run" / "step"
+    until(lambda: saved.exists())
+    (tmp_path / "word.py").write_text("text = 'new'\n")
+    (tmp_path / "steps.py").write_text("raise SystemExit(1)\n")
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    now = slurm.wait(job, "COMPLETED", "FAILED")
+    log = (tmp_path / "run" / f"slurm-{job}.out").read_text()
+    assert (now["JobState"], now["Restarts"], log.count("word old")) == ("COMPLETED", "1", 2), log
+
+
+@pytest.mark.engines
+def test_requeues_by_the_site_are_no_retries(slurm, tmp_path):
+    """One by the site, and one that the program asked for, with --max_retries 1."""
+    (tmp_path / "steps.py").write_text(PROGRAM)
+    words = ["--run_dir", "run", "--max_retries", "1", "--time", "5m", "--", sys.executable, "steps.py", "9", "0"]
+    job = slurm.submit(tmp_path, *words)
+    saved, log = tmp_path / "run" / "step", tmp_path / "run" / f"slurm-{job}.out"
+    until(lambda: saved.exists())
+    slurm.run("scontrol", "requeue", job)
+    until(lambda: slurm.state(job).get("Restarts") == "1")
+    slurm.wait(job, "RUNNING")
+    until(lambda: log.read_text().count("from step") == 2)
+    time.sleep(1)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    now = slurm.wait(job, "COMPLETED", "FAILED")
+    assert (now["JobState"], now["Restarts"]) == ("COMPLETED", "2"), log.read_text()
+
+
+@pytest.mark.engines
+def test_dependencies_that_cannot_be(slurm, tmp_path):
+    """After a failed job the next one is canceled; a number that is no job's is refused."""
+    first = slurm.submit(tmp_path, "--", "bash", "-c", "sleep 3; exit 5")
+    last = slurm.submit(tmp_path, "--depends_on", first, "--", "true")
+    assert slurm.wait(last, "CANCELLED", "COMPLETED", timeout=60)["JobState"] == "CANCELLED"
+    argv = [
+        sys.executable,
+        str(ROOT / "scripts" / "submit.py"),
+        "--backend",
+        "slurm",
+        "--depends_on",
+        "999999",
+        "--",
+        "true",
+    ]
+    done = subprocess.run(argv, env=slurm.env, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "--depends_on 999999: Slurm knows no such job" in done.stderr
+
+
+@pytest.mark.engines
+def test_a_submission_from_inside_an_allocation(slurm, tmp_path):
+    """Its binding, memory, ranks and ids stay behind."""
+    (tmp_path / "p.py").write_text("import os; print(sorted(n for n in os.environ if n in ('RANK', 'WORLD_SIZE')))")
+    outer = {"SLURM_JOB_ID": "1", "SLURM_MEM_PER_CPU": "200", "SLURM_CPU_BIND": "mask_cpu:0x1", "RANK": "3"}
+    outer |= {"WORLD_SIZE": "8", "SLURM_NTASKS": "5"}
+    words = ["--run_dir", "run", "--mem", "0G", "--", sys.executable, "p.py"]
+    job = slurm.submit(tmp_path, *words, env=outer)
+    assert slurm.wait(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED"
+    assert "[]" in (tmp_path / "run" / f"slurm-{job}.out").read_text()
+
+
+@pytest.mark.engines
+def test_status_logs_and_cancel(slurm, tmp_path):
+    """The commands that the submission prints, and the flags that run them later; the name is that of the run."""
+    line = [sys.executable, str(ROOT / "scripts" / "submit.py")]
+    words = [*line, "--backend", "slurm", "--run_dir", "run", "--", "bash", "-c", "echo hello; sleep 600"]
+    done = subprocess.run(words, env=slurm.env, capture_output=True, text=True, cwd=tmp_path)
+    job = done.stdout.strip()
+    assert f"cancel: scancel {job}" in done.stderr and f"slurm-{job}.out" in done.stderr
+    until(lambda: slurm.state(job)["JobState"] == "RUNNING")
+    time.sleep(1)
+    ask = lambda what: subprocess.run([*line, what, "run"], env=slurm.env, capture_output=True, text=True, cwd=tmp_path)  # noqa: E731
+    assert ask("--status").stdout.startswith(f"{job} ") and "RUNNING" in ask("--status").stdout
+    assert ask("--logs").stdout == "hello\n"
+    assert ask("--cancel").returncode == 0
+    assert slurm.wait(job, "CANCELLED")["JobState"] == "CANCELLED"
+
+
+@pytest.mark.engines
+def test_cores_come_with_gpus(tmp_path):
+    """Two ranks on a node of two GPUs get all of its cores, where Slurm's own default is one for both."""
+    cluster = Slurm(tmp_path, gpus=2)
+    try:
+        cluster.start()
+        job = cluster.submit(tmp_path, "--run_dir", "run", "--gpus", "2", "--", "bash", "-c", "echo cores $(nproc)")
+        assert cluster.wait(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED"
+        assert f"cores {os.cpu_count()}" in (tmp_path / "run" / f"slurm-{job}.out").read_text()
+    finally:
+        cluster.stop()
+
+
 SLOWLY = """
 import time
 from rewards import Reward
@@ -75,6 +214,7 @@ def slowly(response, truth, row):
 """
 
 
+@pytest.mark.slow
 def test_grpo_preempted(slurm, tiny, tmp_path):
     """grpo.py itself, two steps, stopped in the first: afterwards every number is that of a run that was let alone."""
     (tmp_path / "slowly.py").write_text(SLOWLY)
@@ -94,6 +234,7 @@ def test_grpo_preempted(slurm, tiny, tmp_path):
     print(text)
 
 
+@pytest.mark.slow
 def test_cancelled_is_cancelled(slurm, tmp_path):
     """A plain scancel: the program saves and leaves with 75 like any time, and the job does not come back."""
     (tmp_path / "steps.py").write_text(PROGRAM)
@@ -107,6 +248,7 @@ def test_cancelled_is_cancelled(slurm, tmp_path):
     assert (now["JobState"], now["Restarts"]) == ("CANCELLED", "0") and "saved step" in log.read_text()
 
 
+@pytest.mark.slow
 def test_one_task_of_an_array_is_requeued(slurm, tmp_path):
     """The last one, whose job number is the array's: the others neither stop nor start again."""
     (tmp_path / "steps.py").write_text(PROGRAM)
@@ -122,6 +264,7 @@ def test_one_task_of_an_array_is_requeued(slurm, tmp_path):
     assert [(e["JobState"], e["Restarts"]) for e in ends] == [("COMPLETED", n) for n in "100"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code, retries, restarts", [(3, 5, 0), (75, 0, 0), (75, 2, 2), (137, 5, 0)])
 def test_other_codes_and_the_limit(slurm, tmp_path, code, retries, restarts):
     """As many starts as requeues and one; a node whose script was killed (137) left no code, and is no 75 either."""
@@ -134,6 +277,7 @@ def test_other_codes_and_the_limit(slurm, tmp_path, code, retries, restarts):
     assert (tmp_path / "run" / f"slurm-{job}.out").read_text().count("from step") == restarts + 1
 
 
+@pytest.mark.engines
 def test_array_and_dependency(slurm, tmp_path):
     """Three commands as tasks of their own; a job that waits for them; environment and words arrive."""
     program = "import json, os, sys; e = os.environ; "
@@ -148,6 +292,7 @@ def test_array_and_dependency(slurm, tmp_path):
     assert (tmp_path / "all").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(two_nodes.reason_for_none()), reason=two_nodes.reason_for_none() or "there are nodes")
 def test_one_job_over_two_nodes(tiny, tmp_path):
     """A rank on each node of the job, stopped and requeued: the numbers of an undisturbed run on one node."""

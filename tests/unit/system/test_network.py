@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
+import two_nodes
+from helpers import ROOT
 
 from runtime.system import network
 
@@ -45,6 +49,8 @@ def test_the_interface_that_the_user_names_is_taken(monkeypatch, several_nodes, 
         ({"127.0.0.2": "127.0.0.1", "192.0.2.1": "10.9.9.9"}, "10.9.9.9"),
         ({"127.0.0.2": None, "192.0.2.1": "10.9.9.9"}, "10.9.9.9"),
         ({"127.0.0.2": "127.0.0.1", "192.0.2.1": None}, None),
+        ({"127.0.0.2": "fd00::5", "192.0.2.1": None}, "fd00::5"),
+        ({"127.0.0.2": "::1", "192.0.2.1": None, "2001:db8::1": "fd00::9"}, "fd00::9"),
     ],
 )
 def test_the_address_is_that_of_the_way_to_the_first_node(monkeypatch, several_nodes, capsys, routes, expected):
@@ -60,8 +66,38 @@ def test_the_address_is_that_of_the_way_to_the_first_node(monkeypatch, several_n
 
 def test_the_end_of_a_way_is_an_address_of_this_machine():
     assert network.local_end("127.0.0.1") == "127.0.0.1"
-    assert network.interface_address("lo") == "127.0.0.1"
-    assert network.interface_address("none such") is None
+    assert network.interface_addresses("lo")[0] == "127.0.0.1"
+    assert network.interface_addresses("none such") == []
+
+
+IPV6_NODE = """
+import os, socket, subprocess, sys
+ip = lambda *words: subprocess.run(["ip", *words], check=True)
+ip("link", "set", "lo", "up")
+ip("link", "add", "wire", "type", "veth", "peer", "name", "other")
+ip("link", "set", "other", "up")
+ip("link", "set", "wire", "up")
+ip("addr", "add", "fd00:99::1/64", "dev", "wire", "nodad")
+from runtime.system import network
+os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "fd00:99::1"}
+network.choose_interface()
+assert os.environ["GLOO_SOCKET_IFNAME"] == "wire", os.environ["GLOO_SOCKET_IFNAME"]
+assert network.own_address() == "fd00:99::1"
+door = network.LivenessPort()
+neighbor = network.Neighbor(door.place)
+assert not neighbor.is_gone()
+door.close()
+assert not neighbor.is_gone(1.0) and neighbor.ended_well
+print("fine")
+"""
+
+
+@pytest.mark.skipif(bool(two_nodes.reason_for_none()), reason=two_nodes.reason_for_none() or "there are nodes")
+def test_a_node_with_ipv6_alone(several_nodes):
+    """Its address, the interface of Gloo, and the connection by which a rank sees another one."""
+    line = ["unshare", "--net", sys.executable, "-c", IPV6_NODE]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "fine\n", done.stderr
 
 
 def test_gloo_gets_the_interface_of_the_address(monkeypatch, several_nodes):

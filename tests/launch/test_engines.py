@@ -1,0 +1,183 @@
+"""What scripts/submit.py writes, given to the engines themselves: a running Ray, SkyPilot's and Beaker's own parsers.
+
+`make test-engines` installs them, beside the Slurm of tests/launch/test_slurm.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ray_head import ADDRESS, ENGINES, RayHead, reason_for_none
+from submitted_jobs import SUBMIT, job_of, submit
+
+pytestmark = pytest.mark.engines
+needs = lambda tool: pytest.mark.skipif(bool(reason_for_none(tool)), reason=reason_for_none(tool) or "there")  # noqa: E731
+
+DOLLARS = ["cost $HOME and $PATH and $NOT_SET ${USER} $RUN_DIR $MASTER_PORT", 'it\'s "one"', "a\nb\n", "", "$$"]
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory):
+    with RayHead(tmp_path_factory.mktemp("ray")) as head:
+        yield head
+
+
+def ray_job(head: RayHead, folder: Path, *words: str) -> str:
+    """Submit words to Ray, and return the id of the job."""
+    done = head.run(*SUBMIT, "--backend", "ray", "--cluster", ADDRESS, *words, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return re.search(r"cancel: ray job stop --address=\S+ (\S+)", done.stderr)[1]
+
+
+@needs("ray")
+def test_words_and_variables_arrive_on_ray(ray, tmp_path):
+    """Ray replaces what looks like a variable of its own in everything that it is given as an environment."""
+    program = "import json, os, sys; found = [sys.argv[2:], os.environ['X'], os.environ['CODE_COMMIT']]; "
+    program += "json.dump(found, open(sys.argv[1], 'w'))"
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["commit", "-qm", "one", "--allow-empty"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    out = tmp_path / "out.json"
+    value = "a $HOME 'b' \"c\" ${PATH}"
+    job = ray_job(ray, tmp_path, "--env", f"X={value}", "--", sys.executable, "-c", program, str(out), *DOLLARS)
+    assert "SUCCEEDED" in ray.wait(tmp_path, job, "SUCCEEDED", "FAILED")
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
+    assert json.loads(out.read_text()) == [DOLLARS, value, commit]
+
+
+SAVES = """
+import os, signal, sys, time
+def save(*_):
+    time.sleep(6)
+    open(sys.argv[1], "w").write("saved")
+    os._exit(75)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(120)
+"""
+
+
+@needs("ray")
+def test_a_job_that_is_stopped_on_ray_saves(ray, tmp_path):
+    """Six seconds, where Ray's own default kills after three; a second submission of it is refused meanwhile."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    words = ["--", sys.executable, "saves.py", str(tmp_path / "saved")]
+    job = ray_job(ray, tmp_path, *words)
+    ray.wait(tmp_path, job, "RUNNING")
+    again = ray.run(*SUBMIT, "--backend", "ray", "--cluster", ADDRESS, *words, cwd=tmp_path)
+    assert again.returncode == 73 and "still waits or runs" in again.stderr, again.stderr
+    while "ready" not in ray.run("ray", "job", "logs", "--address", ADDRESS, job, cwd=tmp_path).stdout:
+        pass
+    folder = next((tmp_path / "runs" / "jobs").iterdir())
+    ray.run(*SUBMIT, "--cancel", str(folder), cwd=tmp_path)
+    ray.wait(tmp_path, job, "STOPPED", "FAILED")
+    assert (tmp_path / "saved").read_text() == "saved"
+
+
+@needs("ray")
+def test_jobs_of_one_gpu_share_a_machine_of_two(ray, tmp_path):
+    """As a sweep submits them: two run at a time, each sees one GPU, the third waits."""
+    meets = "import os, sys, time, pathlib; d = os.environ['CUDA_VISIBLE_DEVICES']; p = pathlib.Path(sys.argv[1]); "
+    meets += "(p / sys.argv[2]).write_text(d); start = time.time()\n"
+    meets += "while len(list(p.iterdir())) < 2 and time.time() < start + 60: time.sleep(0.1)"
+    (tmp_path / "meets.py").write_text(meets)
+    out = tmp_path / "out"
+    out.mkdir()
+    line = ["--gpus", "1", "--", sys.executable, "meets.py", str(out)]
+    jobs = [ray_job(ray, tmp_path, *line, name) for name in "abc"]
+    for job in jobs:
+        assert "SUCCEEDED" in ray.wait(tmp_path, job, "SUCCEEDED", "FAILED")
+    assert {(out / name).read_text() for name in "ab"} == {"0", "1"} and (out / "c").exists()
+
+
+def engine(program: str, *words: str, **options) -> subprocess.CompletedProcess:
+    """A program of Python under the interpreter of the engines."""
+    line = [str(ENGINES / "bin" / "python"), "-c", program, *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=100, **options)
+
+
+SKY = """
+import sys, json, sky
+from click.testing import CliRunner
+from sky.client.cli import command
+task = sky.Task.from_yaml(sys.argv[1])
+resources = [str(r) for r in task.resources]
+words = json.loads(sys.argv[2])
+assert words[:3] == ["sky", "jobs", "launch"], words
+context = command.jobs_launch.make_context("launch", words[3:])
+print(json.dumps([task.name, task.num_nodes, resources]))
+"""
+
+
+def sky_reads(tmp_path: Path, flags: str) -> list:
+    """What SkyPilot's parsers make of the specification and of the command of a submission."""
+    plan = submit.render(job_of("skypilot", flags))
+    path = next(name for name in plan.files if name.endswith("sky.yaml"))
+    (tmp_path / "sky.yaml").write_text(plan.files[path])
+    (words,) = plan.commands
+    words = [str(tmp_path / "sky.yaml") if word == path else word for word in words]
+    env = os.environ | {"HF_TOKEN": "x", "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    done = engine(SKY, str(tmp_path / "sky.yaml"), json.dumps(words), cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs("sky")
+@pytest.mark.parametrize(
+    "flags, nodes, kinds",
+    [
+        (
+            "--cluster aws gcp/us-central1 --preemptible --num_nodes 2 --gpus H100:8 --secret HF_TOKEN",
+            2,
+            ["AWS", "GCP"],
+        ),
+        ("--cluster k8s/prod --num_nodes 2 --gpus H100:8 --mem 500G --mount runs-claim:/runs", 2, ["Kubernetes"]),
+        ("--cluster k8s --scheduler_args '--priority high'", 1, ["Kubernetes"]),
+    ],
+)
+def test_skypilot_reads_what_is_written(tmp_path, flags, nodes, kinds):
+    name, found, resources = sky_reads(tmp_path, flags)
+    assert name.startswith("grpo-") and found == nodes
+    assert all(any(kind in text for text in resources) for kind in kinds), resources
+
+
+@needs("sky")
+def test_the_answer_to_kubernetes_is_a_line_that_skypilot_reads(tmp_path, capsys):
+    """The line that `--backend kubernetes` prints, submitted as it stands."""
+    flags = "--cluster prod --workspace rl --priority high --num_nodes 2 --gpus 8 --secret HF_TOKEN"
+    with pytest.raises(SystemExit) as end:
+        submit.main(["--backend", "kubernetes", *shlex.split(flags), "--", "python", "grpo.py", "--beta", "0.03"])
+    line = shlex.split(capsys.readouterr().err.splitlines()[-1])
+    assert end.value.code == 2 and line[:4] == ["python", "scripts/submit.py", "--backend", "skypilot"]
+    cut = line.index("--")
+    assert line[cut:] == ["--", "python", "grpo.py", "--beta", "0.03"]
+    _, nodes, resources = sky_reads(tmp_path, shlex.join(line[4:cut]))
+    assert nodes == 2 and "H100" in resources[0] and "prod" in resources[0]
+
+
+BEAKER = """
+import sys, warnings
+warnings.simplefilter("error")
+from beaker import BeakerExperimentSpec
+spec = BeakerExperimentSpec.from_file(sys.argv[1])
+(task,) = spec.tasks
+print(task.replicas, task.result.path, [(v.name, v.secret) for v in task.env_vars], task.retry)
+"""
+
+
+@needs("beaker")
+def test_beaker_reads_what_is_written(tmp_path):
+    flags = "--cluster ai2/jupiter ai2/saturn --workspace ai2/rl --budget ai2/rl --priority high --preemptible "
+    flags += "--num_nodes 2 --gpus 8 --timeout 2h30m --image me/rlvr --mount b:/runs --secret HF_TOKEN=me_HF_TOKEN"
+    plan = submit.render(job_of("beaker", flags))
+    (tmp_path / "b.yaml").write_text(next(text for name, text in plan.files.items() if name.endswith("beaker.yaml")))
+    done = engine(BEAKER, str(tmp_path / "b.yaml"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "2 /results [('HF_TOKEN', 'me_HF_TOKEN')]" in done.stdout
