@@ -20,7 +20,7 @@ command line gains between the evaluations before the first step and after the l
 each control. The 95 % intervals are Student's, over the seeds.
 
 Repeat the command to continue: finished runs are kept, interrupted ones resume. Runs are forks of one process
-(scripts/run_many.py), on CPUs. Exit codes: 0 decided, 1 a run failed, 3 undecided, 75 interrupted.
+(studies/run_many.py), on CPUs. Exit codes: 0 decided, 1 a run failed, 3 undecided, 75 interrupted.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 export PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)}
-export LANES=${LANES:-2}
+lanes=${LANES:-2}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCHDYNAMO_DISABLE=${TORCHDYNAMO_DISABLE:-1} # vLLM compiles one small function: half a second of every run
 loss="loss/k1/naive loss/k2/naive loss/k3/naive loss/k3/unbiased loss/k4/naive"
@@ -41,15 +41,18 @@ else
 fi
 
 mkdir -p "$OUTPUT_DIR"
-export SKIP="$OUTPUT_DIR/skip.txt"
-"$PYTHON" studies/kl_study.py --names ${TABLE:+--table "$TABLE"} >"$SKIP"
+skip="$OUTPUT_DIR/skip.txt"
+side_by_side() { # the runs of a sweep, whose arguments come in lines
+    "$PYTHON" studies/run_many.py grpo.py --lanes "$lanes" --skip "$skip"
+}
+"$PYTHON" studies/kl_study.py --names ${TABLE:+--table "$TABLE"} >"$skip"
 code=0
 for part in "${betas[@]}"; do
-    SETTINGS=$decisive BETAS=$part scripts/sweeps/kl.sh --seeds 1..10 "${flags[@]}" "$@" || code=$?
+    RUN=lines SETTINGS=$decisive BETAS=$part scripts/sweeps/kl.sh --seeds 1..10 "${flags[@]}" "$@" | side_by_side || code=$?
 done
 if [[ $EXP_NAME == study ]]; then
-    ESTIMATORS="k1 k2 k3 k4 full" GRADIENTS="naive unbiased" BETAS="0.03 0.1 0.3 1 3" \
-        scripts/sweeps/kl.sh --seeds 1..10 "${flags[@]}" "$@" || code=$?
+    RUN=lines ESTIMATORS="k1 k2 k3 k4 full" GRADIENTS="naive unbiased" BETAS="0.03 0.1 0.3 1 3" \
+        scripts/sweeps/kl.sh --seeds 1..10 "${flags[@]}" "$@" | side_by_side || code=$?
 fi
 mapfile -t finished < <(find "$OUTPUT_DIR" -mindepth 3 -maxdepth 3 -path '*/model/config.json' -printf '%h\n' | sort)
 if ((${#finished[@]})); then

@@ -36,6 +36,7 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # neither the tests
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))  # nor the scripts are a package
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "studies"))
 
 import run_many
 import torch

@@ -109,7 +109,7 @@ def serve_rows() -> None:
 def import_libraries(vllm: bool) -> None:
     import importlib
 
-    sys.path.insert(0, str(ROOT / "scripts"))
+    sys.path.insert(0, str(ROOT / "studies"))
     import run_many
 
     from runtime.system import process

@@ -30,6 +30,7 @@ class RayHead:
         self.folder = folder
         self.name = f"rlvr{os.getpid()}ray"
         self.env = clean_environment() | {"PATH": f"{ENGINES}/bin:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
+        self.env.pop("CUDA_VISIBLE_DEVICES", None)  # conftest.py hides all, and Ray would hide those that it invents
         self.start = ["ray", "start", "--head", "--node-ip-address", "127.0.0.1", "--num-gpus", str(gpus)]
         self.start += ["--num-cpus", "4", "--object-store-memory", "80000000", "--temp-dir", "/tmp/rlvr-ray"]
 

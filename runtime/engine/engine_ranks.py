@@ -284,6 +284,8 @@ def answer_call(store: dist.Store, place: int) -> Connection:
     """Enter the telephone book, and wait for the trainer that owns this engine."""
     secret = secrets.token_bytes(32)
     address = network.own_address()
+    if ":" in address:  # what multiprocessing's Listener does not know
+        process.refuse(f"--vllm_engines: engines on ranks of their own need IPv4, and this node has {address}")
     with Listener((address, 0), authkey=secret) as door:
         store.set(f"engine/{place}", f"{address} {door.address[1]} {secret.hex()}")
         while True:

@@ -32,6 +32,7 @@ from runtime.system.process import (
     StopRequest,
     print_on_rank_0,
     refuse,
+    usable_cores,
     versions,
     write_whole,
 )
@@ -70,12 +71,14 @@ def print_header(
     evaluation = "evaluation on other data" if args.eval_dataset else f"{args.eval_prompts} more held out"
     engines = f"; {args.vllm_engines} engine(s) on ranks of their own" if args.vllm_engines > 0 else ""
     engines += "; each engine in a process of its own" if args.engine_process else ""
+    cores = usable_cores()
+    here = int(os.environ.get("LAUNCH_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE", "1"))
     origins = Counter(f"{p.source} ({p.verifier})" for p in problems)
     lines = [
         f"run        {folder}",
         *presets.explain(args),
         *derived_defaults.reasons(args, problems, eval_problems, model, tokenizer),
-        f"hardware   {setting.ranks} rank(s), {hardware.replace('torch.', '')}{engines}",
+        f"hardware   {setting.ranks} rank(s), {hardware.replace('torch.', '')}, {cores:g} cores{engines}",
         f"data       {len(problems)} problems, {evaluation}; longest prompt {longest} tokens",
         f"from       {', '.join(f'{count} {origin}' for origin, count in origins.most_common(8))}",
         f"a step     {prompts} prompts x {group} samples = {samples} samples, at most "
@@ -85,6 +88,11 @@ def print_header(
     ]
     if args.total_episodes is not None and args.total_episodes != total_steps * samples:
         lines[-1] += f"; --total_episodes {args.total_episodes} is rounded down to whole steps"
+    if cores < 2 * here:
+        lines.append(
+            f"warning    {cores:g} core(s) for {here} rank(s) on this node: trainer, engine and verifiers of each "
+            f"share less than two; ask for more (--cpus of submit.py, --cpus-per-task of Slurm, the container's quota)"
+        )
     if args.control != "none":
         lines.append(f"CONTROL    --control {args.control}: what is trained on is not the verifier's reward")
     if args.async_steps > 0:

@@ -401,6 +401,15 @@ def wait_for_the_trainers() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
+def usable_cores() -> float:
+    """Cores that this process may use: those it is bound to, or the container's quota where that is less."""
+    bound = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(bound, int(quota) / int(period))  # ValueError: "max"
+    return bound
+
+
 def prepare_environment(dtype: str = "auto") -> None:
     """Set what must be set before torch, vLLM or DeepSpeed are imported; the user's own variables win.
 

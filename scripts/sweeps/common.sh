@@ -1,8 +1,8 @@
 # Common to the sweeps: source it with their arguments, then call `run ARGUMENTS...` in loops.
 #   --seeds 1..5    or 1,3,8; other arguments go to every run
-#   RUN=...         words to put before every command: echo, or a submission that ends in --
-#   LANES=2         so many runs side by side, all of one process that imports torch once (scripts/run_many.py), without RUN;
-#                   SKIP=FILE has the names of runs to leave out
+#   RUN=...         words to put before every command: echo, or a submission that ends in --; RUN=lines prints the arguments
+#                   of all runs instead, a line for each, quoted as for a shell
+#   ARRAY=8         one submission of all runs as an array of jobs, of which 8 run at a time, by RUN (default: Slurm, a GPU each)
 #   SCRIPT=mine.py  the script to run (grpo.py); PYTHON=.venv/bin/python  OUTPUT_DIR=runs
 # A run that is finished or running is skipped (scripts/is_finished.py says which are); an interrupted one resumes from its
 # last checkpoint. --overwrite starts what is not finished from scratch.
@@ -15,7 +15,7 @@ suffix= # of --exp_name, so that the runs of another script do not share folders
 [[ $SCRIPT == grpo.py ]] || suffix=_$(basename "$SCRIPT" .py)
 seeds=(1 2 3)
 common=()
-lines=() # what LANES collects
+tasks=() # what ARRAY collects
 apostrophe=\' # in lines every word stands in apostrophes: what ${word@Q} makes of a tab, bash alone can read
 escaped="'\\''"
 overwrite=0
@@ -53,12 +53,13 @@ done
 [[ " ${common[*]-} " == *" --output"[_-]"dir"[=\ ]* ]] || common+=(--output_dir "${OUTPUT_DIR:-runs}")
 
 run() {
-    if [[ -n ${LANES:-} ]]; then
+    if [[ ${RUN:-} == lines ]]; then
         if [[ "$* ${common[*]-}" == *$'\n'* ]]; then
-            echo "error: LANES: scripts/run_many.py reads a run per line; take the line break out of: $* ${common[*]-}" >&2
+            echo "error: RUN=lines: a run is a line; take the line break out of: $* ${common[*]-}" >&2
             exit 2
         fi
-        lines+=("$(printf "'%s' " "${@//$apostrophe/$escaped}" "${common[@]//$apostrophe/$escaped}")")
+        printf "'%s' " "${@//$apostrophe/$escaped}" "${common[@]//$apostrophe/$escaped}"
+        echo
         return
     fi
     local said state=0
@@ -70,18 +71,24 @@ run() {
         skipped=$((skipped + 1))
     elif ((state != 3 && state != 4)); then
         exit "$state" # is_finished.py itself failed
+    elif [[ -n ${ARRAY:-} ]]; then
+        tasks+=(-- "$PYTHON" "$SCRIPT" "$@" "${common[@]}")
+        started=$((started + 1))
     elif ${RUN:-} "$PYTHON" "$SCRIPT" "$@" "${common[@]}"; then # RUN is several words
         started=$((started + 1))
+    elif state=$? && ((state == 73)); then # a process or a job has it, and has said so
+        skipped=$((skipped + 1))
     else
-        state=$?
         echo "failed with exit code $state: $*" >&2
         failed=$((failed + 1))
     fi
 }
 
 end() { # print the totals; exit code 1 if a run failed, which does not stop the others
-    if [[ -n ${LANES:-} ]]; then
-        exec "$PYTHON" scripts/run_many.py "$SCRIPT" --lanes "$LANES" ${SKIP:+--skip "$SKIP"} < <(printf '%s\n' "${lines[@]}")
+    [[ ${RUN:-} != lines ]] || return 0
+    if ((${#tasks[@]})); then
+        local submission=${RUN:-"$PYTHON scripts/submit.py --backend slurm --gpus 1"}
+        ${submission% --} --array_parallelism "$ARRAY" "${tasks[@]}" || failed=$started started=0
     fi
     echo "$started started, $skipped skipped, $failed failed" >&2
     ((failed == 0))

@@ -5,7 +5,7 @@
 #   scripts/sweeps/kl.sh --seeds 1..5 --total_steps 100                      other arguments go to every run
 #   RUN="python scripts/submit.py --backend slurm --gpus 1 --" scripts/sweeps/kl.sh
 #   RUN=echo scripts/sweeps/kl.sh                                            print the commands
-#   LANES=2 scripts/sweeps/kl.sh                                             two side by side, in one process
+#   ARRAY=8 scripts/sweeps/kl.sh                                             one Slurm array, eight runs at a time
 #   ESTIMATORS="k1 k3" BETAS="0 0.1" scripts/sweeps/kl.sh                    a part of it
 #   GRADIENTS="naive unbiased" MINI_BATCHES="1 4" scripts/sweeps/kl.sh       more of it
 #   SETTINGS="loss/k1/naive loss/k3/unbiased reward/k1/naive"                instead of placements x estimators x gradients

@@ -168,7 +168,7 @@ warnings.simplefilter("error")
 from beaker import BeakerExperimentSpec
 spec = BeakerExperimentSpec.from_file(sys.argv[1])
 (task,) = spec.tasks
-print(task.replicas, task.result.path, [(v.name, v.secret) for v in task.env_vars], task.retry)
+print(task.replicas, task.result.path, [(v.name, v.secret) for v in task.env_vars])
 """
 
 

@@ -43,17 +43,17 @@ def sweep(name: str, *words, **environment) -> tuple[int, list[list[str]], str]:
 
 @pytest.fixture
 def listener(tmp_path) -> Path:
-    """A PYTHON that prints what run_many.py would be given: its arguments, and its lines."""
+    """A PYTHON that prints what studies/run_many.py would be given: its arguments, and its lines."""
     python = tmp_path / "python"
-    text = 'echo "$@"\ncase $1 in scripts/run_many.py) cat ;; esac\n'
+    text = 'echo "$@"\ncase $1 in studies/run_many.py) cat ;; esac\n'
     python.write_text(f"#!/bin/sh\n{text}")
     python.chmod(0o755)
     return python
 
 
 def many_lines(name: str, *words: object, **environment: str) -> tuple[list[str], list[list[str]]]:
-    """(what was said, the words of each line for run_many.py) of a sweep with LANES."""
-    env = os.environ | environment
+    """(what was said, the words of each line) of a sweep that prints its runs as lines of arguments."""
+    env = os.environ | {"RUN": "lines"} | environment
     folder = "studies" if name.startswith("run") else "scripts/sweeps"
     argv = ["bash", str(ROOT / folder / name), *map(str, words)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
@@ -79,10 +79,9 @@ def test_every_command_is_a_run_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("name, a_seed", [("kl.sh", 5), ("batch.sh", 4), ("lr.sh", 2)])
-def test_every_line_is_a_run_of_its_own(name, a_seed, listener, tmp_path):
+def test_every_line_is_a_run_of_its_own(name, a_seed, tmp_path):
     """The same of larger sweeps, whose lines no process has to look at."""
-    environment = SMALL | {"PYTHON": str(listener), "LANES": "2"}
-    _, lines = many_lines(name, "--seeds", "2..3", "--output_dir", tmp_path, **environment)
+    _, lines = many_lines(name, "--seeds", "2..3", "--output_dir", tmp_path, **SMALL)
     check_runs(lines, 2 * a_seed, tmp_path)
 
 
@@ -100,10 +99,9 @@ def check_runs(lines: list[list[str]], count: int, out: Path) -> None:
     assert len(names) == count
 
 
-def test_the_whole_grid_of_the_kl_sweep(listener, tmp_path):
+def test_the_whole_grid_of_the_kl_sweep(tmp_path):
     """4 estimators x 2 placements x 3 betas, and once without a KL term, which is measured all the same."""
-    environment = {"PYTHON": str(listener), "LANES": "2"}
-    _, lines = many_lines("kl.sh", "--seeds", "1", "--output_dir", tmp_path, **environment)
+    _, lines = many_lines("kl.sh", "--seeds", "1", "--output_dir", tmp_path)
     assert len(lines) == 4 * 2 * 3 + 1
     plain = [words for words in lines if "--beta" not in words]
     assert ["--load_ref_policy" in words for words in plain] == [True], "the baseline would have no KL to compare"
@@ -113,10 +111,9 @@ def test_the_whole_grid_of_the_kl_sweep(listener, tmp_path):
 
 
 @pytest.mark.parametrize("seeds, found", [("1..3", [1, 2, 3]), ("4", [4]), ("3,1", [3, 1]), (None, [1, 2, 3])])
-def test_seeds(seeds, found, listener):
+def test_seeds(seeds, found):
     words = [] if seeds is None else ["--seeds", seeds]
-    environment = {"PYTHON": str(listener), "LANES": "2", "LEARNING_RATES": "1e-5"}
-    _, lines = many_lines("lr.sh", *words, **environment)
+    _, lines = many_lines("lr.sh", *words, LEARNING_RATES="1e-5")
     assert [int(line[line.index("--seed") + 1]) for line in lines] == found
 
 
@@ -149,9 +146,9 @@ def test_what_says_whether_a_run_is_finished_may_fail(tmp_path):
     assert code == 1 and "started" not in said
 
 
-def test_where_the_runs_lie(listener, tmp_path):
+def test_where_the_runs_lie(tmp_path):
     """Said in every command: a submitted one would otherwise take its job's folder."""
-    lanes = {"PYTHON": str(listener), "LANES": "2", "LEARNING_RATES": "1e-5"}
+    lanes = {"LEARNING_RATES": "1e-5"}
     for words, environment, expected in (
         ([], {}, "runs"),
         ([], {"OUTPUT_DIR": str(tmp_path)}, str(tmp_path)),
@@ -307,24 +304,43 @@ def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
 # ----------------------------------------------------------------------------------------- side by side, in one process
 
 
-def test_with_lanes_a_sweep_hands_its_runs_to_many(listener, tmp_path):
-    """The same runs as one after the other, also with arguments that a shell has to quote; RUN is not used."""
+def test_the_lines_of_a_sweep_are_its_runs(tmp_path):
+    """The same runs as one after the other, also with arguments that a shell has to quote."""
     words = ["--seeds", "2", "--output_dir", tmp_path]
     few = {"ESTIMATORS": "k3"}
     _, commands, _ = sweep("kl.sh", *words, **few)
-    environment = SMALL | few | {"PYTHON": str(listener), "LANES": "3", "SKIP": "names.txt", "RUN": "false"}
-    said, lines = many_lines("kl.sh", *words, "--stop", "it's", "$x y", "a\tb", **environment)
+    said, lines = many_lines("kl.sh", *words, "--stop", "it's", "$x y", "a\tb", **SMALL | few)
     runs = [flags.parse(grpo.Args, None, line) for line in lines]
-    assert said == ["scripts/run_many.py grpo.py --lanes 3 --skip names.txt"]
-    assert {run.stop for run in runs} == {("it's", "$x y", "a\tb")}
+    assert said == [] and {run.stop for run in runs} == {("it's", "$x y", "a\tb")}
     runs = [dataclasses.replace(run, stop=()) for run in runs]
     assert runs == [flags.parse(grpo.Args, None, command[2:]) for command in commands] and len(runs) == 3
 
 
-def test_a_line_break_is_no_argument_of_a_line(listener):
+def test_a_sweep_as_an_array_is_one_submission(finished):
+    """Of the runs that are to be run, by RUN or by Slurm's line; what is finished is not in it."""
+    _, common = finished
+    run = f"{sys.executable} {ROOT}/scripts/submit.py --backend slurm --gpus 2 --dry_run --"
+    few = {"LEARNING_RATES": "1e-5 1e-4 3e-4", "ARRAY": "8"}
+    code, _, said = sweep("lr.sh", "--seeds", "1", *common, RUN=run, **few)
+    assert code == 0 and "skipped, finished" in said and "2 started, 1 skipped, 0 failed" in said, said
+    assert said.count("# would run\nsbatch ") == 1 and "--array=0-1%8" in said and "--gpus-per-node=2" in said
+    code, commands, said = sweep("lr.sh", "--seeds", "1", *common, RUN="echo", **few)
+    assert commands == [] and said.startswith("skipped") and said.count("grpo.py --exp_name sweep_lr") == 2
+    assert "--array_parallelism 8 -- " in said
+
+
+def test_a_run_that_another_process_holds_is_skipped(tmp_path):
+    """The loser of two sweeps at once: code 73 of a run, or of a submission that waits already."""
+    (tmp_path / "held").write_text("#!/bin/sh\nexit 73\n")
+    (tmp_path / "held").chmod(0o755)
+    code, _, said = sweep("lr.sh", "--seeds", "1", "--output_dir", tmp_path, RUN=str(tmp_path / "held"))
+    assert code == 0 and "0 started, 2 skipped, 0 failed" in said
+
+
+def test_a_line_break_is_no_argument_of_a_line():
     """run_many.py reads a run per line: half of an argument would be a run, the other half another."""
     argv = ["bash", str(ROOT / "scripts" / "sweeps" / "lr.sh"), "--system_prompt", "one\ntwo"]
-    environment = os.environ | {"PYTHON": str(listener), "LANES": "2"}
+    environment = os.environ | {"RUN": "lines"}
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, cwd="/")
     assert done.returncode == 2 and "take the line break out" in done.stderr and done.stdout == ""
 
@@ -338,7 +354,7 @@ def test_the_study_begins_with_what_decides(real, decisive, all_runs, listener, 
     assert len(each) == all_runs
     runs = [flags.parse(grpo.Args, None, line) for line in each[:decisive]]
     assert {line for line in said if "run_many.py" in line} == {
-        f"scripts/run_many.py grpo.py --lanes 2 --skip {tmp_path}/runs/skip.txt"
+        f"studies/run_many.py grpo.py --lanes 2 --skip {tmp_path}/runs/skip.txt"
     }
     assert len({directory.run_name(run, grpo.Args()) for run in runs}) == decisive
     betas = {run.beta for run in runs}

@@ -1,4 +1,4 @@
-"""scripts/run_many.py: a fork does what a command does, and one run's end is not that of the others."""
+"""studies/run_many.py: a fork does what a command does, and one run's end is not that of the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers import ROOT, command, record, run_environment
 
 def many(lines: list[str], *words: object, timeout: float = 280) -> tuple[int, str]:
     """(exit code, everything printed) of run_many.py with these lines on its standard input."""
-    line = [sys.executable, "scripts/run_many.py", *map(str, words)]
+    line = [sys.executable, "studies/run_many.py", *map(str, words)]
     done = subprocess.run(
         line,
         input="\n".join(lines),
@@ -75,7 +75,7 @@ def test_what_the_script_does_not_take_ends_it_at_once(script, lines, says):
 
 INHERITED = """
 import os, sys
-sys.path.insert(0, "scripts")
+sys.path[:0] = ["scripts", "studies"]
 from run_many import Lanes
 os.spawnlp(os.P_NOWAIT, "true", "true")
 lanes = Lanes()

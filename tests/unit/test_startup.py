@@ -59,7 +59,7 @@ def test_no_garbage_is_collected_while_an_engine_is_built():
 
 @pytest.mark.slow
 def test_nothing_that_a_script_imports_starts_a_thread():
-    """scripts/run_many.py and tests/fault_injection.py fork what has imported a script; a fork has no other threads.
+    """studies/run_many.py and tests/fault_injection.py fork what has imported a script; a fork has no other threads.
 
     With vLLM; without it tests/fork_server.py and test_processes.py look.
     """

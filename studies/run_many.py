@@ -1,7 +1,9 @@
 """Run many command lines of a training script on CPUs, without importing the libraries again for each.
 
-    printf '%s\\n' "--beta 0.1 --seed 1" "--beta 0.1 --seed 2" | python scripts/run_many.py grpo.py --lanes 2 \\
+    printf '%s\\n' "--beta 0.1 --seed 1" "--beta 0.1 --seed 2" | python studies/run_many.py grpo.py --lanes 2 \\
         --threads 1
+
+``RUN=lines scripts/sweeps/kl.sh | python studies/run_many.py grpo.py --lanes 2`` runs a sweep this way.
 
 Each line of the input has the arguments of one run, quoted as in a shell. Torch, vLLM and DeepSpeed are imported once;
 every run is a fork of that process, which has no other thread, no engine and no process group. A run parses its own
@@ -30,6 +32,7 @@ from pathlib import Path
 from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's own arithmetic: it would start threads when imported
 
