@@ -65,6 +65,6 @@ class RayHead:
         deadline = time.monotonic() + timeout
         while True:
             said = self.run("ray", "job", "status", "--address", ADDRESS, job, cwd=cwd).stdout
-            if any(state in said for state in states):
+            if any(state.lower() in said.lower() for state in states):
                 return said
             assert time.monotonic() < deadline, said
