@@ -15,7 +15,6 @@ import sys
 import time
 from pathlib import Path
 
-import launch
 import pytest
 import submit_backends
 import yaml
@@ -789,14 +788,33 @@ def test_git_state_is_recorded(tmp_path):
     assert json.loads(submit.submissions(tmp_path / "r")[-1].read_text())["git"]["dirty"] is True
 
 
-def test_the_launcher_passes_on_what_is_not_ignored(monkeypatch):
-    """A signal that was ignored from the start, as SIGHUP is under nohup, stays ignored."""
+def test_signals_that_were_ignored_stay_ignored(monkeypatch):
+    """As SIGHUP is under nohup; the launcher and the ranks have their handlers from here."""
     before = dict.fromkeys(process.STOP_SIGNALS, signal.SIG_DFL)
-    monkeypatch.setattr(signal, "getsignal", {**before, signal.SIGHUP: signal.SIG_IGN}.get)
     heard = []
+    monkeypatch.setattr(signal, "set_wakeup_fd", lambda *_, **__: None)
     monkeypatch.setattr(signal, "signal", lambda signum, handler: heard.append(signum))
-    launch.listen()
+    monkeypatch.setattr(signal, "getsignal", {**before, signal.SIGHUP: signal.SIG_IGN}.get)
+    process.read_signals(lambda pipe, keep: None)
     assert set(heard) == set(before) - {signal.SIGHUP} and signal.SIGTERM in heard
-    monkeypatch.setattr(signal, "getsignal", before.get)
-    launch.listen()
-    assert signal.SIGHUP in heard
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_that_waits_for_node_0_ends_when_asked(sent, tmp_path):
+    """Within two seconds, where the main thread is in torch's C++ for 15 minutes; and it says whom it waits for."""
+    place = ["--num_machines", "2", "--num_processes", "2", "--machine_rank", "1"]
+    place += ["--main_process_ip", "127.0.0.1", "--main_process_port", "29777"]
+    line = [sys.executable, "scripts/launch.py", "--config_file", "scripts/zero2.yaml", *place, "grpo.py"]
+    with open(tmp_path / "log", "w") as log:
+        launcher = subprocess.Popen(line, cwd=ROOT, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 120
+        while "has waited" not in (tmp_path / "log").read_text() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        launcher.send_signal(sent)
+        assert launcher.wait(timeout=2) == 75
+    finally:
+        launcher.kill()
+    said = (tmp_path / "log").read_text()
+    assert "for node 0 at 127.0.0.1:29777 (Connection refused)" in said and len(said.splitlines()) < 10, said
