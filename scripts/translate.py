@@ -1,0 +1,318 @@
+"""Translate another framework's training command into one of ours: their command in, our command out.
+
+    python scripts/translate.py -- python3 -m verl.trainer.main_ppo data.train_batch_size=1024 ...
+    python scripts/translate.py verl --file run.sh          bash expands the variables, and runs no program
+    python scripts/translate.py --file train.py             GRPOConfig and GRPOTrainer, by the syntax tree
+    python scripts/translate.py --metrics verl              their names of metrics, and ours
+
+Prints one command that passes --dry_run, then what differs and why, then what has no counterpart. The framework (verl,
+trl, open-instruct, openrlhf, areal, tinyzero) is recognized when it is not named. Nothing that is read is executed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # the scripts are not a package
+
+import translation_input as reading
+import translation_rules as rules
+
+PRESETS = rules.ROOT / "runtime" / "arguments" / "presets.toml"
+LAUNCH = "accelerate launch --config_file scripts/zero2.yaml"
+# Keys of TinyZero, an early verl, that later ones replaced by others or set by default.
+EARLY = ("ppo_micro_batch_size", "log_prob_micro_batch_size")
+
+
+# --------------------------------------------------------------------------------------------------------- recognition
+
+
+def recognized(command: reading.Command) -> str:
+    """Return the framework of a command, by its program or by the one whose table has most of its keys."""
+    names = set(command.settings)
+    known = {name: len(names & rules.rows(name).keys()) for name in rules.FRAMEWORKS}
+    best = max(known, key=known.__getitem__)
+    framework = command.framework or (best if known[best] else "")
+    if framework == "verl" and is_early(command):
+        return "tinyzero"
+    if framework == "trl" and known[best] > 2 * known["trl"] and not any("." in n for n in names if "trainer." in n):
+        return best
+    return framework
+
+
+def is_early(command: reading.Command) -> bool:
+    """Return True for a verl command that only TinyZero's version of it reads as it is meant."""
+    text = " ".join([*map(str, command.settings.values()), *command.settings]).lower()
+    keys = [key for key in command.settings if "reward_model." not in key]
+    early = any(key.rpartition(".")[2] in EARLY for key in keys)
+    return "tinyzero" in text or (early and set(keys) <= rules.rows("tinyzero").keys())
+
+
+# ----------------------------------------------------------------------------------------------------------- translation
+
+
+def translate(command: reading.Command, framework: str, gpus: int | None = None) -> rules.Ours:
+    """Return our command for one of a framework's. ``gpus``: the GPUs of the launch, where the user says so."""
+    ours = rules.Ours()
+    for note in command.notes:
+        ours.lacks(note)
+    read_config(command, framework, ours)
+    theirs = rules.settings_of(command, framework)
+    launched = gpus or launch_size(command.launcher)
+    if launched:
+        theirs.given["processes"] = launched
+        ours.processes = launched
+    rules.RULES[framework](theirs, ours)
+    if gpus:
+        ours.processes = gpus
+    theirs.given.pop("processes", None)
+    theirs.given.pop("functions", None)
+    copy_equal(theirs, ours)
+    for key in theirs.given:
+        explain(key, theirs, ours)
+    finish(ours, framework)
+    return ours
+
+
+def read_config(command: reading.Command, framework: str, ours: rules.Ours) -> None:
+    """Put the settings of a YAML file under those of the command line."""
+    name = command.settings.pop("config", None) or command.settings.pop("config_path", None)
+    if name is None:
+        return
+    path = Path(str(name))
+    if path.is_file():
+        command.settings = reading.resolved(reading.read_yaml(path) | command.settings)
+    else:
+        ours.lacks(f"{name}: no such file here, so its settings are not translated; run this where the file is")
+
+
+def launch_size(words: list[str]) -> int:
+    """Return the number of processes that a launcher's words ask for; 0 where they do not say."""
+    found = {"nodes": 1}
+    names = {"--num_processes": "all", "--nproc_per_node": "each", "--num_gpus": "each", "--nnodes": "nodes", "-n": "all"}
+    for i, word in enumerate(words):
+        name, equals, value = word.replace("--nproc-per-node", "--nproc_per_node").partition("=")
+        value = value if equals else words[i + 1] if i + 1 < len(words) else ""
+        if name in names and value.isdigit():
+            found[names[name]] = int(value)
+    return found.get("all", found.get("each", 0) * found["nodes"])
+
+
+def copy_equal(theirs: rules.Theirs, ours: rules.Ours) -> None:
+    """Set the flags of the keys that are equal, as given, and of those whose defaults the command relies on."""
+    table = rules.rows(theirs.framework)
+    flags = rules.fields(ours.script)
+    for key in [*rules.RELIED[theirs.framework], *theirs.given]:
+        row = table.get(key)
+        relied = key not in theirs.given
+        if row is None or row.kind != "equal":
+            if row is not None and relied:
+                for flag in (word.strip(",") for word in row.ours.split() if word.startswith("--")):
+                    if flag[2:] in ours.flags:
+                        ours.relied[flag[2:]] = f"{key}={row.default}"
+            continue
+        flag = row.ours.removeprefix("--")
+        value = converted(theirs(key), flags.get(flag, ""))
+        if flag in flags:
+            ours.set(flag, value, f"{key}={row.default}" if relied else "")
+        elif not relied and value != reading.value_of(row.default):
+            ours.lacks(f"{theirs.text(key)}: --{flag} is for {'grpo' if ours.script == 'ppo' else 'ppo'}.py")
+
+
+def converted(value: Any, annotation: str) -> Any:
+    """Return a value of theirs in the type of our flag."""
+    if value is None:
+        return None
+    if annotation == "bool":
+        return str(value).lower() in ("true", "1", "yes")
+    if annotation.startswith("int"):
+        return int(float(value))
+    if annotation.startswith("float"):
+        return float(value)
+    if annotation.startswith("tuple"):
+        return list(value) if isinstance(value, list | tuple) else [value]
+    return rules.path_text(value) if str(value).startswith("~") else value
+
+
+def explain(key: str, theirs: rules.Theirs, ours: rules.Ours) -> None:
+    """Add what is to be said of a given key: nothing where it is translated, or means the same as leaving it out."""
+    table = rules.rows(theirs.framework)
+    row = table.get(key)
+    value = theirs.given[key]
+    if row is None:
+        near = difflib.get_close_matches(key, table, 1, 0.85)
+        hint = f"; the nearest is {near[0]}" if near else ""
+        ours.lacks(f"{theirs.text(key)}: no key of {rules.version(theirs.framework)}{hint}")
+        return
+    default = reading.value_of(row.default)
+    off = value in (None, False, 0, [], "", {}) or str(value).lower() in ("none", "disabled", "no")
+    if value == default or off and row.kind == "not here":
+        return
+    if row.kind == "always" and row.note:
+        ours.note(f"{theirs.text(key)}: {row.note}{f' ({row.ours})' if row.ours else ''}")
+    elif row.kind == "not here":
+        ours.lacks(f"{theirs.text(key)}: {row.note}{f' ({row.ours})' if row.ours else ''}")
+
+
+def finish(ours: rules.Ours, framework: str) -> None:
+    """Leave out what the preset sets, add what it cannot, and collect flags that have several parts."""
+    table = tomllib.loads(PRESETS.read_text(encoding="utf-8"))[framework]
+    theirs = {flag: None if value == "None" else value for flag, value in table["flags"].items()}
+    known = rules.fields(ours.script)
+    if ours.vllm_args:
+        ours.set("vllm_args", json.dumps(ours.vllm_args))
+    if ours.critic:
+        ours.set("critic", ours.critic)
+    if ours.script not in table["scripts"] or ours.preset is None:
+        ours.preset = None
+        extra = rules.BESIDE_PRESET.get((framework, ours.script), {})
+        for flag, value in {**theirs, **extra}.items():
+            if flag in known and flag not in ours.flags:
+                ours.flags[flag] = value
+                ours.relied[flag] = f"{table['version']}'s default"
+    else:
+        for flag, value in list(ours.flags.items()):
+            if flag in theirs and same(value, theirs[flag]):
+                ours.flags.pop(flag)
+                ours.relied.pop(flag, None)
+    if ours.flags.get("beta", theirs.get("beta")) == 0:
+        ours.flags.pop("kl_reward_estimator", None)
+    for flag in [flag for flag in ours.flags if flag not in known]:
+        value = ours.flags.pop(flag)
+        ours.relied.pop(flag, None)
+        if value not in (None, False, 0):
+            ours.lacks(f"--{flag} {value}: not a flag of {rules.SCRIPTS[ours.script]}")
+
+
+def same(mine: Any, theirs: Any) -> bool:
+    """Return True for equal values of a flag; lists and numbers of either type are compared by value."""
+    return list(mine) == list(theirs) if isinstance(mine, list) and isinstance(theirs, list) else mine == theirs
+
+
+# ---------------------------------------------------------------------------------------------------------------- output
+
+
+def words_of(ours: rules.Ours) -> list[str]:
+    """Return the words of our command after the script's name."""
+    words = ["--as", ours.preset] if ours.preset else []
+    known = rules.fields(ours.script)
+    for flag, value in sorted(ours.flags.items(), key=lambda item: list(known).index(item[0])):
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{flag}")
+        elif isinstance(value, list | tuple):
+            words += [f"--{flag}", *map(plain, value)] if value else []
+        else:
+            words += [f"--{flag}", plain(value)]
+    return words
+
+
+def plain(value: Any) -> str:
+    """Return a value as a word: numbers short, and integers without a point."""
+    return f"{value:g}" if isinstance(value, float) and value == float(f"{value:g}") else str(value)
+
+
+def command_line(ours: rules.Ours) -> str:
+    """Return the complete command on one line."""
+    script = rules.SCRIPTS[ours.script]
+    env = [f"{name}={shlex.quote(value)}" for name, value in ours.env.items()]
+    start = [f"python {script}" if ours.processes == 1 else f"{LAUNCH} --num_processes {ours.processes} {script}"]
+    return " ".join([*env, *start, shlex.join(words_of(ours))])
+
+
+def blocks(ours: rules.Ours, framework: str) -> str:
+    """Return the command, what differs, and what has no counterpart, in three blocks."""
+    lines = [command_line(ours), "", f"What differs from {rules.version(framework)}, and why:"]
+    if ours.preset:
+        table = tomllib.loads(PRESETS.read_text(encoding="utf-8"))[framework]
+        lines.append(f"  --as {ours.preset}: the defaults of {table['version']} that change learning; the start prints each")
+    relied = sorted(ours.relied.items())
+    lines += [f"  --{flag}: from a default that the command leaves out, {source}" for flag, source in relied if flag in ours.flags]
+    if ours.nodes > 1:
+        lines.append(f"  {ours.nodes} nodes: python scripts/submit.py --num_nodes {ours.nodes} submits this to a cluster")
+    lines += [f"  {text}" for text in ours.differs]
+    lines += ["", "No counterpart here:", *[f"  {text}" for text in ours.absent]]
+    return "\n".join(lines if ours.absent else [*lines, "  nothing"])
+
+
+def metrics(framework: str) -> str:
+    """Return a framework's names of metrics next to ours."""
+    lines = (rules.TABLES / "metrics.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    header, *table = [line.split("\t") for line in lines]
+    column = header.index(framework)
+    named = [(cells[column], cells[0]) for cells in table if cells[column]]
+    width = max(len(name) for name, _ in named)
+    return "\n".join(f"{name:<{width}}  {ours}" for name, ours in named)
+
+
+# ------------------------------------------------------------------------------------------------------------------ main
+
+
+def commands_in(path: str, words: list[str], framework: str) -> list[reading.Command]:
+    """Return the training commands of a file: a shell script, a Python file, YAML, or - for standard input."""
+    if path.endswith(".py"):
+        command = reading.Command(framework)
+        reading.read_python(Path(path), command)
+        command.settings |= dict(reading.pairs(words))
+        return [command]
+    if path.endswith((".yaml", ".yml")):
+        return [reading.Command(framework, {"config": path} | dict(reading.pairs(words)))]
+    text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8", errors="replace")
+    found = [reading.command_of(part, framework) for part in reading.expand(text, path, words)]
+    return [command for command in found if command.settings and (command.framework or recognized(command))]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of this program's own arguments, before --."""
+    found = argparse.ArgumentParser(
+        prog="translate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("framework", nargs="?", choices=[*rules.FRAMEWORKS, []], default=[], metavar="FRAMEWORK")
+    found.add_argument("--file", help="Read a shell script, a Python file, a YAML file, or - for standard input.")
+    found.add_argument("--gpus", type=int, help="GPUs of the launch. Default: as the command says, else 1.")
+    found.add_argument("--metrics", choices=rules.FRAMEWORKS, help="Print the names of metrics next to ours.")
+    found.add_argument("--command_only", action="store_true", help="Print only the command.")
+    return found
+
+
+def main(words: list[str]) -> int:
+    """Run the program; return its exit code: 2 where there is nothing that can be translated."""
+    at = words.index("--") if "--" in words else len(words)
+    args = parser().parse_args(words[:at])
+    theirs = words[at + 1 :]
+    framework = args.framework or ""
+    if args.metrics:
+        print(metrics(args.metrics))
+        return 0
+    try:
+        if args.file:
+            found = commands_in(args.file, theirs, framework)
+        elif len(theirs) == 1 and len(theirs[0].split()) > 1:  # the whole command in quotes
+            found = [reading.command_of(part, framework) for part in reading.expand(theirs[0])]
+        else:
+            found = [reading.command_of(theirs, framework)] if theirs else []
+    except (reading.Unreadable, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    named = [(command, framework or recognized(command)) for command in found]
+    named = [(command, name) for command, name in named if name]
+    if not named:
+        known = ", ".join(rules.FRAMEWORKS)
+        print(f"error: no training command of {known} found; pass it after --, or with --file", file=sys.stderr)
+        return 2
+    for i, (command, name) in enumerate(named):
+        ours = translate(command, name, args.gpus)
+        if i:
+            print()
+        print(command_line(ours) if args.command_only else blocks(ours, name))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

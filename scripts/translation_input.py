@@ -1,0 +1,328 @@
+"""Read other frameworks' commands for translate.py: command lines, shell scripts, Python files and YAML.
+
+Nothing of what is read is executed. bash expands a script with no program within reach (translation/record.sh), a
+Python file is read by its syntax tree, and YAML by its safe loader. Imports the standard library and yaml.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RECORDER = Path(__file__).resolve().parent / "translation" / "record.sh"
+SECONDS = 20.0  # for bash to expand a script
+INHERITED = ("BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "PATH")  # variables that would change what bash does
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+HYDRA = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)  # a word that sets a key by its path
+STOP = ("&&", "||", ";", "|", "&", "\\&\\&")
+
+# A word of the command -> the framework that it starts. The first match counts, and what follows it are the settings.
+PROGRAMS = [
+    (r"(verl\.trainer\.main_ppo|recipe\.\w+\.main_\w+|.*main_(ppo|dapo)\.py)$", "verl"),
+    (r"(.*/)?open_instruct/\w+\.py$", "open-instruct"),
+    (r"openrlhf\.cli\.train_(ppo_ray|ppo)$", "openrlhf"),
+    (r"areal(\.\w+)*\.launcher\.\w+$|realhf\.apps\.quickstart$|(.*/)?\w+_(rl|ppo|grpo)\.py$", "areal"),
+]
+
+
+class Unreadable(ValueError):
+    """A file or command that cannot be read; the message names the cause and the fix."""
+
+
+@dataclass
+class Command:
+    """A training command: its settings by their full names, and what starts it."""
+
+    framework: str = ""  # "" where neither the program nor the user names it
+    settings: dict[str, Any] = field(default_factory=dict)  # full name -> value, in the order given
+    env: dict[str, str] = field(default_factory=dict)
+    launcher: list[str] = field(default_factory=list)  # the words before the program
+    notes: list[str] = field(default_factory=list)  # what could not be read
+    functions: dict[str, list[str]] = field(default_factory=dict)  # reward functions of a file -> names of arguments
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+def value_of(text: str) -> Any:
+    """Return the value that a word stands for, as YAML and Hydra read it; text that is none of it stays text."""
+    import yaml
+
+    stripped = text.strip()
+    if re.fullmatch(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)?", stripped):
+        number = stripped.replace("_", "")
+        return int(number) if re.fullmatch(r"[-+]?\d+", number) else float(number)
+    if stripped.lower() in ("none", "null", "~", ""):
+        return None
+    if stripped.lower() in ("true", "false"):
+        return stripped.lower() == "true"
+    if stripped[:1] in "[{'\"":
+        try:
+            return numbers(yaml.safe_load(stripped))
+        except yaml.YAMLError:
+            return text
+    return text
+
+
+def numbers(value: Any) -> Any:
+    """Turn text such as 1e-6, which YAML leaves as text, into numbers, in lists and mappings as well."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    if isinstance(value, list):
+        return [numbers(item) for item in value]
+    return {key: numbers(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def flat(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Return full name -> value of nested mappings. An empty mapping is a value."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{path}.{key}" if path else str(key)
+        found |= flat(value, name) if isinstance(value, dict) and value else {name: numbers(value)}
+    return found
+
+
+def resolved(settings: dict[str, Any]) -> dict[str, Any]:
+    """Replace ``${other.name}`` by the value of that name, where the settings have it."""
+
+    def replaced(value: Any, depth: int = 0) -> Any:
+        whole = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+        if whole and whole[1] in settings and depth < 9:
+            return replaced(settings[whole[1]], depth + 1)
+        if isinstance(value, str) and depth < 9 and not whole:
+            return re.sub(r"\$\{([\w.]+)\}", lambda m: str(replaced(settings.get(m[1], m[0]), depth + 1)), value)
+        return value
+
+    return {name: replaced(value) for name, value in settings.items()}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the settings of a YAML file by their full names. Raises Unreadable."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise Unreadable(f"{path}: {str(error).splitlines()[0]}") from error
+    return flat(tree) if isinstance(tree, dict) else {}
+
+
+# ---------------------------------------------------------------------------------------------------------------- bash
+
+
+def expand(script: str, name: str = "run.sh", words: list[str] | None = None) -> list[list[str]]:
+    """Return the words of every command of a shell script, expanded by bash, which executes no program.
+
+    Raises Unreadable where bash is missing, or does not end.
+    """
+    env = {key: value for key, value in os.environ.items() if key not in INHERITED and "BASH_FUNC" not in key}
+    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryFile() as record:
+        text = f"exec 3>&{record.fileno()}\n{RECORDER.read_text(encoding='utf-8')}\n{script}"
+        command = ["/bin/bash", "--norc", "--noprofile", "-c", text, name, *(words or [])]
+        try:
+            done = subprocess.run(
+                command,
+                env=env | {"PATH": empty},
+                pass_fds=(record.fileno(),),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=SECONDS,
+            )
+        except FileNotFoundError as error:
+            raise Unreadable("/bin/bash: no such file; pass the expanded command after -- instead") from error
+        except subprocess.TimeoutExpired as error:
+            raise Unreadable(f"{name}: bash did not finish within {SECONDS:g} s; pass the command after --") from error
+        record.seek(0)
+        commands = [part.split("\0")[:-1] for part in record.read().decode(errors="replace").split("\1\0")[:-1]]
+    errors = [line for line in done.stderr.decode(errors="replace").splitlines() if "unbound variable" in line]
+    if not commands and errors:
+        raise Unreadable(f"{name}: {errors[-1].rpartition(': line')[2].strip()}; set the variable, or pass it")
+    return commands
+
+
+# -------------------------------------------------------------------------------------------------------- command lines
+
+
+def find_program(words: list[str]) -> tuple[str, int] | None:
+    """Return (framework, index of the first word after the program) of a command line; None without a program."""
+    for i, word in enumerate(words):
+        if word.endswith("trl") and words[i + 1 : i + 2] in (["grpo"], ["rloo"]):
+            return "trl", i + 2
+        for pattern, framework in PROGRAMS:
+            if re.match(pattern, word):
+                following = i + 1
+                if ".launcher." in word or "quickstart" in word:  # the next word is the program, or the experiment
+                    following += 1
+                return framework, following
+    return None
+
+
+def python_file(words: list[str]) -> tuple[str, int] | None:
+    """Return (a Python file that the command starts, index of the word after it); None without one."""
+    for i, word in enumerate(words):
+        if word.endswith(".py") and not word.startswith("-") and "mason" not in word:
+            return word, i + 1
+    return None
+
+
+def own_words(words: list[str]) -> list[str]:
+    """Return the words up to the next command of a list such as ``setup && train && evaluate``."""
+    end = next((i for i, word in enumerate(words) if word in STOP), len(words))
+    return words[:end]
+
+
+def command_of(words: list[str], framework: str = "") -> Command:
+    """Read one command line. ``framework``: what the user says it is, or ""."""
+    command = Command(framework)
+    words = [word for word in words if word not in ("", "\\", "\n")]
+    while words and (given := ASSIGNMENT.fullmatch(words[0])) and "." not in given[1]:
+        command.env[given[1]] = given[2]
+        words = words[1:]
+    found = find_program(words)
+    if found is None and framework != "areal" and (file := python_file(words)):
+        found = "trl", file[1]  # a script of its user's with TRL's parser, unless its words say otherwise
+        if Path(file[0]).is_file():
+            read_python(Path(file[0]), command)
+    if found is not None:
+        command.framework = framework or found[0]
+        command.launcher = words[: found[1]]
+        words = own_words(words[found[1] :])
+    elif words and not words[0].startswith("-") and not HYDRA.match(words[0]):
+        words = words[1:]
+    for key, value in pairs(words):
+        command.settings[key] = value
+    return command
+
+
+def pairs(words: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of ``--name value ...``, ``--name=value``, ``--switch`` and ``path=value`` words."""
+    i = 0
+    while i < len(words):
+        word = words[i]
+        i += 1
+        if word.startswith("--") and len(word) > 2:
+            name, equals, text = word[2:].partition("=")
+            values = [text] if equals else []
+            while not equals and i < len(words) and not is_name(words[i]):
+                values.append(words[i])
+                i += 1
+            yield name.replace("-", "_"), tuple_of(values)
+        elif path := HYDRA.fullmatch(word):
+            yield path[2], None if path[1] == "~" else value_of(path[3])
+        elif word.endswith((".yaml", ".yml")):
+            yield "config", word
+
+
+def is_name(word: str) -> bool:
+    """Return True for a word that begins another setting."""
+    return (word.startswith("--") and len(word) > 2) or bool(re.match(r"(\+\+|\+|~)?[a-z_]\w*\.[\w.]+=", word))
+
+
+def tuple_of(texts: list[str]) -> Any:
+    """Return the value of an option: True without one, one value, or a list."""
+    values = [value_of(text) for text in texts]
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+# --------------------------------------------------------------------------------------------------------------- Python
+
+
+def read_python(path: Path, command: Command) -> None:
+    """Add the settings of ``GRPOConfig(...)`` and ``GRPOTrainer(...)`` in a Python file. Raises Unreadable."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
+        raise Unreadable(f"{path}: {error}") from error
+    names: dict[str, ast.expr] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            names[node.targets[0].id] = node.value
+        if isinstance(node, ast.FunctionDef):
+            every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            command.functions[node.name] = [argument.arg for argument in every]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for call in calls:
+        if name_of(call.func).endswith("GRPOConfig"):
+            read_arguments(call, names, command, "")
+    for call in calls:
+        if name_of(call.func).endswith("GRPOTrainer"):
+            read_arguments(call, names, command, "trainer.")
+    if any(key.startswith("trainer.") for key in command.settings):
+        command.framework = command.framework or "trl"
+
+
+def read_arguments(call: ast.Call, names: dict[str, ast.expr], command: Command, prefix: str) -> None:
+    """Add the keyword arguments of a call. What is no literal is noted, and so are ``args``, which was read before."""
+    given = [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
+    if not prefix and call.args:
+        given.insert(0, ("output_dir", call.args[0]))
+    for name, node in given:
+        if prefix and name in ("args", "processing_class", "callbacks", "optimizers"):
+            continue
+        try:
+            command.settings[prefix + name] = literal(node, names)
+        except ValueError:
+            command.notes.append(f"{prefix}{name} = {ast.unparse(node)[:60]} is computed when the file runs")
+
+
+def name_of(node: ast.expr) -> str:
+    """Return the dotted name of a function or value; "" for anything else."""
+    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+
+
+def literal(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
+    """Return the value of an expression without running it. Raises ValueError where that takes running it.
+
+    load_dataset(NAME, CONFIGURATION, split=SPLIT) becomes NAME:CONFIGURATION@SPLIT, a function its name.
+    """
+    if depth > 20:
+        raise ValueError
+    if isinstance(node, ast.Name) and node.id in names:
+        return literal(names[node.id], names, depth + 1)
+    if isinstance(node, ast.List | ast.Tuple):
+        return [literal(item, names, depth + 1) for item in node.elts]
+    if isinstance(node, ast.Name | ast.Attribute):
+        return name_of(node).rpartition(".")[2]
+    if isinstance(node, ast.JoinedStr):
+        parts = [p.value if isinstance(p, ast.FormattedValue) else p for p in node.values]
+        return "".join(str(literal(part, names, depth + 1)) for part in parts)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        inner = literal(node.value, names, depth + 1)
+        if isinstance(inner, str) and isinstance(node.slice.value, str) and isinstance(node.value, ast.Name | ast.Call):
+            return f"{inner.partition('@')[0]}@{node.slice.value}"
+    if isinstance(node, ast.Call):
+        called = name_of(node.func).rpartition(".")[2] or getattr(node.func, "attr", "")
+        arguments = [literal(item, names, depth + 1) for item in node.args[:2] if not isinstance(item, ast.Lambda)]
+        if called == "load_dataset":
+            return dataset_name(arguments, {k.arg: literal(k.value, names, depth + 1) for k in node.keywords if k.arg})
+        if called in ("map", "filter", "shuffle", "select", "rename_column", "remove_columns", "train_test_split"):
+            return literal(node.func.value, names, depth + 1)
+        if called in ("get", "getenv") and len(arguments) == 2:  # os.environ.get(NAME, DEFAULT)
+            return arguments[1]
+        if called == "from_pretrained" and arguments:
+            return arguments[0]
+        if called.startswith("get_") and called != "get_peft_config":
+            return called  # a reward function that another one makes
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        raise ValueError from None
+
+
+def dataset_name(arguments: list[Any], keywords: dict[str, Any]) -> str:
+    """Return the name of a data set here, ID:CONFIGURATION@SPLIT, from the arguments of load_dataset."""
+    name = keywords.get("path") or arguments[0]
+    files = keywords.get("data_files")
+    if name in ("json", "parquet", "csv") and files:
+        files = next(iter(files.values())) if isinstance(files, dict) else files
+        return files if isinstance(files, str) else ",".join(files)
+    configuration = keywords.get("name") or (arguments[1] if len(arguments) > 1 else None)
+    split = keywords.get("split")
+    return f"{name}{f':{configuration}' if configuration else ''}{f'@{split}' if split else ''}"
