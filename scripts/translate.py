@@ -37,13 +37,15 @@ EARLY = ("ppo_micro_batch_size", "log_prob_micro_batch_size")
 def recognized(command: reading.Command) -> str:
     """Return the framework of a command, by its program or by the one whose table has most of its keys."""
     names = set(command.settings)
+    file = Path(str(command.settings.get("config", "")))
+    if file.suffix in (".yaml", ".yml") and file.is_file():
+        names |= reading.read_yaml(file).keys()
     known = {name: len(names & rules.rows(name).keys()) for name in rules.FRAMEWORKS}
     best = max(known, key=known.__getitem__)
-    framework = command.framework or (best if known[best] else "")
+    enough = known[best] >= min(3, len(names)) and 2 * known[best] > len(names)
+    framework = command.framework or (best if known[best] and enough else "")
     if framework == "verl" and is_early(command):
         return "tinyzero"
-    if framework == "trl" and known[best] > 2 * known["trl"] and not any("." in n for n in names if "trainer." in n):
-        return best
     return framework
 
 
@@ -75,20 +77,24 @@ def translate(command: reading.Command, framework: str, gpus: int | None = None)
     theirs.given.pop("processes", None)
     theirs.given.pop("functions", None)
     copy_equal(theirs, ours)
-    for key in theirs.given:
-        explain(key, theirs, ours)
+    explain(theirs, ours)
     finish(ours, framework)
     return ours
 
 
 def read_config(command: reading.Command, framework: str, ours: rules.Ours) -> None:
     """Put the settings of a YAML file under those of the command line."""
-    name = command.settings.pop("config", None) or command.settings.pop("config_path", None)
+    given = command.settings
+    folder, stem = given.pop("config_path", None), given.pop("config_name", None)
+    name = given.pop("config", None)
+    stem = str(stem or "").removesuffix(".yaml")
+    if stem not in ("", "ppo_trainer", "ppo_megatron_trainer"):
+        name = Path(str(folder or "config")) / f"{stem}.yaml"
     if name is None:
         return
     path = Path(str(name))
     if path.is_file():
-        command.settings = reading.resolved(reading.read_yaml(path) | command.settings)
+        command.settings = reading.resolved(reading.read_yaml(path) | given)
     else:
         ours.lacks(f"{name}: no such file here, so its settings are not translated; run this where the file is")
 
@@ -141,24 +147,33 @@ def converted(value: Any, annotation: str) -> Any:
     return rules.path_text(value) if str(value).startswith("~") else value
 
 
-def explain(key: str, theirs: rules.Theirs, ours: rules.Ours) -> None:
-    """Add what is to be said of a given key: nothing where it is translated, or means the same as leaving it out."""
+def explain(theirs: rules.Theirs, ours: rules.Ours) -> None:
+    """Say of the given keys what is not translated: what differs, what is absent, what is unknown; equal notes once."""
     table = rules.rows(theirs.framework)
+    said: dict[tuple[bool, str], list[str]] = {}
+    for key, value in theirs.given.items():
+        row = row_of(key, table)
+        if row is None:
+            near = difflib.get_close_matches(key, table, 1, 0.85)
+            hint = f"; the nearest is {near[0]}" if near else ""
+            ours.lacks(f"{theirs.text(key)}: no key of {rules.version(theirs.framework)}{hint}")
+            continue
+        off = value in (None, False, 0, [], "", {}) or str(value).lower() in ("none", "disabled", "no")
+        if value == reading.value_of(row.default) or (off and row.kind == "not here") or not row.note:
+            continue
+        if row.kind in ("always", "not here"):
+            note = f"{row.note}{f' ({row.ours})' if row.ours else ''}"
+            said.setdefault((row.kind == "always", note), []).append(theirs.text(key))
+    for (differs, note), texts in said.items():
+        (ours.note if differs else ours.lacks)(f"{', '.join(texts)}: {note}")
+
+
+def row_of(key: str, table: dict[str, rules.Row]) -> rules.Row | None:
+    """Return the row of a key, by its full name, or of the mapping that the key is an entry of."""
+    while key and key not in table:
+        key = key.rpartition(".")[0]
     row = table.get(key)
-    value = theirs.given[key]
-    if row is None:
-        near = difflib.get_close_matches(key, table, 1, 0.85)
-        hint = f"; the nearest is {near[0]}" if near else ""
-        ours.lacks(f"{theirs.text(key)}: no key of {rules.version(theirs.framework)}{hint}")
-        return
-    default = reading.value_of(row.default)
-    off = value in (None, False, 0, [], "", {}) or str(value).lower() in ("none", "disabled", "no")
-    if value == default or off and row.kind == "not here":
-        return
-    if row.kind == "always" and row.note:
-        ours.note(f"{theirs.text(key)}: {row.note}{f' ({row.ours})' if row.ours else ''}")
-    elif row.kind == "not here":
-        ours.lacks(f"{theirs.text(key)}: {row.note}{f' ({row.ours})' if row.ours else ''}")
+    return row
 
 
 def finish(ours: rules.Ours, framework: str) -> None:
@@ -264,8 +279,10 @@ def commands_in(path: str, words: list[str], framework: str) -> list[reading.Com
     if path.endswith((".yaml", ".yml")):
         return [reading.Command(framework, {"config": path} | dict(reading.pairs(words)))]
     text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8", errors="replace")
-    found = [reading.command_of(part, framework) for part in reading.expand(text, path, words)]
-    return [command for command in found if command.settings and (command.framework or recognized(command))]
+    parts = [part for part in reading.expand(text, path, words) if not reading.other_program(part)]
+    found = [reading.command_of(part, framework) for part in parts]
+    named = [command for command in found if command.framework and command.settings]
+    return named or [command for command in found if command.settings and recognized(command)]
 
 
 def parser() -> argparse.ArgumentParser:

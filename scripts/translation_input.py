@@ -7,6 +7,7 @@ Python file is read by its syntax tree, and YAML by its safe loader. Imports the
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import subprocess
@@ -21,14 +22,19 @@ SECONDS = 20.0  # for bash to expand a script
 INHERITED = ("BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "PATH")  # variables that would change what bash does
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 HYDRA = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)  # a word that sets a key by its path
+# Training without reinforcement learning, and other programs, which have no counterpart here.
+OTHER = re.compile(
+    r"(.*\.(fsdp_sft_trainer|sft_trainer|main_generation|main_eval)|openrlhf\.cli\.(train_(sft|dpo|rm|kd|kto)|serve_rm)"
+    r"|(.*/)?(open_instruct/|scripts/|eval).*\.py|(.*/)?(sft|dpo|reward|finetune)\w*\.py)$"
+)
 STOP = ("&&", "||", ";", "|", "&", "\\&\\&")
 
 # A word of the command -> the framework that it starts. The first match counts, and what follows it are the settings.
 PROGRAMS = [
     (r"(verl\.trainer\.main_ppo|recipe\.\w+\.main_\w+|.*main_(ppo|dapo)\.py)$", "verl"),
-    (r"(.*/)?open_instruct/\w+\.py$", "open-instruct"),
+    (r"(.*/)?open_instruct/(grpo|ppo)\w*\.py$", "open-instruct"),
     (r"openrlhf\.cli\.train_(ppo_ray|ppo)$", "openrlhf"),
-    (r"areal(\.\w+)*\.launcher\.\w+$|realhf\.apps\.quickstart$|(.*/)?\w+_(rl|ppo|grpo)\.py$", "areal"),
+    (r"areal(\.\w+)*\.launcher\.\w+$|realhf\.apps\.quickstart$|(.*/)?gsm8k_(rl|rl_mt)\.py$", "areal"),
 ]
 
 
@@ -164,6 +170,12 @@ def find_program(words: list[str]) -> tuple[str, int] | None:
     return None
 
 
+def other_program(words: list[str]) -> bool:
+    """Return True for a command line whose program does something else than reinforcement learning."""
+    pair = any(first == "trl" and second not in ("grpo", "rloo") for first, second in itertools.pairwise(words))
+    return find_program(words) is None and (pair or any(OTHER.match(word) for word in words))
+
+
 def python_file(words: list[str]) -> tuple[str, int] | None:
     """Return (a Python file that the command starts, index of the word after it); None without one."""
     for i, word in enumerate(words):
@@ -186,12 +198,12 @@ def command_of(words: list[str], framework: str = "") -> Command:
         command.env[given[1]] = given[2]
         words = words[1:]
     found = find_program(words)
-    if found is None and framework != "areal" and (file := python_file(words)):
-        found = "trl", file[1]  # a script of its user's with TRL's parser, unless its words say otherwise
+    if found is None and (file := python_file(words)):
+        found = "", file[1]  # a script of its user's: its settings say whose parser it has
         if Path(file[0]).is_file():
             read_python(Path(file[0]), command)
     if found is not None:
-        command.framework = framework or found[0]
+        command.framework = framework or command.framework or found[0]
         command.launcher = words[: found[1]]
         words = own_words(words[found[1] :])
     elif words and not words[0].startswith("-") and not HYDRA.match(words[0]):

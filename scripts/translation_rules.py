@@ -786,7 +786,667 @@ def trl_run(t: Theirs, ours: Ours, per_batch: int) -> None:
         ours.lacks("resume_from_checkpoint: its checkpoints have another format")
 
 
-RULES: dict[str, Callable[[Theirs, Ours], None]] = {"verl": verl, "tinyzero": verl, "trl": trl}
+# ------------------------------------------------------------------------------------------------------- open-instruct
+
+TEMPLATES = {
+    **{"tulu": "tulu", "tulu_thinker": "tulu", "tulu_thinker_r1_style": "tulu", "simple_chat": "question_answer"},
+    **{"r1_simple_chat": "r1", "r1_simple_chat_postpend_think": "r1", "chatml": "chatml"},
+}
+KL_BY_NUMBER = {"0": "k1", "1": "k2", "2": "k3", "3": "k4"}
+
+
+def open_instruct(t: Theirs, ours: Ours) -> None:
+    """Translate open-instruct's grpo_fast.py, and what its earlier programs named otherwise."""
+    ours.preset = "open-instruct"
+    learners = sum(whole(n) for n in listed(t.given.get("num_learners_per_node", t.given.get("actor_num_gpus_per_node", 1))))
+    open_instruct_launch(t, ours, learners)
+    early = whole(t.given.get("local_rollout_batch_size"))
+    if early:
+        ours.set("num_unique_prompts_rollout", early * learners)
+        ours.set("num_mini_batches", max(1, early // max(1, whole(t("local_mini_batch_size"), early))))
+    t.has("local_rollout_batch_size", "local_mini_batch_size")
+    open_instruct_loss(t, ours)
+    schedule(ours, t("lr_scheduler_type"), 0.0)
+    fraction = number(t("warmup_ratio")) if t.has("warmup_ratio") else 0.0  # grpo_fast.py sets 0
+    ours.set("warm_up", number(t.given.get("warm_up_steps")) or fraction)
+    t.has("warm_up_steps")
+    open_instruct_data(t, ours)
+    open_instruct_rewards(t, ours)
+    open_instruct_run(t, ours)
+
+
+def open_instruct_launch(t: Theirs, ours: Ours, learners: int) -> None:
+    """Set the GPUs that train and those that sample, and how far ahead they sample."""
+    engines, size = whole(t("vllm_num_engines"), 1), whole(t("vllm_tensor_parallel_size"), 1)
+    single = t("single_gpu_mode", False) is True
+    t.has("mason.gpus", "mason.num_nodes")
+    ours.nodes = whole(t.given.get("mason.num_nodes"), 1)
+    early = t.has("actor_num_gpus_per_node") and not t.has("vllm_num_engines")
+    gpus = whole(t.given.get("mason.gpus")) * ours.nodes
+    if early and gpus > learners:
+        engines = max(1, (gpus - learners) // size)
+    ahead = whole(t("async_steps"), 8) if not early else 1
+    if single:
+        ours.processes = 1
+    else:
+        ours.processes = learners + engines * size
+        ours.set("vllm_engines", engines)
+    inflight = t("inflight_updates", True) is not False and not early
+    if ahead > 0 and inflight and (single or size == 1):
+        ours.set("async_steps", ahead, relied_on(t, "async_steps"))
+        ours.set("inflight_updates", "keep", relied_on(t, "inflight_updates"))
+    elif ahead > 0:
+        ours.set("async_steps", 1)
+        if ahead > 1:
+            ours.note(f"async_steps={ahead}: 1 here, as weights are pushed between batches where an engine has several GPUs")
+    stage = whole(t("deepspeed_stage"))
+    if stage in (1, 3):
+        ours.set("zero_stage", stage)
+    elif stage == 0 and t.has("deepspeed_stage"):
+        ours.note("deepspeed_stage=0: ZeRO 2 here, which computes the same numbers")
+    moved = [name for name in ("optimizer", "param") if t(f"deepspeed_offload_{name}", False) is True]
+    moved = [name for name in moved if name != "param" or stage == 3]
+    if moved:
+        ours.set("offload", moved)
+
+
+def open_instruct_loss(t: Theirs, ours: Ours) -> None:
+    """Set the KL, clipping by earlier names, corrections for the sampler, and the variant."""
+    kind = str(t("kl_estimator", 2)).removeprefix("kl")
+    ours.set("kl_estimator", KL_BY_NUMBER.get(kind, f"k{kind}" if kind in "1234" else "k3"))
+    if isinstance(t("kl_estimator"), str) and str(t("kl_estimator")).startswith("k"):
+        ours.set("kl_estimator", "k" + kind.lstrip("k"))
+    if t.has("cliprange"):
+        ours.set("clip_lower", number(t("cliprange"), 0.2))
+        ours.set("clip_higher", number(t("cliprange"), 0.2))
+    if t.has("ref_policy_update_freq") and whole(t("ref_policy_update_freq")):
+        ours.set("ref_policy_update", [whole(t("ref_policy_update_freq")), number(t("alpha"), 0.6)])
+    t.has("alpha")
+    cap = number(t.given.get("truncated_importance_sampling_ratio_cap", t("rho_clamp_upper_bound", 2.0)))
+    t.has("truncated_importance_sampling_ratio_cap")
+    ours.set("truncated_importance_sampling_ratio_cap", cap if t("use_rho_correction", True) else 0.0)
+    low, high = number(t("rho_mask_lower_bound")), number(t("rho_mask_upper_bound"))
+    if high > 1:
+        ours.set("importance_sampling_mask", [low, high])
+    norm = t("loss_denominator", "token")
+    ours.set("loss_norm", "token" if norm == "token" else "constant")
+    if norm != "token":
+        ours.note(f"loss_denominator={norm}: sums are divided by --max_response_length here; scale --learning_rate")
+    if t.has("token_level_loss", "masked_mean_axis", "masked_mean_denominator") and (t("masked_mean_axis") == 1 or t.given.get("token_level_loss") is False):
+        ours.set("loss_norm", "sequence")
+    if str(t("loss_fn", "dapo")).lower() == "cispo":
+        with_variant(ours, "cispo", "loss_fn=cispo")
+
+
+def open_instruct_data(t: Theirs, ours: Ours) -> None:
+    """Set the model, the data and its columns."""
+    revision = t("model_revision")
+    name = t("model_name_or_path")
+    ours.set("model_name_or_path", f"{name}@{revision}" if revision and revision != "main" else name)
+    mixture(t, ours, "dataset_mixer_list", "dataset_mixer_list_splits", "dataset")
+    held = t.given.get("dataset_mixer_eval_list", t.given.get("dataset_eval_mixer"))
+    if held:
+        mixture(t, ours, "dataset_mixer_eval_list", "dataset_mixer_eval_list_splits", "eval_dataset")
+        ours.set("eval_temperature", 0.0)
+        ours.note("evaluations there are greedy: --eval_temperature 0")
+    else:
+        ours.set("eval_prompts", 0)
+    t.has("dataset_mixer_eval_list", "dataset_eval_mixer", "dataset_mixer", "dataset_train_splits", "dataset_eval_splits", "dataset_mixer_eval_list_splits")
+    ours.set("bad_rows", "drop")
+    ours.note("--bad_rows drop leaves out rows whose verifier does not exist here, and says how many")
+    if t("ground_truths_key", "GROUND_TRUTHS_KEY") not in ("ground_truth", "GROUND_TRUTHS_KEY"):
+        ours.set("ground_truth_key", t("ground_truths_key"))
+    if t("sft_messages_key", "messages") not in ("messages", "DEFAULT_SFT_MESSAGES_KEY"):
+        ours.set("prompt_key", t("sft_messages_key"))
+    template = t("chat_template_name")
+    if template in TEMPLATES:
+        ours.set("chat_template", TEMPLATES[template])
+        if template != TEMPLATES[template]:
+            ours.note(f"chat_template_name={template}: --chat_template {TEMPLATES[template]} is the nearest of the built-in ones")
+    elif template:
+        ours.lacks(f"chat_template_name={template}: the tokenizer's own template; a Jinja file is --chat_template FILE")
+    if t("system_prompt_override_file"):
+        file = Path(str(t("system_prompt_override_file")))
+        if file.is_file():
+            ours.set("system_prompt", file.read_text(encoding="utf-8").strip())
+        else:
+            ours.lacks(f"system_prompt_override_file={file}: no such file here; pass its text as --system_prompt")
+    factor = t("rope_scaling_factor")
+    if factor:
+        ours.lacks(f"rope_scaling_factor={factor}: give rope_scaling in --override_config")
+    kind = str(t("model_dtype", "bfloat16"))
+    if t.has("model_dtype") and kind in ("bfloat16", "float32"):
+        ours.set("dtype", kind)
+    passed = t("no_resampling_pass_rate")
+    if passed is not None:
+        ours.note(f"no_resampling_pass_rate={passed}: --dataset_filter SHARE {passed} drops such problems after an epoch")
+
+
+def mixture(t: Theirs, ours: Ours, key: str, splits_key: str, flag: str) -> None:
+    """Set a data set from names and parts in turn, with the split of each."""
+    value = t.given.get(key, t.given.get(key.replace("_list", "")))
+    value = t(key) if value is None else value
+    if isinstance(value, dict):
+        value = [part for item in value.items() for part in item]
+    parts = [str(part) for part in listed(value)]
+    given = t.given.get(splits_key)
+    splits = [str(split) for split in listed(given)] or (["train"] if flag == "dataset" else ["test"])
+    t.used.update((key, splits_key))
+    sources: dict[str, float | int] = {}
+    for i in range(0, len(parts) - 1, 2):
+        split = splits[i // 2] if i // 2 < len(splits) else splits[-1]
+        name = parts[i] if split == "train" else f"{parts[i]}@{split}"
+        part = parts[i + 1].replace("_", "")
+        share = float(part) if re.search(r"[.e]", part) else int(part)
+        held = local_rows(name)
+        if isinstance(share, int) and held is not None and share > held:
+            ours.note(f"{key} {name} {share}: it has {held} rows here, and all of them are used")
+            share = 1.0
+        sources[name] = min(1.0, share) if isinstance(share, float) else share
+    if len(sources) == 1 and flag == "dataset" and next(iter(sources.values())) == 1.0 and isinstance(next(iter(sources.values())), float):
+        ours.set(flag, next(iter(sources)))
+    elif sources:
+        ours.set(flag, json.dumps(sources))
+
+
+def open_instruct_rewards(t: Theirs, ours: Ours) -> None:
+    """Set the scale of rewards, the reward of the form, and what truncated responses get."""
+    if t.has("verification_reward"):
+        ours.set("reward_scaling", number(t("verification_reward"), 10.0))
+    if t("apply_r1_style_format_reward", False) is True:
+        ours.note(
+            "apply_r1_style_format_reward adds to the verifier of each row there; here --verifier math,format "
+            "--reward_weights format=NUMBER names both"
+        )
+    t.has("r1_style_format_reward", "additive_format_reward")
+    remap = t("remap_verifier")
+    if remap:
+        ours.note(f"remap_verifier={remap}: --verifier NAME judges every row")
+    if t.has("reward_model_multiplier", "reward_model_path") and number(t.given.get("reward_model_multiplier", 1.0)) > 0:
+        ours.set("reward_model_name_or_path", t.given.get("reward_model_path"))
+    t.has("reward_model_revision")
+    value = t.given.get("penalty_reward_value", t("non_stop_penalty_value", 0.0))
+    t.has("penalty_reward_value")
+    penalized = t("non_stop_penalty", False)
+    if penalized is True:
+        ours.set("mask_no_eos_with_zero", True)
+        scale = number(ours.flags.get("reward_scaling", 10.0), 10.0)
+        ours.set("non_stop_penalty", -number(value) if number(value) < 0 else None)
+        if number(value) > 0:
+            ours.note(f"non_stop_penalty_value={value} would reward truncation; truncated responses score 0 of {scale:g} here")
+    if t("active_sampling", False) is True:
+        ours.set("dynamic_sampling_rounds", 10)
+        ours.note("active_sampling replaces groups of equal reward until the batch is full; here up to 10 rounds")
+    if t.has("stop_token") and t("stop_token") == "period":
+        ours.set("stop", ["."])
+
+
+def open_instruct_run(t: Theirs, ours: Ours) -> None:
+    """Set names, records, evaluations and checkpoints."""
+    if t.has("exp_name", "run_name"):
+        ours.set("exp_name", folder_name(t.given.get("exp_name", t.given.get("run_name"))))
+    if t("with_tracking", False) is True:
+        ours.set("track", True)
+        for key, name in (("wandb_project", "PROJECT"), ("wandb_project_name", "PROJECT"), ("wandb_entity", "ENTITY"), ("wandb_group_name", "RUN_GROUP")):
+            if t.has(key) and t(key):
+                ours.env[f"WANDB_{name}"] = str(t(key))
+    t.has("wandb_project", "wandb_project_name", "wandb_entity", "wandb_group_name")
+    every = whole(t("local_eval_every"), 100)
+    if t.has("num_evals") and whole(t("num_evals")):
+        total = whole(t("total_episodes"), 100000)
+        per_step = number(ours.flags.get("num_unique_prompts_rollout", t("num_unique_prompts_rollout", 16))) * number(t.given.get("num_samples_per_prompt_rollout", t.given.get("number_samples_per_prompt", 4)))
+        every = max(1, int(total / per_step) // whole(t("num_evals")))
+    if "eval_dataset" in ours.flags and every > 0:
+        ours.set("eval_every", every, relied_on(t, "local_eval_every") if not t.has("num_evals") else "")
+    t.has("eval_freq", "eval_on_step_0")
+    if t.has("eval_pass_at_k") and whole(t("eval_pass_at_k")) > 1:
+        ours.set("eval_samples", whole(t("eval_pass_at_k")))
+        ours.set("eval_temperature", number(t("temperature"), 1.0))
+    if t.has("save_freq") and whole(t("save_freq")) > 0:
+        ours.set("save_every", whole(t("save_freq")))
+    if t.has("keep_last_n_checkpoints"):
+        ours.set("keep_checkpoints", max(0, whole(t("keep_last_n_checkpoints"))))
+    if t.has("save_traces", "rollouts_save_path") and t("save_traces", False) is True:
+        ours.set("log_samples", 64)
+    for key, name in (("vllm_gpu_memory_utilization", "gpu_memory_utilization"), ("vllm_enforce_eager", "enforce_eager")):
+        if t.has(key) and t(key) is not None:
+            ours.vllm_args[name] = t(key)
+    t.has("vllm_attention_backend", "vllm_enable_prefix_caching", "enable_prefix_caching")
+
+
+# ------------------------------------------------------------------------------------------------------------ OpenRLHF
+
+OPENRLHF_NORM = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
+
+
+def openrlhf(t: Theirs, ours: Ours) -> None:
+    """Translate OpenRLHF's train_ppo_ray.py."""
+    name = str(t("algo.advantage.estimator", "gae"))
+    ours.script = "ppo" if name in ("gae", "reinforce", "flash_reinforce") else "grpo"
+    ours.preset = "openrlhf" if ours.script == "grpo" else None
+    kinds = {"group_norm": "standard", "rloo": "leave_one_out", "dr_grpo": "centered", "reinforce_baseline": "centered"}
+    if ours.script == "grpo":
+        ours.set("advantage_normalization_type", kinds[name])
+    if name == "reinforce_baseline":
+        with_variant(ours, "reinforce_pp", "estimator reinforce_baseline divides by the std of the batch")
+    if name in ("reinforce", "flash_reinforce"):
+        ours.set("disable_value", True)
+        ours.note(f"estimator {name} is ppo.py --disable_value: whitened returns without a critic")
+    if t.has("algo.advantage.no_std_norm") and t("algo.advantage.no_std_norm") is True:
+        ours.note("no_std_norm: advantages keep their scale there; --adv_norm none of ppo.py does not center them either")
+    openrlhf_launch(t, ours)
+    group, prompts = whole(t("rollout.n_samples_per_prompt"), 1), whole(t("rollout.batch_size"), 1024)
+    each = whole(t("train.batch_size"), 128)
+    sized(ours, prompts, group, prompts * group / max(1, each), t.text("train.batch_size"))
+    openrlhf_loss(t, ours)
+    openrlhf_kl(t, ours)
+    openrlhf_optimizer(t, ours)
+    openrlhf_data(t, ours)
+    openrlhf_rewards(t, ours)
+    openrlhf_run(t, ours)
+
+
+def openrlhf_launch(t: Theirs, ours: Ours) -> None:
+    """Set the GPUs that train and those that sample. Reference and critic share the policy's."""
+    actor = whole(t("actor.num_nodes"), 1) * whole(t("actor.num_gpus_per_node"), 8)
+    engines, size = whole(t("vllm.num_engines")), whole(t("vllm.tensor_parallel_size"), 1)
+    shared = t("train.colocate_all", False) is True
+    for name in ("ref", "reward", "critic"):
+        t.has(f"{name}.num_nodes", f"{name}.num_gpus_per_node")
+    t.has("train.colocate_actor_ref", "train.colocate_critic_reward")
+    ahead = t("train.async_enable", False) is True
+    apart = engines > 0 and (not shared or ahead)
+    ours.processes = actor + (engines * size if apart else 0)
+    ours.nodes = whole(t("actor.num_nodes"), 1)
+    if apart:
+        ours.set("vllm_engines", engines)
+    if apart and size > 1:
+        ours.set("vllm_tensor_parallel_size", size)
+    elif size > 1:
+        parallel(ours, size, "vllm.tensor_parallel_size")
+    partial = t("train.partial_rollout_enable", False) is True and size == 1
+    if ahead:
+        ours.set("async_steps", max(1, whole(t("train.async_queue_size"), 1)) if partial else 1)
+    if ahead and partial:
+        ours.set("inflight_updates", "keep")
+    t.has("train.async_queue_size", "train.partial_rollout_enable")
+    if not apart and t("ds.enable_sleep", False) is True and whole(t("ds.zero_stage"), 2) == 2:
+        ours.set("sleep", "all")
+    elif not apart and (t("vllm.enable_sleep", False) is True or t("ds.enable_sleep", False) is True):
+        ours.set("sleep", "engine")
+    stage = whole(t("ds.zero_stage"), 2)
+    if stage in (1, 3):
+        ours.set("zero_stage", stage)
+    moved = ["optimizer"] if t("ds.adam_offload", False) is True and ours.flags.get("sleep") != "all" else []
+    moved += ["ref"] if t("ref.offload", False) is True else []
+    if moved:
+        ours.set("offload", moved)
+    for key in ("enforce_eager", "gpu_memory_utilization"):
+        if t.has(f"vllm.{key}"):
+            ours.vllm_args[key] = t(f"vllm.{key}")
+    t.has("vllm.enable_prefix_caching", "vllm.enable_sleep")
+
+
+def openrlhf_loss(t: Theirs, ours: Ours) -> None:
+    """Set clipping, normalization, and corrections for the sampler."""
+    low = number(t("actor.eps_clip"), 0.2)
+    pair = [number(x) for x in listed(t("actor.eps_clip_low_high"))] or [low, low]
+    ours.set("clip_lower", pair[0])
+    ours.set("clip_higher", pair[-1])
+    norm = str(t("actor.loss_agg_mode", "token-mean"))
+    ours.set("loss_norm", OPENRLHF_NORM.get(norm, "constant"))
+    if norm not in OPENRLHF_NORM:
+        ours.note(f"loss_agg_mode {norm}: sums are divided by --max_response_length here; scale --learning_rate")
+    ours.set("entropy_coeff", number(t("actor.entropy_coef")))
+    kind = str(t("actor.policy_loss_type", "ppo"))
+    if kind == "gspo":
+        with_variant(ours, "gspo", "policy_loss_type gspo")
+    elif kind != "ppo":
+        ours.lacks(f"policy_loss_type {kind}; the clipped loss takes its place")
+    bounds = [number(x) for x in listed(t("algo.advantage.is_correction_threshold", "[0.5, 5.0]"))]
+    on = t.given.get("algo.advantage.is_correction_enable") is True or t("algo.advantage.is_correction_level", "off") not in ("off", False)
+    mode = str(t.given.get("algo.advantage.is_correction_type", t("algo.advantage.is_correction_mode", "mask")))
+    t.has(*(f"algo.advantage.is_correction_{name}" for name in ("enable", "type", "level", "mode", "gating", "threshold")))
+    if on and mode in ("tis", "clip", "truncate", "clamp"):
+        ours.set("truncated_importance_sampling_ratio_cap", bounds[-1])
+    elif on:
+        ours.set("importance_sampling_mask", [bounds[0] if len(bounds) > 1 and bounds[0] < 1 else 0.0, max(1.0001, bounds[-1])])
+    if on and t.given.get("algo.advantage.is_correction_level") not in (None, "token"):
+        ours.note("is_correction_level: weights are of tokens here")
+
+
+def openrlhf_kl(t: Theirs, ours: Ours) -> None:
+    """Place the KL: one coefficient and one estimator there."""
+    coef, in_loss = number(t("algo.kl.init_coef"), 0.01), t("algo.kl.use_loss", False) is True
+    kind = str(t("algo.kl.estimator", "k1"))
+    ours.set("beta", coef)
+    ours.set("kl_placement", "loss" if in_loss else "reward")
+    if in_loss:
+        ours.set("kl_estimator", kind if kind in ("k1", "k2", "k3") else "k1")
+    elif kind in ("k2", "k3") and coef > 0:
+        ours.set("kl_reward_estimator", kind)
+    ours.set("kl_gradient", "unbiased" if t("algo.kl.unbiased_gradient", False) is True else "naive")
+    target = t("algo.kl.target")
+    if target is not None and coef > 0:
+        adaptive(ours, target, t("algo.kl.horizon", 10000))
+    if coef == 0 and "ref" in ours.flags.get("offload", []):
+        ours.flags["offload"] = [name for name in ours.flags["offload"] if name != "ref"]
+        if not ours.flags["offload"]:
+            del ours.flags["offload"]
+
+
+def openrlhf_optimizer(t: Theirs, ours: Ours) -> None:
+    """Set schedule and betas, and what differs for the critic."""
+    schedule(ours, t("actor.lr_scheduler"), t("actor.min_lr_ratio", 0.1))
+    ours.set("adam_betas", [number(x) for x in listed(t("actor.adam.betas", "[0.9, 0.95]"))] or [0.9, 0.95])
+    if ours.script != "ppo" or ours.flags.get("disable_value"):
+        t.has("critic.freezing_steps", "critic.model_name_or_path")
+        return
+    policy = t("actor.model_name_or_path")
+    ppo_critic(ours, "model_name_or_path", t.given.get("critic.model_name_or_path", policy), policy)
+    for key, mine in (("lr_warmup_ratio", "warm_up"), ("adam.weight_decay", "weight_decay"), ("max_norm", "max_grad_norm")):
+        ppo_critic(ours, mine, number(t(f"critic.{key}")), number(t(f"actor.{key}")))
+    if t.has("critic.lr_scheduler"):
+        kinds = {"constant": "constant", "linear": "linear"}
+        ours.critic.append(f"lr_scheduler_type={kinds.get(str(t('critic.lr_scheduler')), 'cosine')}")
+    ours.set("critic_warmup", max(0, whole(t("critic.freezing_steps"), 0)))
+
+
+def openrlhf_data(t: Theirs, ours: Ours) -> None:
+    """Set data sets, columns, lengths and the length of the run."""
+    names = [str(name) for name in listed(t("data.prompt_dataset"))]
+    split = str(t("data.prompt_split", "train"))
+    names = [name if split == "train" else f"{name}@{split}" for name in names]
+    dataset(ours, names)
+    if t.has("data.prompt_probs") and len(names) > 1:
+        ours.note("data.prompt_probs: shares of what is drawn there; here the JSON of --dataset has shares of each source")
+    limit, held = whole(t("data.max_samples")), [local_rows(name) for name in names]
+    if t.has("data.max_samples") and len(names) == 1:
+        if held[0] is not None and limit < held[0]:
+            ours.set("dataset", json.dumps({names[0]: limit}))
+        elif held[0] is None:
+            ours.note(f"data.max_samples {limit}: if the data have more, give --dataset '{json.dumps({names[0]: limit})}'")
+    if t.has("eval.dataset"):
+        where = str(t("eval.split", "train"))
+        ours.set("eval_dataset", json.dumps({str(t("eval.dataset")) + ("" if where == "train" else f"@{where}"): 1.0}))
+        ours.set("eval_temperature", number(t("eval.temperature"), 0.6), relied_on(t, "eval.temperature"))
+        if whole(t("eval.steps"), -1) > 0:
+            ours.set("eval_every", whole(t("eval.steps")))
+    else:
+        ours.set("eval_prompts", 0)
+        t.has("eval.steps")
+    ours.set("prompt_key", t("data.input_key", "input"), relied_on(t, "data.input_key"))
+    ours.set("ground_truth_key", t("data.label_key"))
+    if t("data.apply_chat_template", False) is not True:
+        ours.set("chat_template", "none", relied_on(t, "data.apply_chat_template"))
+    if t("data.input_template"):
+        ours.lacks("data.input_template: a Jinja file with the same text is --chat_template FILE")
+    total, new, prompt = whole(t("data.max_len"), 2048), whole(t.given.get("rollout.max_new_tokens")), whole(t.given.get("prompt_max_len"))
+    t.has("rollout.max_new_tokens", "prompt_max_len")
+    new = new or (total - prompt if 0 < prompt < total else total // 2)
+    ours.set("max_response_length", new)
+    ours.set("max_prompt_length", prompt or max(1, total - new))
+    ours.set("overlong_prompts", "filter")
+    if not t.has("rollout.max_new_tokens"):
+        ours.note(f"data.max_len={total} is for prompt and response together there; here half of it is for each")
+    ours.set("total_epochs", max(1, whole(t("train.num_episodes"), 1)))
+
+
+def openrlhf_rewards(t: Theirs, ours: Ours) -> None:
+    """Set the reward model, or verifiers in the place of reward and agent functions."""
+    label = t("data.label_key")
+    url = t.given.get("reward.remote_url", t.given.get("reward.remote_rm_url"))
+    agent = t("train.agent_func_path")
+    t.has("reward.remote_url", "reward.remote_rm_url")
+    if t("reward.model_name_or_path") and not url and not agent:
+        ours.set("verifier", "reward_model")
+    elif agent or url:
+        reward_file(ours, "train.agent_func_path" if agent else "reward.remote_url", agent or url, "")
+        ours.set("verifier", "math" if label else "format")
+        ours.note(f"--verifier {ours.flags['verifier']} holds its place")
+    length = t("reward.overlong_buffer_len")
+    if length:
+        ours.set("overlong_buffer", whole(length))
+        if number(t("reward.overlong_penalty_factor"), 1.0) != 1.0:
+            ours.note("the overlong penalty is 1 at --max_response_length, whatever overlong_penalty_factor is")
+    t.has("reward.overlong_penalty_factor")
+    coef = t("reward.stop_properly_penalty_coef")
+    if coef is not None:
+        ours.set("mask_no_eos_with_zero", True)
+        if number(coef) < 0:
+            ours.set("non_stop_penalty", -number(coef))
+        elif number(coef) > 0:
+            ours.note(f"stop_properly_penalty_coef={coef} scales the reward of truncated responses; they score 0 here")
+    if t.has("reward.clip_range"):
+        ours.set("max_reward_clip", max(abs(number(x)) for x in listed(t("reward.clip_range"))))
+    if t("algo.dynamic_filtering_enable", False) is True:
+        ours.set("dynamic_sampling_rounds", 10)
+        ours.note("dynamic_filtering replaces groups outside its range; here those of equal reward, in up to 10 rounds")
+    t.has("algo.dynamic_filtering_range", "rollout.vllm_generate_batch_size")
+
+
+def openrlhf_run(t: Theirs, ours: Ours) -> None:
+    """Set names, records and checkpoints."""
+    if t.has("logger.wandb.key"):
+        ours.set("track", True)
+        for key, name in (("project", "PROJECT"), ("org", "ENTITY"), ("group", "RUN_GROUP")):
+            if t.has(f"logger.wandb.{key}"):
+                ours.env[f"WANDB_{name}"] = str(t(f"logger.wandb.{key}"))
+    t.has("logger.wandb.project", "logger.wandb.org", "logger.wandb.group")
+    if t.has("logger.wandb.run_name"):
+        ours.set("exp_name", folder_name(t("logger.wandb.run_name")))
+    if t.has("ckpt.save_steps") and whole(t("ckpt.save_steps")) > 0:
+        ours.set("save_every", whole(t("ckpt.save_steps")))
+    if t.has("ckpt.max_num"):
+        ours.set("keep_checkpoints", max(1, whole(t("ckpt.max_num"))))
+    kind = str(t.given.get("ds.param_dtype", "auto"))
+    t.has("ds.param_dtype", "bf16")
+    if kind in ("bf16", "fp32") or t.given.get("bf16") is True:
+        ours.set("dtype", "float32" if kind == "fp32" else "bfloat16")
+    if t.has("ds.attn_implementation") and "flash" not in str(t("ds.attn_implementation")):
+        ours.set("attn_implementation", t("ds.attn_implementation"))
+
+
+# --------------------------------------------------------------------------------------------------------------- AReaL
+
+
+def areal(t: Theirs, ours: Ours) -> None:
+    """Translate AReaL's PPOConfig, and the command line of its version 0.3."""
+    early = any(key.startswith(("ppo.", "dataset.", "group_size")) for key in t.given)
+    has_critic = any(key.startswith("critic.") for key in t.given) and t.given.get("critic", "") is not None
+    normed = any(key.startswith("actor.reward_norm") and t.given[key] is not None for key in t.given)
+    ours.script = "ppo" if early or has_critic or not normed else "grpo"
+    ours.preset = "areal"
+    t.has("critic")
+    areal_advantages(t, ours, early, has_critic)
+    areal_launch(t, ours)
+    scale = "ppo" if early else "actor"
+    low = number(t.given.get("ppo.eps_clip", t("actor.eps_clip", 0.2)), 0.2)
+    t.has("ppo.eps_clip")
+    ours.set("clip_lower", min(low, 0.999))
+    ours.set("clip_higher", number(t("actor.eps_clip_higher"), low))
+    bias = number(t.given.get(f"{scale}.{'reward_output_bias' if early else 'reward_bias'}"))
+    t.has("actor.reward_bias", "ppo.reward_output_bias")
+    ours.set("reward_bias", bias if early else -bias)
+    coef = number(t.given.get("ppo.kl_ctl", t("actor.kl_ctl", 0.1)), 0.1)
+    t.has("ppo.kl_ctl")
+    ours.set("beta", coef)
+    ours.set("kl_placement", "reward")
+    if coef > 0:
+        ours.set("kl_reward_estimator", {"k2": "k2", "k3": "k3"}.get(str(t("actor.kl_estimator", "k1")), "k1"))
+    areal_corrections(t, ours)
+    schedule(ours, t("actor.optimizer.lr_scheduler_type", "constant"), t("actor.optimizer.min_lr_ratio", 0.0))
+    ours.set("adam_betas", [number(t("actor.optimizer.beta1"), 0.9), number(t("actor.optimizer.beta2"), 0.999)])
+    if ours.script == "ppo" and not ours.flags.get("disable_value"):
+        policy = t("actor.path")
+        ppo_critic(ours, "model_name_or_path", t.given.get("critic.path", policy) or policy, policy)
+        for key, mine in (("weight_decay", "weight_decay"), ("warmup_steps_proportion", "warm_up"), ("gradient_clipping", "max_grad_norm")):
+            ppo_critic(ours, mine, t(f"critic.optimizer.{key}"), t(f"actor.optimizer.{key}"))
+    t.has("critic.optimizer.lr_scheduler_type", "critic.path", "ppo.critic_sample_reuse")
+    areal_data(t, ours)
+    areal_run(t, ours)
+
+
+def areal_advantages(t: Theirs, ours: Ours, early: bool, has_critic: bool) -> None:
+    """Set normalization of rewards and advantages."""
+    mean, std = t("actor.reward_norm.mean_level", "group"), t("actor.reward_norm.std_level", "group")
+    leave_out = t("actor.reward_norm.mean_leave1out", False) is True
+    t.has("actor.reward_norm", "actor.reward_norm.eps", "actor.reward_norm.mean_level", "actor.reward_norm.std_level")
+    adv = t.given.get("actor.adv_norm.mean_level", t.given.get("ppo.adv_norm", t.given.get("actor.adv_norm", "batch" if early else None)))
+    t.has(*(f"actor.adv_norm{part}" for part in ("", ".mean_level", ".std_level", ".eps", ".mean_leave1out")), "ppo.adv_norm", "group_adv_norm")
+    if ours.script == "grpo":
+        ours.set("advantage_normalization_type", "leave_one_out" if leave_out else "standard" if std else "centered")
+        if "actor.reward_norm.eps" in t.given:
+            ours.set("advantage_eps", number(t("actor.reward_norm.eps"), 1e-5))
+        if mean == "batch" or std == "batch":
+            with_variant(ours, "reinforce_pp", "reward_norm over the batch")
+        if adv:
+            ours.note("adv_norm normalizes advantages once more over the batch there (docs/evidence/presets.md)")
+        return
+    if not has_critic and not early:
+        ours.set("disable_value", True)
+        ours.note("no critic and no reward_norm is ppo.py --disable_value: returns, whitened over the batch")
+    kind = "group" if t.given.get("group_adv_norm") is True or adv == "group" else "batch" if adv not in (None, False) else "none"
+    ours.set("adv_norm", kind)
+    if t.given.get("ppo.value_norm") is True:
+        ours.set("value_norm", "exp")
+    t.has("ppo.value_norm", "use_dense_reward", "reward_delta")
+    if t.given.get("use_dense_reward") is True:
+        ours.set("dense_reward", "difference" if t.given.get("reward_delta", True) else "sum")
+
+
+def areal_launch(t: Theirs, ours: Ours) -> None:
+    """Set the GPUs that train and those that sample, from its backends or its allocation mode, and the lag between."""
+    text = str(t.given.get("allocation_mode") or "")
+    parts = text.strip("'").split("+") if text else []
+    sampler = str(t("rollout.backend") or (parts[0] if parts else ""))
+    trainer = str(t("actor.backend") or (parts[-1] if parts else ""))
+    t.has("allocation_mode", "cluster.n_nodes", "cluster.n_gpus_per_node", "n_nodes", "n_gpus_per_node")
+    cluster = whole(t.given.get("cluster.n_nodes", t.given.get("n_nodes", 1)), 1) * whole(
+        t.given.get("cluster.n_gpus_per_node", t.given.get("n_gpus_per_node", 8)), 8
+    )
+    engines, size = degree(sampler, "d"), degree(sampler, "t")
+    trains = degree(trainer, "d") * degree(trainer, "p") * degree(trainer, "t") * degree(trainer, "c")
+    ours.nodes = whole(t.given.get("cluster.n_nodes", t.given.get("n_nodes", 1)), 1)
+    ahead = whole(t.given.get("rollout.max_head_offpolicyness", t.given.get("max_head_offpolicyness", 0)))
+    t.has("rollout.max_head_offpolicyness", "max_head_offpolicyness")
+    if not sampler or not trainer:
+        ours.processes = cluster
+    elif engines * size + trains <= cluster:
+        ours.processes = engines * size + trains
+        ours.set("vllm_engines", engines)
+        ours.flags |= {"vllm_tensor_parallel_size": size} if size > 1 else {}
+    else:
+        ours.processes = max(trains, 1)
+    if ahead > 0 and size == 1:
+        ours.set("async_steps", ahead)
+        ours.set("inflight_updates", "recompute")
+    elif ahead > 0:
+        ours.set("async_steps", 1)
+        ours.note(f"max_head_offpolicyness={ahead}: --async_steps 1, as weights are pushed between batches to engines of several GPUs")
+    for key, name in (("vllm.gpu_memory_utilization", "gpu_memory_utilization"), ("sglang.mem_fraction_static", "gpu_memory_utilization")):
+        if t.has(key) and t(key) is not None:
+            ours.vllm_args.setdefault(name, t(key))
+    for key in ("max_num_seqs", "enforce_eager", "max_model_len", "max_num_batched_tokens", "enable_prefix_caching"):
+        t.has(f"vllm.{key}", f"actor.vllm.{key}")
+    t.has("actor.vllm.gpu_memory_utilization")
+
+
+def degree(text: str, letter: str) -> int:
+    """Return a degree of parallelism in a text such as fsdp:d4p1t1."""
+    found = re.search(rf"{letter}(\d+)", text.rpartition(":")[2])
+    return int(found[1]) if found else 1
+
+
+def areal_corrections(t: Theirs, ours: Ours) -> None:
+    """Set what corrects for stale samplers: its decoupled loss with rejection sampling."""
+    high, low = t("actor.rejection_sampling.upper"), t("actor.rejection_sampling.lower")
+    given = any(key.startswith("actor.rejection_sampling") and t.given[key] is not None for key in t.given)
+    t.has(*(f"actor.rejection_sampling{part}" for part in ("", ".level", ".action", ".metric", ".agg")))
+    decoupled = t.given.get("actor.use_decoupled_loss", t.given.get("ppo.use_decoupled_loss")) is True
+    t.has("actor.use_decoupled_loss", "ppo.use_decoupled_loss", "actor.recompute_logprob", "ppo.recompute_logprob", "actor.prox_logp_method")
+    if given and number(high) > 1:
+        action = str(t.given.get("actor.rejection_sampling.action", "mask"))
+        if action == "clamp":
+            ours.set("truncated_importance_sampling_ratio_cap", number(high))
+        else:
+            ours.set("importance_sampling_mask", [number(low), number(high)])
+    elif not decoupled and not given:
+        ours.set("importance_sampling_mask", "None")
+        ours.set("truncated_importance_sampling_ratio_cap", 0.0)
+        ours.note("without rejection_sampling its loss has no weight for stale tokens; 0 turns ours off")
+    if str(t("actor.importance_sampling_level", "token")) == "sequence":
+        with_variant(ours, "gspo", "importance_sampling_level=sequence")
+
+
+def areal_data(t: Theirs, ours: Ours) -> None:
+    """Set data sets and lengths."""
+    for key, split, flag in (("train_dataset", "train", "dataset"), ("valid_dataset", "test", "eval_dataset"), ("dataset", "", "dataset")):
+        name = t.given.get(f"{key}.path")
+        t.has(f"{key}.path", f"{key}.split")
+        if not name:
+            continue
+        text = path_text(name)
+        if text == "openai/gsm8k":
+            text = f"openai/gsm8k:main@{t.given.get(f'{key}.split', split)}"
+            ours.note("its gsm8k asks for the answer in \\boxed{}, and math-verify judges; here the verifier gsm8k reads the last number")
+        if flag == "dataset" or not same_data(text, ours):
+            ours.set(flag, text if flag == "dataset" else json.dumps({text: 1.0}))
+    if "eval_dataset" not in ours.flags:
+        ours.set("eval_prompts", 0)
+    longest = t.given.get("train_dataset.max_length", t.given.get("dataset.max_prompt_len"))
+    t.has("train_dataset.max_length", "dataset.max_prompt_len")
+    if longest:
+        ours.set("max_prompt_length", whole(longest))
+        ours.set("overlong_prompts", "filter")
+    tokenizer = t.given.get("tokenizer_path")
+    t.has("tokenizer_path", "rollout.tokenizer_path")
+    if tokenizer and tokenizer != t("actor.path"):
+        ours.set("tokenizer_name_or_path", tokenizer)
+
+
+def same_data(name: str, ours: Ours) -> bool:
+    """Return True if evaluation data are the training data, which would leave none to train on."""
+    return name == ours.flags.get("dataset")
+
+
+def areal_run(t: Theirs, ours: Ours) -> None:
+    """Set names, records, evaluations and checkpoints."""
+    if t.has("experiment_name"):
+        ours.set("exp_name", folder_name(t("experiment_name")))
+    for prefix in ("stats_logger.wandb", "wandb"):
+        if t.has(f"{prefix}.mode") and t(f"{prefix}.mode") in ("online", "offline"):
+            ours.set("track", True)
+            for key, name in (("project", "PROJECT"), ("entity", "ENTITY"), ("group", "RUN_GROUP")):
+                if t.has(f"{prefix}.{key}") and t(f"{prefix}.{key}"):
+                    ours.env[f"WANDB_{name}"] = str(t(f"{prefix}.{key}"))
+        t.has(f"{prefix}.project", f"{prefix}.entity", f"{prefix}.group")
+    for keys, flag in ((("evaluator.freq_steps", "exp_ctrl.eval_freq_steps"), "eval_every"), (("saver.freq_steps", "exp_ctrl.save_freq_steps", "exp_ctrl.ckpt_freq_steps"), "save_every")):
+        for key in keys:
+            if t.has(key) and whole(t(key)) > 0:
+                ours.set(flag, whole(t(key)))
+    for key in ("recover.freq_secs", "saver.freq_secs", "exp_ctrl.ckpt_freq_secs"):
+        if t.has(key) and number(t(key)) > 0:
+            ours.set("save_minutes", number(t(key)) / 60)
+    if t.has("cluster.fileroot"):
+        ours.set("output_dir", path_text(t("cluster.fileroot")))
+    if t.given.get("actor.overlong_reward_penalty") is True:
+        ours.set("overlong_buffer", whole(t("actor.overlong_tokens")))
+    t.has("actor.overlong_reward_penalty", "actor.overlong_tokens", "actor.overlong_penalty_factor")
+    if t.has("actor.dtype") and t("actor.dtype") in ("bfloat16", "float32"):
+        ours.set("dtype", t("actor.dtype"))
+    t.has("critic.dtype", "ref.dtype")
+    kind = t("actor.attn_impl", "")
+    if t.has("actor.attn_impl") and "flash" not in str(kind):
+        ours.set("attn_implementation", kind)
+    limit, share = number(t.given.get("dataset_filter_threshold", 100), 100), number(t.given.get("dataset_max_filter_percentage"))
+    t.has("dataset_filter_threshold", "dataset_max_filter_percentage")
+    if 0 < limit < 1 and 0 < share < 1:
+        ours.set("dataset_filter", [share, limit])
+    t.has("rollout.max_concurrent_rollouts")
+
+
+RULES: dict[str, Callable[[Theirs, Ours], None]] = {"verl": verl, "tinyzero": verl, "trl": trl, "open-instruct": open_instruct, "openrlhf": openrlhf, "areal": areal}
 
 # Keys whose defaults a command relies on, beside those that the preset has: sizes and lengths.
 RELIED = {
