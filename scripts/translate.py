@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import shlex
 import sys
 import tomllib
@@ -53,20 +54,25 @@ def is_early(command: reading.Command) -> bool:
     """Return True for a verl command that only TinyZero's version of it reads as it is meant."""
     text = " ".join([*map(str, command.settings.values()), *command.settings]).lower()
     keys = [key for key in command.settings if "reward_model." not in key]
-    early = any(key.rpartition(".")[2] in EARLY for key in keys)
+    early = any(key.rpartition(".")[2] in EARLY for key in keys) or len(keys) >= 15
     return "tinyzero" in text or (early and set(keys) <= rules.rows("tinyzero").keys())
 
 
 # ----------------------------------------------------------------------------------------------------------- translation
 
 
-def translate(command: reading.Command, framework: str, gpus: int | None = None) -> rules.Ours:
-    """Return our command for one of a framework's. ``gpus``: the GPUs of the launch, where the user says so."""
+def translate(
+    command: reading.Command, framework: str, gpus: int | None = None, defaults: bool = True
+) -> rules.Ours:
+    """Return our command for one of a framework's. ``gpus``: the GPUs of the launch, where the user says so.
+
+    ``defaults``: leave out what the preset sets, and add what it cannot; without, only computed flags are there.
+    """
     ours = rules.Ours()
     for note in command.notes:
         ours.lacks(note)
     read_config(command, framework, ours)
-    theirs = rules.settings_of(command, framework)
+    theirs = rules.settings_of(command, framework, ours)
     launched = gpus or launch_size(command.launcher)
     if launched:
         theirs.given["processes"] = launched
@@ -78,7 +84,9 @@ def translate(command: reading.Command, framework: str, gpus: int | None = None)
     theirs.given.pop("functions", None)
     copy_equal(theirs, ours)
     explain(theirs, ours)
-    finish(ours, framework)
+    collect(ours)
+    if defaults:
+        apply_preset(ours, framework)
     return ours
 
 
@@ -93,8 +101,12 @@ def read_config(command: reading.Command, framework: str, ours: rules.Ours) -> N
     if name is None:
         return
     path = Path(str(name))
+    known = rules.areal_example(str(name)) if framework == "areal" else {}
     if path.is_file():
         command.settings = reading.resolved(reading.read_yaml(path) | given)
+    elif known:
+        command.settings = known | given
+        ours.note(f"{name} is not here; its settings are those of {rules.version('areal')}")
     else:
         ours.lacks(f"{name}: no such file here, so its settings are not translated; run this where the file is")
 
@@ -176,34 +188,40 @@ def row_of(key: str, table: dict[str, rules.Row]) -> rules.Row | None:
     return row
 
 
-def finish(ours: rules.Ours, framework: str) -> None:
-    """Leave out what the preset sets, add what it cannot, and collect flags that have several parts."""
-    table = tomllib.loads(PRESETS.read_text(encoding="utf-8"))[framework]
-    theirs = {flag: None if value == "None" else value for flag, value in table["flags"].items()}
+def collect(ours: rules.Ours) -> None:
+    """Set the flags that have several parts, and leave out those that the script does not have."""
     known = rules.fields(ours.script)
     if ours.vllm_args:
         ours.set("vllm_args", json.dumps(ours.vllm_args))
     if ours.critic:
         ours.set("critic", ours.critic)
-    if ours.script not in table["scripts"] or ours.preset is None:
-        ours.preset = None
-        extra = rules.BESIDE_PRESET.get((framework, ours.script), {})
-        for flag, value in {**theirs, **extra}.items():
-            if flag in known and flag not in ours.flags:
-                ours.flags[flag] = value
-                ours.relied[flag] = f"{table['version']}'s default"
-    else:
-        for flag, value in list(ours.flags.items()):
-            if flag in theirs and same(value, theirs[flag]):
-                ours.flags.pop(flag)
-                ours.relied.pop(flag, None)
-    if ours.flags.get("beta", theirs.get("beta")) == 0:
+    if ours.flags.get("vllm_tensor_parallel_size") == 1:
+        del ours.flags["vllm_tensor_parallel_size"]
+    if ours.flags.get("beta") == 0:
         ours.flags.pop("kl_reward_estimator", None)
     for flag in [flag for flag in ours.flags if flag not in known]:
         value = ours.flags.pop(flag)
         ours.relied.pop(flag, None)
         if value not in (None, False, 0):
             ours.lacks(f"--{flag} {value}: not a flag of {rules.SCRIPTS[ours.script]}")
+
+
+def apply_preset(ours: rules.Ours, framework: str) -> None:
+    """Leave out what the preset sets; where the script has no preset, set its flags one by one."""
+    table = tomllib.loads(PRESETS.read_text(encoding="utf-8"))[framework]
+    theirs = {flag: None if value == "None" else value for flag, value in table["flags"].items()}
+    if ours.script in table["scripts"] and ours.preset is not None:
+        for flag, value in list(ours.flags.items()):
+            if flag in theirs and same(value, theirs[flag]):
+                ours.flags.pop(flag)
+                ours.relied.pop(flag, None)
+        return
+    ours.preset = None
+    known = rules.fields(ours.script)
+    for flag, value in {**theirs, **rules.BESIDE_PRESET.get((framework, ours.script), {})}.items():
+        if flag in known and flag not in ours.flags:
+            ours.flags[flag] = value
+            ours.relied[flag] = f"{table['version']}'s default"
 
 
 def same(mine: Any, theirs: Any) -> bool:
@@ -244,6 +262,8 @@ def command_line(ours: rules.Ours) -> str:
 def blocks(ours: rules.Ours, framework: str) -> str:
     """Return the command, what differs, and what has no counterpart, in three blocks."""
     lines = [command_line(ours), "", f"What differs from {rules.version(framework)}, and why:"]
+    if framework == "tinyzero":
+        lines.append("  Read as TinyZero, whose keys are those of verl in early 2025; name verl to read it as verl 0.9.1")
     if ours.preset:
         table = tomllib.loads(PRESETS.read_text(encoding="utf-8"))[framework]
         lines.append(f"  --as {ours.preset}: the defaults of {table['version']} that change learning; the start prints each")
@@ -252,8 +272,53 @@ def blocks(ours: rules.Ours, framework: str) -> str:
     if ours.nodes > 1:
         lines.append(f"  {ours.nodes} nodes: python scripts/submit.py --num_nodes {ours.nodes} submits this to a cluster")
     lines += [f"  {text}" for text in ours.differs]
-    lines += ["", "No counterpart here:", *[f"  {text}" for text in ours.absent]]
-    return "\n".join(lines if ours.absent else [*lines, "  nothing"])
+    if lines[-1].endswith("why:"):
+        lines.append("  nothing")
+    lines += ["", "No counterpart here:", *([f"  {text}" for text in ours.absent] or ["  nothing"])]
+    return "\n".join(lines)
+
+
+def answer_for(script: str, family: str, words: list[str], gpus: int | None) -> str:
+    """Return the error text for words given to one of our scripts: a heading, notes, and the command as the last line.
+
+    A complete command of a framework becomes a complete command with the preset. Where a few of its words stand among
+    our own flags, they alone are translated, and nothing else changes. "" where no word is a framework's.
+    """
+    command = reading.command_of(words)
+    command.settings = dict(reading.pairs(words))
+    flags = rules.fields(family)
+    own = {key: value for key, value in command.settings.items() if key.removeprefix("no_") in flags}
+    foreign = {key: value for key, value in command.settings.items() if key not in own}
+    framework = recognized(reading.Command(settings=foreign)) if foreign else ""
+    if not framework:
+        return ""
+    table = rules.rows(framework)
+    alone = {key: own[key] for key in own if key not in table}
+    if len(foreign) >= 3 and not alone:
+        ours = translate(command, framework, gpus)
+    else:
+        ours = few_words(foreign, own, framework, family, gpus or 1)
+    text = blocks(ours, framework).splitlines()
+    line = text[0].replace(rules.SCRIPTS[ours.script], script, 1) if ours.script == family else text[0]
+    notes = [part.strip() for part in text[1:] if part.startswith("  ") and part != "  nothing"]
+    return "\n".join([f"these flags belong to {rules.version(framework)}", *notes, line])
+
+
+def few_words(foreign: dict, own: dict, framework: str, family: str, gpus: int) -> rules.Ours:
+    """Return our flags for a few words of a framework, next to our own: those that their rows name, and no others."""
+    known, table = rules.fields(family), rules.rows(framework)
+    start = {"algorithm.adv_estimator": "gae" if family == "ppo" else "grpo"} if "algorithm.adv_estimator" in table else {}
+    before = translate(reading.Command(framework, dict(start)), framework, gpus, defaults=False)
+    ours = translate(reading.Command(framework, start | foreign), framework, gpus, defaults=False)
+    named = {flag for key in foreign if (row := row_of(key, table)) for flag in re.findall(r"--(\w+)", row.ours)}
+    ours.flags = {flag: value for flag, value in ours.flags.items() if flag in named and flag in known}
+    ours.script, ours.preset, ours.relied = family, None, {}
+    ours.differs = [text for text in ours.differs if text not in before.differs]
+    for key, value in own.items():
+        flag = key.removeprefix("no_") if key not in known else key
+        value = json.dumps(value) if isinstance(value, dict) else value
+        ours.flags[flag] = False if flag != key else converted(value, known[flag]) if known[flag] == "bool" else value
+    return ours
 
 
 def metrics(framework: str) -> str:
@@ -294,6 +359,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--file", help="Read a shell script, a Python file, a YAML file, or - for standard input.")
     found.add_argument("--gpus", type=int, help="GPUs of the launch. Default: as the command says, else 1.")
     found.add_argument("--metrics", choices=rules.FRAMEWORKS, help="Print the names of metrics next to ours.")
+    found.add_argument("--script", help="Answer for this script, whose own flags may be among the words.")
+    found.add_argument("--family", choices=["grpo", "ppo"], default="grpo", help="Kind of the script.")
     found.add_argument("--command_only", action="store_true", help="Print only the command.")
     return found
 
@@ -307,6 +374,10 @@ def main(words: list[str]) -> int:
     if args.metrics:
         print(metrics(args.metrics))
         return 0
+    if args.script:
+        said = answer_for(args.script, args.family, theirs, args.gpus)
+        print(said, end="\n" if said else "")
+        return 0 if said else 2
     try:
         if args.file:
             found = commands_in(args.file, theirs, framework)

@@ -25,7 +25,7 @@ HYDRA = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)  # a wor
 # Training without reinforcement learning, and other programs, which have no counterpart here.
 OTHER = re.compile(
     r"(.*\.(fsdp_sft_trainer|sft_trainer|main_generation|main_eval)|openrlhf\.cli\.(train_(sft|dpo|rm|kd|kto)|serve_rm)"
-    r"|(.*/)?(open_instruct/|scripts/|eval).*\.py|(.*/)?(sft|dpo|reward|finetune)\w*\.py)$"
+    r"|(.*/)?(open_instruct/|eval).*\.py|(.*/)?(sft|dpo|reward|finetune)\w*\.py)$"
 )
 STOP = ("&&", "||", ";", "|", "&", "\\&\\&")
 
@@ -65,7 +65,7 @@ def value_of(text: str) -> Any:
     if re.fullmatch(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d+)([eE][-+]?\d+)?", stripped):
         number = stripped.replace("_", "")
         return int(number) if re.fullmatch(r"[-+]?\d+", number) else float(number)
-    if stripped.lower() in ("none", "null", "~", ""):
+    if stripped.lower() in ("none", "null", "~"):
         return None
     if stripped.lower() in ("true", "false"):
         return stripped.lower() == "true"
@@ -96,17 +96,23 @@ def flat(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def resolved(settings: dict[str, Any]) -> dict[str, Any]:
-    """Replace ``${other.name}`` by the value of that name, where the settings have it."""
+    """Replace ``${other.name}`` by the value of that name, or by its mapping; None where the settings lack it."""
+    reference = re.compile(r"\$\{([\w.]+)\}")
 
     def replaced(value: Any, depth: int = 0) -> Any:
-        whole = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
-        if whole and whole[1] in settings and depth < 9:
-            return replaced(settings[whole[1]], depth + 1)
-        if isinstance(value, str) and depth < 9 and not whole:
-            return re.sub(r"\$\{([\w.]+)\}", lambda m: str(replaced(settings.get(m[1], m[0]), depth + 1)), value)
-        return value
+        if not isinstance(value, str) or depth > 8:
+            return value
+        if alone := reference.fullmatch(value):
+            return replaced(settings.get(alone[1]), depth + 1)
+        return reference.sub(lambda found: str(replaced(settings.get(found[1]), depth + 1)), value)
 
-    return {name: replaced(value) for name, value in settings.items()}
+    mappings = {}
+    for name, value in settings.items():
+        if isinstance(value, str) and (alone := reference.fullmatch(value)):
+            start = f"{alone[1]}."
+            entries = {name + key[len(start) - 1 :]: other for key, other in settings.items() if key.startswith(start)}
+            mappings |= {key: other for key, other in entries.items() if key not in settings}
+    return {name: replaced(value) for name, value in (mappings | settings).items()}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -150,7 +156,15 @@ def expand(script: str, name: str = "run.sh", words: list[str] | None = None) ->
     errors = [line for line in done.stderr.decode(errors="replace").splitlines() if "unbound variable" in line]
     if not commands and errors:
         raise Unreadable(f"{name}: {errors[-1].rpartition(': line')[2].strip()}; set the variable, or pass it")
-    return commands
+    return [part for found in commands for part in inner(found, name)]
+
+
+def inner(words: list[str], name: str) -> list[list[str]]:
+    """Return the commands of ``bash -c TEXT`` in a command line, or else the command line itself."""
+    for shell, option, text in zip(words, words[1:], words[2:], strict=False):
+        if shell.rpartition("/")[2] in ("bash", "sh") and option in ("-c", "-lc", "-ec") and find_program(words) is None:
+            return expand(text, name)
+    return [words]
 
 
 # -------------------------------------------------------------------------------------------------------- command lines
@@ -159,7 +173,7 @@ def expand(script: str, name: str = "run.sh", words: list[str] | None = None) ->
 def find_program(words: list[str]) -> tuple[str, int] | None:
     """Return (framework, index of the first word after the program) of a command line; None without a program."""
     for i, word in enumerate(words):
-        if word.endswith("trl") and words[i + 1 : i + 2] in (["grpo"], ["rloo"]):
+        if word.endswith("trl") and words[i + 1 : i + 2] == ["grpo"]:
             return "trl", i + 2
         for pattern, framework in PROGRAMS:
             if re.match(pattern, word):
@@ -172,7 +186,7 @@ def find_program(words: list[str]) -> tuple[str, int] | None:
 
 def other_program(words: list[str]) -> bool:
     """Return True for a command line whose program does something else than reinforcement learning."""
-    pair = any(first == "trl" and second not in ("grpo", "rloo") for first, second in itertools.pairwise(words))
+    pair = any(first == "trl" and second != "grpo" for first, second in itertools.pairwise(words))
     return find_program(words) is None and (pair or any(OTHER.match(word) for word in words))
 
 
@@ -208,6 +222,9 @@ def command_of(words: list[str], framework: str = "") -> Command:
         words = own_words(words[found[1] :])
     elif words and not words[0].startswith("-") and not HYDRA.match(words[0]):
         words = words[1:]
+    for first, second in itertools.pairwise(command.launcher):
+        if first == "--config_file":
+            command.settings["accelerate_config"] = second
     for key, value in pairs(words):
         command.settings[key] = value
     return command
@@ -256,7 +273,11 @@ def read_python(path: Path, command: Command) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             names[node.targets[0].id] = node.value
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            for alias in node.names:
+                names.setdefault(alias.asname or alias.name, ast.Constant(alias.name.rpartition(".")[2]))
         if isinstance(node, ast.FunctionDef):
+            names.setdefault(node.name, ast.Constant(node.name))
             every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             command.functions[node.name] = [argument.arg for argument in every]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -273,7 +294,7 @@ def read_python(path: Path, command: Command) -> None:
 def read_arguments(call: ast.Call, names: dict[str, ast.expr], command: Command, prefix: str) -> None:
     """Add the keyword arguments of a call. What is no literal is noted, and so are ``args``, which was read before."""
     given = [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
-    if not prefix and call.args:
+    if not prefix and call.args and not is_ellipsis(call.args[0]):
         given.insert(0, ("output_dir", call.args[0]))
     for name, node in given:
         if prefix and name in ("args", "processing_class", "callbacks", "optimizers"):
@@ -282,6 +303,11 @@ def read_arguments(call: ast.Call, names: dict[str, ast.expr], command: Command,
             command.settings[prefix + name] = literal(node, names)
         except ValueError:
             command.notes.append(f"{prefix}{name} = {ast.unparse(node)[:60]} is computed when the file runs")
+
+
+def is_ellipsis(node: ast.expr) -> bool:
+    """Return True for the ... that an excerpt has for what it leaves out."""
+    return isinstance(node, ast.Constant) and node.value is ...
 
 
 def name_of(node: ast.expr) -> str:
@@ -300,8 +326,10 @@ def literal(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
         return literal(names[node.id], names, depth + 1)
     if isinstance(node, ast.List | ast.Tuple):
         return [literal(item, names, depth + 1) for item in node.elts]
-    if isinstance(node, ast.Name | ast.Attribute):
-        return name_of(node).rpartition(".")[2]
+    if isinstance(node, ast.Attribute) and name_of(node).partition(".")[0] in ("torch", "rewards", "trl"):
+        return node.attr  # a type, or a function of a module
+    if is_ellipsis(node):
+        raise ValueError
     if isinstance(node, ast.JoinedStr):
         parts = [p.value if isinstance(p, ast.FormattedValue) else p for p in node.values]
         return "".join(str(literal(part, names, depth + 1)) for part in parts)

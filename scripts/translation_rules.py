@@ -47,6 +47,20 @@ def rows(framework: str) -> dict[str, Row]:
         return {cells[0]: Row(*cells) for cells in table}
 
 
+def areal_example(name: str) -> dict[str, Any]:
+    """Return the settings of one of AReaL's example files, which its commands name; {} of any other file."""
+    with (TABLES / "areal_examples.tsv").open(encoding="utf-8", newline="") as lines:
+        next(lines)
+        table = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))[1:]
+    first = table[0][0]
+    at = name[max(0, name.find("examples/")) :]
+    own = {key: value_of(value) if value != "-" else value for file, key, value in table if file == at}
+    if not own:
+        return {}
+    base = {key: value_of(value) for file, key, value in table if file == first}
+    return {key: value for key, value in (base | own).items() if value != "-"}
+
+
 def version(framework: str) -> str:
     """Return the version of a framework that its table was read from."""
     with (TABLES / f"{framework}.tsv").open(encoding="utf-8") as lines:
@@ -79,7 +93,7 @@ class Theirs:
         if key in self.given:
             return self.given[key]
         row = rows(self.framework).get(key)
-        default = value_of(row.default) if row is not None and row.default != "(of another key)" else None
+        default = value_of(row.default) if row is not None and row.default not in ("", "(of another key)") else None
         return otherwise if default is None else default
 
     def has(self, *keys: str) -> bool:
@@ -404,8 +418,8 @@ def verl_optimizer(t: Theirs, ours: Ours) -> None:
 
 def verl_data(t: Theirs, ours: Ours) -> None:
     """Set data sets, columns, lengths and the length of the run."""
-    dataset(ours, t("data.train_files"))
-    dataset(ours, t("data.val_files"), "eval_dataset")
+    for key, flag in (("data.train_files", "dataset"), ("data.val_files", "eval_dataset")):
+        dataset(ours, t(key), flag)
     for key, flag in (("data.train_max_samples", "dataset"), ("data.val_max_samples", "eval_dataset")):
         if whole(t(key, -1), -1) > 0 and (name := next(iter(listed(t(f"data.{'train' if flag == 'dataset' else 'val'}_files"))), None)):
             ours.set(flag, json.dumps({str(name): whole(t(key))}))
@@ -591,7 +605,9 @@ def trl_launch(t: Theirs, ours: Ours) -> None:
     """Set the number of GPUs from an accelerate configuration, and the ZeRO stage."""
     name = str(t.given.get("accelerate_config", ""))
     stem = Path(name).stem.replace("deepspeed_", "")
-    t.has("accelerate_config", "deepspeed")
+    t.has("accelerate_config", "deepspeed", "config_file", "num_machines")
+    if whole(t.given.get("num_processes")):
+        t.given["processes"] = ours.processes = whole(t("num_processes"))
     settings: dict[str, Any] = {}
     if name.endswith((".yaml", ".yml")) and Path(name).is_file():
         import yaml
@@ -657,15 +673,18 @@ def trl_data(t: Theirs, ours: Ours) -> None:
     data = t.given.get("trainer.train_dataset", t.given.get("dataset_name"))
     t.has("trainer.train_dataset", "dataset_name", "datasets")
     if data is not None:
-        base, _, split = str(data).partition("@")
+        base, _, split = path_text(data).partition("@")
         config = t("dataset_config")
         base = f"{base}:{config}" if config and ":" not in base else base
         split = split or (str(t("dataset_train_split")) if t.has("dataset_train_split") else "")
-        ours.set("dataset", f"{base}@{split}" if split else base)
+        ours.set("dataset", base if split in ("", "train") else f"{base}@{split}")
     mixed = t.given.get("datasets")
     if isinstance(mixed, list) and mixed and isinstance(mixed[0], dict):
         ours.set("dataset", json.dumps({str(item.get("path", item.get("name"))): 1.0 for item in mixed}))
-    ours.set("prompt_key", "prompt")
+    if "dataset" in ours.flags:
+        ours.set("prompt_key", "prompt")
+    else:
+        ours.lacks("no data set is named: add --dataset NAME --prompt_key prompt; without it the data are the quickstart's")
     ours.set("overlong_prompts", "left" if whole(t.given.get("max_prompt_length")) else None)
     ours.set("max_prompt_length", whole(t.given.get("max_prompt_length")) or None)
     t.has("max_prompt_length")
@@ -710,6 +729,8 @@ def trl_rewards(t: Theirs, ours: Ours) -> None:
         ours.set("verifier", ",".join(dict.fromkeys(verifiers)))
     if weighed:
         ours.set("reward_weights", weighed)
+    if "dataset" not in ours.flags:
+        return
     if "math" in verifiers:
         ours.set("ground_truth_key", "solution")
     elif columns:
@@ -1450,8 +1471,13 @@ RULES: dict[str, Callable[[Theirs, Ours], None]] = {"verl": verl, "tinyzero": ve
 
 # Keys whose defaults a command relies on, beside those that the preset has: sizes and lengths.
 RELIED = {
-    "verl": ("data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "trainer.total_epochs"),
-    "tinyzero": ("data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "trainer.total_epochs"),
+    **dict.fromkeys(
+        ("verl", "tinyzero"),
+        (
+            *("data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "trainer.total_epochs"),
+            "actor_rollout_ref.model.path",
+        ),
+    ),
     "trl": ("max_completion_length", "num_generations", "gradient_checkpointing"),
     "open-instruct": (
         *("max_prompt_token_length", "response_length", "num_unique_prompts_rollout", "total_episodes"),
@@ -1470,8 +1496,11 @@ BESIDE_PRESET = {
 }
 
 
-def settings_of(command: Command, framework: str) -> Theirs:
-    """Return the settings of a command under the current names of their keys; argparse's abbreviations are completed."""
+def settings_of(command: Command, framework: str, ours: Ours) -> Theirs:
+    """Return the settings of a command under the current names of their keys; argparse's abbreviations are completed.
+
+    An empty value is noted and left out.
+    """
     table = rows(framework)
     names = list(table)
     given: dict[str, Any] = {}
@@ -1481,6 +1510,9 @@ def settings_of(command: Command, framework: str) -> Theirs:
             name, value = completed(name, value, names)
         if name in table and table[name].kind == "renamed":
             name = table[name].ours
+        if value == "" and name in table and table[name].default not in ("", "''"):
+            ours.lacks(f"{key} is empty, as is a shell variable that is not set; its default takes its place")
+            continue
         given[name] = value
     if command.functions:
         given["functions"] = command.functions

@@ -1,23 +1,26 @@
-"""Translate other frameworks' flags (by the rows of docs/flags.md) and removed flags for an error message.
+"""Answer flags of other frameworks, removed flags and misused switches with one error, before anything is loaded.
 
-Both spellings are supported, by name and by path: ``--num_generations 8``, ``--algorithm.kl_ctrl.kl_coef=0.005``,
-``data.train_batch_size=1024``, ``+trainer.val_before_train=False``. Imports no torch.
+What another framework's words mean here is computed by scripts/translate.py, in a process of its own; the error ends
+with the translated command. Imports no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from runtime.system.process import refuse
 
-PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "flags.md"
+TRANSLATE = Path(__file__).resolve().parent.parent.parent / "scripts" / "translate.py"
 PATH = re.compile(r"[+~]{0,2}([A-Za-z_][\w.]*)=")  # a word that sets a field by its path, as Hydra has it
 SWITCH = {"true": "", "yes": "", "1": "", "false": "no-", "no": "no-", "0": "no-"}
+SECONDS = 60.0  # for the translation, which takes less than one on an idle machine
 
-# Settings of other frameworks that are fixed here and have no row on the page.
+# Sampling arguments of engines that are fixed here, by whatever name of theirs.
 FULL_DISTRIBUTION = (
     "fixed here: samples are drawn from the full distribution, so that the trainer's log-probs equal the sampler's; "
     "it is off in training and evaluation; drop the flag"
@@ -52,56 +55,6 @@ REMOVED = {
 }
 
 
-class Row(NamedTuple):
-    """What a line of the page says of one name of a framework: our cell, and the framework's own."""
-
-    framework: str
-    name: str  # with its path, as far as the page has it
-    ours: str
-    theirs: str
-    part: bool  # the name is only a part of an expression
-
-
-def rows() -> list[Row]:
-    """Every name on the page; none where a copy of the project has no docs."""
-    if not PAGE.is_file():
-        return []
-    header: list[str] = []
-    found = []
-    for line in PAGE.read_text().partition("\n## Metrics")[0].splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if cells[0] == "ours":
-            header = cells
-        if len(cells) != len(header):
-            continue
-        for framework, cell in zip(header[1:], cells[1:], strict=True):
-            theirs = re.sub(r"[`*¹²³⁴]", "", cell)
-            for alternative in re.split("[;,]", cell):
-                names = re.findall(r"`([\w.]+)`", alternative)
-                for name in names:
-                    part = name != names[0] or "/" in alternative
-                    found.append(Row(framework, name, cells[0].replace("`", ""), " ".join(theirs.split()), part))
-    return found
-
-
-def matching(path: str, table: list[Row]) -> list[Row]:
-    """The rows of a name or path: of those with the same last name, the ones that agree with most of the path."""
-    wanted = path.split(".")[::-1]
-    best: list[Row] = []
-    most = (0, False)
-    for row in table:
-        common = 0
-        for mine, other in zip(wanted, row.name.split(".")[::-1], strict=False):
-            if mine != other:
-                break
-            common += 1
-        rank = (common, not row.part)
-        if common > 0 and rank >= most:
-            best = [*best, row] if rank == most else [row]
-            most = rank
-    return list(dict.fromkeys(best))
-
-
 def groups(words: list[str], fields: dict[str, dataclasses.Field]) -> list[list[str]]:
     """A command line in parts: each option with the words that are its values, and each PATH=VALUE."""
     found: list[list[str]] = []
@@ -130,31 +83,25 @@ def flag_of(word: str, fields: dict[str, dataclasses.Field]) -> str:
     return name.removeprefix("no_") if name.removeprefix("no_") in fields else name
 
 
-def answer(part: list[str], fields: dict[str, dataclasses.Field], table: list[Row]) -> str | None:
-    """What to give instead of an option and its values; "" where nothing is known of it, None where it is right."""
+def answer(part: list[str], fields: dict[str, dataclasses.Field]) -> str | None:
+    """Return what to pass instead of an option and its values; "" for an unknown one, None for a valid one."""
     head, *values = part
     flag = flag_of(head, fields)
     if head.startswith("--") and flag in (*fields, "help", "as"):
-        return misused(head, values, flag, fields, table)
+        return misused(head, values, flag, fields)
     path = PATH.match(head)
     if not head.startswith("--") and path is None:
         return None
-    path = flag if head.startswith("--") else path.group(1)
-    name = path.rpartition(".")[2].removeprefix("no_")
+    name = flag.removeprefix("no_") if head.startswith("--") else path.group(1)
     if name in FIXED:
         return FIXED[name]
-    if path.removeprefix("no_") in REMOVED:
-        value = " ".join(values) or head.partition("=")[2] or "VALUE"
-        return REMOVED[name].replace("{}", value)
-    known = matching(path, table) or matching(path.removeprefix("no_"), table)
-    here = [row for row in known if has(row, fields)]
-    return told(here or known, bool(here))
+    if name in REMOVED:
+        return REMOVED[name].replace("{}", " ".join(values) or head.partition("=")[2] or "VALUE")
+    return ""
 
 
-def misused(
-    head: str, values: list[str], flag: str, fields: dict[str, dataclasses.Field], table: list[Row]
-) -> str | None:
-    """What is wrong with the values of a flag that is one here; None where nothing is."""
+def misused(head: str, values: list[str], flag: str, fields: dict[str, dataclasses.Field]) -> str | None:
+    """Return what is wrong with the values of a flag of this script; None where nothing is."""
     kind = str(fields[flag].type) if flag in fields else "bool | None"
     given = (values[0] if values else head.partition("=")[2]).lower()
     if kind == "bool" and given in SWITCH:
@@ -164,42 +111,38 @@ def misused(
     number = kind.split(" | ")[0] in ("int", "float")
     if values and not (number and given in ("true", "false")):
         return None
-    there = [f"; {row.framework}: {row.theirs}" for row in matching(flag, table) if row.name == flag]
-    return f"takes a {'number' if number else 'value'} here{''.join(there)}"
+    return f"takes a {'number' if number else 'value'} here"
 
 
-def has(row: Row, fields: dict[str, dataclasses.Field]) -> bool:
-    """Whether this script has the flags of a row; a row without flags is for every script."""
-    flags = re.findall(r"--(\w+)", row.ours)
-    return not row.ours.startswith("--") or flags[0] in fields
-
-
-def told(known: list[Row], here: bool) -> str:
-    """Rows in words, those of one flag together. The framework's cell has the unit, and what else differs there."""
-    said = []
-    for ours in dict.fromkeys(row.ours for row in known):
-        cells = [f"{row.framework}: {row.theirs}" for row in known if row.ours == ours]
-        absent = "" if here else ", which this script does not have"
-        if not ours.startswith(("--", "submit.py --")):
-            ours = f"no flag: {ours}"
-        said.append(f"{ours}{absent} ({'; '.join(dict.fromkeys(cells))})")
-    return " or ".join(said)
+def translation(words: list[str], fields: dict[str, dataclasses.Field]) -> str:
+    """Return what scripts/translate.py says of a command line: notes, and the command as the last line; "" if nothing."""
+    if not TRANSLATE.is_file():  # a copy of the project that left the scripts out
+        return ""
+    family = "ppo" if "gae_lambda" in fields else "grpo"
+    command = [sys.executable, str(TRANSLATE), "--script", Path(sys.argv[0]).name, "--family", family]
+    command += ["--gpus", os.environ["WORLD_SIZE"]] if os.environ.get("WORLD_SIZE", "").isdigit() else []
+    try:
+        done = subprocess.run([*command, "--", *words], capture_output=True, text=True, timeout=SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.rstrip("\n") if done.returncode == 0 else ""
 
 
 def refuse_foreign(words: list[str], fields: dict[str, dataclasses.Field]) -> None:
-    """End with exit code 2, and one answer for all, where words are other frameworks' or lack their values.
+    """Exit with code 2, and one error for all, where words are other frameworks' or lack their values.
 
-    Returns where every word is right, and where nothing is known of the others: tyro has words for those.
+    Returns where every word is valid, and where nothing is known of the others: tyro has an error for those.
     """
-    table = rows()
     answers = {}
     for part in groups(words, fields):
-        found = answer(part, fields, table)
+        found = answer(part, fields)
         if found is not None:
             answers[" ".join(part)] = found
-    if not any(answers.values()):
-        return
-    lines = [f"{text[:60]} -> {found or 'not known'}" for text, found in answers.items()]
-    refuse(
-        "\n  ".join(["these flags do not exist here; use instead (docs/flags.md has other frameworks' names):", *lines])
-    )
+    translated = translation(words, fields) if "" in answers.values() else ""
+    lines = [f"{text[:60]} -> {found}" for text, found in answers.items() if found]
+    if translated:
+        said = translated.splitlines()
+        refuse("\n  ".join([f"{said[0]}; the command here is the last line", *lines, *said[1:-1]]) + f"\n{said[-1]}")
+    if lines:
+        unknown = [f"{text[:60]} -> not known" for text, found in answers.items() if not found]
+        refuse("\n  ".join(["these flags do not exist here, or lack their values; use instead:", *lines, *unknown]))

@@ -42,11 +42,13 @@ __before() {
     [[ $1 =~ ^(__|\[\[|\(\(|for |case |select |while |until |if |function |local ) ]] && return 0
     [[ $1 =~ ^[A-Za-z_][A-Za-z_0-9]*(\[[^]]*\])?\+?=\( ]] && return 0
     [[ $1 =~ ^(export\ |declare\ (-x\ )?)?PATH= ]] && return 1
-    local text=$1
+    local text=$1 whole=$1
+    set -- "${__given[@]}" # the words of the script, for its own "$@"
     while [[ $text =~ $__redirection ]]; do text=${BASH_REMATCH[1]}; done
-    [[ $text != "$1" ]] && { eval "__record $text"; return 1; }
-    eval "__words $1"
+    [[ $text != "$whole" ]] && { eval "__record $text"; return 1; }
+    eval "__words $whole"
 }
+__given=("$@")
 __redirection='^(.*[^[:space:]])[[:space:]]+([0-9]*|&)>[>|]?[[:space:]]?(>\(.*\)|"[^"]*"|[^[:space:]">]+)$'
 readonly -f __record __words __before command_not_found_handle
 readonly PATH BASH_CMDS BASH_ENV ENV
