@@ -326,7 +326,7 @@ def metrics(framework: str) -> str:
     lines = (rules.TABLES / "metrics.tsv").read_text(encoding="utf-8").splitlines()[1:]
     header, *table = [line.split("\t") for line in lines]
     column = header.index(framework)
-    named = [(cells[column], cells[0]) for cells in table if cells[column]]
+    named = [(cells[column], cells[0]) for cells in table if len(cells) > column and cells[column]]
     width = max(len(name) for name, _ in named)
     return "\n".join(f"{name:<{width}}  {ours}" for name, ours in named)
 

@@ -69,7 +69,9 @@ def value_of(text: str) -> Any:
         return None
     if stripped.lower() in ("true", "false"):
         return stripped.lower() == "true"
-    if stripped[:1] in "[{'\"":
+    if stripped.startswith("(") and stripped.endswith(")"):  # a default in Python
+        stripped = f"[{stripped[1:-1]}]"
+    if stripped[:1] in ("[", "{", "'", '"'):
         try:
             return numbers(yaml.safe_load(stripped))
         except yaml.YAMLError:

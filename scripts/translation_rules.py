@@ -573,6 +573,8 @@ def trl(t: Theirs, ours: Ours) -> None:
     """Translate TRL's GRPOConfig, its script's arguments, and GRPOTrainer's as trainer.NAME."""
     ours.preset = "trl"
     trl_launch(t, ours)
+    if "processes" not in t.given and ours.processes == 1:
+        ours.note("the command does not say how many GPUs there are: 1 here; --gpus N of this program computes it for N")
     accumulate = whole(t("gradient_accumulation_steps"), 1)
     group = whole(t("num_generations"), 8)
     samples = t("generation_batch_size")
@@ -672,6 +674,8 @@ def trl_data(t: Theirs, ours: Ours) -> None:
     ours.set("model_name_or_path", name if revision == "main" or not name else f"{name}@{revision}")
     data = t.given.get("trainer.train_dataset", t.given.get("dataset_name"))
     t.has("trainer.train_dataset", "dataset_name", "datasets")
+    if not name:
+        ours.lacks("no model is named: add --model_name_or_path NAME; without it the model is the quickstart's")
     if data is not None:
         base, _, split = path_text(data).partition("@")
         config = t("dataset_config")
@@ -1126,7 +1130,9 @@ def openrlhf_loss(t: Theirs, ours: Ours) -> None:
         ours.lacks(f"policy_loss_type {kind}; the clipped loss takes its place")
     bounds = [number(x) for x in listed(t("algo.advantage.is_correction_threshold", "[0.5, 5.0]"))]
     on = t.given.get("algo.advantage.is_correction_enable") is True or t("algo.advantage.is_correction_level", "off") not in ("off", False)
-    mode = str(t.given.get("algo.advantage.is_correction_type", t("algo.advantage.is_correction_mode", "mask")))
+    mode = str(t("algo.advantage.is_correction_mode", "mask"))
+    if t.has("algo.advantage.is_correction_enable"):
+        mode = str(t("algo.advantage.is_correction_type", "tis"))
     t.has(*(f"algo.advantage.is_correction_{name}" for name in ("enable", "type", "level", "mode", "gating", "threshold")))
     if on and mode in ("tis", "clip", "truncate", "clamp"):
         ours.set("truncated_importance_sampling_ratio_cap", bounds[-1])
@@ -1264,8 +1270,9 @@ def openrlhf_run(t: Theirs, ours: Ours) -> None:
     t.has("ds.param_dtype", "bf16")
     if kind in ("bf16", "fp32") or t.given.get("bf16") is True:
         ours.set("dtype", "float32" if kind == "fp32" else "bfloat16")
-    if t.has("ds.attn_implementation") and "flash" not in str(t("ds.attn_implementation")):
-        ours.set("attn_implementation", t("ds.attn_implementation"))
+    attention = t("ds.attn_implementation")
+    if t.has("ds.attn_implementation") and isinstance(attention, str) and "flash" not in attention:
+        ours.set("attn_implementation", attention)
 
 
 # --------------------------------------------------------------------------------------------------------------- AReaL
@@ -1295,6 +1302,9 @@ def areal(t: Theirs, ours: Ours) -> None:
     ours.set("kl_placement", "reward")
     if coef > 0:
         ours.set("kl_reward_estimator", {"k2": "k2", "k3": "k3"}.get(str(t("actor.kl_estimator", "k1")), "k1"))
+    if t("ppo.use_adaptive_kl_ctl", False) is True and coef > 0:
+        adaptive(ours, number(t("ppo.adaptive_kl_target"), 6) / coef, t("ppo.adaptive_kl_horizon", 10000))
+    t.has("ppo.adaptive_kl_target", "ppo.adaptive_kl_horizon")
     areal_corrections(t, ours)
     schedule(ours, t("actor.optimizer.lr_scheduler_type", "constant"), t("actor.optimizer.min_lr_ratio", 0.0))
     ours.set("adam_betas", [number(t("actor.optimizer.beta1"), 0.9), number(t("actor.optimizer.beta2"), 0.999)])
@@ -1326,12 +1336,13 @@ def areal_advantages(t: Theirs, ours: Ours, early: bool, has_critic: bool) -> No
         return
     if not has_critic and not early:
         ours.set("disable_value", True)
+        ours.set("bootstrap_truncated", False)
         ours.note("no critic and no reward_norm is ppo.py --disable_value: returns, whitened over the batch")
     kind = "group" if t.given.get("group_adv_norm") is True or adv == "group" else "batch" if adv not in (None, False) else "none"
     ours.set("adv_norm", kind)
     if t.given.get("ppo.value_norm") is True:
-        ours.set("value_norm", "exp")
-    t.has("ppo.value_norm", "use_dense_reward", "reward_delta")
+        ours.set("value_norm", "running" if t("ppo.value_norm_type", "exp") == "ma" else "exp")
+    t.has("ppo.value_norm", "ppo.value_norm_type", "use_dense_reward", "reward_delta")
     if t.given.get("use_dense_reward") is True:
         ours.set("dense_reward", "difference" if t.given.get("reward_delta", True) else "sum")
 
@@ -1386,7 +1397,11 @@ def areal_corrections(t: Theirs, ours: Ours) -> None:
     t.has(*(f"actor.rejection_sampling{part}" for part in ("", ".level", ".action", ".metric", ".agg")))
     decoupled = t.given.get("actor.use_decoupled_loss", t.given.get("ppo.use_decoupled_loss")) is True
     t.has("actor.use_decoupled_loss", "ppo.use_decoupled_loss", "actor.recompute_logprob", "ppo.recompute_logprob", "actor.prox_logp_method")
-    if given and number(high) > 1:
+    cap = number(t.given.get("behav_imp_weight_cap"))
+    t.has("behav_imp_weight_cap")
+    if cap > 1:
+        ours.set("importance_sampling_mask", [0.0, cap])
+    elif given and number(high) > 1:
         action = str(t.given.get("actor.rejection_sampling.action", "mask"))
         if action == "clamp":
             ours.set("truncated_importance_sampling_ratio_cap", number(high))

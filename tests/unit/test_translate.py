@@ -64,7 +64,8 @@ def ids(entry: dict) -> str:
 def test_a_published_command_becomes_the_command_that_was_checked(entry, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir(tmp_path)
-    assert translate.command_line(published(entry, tmp_path)) == entry["ours"], entry["path"]
+    line = translate.command_line(published(entry, tmp_path)).replace(str(tmp_path), "/home/me/here")
+    assert line == entry["ours"], entry["path"]
 
 
 def test_there_are_ten_commands_of_each_framework_and_each_says_what_was_checked():
