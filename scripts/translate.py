@@ -32,7 +32,7 @@ LAUNCH = "accelerate launch --config_file scripts/zero2.yaml"
 EARLY = ("ppo_micro_batch_size", "log_prob_micro_batch_size")
 
 
-# --------------------------------------------------------------------------------------------------------- recognition
+# ---------------------------------------------------------------------------------------------------------- recognition
 
 
 def recognized(command: reading.Command) -> str:
@@ -58,12 +58,10 @@ def is_early(command: reading.Command) -> bool:
     return "tinyzero" in text or (early and set(keys) <= rules.rows("tinyzero").keys())
 
 
-# ----------------------------------------------------------------------------------------------------------- translation
+# ---------------------------------------------------------------------------------------------------------- translation
 
 
-def translate(
-    command: reading.Command, framework: str, gpus: int | None = None, defaults: bool = True
-) -> rules.Ours:
+def translate(command: reading.Command, framework: str, gpus: int | None = None, defaults: bool = True) -> rules.Ours:
     """Return our command for one of a framework's. ``gpus``: the GPUs of the launch, where the user says so.
 
     ``defaults``: leave out what the preset sets, and add what it cannot; without, only computed flags are there.
@@ -114,7 +112,13 @@ def read_config(command: reading.Command, framework: str, ours: rules.Ours) -> N
 def launch_size(words: list[str]) -> int:
     """Return the number of processes that a launcher's words ask for; 0 where they do not say."""
     found = {"nodes": 1}
-    names = {"--num_processes": "all", "--nproc_per_node": "each", "--num_gpus": "each", "--nnodes": "nodes", "-n": "all"}
+    names = {
+        "--num_processes": "all",
+        "--nproc_per_node": "each",
+        "--num_gpus": "each",
+        "--nnodes": "nodes",
+        "-n": "all",
+    }
     for i, word in enumerate(words):
         name, equals, value = word.replace("--nproc-per-node", "--nproc_per_node").partition("=")
         value = value if equals else words[i + 1] if i + 1 < len(words) else ""
@@ -229,7 +233,7 @@ def same(mine: Any, theirs: Any) -> bool:
     return list(mine) == list(theirs) if isinstance(mine, list) and isinstance(theirs, list) else mine == theirs
 
 
-# ---------------------------------------------------------------------------------------------------------------- output
+# --------------------------------------------------------------------------------------------------------------- output
 
 
 def words_of(ours: rules.Ours) -> list[str]:
@@ -263,14 +267,24 @@ def blocks(ours: rules.Ours, framework: str) -> str:
     """Return the command, what differs, and what has no counterpart, in three blocks."""
     lines = [command_line(ours), "", f"What differs from {rules.version(framework)}, and why:"]
     if framework == "tinyzero":
-        lines.append("  Read as TinyZero, whose keys are those of verl in early 2025; name verl to read it as verl 0.9.1")
+        lines.append(
+            "  Read as TinyZero, whose keys are those of verl in early 2025; name verl to read it as verl 0.9.1"
+        )
     if ours.preset:
         table = tomllib.loads(PRESETS.read_text(encoding="utf-8"))[framework]
-        lines.append(f"  --as {ours.preset}: the defaults of {table['version']} that change learning; the start prints each")
+        lines.append(
+            f"  --as {ours.preset}: the defaults of {table['version']} that change learning; the start prints each"
+        )
     relied = sorted(ours.relied.items())
-    lines += [f"  --{flag}: from a default that the command leaves out, {source}" for flag, source in relied if flag in ours.flags]
+    lines += [
+        f"  --{flag}: from a default that the command leaves out, {source}"
+        for flag, source in relied
+        if flag in ours.flags
+    ]
     if ours.nodes > 1:
-        lines.append(f"  {ours.nodes} nodes: python scripts/submit.py --num_nodes {ours.nodes} submits this to a cluster")
+        lines.append(
+            f"  {ours.nodes} nodes: python scripts/submit.py --num_nodes {ours.nodes} submits this to a cluster"
+        )
     lines += [f"  {text}" for text in ours.differs]
     if lines[-1].endswith("why:"):
         lines.append("  nothing")
@@ -278,7 +292,12 @@ def blocks(ours: rules.Ours, framework: str) -> str:
     return "\n".join(lines)
 
 
-def answer_for(script: str, family: str, words: list[str], gpus: int | None) -> str:
+def answer_for(
+    script: str,
+    family: str,
+    words: list[str],
+    gpus: int | None,
+) -> str:
     """Return the error text for words given to one of our scripts: a heading, notes, and the command as the last line.
 
     A complete command of a framework becomes a complete command with the preset. Where a few of its words stand among
@@ -304,13 +323,23 @@ def answer_for(script: str, family: str, words: list[str], gpus: int | None) -> 
     return "\n".join([f"these flags belong to {rules.version(framework)}", *notes, line])
 
 
-def few_words(foreign: dict, own: dict, framework: str, family: str, gpus: int) -> rules.Ours:
+def few_words(
+    foreign: dict,
+    own: dict,
+    framework: str,
+    family: str,
+    gpus: int,
+) -> rules.Ours:
     """Return our flags for a few words of a framework, next to our own: those that their rows name, and no others."""
     known, table = rules.fields(family), rules.rows(framework)
-    start = {"algorithm.adv_estimator": "gae" if family == "ppo" else "grpo"} if "algorithm.adv_estimator" in table else {}
+    start = (
+        {"algorithm.adv_estimator": "gae" if family == "ppo" else "grpo"} if "algorithm.adv_estimator" in table else {}
+    )
     before = translate(reading.Command(framework, dict(start)), framework, gpus, defaults=False)
     ours = translate(reading.Command(framework, start | foreign), framework, gpus, defaults=False)
-    named = {flag for key in foreign if (row := row_of(key, table)) for flag in re.findall(r"--(\w+)", row.ours)}
+    given = [row for key in foreign if (row := row_of(key, table))]
+    given = [table[row.ours] if row.kind == "renamed" else row for row in given]
+    named = {flag for row in given for flag in re.findall(r"--(\w+)", row.ours)}
     ours.flags = {flag: value for flag, value in ours.flags.items() if flag in named and flag in known}
     ours.script, ours.preset, ours.relied = family, None, {}
     ours.differs = [text for text in ours.differs if text not in before.differs]
@@ -331,7 +360,7 @@ def metrics(framework: str) -> str:
     return "\n".join(f"{name:<{width}}  {ours}" for name, ours in named)
 
 
-# ------------------------------------------------------------------------------------------------------------------ main
+# ----------------------------------------------------------------------------------------------------------------- main
 
 
 def commands_in(path: str, words: list[str], framework: str) -> list[reading.Command]:
@@ -355,13 +384,42 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="translate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("framework", nargs="?", choices=[*rules.FRAMEWORKS, []], default=[], metavar="FRAMEWORK")
-    found.add_argument("--file", help="Read a shell script, a Python file, a YAML file, or - for standard input.")
-    found.add_argument("--gpus", type=int, help="GPUs of the launch. Default: as the command says, else 1.")
-    found.add_argument("--metrics", choices=rules.FRAMEWORKS, help="Print the names of metrics next to ours.")
-    found.add_argument("--script", help="Answer for this script, whose own flags may be among the words.")
-    found.add_argument("--family", choices=["grpo", "ppo"], default="grpo", help="Kind of the script.")
-    found.add_argument("--command_only", action="store_true", help="Print only the command.")
+    found.add_argument(
+        "framework",
+        nargs="?",
+        choices=[*rules.FRAMEWORKS, []],
+        default=[],
+        metavar="FRAMEWORK",
+    )
+    found.add_argument(
+        "--file",
+        help="Read a shell script, a Python file, a YAML file, or - for standard input.",
+    )
+    found.add_argument(
+        "--gpus",
+        type=int,
+        help="GPUs of the launch. Default: as the command says, else 1.",
+    )
+    found.add_argument(
+        "--metrics",
+        choices=rules.FRAMEWORKS,
+        help="Print the names of metrics next to ours.",
+    )
+    found.add_argument(
+        "--script",
+        help="Answer for this script, whose own flags may be among the words.",
+    )
+    found.add_argument(
+        "--family",
+        choices=["grpo", "ppo"],
+        default="grpo",
+        help="Kind of the script.",
+    )
+    found.add_argument(
+        "--command_only",
+        action="store_true",
+        help="Print only the command.",
+    )
     return found
 
 

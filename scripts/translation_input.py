@@ -27,6 +27,16 @@ OTHER = re.compile(
     r"(.*\.(fsdp_sft_trainer|sft_trainer|main_generation|main_eval)|openrlhf\.cli\.(train_(sft|dpo|rm|kd|kto)|serve_rm)"
     r"|(.*/)?(open_instruct/|eval).*\.py|(.*/)?(sft|dpo|reward|finetune)\w*\.py)$"
 )
+# Methods of a data set after which it is still that data set.
+SAME_DATA = (
+    "map",
+    "filter",
+    "shuffle",
+    "select",
+    "rename_column",
+    "remove_columns",
+    "train_test_split",
+)
 STOP = ("&&", "||", ";", "|", "&", "\\&\\&")
 
 # A word of the command -> the framework that it starts. The first match counts, and what follows it are the settings.
@@ -88,7 +98,10 @@ def numbers(value: Any) -> Any:
     return {key: numbers(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def flat(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
+def flat(
+    tree: dict[str, Any],
+    path: str = "",
+) -> dict[str, Any]:
     """Return full name -> value of nested mappings. An empty mapping is a value."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
@@ -131,7 +144,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------- bash
 
 
-def expand(script: str, name: str = "run.sh", words: list[str] | None = None) -> list[list[str]]:
+def expand(
+    script: str,
+    name: str = "run.sh",
+    words: list[str] | None = None,
+) -> list[list[str]]:
     """Return the words of every command of a shell script, expanded by bash, which executes no program.
 
     Raises Unreadable where bash is missing, or does not end.
@@ -161,10 +178,17 @@ def expand(script: str, name: str = "run.sh", words: list[str] | None = None) ->
     return [part for found in commands for part in inner(found, name)]
 
 
-def inner(words: list[str], name: str) -> list[list[str]]:
+def inner(
+    words: list[str],
+    name: str,
+) -> list[list[str]]:
     """Return the commands of ``bash -c TEXT`` in a command line, or else the command line itself."""
     for shell, option, text in zip(words, words[1:], words[2:], strict=False):
-        if shell.rpartition("/")[2] in ("bash", "sh") and option in ("-c", "-lc", "-ec") and find_program(words) is None:
+        if (
+            shell.rpartition("/")[2] in ("bash", "sh")
+            and option in ("-c", "-lc", "-ec")
+            and find_program(words) is None
+        ):
             return expand(text, name)
     return [words]
 
@@ -206,7 +230,10 @@ def own_words(words: list[str]) -> list[str]:
     return words[:end]
 
 
-def command_of(words: list[str], framework: str = "") -> Command:
+def command_of(
+    words: list[str],
+    framework: str = "",
+) -> Command:
     """Read one command line. ``framework``: what the user says it is, or ""."""
     command = Command(framework)
     words = [word for word in words if word not in ("", "\\", "\n")]
@@ -265,7 +292,10 @@ def tuple_of(texts: list[str]) -> Any:
 # --------------------------------------------------------------------------------------------------------------- Python
 
 
-def read_python(path: Path, command: Command) -> None:
+def read_python(
+    path: Path,
+    command: Command,
+) -> None:
     """Add the settings of ``GRPOConfig(...)`` and ``GRPOTrainer(...)`` in a Python file. Raises Unreadable."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -293,7 +323,12 @@ def read_python(path: Path, command: Command) -> None:
         command.framework = command.framework or "trl"
 
 
-def read_arguments(call: ast.Call, names: dict[str, ast.expr], command: Command, prefix: str) -> None:
+def read_arguments(
+    call: ast.Call,
+    names: dict[str, ast.expr],
+    command: Command,
+    prefix: str,
+) -> None:
     """Add the keyword arguments of a call. What is no literal is noted, and so are ``args``, which was read before."""
     given = [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
     if not prefix and call.args and not is_ellipsis(call.args[0]):
@@ -317,7 +352,11 @@ def name_of(node: ast.expr) -> str:
     return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
 
 
-def literal(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
+def literal(
+    node: ast.expr,
+    names: dict[str, ast.expr],
+    depth: int = 0,
+) -> Any:
     """Return the value of an expression without running it. Raises ValueError where that takes running it.
 
     load_dataset(NAME, CONFIGURATION, split=SPLIT) becomes NAME:CONFIGURATION@SPLIT, a function its name.
@@ -344,7 +383,7 @@ def literal(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
         arguments = [literal(item, names, depth + 1) for item in node.args[:2] if not isinstance(item, ast.Lambda)]
         if called == "load_dataset":
             return dataset_name(arguments, {k.arg: literal(k.value, names, depth + 1) for k in node.keywords if k.arg})
-        if called in ("map", "filter", "shuffle", "select", "rename_column", "remove_columns", "train_test_split"):
+        if called in SAME_DATA:
             return literal(node.func.value, names, depth + 1)
         if called in ("get", "getenv") and len(arguments) == 2:  # os.environ.get(NAME, DEFAULT)
             return arguments[1]
@@ -358,7 +397,10 @@ def literal(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
         raise ValueError from None
 
 
-def dataset_name(arguments: list[Any], keywords: dict[str, Any]) -> str:
+def dataset_name(
+    arguments: list[Any],
+    keywords: dict[str, Any],
+) -> str:
     """Return the name of a data set here, ID:CONFIGURATION@SPLIT, from the arguments of load_dataset."""
     name = keywords.get("path") or arguments[0]
     files = keywords.get("data_files")

@@ -189,9 +189,7 @@ def schedule(ours: Ours, name: Any, floor: Any = None) -> None:
 def dataset(ours: Ours, files: Any, flag: str = "dataset") -> None:
     """Set a data set from a name, or a list of files. ``~`` is expanded, as the framework does it."""
     names = [str(Path(name).expanduser()) if str(name).startswith("~") else str(name) for name in listed(files)]
-    if flag == "eval_dataset":
-        ours.set(flag, json.dumps(dict.fromkeys(names, 1.0)))
-    elif len(names) > 1:
+    if flag == "eval_dataset" or len(names) > 1:
         ours.set(flag, json.dumps(dict.fromkeys(names, 1.0)))
     elif names:
         ours.set(flag, names[0])
@@ -266,7 +264,16 @@ def adaptive(ours: Ours, target: Any, horizon: Any) -> None:
 # ----------------------------------------------------------------------------------------------------------------- verl
 
 
-VERL_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": "full"}
+VERL_KL = {
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "k3",
+    "k3": "k3",
+    "full": "full",
+}
 VERL_NORM = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
 
 
@@ -303,7 +310,9 @@ def verl_algorithm(t: Theirs, ours: Ours, first: bool) -> None:
             ours.set("disable_value", True)
             ours.note(f"adv_estimator={name} without a critic is ppo.py --disable_value: whitened returns")
         return
-    kind = {"rloo": "leave_one_out", "rloo_vectorized": "leave_one_out"}.get(name) or ("standard" if by_std else "centered")
+    kind = {"rloo": "leave_one_out", "rloo_vectorized": "leave_one_out"}.get(name) or (
+        "standard" if by_std else "centered"
+    )
     if name in ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized"):
         ours.set("advantage_normalization_type", kind)
     elif name == "reinforce_plus_plus_baseline":
@@ -365,7 +374,10 @@ def verl_loss(t: Theirs, ours: Ours, first: bool) -> None:
         with_variant(ours, variant, f"policy_loss.loss_mode={mode}")
     elif mode != "vanilla":
         ours.lacks(f"policy_loss.loss_mode={mode}; the clipped loss takes its place")
-    kind, cap = t("algorithm.rollout_correction.rollout_is"), t("algorithm.rollout_correction.rollout_is_threshold", 2.0)
+    kind, cap = (
+        t("algorithm.rollout_correction.rollout_is"),
+        t("algorithm.rollout_correction.rollout_is_threshold", 2.0),
+    )
     bounds = [number(bound) for bound in str(cap).split("_")]
     if kind and len(bounds) == 2:
         ours.set("importance_sampling_mask", bounds)
@@ -373,14 +385,20 @@ def verl_loss(t: Theirs, ours: Ours, first: bool) -> None:
         ours.set("truncated_importance_sampling_ratio_cap", bounds[0])
     if kind == "sequence":
         ours.note("rollout_is=sequence: the weight is of each token here, not of the sequence")
-    limits = t("algorithm.rollout_correction.rollout_rs_threshold"), t("algorithm.rollout_correction.rollout_rs_threshold_lower")
+    limits = (
+        t("algorithm.rollout_correction.rollout_rs_threshold"),
+        t("algorithm.rollout_correction.rollout_rs_threshold_lower"),
+    )
     if t("algorithm.rollout_correction.rollout_rs"):
         ours.lacks(f"rollout_rs with {limits[0]}: rejection of sequences; --importance_sampling_mask masks tokens")
 
 
 def warm_up(t: Theirs, ours: Ours, prefix: str) -> float:
     """Return verl's warm-up: optimizer steps, or a fraction. Its steps are of the loop."""
-    steps, ratio = whole(t(f"{prefix}.optim.lr_warmup_steps", -1), -1), number(t(f"{prefix}.optim.lr_warmup_steps_ratio"))
+    steps, ratio = (
+        whole(t(f"{prefix}.optim.lr_warmup_steps", -1), -1),
+        number(t(f"{prefix}.optim.lr_warmup_steps_ratio")),
+    )
     each = ours.flags["num_mini_batches"] * whole(t(f"{ACTOR}.ppo_epochs"), 1)
     return steps * each if steps > 0 else ratio
 
@@ -389,7 +407,11 @@ def verl_optimizer(t: Theirs, ours: Ours) -> None:
     """Set optimizer and schedule, and what differs for the critic."""
     prefix = f"{ACTOR}.optim"
     ours.set("warm_up", warm_up(t, ours, ACTOR))
-    name = t.given.get(f"{prefix}.warmup_style") or t.given.get(f"{prefix}.lr_decay_style") or t(f"{prefix}.lr_scheduler_type")
+    name = (
+        t.given.get(f"{prefix}.warmup_style")
+        or t.given.get(f"{prefix}.lr_decay_style")
+        or t(f"{prefix}.lr_scheduler_type")
+    )
     peak = number(t(f"{prefix}.lr"), 1e-6)
     floor = t(f"{prefix}.min_lr_ratio") or number(t(f"{prefix}.min_lr")) / peak
     t.has(f"{prefix}.warmup_style", f"{prefix}.lr_decay_style")
@@ -404,6 +426,7 @@ def verl_optimizer(t: Theirs, ours: Ours) -> None:
     if ours.script != "ppo" or ours.flags.get("disable_value"):
         return
     policy = t("actor_rollout_ref.model.path")
+    t.has("critic.model.path", "critic.optim.clip_grad", "critic.ppo_epochs")
     ppo_critic(ours, "model_name_or_path", t.given.get("critic.model.path", policy), policy)
     ppo_critic(ours, "warm_up", warm_up(t, ours, "critic"), ours.flags["warm_up"])
     ppo_critic(ours, "weight_decay", t("critic.optim.weight_decay", 0.01), t(f"{prefix}.weight_decay", 0.01))
@@ -421,7 +444,9 @@ def verl_data(t: Theirs, ours: Ours) -> None:
     for key, flag in (("data.train_files", "dataset"), ("data.val_files", "eval_dataset")):
         dataset(ours, t(key), flag)
     for key, flag in (("data.train_max_samples", "dataset"), ("data.val_max_samples", "eval_dataset")):
-        if whole(t(key, -1), -1) > 0 and (name := next(iter(listed(t(f"data.{'train' if flag == 'dataset' else 'val'}_files"))), None)):
+        if whole(t(key, -1), -1) > 0 and (
+            name := next(iter(listed(t(f"data.{'train' if flag == 'dataset' else 'val'}_files"))), None)
+        ):
             ours.set(flag, json.dumps({str(name): whole(t(key))}))
     if t("data.prompt_key", "prompt") != "prompt":
         ours.set("prompt_key", t("data.prompt_key"))
@@ -436,13 +461,19 @@ def verl_data(t: Theirs, ours: Ours) -> None:
         ours.set("overlong_prompts", "left" if cut == "middle" else cut)
     elif t.framework == "tinyzero":
         ours.set("overlong_prompts", "error")
-    variables = {key.rpartition(".")[2]: value for key, value in t.given.items() if "apply_chat_template_kwargs." in key}
+    variables = {
+        key.rpartition(".")[2]: value for key, value in t.given.items() if "apply_chat_template_kwargs." in key
+    }
     whole_kwargs = t("data.apply_chat_template_kwargs")
     variables |= whole_kwargs if isinstance(whole_kwargs, dict) else {}
     t.used.update(key for key in t.given if "apply_chat_template_kwargs" in key or "model.override_config" in key)
     if variables:
         ours.set("chat_template", json.dumps(variables))
-    changed = {key.rpartition("override_config.")[2]: value for key, value in t.given.items() if "ref.model.override_config." in key}
+    changed = {
+        key.rpartition("override_config.")[2]: value
+        for key, value in t.given.items()
+        if "ref.model.override_config." in key
+    }
     if changed and all("." not in key for key in changed):
         changed.pop("attn_implementation", None)
         ours.set("override_config", json.dumps(changed) if changed else None)
@@ -457,12 +488,22 @@ def verl_reward(t: Theirs, ours: Ours) -> None:
     """Set reward functions, a reward model, and the penalties of its reward managers."""
     for prefix in ("", "reward."):
         if t(f"{prefix}custom_reward_function.path"):
-            reward_file(ours, "custom_reward_function", t(f"{prefix}custom_reward_function.path"), t(f"{prefix}custom_reward_function.name"))
-    if t("reward_model.enable") is True or t("reward.reward_model.enable") is True:
-        name = t("reward_model.model.path") or t("reward.reward_model.model_path")
+            reward_file(
+                ours,
+                "custom_reward_function",
+                t(f"{prefix}custom_reward_function.path"),
+                t(f"{prefix}custom_reward_function.name"),
+            )
+    if True in [t("reward_model.enable"), t("reward.reward_model.enable")]:
+        name = [path for path in (t("reward_model.model.path"), t("reward.reward_model.model_path")) if path]
+        name = name[0] if name else None
         ours.set("reward_model_name_or_path", name)
         ours.set("verifier", "reward_model")
-    for prefix in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg", "reward.reward_kwargs.overlong_buffer_cfg"):
+    for prefix in (
+        "reward_model.overlong_buffer",
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward.reward_kwargs.overlong_buffer_cfg",
+    ):
         if t(f"{prefix}.enable") is True:
             ours.set("overlong_buffer", whole(t(f"{prefix}.len")))
             if number(t(f"{prefix}.penalty_factor"), 1.0) != 1.0:
@@ -473,7 +514,9 @@ def verl_reward(t: Theirs, ours: Ours) -> None:
         rounds = whole(t("algorithm.filter_groups.max_num_gen_batches"))
         ours.set("dynamic_sampling_rounds", rounds if rounds > 0 else 10)
         ours.set("filter_zero_std_samples", True)
-        ours.note("filter_groups: groups of equal reward are replaced by new prompts, at most --dynamic_sampling_rounds times")
+        ours.note(
+            "filter_groups: groups of equal reward are replaced by new prompts, at most --dynamic_sampling_rounds times"
+        )
     t.has("data.gen_batch_size")
 
 
@@ -528,7 +571,11 @@ def verl_run(t: Theirs, ours: Ours) -> None:
     if whole(t("trainer.save_freq", -1), -1) > 0:
         ours.set("save_every", whole(t("trainer.save_freq")))
     sampled = t(f"{ROLLOUT}.val_kwargs.do_sample", False)
-    ours.set("eval_temperature", number(t(f"{ROLLOUT}.val_kwargs.temperature", 0.0)) if sampled else 0.0, relied_on(t, f"{ROLLOUT}.val_kwargs.temperature"))
+    ours.set(
+        "eval_temperature",
+        number(t(f"{ROLLOUT}.val_kwargs.temperature", 0.0)) if sampled else 0.0,
+        relied_on(t, f"{ROLLOUT}.val_kwargs.temperature"),
+    )
     if t.has("trainer.default_local_dir"):
         ours.set("output_dir", path_text(t("trainer.default_local_dir")))
     if t("trainer.resume_mode", "auto") == "disable":
@@ -574,7 +621,9 @@ def trl(t: Theirs, ours: Ours) -> None:
     ours.preset = "trl"
     trl_launch(t, ours)
     if "processes" not in t.given and ours.processes == 1:
-        ours.note("the command does not say how many GPUs there are: 1 here; --gpus N of this program computes it for N")
+        ours.note(
+            "the command does not say how many GPUs there are: 1 here; --gpus N of this program computes it for N"
+        )
     accumulate = whole(t("gradient_accumulation_steps"), 1)
     group = whole(t("num_generations"), 8)
     samples = t("generation_batch_size")
@@ -584,8 +633,18 @@ def trl(t: Theirs, ours: Ours) -> None:
     if samples % group:
         ours.note(f"{samples} samples per step are no multiple of num_generations={group}; rounded up to whole groups")
     t.has("per_gpu_train_batch_size")
-    sized(ours, max(1, math.ceil(samples / group)), group, max(1, rounds) / accumulate, "steps_per_generation / gradient_accumulation_steps")
-    ours.relied |= {f: "per_device_train_batch_size=8, num_generations=8" for f in ("num_unique_prompts_rollout",) if not t.has("per_device_train_batch_size", "generation_batch_size")}
+    sized(
+        ours,
+        max(1, math.ceil(samples / group)),
+        group,
+        max(1, rounds) / accumulate,
+        "steps_per_generation / gradient_accumulation_steps",
+    )
+    ours.relied |= {
+        f: "per_device_train_batch_size=8, num_generations=8"
+        for f in ("num_unique_prompts_rollout",)
+        if not t.has("per_device_train_batch_size", "generation_batch_size")
+    }
     per_batch = ours.flags["num_mini_batches"] * whole(t("num_iterations"), 1)
     trl_loss(t, ours)
     trl_optimizer(t, ours)
@@ -617,11 +676,15 @@ def trl_launch(t: Theirs, ours: Ours) -> None:
         settings = yaml.safe_load(Path(name).read_text(encoding="utf-8")) or {}
     if "processes" not in t.given:
         ours.processes = whole(settings.get("num_processes")) or TRL_LAUNCH.get(stem, 1)
-    stage = whole((settings.get("deepspeed_config") or {}).get("zero_stage")) or whole(stem[4:5] if stem.startswith("zero") else 0)
+    stage = whole((settings.get("deepspeed_config") or {}).get("zero_stage")) or whole(
+        stem[4:5] if stem.startswith("zero") else 0
+    )
     if stage in (1, 3):
         ours.set("zero_stage", stage)
     if stem.startswith("fsdp"):
-        ours.lacks("FSDP; DeepSpeed ZeRO 2 shards gradients and optimizer states here, --zero_stage 3 parameters as well")
+        ours.lacks(
+            "FSDP; DeepSpeed ZeRO 2 shards gradients and optimizer states here, --zero_stage 3 parameters as well"
+        )
 
 
 def trl_loss(t: Theirs, ours: Ours) -> None:
@@ -645,7 +708,9 @@ def trl_loss(t: Theirs, ours: Ours) -> None:
     if t("importance_sampling_level", "token") == "sequence":
         with_variant(ours, "gspo", "importance_sampling_level=sequence")
     if t("delta") is not None:
-        ours.lacks(f"delta={t('delta')}: a cap of the ratio for both signs; --clip_ratio_c caps it for negative advantages")
+        ours.lacks(
+            f"delta={t('delta')}: a cap of the ratio for both signs; --clip_ratio_c caps it for negative advantages"
+        )
     ours.set("kl_placement", "loss")
     ours.set("kl_gradient", "unbiased" if t("use_bias_correction_kl", True) else "naive")
     if t("sync_ref_model", False):
@@ -688,12 +753,21 @@ def trl_data(t: Theirs, ours: Ours) -> None:
     if "dataset" in ours.flags:
         ours.set("prompt_key", "prompt")
     else:
-        ours.lacks("no data set is named: add --dataset NAME --prompt_key prompt; without it the data are the quickstart's")
+        ours.lacks(
+            "no data set is named: add --dataset NAME --prompt_key prompt; without it the data are the quickstart's"
+        )
     ours.set("overlong_prompts", "left" if whole(t.given.get("max_prompt_length")) else None)
     ours.set("max_prompt_length", whole(t.given.get("max_prompt_length")) or None)
     t.has("max_prompt_length")
     evaluated = str(t.given.get("eval_strategy", t.given.get("evaluation_strategy", "no"))) != "no"
-    t.has("eval_strategy", "evaluation_strategy", "eval_on_start", "trainer.eval_dataset", "dataset_test_split", "test_split_size")
+    t.has(
+        "eval_strategy",
+        "evaluation_strategy",
+        "eval_on_start",
+        "trainer.eval_dataset",
+        "dataset_test_split",
+        "test_split_size",
+    )
     held = t.given.get("trainer.eval_dataset")
     if not evaluated:
         ours.set("eval_prompts", 0)
@@ -707,14 +781,34 @@ def trl_data(t: Theirs, ours: Ours) -> None:
 
 def trl_rewards(t: Theirs, ours: Ours) -> None:
     """Set verifiers from reward functions by name, their weights, and the column of the truth."""
-    names = [str(name).rpartition(".")[2] for name in listed(t.given.get("trainer.reward_funcs", t.given.get("reward_funcs")))]
+    names = [
+        str(name).rpartition(".")[2]
+        for name in listed(t.given.get("trainer.reward_funcs", t.given.get("reward_funcs")))
+    ]
     full = [str(name) for name in listed(t.given.get("trainer.reward_funcs", t.given.get("reward_funcs")))]
     t.has("trainer.reward_funcs", "reward_funcs")
     weights = [number(weight, 1.0) for weight in listed(t("reward_weights"))]
     verifiers: list[str] = []
     weighed = []
     functions = t.given.get("functions") or {}
-    columns = [c for name in names for c in functions.get(name, []) if c not in ("prompts", "completions", "completion_ids", "trainer_state", "self", "completion", "prompt", "kwargs", "log_extra", "log_metric")]
+    columns = [
+        c
+        for name in names
+        for c in functions.get(name, [])
+        if c
+        not in (
+            "prompts",
+            "completions",
+            "completion_ids",
+            "trainer_state",
+            "self",
+            "completion",
+            "prompt",
+            "kwargs",
+            "log_extra",
+            "log_metric",
+        )
+    ]
     for i, name in enumerate(names):
         weight = weights[i] if i < len(weights) else 1.0
         if name in TRL_REWARDS and TRL_REWARDS[name] not in verifiers:
@@ -723,7 +817,9 @@ def trl_rewards(t: Theirs, ours: Ours) -> None:
                 weighed.append(f"{TRL_REWARDS[name]}={weight:g}")
         elif name == "get_soft_overlong_punishment":
             ours.set("overlong_buffer", min(256, max(1, whole(t("max_completion_length"), 512) - 1)))
-            ours.note("get_soft_overlong_punishment counts back from 1280 tokens in trl grpo; here from --max_response_length")
+            ours.note(
+                "get_soft_overlong_punishment counts back from 1280 tokens in trl grpo; here from --max_response_length"
+            )
         elif "/" in full[i] and ".py" not in full[i]:
             ours.set("reward_model_name_or_path", full[i])
             verifiers.append("reward_model")
@@ -758,7 +854,9 @@ def trl_engine(t: Theirs, ours: Ours) -> None:
         ours.vllm_args["max_model_len"] = longest
     t.has("vllm_model_impl")
     if t("vllm_mode", "colocate") == "server" and t.has("vllm_mode"):
-        ours.note("vllm_mode=server: --vllm_engines N has N GPUs of the same launch only sample; here each GPU does both")
+        ours.note(
+            "vllm_mode=server: --vllm_engines N has N GPUs of the same launch only sample; here each GPU does both"
+        )
     t.has("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port")
     parallel(ours, t("vllm_tensor_parallel_size"), "vllm_tensor_parallel_size")
     if t("vllm_enable_sleep_mode", False):
@@ -811,11 +909,16 @@ def trl_run(t: Theirs, ours: Ours, per_batch: int) -> None:
         ours.lacks("resume_from_checkpoint: its checkpoints have another format")
 
 
-# ------------------------------------------------------------------------------------------------------- open-instruct
+# -------------------------------------------------------------------------------------------------------- open-instruct
 
 TEMPLATES = {
-    **{"tulu": "tulu", "tulu_thinker": "tulu", "tulu_thinker_r1_style": "tulu", "simple_chat": "question_answer"},
-    **{"r1_simple_chat": "r1", "r1_simple_chat_postpend_think": "r1", "chatml": "chatml"},
+    "tulu": "tulu",
+    "tulu_thinker": "tulu",
+    "tulu_thinker_r1_style": "tulu",
+    "simple_chat": "question_answer",
+    "r1_simple_chat": "r1",
+    "r1_simple_chat_postpend_think": "r1",
+    "chatml": "chatml",
 }
 KL_BY_NUMBER = {"0": "k1", "1": "k2", "2": "k3", "3": "k4"}
 
@@ -823,7 +926,10 @@ KL_BY_NUMBER = {"0": "k1", "1": "k2", "2": "k3", "3": "k4"}
 def open_instruct(t: Theirs, ours: Ours) -> None:
     """Translate open-instruct's grpo_fast.py, and what its earlier programs named otherwise."""
     ours.preset = "open-instruct"
-    learners = sum(whole(n) for n in listed(t.given.get("num_learners_per_node", t.given.get("actor_num_gpus_per_node", 1))))
+    learners = sum(
+        whole(n) for n in listed(t.given.get("num_learners_per_node", t.given.get("actor_num_gpus_per_node", 1)))
+    )
+    t.has("num_learners_per_node")
     open_instruct_launch(t, ours, learners)
     early = whole(t.given.get("local_rollout_batch_size"))
     if early:
@@ -863,7 +969,9 @@ def open_instruct_launch(t: Theirs, ours: Ours, learners: int) -> None:
     elif ahead > 0:
         ours.set("async_steps", 1)
         if ahead > 1:
-            ours.note(f"async_steps={ahead}: 1 here, as weights are pushed between batches where an engine has several GPUs")
+            ours.note(
+                f"async_steps={ahead}: 1 here, as weights are pushed between batches where an engine has several GPUs"
+            )
     stage = whole(t("deepspeed_stage"))
     if stage in (1, 3):
         ours.set("zero_stage", stage)
@@ -897,7 +1005,9 @@ def open_instruct_loss(t: Theirs, ours: Ours) -> None:
     ours.set("loss_norm", "token" if norm == "token" else "constant")
     if norm != "token":
         ours.note(f"loss_denominator={norm}: sums are divided by --max_response_length here; scale --learning_rate")
-    if t.has("token_level_loss", "masked_mean_axis", "masked_mean_denominator") and (t("masked_mean_axis") == 1 or t.given.get("token_level_loss") is False):
+    if t.has("token_level_loss", "masked_mean_axis", "masked_mean_denominator") and (
+        t("masked_mean_axis") == 1 or t.given.get("token_level_loss") is False
+    ):
         ours.set("loss_norm", "sequence")
     if str(t("loss_fn", "dapo")).lower() == "cispo":
         with_variant(ours, "cispo", "loss_fn=cispo")
@@ -916,18 +1026,27 @@ def open_instruct_data(t: Theirs, ours: Ours) -> None:
         ours.note("evaluations there are greedy: --eval_temperature 0")
     else:
         ours.set("eval_prompts", 0)
-    t.has("dataset_mixer_eval_list", "dataset_eval_mixer", "dataset_mixer", "dataset_train_splits", "dataset_eval_splits", "dataset_mixer_eval_list_splits")
+    t.has(
+        "dataset_mixer_eval_list",
+        "dataset_eval_mixer",
+        "dataset_mixer",
+        "dataset_train_splits",
+        "dataset_eval_splits",
+        "dataset_mixer_eval_list_splits",
+    )
     ours.set("bad_rows", "drop")
     ours.note("--bad_rows drop leaves out rows whose verifier does not exist here, and says how many")
     if t("ground_truths_key", "GROUND_TRUTHS_KEY") not in ("ground_truth", "GROUND_TRUTHS_KEY"):
         ours.set("ground_truth_key", t("ground_truths_key"))
     if t("sft_messages_key", "messages") not in ("messages", "DEFAULT_SFT_MESSAGES_KEY"):
         ours.set("prompt_key", t("sft_messages_key"))
-    template = t("chat_template_name")
+    template = t("chat_template_name") or t("chat_template")
     if template in TEMPLATES:
         ours.set("chat_template", TEMPLATES[template])
         if template != TEMPLATES[template]:
-            ours.note(f"chat_template_name={template}: --chat_template {TEMPLATES[template]} is the nearest of the built-in ones")
+            ours.note(
+                f"chat_template_name={template}: --chat_template {TEMPLATES[template]} is the nearest built-in one"
+            )
     elif template:
         ours.lacks(f"chat_template_name={template}: the tokenizer's own template; a Jinja file is --chat_template FILE")
     if t("system_prompt_override_file"):
@@ -937,6 +1056,7 @@ def open_instruct_data(t: Theirs, ours: Ours) -> None:
         else:
             ours.lacks(f"system_prompt_override_file={file}: no such file here; pass its text as --system_prompt")
     factor = t("rope_scaling_factor")
+    t.has("rope_scaling_beta_fast", "rope_scaling_beta_slow", "rope_scaling_old_context_len")
     if factor:
         ours.lacks(f"rope_scaling_factor={factor}: give rope_scaling in --override_config")
     kind = str(t("model_dtype", "bfloat16"))
@@ -944,7 +1064,9 @@ def open_instruct_data(t: Theirs, ours: Ours) -> None:
         ours.set("dtype", kind)
     passed = t("no_resampling_pass_rate")
     if passed is not None:
-        ours.note(f"no_resampling_pass_rate={passed}: --dataset_filter SHARE {passed} drops such problems after an epoch")
+        ours.note(
+            f"no_resampling_pass_rate={passed}: --dataset_filter SHARE {passed} drops such problems after an epoch"
+        )
 
 
 def mixture(t: Theirs, ours: Ours, key: str, splits_key: str, flag: str) -> None:
@@ -968,7 +1090,12 @@ def mixture(t: Theirs, ours: Ours, key: str, splits_key: str, flag: str) -> None
             ours.note(f"{key} {name} {share}: it has {held} rows here, and all of them are used")
             share = 1.0
         sources[name] = min(1.0, share) if isinstance(share, float) else share
-    if len(sources) == 1 and flag == "dataset" and next(iter(sources.values())) == 1.0 and isinstance(next(iter(sources.values())), float):
+    if (
+        len(sources) == 1
+        and flag == "dataset"
+        and next(iter(sources.values())) == 1.0
+        and isinstance(next(iter(sources.values())), float)
+    ):
         ours.set(flag, next(iter(sources)))
     elif sources:
         ours.set(flag, json.dumps(sources))
@@ -987,7 +1114,10 @@ def open_instruct_rewards(t: Theirs, ours: Ours) -> None:
     remap = t("remap_verifier")
     if remap:
         ours.note(f"remap_verifier={remap}: --verifier NAME judges every row")
-    if t.has("reward_model_multiplier", "reward_model_path") and number(t.given.get("reward_model_multiplier", 1.0)) > 0:
+    if (
+        t.has("reward_model_multiplier", "reward_model_path")
+        and number(t.given.get("reward_model_multiplier", 1.0)) > 0
+    ):
         ours.set("reward_model_name_or_path", t.given.get("reward_model_path"))
     t.has("reward_model_revision")
     value = t.given.get("penalty_reward_value", t("non_stop_penalty_value", 0.0))
@@ -998,7 +1128,9 @@ def open_instruct_rewards(t: Theirs, ours: Ours) -> None:
         scale = number(ours.flags.get("reward_scaling", 10.0), 10.0)
         ours.set("non_stop_penalty", -number(value) if number(value) < 0 else None)
         if number(value) > 0:
-            ours.note(f"non_stop_penalty_value={value} would reward truncation; truncated responses score 0 of {scale:g} here")
+            ours.note(
+                f"non_stop_penalty_value={value} would reward truncation; truncated responses score 0 of {scale:g} here"
+            )
     if t("active_sampling", False) is True:
         ours.set("dynamic_sampling_rounds", 10)
         ours.note("active_sampling replaces groups of equal reward until the batch is full; here up to 10 rounds")
@@ -1012,14 +1144,21 @@ def open_instruct_run(t: Theirs, ours: Ours) -> None:
         ours.set("exp_name", folder_name(t.given.get("exp_name", t.given.get("run_name"))))
     if t("with_tracking", False) is True:
         ours.set("track", True)
-        for key, name in (("wandb_project", "PROJECT"), ("wandb_project_name", "PROJECT"), ("wandb_entity", "ENTITY"), ("wandb_group_name", "RUN_GROUP")):
+        for key, name in (
+            ("wandb_project", "PROJECT"),
+            ("wandb_project_name", "PROJECT"),
+            ("wandb_entity", "ENTITY"),
+            ("wandb_group_name", "RUN_GROUP"),
+        ):
             if t.has(key) and t(key):
                 ours.env[f"WANDB_{name}"] = str(t(key))
     t.has("wandb_project", "wandb_project_name", "wandb_entity", "wandb_group_name")
     every = whole(t("local_eval_every"), 100)
     if t.has("num_evals") and whole(t("num_evals")):
         total = whole(t("total_episodes"), 100000)
-        per_step = number(ours.flags.get("num_unique_prompts_rollout", t("num_unique_prompts_rollout", 16))) * number(t.given.get("num_samples_per_prompt_rollout", t.given.get("number_samples_per_prompt", 4)))
+        per_step = number(ours.flags.get("num_unique_prompts_rollout", t("num_unique_prompts_rollout", 16))) * number(
+            t.given.get("num_samples_per_prompt_rollout", t.given.get("number_samples_per_prompt", 4))
+        )
         every = max(1, int(total / per_step) // whole(t("num_evals")))
     if "eval_dataset" in ours.flags and every > 0:
         ours.set("eval_every", every, relied_on(t, "local_eval_every") if not t.has("num_evals") else "")
@@ -1033,13 +1172,16 @@ def open_instruct_run(t: Theirs, ours: Ours) -> None:
         ours.set("keep_checkpoints", max(0, whole(t("keep_last_n_checkpoints"))))
     if t.has("save_traces", "rollouts_save_path") and t("save_traces", False) is True:
         ours.set("log_samples", 64)
-    for key, name in (("vllm_gpu_memory_utilization", "gpu_memory_utilization"), ("vllm_enforce_eager", "enforce_eager")):
+    for key, name in (
+        ("vllm_gpu_memory_utilization", "gpu_memory_utilization"),
+        ("vllm_enforce_eager", "enforce_eager"),
+    ):
         if t.has(key) and t(key) is not None:
             ours.vllm_args[name] = t(key)
     t.has("vllm_attention_backend", "vllm_enable_prefix_caching", "enable_prefix_caching")
 
 
-# ------------------------------------------------------------------------------------------------------------ OpenRLHF
+# ------------------------------------------------------------------------------------------------------------- OpenRLHF
 
 OPENRLHF_NORM = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
 
@@ -1058,7 +1200,9 @@ def openrlhf(t: Theirs, ours: Ours) -> None:
         ours.set("disable_value", True)
         ours.note(f"estimator {name} is ppo.py --disable_value: whitened returns without a critic")
     if t.has("algo.advantage.no_std_norm") and t("algo.advantage.no_std_norm") is True:
-        ours.note("no_std_norm: advantages keep their scale there; --adv_norm none of ppo.py does not center them either")
+        ours.note(
+            "no_std_norm: advantages keep their scale there; --adv_norm none of ppo.py does not center them either"
+        )
     openrlhf_launch(t, ours)
     group, prompts = whole(t("rollout.n_samples_per_prompt"), 1), whole(t("rollout.batch_size"), 1024)
     each = whole(t("train.batch_size"), 128)
@@ -1129,15 +1273,22 @@ def openrlhf_loss(t: Theirs, ours: Ours) -> None:
     elif kind != "ppo":
         ours.lacks(f"policy_loss_type {kind}; the clipped loss takes its place")
     bounds = [number(x) for x in listed(t("algo.advantage.is_correction_threshold", "[0.5, 5.0]"))]
-    on = t.given.get("algo.advantage.is_correction_enable") is True or t("algo.advantage.is_correction_level", "off") not in ("off", False)
+    on = t.given.get("algo.advantage.is_correction_enable") is True or t(
+        "algo.advantage.is_correction_level", "off"
+    ) not in ("off", False)
     mode = str(t("algo.advantage.is_correction_mode", "mask"))
     if t.has("algo.advantage.is_correction_enable"):
         mode = str(t("algo.advantage.is_correction_type", "tis"))
-    t.has(*(f"algo.advantage.is_correction_{name}" for name in ("enable", "type", "level", "mode", "gating", "threshold")))
+    t.has(
+        *(f"algo.advantage.is_correction_{name}" for name in ("enable", "type", "level", "mode", "gating", "threshold"))
+    )
     if on and mode in ("tis", "clip", "truncate", "clamp"):
         ours.set("truncated_importance_sampling_ratio_cap", bounds[-1])
     elif on:
-        ours.set("importance_sampling_mask", [bounds[0] if len(bounds) > 1 and bounds[0] < 1 else 0.0, max(1.0001, bounds[-1])])
+        ours.set(
+            "importance_sampling_mask",
+            [bounds[0] if len(bounds) > 1 and bounds[0] < 1 else 0.0, max(1.0001, bounds[-1])],
+        )
     if on and t.given.get("algo.advantage.is_correction_level") not in (None, "token"):
         ours.note("is_correction_level: weights are of tokens here")
 
@@ -1171,7 +1322,11 @@ def openrlhf_optimizer(t: Theirs, ours: Ours) -> None:
         return
     policy = t("actor.model_name_or_path")
     ppo_critic(ours, "model_name_or_path", t.given.get("critic.model_name_or_path", policy), policy)
-    for key, mine in (("lr_warmup_ratio", "warm_up"), ("adam.weight_decay", "weight_decay"), ("max_norm", "max_grad_norm")):
+    for key, mine in (
+        ("lr_warmup_ratio", "warm_up"),
+        ("adam.weight_decay", "weight_decay"),
+        ("max_norm", "max_grad_norm"),
+    ):
         ppo_critic(ours, mine, number(t(f"critic.{key}")), number(t(f"actor.{key}")))
     if t.has("critic.lr_scheduler"):
         kinds = {"constant": "constant", "linear": "linear"}
@@ -1186,13 +1341,17 @@ def openrlhf_data(t: Theirs, ours: Ours) -> None:
     names = [name if split == "train" else f"{name}@{split}" for name in names]
     dataset(ours, names)
     if t.has("data.prompt_probs") and len(names) > 1:
-        ours.note("data.prompt_probs: shares of what is drawn there; here the JSON of --dataset has shares of each source")
+        ours.note(
+            "data.prompt_probs: shares of what is drawn there; here the JSON of --dataset has shares of each source"
+        )
     limit, held = whole(t("data.max_samples")), [local_rows(name) for name in names]
     if t.has("data.max_samples") and len(names) == 1:
         if held[0] is not None and limit < held[0]:
             ours.set("dataset", json.dumps({names[0]: limit}))
         elif held[0] is None:
-            ours.note(f"data.max_samples {limit}: if the data have more, give --dataset '{json.dumps({names[0]: limit})}'")
+            ours.note(
+                f"data.max_samples {limit}: if the data have more, give --dataset '{json.dumps({names[0]: limit})}'"
+            )
     if t.has("eval.dataset"):
         where = str(t("eval.split", "train"))
         ours.set("eval_dataset", json.dumps({str(t("eval.dataset")) + ("" if where == "train" else f"@{where}"): 1.0}))
@@ -1208,7 +1367,11 @@ def openrlhf_data(t: Theirs, ours: Ours) -> None:
         ours.set("chat_template", "none", relied_on(t, "data.apply_chat_template"))
     if t("data.input_template"):
         ours.lacks("data.input_template: a Jinja file with the same text is --chat_template FILE")
-    total, new, prompt = whole(t("data.max_len"), 2048), whole(t.given.get("rollout.max_new_tokens")), whole(t.given.get("prompt_max_len"))
+    total, new, prompt = (
+        whole(t("data.max_len"), 2048),
+        whole(t.given.get("rollout.max_new_tokens")),
+        whole(t.given.get("prompt_max_len")),
+    )
     t.has("rollout.max_new_tokens", "prompt_max_len")
     new = new or (total - prompt if 0 < prompt < total else total // 2)
     ours.set("max_response_length", new)
@@ -1275,7 +1438,7 @@ def openrlhf_run(t: Theirs, ours: Ours) -> None:
         ours.set("attn_implementation", attention)
 
 
-# --------------------------------------------------------------------------------------------------------------- AReaL
+# ---------------------------------------------------------------------------------------------------------------- AReaL
 
 
 def areal(t: Theirs, ours: Ours) -> None:
@@ -1311,7 +1474,11 @@ def areal(t: Theirs, ours: Ours) -> None:
     if ours.script == "ppo" and not ours.flags.get("disable_value"):
         policy = t("actor.path")
         ppo_critic(ours, "model_name_or_path", t.given.get("critic.path", policy) or policy, policy)
-        for key, mine in (("weight_decay", "weight_decay"), ("warmup_steps_proportion", "warm_up"), ("gradient_clipping", "max_grad_norm")):
+        for key, mine in (
+            ("weight_decay", "weight_decay"),
+            ("warmup_steps_proportion", "warm_up"),
+            ("gradient_clipping", "max_grad_norm"),
+        ):
             ppo_critic(ours, mine, t(f"critic.optimizer.{key}"), t(f"actor.optimizer.{key}"))
     t.has("critic.optimizer.lr_scheduler_type", "critic.path", "ppo.critic_sample_reuse")
     areal_data(t, ours)
@@ -1323,8 +1490,15 @@ def areal_advantages(t: Theirs, ours: Ours, early: bool, has_critic: bool) -> No
     mean, std = t("actor.reward_norm.mean_level", "group"), t("actor.reward_norm.std_level", "group")
     leave_out = t("actor.reward_norm.mean_leave1out", False) is True
     t.has("actor.reward_norm", "actor.reward_norm.eps", "actor.reward_norm.mean_level", "actor.reward_norm.std_level")
-    adv = t.given.get("actor.adv_norm.mean_level", t.given.get("ppo.adv_norm", t.given.get("actor.adv_norm", "batch" if early else None)))
-    t.has(*(f"actor.adv_norm{part}" for part in ("", ".mean_level", ".std_level", ".eps", ".mean_leave1out")), "ppo.adv_norm", "group_adv_norm")
+    adv = t.given.get(
+        "actor.adv_norm.mean_level",
+        t.given.get("ppo.adv_norm", t.given.get("actor.adv_norm", "batch" if early else None)),
+    )
+    t.has(
+        *(f"actor.adv_norm{part}" for part in ("", ".mean_level", ".std_level", ".eps", ".mean_leave1out")),
+        "ppo.adv_norm",
+        "group_adv_norm",
+    )
     if ours.script == "grpo":
         ours.set("advantage_normalization_type", "leave_one_out" if leave_out else "standard" if std else "centered")
         if "actor.reward_norm.eps" in t.given:
@@ -1338,7 +1512,13 @@ def areal_advantages(t: Theirs, ours: Ours, early: bool, has_critic: bool) -> No
         ours.set("disable_value", True)
         ours.set("bootstrap_truncated", False)
         ours.note("no critic and no reward_norm is ppo.py --disable_value: returns, whitened over the batch")
-    kind = "group" if t.given.get("group_adv_norm") is True or adv == "group" else "batch" if adv not in (None, False) else "none"
+    kind = (
+        "group"
+        if t.given.get("group_adv_norm") is True or adv == "group"
+        else "batch"
+        if adv not in (None, False)
+        else "none"
+    )
     ours.set("adv_norm", kind)
     if t.given.get("ppo.value_norm") is True:
         ours.set("value_norm", "running" if t("ppo.value_norm_type", "exp") == "ma" else "exp")
@@ -1370,13 +1550,21 @@ def areal_launch(t: Theirs, ours: Ours) -> None:
         ours.flags |= {"vllm_tensor_parallel_size": size} if size > 1 else {}
     else:
         ours.processes = max(trains, 1)
+    if t("actor.fsdp.offload_params", False) is True:
+        ours.set("zero_stage", 3)
+        ours.set("offload", ["param"])
     if ahead > 0 and size == 1:
         ours.set("async_steps", ahead)
         ours.set("inflight_updates", "recompute")
     elif ahead > 0:
         ours.set("async_steps", 1)
-        ours.note(f"max_head_offpolicyness={ahead}: --async_steps 1, as weights are pushed between batches to engines of several GPUs")
-    for key, name in (("vllm.gpu_memory_utilization", "gpu_memory_utilization"), ("sglang.mem_fraction_static", "gpu_memory_utilization")):
+        ours.note(
+            f"max_head_offpolicyness={ahead}: 1 here, as an engine of several GPUs gets its weights between batches"
+        )
+    for key, name in (
+        ("vllm.gpu_memory_utilization", "gpu_memory_utilization"),
+        ("sglang.mem_fraction_static", "gpu_memory_utilization"),
+    ):
         if t.has(key) and t(key) is not None:
             ours.vllm_args.setdefault(name, t(key))
     for key in ("max_num_seqs", "enforce_eager", "max_model_len", "max_num_batched_tokens", "enable_prefix_caching"):
@@ -1396,7 +1584,13 @@ def areal_corrections(t: Theirs, ours: Ours) -> None:
     given = any(key.startswith("actor.rejection_sampling") and t.given[key] is not None for key in t.given)
     t.has(*(f"actor.rejection_sampling{part}" for part in ("", ".level", ".action", ".metric", ".agg")))
     decoupled = t.given.get("actor.use_decoupled_loss", t.given.get("ppo.use_decoupled_loss")) is True
-    t.has("actor.use_decoupled_loss", "ppo.use_decoupled_loss", "actor.recompute_logprob", "ppo.recompute_logprob", "actor.prox_logp_method")
+    t.has(
+        "actor.use_decoupled_loss",
+        "ppo.use_decoupled_loss",
+        "actor.recompute_logprob",
+        "ppo.recompute_logprob",
+        "actor.prox_logp_method",
+    )
     cap = number(t.given.get("behav_imp_weight_cap"))
     t.has("behav_imp_weight_cap")
     if cap > 1:
@@ -1417,7 +1611,11 @@ def areal_corrections(t: Theirs, ours: Ours) -> None:
 
 def areal_data(t: Theirs, ours: Ours) -> None:
     """Set data sets and lengths."""
-    for key, split, flag in (("train_dataset", "train", "dataset"), ("valid_dataset", "test", "eval_dataset"), ("dataset", "", "dataset")):
+    for key, split, flag in (
+        ("train_dataset", "train", "dataset"),
+        ("valid_dataset", "test", "eval_dataset"),
+        ("dataset", "", "dataset"),
+    ):
         name = t.given.get(f"{key}.path")
         t.has(f"{key}.path", f"{key}.split")
         if not name:
@@ -1425,7 +1623,9 @@ def areal_data(t: Theirs, ours: Ours) -> None:
         text = path_text(name)
         if text == "openai/gsm8k":
             text = f"openai/gsm8k:main@{t.given.get(f'{key}.split', split)}"
-            ours.note("its gsm8k asks for the answer in \\boxed{}, and math-verify judges; here the verifier gsm8k reads the last number")
+            ours.note(
+                "its gsm8k asks for \\boxed{} and math-verify judges; the verifier gsm8k here reads the last number"
+            )
         if flag == "dataset" or not same_data(text, ours):
             ours.set(flag, text if flag == "dataset" else json.dumps({text: 1.0}))
     if "eval_dataset" not in ours.flags:
@@ -1457,7 +1657,10 @@ def areal_run(t: Theirs, ours: Ours) -> None:
                 if t.has(f"{prefix}.{key}") and t(f"{prefix}.{key}"):
                     ours.env[f"WANDB_{name}"] = str(t(f"{prefix}.{key}"))
         t.has(f"{prefix}.project", f"{prefix}.entity", f"{prefix}.group")
-    for keys, flag in ((("evaluator.freq_steps", "exp_ctrl.eval_freq_steps"), "eval_every"), (("saver.freq_steps", "exp_ctrl.save_freq_steps", "exp_ctrl.ckpt_freq_steps"), "save_every")):
+    for keys, flag in (
+        (("evaluator.freq_steps", "exp_ctrl.eval_freq_steps"), "eval_every"),
+        (("saver.freq_steps", "exp_ctrl.save_freq_steps", "exp_ctrl.ckpt_freq_steps"), "save_every"),
+    ):
         for key in keys:
             if t.has(key) and whole(t(key)) > 0:
                 ours.set(flag, whole(t(key)))
@@ -1475,14 +1678,24 @@ def areal_run(t: Theirs, ours: Ours) -> None:
     kind = t("actor.attn_impl", "")
     if t.has("actor.attn_impl") and "flash" not in str(kind):
         ours.set("attn_implementation", kind)
-    limit, share = number(t.given.get("dataset_filter_threshold", 100), 100), number(t.given.get("dataset_max_filter_percentage"))
+    limit, share = (
+        number(t.given.get("dataset_filter_threshold", 100), 100),
+        number(t.given.get("dataset_max_filter_percentage")),
+    )
     t.has("dataset_filter_threshold", "dataset_max_filter_percentage")
     if 0 < limit < 1 and 0 < share < 1:
         ours.set("dataset_filter", [share, limit])
     t.has("rollout.max_concurrent_rollouts")
 
 
-RULES: dict[str, Callable[[Theirs, Ours], None]] = {"verl": verl, "tinyzero": verl, "trl": trl, "open-instruct": open_instruct, "openrlhf": openrlhf, "areal": areal}
+RULES: dict[str, Callable[[Theirs, Ours], None]] = {
+    "verl": verl,
+    "tinyzero": verl,
+    "trl": trl,
+    "open-instruct": open_instruct,
+    "openrlhf": openrlhf,
+    "areal": areal,
+}
 
 # Keys whose defaults a command relies on, beside those that the preset has: sizes and lengths.
 RELIED = {
@@ -1505,8 +1718,14 @@ RELIED = {
 BESIDE_PRESET = {
     ("tinyzero", "grpo"): {"advantage_eps": 1e-6, "kl_gradient": "naive", "kl_reward_norm": "inside"},
     ("openrlhf", "ppo"): {
-        **{"gamma": 1.0, "gae_lambda": 1.0, "bootstrap_truncated": False, "adv_norm": "batch", "value_norm": "none"},
-        **{"critic_learning_rate": 9e-6, "value_clip": 0.5, "disable_value": False},
+        "gamma": 1.0,
+        "gae_lambda": 1.0,
+        "bootstrap_truncated": False,
+        "adv_norm": "batch",
+        "value_norm": "none",
+        "critic_learning_rate": 9e-6,
+        "value_clip": 0.5,
+        "disable_value": False,
     },
 }
 

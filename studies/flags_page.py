@@ -17,10 +17,10 @@ PAGE = ROOT / "docs" / "flags.md"
 START, END = "## The names that others use\n", "## What differs behind equal names\n"
 COLUMNS = ("verl", "areal", "trl", "open-instruct", "openrlhf", "tinyzero")
 INTRODUCTION = """
-Every key of the frameworks' configurations, from the tables that `scripts/translate.py` reads, at the versions named. In the
-first table of each framework: our flag, their keys with the default **there** in brackets, and how the value is computed where
-it is not the same. After it: what is always so here, whatever is given, and what is not here. Keys are matched by their full
-names, in error messages as well. This part of the page is made by `python studies/flags_page.py`.
+Every key of the frameworks' configurations, from the tables that `scripts/translate.py` reads, at the versions named.
+In the first table of each framework: our flag, their keys with the default **there** in brackets, and how the value is
+computed where it is not the same. After it: what is always so here, whatever is given, and what is not here. Keys are
+matched by their full names, in error messages as well. This part of the page is made by `python studies/flags_page.py`.
 """
 
 
@@ -33,12 +33,15 @@ def cell(row: rules.Row) -> str:
 def section(framework: str) -> list[str]:
     """Return the lines of one framework."""
     table = rules.rows(framework)
-    counts = {kind: sum(row.kind == kind for row in table.values()) for kind in ("equal", "computed", "always", "not here", "renamed")}
+    counts = {
+        kind: sum(row.kind == kind for row in table.values())
+        for kind in ("equal", "computed", "always", "not here", "renamed")
+    }
     lines = [f"### {rules.version(framework)}", ""]
     renamed = f", {counts['renamed']} earlier names" if counts["renamed"] else ""
     lines += [
-        f"{len(table)} keys: {counts['equal']} equal, {counts['computed']} computed, {counts['always']} always so here, "
-        f"{counts['not here']} not here{renamed}.",
+        f"{len(table)} keys: {counts['equal']} equal, {counts['computed']} computed, {counts['always']} always so "
+        f"here, {counts['not here']} not here{renamed}.",
         "",
         "| ours | theirs (default) | how |",
         "|---|---|---|",
@@ -69,7 +72,9 @@ def without_key() -> list[str]:
     """Return the flags of the critic that no key sets, one row each."""
     own = [flag for flag in rules.fields("ppo") if flag not in rules.fields("grpo")]
     named = {word for name in rules.FRAMEWORKS for row in rules.rows(name).values() for word in row.ours.split()}
-    return [f"| `--{flag}` | no key sets it |" for flag in own if f"--{flag}" not in {word.strip(",") for word in named}]
+    return [
+        f"| `--{flag}` | no key sets it |" for flag in own if f"--{flag}" not in {word.strip(",") for word in named}
+    ]
 
 
 def metrics() -> list[str]:
@@ -91,8 +96,18 @@ def page() -> str:
     for framework in rules.FRAMEWORKS:
         lines += section(framework)
     lines += ["### Flags of ppo.py that no key sets", "", "| ours | |", "|---|---|", *without_key(), ""]
-    lines += ["## Metrics", "", "What their dashboards call what [metrics.md](metrics.md) explains; `python scripts/translate.py"]
-    lines += ["--metrics verl` prints one column. A mean over samples or tokens there may be one of means.", "", *metrics(), "", END]
+    lines += [
+        "## Metrics",
+        "",
+        "What their dashboards call what [metrics.md](metrics.md) explains; `python scripts/translate.py",
+    ]
+    lines += [
+        "--metrics verl` prints one column. A mean over samples or tokens there may be one of means.",
+        "",
+        *metrics(),
+        "",
+        END,
+    ]
     return before + "\n".join(lines).removesuffix("\n") + "\n" + after
 
 

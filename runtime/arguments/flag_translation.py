@@ -115,7 +115,7 @@ def misused(head: str, values: list[str], flag: str, fields: dict[str, dataclass
 
 
 def translation(words: list[str], fields: dict[str, dataclasses.Field]) -> str:
-    """Return what scripts/translate.py says of a command line: notes, and the command as the last line; "" if nothing."""
+    """Return the notes of scripts/translate.py, with the command as the last line; "" if it does not know the words."""
     if not TRANSLATE.is_file():  # a copy of the project that left the scripts out
         return ""
     family = "ppo" if "gae_lambda" in fields else "grpo"

@@ -265,7 +265,9 @@ def test_every_word_of_their_command_lines_is_known():
     sections = {name: text for name, text in sections if "```text" in text}
     assert set(sections) == {"TRL", "open-instruct", "verl", "TinyZero", "AReaL"}
     for name, text in sections.items():
-        command = reading.command_of(shlex.split(re.search(r"```text\n(.*?)```", text, re.DOTALL)[1].replace("\\\n", " ")))
+        command = reading.command_of(
+            shlex.split(re.search(r"```text\n(.*?)```", text, re.DOTALL)[1].replace("\\\n", " "))
+        )
         found = translate.recognized(command)
         assert found == name.lower()
         ours = translate.translate(command, found)
