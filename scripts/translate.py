@@ -142,6 +142,8 @@ def copy_equal(theirs: rules.Theirs, ours: rules.Ours) -> None:
             continue
         flag = row.ours.removeprefix("--")
         value = converted(theirs(key), flags.get(flag, ""))
+        if relied and flag in ours.flags:
+            continue  # a rule computed it from another key
         if flag in flags:
             ours.set(flag, value, f"{key}={row.default}" if relied else "")
         elif not relied and value != reading.value_of(row.default):

@@ -733,3 +733,5 @@ def test_every_key_of_the_installed_framework_has_a_row(name, tmp_path_factory):
 
 def test_the_page_of_flags_is_what_the_tables_give():
     assert flags_page.PAGE.read_text() == flags_page.page(), "run: python studies/flags_page.py"
+    assert flags_page.EVIDENCE.read_text() == flags_page.evidence(), "run: python studies/flags_page.py"
+    assert f"The tests try {len(ATTACKS)} ways" in " ".join(flags_page.ABOUT.split())

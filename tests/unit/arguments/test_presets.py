@@ -14,8 +14,10 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 import types
 import typing
 from pathlib import Path
@@ -364,6 +366,13 @@ class Variant(NamedTuple):
     only: tuple[str, ...] = ()  # the quantities that agree; (): all
 
 
+def published(framework: str, path: str) -> tuple[str, ...]:
+    """The flags of a published command, translated: they are compared as those of the presets are."""
+    table = tomllib.loads((ROOT / "tests" / "published_commands.toml").read_text())["command"]
+    (line,) = [entry["ours"] for entry in table if (entry["framework"], entry["path"]) == (framework, path)]
+    return tuple(shlex.split(line.partition(".py ")[2]))
+
+
 KL_LOSS = ("--beta", "0.04")
 KL_REWARD = ("--beta", "0.04", "--kl_placement", "reward")
 FAR_OUT = ("ratio far out",)  # which is also far from the reference
@@ -379,10 +388,17 @@ VARIANTS = {
         ),
         "centered": Variant(("--advantage_normalization_type", "centered"), {"norm_adv_by_std_in_grpo": False}),
         "PPO": Variant((), {"gae": True}, "ppo"),
+        "published GRPO": Variant(
+            published("verl", "examples/grpo_trainer/run_qwen2-7b.sh"),
+            {"actor": {"use_kl_loss": True, "kl_loss_coef": 0.001}},
+            apart=FAR_OUT,
+        ),
+        "published PPO": Variant(published("verl", "examples/ppo_trainer/run_deepseek7b_llm.sh"), {"gae": True}, "ppo"),
         "PPO, KL in the reward": Variant(KL_REWARD, {"gae": True, "kl_in_reward": 0.04}, "ppo"),
     },
     "trl": {
         "": Variant(),
+        "published README": Variant(published("trl", "README.md")),
         "sequences": Variant(("--loss_norm", "sequence"), {"config": {"loss_type": "grpo"}}),
         "constant": Variant(
             ("--loss_norm", "constant", "--max_response_length", "64"),
@@ -402,6 +418,11 @@ VARIANTS = {
         "sequences": Variant(("--loss_norm", "sequence"), {"policy": {"token_level_loss": False}}),
         "dual clip": Variant(("--clip_ratio_c", "3"), {"policy": {"dual_clip": 3.0}}),
         "RLOO": Variant(("--advantage_normalization_type", "leave_one_out"), {"estimator": "rloo"}),
+        "published GRPO": Variant(
+            published("openrlhf", "examples/scripts/train_grpo_ray_hybrid_engine.sh"),
+            {"kl": {"use_loss": True, "estimator": "k3", "coef": 0.001}},
+            apart=FAR_OUT,
+        ),
         "Dr. GRPO": Variant(("--advantage_normalization_type", "centered"), {"estimator": "dr_grpo"}),
         "KL in the loss": Variant(
             ("--kl_placement", "loss", "--kl_estimator", "k3"),
@@ -416,6 +437,7 @@ VARIANTS = {
     },
     "areal": {
         "": Variant(),
+        "published gsm8k_grpo.yaml": Variant(published("areal", "README.md")),
         "KL in the reward": Variant(KL_REWARD, {"kl_ctl": 0.04}, sampler_is_old=True),
         "KL of the sampler": Variant(KL_REWARD, {"kl_ctl": 0.04}, apart=("*",)),
         "batch normalization": Variant((), {"adv_norm": True}, apart=("*",)),
