@@ -88,7 +88,11 @@ def translate(command: reading.Command, framework: str, gpus: int | None = None,
     return ours
 
 
-def read_config(command: reading.Command, framework: str, ours: rules.Ours) -> None:
+def read_config(
+    command: reading.Command,
+    framework: str,
+    ours: rules.Ours,
+) -> None:
     """Put the settings of a YAML file under those of the command line."""
     given = command.settings
     folder, stem = given.pop("config_path", None), given.pop("config_name", None)
@@ -165,7 +169,10 @@ def converted(value: Any, annotation: str) -> Any:
     return rules.path_text(value) if str(value).startswith("~") else value
 
 
-def explain(theirs: rules.Theirs, ours: rules.Ours) -> None:
+def explain(
+    theirs: rules.Theirs,
+    ours: rules.Ours,
+) -> None:
     """Say of the given keys what is not translated: what differs, what is absent, what is unknown; equal notes once."""
     table = rules.rows(theirs.framework)
     said: dict[tuple[bool, str], list[str]] = {}
@@ -315,10 +322,12 @@ def answer_for(
         return ""
     table = rules.rows(framework)
     alone = {key: own[key] for key in own if key not in table}
-    if len(foreign) >= 3 and not alone:
-        ours = translate(command, framework, gpus)
+    theirs = {key: value for key, value in command.settings.items() if key not in alone}
+    if (len(foreign) >= 3 and not alone) or len(theirs) >= 10:
+        ours = translate(reading.Command(framework, theirs), framework, gpus)
     else:
-        ours = few_words(foreign, own, framework, family, gpus or 1)
+        ours = few_words(theirs, framework, family, gpus)
+    add_own(alone, ours)
     text = blocks(ours, framework).splitlines()
     line = text[0].replace(rules.SCRIPTS[ours.script], script, 1) if ours.script == family else text[0]
     notes = [part.strip() for part in text[1:] if part.startswith("  ") and part != "  nothing"]
@@ -327,16 +336,15 @@ def answer_for(
 
 def few_words(
     foreign: dict,
-    own: dict,
     framework: str,
     family: str,
-    gpus: int,
+    gpus: int | None,
 ) -> rules.Ours:
-    """Return our flags for a few words of a framework, next to our own: those that their rows name, and no others."""
+    """Return our flags for a few words of a framework: those that their rows name, and no others."""
     known, table = rules.fields(family), rules.rows(framework)
-    start = (
-        {"algorithm.adv_estimator": "gae" if family == "ppo" else "grpo"} if "algorithm.adv_estimator" in table else {}
-    )
+    start = {}
+    if "algorithm.adv_estimator" in table:
+        start = {"algorithm.adv_estimator": "gae" if family == "ppo" else "grpo"}
     before = translate(reading.Command(framework, dict(start)), framework, gpus, defaults=False)
     ours = translate(reading.Command(framework, start | foreign), framework, gpus, defaults=False)
     given = [row for key in foreign if (row := row_of(key, table))]
@@ -344,12 +352,25 @@ def few_words(
     named = {flag for row in given for flag in re.findall(r"--(\w+)", row.ours)}
     ours.flags = {flag: value for flag, value in ours.flags.items() if flag in named and flag in known}
     ours.script, ours.preset, ours.relied = family, None, {}
+    if not gpus and "num_processes" not in named and "vllm_engines" not in ours.flags:
+        ours.processes = 1
     ours.differs = [text for text in ours.differs if text not in before.differs]
+    return ours
+
+
+def add_own(
+    own: dict[str, Any],
+    ours: rules.Ours,
+) -> None:
+    """Add flags of our own, which stood among a framework's words; they win."""
+    known = rules.fields(ours.script)
     for key, value in own.items():
         flag = key.removeprefix("no_") if key not in known else key
+        if flag not in known:
+            continue
         value = json.dumps(value) if isinstance(value, dict) else value
         ours.flags[flag] = False if flag != key else converted(value, known[flag]) if known[flag] == "bool" else value
-    return ours
+        ours.relied.pop(flag, None)
 
 
 def metrics(framework: str) -> str:
