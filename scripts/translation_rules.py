@@ -413,7 +413,7 @@ def verl_optimizer(t: Theirs, ours: Ours) -> None:
         or t(f"{prefix}.lr_scheduler_type")
     )
     peak = number(t(f"{prefix}.lr"), 1e-6)
-    floor = t(f"{prefix}.min_lr_ratio") or number(t(f"{prefix}.min_lr")) / peak
+    floor = t(f"{prefix}.min_lr_ratio") or number(t(f"{prefix}.min_lr")) / (peak or 1e-6)
     t.has(f"{prefix}.warmup_style", f"{prefix}.lr_decay_style")
     schedule(ours, name, floor)
     if t.has(f"{prefix}.betas"):
@@ -726,7 +726,7 @@ def trl_optimizer(t: Theirs, ours: Ours) -> None:
     ours.set("warm_up", steps or ratio)
     kwargs = t("lr_scheduler_kwargs")
     kwargs = kwargs if isinstance(kwargs, dict) else {}
-    floor = kwargs.get("min_lr_rate") or number(kwargs.get("min_lr")) / number(t("learning_rate"), 1e-6)
+    floor = kwargs.get("min_lr_rate") or number(kwargs.get("min_lr")) / (number(t("learning_rate"), 1e-6) or 1e-6)
     schedule(ours, t("lr_scheduler_type"), floor)
     ours.set("adam_betas", [number(t("adam_beta1"), 0.9), number(t("adam_beta2"), 0.999)])
 
@@ -1159,7 +1159,7 @@ def open_instruct_run(t: Theirs, ours: Ours) -> None:
         per_step = number(ours.flags.get("num_unique_prompts_rollout", t("num_unique_prompts_rollout", 16))) * number(
             t.given.get("num_samples_per_prompt_rollout", t.given.get("number_samples_per_prompt", 4))
         )
-        every = max(1, int(total / per_step) // whole(t("num_evals")))
+        every = max(1, int(total / max(1.0, per_step)) // whole(t("num_evals")))
     if "eval_dataset" in ours.flags and every > 0:
         ours.set("eval_every", every, relied_on(t, "local_eval_every") if not t.has("num_evals") else "")
     t.has("eval_freq", "eval_on_step_0")
