@@ -37,8 +37,8 @@ import numpy as np
 
 from runtime.data.reasoning_gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.data.rendering import TODAY
-from runtime.environments import episodes
-from runtime.environments.chat import with_tools
+from runtime.data.samples import earlier_turns
+from runtime.environments import chat, episodes
 from runtime.grading.algebra import parts_of
 from runtime.grading.answers import alternatives, equal, is_echo, no_answer, of_truth, question_of, tidy
 from runtime.grading.code_tests import _code_tests, _program_in, _run_tests, code_error, names_wanted
@@ -645,9 +645,8 @@ def _replace_reward(sample, reward: float, args) -> None:
 
 def conversation_of(sample, problem) -> tuple[list[dict[str, str]], str]:
     """Return (all messages before the last turn of the model, that turn): what a reward model reads of a sample."""
-    own = [i for i, turn in enumerate(sample.turns) if turn["role"] == "assistant"]
-    turns = [{"role": turn["role"], "content": turn["text"]} for turn in sample.turns[: own[-1] if own else 0]]
-    return [*with_tools(problem.messages, problem.tools), *turns], sample.response
+    messages = chat.with_tools(problem.messages, problem.tools)
+    return [*messages, *earlier_turns(sample.turns)], sample.response
 
 
 class RewardModel(ConversationScorer):
@@ -763,7 +762,9 @@ class Verifiers:
         """Refuse --control format where a verifier, asked about a truth, has no part of this name."""
         first = {problem.verifier: problem for problem in reversed(problems)}
         first.pop("environment", None)  # which has no parts before its first episode
-        futures = {name: self.pool.submit(name, p.truth, p.truth, p.row) for name, p in first.items()}
+        futures = {}
+        for name, problem in first.items():
+            futures[name] = self.pool.submit(name, problem.truth, problem.truth, problem.row)
         for name, future in futures.items():
             if "format" not in self.pool.result(future).parts:
                 refuse(f"--control format: --verifier {name} reports no part format (docs/data_and_rewards.md)")

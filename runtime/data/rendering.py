@@ -107,7 +107,11 @@ def turn_end(messages: Messages, tokenizer, args) -> int | None:
 
 def special_tokens(tokenizer) -> dict[str, int]:
     """Return the ids of the special tokens by their text."""
-    return {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    found = {}
+    for i, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            found[str(token)] = i
+    return found
 
 
 QUOTED = re.compile("\ufdd0([0-9a-f]+)\ufdd1")  # one character of a text from outside; U+FDD0 is in no text
@@ -119,7 +123,12 @@ def quoted(text: str, special: Iterable[str], before: str = "") -> str:
     The first character of each of them is replaced by its code. ``before``: the end of what the text is appended to.
     """
     every = "|".join(map(re.escape, [*special, "\ufdd0"]))
-    found = re.sub(rf"(?=({every}))(.)", lambda match: f"\ufdd0{ord(match[2]):x}\ufdd1", text, flags=re.DOTALL)
+    found = re.sub(
+        rf"(?=({every}))(.)",
+        lambda match: f"\ufdd0{ord(match[2]):x}\ufdd1",
+        text,
+        flags=re.DOTALL,
+    )
     longest = max(map(len, special), default=0)
     joined = before[-longest:] + text[:longest]
     border = len(joined) - len(text[:longest])
@@ -135,8 +144,10 @@ def tokenize(text: str, tokenizer) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     special = special_tokens(tokenizer)
     ids = []
-    live = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
-    for piece in re.split(f"({live})", text) if special else [text]:
+    longest_first = sorted(special, key=len, reverse=True)
+    live = "|".join(map(re.escape, longest_first))
+    pieces = re.split(f"({live})", text) if special else [text]
+    for piece in pieces:
         if piece in special:
             ids.append(special[piece])
         elif piece:
@@ -159,8 +170,10 @@ def variables_of(problems: list[Problem], args) -> dict[str, Any]:
 
     Whatever renders a prompt a second time needs these and ``conversation``.
     """
-    tools = problems[0].tools if problems else None
-    return args.template.variables | ({"tools": tools} if tools else {})
+    found = dict(args.template.variables)
+    if problems and problems[0].tools:
+        found["tools"] = problems[0].tools
+    return found
 
 
 def render(

@@ -105,6 +105,15 @@ class Batch:
         self.arrived: set[tuple[int, int]] = set()
 
 
+def earlier_turns(turns: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return the messages of an episode before the model's last turn."""
+    own = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
+    messages = []
+    for turn in turns[: own[-1] if own else 0]:
+        messages.append({"role": turn["role"], "content": turn["text"]})
+    return messages
+
+
 def pass_at_k(correct: int, total: int, k: int) -> float:
     """Unbiased pass@k of ``correct`` right answers among ``total``: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374)."""
     return 1.0 - math.comb(total - correct, k) / math.comb(total, k)

@@ -40,7 +40,8 @@ def with_tools(messages: list[dict], tools: list[dict] | None) -> list[dict]:
     """Return a prompt whose system message says which tools there are."""
     if not tools:
         return messages
-    text = TOOLS.format(tools="\n".join(json.dumps(tool["function"]) for tool in tools))
+    schemas = [json.dumps(tool["function"]) for tool in tools]
+    text = TOOLS.format(tools="\n".join(schemas))
     if messages[0]["role"] == "system":
         return [{"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
@@ -69,7 +70,13 @@ def _finite(text: str) -> float:
 
 
 # Raw newlines and tabs in strings are accepted, because models write code with them; duplicate keys and NaN are not.
-JSON = json.JSONDecoder(strict=False, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
+JSON = json.JSONDecoder(
+    strict=False,
+    object_pairs_hook=_unique,
+    parse_constant=_finite,
+    parse_float=_finite,
+)
+PYTHON = {"True": True, "False": False, "None": None}
 CLOSE = re.compile(r"\s*</tool_call>")
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*(?:</tool_call>|\Z|(?=<function=|<tool_call>))", re.S)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.S)
@@ -108,7 +115,7 @@ def _from_pairs(name: str, pairs: list[tuple[str, str]], tools: list[dict]) -> C
     for key, text in arguments.items():
         if schema.get(key, {}).get("type") != "string":
             with contextlib.suppress(ValueError, RecursionError):
-                arguments[key] = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+                arguments[key] = PYTHON.get(text.strip(), text)
                 arguments[key] = JSON.decode(text.strip())
     return Call(name, arguments)
 
@@ -121,9 +128,11 @@ def _tagged(text: str, start: int, tools: list[dict]) -> tuple[Call, int]:
             return _from_json({"name": name, "arguments": found[2]}), found.end()
         if rest := PARAMETER.sub("", found[2]).strip():
             raise ValueError(f"{rest[:80]!r} is not <parameter=NAME>VALUE</parameter>")
-        return _from_pairs(name, PARAMETER.findall(found[2]), tools), found.end()
+        pairs = PARAMETER.findall(found[2])
+        return _from_pairs(name, pairs, tools), found.end()
     if found := GLM.match(text, start):
-        return _from_pairs(found[1], GLM_PAIR.findall(found[2]), tools), found.end()
+        pairs = GLM_PAIR.findall(found[2])
+        return _from_pairs(found[1], pairs, tools), found.end()
     start += len(text[start:]) - len(text[start:].lstrip())
     if text.startswith("<function=", start):
         raise ValueError("<function=...> without </function>")
@@ -136,11 +145,7 @@ def _tagged(text: str, start: int, tools: list[dict]) -> tuple[Call, int]:
 
 
 def hermes_calls(text: str, tools: list[dict] = ()) -> list[Call]:
-    """Return the calls between <tool_call> and </tool_call>, as often as the model likes.
-
-    Between the tags: JSON (Hermes, Qwen), <function=NAME> with <parameter=NAME> (Qwen3-Coder, Qwen 3.5), or a name with
-    <arg_key> and <arg_value> (GLM). ``tools``: their schemas, which say what is text and what is a number.
-    """
+    """Return the calls in <tool_call>: JSON, <function=NAME> (Qwen3-Coder) or <arg_key> (GLM). ``tools``: schemas."""
     calls = []
     place = 0
     while attempt := ATTEMPT.search(text, place):
@@ -148,8 +153,8 @@ def hermes_calls(text: str, tools: list[dict] = ()) -> list[Call]:
             call, place = _tagged(text, attempt.end(), tools)
         except (ValueError, RecursionError) as error:
             call = Call("", {}, f"error: not a tool call: {error}")
-            _, closed, _ = text[attempt.end() :].partition("</tool_call>")
-            place = text.index(closed, attempt.end()) + len(closed) if closed else len(text)
+            place = text.find("</tool_call>", attempt.end())
+            place = place + len("</tool_call>") if place >= 0 else len(text)
         calls.append(call)
     return calls
 
@@ -175,7 +180,12 @@ def llama_calls(text: str, tools: list[dict] = ()) -> list[Call]:
     return calls
 
 
-PARSERS = {"hermes": hermes_calls, "qwen3_coder": hermes_calls, "glm": hermes_calls, "llama": llama_calls}
+PARSERS = {
+    "hermes": hermes_calls,
+    "qwen3_coder": hermes_calls,
+    "glm": hermes_calls,
+    "llama": llama_calls,
+}
 
 
 class Chat:
@@ -302,11 +312,11 @@ class Chat:
         return rendering.tokenize(text, self.tokenizer)
 
     def glue(self, said: list[tuple[str, str]], last_id: int) -> list[int]:
-        """The ids between a turn whose last id is given and the next: what was said, and what the template adds.
-
-        ``said``: (which tool, its answer); of a game ("", its answer).
-        """
-        messages = [self._message(rendering.quoted(text, [*self.special, STAND_IN]), name) for name, text in said]
+        """The ids between a turn whose last id is given and the next. ``said``: (which tool, or "", its answer)."""
+        messages = []
+        for name, text in said:
+            text = rendering.quoted(text, [*self.special, STAND_IN])
+            messages.append(self._message(text, name))
         ids = self._ids(self._after(USER, messages))
         return ids[1:] if last_id in self.special.values() else ids
 

@@ -139,10 +139,7 @@ def difference(spec: str, row: dict, first: str | None, again: str | None) -> st
 
 
 def first_turns(problems: list[Problem], tokenizer, args) -> None:
-    """Add to the prompts what ``reset`` says to their rows, and the tools.
-
-    ``reset`` is called here for every row, for the first rows twice, and again for every episode; all are compared.
-    """
+    """Add to the prompts the tools and what ``reset`` says to their rows. It is called again for every episode."""
     if args.environment is None:
         return
     chat = chat_of(tokenizer, args)
@@ -318,8 +315,7 @@ class Episodes:
     def _pump(self, wait_for_one: bool = False) -> None:
         """Ask processes as far as at_once allows, take all answers that have come, and end what is over its time.
 
-        A process measures its own calls. The clock here ends one that hangs; it leaves out the time that the engine's
-        thread was away (an update, SIGSTOP), and counts only where no answer has come.
+        The clock leaves out the time that the engine's thread was away (an update, SIGSTOP).
         """
         for episode in self.asked:
             episode.deadline += max(0.0, time.monotonic() - self.looked - GRACE)
@@ -467,10 +463,7 @@ class Episodes:
             episode.steps.append((len(episode.logprobs), before + found))
 
     def _count_raised(self, episode: Episode) -> None:
-        """End the run, as for a verifier, where reset, every turn or a reward has raised in each of the first episodes.
-
-        What a tool raises is an observation and does not count.
-        """
+        """End the run if reset, every turn or a reward (but not a tool) has raised in each of the first episodes."""
         detail = (episode.outcome or {}).get("detail", "")
         raised = detail if detail.startswith("Traceback") else "" if episode.has_answered else episode.raised
         self.raised = self.raised + 1 if raised and self.raised is not None else None

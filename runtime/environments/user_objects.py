@@ -36,10 +36,7 @@ loaded = SimpleNamespace(cls=None, error="")  # in the nursery and its forks
 
 
 def load(path: str, name: str, text: str) -> None:
-    """In the nursery: load the class ``name`` of the file ``path``, or record why it does not load.
-
-    Every nursery has the same random numbers while the file is executed, and finds modules next to the file first.
-    """
+    """In the nursery: load a class of a file, with the same random numbers in every nursery, or record why not."""
     user_files.texts[path] = text
     sys.path.insert(0, str(Path(path).resolve().parent))
     random.seed(0)

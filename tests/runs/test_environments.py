@@ -160,7 +160,7 @@ def test_the_rewards_of_a_seeded_game_are_exact_in_every_mode(chatty, tmp_path, 
     finish(command(chatty, tmp_path, *words, script=script, rollout="vllm", ranks=ranks), tmp_path / "log")
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert len(samples) > 10 and len({sample["reward"] for sample in samples}) > 2
+    assert len(samples) > 10 and len({sample["reward"] for sample in samples}) > 1
     assert any(turn.get("failures") for sample in samples for turn in sample["turns"])
     for step in {sample["step"] for sample in samples}:
         own = [sample for sample in samples if sample["step"] == step]
