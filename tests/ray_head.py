@@ -40,7 +40,7 @@ class RayHead:
         with open(self.folder / "start.log", "w") as log:  # a file: its daemons would hold a pipe open
             line = ["ip", "netns", "exec", self.name, *self.start]
             code = subprocess.run(
-                line, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=120
+                line, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=300
             ).returncode
         if code != 0:
             self.__exit__()
@@ -58,9 +58,9 @@ class RayHead:
     def run(self, *words: str, cwd: Path) -> subprocess.CompletedProcess:
         """A command in the namespace."""
         line = ["ip", "netns", "exec", self.name, *map(str, words)]
-        return subprocess.run(line, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=120)
+        return subprocess.run(line, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=300)
 
-    def wait(self, cwd: Path, job: str, *states: str, timeout: float = 90) -> str:
+    def wait(self, cwd: Path, job: str, *states: str, timeout: float = 240) -> str:
         """Wait until the status of a job names one of ``states``, and return it."""
         deadline = time.monotonic() + timeout
         while True:
