@@ -32,14 +32,14 @@ NOT_CODE = (
 # Lines at most. Whoever needs more takes as much out of the same package, or moves the limit in a commit that names
 # what it pays for: a row of docs/evidence/flags.md, or what a user asked for.
 BUDGETS = {
-    "runtime/system": 2700,
-    "runtime/grading": 2740,
-    "runtime/data": 1800,
+    "runtime/system": 2820,
+    "runtime/grading": 2970,
+    "runtime/data": 1900,
     "runtime/arguments": 1200,
-    "runtime/training": 1900,
-    "runtime/environments": 1100,
-    "runtime/engine": 1250,
-    "runtime/run": 2400,
+    "runtime/training": 1910,
+    "runtime/environments": 1120,
+    "runtime/engine": 1400,
+    "runtime/run": 2490,
     "grpo.py": 720,
     "ppo.py": 1015,
     "utils.py": 1150,
