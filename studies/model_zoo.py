@@ -432,7 +432,10 @@ def cells(row: dict) -> list[str]:
         exact = ["exact" if not isinstance(x, str) and x < LIMIT else "refused" for x in measured]
         exact = [layouts["attention"], *exact, "yes" if layouts["critic"] else "no"]
     if row["run"] != "ok":
-        return [row["name"], row["type"], row["run"], "-", "-", "-", row["hf"], *exact]
+        reason = row["run"].replace(
+            "vLLM failed before its first sample, so it cannot serve this model with these ", ""
+        )
+        return [row["name"], row["type"], reason[:120], "-", "-", "-", row["hf"][:60], *exact]
     alone = row["alone"]
     by = "transformers' class" if alone.get("served by", "").startswith("Transformers") else "vLLM's class"
     by = ", ".join([by, *[" ".join(row["flags"])] * bool(row["flags"])])
