@@ -198,7 +198,17 @@ def test_cores_come_with_gpus(tmp_path):
     try:
         cluster.start()
         (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-        job = cluster.submit(tmp_path, "--run_dir", "run", "--gpus", "2", "--", "bash", "-c", "echo cores $(nproc)")
+        job = cluster.submit(
+            tmp_path,
+            "--run_dir",
+            "run",
+            "--gpus",
+            "2",
+            "--",
+            "bash",
+            "-c",
+            "echo cores $(env -u OMP_NUM_THREADS nproc)",
+        )
         assert cluster.wait(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED"
         assert f"cores {os.cpu_count()}" in (tmp_path / "run" / f"slurm-{job}.out").read_text()
     finally:
