@@ -591,7 +591,7 @@ def test_signals_and_two_runs(tiny, tmp_path):
     for more in ([], ["--overwrite"]):
         second = Run(command(tiny, tmp_path, *LONG, *more), tmp_path / "second.log")
         text = ended(second)
-        assert second.process.returncode == 2 and f"process {run.process.pid} on " in text and "--run_name" in text
+        assert second.process.returncode == 73 and f"process {run.process.pid} on " in text and "--run_name" in text
     note("two runs in one folder", "the same command twice", text, "is in use by a running process", REFUSED)
     os.kill(run.process.pid, signal.SIGUSR2)
     run.until(lambda: "most recent call first" in run.text(), 10)
