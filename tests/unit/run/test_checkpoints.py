@@ -306,7 +306,7 @@ def test_the_lock_of_a_folder_ends_with_its_process(tmp_path, capsys):
         assert process.lock_holder(tmp_path).startswith(f"process {holder.pid} on ")
         with pytest.raises(SystemExit) as end:
             process.FolderLock(tmp_path).acquire()
-        assert end.value.code == 2
+        assert end.value.code == process.HELD
         assert f"is in use by a running process (process {holder.pid} on " in capsys.readouterr().err
     finally:
         holder.kill()
