@@ -145,7 +145,11 @@ def copy_equal(theirs: rules.Theirs, ours: rules.Ours) -> None:
                         ours.relied[flag[2:]] = f"{key}={row.default}"
             continue
         flag = row.ours.removeprefix("--")
-        value = converted(theirs(key), flags.get(flag, ""))
+        try:
+            value = converted(theirs(key), flags.get(flag, ""))
+        except (TypeError, ValueError):  # a variable that no shell expanded
+            ours.lacks(f"{theirs.text(key)}: is no number; give --{flag} NUMBER")
+            continue
         if relied and flag in ours.flags:
             continue  # a rule computed it from another key
         if flag in flags:
