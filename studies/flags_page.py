@@ -124,7 +124,7 @@ Each command of the second table is stored word for word in `tests/published_com
 come out. A test runs each of them through `--dry_run`, as a rank of its launch, on data in the framework's own form:
 all exit with 0. The last column says what was compared by hand. Five of them are also compared in learning:
 `test_presets.py` takes advantages, loss and gradient with the flags of the translated command, and with the framework's
-own functions, and finds them equal to 1e-6 (verl's `run_qwen2-7b.sh` and `ppo_trainer/run_deepseek7b_llm.sh`, TRL's
+own functions, which have to be equal to 1e-6 (verl's `run_qwen2-7b.sh` and `ppo_trainer/run_deepseek7b_llm.sh`, TRL's
 README.md, OpenRLHF's `train_grpo_ray_hybrid_engine.sh`, AReaL's README.md).
 
 **Nothing that is read is run.** bash expands a script with an empty folder as its PATH, in a restricted shell
