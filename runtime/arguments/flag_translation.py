@@ -119,7 +119,7 @@ def translation(words: list[str], fields: dict[str, dataclasses.Field]) -> str:
     if not TRANSLATE.is_file():  # a copy of the project that left the scripts out
         return ""
     family = "ppo" if "gae_lambda" in fields else "grpo"
-    command = [sys.executable, str(TRANSLATE), "--script", Path(sys.argv[0]).name, "--family", family]
+    command = [sys.executable, str(TRANSLATE), f"--script={Path(sys.argv[0]).name}", f"--family={family}"]
     command += ["--gpus", os.environ["WORLD_SIZE"]] if os.environ.get("WORLD_SIZE", "").isdigit() else []
     try:
         done = subprocess.run([*command, "--", *words], capture_output=True, text=True, timeout=SECONDS, check=False)

@@ -206,7 +206,8 @@ def test_a_kept_prefix_cache_is_an_error():
 
 def test_what_fails_in_the_thread_is_handed_over(tiny, tmp_path):
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
-    args = grpo.Args(model_name_or_path=str(tmp_path / "nothing"))
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    args = grpo.Args(model_name_or_path=str(tmp_path))
     grpo.vllm_thread(args, torch.float32, 0, 1, [EOS], inbox, outbox)
     kind, error = outbox.get(timeout=1)
     assert kind == "error" and isinstance(error, Exception)

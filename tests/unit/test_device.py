@@ -102,11 +102,16 @@ def test_fp16_is_trained_with_a_scaled_loss(tiny, tmp_path, monkeypatch):
         plain_backward(engine, *rest)
         found.append(engine.optimizer.loss_scale)
 
-    def third_is_poisoned(*rest):
+    def small(*rest):  # gradients that DeepSpeed's first scale, 2**16, leaves below the largest number of fp16
         loss, pieces = plain_loss(*rest)
+        return loss * 0.1, pieces
+
+    def third_is_poisoned(*rest):
+        loss, pieces = small(*rest)
         return loss * (float("nan") if next(calls) == 2 else 1.0), pieces
 
     changes = {"learning_rate": 1e-4, "eval_prompts": 0, "total_steps": 4, "micro_batch_tokens": 4096}
+    monkeypatch.setattr(grpo, "token_loss", small)
     exact = run_here(tiny_args(tiny, tmp_path / "exact", **changes))
     monkeypatch.setattr(deepspeed.accelerator.get_accelerator(), "is_fp16_supported", lambda: True, raising=False)
     monkeypatch.setattr(pretrained, "resolve_device", lambda args: (torch.device("cpu"), torch.float16, "eager"))

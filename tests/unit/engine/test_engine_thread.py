@@ -29,7 +29,7 @@ import grpo
 import ppo
 import utils
 from runtime.arguments import checks, flags
-from runtime.engine import engine_ranks, weights
+from runtime.engine import engine_ranks, vllm_settings, weights
 from runtime.engine.client import Engine
 from runtime.environments.episodes import Episodes
 from runtime.system import watchdog
@@ -403,6 +403,7 @@ def built(script, monkeypatch, cuda: bool, **changes) -> dict:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=int(80e9)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
     monkeypatch.setattr(vllm, "LLM", lambda **given: given, raising=False)
+    monkeypatch.setattr(vllm_settings, "read_configs", lambda *_, **__: ({}, {}, set()))
     return script.build_vllm(script.Args(**changes), torch.bfloat16, 0, 1)
 
 

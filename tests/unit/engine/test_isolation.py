@@ -1,6 +1,6 @@
 """An engine in the trainer's process: classes and settings that the trainer uses are the same before and after.
 
-tests/runs/test_model_zoo.py compares them around the real engine.
+tests/runs/test_zoo_models.py compares them around the real engine.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def single(tiny, tmp_path_factory):
 
 
 # Groups of two, of which about half have equal rewards, dealt to four mini-batches: some of those have no gradient.
-SPARSE = LEARNS | {"seed": 3, "num_samples_per_prompt_rollout": 2, "num_mini_batches": 4}
+SPARSE = LEARNS | {"seed": 1, "num_samples_per_prompt_rollout": 2, "num_mini_batches": 4}
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_the_program_rebuilds_a_batch_keeps_it_and_leaves_the_run_alone(tiny, tm
     assert "rebuilt the batch of step 3" in said
     assert content(folder) == before
     logged = read_jsonl(folder / "metrics.jsonl")[2]
-    assert found.gradients.norms[0].item() == pytest.approx(logged["optim/grad_norm"], rel=2e-4)
+    assert found.gradients.norms[0].item() == pytest.approx(logged["optim/grad_norm"], rel=1e-3)  # kept in bf16
     monkeypatch.delattr(rebuild_batch, "rebuild")
     assert torch.equal(replay.main(replay.parse(words)).gradients.norms, found.gradients.norms)
 
@@ -213,7 +213,7 @@ def test_ranks_are_started_again_and_a_batch_has_the_samples_of_all(tiny, tmp_pa
     assert all(value < 1e-5 for value in opened_batch.agreement().values())
     found = replay.compare([base], opened_batch)
     logged = read_jsonl(folder / "metrics.jsonl")[2]
-    assert found.gradients.norms[0].item() == pytest.approx(logged["optim/grad_norm"], rel=2e-4)
+    assert found.gradients.norms[0].item() == pytest.approx(logged["optim/grad_norm"], rel=1e-3)  # kept in bf16
 
 
 @pytest.fixture
@@ -290,20 +290,6 @@ def plain_norm(module: torch.nn.Module) -> None:
     module.forward = forward
 
 
-def fixed_padding(module: torch.nn.Embedding) -> None:
-    """Have an embedding look up the padding token in a copy, which stays while the weights move.
-
-    That is the derivative which torch.nn.Embedding has: none by the row of its padding_idx. Prompts contain that token
-    (it is also the one that ends a turn), and a tied head has a gradient by the same row.
-    """
-    row = module.weight[module.padding_idx].detach().clone()
-
-    def forward(ids: torch.Tensor) -> torch.Tensor:
-        return torch.where((ids == module.padding_idx)[..., None], row, module.weight[ids])
-
-    module.forward = forward
-
-
 class Plain:
     """The batch once more: the model in fp64, one sample at a time, without anything of the project's."""
 
@@ -316,7 +302,6 @@ class Plain:
         for module in (*self.model.modules(), *self.reference.modules()):
             if type(module).__name__ == "LlamaRMSNorm":
                 plain_norm(module)
-        fixed_padding(self.model.get_input_embeddings())
         self.reference_logits = [self.logits(self.reference, s) for s in self.samples]
         self.old = batch.old_N[:-1].double()
         self.sampler = batch.sampler_N.double()
@@ -692,7 +677,7 @@ def test_the_gradient_of_the_run_has_the_norm_that_the_run_logged(single, tiny, 
         run_here(args, script)
     found = compared(args, [], script=script)
     logged = read_jsonl(folder_of(args, script) / "metrics.jsonl")[2]
-    assert found.gradients.norms[0].item() == pytest.approx(logged["optim/grad_norm"], rel=2e-4)
+    assert found.gradients.norms[0].item() == pytest.approx(logged["optim/grad_norm"], rel=1e-3)  # kept in bf16
 
 
 def gradients_of_the_kl(batch, base) -> list[torch.Tensor]:
