@@ -83,19 +83,28 @@ def outputs(script: ModuleType, args: Any) -> list[Tensor]:
     return found
 
 
-def changes_functions(script: ModuleType, args: Any, name: str) -> bool:
-    """Return True if a flag changes what the functions of the algorithm return, at any of ``other_values``."""
-    variants = [args, with_flags(args, kl_gradient="naive"), with_flags(args, kl_estimator="k3", loss_norm="constant")]
-    for base in variants:
+def effects(script: ModuleType, args: Any, name: str) -> list[bool | None]:
+    """Effect of a flag on the functions of the algorithm in three settings of the other flags.
+
+    True: they return something else at one of ``other_values``. None: the script accepts no other value there.
+    """
+    settings = [args, with_flags(args, kl_gradient="naive"), with_flags(args, kl_estimator="k3", loss_norm="constant")]
+    found: list[bool | None] = []
+    for base in settings:
         before = outputs(script, base)
+        changes = None
         for value in other_values(script, name, getattr(base, name)):
             changed = accepted(script, base, name, value)
-            if changed is None:
-                continue
-            after = outputs(script, changed)
-            if not all(torch.equal(x, y) for x, y in zip(before, after, strict=True)):
-                return True
-    return False
+            if changed is not None and not changes:
+                after = outputs(script, changed)
+                changes = not all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+        found.append(changes)
+    return found
+
+
+def changes_functions(script: ModuleType, args: Any, name: str) -> bool:
+    """Return True if a flag changes what the functions of the algorithm return."""
+    return any(effects(script, args, name))
 
 
 def own_flags(script: ModuleType) -> list[str]:
@@ -139,20 +148,17 @@ def check_known(subject: Subject, known: list[str]) -> list[Finding]:
     """Findings on flags of the algorithm that change the unedited script's loss and not the script's."""
     findings = []
     for name in own_flags(subject.script):
-        if name not in known or not changes_functions(subject.base, subject.base_args, name):
+        if name not in known:
             continue
-        if changes_functions(subject.script, subject.args, name) or not can_change(subject, name):
+        theirs = effects(subject.base, subject.base_args, name)
+        ours = effects(subject.script, subject.args, name) if any(theirs) else []
+        lost = any(x and y is False for x, y in zip(theirs, ours, strict=False))
+        if any(ours) or not lost:  # or the script rejects other values wherever they would matter
             continue
         text = f"changes the loss of {subject.base_name}, and does nothing here"
         where = subject.first_place("token_loss", "loss_weights", "group_advantages")
         findings.append(Finding(6, f"--{name}", FAIL, text, where))
     return findings
-
-
-def can_change(subject: Subject, name: str) -> bool:
-    """Return True if the script accepts any other value of a flag."""
-    values = other_values(subject.script, name, getattr(subject.args, name))
-    return any(accepted(subject.script, subject.args, name, value) is not None for value in values)
 
 
 def try_flag(

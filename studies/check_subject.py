@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # the folders are no packages
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import script_loader
 
