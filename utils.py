@@ -948,7 +948,7 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
         "reward/timeouts": sum(s.reward_status == "timeout" for s in samples),
         "reward/errors": sum(s.reward_status == "crash" for s in samples),
         "reward/unscorable": sum(s.reward_status == "unscorable" for s in samples),
-        "reward/zero_std_frac": equal_rewards(rewards_PG.amin(1), rewards_PG.amax(1)).double().mean().item(),
+        "reward/zero_std_frac": zero_std_frac(rewards_PG),
         "completions/length_mean": mean(lengths),
         "completions/length_max": max(lengths),
         "completions/truncated_frac": mean([s.finish_reason == "length" for s in samples]),
@@ -957,6 +957,12 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
         "sampler/versions": mean([len(s.weight_versions) for s in samples]),
         **(episode_metrics(samples) if any(s.turns for s in samples) else {}),
     }
+
+
+def zero_std_frac(rewards_PG: torch.Tensor) -> float | None:
+    """Return the fraction of groups of equal reward, or None where each prompt has a single response."""
+    equal_P = equal_rewards(rewards_PG.amin(1), rewards_PG.amax(1))
+    return equal_P.double().mean().item() if rewards_PG.shape[1] > 1 else None
 
 
 def episode_metrics(samples: list[Sample]) -> dict[str, float]:

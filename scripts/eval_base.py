@@ -46,8 +46,11 @@ def quantile(lengths: list[int], part: float) -> int:
     return ordered[math.ceil(part * len(ordered)) - 1]
 
 
-def describe(samples: list[Sample], limit: int, cap: int) -> list[str]:
-    """Summarize samples in lines. ``limit``: --max_response_length; ``cap``: the tokens each of them may have."""
+def describe(samples: list[Sample], limit: int, cap: int, critic: bool = False) -> list[str]:
+    """Summarize samples in lines. ``limit``: --max_response_length; ``cap``: the tokens that each might have.
+
+    With a ``critic``, or with one response to each prompt, no group has to differ for a run to learn.
+    """
     lengths = [s.length for s in samples]
     unfinished = sum(s.finish_reason == "length" for s in samples) / len(samples)
     rewards: dict[int, list[float]] = {}
@@ -56,14 +59,16 @@ def describe(samples: list[Sample], limit: int, cap: int) -> list[str]:
         ends = s.finish_reason != "length" and s.length <= limit
         rewards.setdefault(s.prompt_id, []).append(s.reward if ends else 0.0)
         right += ends and is_correct(s)
-    different = sum(len(set(group)) > 1 for group in rewards.values()) / len(rewards)
+    different = sum(len(set(group)) > 1 for group in rewards.values())
+    different /= len(rewards)
     half, wanted = quantile(lengths, 0.5), quantile(lengths, 0.95)
     lines = [
         f"probe      {len(rewards)} prompts, {len(samples)} responses of at most {cap} tokens",
         f"length     50 % have at most {half} tokens, 95 % at most {wanted}; {unfinished:.0%} did not end",
         f"pass@1     {right / len(samples):.3f} within --max_response_length {limit}",
-        f"signal     {different:.0%} of the groups have different rewards; the others teach nothing",
     ]
+    if not critic and len(samples) > len(rewards):
+        lines.append(f"signal     {different:.0%} of the groups have different rewards; the others teach nothing")
     if unfinished > 0.05:
         lines.append(f"           more than {cap} tokens are wanted: raise --max_response_length and ask again")
     elif wanted > limit or 4 * wanted < limit:
@@ -87,7 +92,7 @@ def main(path: Path, words: list[str]) -> list[str]:
     asked = {"eval_samples": group, "eval_temperature": args.temperature, "max_response_length": cap}
     started = time.monotonic()
     samples = evaluate.answer(script, dataclasses.replace(args, vllm_engines=0, **asked), problems, run.tokenizer)
-    lines = describe(samples, args.max_response_length, cap)
+    lines = describe(samples, args.max_response_length, cap, critic=not getattr(args, "disable_value", True))
     lines[0] += f", {time.monotonic() - started:.0f} s"
     print("\n".join(lines))
     return lines

@@ -99,6 +99,10 @@ class Case:
             return of_all_drawn
         return "reward/zero_std_frac"
 
+    def has_groups(self) -> bool:
+        """Whether responses to one prompt are compared with each other: several of them, and no critic."""
+        return self.args.get("num_samples_per_prompt_rollout", 2) > 1 and self.args.get("disable_value", True)
+
     def solved(self) -> bool:
         return self.last("reward/correct").mean() > SOLVED
 
@@ -132,7 +136,8 @@ def reward_flat(case: Case) -> Finding | None:
         return None
     last = case.last(name).mean()
     what = f"the reward does not rise: {case.start(name).mean():.3f} in the first steps, {last:.3f} in the last third"
-    remedy = "Look at samples.jsonl: is the score what you mean? Then at the learning rate and at zero-variance groups."
+    also = " and at zero-variance groups" if case.has_groups() else ""
+    remedy = f"Look at samples.jsonl: is the score what you mean? Then at the learning rate{also}."
     return Finding("reward_flat", what, remedy, case.metrics[0]["step"])
 
 
@@ -209,7 +214,7 @@ def equal_groups(case: Case) -> Finding | None:
     """Nineteen of twenty groups of the last third have responses of equal reward: no signal."""
     name = case.equal()
     share = case.last(name).mean()
-    if not share >= 0.95:
+    if not share >= 0.95 or not case.has_groups():
         return None
     level = case.last("reward/mean").mean()
     easy = case.last("reward/correct").mean() > 0.5

@@ -101,7 +101,7 @@ def verdict(folder: Path, last: int) -> dict[str, Any]:
     pair = evaluations(folder, last)
     outcome, why = judge(case, {finding.rule for finding in findings}, pair)
     facts = {
-        "groups_with_signal": 1 - case.last(case.equal()).mean(),
+        "groups_with_signal": 1 - case.last(case.equal()).mean() if case.has_groups() else math.nan,
         "truncated": case.last("completions/truncated_frac").mean(),
         "sampler_logprob_diff": case.curve("sampler/logprob_diff_mean").max(),
         "skipped_steps": case.curve("optim/skipped").sum(),

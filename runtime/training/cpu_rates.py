@@ -66,7 +66,7 @@ def known_rates() -> dict[str, float]:
             file.seek(0)
             text = file.read()
             known = json.loads(text) if text.startswith("{") and text.endswith("}\n") else {}  # else it was cut off
-            if not known.get(key, {}).keys() >= {"float32", "bfloat16"}:
+            if not known.get(key):
                 known[key] = product_rates()
                 file.truncate(0)
                 file.write(json.dumps(known, indent=1) + "\n")

@@ -33,6 +33,15 @@ def test_what_is_said_of_samples():
     assert eval_base.describe(samples[:8], 32, 64)[-1].startswith("signal")
 
 
+def test_no_group_is_counted_where_there_is_none():
+    """ppo.py with one sample per prompt, and a critic at any number of them."""
+    alone = [sample(p, 0, 10, float(p % 2)) for p in range(4)]
+    grouped = [sample(0, k, 10, 1.0) for k in range(4)]
+    assert not any(line.startswith("signal") for line in eval_base.describe(alone, 32, 64))
+    assert not any(line.startswith("signal") for line in eval_base.describe(grouped, 32, 64, critic=True))
+    assert any(line.startswith("signal     0%") for line in eval_base.describe(grouped, 32, 64))
+
+
 @pytest.mark.parametrize(("part", "expected"), [(0.5, 2), (0.95, 4), (0.25, 1), (0.26, 2), (1.0, 4)])
 def test_quantiles(part, expected):
     assert eval_base.quantile([4, 2, 1, 3], part) == expected

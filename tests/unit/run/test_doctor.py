@@ -6,8 +6,10 @@ import random
 
 import doctor
 import pytest
+import torch
 
-from runtime.run import run_files
+import utils
+from runtime.run import run_files, verdict
 from runtime.run.doctor import RULES, Case, Finding, examine
 
 STEPS = 60
@@ -291,3 +293,35 @@ def test_a_run_whose_arguments_cannot_be_read_can_still_be_looked_at(tmp_path, c
     assert run_files.read_config(tmp_path) == known
     assert ("config.json is no JSON object of a run; the arguments" in capsys.readouterr().err) == warned
     assert Case.of(tmp_path).args == known.get("args", {})
+
+
+@pytest.mark.parametrize(
+    ("args", "groups"),
+    [
+        ({"num_samples_per_prompt_rollout": 1}, False),
+        ({"num_samples_per_prompt_rollout": 1, "disable_value": False}, False),
+        ({"num_samples_per_prompt_rollout": 16, "disable_value": False}, False),  # a critic is the baseline
+        ({"num_samples_per_prompt_rollout": 16, "disable_value": True}, True),
+        ({}, True),
+    ],
+)
+def test_groups_are_counted_where_there_are_groups(args, groups, tmp_path):
+    """Doctor and verdict, of a run that learns while all its groups have equal rewards."""
+    metrics, samples = healthy()
+    metrics = [m | {"reward/zero_std_frac": 1.0} for m in metrics]
+    case = Case({name: value for name, value in ARGS.items() if "num_samples" not in name} | args, metrics, samples)
+    found = {finding.rule: finding for finding in examine(case)}
+    assert ("equal_groups" in found) == groups and case.has_groups() == groups
+    flat = Case(case.args, [m | {"reward/mean": 0.3 + 0.03 * math.sin(m["step"])} for m in metrics], samples)
+    (finding,) = [finding for finding in examine(flat) if finding.rule == "reward_flat"]
+    assert ("zero-variance groups" in finding.remedy) == groups
+    (tmp_path / "config.json").write_text(json.dumps({"args": case.args}))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+    judged = verdict.verdict(tmp_path, STEPS)
+    assert ("groups_with_signal" in judged) == ("groups with signal" in verdict.in_words(judged)) == groups
+
+
+def test_one_response_is_no_group_of_equal_rewards():
+    """No metric and so no word of the step line; two equal ones are a group."""
+    assert utils.zero_std_frac(torch.tensor([[1.0], [0.0]])) is None
+    assert utils.zero_std_frac(torch.tensor([[1.0, 1.0], [0.0, 1.0]])) == 0.5

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import pwd
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,9 +129,23 @@ def test_a_cache_that_cannot_be_used_is_no_error(cache, monkeypatch):
     """A file that was cut off, and a home that is a file."""
     monkeypatch.setattr(cpu_rates, "product_rates", lambda: {"float32": 1.0, "bfloat16": 2.0})
     cache.parent.mkdir(parents=True)
-    cache.write_text('{"half')
-    assert cpu_rates.known_rates() == {"float32": 1.0, "bfloat16": 2.0}
+    for text in ('{"half', '{"a": {"float32": 1.0', "[]", "null"):
+        cache.write_text(text)
+        assert cpu_rates.known_rates() == {"float32": 1.0, "bfloat16": 2.0}
+        kept = json.loads(cache.read_text())[cpu_rates.machine_key()]
+        assert kept == {"float32": 1.0, "bfloat16": 2.0}, "written anew, so that the next start makes the same choice"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    assert cpu_rates.known_rates() == {"float32": 1.0, "bfloat16": 2.0}
+
+
+def test_a_user_without_a_home_or_a_name_is_no_error(monkeypatch):
+    """A container's user that no passwd entry has: Path.home raises RuntimeError, and getpass has no name either."""
+    monkeypatch.setattr(cpu_rates, "product_rates", lambda: {"float32": 1.0, "bfloat16": 2.0})
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    with pytest.raises(RuntimeError):
+        Path.home()
     assert cpu_rates.known_rates() == {"float32": 1.0, "bfloat16": 2.0}
 
 

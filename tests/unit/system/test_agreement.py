@@ -1,0 +1,88 @@
+"""runtime/system/agreement.py: one choice for all ranks, and no launch whose ranks differ without a word."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+from runtime.system import agreement
+
+RANK = """
+import json, sys
+from runtime.system import agreement
+mine = json.loads(sys.argv[1])
+found = agreement.exchange("start", mine, 60.0)
+agreement.check_equal([one["facts"] for one in found])
+print(json.dumps(agreement.decided([one["choices"] for one in found])))
+"""
+
+
+def choice(capability=(0, 0), card=0, **more) -> dict:
+    """What a rank chose for a device; its sizes follow from the memory of the GPU."""
+    known = {"capability": list(capability), "card": card, "dtype": "bfloat16", "sizes": {"tokens": card}}
+    return known | {"layout": "shared", "attention": "sdpa", "rates": {}} | more
+
+
+def launched(*ranks: dict) -> list[tuple[int, str]]:
+    """(exit code, output) of a process for each rank, through a real board."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(len(ranks))}
+    processes = []
+    for number, mine in enumerate(ranks):
+        line = [sys.executable, "-c", RANK, json.dumps(mine)]
+        environment = {**os.environ, **place, "RANK": str(number), "PYTHONPATH": str(ROOT)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(subprocess.Popen(line, env=environment, **pipes))
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    return [(process.returncode, text) for process, text in zip(processes, outputs, strict=True)]
+
+
+def test_cpus_take_what_rank_0_measured():
+    """One rank has rates of AMX in its cache, the other none; bf16 pays for one alone."""
+    facts = {"package": {"torch": "2"}}
+    fast = choice(dtype="bfloat16", sizes={"tokens": 3072}, rates={"float32": 600.0, "bfloat16": 900.0})
+    slow = choice(dtype="float32", sizes={"tokens": 1024}, rates={"float32": 80.0, "bfloat16": 90.0})
+    for first, second in ((fast, slow), (slow, fast)):
+        ends = launched({"facts": facts, "choices": first}, {"facts": facts, "choices": second})
+        assert [code for code, _ in ends] == [0, 0] and [json.loads(text) for _, text in ends] == [first, first]
+
+
+def test_gpus_take_the_sizes_of_the_smallest_and_the_type_of_the_oldest():
+    large, small = choice((8, 0), 80), choice((8, 0), 40)
+    old = choice((7, 5), 48, dtype="float16", layout="padded")
+    assert agreement.decided([large, small])["sizes"] == agreement.decided([small, large])["sizes"] == {"tokens": 40}
+    found = agreement.decided([large, small, old])
+    assert (found["dtype"], found["layout"], found["sizes"]) == ("float16", "padded", {"tokens": 40})
+    assert agreement.decided([large]) == large
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "there", "here"),
+    [
+        ("file", "grpo.py", "aa", "bb"),
+        ("file", "mine.py", "aa", None),
+        ("package", "torch", "2.13.0", "2.12.0"),
+        ("flag", "--learning_rate", 1e-5, 2e-5),
+        ("digest of", "--dataset", "aa", "bb"),
+    ],
+)
+def test_ranks_that_differ_are_refused_by_name(kind, name, there, here, capsys):
+    facts = [{kind: {name: there}}, {kind: {name: there}}, {kind: {name: here} if here else {}}]
+    agreement.check_equal(facts[:2])
+    with pytest.raises(SystemExit) as end:
+        agreement.check_equal(facts)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and f"{kind} {name} is {here} on rank 2 and {there} on rank 0" in said
+
+
+def test_every_rank_of_a_launch_ends_where_one_differs():
+    ranks = [{"facts": {"package": {"torch": version}}, "choices": choice()} for version in ("1", "2")]
+    for code, text in launched(*ranks):
+        assert code == 2 and "package torch is 2 on rank 1 and 1 on rank 0" in text
