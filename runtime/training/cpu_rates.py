@@ -6,6 +6,7 @@ bf16 at 2.6 times the rate of fp32, the other at 0.7 times; one with AMX at 10 t
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -53,10 +54,7 @@ def machine_key() -> str:
 
 
 def known_rates() -> dict[str, float]:
-    """``product_rates`` of this machine, measured when it is asked for the first time.
-
-    They are kept in ``rlvr/product_rates.json`` of the user's cache (XDG_CACHE_HOME), where that can be written.
-    """
+    """Return the cached ``product_rates`` of this machine, or measure them; processes that start together wait."""
     key = machine_key()
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlvr"
@@ -64,14 +62,15 @@ def known_rates() -> dict[str, float]:
         with open(folder / "product_rates.json", "a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            text = file.read()
-            known = json.loads(text) if text.startswith("{") and text.endswith("}\n") else {}  # else it was cut off
+            known = {}
+            with contextlib.suppress(ValueError, TypeError):  # a file that was cut off is written anew
+                known = dict(json.loads(file.read()))
             if not known.get(key):
                 known[key] = product_rates()
                 file.truncate(0)
                 file.write(json.dumps(known, indent=1) + "\n")
             return known[key]
-    except (OSError, RuntimeError, ValueError, AttributeError):  # a full disk, no home, or a user without a name
+    except (OSError, RuntimeError):  # a full disk, a home that cannot be written, or none
         return product_rates()
 
 

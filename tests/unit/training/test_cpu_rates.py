@@ -129,7 +129,7 @@ def test_a_cache_that_cannot_be_used_is_no_error(cache, monkeypatch):
     """A file that was cut off, and a home that is a file."""
     monkeypatch.setattr(cpu_rates, "product_rates", lambda: {"float32": 1.0, "bfloat16": 2.0})
     cache.parent.mkdir(parents=True)
-    for text in ('{"half', '{"a": {"float32": 1.0', "[]", "null"):
+    for text in ('{"half', '{"a": {"float32": 1.0', "[]", "null", '{\n "a": {\n  "float32": 1.0\n }\n'):
         cache.write_text(text)
         assert cpu_rates.known_rates() == {"float32": 1.0, "bfloat16": 2.0}
         kept = json.loads(cache.read_text())[cpu_rates.machine_key()]
