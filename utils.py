@@ -671,9 +671,8 @@ class UpdateStats:
         ``limit``: of the mean ratio; above it this step and the rest of the update are left out.
         """
         self.sums, self.maxima = self.mini.reduce()
-        check_sampler(
-            self.mini, self.args.max_sampler_diff, self.run.dtype, self.run if self.args.rollout == "vllm" else None
-        )
+        vllm_run = self.run if self.args.rollout == "vllm" else None
+        check_sampler(self.mini, self.args.max_sampler_diff, self.run.dtype, vllm_run)
         self.stopped = limit is not None and self.sums["ratio"] / self.sums["tokens"] > limit
         return self.stopped or not math.isfinite(self.sums["loss"])
 
@@ -935,6 +934,7 @@ class Phases(Stopwatch):
 def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -> dict[str, float | None]:
     """The metrics that follow from a step's samples alone, whatever is then made of them."""
     lengths = [s.length for s in samples]
+    equal_P = equal_rewards(rewards_PG.amin(1), rewards_PG.amax(1))
     staleness_N = step - np.concatenate([s.token_versions() for s in samples])
     solved = {s.prompt_id for s in samples if is_correct(s)}
     parts = sorted({name for s in samples for name in s.reward_parts})[:32]  # a verifier may take names from a response
@@ -948,7 +948,7 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
         "reward/timeouts": sum(s.reward_status == "timeout" for s in samples),
         "reward/errors": sum(s.reward_status == "crash" for s in samples),
         "reward/unscorable": sum(s.reward_status == "unscorable" for s in samples),
-        "reward/zero_std_frac": zero_std_frac(rewards_PG),
+        "reward/zero_std_frac": equal_P.double().mean().item() if rewards_PG.shape[1] > 1 else None,
         "completions/length_mean": mean(lengths),
         "completions/length_max": max(lengths),
         "completions/truncated_frac": mean([s.finish_reason == "length" for s in samples]),
@@ -957,12 +957,6 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
         "sampler/versions": mean([len(s.weight_versions) for s in samples]),
         **(episode_metrics(samples) if any(s.turns for s in samples) else {}),
     }
-
-
-def zero_std_frac(rewards_PG: torch.Tensor) -> float | None:
-    """Return the fraction of groups of equal reward, or None where each prompt has a single response."""
-    equal_P = equal_rewards(rewards_PG.amin(1), rewards_PG.amax(1))
-    return equal_P.double().mean().item() if rewards_PG.shape[1] > 1 else None
 
 
 def episode_metrics(samples: list[Sample]) -> dict[str, float]:

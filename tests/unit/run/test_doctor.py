@@ -323,5 +323,6 @@ def test_groups_are_counted_where_there_are_groups(args, groups, tmp_path):
 
 def test_one_response_is_no_group_of_equal_rewards():
     """No metric and so no word of the step line; two equal ones are a group."""
-    assert utils.zero_std_frac(torch.tensor([[1.0], [0.0]])) is None
-    assert utils.zero_std_frac(torch.tensor([[1.0, 1.0], [0.0, 1.0]])) == 0.5
+    for rewards, fraction in (([[1.0], [0.0]], None), ([[1.0, 1.0], [0.0, 1.0]], 0.5)):
+        samples = make_samples(2, len(rewards[0]))
+        assert utils.sample_metrics(samples, torch.tensor(rewards), 1)["reward/zero_std_frac"] == fraction
