@@ -7,6 +7,7 @@ import random
 import doctor
 import pytest
 import torch
+from helpers import make_samples
 
 import utils
 from runtime.run import run_files, verdict
