@@ -100,8 +100,9 @@ class Case:
         return "reward/zero_std_frac"
 
     def has_groups(self) -> bool:
-        """Whether responses to one prompt are compared with each other: several of them, and no critic."""
-        return self.args.get("num_samples_per_prompt_rollout", 2) > 1 and self.args.get("disable_value", True)
+        """Return True if responses to one prompt are compared with each other: several of them, and no critic."""
+        given = self.args
+        return given.get("num_samples_per_prompt_rollout", 2) > 1 and given.get("disable_value", True)
 
     def solved(self) -> bool:
         return self.last("reward/correct").mean() > SOLVED
