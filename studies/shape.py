@@ -39,7 +39,7 @@ BUDGETS = {
     "runtime/training": 1910,
     "runtime/environments": 1120,
     "runtime/engine": 1400,
-    "runtime/run": 2490,
+    "runtime/run": 2500,
     "grpo.py": 720,
     "ppo.py": 1015,
     "utils.py": 1150,
