@@ -81,7 +81,7 @@ BREAKAGES = (
                 "[hidden_UD[piece], batch.targets[piece], ",
                 "[hidden_UD[piece], batch.targets[piece].roll(-1), ",
             ),
-            ("utils.py", "    if error < limit:\n", "    if True:\n"),
+            ("utils.py", "    if difference < limit:\n", "    if True:\n"),
         ),
     ),
     Breakage(

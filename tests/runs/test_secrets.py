@@ -136,7 +136,7 @@ def planted(tmp_path, monkeypatch):
 def judged(tmp_path, monkeypatch):
     """A copy of grpo.py with flags of its own for a judge, as a user would write it, that can be imported."""
     source = (ROOT / "grpo.py").read_text()
-    after = '"""First part of the run\'s name: a copy of this file has runs of its own."""\n'
+    after = '"""First part of the run\'s name. Default: the script\'s file name, so a copy of the script gets runs of its own."""\n'
     assert after in source
     (tmp_path / "judged.py").write_text(source.replace(after, after + OWN_FLAGS.lstrip("\n")))
     (tmp_path / "judge.py").write_text(JUDGE)
@@ -226,7 +226,7 @@ def test_a_submission_leaves_no_secret(backend, tmp_path, planted, monkeypatch, 
     """Neither what a dry run shows nor the scripts and records that are written; a local job is run, too."""
     tools = tmp_path / "tools"
     tools.mkdir()
-    for tool in ("sbatch", "kubectl"):
+    for tool in ("sbatch", "beaker"):
         (tools / tool).write_text("#!/bin/sh\nenv -u SECRETS true\n")
         (tools / tool).chmod(0o755)
     monkeypatch.setenv("PATH", str(tools), prepend=":")
@@ -236,7 +236,7 @@ def test_a_submission_leaves_no_secret(backend, tmp_path, planted, monkeypatch, 
     assert submit.main([line[0], line[1], "--dry_run", *line[2:]]) == 0
     assert submit.main(line) == 0
     said = capfd.readouterr()
-    assert list((planted / "runs/jobs").glob("*/submit.json"))
+    assert list((planted / "runs/jobs").glob("**/submit.json"))
     assert found_in(planted / "runs", said.out, said.err) == []
 
 

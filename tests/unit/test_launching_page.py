@@ -28,7 +28,7 @@ def test_flag_table():
     shared = submit.EVERYWHERE - {"backend"}
     said = {backend: set() for backend in header[1:]}
     for names, *cells in body:
-        flags = [f for f in re.findall(r"--(\w+)", names) if f not in ("partition", "budget", "qos")]
+        flags = [f for f in re.findall(r"--(\w+)", names) if f not in ("partition", "budget", "qos", "timeout")]
         for backend, cell in zip(header[1:], cells, strict=True):
             if cell:
                 said[backend] |= set(flags)
