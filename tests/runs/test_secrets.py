@@ -136,7 +136,7 @@ def planted(tmp_path, monkeypatch):
 def judged(tmp_path, monkeypatch):
     """A copy of grpo.py with flags of its own for a judge, as a user would write it, that can be imported."""
     source = (ROOT / "grpo.py").read_text()
-    after = '"""First part of the run\'s name. Default: the script\'s file name, so a copy of the script gets runs of its own."""\n'
+    after = 'so a copy of the script gets runs of its own."""\n'
     assert after in source
     (tmp_path / "judged.py").write_text(source.replace(after, after + OWN_FLAGS.lstrip("\n")))
     (tmp_path / "judge.py").write_text(JUDGE)
