@@ -107,7 +107,7 @@ def _same_number(said: str | None, truth: str) -> Reward:
 
 
 def lenient(response: str, truth: str) -> bool | None:
-    """Whether the last number of a response, or of its last box, is the truth, whatever format a verifier wants.
+    """Return True if the last number of a response, or of its last box, is the truth, whatever format a verifier wants.
 
     None where the truth is no number. To compare with, not to train on.
     """
@@ -211,7 +211,7 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
 
 
 def needs_no_truth(verifier: str, row: dict) -> bool:
-    """Whether a row can be scored without an answer.
+    """Return True if a row can be scored without an answer.
 
     Some scorers of reasoning-gym check the response itself; form and instructions have no right answer, and neither a
     reward model nor an environment looks at one.

@@ -66,7 +66,7 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """Where the files of this submission are: its scripts, marks and record, and the copy of the code."""
+        """Return the folder of this submission: its scripts, marks, record, and the copy of the code."""
         return f"{self.run_dir}/{self.submitted}"
 
     @property

@@ -41,7 +41,7 @@ def code_files(folder: Path, named: Iterable[str]) -> list[str]:
 
 
 def listed(folder: Path, *options: str) -> set[str]:
-    """What ``git ls-files`` prints."""
+    """Return the files that ``git ls-files`` lists."""
     names = git.output(folder, "ls-files", "-z", *options)
     return set(names.split("\0")) - {""}
 
@@ -69,7 +69,7 @@ def inside(folder: Path, named: Iterable[str]) -> list[str]:
 
 
 def to_be_copied(path: Path) -> bool:
-    """Whether a file belongs into the copy; a large one and a picture are linked instead."""
+    """Return True if a file belongs into the copy; a large one and a picture are linked instead."""
     if path.is_symlink():
         return path.exists()
     if not path.is_file() or path.name.endswith(PICTURES):

@@ -295,7 +295,7 @@ def try_layouts(script, folder: Path) -> dict:
 
 
 def in_fork(work: Callable[..., dict], *arguments, log: Path, limit: float) -> dict:
-    """What ``work`` returns in a fork of this process, which prints to ``log``; {"error": text} if it fails."""
+    """Return the result of ``work`` in a fork of this process, which prints to ``log``; {"error": text} if it fails."""
     answer = log.with_suffix(".answer")
     answer.unlink(missing_ok=True)
     pid = os.fork()
@@ -399,7 +399,7 @@ def look_again(folder: Path, name: str, part: Callable, script, more: list[str])
 
 
 def faults(row: dict) -> list[str]:
-    """What is wrong with a row: neither right nor refused at the start with an alternative that works."""
+    """List the faults of a row that is neither right nor rejected at the start with a working alternative."""
     if "error" in row["model"]:
         return [f"no model: {row['model']['error']}"]
     found = []

@@ -492,7 +492,7 @@ COMMON = 0.05  # fraction of the rows from which on one ground truth is frequent
 
 
 def _doubts(problems: list[Problem], contradicting: int) -> list[str]:
-    """What is readable in a source, and yet probably not what was meant."""
+    """Describe values of a source that can be read but are probably mistakes."""
     found = []
     if contradicting:
         found.append(f"{contradicting} prompts stand in several rows with different ground truths; the first counts")

@@ -18,7 +18,7 @@ PATIENCE = 1800.0  # seconds in which all ranks have read their data, where --ti
 
 @dataclass(frozen=True)
 class Choices:
-    """What the machine decides where flags leave it open, with reasons for the start of a run."""
+    """Settings that the machine decides where flags leave them open, with reasons for the start of a run."""
 
     dtype: torch.dtype
     sizes: Sizes

@@ -231,7 +231,7 @@ class Chat:
             return False
 
     def _shows_tools(self, messages: list[dict]) -> bool:
-        """Whether a prompt that begins with ``messages`` says which tools there are."""
+        """Return True if a prompt that begins with ``messages`` says which tools there are."""
         try:
             text = self.text(with_tools(messages, self.tools))
         except rendering.Unrenderable:

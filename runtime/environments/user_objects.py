@@ -52,7 +52,7 @@ def load(path: str, name: str, text: str) -> None:
 
 
 def describe() -> dict[str, Any]:
-    """What the class is: its kind, the tools' schemas, and its limits. ``error``: why it is no environment."""
+    """Describe the class: its kind, the tools' schemas, and its limits. ``error``: the reason why it is invalid."""
     if loaded.error:
         return {"error": f"the file does not load: {loaded.error}"}
     cls = loaded.cls
@@ -202,7 +202,7 @@ class UserObject:
 
     @classmethod
     def turn_reward(cls) -> float | str | None:
-        """What ``get_turn_reward`` returns of the turn just answered, or why there is none; None without the method."""
+        """Return ``get_turn_reward`` of the turn just answered, or the reason for none; None without the method."""
         if getattr(cls.made, "get_turn_reward", None) is None:
             return None
         try:

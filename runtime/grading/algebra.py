@@ -73,7 +73,7 @@ def nested(text: str) -> int:
 
 
 def too_large(text: str) -> bool:
-    """Whether to read a text, or the numbers that the parser itself computes, would take seconds or all memory."""
+    """Test if to read a text, or the numbers that the parser itself computes, would take seconds or all memory."""
     return COSTLY.search(text) is not None or nested(text) > DEEPEST
 
 
@@ -94,7 +94,7 @@ def _size_of_factorial(argument, argument_size: float) -> float:
 
 
 def _is_long(series) -> bool:
-    """Whether a sum or product has a bound that is a number beyond the largest number of terms."""
+    """Return True if a sum or product has a bound that is a number beyond the largest number of terms."""
     for _, *bounds in series.limits:
         for bound in bounds:
             if not bound.is_number or not bound.is_finite:
@@ -105,7 +105,7 @@ def _is_long(series) -> bool:
 
 
 def _has_tower(expression) -> bool:
-    """Whether an exponent holds a power whose exponent varies, as in 2^{2^x}."""
+    """Return True if an exponent holds a power whose exponent varies, as in 2^{2^x}."""
     for power in expression.atoms(sympy.Pow):
         for inner in power.exp.atoms(sympy.Pow):
             if inner.exp.free_symbols:
@@ -137,7 +137,7 @@ def _size(expression) -> float:
 
 
 def _bounded(expression) -> bool:
-    """Whether the numbers of an expression are small enough to compute; parsers leave towers and factorials alone."""
+    """Test if the numbers of an expression are small enough to compute; parsers leave towers and factorials alone."""
     parts = [expression]
     if isinstance(expression, sympy.MatrixBase):
         parts = expression.flat()
@@ -175,7 +175,7 @@ def _numbers(expression) -> list:
 
 
 def _close(gold, found) -> bool:
-    """Whether the numbers of two answers agree to 0.5 %: math-verify rounds at a fixed place, so 1e-31 is its 0."""
+    """Test if the numbers of two answers agree to 0.5 %: math-verify rounds at a fixed place, so 1e-31 is its 0."""
     if gold.has(sympy.UnevaluatedExpr) or found.has(sympy.UnevaluatedExpr):
         return True  # a percentage, which may stand for the number before its sign
     for ours, theirs in zip(_numbers(gold), _numbers(found), strict=False):
@@ -186,7 +186,7 @@ def _close(gold, found) -> bool:
 
 
 def _holds(statement) -> bool:
-    """Whether an equation without unknowns, or a chain of them, is true."""
+    """Return True if an equation without unknowns, or a chain of them, is true."""
     steps = statement.args
     if isinstance(statement, sympy.Rel):
         steps = [statement]
@@ -194,7 +194,7 @@ def _holds(statement) -> bool:
 
 
 def _names_point(equations, point) -> bool:
-    """Whether equations give the coordinates of a point in the order of their letters: x = 2, y = 3 is (2, 3)."""
+    """Test if equations give the coordinates of a point in the order of their letters: x = 2, y = 3 is (2, 3)."""
     named = sorted(equations.args, key=lambda equation: str(equation.lhs))
     values = _elements(point)
     if len(named) != len(values):
@@ -203,7 +203,7 @@ def _names_point(equations, point) -> bool:
 
 
 def _same_equation(gold, found) -> bool:
-    """Whether one equation is a multiple of the other, or has solutions by which math-verify compared them."""
+    """Return True if one equation is a multiple of the other, or has solutions by which math-verify compared them."""
     sides = (*gold.args, *found.args)
     if not all(isinstance(side, sympy.Expr) for side in sides):
         return True
@@ -217,7 +217,7 @@ def _same_equation(gold, found) -> bool:
 
 
 def _sound(gold, found) -> bool:
-    """Whether an equality that math-verify found says something.
+    """Return True if an equality that math-verify found says something.
 
     It compares equations by their solutions, and no solution equals no solution; it takes the right side of an
     equation for a value, whether or not the equation is true.
@@ -279,7 +279,7 @@ def _repetitions(parts: list[str]) -> collections.Counter:
 
 
 def _same_repetitions(answer: str, wanted: str) -> bool:
-    """Whether two lists without brackets, equal as sets, have each element as often."""
+    """Return True if two lists without brackets, equal as sets, have each element as often."""
     if NOT_COUNTED.search(answer) or NOT_COUNTED.search(wanted):
         return True
     said = parts_of(answer)
@@ -301,7 +301,7 @@ def _kind(text: str) -> str:
 
 
 def _named(text: str) -> bool:
-    """Whether the left side of an equation names what the right side is: "x", "f(3)", "|AB|", not "x^2" or "2x"."""
+    """Test if the left side of an equation names what the right side is: "x", "f(3)", "|AB|", not "x^2" or "2x"."""
     left, equals, _ = text.partition("=")
     if not equals or not re.search("[A-Za-z]", left):
         return True
@@ -343,7 +343,7 @@ def _solutions(expression, text: str) -> tuple | None:
 
 
 def _same_solutions(gold, found, answer: str, wanted: str) -> bool:
-    """Whether two statements, or a statement and a set, allow the same numbers, and one does so by inequalities."""
+    """Test if two statements, or a statement and a set, allow the same numbers, and one does so by inequalities."""
     if not gold.atoms(sympy.Rel) and not found.atoms(sympy.Rel):
         return False
     ours = _solutions(gold, wanted)
@@ -358,7 +358,7 @@ def _same_solutions(gold, found, answer: str, wanted: str) -> bool:
 
 
 def _same_complex(gold, found) -> bool:
-    """Whether two expressions of numbers and the letter i are the same complex number."""
+    """Return True if two expressions of numbers and the letter i are the same complex number."""
     if not isinstance(gold, sympy.Expr) or not isinstance(found, sympy.Expr):
         return False
     letters = gold.free_symbols | found.free_symbols
@@ -400,7 +400,7 @@ def _along_axes(expression, size: int) -> list:
 
 
 def _same_point(gold, found) -> bool:
-    """Whether a point and a vector, in whatever notation, have the same coordinates; two matrices are not compared."""
+    """Test if a point and a vector, in whatever notation, have the same coordinates; two matrices are not compared."""
     if isinstance(gold, sympy.MatrixBase) and isinstance(found, sympy.MatrixBase):
         return False
     ours = _coordinates(gold)
@@ -416,7 +416,7 @@ def _same_point(gold, found) -> bool:
 
 
 def _same_chain(gold, found) -> bool:
-    """Whether two chains such as 1 < x < 2 make the same comparisons."""
+    """Return True if two chains such as 1 < x < 2 make the same comparisons."""
     if not isinstance(gold, sympy.And) or not isinstance(found, sympy.And):
         return False
     if not all(isinstance(part, sympy.Rel) for part in (*gold.args, *found.args)):
@@ -427,7 +427,7 @@ def _same_chain(gold, found) -> bool:
 
 
 def _same_otherwise(gold, found, answer: str, wanted: str) -> bool:
-    """Whether two answers that math-verify tells apart are the same complex number, point, or set of solutions."""
+    """Test if two answers that math-verify tells apart are the same complex number, point, or set of solutions."""
     if _same_complex(gold, found) or _same_point(gold, found):
         return True
     return _same_chain(gold, found) or _same_solutions(gold, found, answer, wanted)
@@ -448,7 +448,7 @@ def _ratio(text: str) -> list | None:
 
 
 def _same_ratio(answer: str, wanted: str) -> bool:
-    """Whether both texts are ratios of three or more terms, and equal."""
+    """Return True if both texts are ratios of three or more terms, and equal."""
     ours = _ratio(wanted)
     return ours is not None and ours == _ratio(answer)
 
@@ -474,7 +474,7 @@ def _same_form(answer: str, wanted: str) -> bool:
 
 
 def _equal(gold: list, found: list, answer: str, wanted: str) -> bool:
-    """Whether two texts that are parsed are equal. Raises what sympy raises where it cannot tell."""
+    """Return True if two texts that are parsed are equal. Raises what sympy raises where it cannot tell."""
     from math_verify import verify
 
     if wanted.count(":") > 1 or answer.count(":") > 1:
@@ -488,7 +488,7 @@ def _equal(gold: list, found: list, answer: str, wanted: str) -> bool:
 
 
 def same_value(answer: str, wanted: str) -> bool:
-    """Whether two texts have the same value, for a reason."""
+    """Return True if two texts have the same value, for a reason."""
     if too_large(answer) or too_large(wanted):
         return False
     gold = parse_math(wanted)

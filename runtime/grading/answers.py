@@ -148,7 +148,7 @@ def _words(text: str) -> list[str]:
 
 
 def _same_words(answer: str, wanted: str) -> bool | None:
-    """Whether two texts of words are the same; None where they are not both words but perhaps products of letters."""
+    """Test if two texts of words are the same; None where they are not both words but perhaps products of letters."""
     said, right = _words(answer), _words(wanted)
     if not said or not right or {"infinity", "inf"} & {*said, *right}:
         return None
@@ -271,7 +271,7 @@ def _option(text: str) -> tuple[str, str] | None:
 
 
 def _same_option(answer: str, wanted: str) -> bool | None:
-    """Whether two answers are the same choice, or one is the text of the other's; None where neither can be said."""
+    """Test if two answers are the same choice, or one is the text of the other's; None where neither can be said."""
     said, right = _option(answer), _option(wanted)
     if said and right:
         return said[0] == right[0]
@@ -307,7 +307,7 @@ def _date(text: str) -> list[str] | None:
 
 
 def _same_date(answer: str, wanted: str) -> bool | None:
-    """Whether two dates are the same; None where neither is one of digits, which arithmetic would read as a number."""
+    """Test if two dates are the same; None where neither is one of digits, which arithmetic would read as a number."""
     said, right = _date(answer), _date(wanted)
     if said is not None and right is not None:
         return said == right
@@ -315,7 +315,7 @@ def _same_date(answer: str, wanted: str) -> bool | None:
 
 
 def _same_kind_of_words(answer: str, wanted: str) -> bool | None:
-    """Whether two answers are the same choice, date or words, or both say that there is none; None if not words."""
+    """Test if two answers are the same choice, date or words, or both say that there is none; None if not words."""
     if (same := _same_option(answer, wanted)) is not None:
         return same
     for read in (_said, _verdict):
@@ -346,7 +346,7 @@ def _cases(text: str) -> list[tuple[str, str]] | None:
 
 
 def _same_cases(answer: list[tuple[str, str]], wanted: list[tuple[str, str]]) -> bool:
-    """Whether two functions by cases have equal values under equal conditions, in any order."""
+    """Return True if two functions by cases have equal values under equal conditions, in any order."""
     left = list(answer)
     for value, condition in wanted:
         same = [
@@ -427,7 +427,7 @@ def _systems(text: str) -> list[dict[str, str]] | None:
 
 
 def _same_systems(answer: list[dict], wanted: list[dict]) -> bool:
-    """Whether two lists of solutions are the same, in any order."""
+    """Return True if two lists of solutions are the same, in any order."""
     left = list(answer)
     for solution in wanted:
         same = [
@@ -442,7 +442,7 @@ def _same_systems(answer: list[dict], wanted: list[dict]) -> bool:
 
 
 def _same_function(answer: str, wanted: str) -> bool:
-    """Whether two functions differ in the letter of their argument alone, or one is y = ... and one f(x) = ..."""
+    """Test if two functions differ in the letter of their argument alone, or one is y = ... and one f(x) = ..."""
     said, right = FUNCTION.fullmatch(answer), FUNCTION.fullmatch(wanted)
     if said and right:
         renamed = said[1] == right[1] and said[2] != right[2] and right[2] not in _letters(said[3])
@@ -464,7 +464,7 @@ def _without_modulus(answer: str, wanted: str) -> tuple[str, str]:
 
 
 def _same_amount(answer: str, wanted: str) -> bool | None:
-    """Whether two answers are the same number, with or without units; None where units decide nothing."""
+    """Return True if two answers are the same number, with or without units; None where units decide nothing."""
     (value, unit), (right, right_unit) = split_unit(answer), split_unit(wanted)
     degrees = (("deg", 1),)
     for angle, its_unit, other, other_unit in ((value, unit, right, right_unit), (right, right_unit, value, unit)):
@@ -479,7 +479,7 @@ def _same_amount(answer: str, wanted: str) -> bool | None:
 
 
 def equal(answer: str, wanted: str) -> bool:
-    """Whether two tidy answers are the same text, the same words, the same number, or the same by math-verify."""
+    """Test if two tidy answers are the same text, the same words, the same number, or the same by math-verify."""
     answer, wanted = _without_modulus(answer, wanted)
     if not _plain(answer) or not _plain(wanted):
         return False
@@ -509,7 +509,7 @@ def equal(answer: str, wanted: str) -> bool:
 
 
 def _equal_values(answer: str, wanted: str) -> bool:
-    """Whether two answers of numbers and letters are equal, units and percent signs aside where they may be missing."""
+    """Test if two answers of numbers and letters are equal, units and percent signs aside where they may be missing."""
     answer, wanted = RATIO_NAME.sub("", answer), RATIO_NAME.sub("", wanted)
     if same_percentage(answer, wanted) or _same_function(answer, wanted):
         return True
@@ -551,7 +551,7 @@ def of_truth(truth: str) -> str:
 
 
 def no_answer(truth: str, row: dict) -> str:
-    """Why a truth of ``math`` holds no answer, as a proof does; "" where it may."""
+    """Return the reason why a truth of ``math`` holds no answer, as a proof does, or "" if it may hold one."""
     if truth.strip(" .").casefold() in ("proof", "notfound", "not found"):
         return "it is a word for having no answer"
     prose = re.findall("[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", truth))
@@ -588,7 +588,7 @@ def _seen(text: str) -> str:
 
 
 def is_echo(answer: str, wanted: str, question: str) -> bool:
-    """Whether an answer that equals the truth is a formula of the question, and leaves the computing to the grader.
+    """Test if an answer that equals the truth is a formula of the question, and leaves the computing to the grader.
 
     What is the text of the truth is no echo, nor is a number or a fraction in lowest terms in the middle of a sentence.
     """

@@ -220,7 +220,7 @@ SHARED = re.compile(  # what a test and a program in another process do not shar
 
 
 def _obstacle(tests: CodeTests) -> str:
-    """Why a right program may fail test code that runs in another process than the program; "" if nothing shows."""
+    """Name a reason why a right program may fail tests that run in another process, or return ""."""
     shared = SHARED.search(tests.check)
     if shared is None:
         return ""
@@ -228,14 +228,14 @@ def _obstacle(tests: CodeTests) -> str:
 
 
 def _same_leaf(value: object, expected: object) -> bool:
-    """Whether two scalars are the same: True is not 1, floats are compared to 9 digits."""
+    """Return True if two scalars are the same: True is not 1, floats are compared to 9 digits."""
     if {type(value), type(expected)} in ({float}, {int, float}):
         return value == expected or math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-9)
     return type(value) is type(expected) and value == expected
 
 
 def _same(message: dict, expected: object) -> bool:
-    """Whether a program's value, as the sandbox encodes it, is that of a test in JSON: tuples are lists, keys text.
+    """Test if a program's value, as the sandbox encodes it, is that of a test in JSON: tuples are lists, keys text.
 
     The value is not built: the time is that of the expected one, whatever was sent. Raises what wrong input makes of
     it, ArithmeticError, AttributeError, LookupError, TypeError or ValueError.
@@ -309,7 +309,7 @@ DECIMAL = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?
 
 
 def _same_token(said: str, wanted: str) -> bool:
-    """Whether two words of an output are the same: decimals to 1e-6, absolute or relative, whole numbers exactly."""
+    """Test if two words of an output are the same: decimals to 1e-6, absolute or relative, whole numbers exactly."""
     if said == wanted:
         return True
     if len(said) > 50 or not DECIMAL.fullmatch(said) or not DECIMAL.fullmatch(wanted):
@@ -322,7 +322,7 @@ def _same_token(said: str, wanted: str) -> bool:
 
 
 def _same_output(said: str, wanted: str) -> bool:
-    """Whether two outputs are the same, line by line and word by word; blank lines do not count."""
+    """Return True if two outputs are the same, line by line and word by word; blank lines do not count."""
     ours, theirs = _lines(said), _lines(wanted)
     if [len(line) for line in ours] != [len(line) for line in theirs]:
         return False
@@ -462,7 +462,7 @@ def _own_solution(row: dict, tests: CodeTests) -> tuple[str, str]:
 
 
 def code_error(truth: str, row: dict) -> str:
-    """What is wrong with a row's tests, found by running them; "" if nothing is.
+    """Describe the error in a row's tests, found by running them, or return "" if there is none.
 
     The row's own solution must pass, by the way that every sample goes. Without one, test code is run against a
     stand-in: it shows what does not load, and arguments that cannot be passed.

@@ -125,7 +125,7 @@ PART_BEFORE = re.compile(  # x2, 10^2, 12:07, 1,2,7, 2023-01-07, "3 to 7", "betw
 
 
 def _is_part(text: str, number: re.Match) -> bool:
-    """Whether a number is part of something else: a power, a time, a date, a range, a list, a name or a label."""
+    """Test if a number is part of something else: a power, a time, a date, a range, a list, a name or a label."""
     before, after = text[max(0, number.start() - 20) : number.start()], text[number.end() : number.end() + 8]
     if PART_BEFORE.search(before):
         return True
@@ -201,7 +201,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _joined(between: str, content: str, several: bool) -> bool:
-    """Whether what stands between two boxes makes them one answer; a list or a row of names only ``several`` parts."""
+    """Test if what stands between two boxes makes them one answer; a list or a row of names only ``several`` parts."""
     if len(between) > WIDEST_GAP:
         return False
     if (BETWEEN_BOXES.fullmatch(between) and re.search("[,;]|and|or|quad", between)) or OR_BOX.fullmatch(between):
@@ -303,7 +303,7 @@ def _of_sentence(line: str) -> str:
 
 
 def _announced_answer(text: str) -> str | None:
-    """What follows the last announcement, on its line or the next; without delimiters, and without prose around it."""
+    """Return the answer after the last announcement, on its line or the next, without delimiters and prose."""
     announced = collections.deque(ANNOUNCED.finditer(text), maxlen=1)
     if not announced:
         return None
@@ -328,7 +328,7 @@ def _stated(line: str) -> str:
 
 
 def _is_complete(answer: str) -> bool:
-    """Whether an announced answer is a number, a formula or a choice, and not words: "above", "therefore correct"."""
+    """Test if an announced answer is a number, a formula or a choice, and not words: "above", "therefore correct"."""
     words = re.findall("[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+(?:\{[^{}]*\})?", " ", answer))
     return bool(answer) and (not words or (answer[0] in "-$.0123456789" and len(words) <= 4))
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 
 def _related(count: int, relation: str, wanted: int) -> bool:
-    """Whether a count is "less than" or "at least" a number. Raises ValueError for another relation."""
+    """Return True if a count is "less than" or "at least" a number. Raises ValueError for another relation."""
     if relation == "less than":
         return count < wanted
     if relation == "at least":

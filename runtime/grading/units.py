@@ -120,7 +120,7 @@ MONEY_TAIL = re.compile(rf"(?<=[0-9])(?:\s|\\[,;:! ]|~)*\\?({SIGN})\s*$")
 
 
 def is_word(piece: str) -> bool:
-    """Whether bare letters are a word and not a product: "east" and "cats", not "ab" or "xyz"."""
+    """Return True if bare letters are a word and not a product: "east" and "cats", not "ab" or "xyz"."""
     for part in piece.split():
         if len(part) >= 5:
             return True
@@ -222,7 +222,7 @@ def split_unit(text: str) -> tuple[str, tuple]:
 
 
 def scale_between(unit: tuple, other: tuple) -> Fraction | None:
-    """How many of the other unit one unit is: 1/1000 for m and km; None where they do not measure the same."""
+    """Return how many of the other unit one unit is: 1/1000 for m and km; None if they measure different things."""
     found = []
     for parts in (unit, other):
         measured, size = Counter(), Fraction(1)
@@ -273,7 +273,7 @@ def decimal_of(text: str) -> Decimal | None:
 
 
 def same_percentage(answer: str, wanted: str) -> bool:
-    """Whether two answers differ in a percent sign alone, which may be left away of a number from 1 on."""
+    """Return True if two answers differ in a percent sign alone, which may be left away of a number from 1 on."""
     plain, right = PERCENT.sub("", answer), PERCENT.sub("", wanted)
     if (plain == answer) == (right == wanted):
         return False
@@ -282,7 +282,7 @@ def same_percentage(answer: str, wanted: str) -> bool:
 
 
 def is_time(text: str) -> bool:
-    """Whether "16:40" is a time of day or a duration, not a ratio, which has no zero before it and no common factor."""
+    """Test if "16:40" is a time of day or a duration, not a ratio, which has no zero before it and no common factor."""
     clock = CLOCK.fullmatch(text)
     if clock is None:
         return False
@@ -292,7 +292,7 @@ def is_time(text: str) -> bool:
 
 
 def same_time(answer: str, wanted: str) -> bool | None:
-    """Whether two values are the same time; None where neither is one."""
+    """Return True if two values are the same time; None where neither is one."""
     if not is_time(answer) and not is_time(wanted):
         return None
     said = [part.lstrip("0") for part in answer.split(":")]

@@ -60,7 +60,7 @@ def ignored_changes(theirs: dict[str, Any], args) -> list[str]:
 
 
 def facts(args, data: str) -> dict[str, dict[str, Any]]:
-    """What all ranks of a launch must have in common; ``data``: ``directory.data_digest``."""
+    """Return the facts that all ranks of a launch must share; ``data``: ``directory.data_digest``."""
     own = {f"--{name}": value for name, value in recorded(args).items() if name not in PRESENTATION}
     return {"flag": own, "file": code_of(args), "package": versions(), "digest of": {"--dataset": data}}
 

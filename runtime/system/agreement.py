@@ -1,4 +1,4 @@
-"""What all ranks of a launch must have in common, exchanged once at the start."""
+"""Facts that all ranks of a launch must share, exchanged once at the start."""
 
 from __future__ import annotations
 
