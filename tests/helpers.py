@@ -138,13 +138,19 @@ def kl_loss(logprobs, old, ref, mask, *, estimator: str, gradient: str = "naive"
     return torch.where(mask, kl_estimators.loss_term(grpo, logprobs, old, ref, **given), 0.0)
 
 
-def load_variant(name: str, folder: Path):
-    """The module variant_NAME: the variant's script, written to ``folder`` and imported from there."""
+def write_variant(name: str, folder: Path) -> Path:
+    """Write the variant's script to ``folder``/variant_NAME.py and return that path."""
     import variant
 
     path = folder / f"variant_{name}.py"
     small = ROOT / "variants" / f"{name}.py"  # a file of its own, not a patch
     path.write_text(small.read_text() if small.exists() else variant.variant(name))
+    return path
+
+
+def load_variant(name: str, folder: Path):
+    """The module variant_NAME: the variant's script, written to ``folder`` and imported from there."""
+    path = write_variant(name, folder)
     sys.path.insert(0, str(folder))
     try:
         return importlib.import_module(path.stem)
