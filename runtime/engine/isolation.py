@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import _dynamo
 
 
 def matmul_precision() -> str | None:
@@ -25,6 +24,8 @@ def matmul_precision() -> str | None:
 
 def settings() -> list[tuple[Callable, Callable]]:
     """Functions that read and write what holds for the whole process."""
+    from torch import _dynamo  # takes two seconds, which only a run with an engine pays
+
     options = [(torch, "set_num_threads"), (torch.backends.cudnn, "benchmark"), (_dynamo.config, "recompile_limit")]
     options += [(torch.backends.cuda.matmul, "fp32_precision"), (torch.backends.mkldnn.matmul, "fp32_precision")]
     return [

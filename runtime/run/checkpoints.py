@@ -26,7 +26,7 @@ from runtime.system import process
 from runtime.system.watchdog import Watch
 
 GIB = 2**30
-RESTART_SECONDS = 60.0  # about what a start takes: less work than that is not worth a checkpoint
+AT_STAKE_SECONDS = 600.0  # of work after the last checkpoint that are worth one before the last evaluation
 
 
 def random_states() -> dict:
@@ -165,12 +165,12 @@ class Checkpoints:
     def after_step(self, step: int) -> bool:
         """Save if --save_every, --save_minutes or a signal ask for it. Returns whether to end, equal on all ranks.
 
-        After the last step also if a kill during the last evaluation would cost more than a start.
+        After the last step also if a kill during the last evaluation would cost more than AT_STAKE_SECONDS of work.
         """
         seconds = time.monotonic() - self.saved_at
         late = 0 < self.args.save_minutes <= seconds / 60
         last = step == self.log.total
-        guarded = last and seconds > RESTART_SECONDS and self.args.eval_prompts > 0
+        guarded = last and seconds > AT_STAKE_SECONDS and self.args.eval_prompts > 0
         guarded = guarded and (self.args.save_every > 0 or self.args.save_minutes > 0)
         wishes = self._gather((process.StopRequest.asked, late, guarded))
         self.stopping, late, guarded = (any(wish) for wish in zip(*wishes, strict=True))

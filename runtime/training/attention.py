@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import BlockMask
 
 from runtime.system.process import refuse
@@ -172,6 +171,8 @@ def varlen_attention(
 
     [B, H, S, D] -> [B, S, H, D]. Without borders every row is one sequence; padding on its right is seen by nothing.
     """
+    from torch.nn.attention import varlen  # imports torch._dynamo, which takes two seconds
+
     rows, heads, length, _ = query.shape
     if cu_seq_lens_q is None:
         cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length

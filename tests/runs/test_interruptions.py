@@ -318,7 +318,7 @@ if __name__ == "__main__":  # the reward workers import this file
         return plain(samples)
 
     utils.gather_samples = gather
-    checkpoints.RESTART_SECONDS = float(os.environ["RESTART_SECONDS"])
+    checkpoints.AT_STAKE_SECONDS = float(os.environ["AT_STAKE_SECONDS"])
     args = tyro.cli(grpo.Args)
     grpo.main(args, grpo.preflight(args))
 """
@@ -327,7 +327,7 @@ if __name__ == "__main__":  # the reward workers import this file
 def evaluates(tiny, tmp_path, monkeypatch, ranks: int, steps: int, signal_at: int, restart: int) -> list[str]:
     """The command line of a run that evaluates after every step, with a signal to rank 0 in one of the gathers."""
     monkeypatch.setenv("SIGNAL_AT", str(signal_at))
-    monkeypatch.setenv("RESTART_SECONDS", str(restart))
+    monkeypatch.setenv("AT_STAKE_SECONDS", str(restart))
     line = command(tiny, tmp_path, "--total_steps", str(steps), "--eval_every", "1", ranks=ranks)
     return with_program(line, tmp_path, SIGNAL_IN_EVALUATION)
 

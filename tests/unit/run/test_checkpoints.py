@@ -430,7 +430,7 @@ def test_the_last_step_is_saved_before_the_last_evaluation(
     tiny, tmp_path, monkeypatch, restart, changes, during, after
 ):
     """Unless less is at risk than a start takes, or no checkpoint is wanted; after it nothing is left that was not."""
-    monkeypatch.setattr(checkpoints, "RESTART_SECONDS", restart)
+    monkeypatch.setattr(checkpoints, "AT_STAKE_SECONDS", restart)
     found = []
     plain = logger.RunLog.evaluation
 
@@ -447,7 +447,7 @@ def test_the_last_step_is_saved_before_the_last_evaluation(
 
 def test_a_signal_while_the_last_step_is_saved(tiny, tmp_path, monkeypatch):
     """It was told of a checkpoint and exit code 75, and so it is."""
-    monkeypatch.setattr(checkpoints, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoints, "AT_STAKE_SECONDS", 0.0)
     plain = checkpoints.Checkpoints.save
 
     def save(self, step):
