@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import shape
 from helpers import ROOT
+
+SEARCHED = (ast.Expr, ast.Assign, ast.Import, ast.ImportFrom)  # statements that concern the search path for modules
 
 
 @pytest.fixture
@@ -88,6 +91,13 @@ def test_lint_fails_for_a_package_over_its_budget(copy):
     assert shape.layout_errors(copy) == []
 
 
+@functools.cache
+def statements(program: Path) -> list[tuple[ast.stmt, str]]:
+    """The statements at the top of a file that can change or use the search path for modules, with their texts."""
+    found = [(node, ast.unparse(node)) for node in ast.parse(program.read_text()).body if isinstance(node, SEARCHED)]
+    return [(node, text) for node, text in found if not isinstance(node, ast.Expr) or text.startswith("sys.path.")]
+
+
 def lost_imports(program: Path, found: list[Path] | None = None) -> list[str]:
     """Modules of the project that a program imports at its top from where Python does not look.
 
@@ -97,8 +107,7 @@ def lost_imports(program: Path, found: list[Path] | None = None) -> list[str]:
     folders = (ROOT, ROOT / "scripts", ROOT / "studies")
     values: dict[str, object] = {"Path": Path, "__file__": str(program), "str": str}
     lost = []
-    for node in ast.parse(program.read_text()).body:
-        text = ast.unparse(node)
+    for node, text in statements(program):
         if text.startswith("sys.path.insert("):
             found.append(Path(eval(ast.unparse(node.value.args[1]), values)))
         elif isinstance(node, ast.Assign) and "__file__" in text:
