@@ -20,7 +20,7 @@ own. --dry_run prints exactly what would be written and run, and needs no cluste
   contains ``python FILE.py``, whatever stands before it (``uv run``, ``env A=1``, ``apptainer exec IMAGE``).
 
 Secrets are given by name alone. Their values come from this shell or from the cluster's own store; a value that would
-end up in a file or in a command is an error. docs/evidence/launching.md has an example for each backend.
+end up in a file or in a command is an error. docs/reference/launching.md has an example for each backend.
 
 Standard library only, so that it runs on a login node; where tyro is installed as well, a training script's arguments
 are parsed before they wait in a queue. What a backend writes is in scripts/submit_backends.py and, as text to be read
@@ -242,7 +242,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[list[str]]]:
     add("--mount", type=source_and_path, action="append", default=[], metavar="SOURCE:/PATH", help=where)
     where = "environment variable; without a value: this shell's"
     add("--env", type=variable, action="append", default=[], metavar="NAME[=VALUE]", help=where)
-    where = "secret, by name only; beaker: NAME=NAME_IN_THE_STORE; see docs/evidence/launching.md"
+    where = "secret, by name only; beaker: NAME=NAME_IN_THE_STORE; see docs/reference/launching.md"
     add("--secret", type=secret_name, action="append", default=[], metavar="NAME", help=where)
     add(
         "--max_retries",
@@ -292,7 +292,7 @@ def answer_kubernetes(flags: list[str], commands: list[list[str]]) -> None:
     )
     refuse(
         f"--backend kubernetes: SkyPilot submits to Kubernetes, with gang scheduling, Kueue queues, labels and secrets "
-        f"(pip install 'skypilot[kubernetes]'; the page docs/evidence/launching.md has its settings); write:\n  {line}"
+        f"(pip install 'skypilot[kubernetes]'; the page docs/reference/launching.md has its settings); write:\n  {line}"
     )
 
 

@@ -20,7 +20,7 @@ from runtime.arguments.flag_translation import refuse_foreign
 from runtime.arguments.values import ChatTemplate, InitialKL, ModelName, config_overrides, sources
 from runtime.system.flag_values import json_object
 
-# Three groups of arguments that are no part of a run's name or identity; the reasons: docs/evidence/checkpoints.md.
+# Three groups of arguments that are no part of a run's name or identity; the reasons: docs/reference/checkpoints.md.
 # Where and how a run is shown, saved and resumed. No number of the run depends on them.
 PRESENTATION = (
     "output_dir",

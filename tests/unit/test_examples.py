@@ -1,4 +1,4 @@
-"""The programs in rewards.md and data.md of docs/evidence, as they stand there: verifiers of one's own, a service."""
+"""The programs in rewards.md and data.md of docs/reference, as they stand there: verifiers of one's own, a service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAST = {"(0, 1, 5)": "(0, 0.05, 0.05)", "timeout=15": "timeout=0.5"}  # what the
 
 def program(page: str, holds: str, changes: dict[str, str] | None = None) -> str:
     """The code block of a page that holds a text; each of the ``changes`` must be possible."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "evidence" / page).read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "reference" / page).read_text(), re.DOTALL)
     (found,) = [block for block in blocks if holds in block]
     for old, new in (changes or {}).items():
         assert found.count(old) == 1

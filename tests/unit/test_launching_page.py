@@ -1,4 +1,4 @@
-"""docs/evidence/launching.md: its flag table is what submit.py takes, its commands are taken."""
+"""docs/reference/launching.md: its flag table is what submit.py takes, its commands are taken."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from submitted_jobs import submit
 import grpo
 from runtime.arguments import checks, flags
 
-PAGE = (ROOT / "docs" / "evidence" / "launching.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "launching.md").read_text()
 
 
 def rows(heading: str) -> list[list[str]]:

@@ -17,7 +17,8 @@ import ppo
 from runtime.arguments import flags
 
 USER = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [*USER, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "evidence").glob("*.md"))]
+SHELVES = (ROOT / "docs" / "reference", ROOT / "docs" / "evidence")
+PAGES = [*USER, ROOT / "CONTRIBUTING.md", *(page for shelf in SHELVES for page in sorted(shelf.glob("*.md")))]
 TABLES = {"flags.md", "metrics.md"}  # references: a row per flag, a row per metric
 COPIES = ("grpo.py", "ppo.py", "mine.py", "VARIANT.py")
 STARTS = ("python ", "make ", "accelerate ", "scripts/", "studies/")
@@ -78,6 +79,13 @@ def test_pages_that_are_named_are_there():
             if not (ROOT / found).exists():
                 missing.setdefault(found, []).append(name)
     assert missing == {}
+
+
+@pytest.mark.parametrize("shelf", SHELVES, ids=name_of)
+def test_the_index_of_a_shelf_leads_to_its_pages(shelf):
+    """README.md of docs/reference and docs/evidence names every page beside it."""
+    links = set(re.findall(r"\]\(([^)#\s]+)[^)]*\)", (shelf / "README.md").read_text()))
+    assert {page.name for page in shelf.glob("*.md")} - links - {"README.md"} == set()
 
 
 def test_the_first_page_leads_to_every_user_page():

@@ -350,8 +350,8 @@ def test_run(classifier, tiny, tmp_path):
 
 
 def test_the_page_is_complete():
-    """docs/evidence/rewards.md names every verifier, every constraint, and every flag of rewards."""
-    page = (ROOT / "docs" / "evidence" / "rewards.md").read_text()
+    """docs/reference/rewards.md names every verifier, every constraint, and every flag of rewards."""
+    page = (ROOT / "docs" / "reference" / "rewards.md").read_text()
     for name in rewards.VERIFIERS:
         assert f"| `{name}` |" in page
     for name in rewards.CONSTRAINTS:
