@@ -143,8 +143,8 @@ def rollout_kl(kl_N: Tensor, offsets: list[int], responses: list[int]) -> float:
 
     kl_N: per token, in nats; response i is offsets[i]:offsets[i + 1].
     """
-    total = sum(kl_N[offsets[i] : offsets[i + 1]].mean().item() for i in responses)
-    return total / len(responses)
+    means = [kl_N[offsets[i] : offsets[i + 1]].mean() for i in responses]
+    return sum(torch.stack(means).tolist()) / len(means)  # one wait for the GPU, not one for each response
 
 
 class AdaptiveKLController:

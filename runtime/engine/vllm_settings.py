@@ -54,6 +54,34 @@ def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
     return sizes.vllm_gpu_memory_utilization
 
 
+def graph_size(args, max_num_seqs: int, world_size: int) -> dict[str, int]:
+    """Return the largest batch for which an engine needs a CUDA graph, where vLLM's own limit of 512 is below that.
+
+    It is the number of sequences that may decode at once. Without a graph every kernel is started from Python.
+    """
+    engines = args.vllm_engines or world_size // args.vllm_tensor_parallel_size
+    group = args.generation_size or args.num_samples_per_prompt_rollout
+    trained = -(-args.num_unique_prompts_rollout // engines) * group * (1 + args.async_steps)
+    evaluated = -(-args.eval_prompts // engines) * args.eval_samples
+    most = min(max_num_seqs, max(trained, evaluated))
+    given = {"compilation_config", "cudagraph_capture_sizes"} & args.engine_args.keys()
+    return {} if given or most <= 512 else {"max_cudagraph_capture_size": -(-most // 16) * 16}  # in vLLM's steps of 16
+
+
+def attention_backend(args, dtype: torch.dtype) -> dict[str, str]:
+    """Return the backend for datacenter Blackwell (10.x), where vLLM's choice depends on whether it finds nvcc.
+
+    Empty elsewhere, where the user gives one, and for models (latent attention, attention sinks) that need another.
+    """
+    config = read_configs(args.model, "--model_name_or_path", dry_run=True)[0]
+    config = config.get("text_config", config)
+    other = config.get("kv_lora_rank") is not None or config.get("model_type") == "gpt_oss"
+    given = {"attention_backend", "attention_config"} & args.engine_args.keys()
+    if torch.cuda.get_device_capability()[0] != 10 or dtype == torch.float32 or other or given:
+        return {}
+    return {"attention_backend": "FLASH_ATTN"}
+
+
 def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
     """Return arguments of vLLM's ``LLM`` for this device, and ``--vllm_args``. Call it in the thread that builds it."""
     cuda = torch.cuda.is_available()
@@ -66,6 +94,7 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
     if cuda:
         usual = {"gpu_memory_utilization": engine_share(args, dtype, world_size)}
         usual["kernel_config"] = {"enable_flashinfer_autotune": False}  # minutes, where it is found
+        usual |= attention_backend(args, dtype)
     else:
         usual = {"kv_cache_memory_bytes": 2**29, "kernel_config": cpu_kernels.kernel_config()}
         usual["enforce_eager"] = True  # compiling takes longer than a short run
@@ -77,4 +106,6 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
     longest = 0 if cuda else args.max_prompt_length + args.max_response_length
     tokens = max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, longest)
     numbers = {"max_num_seqs": sizes.vllm_max_num_seqs, "max_num_batched_tokens": tokens}
+    if cuda:
+        usual |= graph_size(args, sizes.vllm_max_num_seqs, world_size)
     return usual | args.engine_args | numbers

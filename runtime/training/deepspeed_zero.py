@@ -185,6 +185,17 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
     return config
 
 
+def offload_threads() -> int:
+    """Return the CPU threads for the steps of an offloaded optimizer: this rank's share of the cores it may use.
+
+    Launchers set OMP_NUM_THREADS to 1 for several ranks, and a step of 10^9 parameters then takes six seconds. Without
+    a launcher torch's own number stays.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return torch.get_num_threads()
+    return max(1, int(process.usable_cores()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def make_accelerator(args, dtype: torch.dtype, device: torch.device):
     """accelerate's Accelerator, with DeepSpeed as ``args`` want it; the process group of all ranks stands afterwards.
 
@@ -199,6 +210,8 @@ def make_accelerator(args, dtype: torch.dtype, device: torch.device):
         del os.environ[name]
     deepspeed.ops.__compatible_ops__ = {}  # what it might compile; no flag, but only read for that all-reduce
     cuda = device.type == "cuda"
+    if cuda and "optimizer" in args.offload:
+        torch.set_num_threads(offload_threads())
     # A rank may wait long for one that still generates, verifies or writes. Watch ends a run in which no rank moves.
     patience = timedelta(days=1)
     process_group = InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=patience)

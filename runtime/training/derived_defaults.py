@@ -120,7 +120,7 @@ def choices(args, problems: Sequence[Problem], count: int, model, tokenizer) -> 
     if "max_response_length" in lengths:
         config, _, _ = model_files.read_configs(args.model, "--model_name_or_path", args.dry_run)
         prompt, _ = found.get("max_prompt_length", (args.max_prompt_length, ""))
-        room = (config.get("max_position_embeddings") or math.inf) - prompt
+        room = (model_files.context_length(config) or math.inf) - prompt
         verifiers = {problem.verifier for problem in problems}
         found["max_response_length"] = response_length(verifiers, thinks(tokenizer, args, problems[0]), room)
     return {name: choice for name, choice in found.items() if flags.is_open(args, name)}

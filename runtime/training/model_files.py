@@ -28,7 +28,7 @@ def check_model(args: RunFlags, flag: str = POLICY) -> None:
     config |= args.config_overrides
     if is_policy and args.tokenizer_name_or_path is not None:
         tokenizer_config, files = read_tokenizer(args.tokenizer_name_or_path)
-    context = config.get("max_position_embeddings")
+    context = context_length(config)
     wanted = args.max_prompt_length + args.max_response_length
     if context is not None and wanted > context:
         refuse(
@@ -43,6 +43,15 @@ def check_model(args: RunFlags, flag: str = POLICY) -> None:
         known = ", ".join(CHAT_TEMPLATES)
         owner = args.tokenizer_name_or_path or name
         refuse(f"--chat_template: the tokenizer of {owner} has no template of its own; give a file or one of {known}")
+
+
+def context_length(config: dict[str, Any]) -> int | None:
+    """Return the tokens that a model takes, by its config.json; None where the config does not say."""
+    for part in (config, config.get("text_config", {})):
+        for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+            if isinstance(part.get(name), int):
+                return part[name]
+    return None
 
 
 def read_configs(model: ModelName, flag: str, dry_run: bool) -> tuple[dict[str, Any], dict[str, Any], set[str]]:

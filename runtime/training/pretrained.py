@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from runtime.arguments.values import is_dropout
-from runtime.system.process import refuse
+from runtime.system.process import print_on_rank_0, refuse
 from runtime.training import cpu_rates
 from runtime.training.attention import grouped_attention, varlen_attention
 from runtime.training.model_files import POLICY, load_complete
 
 OLDEST_GPU = (7, 5)  # compute capability of Turing: T4
-MODERN_GPU = (8, 0)  # of Ampere, with which bfloat16, flash attention and Triton's support begin
+MODERN_GPU = (8, 0)  # of Ampere, with which bfloat16 and flash attention begin
 
 
 def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
@@ -30,6 +30,8 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     cuda = torch.cuda.is_available()
     if not cuda and args.vllm_tensor_parallel_size > 1:  # its shared memory has one name and outlives a killed run
         refuse(f"--vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} needs GPUs; on CPUs leave it at 1")
+    if torch.version.cuda and not cuda:
+        describe_missing_gpu(args)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     wanted = args.recorded_choices.get("dtype", "auto") if args.dtype == "auto" else args.dtype
     if cuda:
@@ -46,6 +48,17 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     if attention == "auto":
         attention = "grouped" if not cuda and dtype == torch.bfloat16 else "sdpa"
     return device, dtype, attention
+
+
+def describe_missing_gpu(args) -> None:
+    """Say what a CUDA build of PyTorch describes without a GPU, as on a login node; exit code 2 for a run with vLLM."""
+    advice = "studies/rehearse_gpu_run.py CARD shows the sizes of a run on a GPU that is not here"
+    if args.rollout == "vllm" and not args.dry_run:
+        refuse(
+            f"PyTorch and vLLM are built for CUDA {torch.version.cuda}, and no GPU is visible (CUDA_VISIBLE_DEVICES?): "
+            f"start the run on a machine with one, or pass --rollout hf to run on this CPU; {advice}"
+        )
+    print_on_rank_0(f"warning: no GPU is visible, so what follows describes a run on this CPU; {advice}")
 
 
 def gpu_dtype(wanted: str, device: torch.device) -> str:
@@ -99,10 +112,15 @@ def exact_product(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def register_attention() -> None:
-    """Make the implementations of runtime/training/attention.py known to transformers by their names."""
+    """Make the implementations of runtime/training/attention.py known to transformers by their names.
+
+    PyTorch gives sdpa to cuDNN on Hopper and later. vLLM switches that off for the process that imports it, so it is
+    off in every process of a run: the trainer's kernel must not depend on where the engine lives.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+    torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register("varlen", varlen_attention)
     AttentionInterface.register("grouped", grouped_attention)
     AttentionMaskInterface.register("grouped", eager_mask)

@@ -85,6 +85,42 @@ def test_a_gpu_gets_the_type_that_it_has(monkeypatch, capsys, name, capability, 
     assert stop.value.code == 2 and name in said and expected in said
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "changes, refused", [({}, True), ({"dry_run": True}, False), ({"rollout": "hf"}, False)], ids=str
+)
+def test_a_cuda_build_without_a_gpu_is_no_cpu(monkeypatch, capsys, changes, refused):
+    """A login node, or a job that got no GPU: vLLM's CUDA build does not run there, and sizes are of another device."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    args = grpo.Args(dtype="float32", **changes)
+    if refused:
+        with pytest.raises(SystemExit) as stop:
+            pretrained.resolve_device(args)
+        assert stop.value.code == 2
+    else:
+        assert pretrained.resolve_device(args)[0].type == "cpu"
+    said = "".join(capsys.readouterr())
+    assert "no GPU is visible" in said and "studies/rehearse_gpu_run.py CARD" in said
+
+
+def test_cudnn_attention_is_off_with_and_without_an_engine(tiny):
+    """vLLM switches it off in the process that imports it; the trainer's kernel must be the same in every process."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    pretrained.load_model(grpo.Args(model_name_or_path=str(tiny)), torch.float32, "sdpa")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("launched, ranks, threads", [(True, 1, 12), (True, 4, 3), (True, 16, 1), (False, 1, None)])
+def test_an_offloaded_optimizer_has_its_share_of_the_cores(monkeypatch, launched, ranks, threads):
+    """torchrun and accelerate set OMP_NUM_THREADS to 1 for several ranks."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launched:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(deepspeed_zero.process, "usable_cores", lambda: 12.5)
+    assert deepspeed_zero.offload_threads() == (threads or torch.get_num_threads())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU trains in it")
 def test_cpus_do_not_train_in_fp16(capsys):
     with pytest.raises(SystemExit) as stop:

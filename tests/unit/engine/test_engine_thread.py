@@ -393,8 +393,8 @@ def test_the_ranks_of_engines_follow_those_of_the_trainers(monkeypatch, rank, en
 # ------------------------------------------------------------------------------------------------ what vLLM is built by
 
 
-def built(script, monkeypatch, cuda: bool, **changes) -> dict:
-    """The arguments of vLLM's LLM, with torch made to report a GPU or none."""
+def built(script, monkeypatch, cuda: bool, capability=(9, 0), config=None, dtype=torch.bfloat16, **changes) -> dict:
+    """The arguments of vLLM's LLM, with torch made to report a GPU or none. ``config``: the model's config.json."""
     import vllm
 
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -402,9 +402,10 @@ def built(script, monkeypatch, cuda: bool, **changes) -> dict:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=int(80e9)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(vllm, "LLM", lambda **given: given, raising=False)
-    monkeypatch.setattr(vllm_settings, "read_configs", lambda *_, **__: ({}, {}, set()))
-    return script.build_vllm(script.Args(**changes), torch.bfloat16, 0, 1)
+    monkeypatch.setattr(vllm_settings, "read_configs", lambda *_, **__: (config or {}, {}, set()))
+    return script.build_vllm(script.Args(**changes), dtype, 0, 1)
 
 
 @SCRIPTS
@@ -438,6 +439,44 @@ def test_what_an_engine_does_only_on_a_gpu(script, monkeypatch):
         assert given["max_num_seqs"] == (1024 if cuda else 128)
         assert given["max_num_batched_tokens"] == (16384 if cuda else 8192)
         assert given.get("block_size") == (None if cuda else 32)
+
+
+@pytest.mark.parametrize(
+    "changes, size",
+    [
+        ({"num_unique_prompts_rollout": 64, "num_samples_per_prompt_rollout": 8, "eval_prompts": 0}, None),  # 512
+        ({"num_unique_prompts_rollout": 64, "num_samples_per_prompt_rollout": 9, "eval_prompts": 0}, 576),
+        ({"num_unique_prompts_rollout": 64, "num_samples_per_prompt_rollout": 8, "async_steps": 1}, 1024),
+        ({"num_unique_prompts_rollout": 40, "generation_size": 15}, 608),  # 600, in steps of 16
+        ({"eval_prompts": 1319, "eval_samples": 1}, 1024),  # max_num_seqs
+        ({"eval_prompts": 1319, "eval_samples": 1, "vllm_args": '{"max_num_seqs": 2048}'}, 1328),
+        ({"eval_prompts": 1319, "eval_samples": 1, "vllm_args": '{"cudagraph_capture_sizes": [8]}'}, None),
+    ],
+)
+def test_cuda_graphs_reach_as_many_sequences_as_may_decode_at_once(monkeypatch, changes, size):
+    """vLLM's own limit is 512; above it, every kernel of a decode step is started from Python."""
+    changes = {"num_unique_prompts_rollout": 8, "num_samples_per_prompt_rollout": 8, **changes}
+    monkeypatch.setattr(vllm_settings, "take_gpu", lambda args: None)
+    assert built(grpo, monkeypatch, True, **changes).get("max_cudagraph_capture_size") == size
+    assert "max_cudagraph_capture_size" not in built(grpo, monkeypatch, False, **changes)
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, config, own, backend",
+    [
+        ((10, 0), torch.bfloat16, {}, None, "FLASH_ATTN"),
+        ((10, 3), torch.float16, {"text_config": {"model_type": "gemma3_text"}}, None, "FLASH_ATTN"),
+        ((10, 0), torch.float32, {}, None, None),
+        ((10, 0), torch.bfloat16, {"kv_lora_rank": 512}, None, None),
+        ((10, 0), torch.bfloat16, {"model_type": "gpt_oss"}, None, None),
+        ((10, 0), torch.bfloat16, {}, '{"attention_backend": "TRITON_ATTN"}', "TRITON_ATTN"),
+        *(((major, minor), torch.bfloat16, {}, None, None) for major, minor in ((8, 0), (8, 9), (9, 0), (12, 0))),
+    ],
+)
+def test_the_attention_of_an_engine_does_not_depend_on_a_compiler(monkeypatch, capability, dtype, config, own, backend):
+    """On compute capability 10.x vLLM takes FlashInfer where it finds nvcc, and FlashAttention elsewhere."""
+    given = built(grpo, monkeypatch, True, capability, config, dtype, vllm_args=own)
+    assert given.get("attention_backend") == backend
 
 
 @SCRIPTS

@@ -13,6 +13,7 @@ import torch
 from helpers import tiny_args
 from safetensors.torch import load_file, save_file
 
+import grpo
 from runtime.run import loading
 from runtime.training import deepspeed_zero, model_files, pretrained
 
@@ -193,3 +194,27 @@ def test_a_launchers_configuration_changes_nothing(tiny, tmp_path, monkeypatch):
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     assert not config.get("bf16", {}).get("enabled") and config["zero_optimization"]["stage"] == args.zero_stage
     assert os.environ.get("ACCELERATE_USE_FSDP") is None
+
+
+@pytest.mark.parametrize(
+    "config, length",
+    [
+        ({"max_position_embeddings": 100}, 100),
+        ({"n_positions": 1024}, 1024),  # GPT-2, GPT-J, CodeGen
+        ({"max_seq_len": 2048}, 2048),  # MPT
+        ({"text_config": {"max_position_embeddings": 300}}, 300),  # Gemma 3, and others with images
+        ({"max_position_embeddings": None, "text_config": {}}, None),
+        ({"hidden_size": 32}, None),  # recurrent models
+    ],
+    ids=str,
+)
+def test_the_context_of_a_model_is_found_by_any_of_its_names(tmp_path, capsys, config, length):
+    """vLLM would refuse a longer sample minutes later, in the engine's thread."""
+    assert model_files.context_length(config) == length
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = {"model_name_or_path": str(tmp_path), "max_prompt_length": 60000, "max_response_length": 5000}
+    with pytest.raises(SystemExit) as end:
+        model_files.check_model(grpo.Args(**asked, dry_run=True, chat_template="chatml"))
+        raise SystemExit(0)
+    assert end.value.code == (0 if length is None else 2)
+    assert length is None or f"is {length}; shorten" in capsys.readouterr().err
