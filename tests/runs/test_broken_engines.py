@@ -27,7 +27,7 @@ MODES = {
     "mode",
     [
         "sync",
-        "off",
+        pytest.param("off", marks=pytest.mark.slow),
         pytest.param("recompute", marks=pytest.mark.slow),
         pytest.param("keep", marks=pytest.mark.slow),
     ],

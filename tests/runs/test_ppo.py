@@ -535,6 +535,7 @@ def test_what_must_not_matter(plain_run, tiny, tmp_path, changes):
         assert (weights(args)[name] - expected).abs().mean() < 2e-5, name
 
 
+@pytest.mark.learn
 def test_the_critic_learns(tiny, tmp_path):
     """On a policy that stands still and rewards that the prompt decides: it comes to explain most of their variance."""
     args = tiny_ppo(
@@ -577,6 +578,7 @@ def test_a_return_that_is_not_finite_does_not_reach_the_normalizer():
         assert vars(normalizer) == before and normalizer.mean == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 def test_a_critic_that_is_never_finite_again_ends_the_run(tiny, tmp_path, monkeypatch):
     """As a policy does: after ten optimizer steps in a row that were not applied, the run's first among them."""
     plain = ppo.value_loss
@@ -602,6 +604,7 @@ def test_a_value_loss_that_is_not_finite_is_never_applied(tiny, tmp_path, monkey
     assert second["value/mean"] == second["value/mean"]
 
 
+@pytest.mark.slow
 def test_values_after_a_cut(tiny, tmp_path, monkeypatch):
     """With --bootstrap_truncated a cut response is worth what the critic says after it, and an ended one nothing."""
     stops = pretrained.stop_token_ids

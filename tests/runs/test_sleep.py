@@ -128,6 +128,7 @@ def test_the_trainer_sleeps_while_the_engine_samples(tiny, tmp_path, monkeypatch
     assert seen == [set()] * 4
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_sleeping_trainer_resumes(tiny, tmp_path, monkeypatch):
     """Saved asleep, loaded awake; the flag may change in between."""
     whole = tiny_args(tiny, tmp_path / "whole", "ppo", **RUN)

@@ -234,7 +234,10 @@ def test_the_reward_file_of_the_page_pays_a_tenth_for_the_form(place, monkeypatc
         assert namespace["score"](f"so </think> {response}", truth, {}).score == expected
 
 
-@pytest.mark.parametrize("heading", blocks())
+FAST = ("verl: PPO on GSM8K", "GSM8K with eight GPUs: GRPO")  # a migration, and a job of several ranks
+
+
+@pytest.mark.parametrize("heading", [pytest.param(h, marks=[] if h in FAST else pytest.mark.slow) for h in blocks()])
 def test_a_command_line_of_the_page_passes_a_dry_run(heading, place, monkeypatch, capsys):
     """Submitted where it is, then checked and shown by the script itself as on as many GPUs."""
     monkeypatch.chdir(place)

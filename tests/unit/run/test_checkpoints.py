@@ -50,7 +50,7 @@ PPO = {"value_norm": "running", "dataset_filter": (0.5, 0.3)}
         pytest.param("grpo", {}, marks=pytest.mark.slow),  # as the next one, without a reference
         ("grpo", KL | {"kl_placement": "both", "ref_policy_update": (1, 0.5)}),
         pytest.param("grpo", {"zero_stage": 1}, marks=pytest.mark.slow),
-        ("grpo", {"zero_stage": 3}),
+        pytest.param("grpo", {"zero_stage": 3}, marks=pytest.mark.slow),
         pytest.param("grpo", {"offload": ("optimizer",)}, marks=pytest.mark.slow),
         ("ppo", PPO | {"dataset": "reasoning_gym:chain_sum?size=12"}),
         pytest.param("ppo", KL | {"value_norm": "exp", "critic_warmup": 1}, marks=pytest.mark.slow),
@@ -92,7 +92,7 @@ def test_a_resumed_run_equals_the_straight_one(tiny, tmp_path, monkeypatch, caps
     [
         pytest.param("grpo", {}, [True], marks=pytest.mark.slow),
         pytest.param("ppo", {"zero_stage": 1}, [True, True], marks=pytest.mark.slow),
-        ("grpo", {"dtype": "bfloat16"}, [False]),
+        pytest.param("grpo", {"dtype": "bfloat16"}, [False], marks=pytest.mark.slow),
     ],
 )
 def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script, changes, masters):
@@ -133,6 +133,7 @@ def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script,
     assert one_buffer and all(one_buffer)
 
 
+@pytest.mark.slow
 def test_bf16_masters_are_restored(tiny, tmp_path, monkeypatch):
     """bf16 weights alone would lose what the fp32 master weights hold; at this rate a bf16 weight rarely changes."""
     changes = {"dtype": "bfloat16", "max_sampler_diff": 0.0, **SMALL, "learning_rate": 1e-5}

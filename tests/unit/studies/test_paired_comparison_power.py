@@ -50,6 +50,7 @@ def test_what_is_drawn_has_no_mean_and_the_recorded_deviation():
         assert (drawn["recorded pairs"] ** 2).sum() == pytest.approx(squares)
 
 
+@pytest.mark.slow
 def test_the_page_has_what_is_printed():
     """And few of the simulated comparisons are false alarms."""
     page = (ROOT / "docs" / "evidence" / "testbed.md").read_text()

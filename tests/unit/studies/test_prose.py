@@ -39,6 +39,7 @@ def test_a_planted_text_is_found(count, tmp_path):
     assert found[count][0][0] == PLANTED[count][0]
 
 
+@pytest.mark.slow
 def test_the_project_is_within_its_limits():
     assert {n: len(places) for n, places in prose.find().items() if len(places) > prose.LIMITS[n]} == {}
 

@@ -110,6 +110,7 @@ def content(folder: Path) -> dict[str, bytes]:
 # ------------------------------------------------------------------------------------------------------ what is rebuilt
 
 
+@pytest.mark.slow
 def test_a_repeated_run_whose_batches_are_kept_is_the_run(finished):
     """Weights, samples, evaluations and every metric are equal, bit for bit."""
     batch_folder(finished, 3)
@@ -177,6 +178,7 @@ def test_the_newest_intact_checkpoint_before_the_step_is_taken(tmp_path):
     assert rebuild_batch.last_checkpoint(tmp_path, config, 2) == (0, None)
 
 
+@pytest.mark.slow
 def test_the_program_rebuilds_a_batch_keeps_it_and_leaves_the_run_alone(tiny, tmp_path, monkeypatch, capsys):
     """In processes of its own, from a checkpoint; a second call with --batch repeats nothing."""
     args = tiny_args(tiny, tmp_path, **LEARNS, save_every=2, dataset=str(PROBLEMS))
@@ -588,6 +590,7 @@ def distance(args, script: str, steps: int, of: int, step: int = 1) -> float:
     return math.sqrt(apart / moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "every"), [("filtered", False), ("unfiltered", True)])
 def test_a_mini_batch_of_equal_rewards_is_a_step_and_one_without_samples_is_none(name, every, request):
     """As in the run: AdamW's moments move the weights where the gradient is 0, and nothing does where none is taken."""

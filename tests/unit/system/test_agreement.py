@@ -44,6 +44,7 @@ def launched(*ranks: dict) -> list[tuple[int, str]]:
     return [(process.returncode, text) for process, text in zip(processes, outputs, strict=True)]
 
 
+@pytest.mark.slow
 def test_cpus_take_what_rank_0_measured():
     """One rank has rates of AMX in its cache, the other none; bf16 pays for one alone."""
     facts = {"package": {"torch": "2"}}
