@@ -82,6 +82,19 @@ def attention_backend(args, dtype: torch.dtype) -> dict[str, str]:
     return {"attention_backend": "FLASH_ATTN"}
 
 
+def register_classes(architectures: list[str]) -> None:
+    """Import vLLM's classes of a model in this process, which needs them anyway.
+
+    vLLM would first import them in a process of its own to ask what they support: ten seconds on a new machine, and on
+    no later start, for it keeps the answers.
+    """
+    from vllm import ModelRegistry
+
+    for name in architectures:
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
 def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
     """Return arguments of vLLM's ``LLM`` for this device, and ``--vllm_args``. Call it in the thread that builds it."""
     cuda = torch.cuda.is_available()
@@ -100,6 +113,7 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
         usual["enforce_eager"] = True  # compiling takes longer than a short run
         usual["block_size"] = 32  # the default of 128 would share no prompt shorter than that
         config = read_configs(args.model, "--model_name_or_path", dry_run=True)[0]
+        register_classes(config.get("architectures") or [])
         if not STATES.isdisjoint({*config, *config.get("text_config", {})}):
             usual["enable_prefix_caching"] = False  # it needs chunked prefill, which is off on CPUs (build_vllm)
     sizes = default_sizes(args, cuda)

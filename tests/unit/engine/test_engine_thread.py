@@ -479,6 +479,26 @@ def test_the_attention_of_an_engine_does_not_depend_on_a_compiler(monkeypatch, c
     assert given.get("attention_backend") == backend
 
 
+def test_no_process_is_started_to_ask_what_a_model_supports(monkeypatch, tmp_path):
+    """vLLM imports itself once more for that, where its cache has no answer yet."""
+    from vllm.model_executor.models import registry
+
+    def inspected() -> bool:
+        return registry.ModelRegistry.models["Qwen2ForCausalLM"].inspect_model_cls().is_text_generation_model
+
+    def no_process(function):
+        raise AssertionError("vLLM started a process")
+
+    lazy = registry._LazyRegisteredModel("vllm.model_executor.models.qwen2", "Qwen2ForCausalLM")
+    monkeypatch.setitem(registry.ModelRegistry.models, "Qwen2ForCausalLM", lazy)
+    monkeypatch.setattr(registry, "_run_in_subprocess", no_process)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    with pytest.raises(AssertionError, match="started a process"):
+        inspected()
+    vllm_settings.register_classes(["Qwen2ForCausalLM", "NoSuchModel"])
+    assert inspected()
+
+
 @SCRIPTS
 def test_an_engine_on_a_gpu_starts_without_trying_kernels(script, monkeypatch, tmp_path):
     """FlashInfer would be tried and compiled where nvcc is on PATH, for minutes, and not elsewhere."""
