@@ -14,6 +14,7 @@ import glob
 import hashlib
 import itertools
 import json
+import math
 import os
 import sys
 import urllib.error
@@ -84,7 +85,7 @@ def digest_of_files(paths: list[Path]) -> str:
 
 
 def gym_rows(source: str, seed: int) -> list[dict[str, Any]]:
-    """The rows of ``reasoning_gym:NAME?key=value&key=value``."""
+    """The rows of ``reasoning_gym:NAME?key=value&key=value``; min_answer=N keeps those whose answer is at least N."""
     name, _, query = source.removeprefix(GYM).partition("?")
     options: dict[str, Any] = {"size": 2000, "seed": seed}
     given = []
@@ -93,7 +94,9 @@ def gym_rows(source: str, seed: int) -> list[dict[str, Any]]:
             key, value = pair.split("=", 1)
             given.append((key, json.loads(value)))
         options |= unique(given)
-        return reasoning_gym_tasks.gym_rows(name, options)
+        least = float(str(options.pop("min_answer", "-inf")))
+        rows = reasoning_gym_tasks.gym_rows(name, options)
+        return [row for row in rows if least == -math.inf or float(row["answer"]) >= least]
     except ValueError as error:
         refuse(f"--dataset {source}: reasoning-gym says: {error} (form: reasoning_gym:NAME?key=value&key=value)")
 

@@ -624,6 +624,19 @@ def test_dotted_columns(tmp_path, capsys):
     assert "row 0 has no 'task.gold.none'" in message
 
 
+def test_problems_of_reasoning_gym_by_their_answers(capsys):
+    """min_answer leaves out smaller answers and nothing else; a task whose answers are no numbers cannot have it."""
+    task = "reasoning_gym:chain_sum?size=60&min_terms=2&max_terms=2&min_digits=1&max_digits=1"
+    rows = sources.gym_rows(task, 1)
+    assert {float(row["answer"]) < 0 for row in rows} == {True, False}
+    assert sources.gym_rows(f"{task}&min_answer=0", 1) == [row for row in rows if float(row["answer"]) >= 0]
+    assert sources.gym_rows(f"{task}&min_answer=-99", 1) == rows
+    for wrong in ("reasoning_gym:leg_counting?size=2&min_answer=[]", "reasoning_gym:letter_jumble?size=2&min_answer=0"):
+        with pytest.raises(SystemExit) as end:
+            sources.gym_rows(wrong, 1)
+        assert end.value.code == 2 and f"--dataset {wrong}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("task", "verifier"), [("spell_backward", "reasoning_gym"), ("chain_sum", "last_number")])
 def test_tasks_of_reasoning_gym_need_no_verifier(task, verifier):
     """Answers that are words are scored by the task itself; numbers as before."""
