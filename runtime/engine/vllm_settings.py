@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from typing import Any
 
@@ -61,11 +62,16 @@ def graph_size(args, max_num_seqs: int, world_size: int) -> dict[str, int]:
     """
     engines = args.vllm_engines or world_size // args.vllm_tensor_parallel_size
     group = args.generation_size or args.num_samples_per_prompt_rollout
-    trained = -(-args.num_unique_prompts_rollout // engines) * group * (1 + args.async_steps)
-    evaluated = -(-args.eval_prompts // engines) * args.eval_samples
-    most = min(max_num_seqs, max(trained, evaluated))
-    given = {"compilation_config", "cudagraph_capture_sizes"} & args.engine_args.keys()
-    return {} if given or most <= 512 else {"max_cudagraph_capture_size": -(-most // 16) * 16}  # in vLLM's steps of 16
+    batches = 1 + args.async_steps
+    trained = math.ceil(args.num_unique_prompts_rollout / engines) * group * batches
+    evaluated = math.ceil(args.eval_prompts / engines) * args.eval_samples
+    asked = max(trained, evaluated)
+    most = min(asked, max_num_seqs)
+    own = {"compilation_config", "cudagraph_capture_sizes"}
+    if most <= 512 or not own.isdisjoint(args.engine_args):
+        return {}
+    steps = math.ceil(most / 16)  # of vLLM's sizes
+    return {"max_cudagraph_capture_size": 16 * steps}
 
 
 def attention_backend(args, dtype: torch.dtype) -> dict[str, str]:
@@ -74,12 +80,14 @@ def attention_backend(args, dtype: torch.dtype) -> dict[str, str]:
     Empty elsewhere, where the user gives one, and for models (latent attention, attention sinks) that need another.
     """
     config = read_configs(args.model, "--model_name_or_path", dry_run=True)[0]
-    config = config.get("text_config", config)
-    other = config.get("kv_lora_rank") is not None or config.get("model_type") == "gpt_oss"
-    given = {"attention_backend", "attention_config"} & args.engine_args.keys()
-    if torch.cuda.get_device_capability()[0] != 10 or dtype == torch.float32 or other or given:
+    text = config.get("text_config", config)
+    major, _ = torch.cuda.get_device_capability()
+    own = {"attention_backend", "attention_config"}
+    if major != 10 or dtype == torch.float32:
         return {}
-    return {"attention_backend": "FLASH_ATTN"}
+    if text.get("kv_lora_rank") is not None or text.get("model_type") == "gpt_oss":
+        return {}
+    return {"attention_backend": "FLASH_ATTN"} if own.isdisjoint(args.engine_args) else {}
 
 
 def register_classes(architectures: list[str]) -> None:
