@@ -83,7 +83,7 @@ def test_pages_that_are_named_are_there():
 
 @pytest.mark.parametrize("shelf", SHELVES, ids=name_of)
 def test_the_index_of_a_shelf_leads_to_its_pages(shelf):
-    """README.md of docs/reference and docs/evidence names every page beside it."""
+    """README.md of docs/reference and docs/evidence names every page next to it."""
     links = set(re.findall(r"\]\(([^)#\s]+)[^)]*\)", (shelf / "README.md").read_text()))
     assert {page.name for page in shelf.glob("*.md")} - links - {"README.md"} == set()
 

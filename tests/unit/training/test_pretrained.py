@@ -209,7 +209,7 @@ def test_a_launchers_configuration_changes_nothing(tiny, tmp_path, monkeypatch):
     ids=str,
 )
 def test_the_context_of_a_model_is_found_by_any_of_its_names(tmp_path, capsys, config, length):
-    """vLLM would refuse a longer sample minutes later, in the engine's thread."""
+    """vLLM would reject a longer sample minutes later, in the engine's thread."""
     assert model_files.context_length(config) == length
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = {"model_name_or_path": str(tmp_path), "max_prompt_length": 60000, "max_response_length": 5000}
