@@ -1,5 +1,6 @@
 """Answer flags of other frameworks, removed flags and misused switches with one error, before anything is loaded.
 
+A removed flag that changes no result, or that has a new name, is accepted with a warning line for one version.
 What another framework's words mean here is computed by scripts/translate.py, in a process of its own; the error ends
 with the translated command. Imports no torch.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from runtime.system.process import refuse
 
 TRANSLATE = Path(__file__).resolve().parent.parent.parent / "scripts" / "translate.py"
 PATH = re.compile(r"[+~]{0,2}([A-Za-z_][\w.]*)=")  # a word that sets a field by its path, as Hydra has it
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 SWITCH = {"true": "", "yes": "", "1": "", "false": "no-", "no": "no-", "0": "no-"}
 SECONDS = 60.0  # for the translation, which takes less than one on an idle machine
 
@@ -52,6 +55,14 @@ REMOVED = {
     "turn_lag": "removed: answers of an environment are taken 128 engine steps after the turn",
     "turn_timeout": "--call_timeout {}",
     "vllm_gpu_memory_utilization": """--vllm_args '{"gpu_memory_utilization": {}}'""",
+}
+# Those of them without which a run has the same results: always (None), or if they were given this value.
+IGNORED = {
+    "adam_eps": 1e-8,
+    "logprob_micro_batch_tokens": None,
+    "record_batches": None,
+    "reward_workers": None,
+    "turn_lag": 128.0,
 }
 
 
@@ -98,6 +109,46 @@ def answer(part: list[str], fields: dict[str, dataclasses.Field]) -> str | None:
     if name in REMOVED:
         return REMOVED[name].replace("{}", " ".join(values) or head.partition("=")[2] or "VALUE")
     return ""
+
+
+def update_removed(words: list[str], fields: dict[str, dataclasses.Field]) -> list[str]:
+    """Return a command line in which removed flags are left out or have their new names, with a warning line for each.
+
+    A removed flag stays, for ``refuse_foreign`` to reject, where results would change without it, where its new name is
+    given as well, or where its value alone is not a value of the new flag (``kl_horizon``).
+    """
+    parts = groups(words, fields)
+    given: dict[str, list[str]] = {flag_of(part[0], fields): [] for part in parts}
+    found: list[str] = []
+    for part in parts:
+        new = replacement(part, fields)
+        if new is None or (new and given.setdefault(flag_of(new[0], fields), new) != new):
+            found += part
+            continue
+        found += new
+        name = flag_of(part[0], fields).removeprefix("no_")
+        now = f"is now {shlex.join(new)}" if new else f"is ignored ({REMOVED[name].removeprefix('removed: ')})"
+        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+            print(
+                f"warning: {' '.join(part)} {now}; the next version rejects the old flag", file=sys.stderr, flush=True
+            )
+    return found
+
+
+def replacement(part: list[str], fields: dict[str, dataclasses.Field]) -> list[str] | None:
+    """Return today's words for a removed flag and its value, [] where none are needed; None where there are no such."""
+    head, *values = part
+    name, value = flag_of(head, fields), " ".join(values) or head.partition("=")[2]
+    if not head.startswith("--") or len(values) > 1:
+        return None
+    if name in IGNORED:
+        only = IGNORED[name]
+        return [] if only is None or (NUMBER.fullmatch(value) and float(value) == only) else None
+    if name == "no_require_learning":
+        return []
+    new = REMOVED.get(name, "")
+    complete = new.startswith("--") and not re.search(r"\b[A-Z]+\b", new)
+    return shlex.split(new.replace("{}", value)) if complete and NUMBER.fullmatch(value) else None
 
 
 def misused(head: str, values: list[str], flag: str, fields: dict[str, dataclasses.Field]) -> str | None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import tyro
 
 from runtime.arguments import presets
-from runtime.arguments.flag_translation import refuse_foreign
+from runtime.arguments.flag_translation import refuse_foreign, update_removed
 from runtime.arguments.values import ChatTemplate, InitialKL, ModelName, config_overrides, sources
 from runtime.system.flag_values import json_object
 
@@ -300,6 +300,7 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
     """
     words = sys.argv[1:] if words is None else words
     fields = {f.name: f for f in dataclasses.fields(cls)}
+    words = update_removed(words, fields)
     refuse_foreign(words, fields)
     name = presets.asked_for(cls, words)
     if name is not None:

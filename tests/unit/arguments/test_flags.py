@@ -977,6 +977,45 @@ def test_a_removed_flag_is_answered_with_what_replaces_it(name, capsys):
         assert [answer in text for text in answers if text.startswith(f"  {' '.join(line)[:60]} -> ")] == [True]
 
 
+ACCEPTED = [  # an old command line, and what it is now
+    (["--reward_workers", "4"], {}),
+    (["--logprob_micro_batch_tokens=4096", "--seed", "3"], {"seed": 3}),
+    (["--record_batches", "4"], {}),
+    (["--adam_eps", "1e-8"], {}),
+    (["--turn-lag", "128"], {}),
+    (["--no-require_learning"], {}),
+    (["--no_require_learning"], {}),
+    (["--reward_timeout", "60"], {"call_timeout": 60.0}),
+    (["--turn-timeout=30", "--reward_timeout=30"], {"call_timeout": 30.0}),
+    (["--vllm_gpu_memory_utilization", "0.5"], {"vllm_args": '{"gpu_memory_utilization": 0.5}'}),
+]
+
+
+@pytest.mark.parametrize("words, now", ACCEPTED, ids=lambda value: " ".join(value))
+def test_a_removed_flag_that_changes_no_result_is_a_warning_line(words, now, monkeypatch, capsys):
+    """One line for each, on the first rank of a node; the arguments are those of the command line of today."""
+    for kind in (grpo.Args, ppo.Args):
+        args = flags.parse(kind, words=words)
+        warnings = capsys.readouterr().err.splitlines()
+        old = [word for word in words if re.split("[= ]", word.removeprefix("--"))[0] != "seed" and word[:2] == "--"]
+        assert [line.split()[:2] for line in warnings] == [["warning:", word] for word in old]
+        assert vars(args) == vars(kind()) | now | {"flags_set": frozenset(now)}
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    flags.parse(grpo.Args, words=words)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("line", [
+    "--adam_eps 1e-5", "--adam_eps", "--turn_lag 4", "--require_learning", "--kl_horizon 5", "--ref_policy_alpha 0.5",
+    "--reward_timeout 5 --call_timeout 6", "--reward_timeout 5 --turn_timeout 6", "--reward_timeout soon",
+    "--reward_workers 1 2", """--vllm_gpu_memory_utilization 0.5 --vllm_args '{"max_num_seqs": 4}'""",
+])  # fmt: skip
+def test_a_removed_flag_without_which_results_could_change_stays_an_error(line, capsys):
+    with pytest.raises(SystemExit) as end:
+        flags.parse(grpo.Args, words=shlex.split(line))
+    assert end.value.code == 2 and "use instead" in capsys.readouterr().err
+
+
 def test_the_table_of_removed_flags_names_flags_of_today():
     today = {f.name for script in (grpo, ppo) for f in dataclasses.fields(script.Args)}
     assert flag_translation.REMOVED.keys() == REMOVED.keys() and not flag_translation.REMOVED.keys() & today
