@@ -2,7 +2,7 @@
 
     python studies/model_zoo.py                     all models; continues where it was stopped
     python studies/model_zoo.py --only smollm3      one model (its name in the table below), printed as JSON
-    python studies/model_zoo.py --write             all, and the table in docs/evidence/model_zoo.md
+    python studies/model_zoo.py --write             all, and the table in docs/reference/models.md
 
 Each model has two layers, random weights and a tokenizer of 260 bytes. It goes through real commands, in fp32:
 
@@ -35,9 +35,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # the scripts are not a package
 
-PAGE = ROOT / "docs" / "evidence" / "model_zoo.md"
+PAGE = ROOT / "docs" / "reference" / "models.md"
 MARKS = ("<!-- model_zoo.py writes from here -->\n", "<!-- to here -->\n")
 LIMIT = 1e-4  # nats
+LAYOUT = re.compile(r"rejected: --batch_layout .*use (--batch_layout) (\w+)")
 WINDOW = 16
 VOCABULARY = 320  # 260 tokens, and rows that no token has
 SIZES = {
@@ -327,14 +328,14 @@ def one_line(text: str) -> str:
 
 
 def outcome(folder: Path, name: str, answer: dict) -> str:
-    """ "ok", "refused: ..." for exit code 2 with one line, or "failed: ...", of a run."""
+    """ "ok", "rejected: ..." for exit code 2 with one line, or "failed: ...", of a run."""
     log = folder / f"{name}.log"
     text = log.read_text(errors="replace") if log.exists() else ""
     errors = re.findall(r"^error: (.*)$", text, re.MULTILINE)
     if answer.get("code") == 0:
         return "ok"
-    if answer.get("code") == 2 and "Traceback" not in text and errors:
-        return f"refused: {one_line(errors[-1])}"
+    if answer.get("code") == 2 and not re.search("^Traceback", text, re.MULTILINE) and errors:
+        return f"rejected: {one_line(errors[-1])}"
     errors = [line for line in text.strip().splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return f"failed: {one_line(errors[-1]) if errors else answer.get('error', answer.get('code'))}"
 
@@ -365,7 +366,7 @@ def row_of(script, name: str, work: Path, limit: float, keep: bool) -> dict:
     row["model"] = part(write_model, folder, kind, fields)
     if "error" not in row["model"]:
         row["run"], name = run(), "run"
-        layout = re.match(r"refused: --batch_layout .*use (--batch_layout) (\w+)", row["run"])
+        layout = LAYOUT.match(row["run"])
         if layout is not None:
             row["flags"], name = list(layout.groups()), "with_layout"
             row["run"] = run(*row["flags"], name=name)
@@ -373,6 +374,10 @@ def row_of(script, name: str, work: Path, limit: float, keep: bool) -> dict:
             row |= look_again(folder, name, part, script, row["flags"])
         else:
             row["hf"] = run("--rollout", "hf", *row["flags"], name="hf")
+            layout = LAYOUT.match(row["hf"])
+            if layout is not None:
+                row["flags"], name = list(layout.groups()), "hf_with_layout"
+                row["hf"] = run("--rollout", "hf", *row["flags"], name=name)
         row["layouts"] = part(try_layouts, script, folder)
     row["seconds"] = round(time.monotonic() - started, 1)
     if not keep:
@@ -408,7 +413,7 @@ def faults(row: dict) -> list[str]:
         found += [] if row["moved"] else ["no weight was changed"]
         found += [] if row["resume"] == "equal" else [f"resume: {row['resume']}"]
         found += [] if row["alone"].get("equal") else [f"alone: {row['alone']}"]
-    elif not row["run"].startswith("refused"):
+    elif not row["run"].startswith("rejected"):
         found.append(row["run"])
     elif row["hf"] != "ok" and "--rollout hf" in row["run"]:
         found.append(f"--rollout hf: {row['hf']}")
@@ -421,30 +426,41 @@ def faults(row: dict) -> list[str]:
 
 
 def cells(row: dict) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     if "error" in row["model"]:
-        return [row["name"], row["type"], f"no model: {row['model']['error']}", *["-"] * 9]
+        return [row["name"], row["type"], f"no model: {row['model']['error']}", *["-"] * 11]
     layouts = row["layouts"]
     if "error" in layouts:
         exact = ["failed"] * 5
     else:
         measured = [layouts[name] for name in ("shared", "padded", "packed")]
-        exact = ["exact" if not isinstance(x, str) and x < LIMIT else "refused" for x in measured]
+        exact = ["exact" if not isinstance(x, str) and x < LIMIT else "rejected" for x in measured]
         exact = [layouts["attention"], *exact, "yes" if layouts["critic"] else "no"]
+    flags = [f"`{' '.join(row['flags'])}`"] * bool(row["flags"])
     if row["run"] != "ok":
-        reason = row["run"].replace(
-            "vLLM failed before its first sample, so it cannot serve this model with these ", ""
-        )
-        return [row["name"], row["type"], reason[:120], "-", "-", "-", row["hf"][:60], *exact]
+        return [row["name"], row["type"], reason(row["run"]), *["-"] * 5, ", ".join([row["hf"][:60], *flags]), *exact]
     alone = row["alone"]
     by = "transformers' class" if alone.get("served by", "").startswith("Transformers") else "vLLM's class"
-    by = ", ".join([by, *[" ".join(row["flags"])] * bool(row["flags"])])
-    diff = f"{max(row['diff']):.0e}" if row["diff"] else "none"
+    by = ", ".join([by, *flags])
+    before, after = (f"{diff:.0e}" for diff in row["diff"])
     same = "same tokens" if alone.get("equal") else f"different: {alone.get('error', '')}"
-    return [row["name"], row["type"], by, diff, row["resume"], same, "-", *exact]
+    trained = "yes" if row["moved"] else "no"
+    return [row["name"], row["type"], by, before, trained, after, row["resume"], same, "-", *exact]
 
 
-HEAD = ("model", "type", "default engine", "nats", "resumed", "vLLM alone", "hf", "attention")
+def reason(outcome: str) -> str:
+    """Return the part of a run's error that differs from model to model."""
+    differs = re.search(r"log-probs differ by (\S+) nats per token .* before any training", outcome)
+    if differs is not None:
+        return f"rejected: log-probs differ by {differs.group(1)} nats before any training"
+    found = re.sub(
+        r"vLLM failed before its first sample.*?settings: (1 validation.*?error, |\w+: )*", "vLLM: ", outcome
+    )
+    found = re.sub(r"; use --rollout hf.*| \([\w./]+\.py:\d+\)", "", found)
+    return found if len(found) <= 150 else f"{found[:150].rsplit(' ', 1)[0]} ..."
+
+
+HEAD = ("model", "type", "engine", "before", "trained", "after", "resumed", "vLLM alone", "hf", "attention")
 HEAD += ("shared", "padded", "packed", "critic")
 
 
@@ -455,7 +471,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> int:
-    """Compute what is missing and print the table; exit code 1 if a row is neither right nor refused at the start."""
+    """Compute what is missing and print the table; exit code 1 if a row is neither right nor rejected at the start."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], choices=list(ZOO), metavar="NAME", help="these models, again")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "model_zoo", help="folder of results and logs")
@@ -487,7 +503,7 @@ def main() -> int:
     rows = [known[name] for name in ZOO if name in known]
     print(table(rows))
     wrong = {row["name"]: faults(row) for row in rows if faults(row)}
-    print(f"{len(rows)} models, {len(rows) - len(wrong)} right or refused at the start, {len(wrong)} wrong")
+    print(f"{len(rows)} models, {len(rows) - len(wrong)} right or rejected at the start, {len(wrong)} wrong")
     for name, found in wrong.items():
         print(f"wrong: {name}: {'; '.join(found)}")
     if args.write:

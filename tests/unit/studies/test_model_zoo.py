@@ -20,7 +20,7 @@ RIGHT = {
     "alone": {"served by": "LlamaForCausalLM", "equal": True},
     "layouts": LAYOUTS,
 }
-REFUSED = RIGHT | {"run": "refused: no kernel; use --rollout hf", "hf": "ok"}
+REJECTED = RIGHT | {"run": "rejected: no kernel; use --rollout hf", "hf": "ok"}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ REFUSED = RIGHT | {"run": "refused: no kernel; use --rollout hf", "hf": "ok"}
         ({"resume": "different"}, "resume: different"),
         ({"alone": {"served by": "X", "equal": False}}, "alone:"),
         ({"run": "failed: KeyError: 'x'"}, "failed: KeyError"),
-        ({"run": REFUSED["run"], "hf": "failed: TypeError"}, "--rollout hf: failed"),
+        ({"run": REJECTED["run"], "hf": "failed: TypeError"}, "--rollout hf: failed"),
         ({"model": {"error": "ValueError: no"}}, "no model: ValueError: no"),
         ({"layouts": {"error": "RuntimeError: no"}}, "layouts: RuntimeError: no"),
     ],
@@ -40,28 +40,54 @@ REFUSED = RIGHT | {"run": "refused: no kernel; use --rollout hf", "hf": "ok"}
 def test_every_part_of_a_row_can_fail_it(changes, words):
     (fault,) = model_zoo.faults(copy.deepcopy(RIGHT) | changes)
     assert words in fault
-    assert model_zoo.faults(RIGHT) == model_zoo.faults(REFUSED) == []
+    assert model_zoo.faults(RIGHT) == model_zoo.faults(REJECTED) == []
 
 
 def test_the_table_has_a_cell_for_each_heading():
-    rows = [RIGHT, REFUSED, RIGHT | {"model": {"error": "ValueError: a | b"}}]
+    rows = [RIGHT, REJECTED, RIGHT | {"model": {"error": "ValueError: a | b"}}]
     lines = model_zoo.table(rows).splitlines()
     assert {line.count("|") for line in lines} == {len(model_zoo.HEAD) + 1}
-    assert "vLLM's class | 2e-06 | equal | same tokens | - | sdpa | exact | exact | refused | yes" in lines[2]
+    assert (
+        "vLLM's class | 1e-06 | yes | 2e-06 | equal | same tokens | - | sdpa | exact | exact | rejected | yes"
+        in lines[2]
+    )
 
 
 @pytest.mark.parametrize(
     "text, code, expected",
     [
-        ("error: no kernel; use X\nwarning: a\n", 2, "refused: no kernel; use X"),
+        ("error: no kernel; use X\nwarning: a\n", 2, "rejected: no kernel; use X"),
+        ("(EngineCore) ERROR Traceback (most recent call last):\nerror: no kernel\n", 2, "rejected: no kernel"),
         ("Traceback (most recent call last):\nerror: no\n", 2, "failed: "),
         ("a\nvllm.x.SomeError: what\nEngineFailed: it\n", 1, "failed: vllm.x.SomeError: what"),
         ("", 0, "ok"),
     ],
 )
-def test_a_refusal_is_one_line_without_a_traceback(tmp_path, text, code, expected):
+def test_a_rejection_is_one_line_without_a_traceback(tmp_path, text, code, expected):
     (tmp_path / "run.log").write_text(text)
     assert model_zoo.outcome(tmp_path, "run", {"code": code}).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "outcome, expected",
+    [
+        (
+            "rejected: sampler and trainer log-probs differ by 0.128 nats per token (engine 0; --max_sampler_diff: "
+            "0.0001) before any training: vLLM computes this architecture differently; use --rollout hf",
+            "rejected: log-probs differ by 0.128 nats before any training",
+        ),
+        (
+            "rejected: vLLM failed before its first sample, so it cannot serve this model with these settings: "
+            "ValidationError: 1 validation error for ModelConfig Value error, no kernel. (torch/_ops.py:1279); "
+            "use --rollout hf, which samples with transformers",
+            "rejected: vLLM: no kernel.",
+        ),
+        ("rejected: " + "word " * 60, "rejected: " + "word " * 28 + "..."),
+        ("failed: KeyError: 'x'", "failed: KeyError: 'x'"),
+    ],
+)
+def test_a_cell_has_the_reason_of_a_rejection(outcome, expected):
+    assert model_zoo.reason(outcome) == expected
 
 
 def test_there_are_enough_models_and_names_in_the_quick_test():

@@ -35,19 +35,8 @@ means that a run exits with code 2 before training, and names the layouts that w
 |---|---|---|---|---|
 """
 TAIL = """
-A checkpoint that lacks a weight of the model, or has it in another shape, is rejected with the names of these weights:
-they would be random. So are quantized weights, adapters, and prompts with ids beyond the embeddings. What cannot be
-saved (config, tokenizer) is rejected at the start. The saved generation config has the EOS ids of the run and no
-sampling settings. No embedding keeps a `padding_idx`: with transformers' own, the embedding of `pad_token_id` gets no
-gradient from prompts.
-
-A model is also refused where its rotary embeddings would depend on the other rows of a batch: `longrope` (Phi-3) and
-`dynamic`, with rows longer than the length of pre-training. Gemma 2 is trained with eager attention, because sdpa
-leaves out the soft cap of its attention scores; gpt-oss has no sdpa.
-
-[model_zoo.md](model_zoo.md) has more architectures, with the default engine. A push that does not reach every
-parameter of the engine ends the run with their names: on CPUs the first push to
-gpt-oss does, and `--rollout hf` trains it.
+[What a model needs](../reference/models.md), what a run checks at its start, and more architectures, with the default
+engine, are in the reference.
 """
 WINDOW = 64
 VOCABULARY = 320
