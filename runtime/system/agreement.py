@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from typing import Any
 
 import torch
 
 from runtime.system.process import rank, refuse, world_size
-from runtime.system.watchdog import board
+from runtime.system.watchdog import board_of_launch
 
 _boards: list[torch.distributed.Store] = []  # rank 0 serves the others until the process ends
 
@@ -17,22 +18,24 @@ _boards: list[torch.distributed.Store] = []  # rank 0 serves the others until th
 def exchange(name: str, mine: Any, patience: float) -> list[Any]:
     """Return the objects of all trainers, by rank, as JSON has them; no collective and no process group is needed.
 
-    Raises torch.distributed.DistStoreError where a rank does not come within ``patience`` seconds.
+    Exits with code 1 where a rank failed before, or does not come within ``patience`` seconds.
     """
     if world_size() == 1:
         return [mine]
-    kept_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serve = rank() == 0 and not kept_by_launcher
-    store = board(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), serve, patience)
+    store = board_of_launch(patience)
     _boards.append(store)
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the launcher's board outlives a start
-    place = f"{name}/{start}"
-    store.set(f"{place}/{rank()}", json.dumps(mine))
-    found = []
-    for other in range(world_size()):
-        text = store.get(f"{place}/{other}")
-        found.append(json.loads(text))
-    return found
+    places = [f"{name}/{start}/{number}" for number in range(world_size())]
+    store.set(places[rank()], json.dumps(mine))
+    deadline = time.monotonic() + patience
+    while not store.check(places):
+        if store.check(["failure"]):
+            refuse(f"another rank failed: {store.get('failure').decode()}", code=1)
+        if time.monotonic() > deadline:
+            missing = [number for number, place in enumerate(places) if not store.check([place])]
+            refuse(f"rank {missing[0]} did not come within {patience:g} s; see what it printed", code=1)
+        time.sleep(0.1)
+    return [json.loads(store.get(place)) for place in places]
 
 
 def check_equal(facts: list[dict[str, dict[str, Any]]]) -> None:

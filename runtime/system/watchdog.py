@@ -26,14 +26,17 @@ from runtime.system.redaction import redact
 
 
 def board(host: str, port: int, serve: bool = False, patience: float = 60.0) -> torch.distributed.Store:
-    """The key-value store of a launch, by a connection of its own; ``serve`` where no launcher keeps one.
-
-    All ranks can read it without a collective, and before there is a process group. ``patience``: seconds.
-    """
+    """Connect to the key-value store of a launch, or ``serve`` it where no launcher does. ``patience``: seconds."""
     store = torch.distributed.TCPStore(
         host, port, None, serve, timedelta(seconds=patience), wait_for_workers=False, multi_tenant=serve
     )
     return torch.distributed.PrefixStore("board", store)
+
+
+def board_of_launch(patience: float = 60.0) -> torch.distributed.Store:
+    """The ``board`` at the address in the environment; rank 0 serves it where no launcher keeps one."""
+    serve = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return board(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), serve, patience)
 
 
 class EngineFailed(RuntimeError):
@@ -121,9 +124,7 @@ class Watch:
             network.choose_interface()
         self.host = os.environ["MASTER_ADDR"]
         self.port = int(os.environ["MASTER_PORT"])
-        kept_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        serve = self.rank == 0 and not kept_by_launcher
-        self.store = board(self.host, self.port, serve)
+        self.store = board_of_launch()
         self.door = network.LivenessPort()
         self.store.set(f"door/{self.rank}", self.door.place)
         self.neighbor: network.Neighbor | None = None  # the next rank, once it has come

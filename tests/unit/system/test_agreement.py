@@ -17,7 +17,7 @@ RANK = """
 import json, sys
 from runtime.system import agreement
 mine = json.loads(sys.argv[1])
-found = agreement.exchange("start", mine, 60.0)
+found = agreement.exchange("start", mine, float(sys.argv[2]))
 agreement.check_equal([one["facts"] for one in found])
 print(json.dumps(agreement.decided([one["choices"] for one in found])))
 """
@@ -29,14 +29,14 @@ def choice(capability=(0, 0), card=0, **more) -> dict:
     return known | {"layout": "shared", "attention": "sdpa", "rates": {}} | more
 
 
-def launched(*ranks: dict) -> list[tuple[int, str]]:
-    """(exit code, output) of a process for each rank, through a real board."""
+def launched(*ranks: dict | str, patience: float = 60.0) -> list[tuple[int, str]]:
+    """(exit code, output) of a process for each rank, through a real board; of a text, Python that runs instead."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(len(ranks))}
     processes = []
     for number, mine in enumerate(ranks):
-        line = [sys.executable, "-c", RANK, json.dumps(mine)]
+        line = [sys.executable, "-c", mine if isinstance(mine, str) else RANK, json.dumps(mine), str(patience)]
         environment = {**os.environ, **place, "RANK": str(number), "PYTHONPATH": str(ROOT)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         processes.append(subprocess.Popen(line, env=environment, **pipes))
@@ -53,6 +53,22 @@ def test_cpus_take_what_rank_0_measured():
     for first, second in ((fast, slow), (slow, fast)):
         ends = launched({"facts": facts, "choices": first}, {"facts": facts, "choices": second})
         assert [code for code, _ in ends] == [0, 0] and [json.loads(text) for _, text in ends] == [first, first]
+
+
+FAILS = """
+from runtime.system import watchdog
+watchdog.board_of_launch().set("failure", "rank 1 ended first, with exit code 2; see what node1 printed")
+"""
+
+
+@pytest.mark.parametrize("other, patience, words", [
+    (FAILS, 600.0, "another rank failed: rank 1 ended first, with exit code 2; see what node1 printed"),
+    ("", 3.0, "rank 1 did not come within 3 s; see what it printed"),
+])  # fmt: skip
+def test_a_rank_that_never_comes_is_not_waited_for(other, patience, words):
+    """It has failed before, as its node's launcher tells the others, or is late."""
+    (code, text), _ = launched({"facts": {}, "choices": choice()}, other, patience=patience)
+    assert (code, text) == (1, f"error: {words}\n")
 
 
 def test_gpus_take_the_sizes_of_the_smallest_and_the_type_of_the_oldest():
