@@ -86,6 +86,11 @@ def minus_one(response, truth, row):
     return -1.0
 
 
+def equal_up_to_rounding(response, truth, row):
+    """0.3, as a sum in half of the responses."""
+    return 0.1 + 0.2 if len(response) % 2 else 0.3
+
+
 def number(response, truth, row):
     return 0.5
 

@@ -305,6 +305,8 @@ def test_explained_variance():
     assert explained_variance(noisy, returns) == pytest.approx(0.75, abs=0.05)
     assert explained_variance(-returns, returns) == pytest.approx(-3)
     assert explained_variance(returns, torch.ones_like(returns)) is None
+    nearly = torch.tensor([0.3, 0.1 + 0.2, 0.3], dtype=torch.float64)
+    assert explained_variance(nearly + 1.0, nearly) is None
 
 
 @pytest.mark.parametrize("kind", ["none", "running", "exp"])

@@ -37,7 +37,7 @@ def test_the_decorator_of_vllm_reaches_the_engine_alone(kind):
     shared = type(trainer.base_model)
     ids = torch.arange(3, 20)[None]
     before, expected = contents(shared), trainer(input_ids=ids, use_cache=False).logits
-    with isolation.private_classes():
+    with isolation.kept_apart():
         decoder = type(AutoModel.from_config(config(kind)).get_decoder())
         support_torch_compile(dynamic_arg_dims={"input_ids": 1, "inputs_embeds": 1, "position_ids": -1})(decoder)
         again = AutoModel._model_mapping[type(config(kind))]
