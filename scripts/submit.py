@@ -726,7 +726,13 @@ def start(job: Job, plan: Plan, lock: int | None) -> int:
 
 
 def warn(job: Job) -> None:
-    """Say where a restart would begin anew, since what the job saves does not outlive its container or its upload."""
+    """Say what is lost at a restart, with the container or the upload, and what mason.py would do otherwise."""
+    if job.backend == "beaker" and len(job.commands) > 1:
+        print(
+            f"note: the {len(job.commands)} commands run one after the other in one task, where mason.py would make "
+            f"parallel tasks of them; for those submit each on its own",
+            file=sys.stderr,
+        )
     if job.max_retries == 0:
         return
     if "mount" in BACKENDS[job.backend][1] and not job.mount:

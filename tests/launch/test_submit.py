@@ -387,6 +387,15 @@ def submitted(argv: list[str]):
     return submit.render(submit.make_job(*submit.parse(argv)))
 
 
+def test_several_commands_in_one_task_are_announced(capsys):
+    """mason.py makes parallel tasks of them; on Beaker the submission says that they run in turn here."""
+    flags = "--image me/rlvr --mount b:/runs"
+    for commands, noted in ((("a",), False), (("a", "b"), True)):
+        words = [word for command in commands for word in ("--", "python", "steps.py", command)]
+        submit.warn(submit.make_job(*submit.parse(["--backend", "beaker", *flags.split(), *words])))
+        assert ("2 commands run one after the other in one task" in capsys.readouterr().err) is noted
+
+
 def test_the_line_of_open_instruct_is_submitted_as_it_stands():
     """Set-up in the same shell, then all eight ranks, under the interpreter that uv chooses."""
     command, _ = script_of("beaker", submitted(["--backend", "beaker", *shlex.split(MASON)]))
