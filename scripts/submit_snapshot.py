@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from runtime.system import git
@@ -102,7 +103,8 @@ def take(folder: Path, copy: Path, files: Sequence[str], results: Sequence[Path]
         copied.add(name)
         copied.update(map(str, Path(name).parents))
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        copy_file(folder, copy, name)
+    with ThreadPoolExecutor(32) as pool:  # a shared file system answers late, but to many at a time
+        list(pool.map(lambda name: copy_file(folder, copy, name), files))
     link_rest(folder, copy, copied)
     lines = [f"./{name}\n".encode(errors="surrogateescape") for name in files]
     copy.with_name("code.files").write_bytes(b"".join(sorted(lines)))
