@@ -14,14 +14,6 @@ from helpers import ROOT, alive, clean_environment
 
 ENGINES = Path(os.environ.get("ENGINES", ROOT / ".engines"))  # the environment of `make test-engines`
 ADDRESS = "http://127.0.0.1:8265"
-# Ray gives up on a worker after 60 s and on a daemon after 30; on a busy machine their imports alone take as long.
-PATIENCE = {
-    "RAY_worker_register_timeout_seconds": "300",
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_health_check_initial_delay_ms": "60000",
-    "RAY_health_check_timeout_ms": "60000",
-    "RAY_health_check_failure_threshold": "10",
-}
 
 
 def reason_for_none(tool: str) -> str:
@@ -38,7 +30,6 @@ class RayHead:
         self.folder = folder
         self.name = f"rlvr{os.getpid()}ray"
         self.env = clean_environment() | {"PATH": f"{ENGINES}/bin:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
-        self.env |= PATIENCE
         self.env.pop("CUDA_VISIBLE_DEVICES", None)  # conftest.py hides all, and Ray would hide those that it invents
         self.start = ["ray", "start", "--head", "--node-ip-address", "127.0.0.1", "--num-gpus", str(gpus)]
         self.start += ["--num-cpus", "4", "--object-store-memory", "80000000", "--temp-dir", "/tmp/rlvr-ray"]
@@ -77,13 +68,3 @@ class RayHead:
             if any(state.lower() in said.lower() for state in states):
                 return said
             assert time.monotonic() < deadline, said
-
-    def succeed(self, cwd: Path, job: str) -> None:
-        """Wait for the end of a job; AssertionError with its output and with logs of Ray itself if it failed."""
-        said = self.wait(cwd, job, "SUCCEEDED", "FAILED", "STOPPED")
-        if "SUCCEEDED" not in said:
-            output = self.run("ray", "job", "logs", "--address", ADDRESS, job, cwd=cwd).stdout
-            logs = Path("/tmp/rlvr-ray/session_latest/logs")
-            own = [path.read_text()[-1500:] for path in logs.glob("*.*") if path.match("dashboard_agent.log")]
-            own += [path.read_text()[-1500:] for path in logs.glob("raylet.out")]
-            raise AssertionError("\n".join([said, output, *own]))

@@ -47,7 +47,7 @@ def test_words_and_variables_arrive_on_ray(ray, tmp_path):
     out = tmp_path / "out.json"
     value = "a $HOME 'b' \"c\" ${PATH}"
     job = ray_job(ray, tmp_path, "--env", f"X={value}", "--", sys.executable, "-c", program, str(out), *DOLLARS)
-    ray.succeed(tmp_path, job)
+    assert "SUCCEEDED" in ray.wait(tmp_path, job, "SUCCEEDED", "FAILED")
     commit = subprocess.run([*git, "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
     assert json.loads(out.read_text()) == [DOLLARS, value, commit]
 
@@ -93,7 +93,7 @@ def test_jobs_of_one_gpu_share_a_machine_of_two(ray, tmp_path):
     line = ["--gpus", "1", "--", sys.executable, "meets.py", str(out)]
     jobs = [ray_job(ray, tmp_path, *line, name) for name in "abc"]
     for job in jobs:
-        ray.succeed(tmp_path, job)
+        assert "SUCCEEDED" in ray.wait(tmp_path, job, "SUCCEEDED", "FAILED")
     assert {(out / name).read_text() for name in "ab"} == {"0", "1"} and (out / "c").exists()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -228,32 +227,15 @@ def slowly(response, truth, row):
 
 @pytest.mark.slow
 def test_grpo_preempted(slurm, tiny, tmp_path):
-    """grpo.py is edited while its job waits and while it is preempted: the numbers are those of the old code."""
-    project = tmp_path / "project"
-    code = subprocess.run(["git", "ls-files", "*.py", "*.jinja", "*.yaml"], cwd=ROOT, capture_output=True, text=True)
-    for name in code.stdout.split():
-        if not name.startswith(("tests/", "studies/")):
-            (project / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, project / name)
-    (project / "slowly.py").write_text(SLOWLY)
-    more = ["--total_steps", "2", "--beta", "0.1", "--verifier", "slowly.py:slowly"]
-    line = lambda out: [w.replace(str(ROOT / "grpo.py"), "grpo.py") for w in command(tiny, out, *more)]  # noqa: E731
-    with open(tmp_path / "straight.log", "w") as log:
-        done = subprocess.run(line(tmp_path / "straight"), cwd=project, stdout=log, stderr=log, timeout=300)
-    assert done.returncode == 0, (tmp_path / "straight.log").read_text()
-    busy = slurm.submit(tmp_path, "--name", "busy", "--cpus", str(os.cpu_count()), "--", "sleep", "600")
-    slurm.wait(busy, "RUNNING")
-    job = slurm.submit(project, "--run_dir", str(tmp_path / "job"), "--", *line(tmp_path / "parts"))
-    assert slurm.state(job)["JobState"] == "PENDING"
-    script = (project / "grpo.py").read_text()
-    (project / "grpo.py").write_text(script.replace("args.learning_rate", "(2 * args.learning_rate)"))
-    assert (project / "grpo.py").read_text() != script
-    slurm.run("scancel", busy)
-    log = tmp_path / "job" / f"slurm-{job}.out"
-    until(lambda: log.exists() and "eval after step 0" in log.read_text(), 240)
+    """grpo.py itself, two steps, stopped in the first: afterwards every number is that of a run that was let alone."""
+    (tmp_path / "slowly.py").write_text(SLOWLY)
+    more = ["--total_steps", "2", "--beta", "0.1", "--verifier", f"{tmp_path}/slowly.py:slowly"]
+    finish(command(tiny, tmp_path / "straight", *more), tmp_path / "straight.log")
+    job = slurm.submit(tmp_path, "--run_dir", "parts", "--", *command(tiny, tmp_path / "parts", *more))
+    log = tmp_path / "parts" / f"slurm-{job}.out"
+    until(lambda: log.exists() and "eval after step 0" in log.read_text(), 120)
     slurm.run("scancel", "--batch", "--signal=USR1", job)
-    (project / "grpo.py").write_text("raise SystemExit(9)\n")
-    now = slurm.wait(job, "COMPLETED", "FAILED", timeout=240)
+    now = slurm.wait(job, "COMPLETED", "FAILED")
     text = log.read_text()
     assert (now["JobState"], now["ExitCode"], now["Restarts"]) == ("COMPLETED", "0:0", "1"), text
     assert "saving after this step" in text and "resuming after step 1" in text, text
