@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import re
 import shlex
 import sys
@@ -256,8 +257,10 @@ def words_of(ours: rules.Ours) -> list[str]:
     for flag, value in sorted(ours.flags.items(), key=lambda item: list(known).index(item[0])):
         if isinstance(value, bool):
             words.append(f"--{'' if value else 'no-'}{flag}")
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple) and known[flag].startswith("tuple"):
             words += [f"--{flag}", *map(plain, value)] if value else []
+        elif isinstance(value, list | tuple):  # a variable of several words, without quotes
+            words += [f"--{flag}", " ".join(map(plain, value))]
         else:
             words += [f"--{flag}", plain(value)]
     return words
@@ -488,4 +491,10 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # ``| head`` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    raise SystemExit(code)

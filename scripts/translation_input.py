@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import operator
 import os
 import re
 import subprocess
@@ -37,7 +38,24 @@ SAME_DATA = (
     "remove_columns",
     "train_test_split",
 )
+# Operations on numbers that a Python file may have in place of a number.
+ARITHMETIC = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+COMPARISONS = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not}
 STOP = ("&&", "||", ";", "|", "&", "\\&\\&")
+SHELLS = ("bash", "sh", "/bin/bash", "/bin/sh")
+# A place that a published script leaves to its reader, which bash reads as a redirection: MODEL=<path to the model>.
+PLACE = re.compile(r"(?<==)<([A-Za-z][\w ./-]*)>(?=[\s\"]|$)")
+# What bash says of a variable or a parameter that is not set: "run.sh: line 3: NAME: unbound variable".
+UNSET = re.compile(r": line \d+: (\w+): ([^\n]*)")
+POSITIONAL = re.compile(r": line \d+: \$?([1-9]\d*): ")
+# Variables that clusters set to the number of a node or a process: the first one starts the training.
+RANKS = re.compile(r"\b((?:[A-Z]+_)*(?:NODE_?RANK|NODEID|PROCID|RANK|ROLE_INDEX|NODE_INDEX))\b")
 
 # A word of the command -> the framework that it starts. The first match counts, and what follows it are the settings.
 PROGRAMS = [
@@ -151,12 +169,46 @@ def expand(
 ) -> list[list[str]]:
     """Return the words of every command of a shell script, expanded by bash, which executes no program.
 
-    Raises Unreadable where bash is missing, or does not end.
+    A parameter that the script insists on, such as ``${1:?usage}``, is held by its own name where it is not given.
+    Raises Unreadable where bash is missing, does not end, or a variable is not set.
     """
+    given = list(words or [])
+    found, errors = expanded(script, name, given, {})
+    if not found and "syntax error" in errors:  # NAME=<what you have to fill in>
+        script = PLACE.sub(lambda held: held[1].replace(" ", "_"), script)
+        found, errors = expanded(script, name, given, {})
+    while not trains(found) and (missing := POSITIONAL.search(errors)) and int(missing[1]) <= 9:
+        given += [f"ARGUMENT_{number}" for number in range(len(given) + 1, int(missing[1]) + 1)]
+        found, later = expanded(script, name, given, {})
+        if later == errors:
+            break
+        errors = later
+    if not trains(found):
+        first = {rank: "0" for rank in RANKS.findall(script) if rank not in os.environ}
+        if first:  # a branch that only one node takes
+            found, errors = expanded(script, name, given, first)
+    if not trains(found) and (missing := UNSET.search(errors)):
+        raise Unreadable(f"{name}: {missing[1]}: {missing[2]}; set the variable, or pass it")
+    if not found and (wrong := re.search(r"line (\d+): (syntax error[^\n]*)", errors)):
+        line = int(wrong[1]) - RECORDER.read_text(encoding="utf-8").count("\n") - 1
+        raise Unreadable(f"{name}: line {line}: {wrong[2]}; correct it, or pass the expanded command after --")
+    return [part for command in found for part in inner(command, name)]
+
+
+def trains(commands: list[list[str]]) -> bool:
+    """Return True where a command starts the training of a known framework, or a Python file."""
+    return any(
+        find_program(words) or python_file(words) or any(shell in words for shell in SHELLS) for words in commands
+    )
+
+
+def expanded(script: str, name: str, words: list[str], variables: dict[str, str]) -> tuple[list[list[str]], str]:
+    """Return (the words of every command, what bash wrote to standard error) of a script."""
     env = {key: value for key, value in os.environ.items() if key not in INHERITED and "BASH_FUNC" not in key}
+    env |= variables
     with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryFile() as record:
         text = f"exec 3>&{record.fileno()}\n{RECORDER.read_text(encoding='utf-8')}\n{script}"
-        command = ["/bin/bash", "--norc", "--noprofile", "-c", text, name, *(words or [])]
+        command = ["/bin/bash", "--norc", "--noprofile", "-c", text, name, *words]
         try:
             done = subprocess.run(
                 command,
@@ -172,10 +224,7 @@ def expand(
             raise Unreadable(f"{name}: bash did not finish within {SECONDS:g} s; pass the command after --") from error
         record.seek(0)
         commands = [part.split("\0")[:-1] for part in record.read().decode(errors="replace").split("\1\0")[:-1]]
-    errors = [line for line in done.stderr.decode(errors="replace").splitlines() if "unbound variable" in line]
-    if not commands and errors:
-        raise Unreadable(f"{name}: {errors[-1].rpartition(': line')[2].strip()}; set the variable, or pass it")
-    return [part for found in commands for part in inner(found, name)]
+    return commands, done.stderr.decode(errors="replace")
 
 
 def inner(
@@ -301,17 +350,7 @@ def read_python(
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, SyntaxError) as error:
         raise Unreadable(f"{path}: {error}") from error
-    names: dict[str, ast.expr] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            names[node.targets[0].id] = node.value
-        if isinstance(node, ast.ImportFrom | ast.Import):
-            for alias in node.names:
-                names.setdefault(alias.asname or alias.name, ast.Constant(alias.name.rpartition(".")[2]))
-        if isinstance(node, ast.FunctionDef):
-            names.setdefault(node.name, ast.Constant(node.name))
-            every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            command.functions[node.name] = [argument.arg for argument in every]
+    names = names_in(tree, command)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in calls:
         if name_of(call.func).endswith("GRPOConfig"):
@@ -323,6 +362,72 @@ def read_python(
         command.framework = command.framework or "trl"
 
 
+def names_in(tree: ast.Module, command: Command) -> dict[str, ast.expr]:
+    """Return name -> expression of what a Python file assigns; a default where that is all there is.
+
+    ``args.NAME`` stands for the option, field or attribute of that name. Adds the file's functions to the command.
+    """
+    names: dict[str, ast.expr] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            target = node.targets[0]
+            if isinstance(target, ast.Name):
+                names[target.id] = node.value
+            elif isinstance(target, ast.Attribute):
+                names[f".{target.attr}"] = node.value
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            names.setdefault(node.target.id, node.value)
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            for alias in node.names:
+                names.setdefault(alias.asname or alias.name, ast.Constant(alias.name.rpartition(".")[2]))
+        if isinstance(node, ast.FunctionDef):
+            names.setdefault(node.name, ast.Constant(node.name))
+            every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            command.functions[node.name] = [argument.arg for argument in every]
+            for argument, default in argument_defaults(node.args):
+                names.setdefault(argument, default)
+        if isinstance(node, ast.ClassDef):
+            for line in node.body:
+                add_field(line, names)
+        if isinstance(node, ast.Call) and name_of(node.func).endswith("add_argument"):
+            add_option(node, names)
+    return names
+
+
+def argument_defaults(arguments: ast.arguments) -> list[tuple[str, ast.expr]]:
+    """Return (name, default) of the arguments of a function that have one."""
+    plain = [*arguments.posonlyargs, *arguments.args]
+    found = list(zip(plain[len(plain) - len(arguments.defaults) :], arguments.defaults, strict=True))
+    found += [pair for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if pair[1] is not None]
+    return [(argument.arg, default) for argument, default in found]
+
+
+def add_field(line: ast.stmt, names: dict[str, ast.expr]) -> None:
+    """Add a field of a class with its default, also that of ``field(default=...)``."""
+    target = (
+        line.target if isinstance(line, ast.AnnAssign) else line.targets[0] if isinstance(line, ast.Assign) else None
+    )
+    value = getattr(line, "value", None)
+    if not isinstance(target, ast.Name) or value is None:
+        return
+    if isinstance(value, ast.Call) and name_of(value.func).rpartition(".")[2] in ("field", "Field"):
+        value = next((keyword.value for keyword in value.keywords if keyword.arg == "default"), None)
+    if value is not None:
+        names.setdefault(f".{target.id}", value)
+
+
+def add_option(call: ast.Call, names: dict[str, ast.expr]) -> None:
+    """Add the default of ``add_argument("--name", default=...)``; False of a switch."""
+    words = [item.value for item in call.args if isinstance(item, ast.Constant) and isinstance(item.value, str)]
+    long = next((word for word in words if word.startswith("--")), None)
+    given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    if long is None:
+        return
+    switch = ast.Constant(False) if getattr(given.get("action"), "value", "") == "store_true" else None
+    if (default := given.get("default", switch)) is not None:
+        names.setdefault(f".{long[2:].replace('-', '_')}", default)
+
+
 def read_arguments(
     call: ast.Call,
     names: dict[str, ast.expr],
@@ -330,7 +435,9 @@ def read_arguments(
     prefix: str,
 ) -> None:
     """Add the keyword arguments of a call. What is no literal is noted, and so are ``args``, which was read before."""
-    given = [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
+    given: list[tuple[str, ast.expr]] = []
+    for keyword in call.keywords:
+        given += [(keyword.arg, keyword.value)] if keyword.arg else entries(keyword.value, names)
     if not prefix and call.args and not is_ellipsis(call.args[0]):
         given.insert(0, ("output_dir", call.args[0]))
     for name, node in given:
@@ -340,6 +447,22 @@ def read_arguments(
             command.settings[prefix + name] = literal(node, names)
         except ValueError:
             command.notes.append(f"{prefix}{name} = {ast.unparse(node)[:60]} is computed when the file runs")
+
+
+def entries(node: ast.expr, names: dict[str, ast.expr]) -> list[tuple[str, ast.expr]]:
+    """Return (name, value) of ``**mapping`` in a call, where the mapping is ``dict(...)`` or ``{...}``."""
+    for _ in range(20):
+        if not (isinstance(node, ast.Name) and node.id in names):
+            break
+        node = names[node.id]
+    if isinstance(node, ast.Call) and name_of(node.func) == "dict":
+        return [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg]
+    if isinstance(node, ast.Dict):
+        found = zip(node.keys, node.values, strict=True)
+        return [
+            (key.value, value) for key, value in found if isinstance(key, ast.Constant) and isinstance(key.value, str)
+        ]
+    return []
 
 
 def is_ellipsis(node: ast.expr) -> bool:
@@ -369,8 +492,22 @@ def literal(
         return [literal(item, names, depth + 1) for item in node.elts]
     if isinstance(node, ast.Attribute) and name_of(node).partition(".")[0] in ("torch", "rewards", "trl"):
         return node.attr  # a type, or a function of a module
+    if isinstance(node, ast.Attribute) and f".{node.attr}" in names:  # an option, a field, an attribute
+        return literal(names[f".{node.attr}"], names, depth + 1)
     if is_ellipsis(node):
         raise ValueError
+    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        both = [literal(side, names, depth + 1) for side in (node.left, node.right)]
+        if not all(isinstance(x, int | float) for x in both) or (both[1] == 0 and not isinstance(node.op, ast.Add)):
+            raise ValueError
+        return ARITHMETIC[type(node.op)](*both)
+    if isinstance(node, ast.IfExp):
+        return literal(node.body if literal(node.test, names, depth + 1) else node.orelse, names, depth + 1)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
+        both = [literal(side, names, depth + 1) for side in (node.left, node.comparators[0])]
+        return COMPARISONS[type(node.ops[0])](*both)
+    if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+        return next((x for x in (literal(side, names, depth + 1) for side in node.values) if x), None)
     if isinstance(node, ast.JoinedStr):
         parts = [p.value if isinstance(p, ast.FormattedValue) else p for p in node.values]
         return "".join(str(literal(part, names, depth + 1)) for part in parts)
@@ -387,6 +524,8 @@ def literal(
             return literal(node.func.value, names, depth + 1)
         if called in ("get", "getenv") and len(arguments) == 2:  # os.environ.get(NAME, DEFAULT)
             return arguments[1]
+        if called in ("str", "Path", "int", "float") and len(arguments) == 1:
+            return arguments[0]
         if called == "from_pretrained" and arguments:
             return arguments[0]
         if called.startswith("get_") and called != "get_peft_config":

@@ -567,6 +567,97 @@ def test_bash_expands_variables_arrays_loops_and_redirections(tmp_path, monkeypa
     assert found[0][:2] == ["CUDA_VISIBLE_DEVICES=0", "/opt/venv/bin/python"]
 
 
+# What published scripts do around their command -> words that our command must have.
+SHELL = [
+    ("IMAGE=${1:?Usage: $0 IMAGE}\necho $IMAGE\n{verl}", "--num_unique_prompts_rollout 64"),
+    ("set -eu\nIMAGE=$1\nTAG=$2\n{verl}", "--num_unique_prompts_rollout 64"),
+    ('if [ "$PET_NODE_RANK" -eq 0 ]; then\n  {verl}\nfi', "--num_unique_prompts_rollout 64"),
+    ("set -u\nif [[ $NODE_RANK == 0 ]]; then {verl}; fi", "--num_unique_prompts_rollout 64"),
+    ("case $SLURM_PROCID in 0) {verl} ;; esac", "--num_unique_prompts_rollout 64"),
+    ("ROOT=<the root path>\n{verl} trainer.default_local_dir=$ROOT/out", "--output_dir the_root_path/out"),
+    ("NAME='my run'\n{verl} trainer.default_local_dir=/out/$NAME", "--output_dir /out/my"),
+    ("P='-m openrlhf.cli.train_ppo_ray'\npython $P --ckpt.output_dir /out/my run", "--output_dir '/out/my run'"),
+]
+
+
+@pytest.mark.parametrize("text, words", SHELL)
+def test_what_published_scripts_do_around_their_command(text, words, tmp_path, monkeypatch):
+    for name in ("PET_NODE_RANK", "NODE_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "run.sh"
+    verl = "python -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.model.path=M"
+    file.write_text(text.replace("{verl}", verl))
+    (command,) = translate.commands_in(str(file), [], "")
+    assert words in translate.command_line(translate.translate(command, translate.recognized(command)))
+
+
+@pytest.mark.parametrize("text, said", [
+    ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=${MODEL:?give a model}", "MODEL: give a model"),
+    ("x=1\nif then\npython -m verl.trainer.main_ppo a.b=1", "line 2: syntax error"),
+])  # fmt: skip
+def test_a_script_that_bash_cannot_expand_is_an_error_with_its_place(text, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("MODEL", raising=False)
+    (tmp_path / "run.sh").write_text(text)
+    assert translate.main(["--file", str(tmp_path / "run.sh")]) == 2
+    assert said in capsys.readouterr().err
+
+
+PYTHON = """
+import argparse
+from dataclasses import dataclass, field
+from trl import GRPOConfig, GRPOTrainer
+
+@dataclass
+class Own:
+    lr: float = field(default=2e-6, metadata={})
+    beta = 0.04
+
+def make(args, own, longest=1024, prompt_length=256):
+    kwargs = {"learning_rate": own.lr, "beta": own.beta, "num_generations": args.generations}
+    return GRPOConfig(
+        output_dir=str(args.out), per_device_train_batch_size=args.generations * 4,
+        max_completion_length=longest - prompt_length, temperature=args.hot or 0.9,
+        num_iterations=2 if args.mode == "many" else 1, gradient_checkpointing=args.checkpointing, **kwargs)
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="results")
+parser.add_argument("-g", "--generations", type=int, default=4)
+parser.add_argument("--hot", type=float, default=None)
+parser.add_argument("--mode", default="many")
+parser.add_argument("--checkpointing", action="store_true")
+parser.add_argument("--model-id", default="Qwen/Qwen3-0.6B")
+args = parser.parse_args()
+GRPOTrainer(model=args.model_id, reward_funcs=print, args=make(args, Own())).train()
+"""
+
+
+def test_defaults_of_options_fields_and_arguments_in_a_python_file_are_read(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(PYTHON)
+    (command,) = translate.commands_in(str(file), [], "")
+    ours = translate.translate(command, "trl")
+    wanted = {"model_name_or_path": "Qwen/Qwen3-0.6B", "output_dir": "results", "learning_rate": 2e-6, "beta": 0.04}
+    wanted |= {"num_samples_per_prompt_rollout": 4, "num_unique_prompts_rollout": 4, "max_response_length": 768}
+    assert ours.flags.items() >= (wanted | {"temperature": 0.9, "num_epochs": 2}).items()
+    assert not [text for text in ours.absent if "computed" in text]
+
+
+def test_a_reader_that_closes_early_ends_the_program_quietly():
+    words = [
+        sys.executable,
+        str(ROOT / "scripts" / "translate.py"),
+        "--",
+        "python",
+        "-m",
+        "verl.trainer.main_ppo",
+        "a.b=1",
+    ]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
 def test_a_script_that_never_ends_and_a_variable_that_is_not_set_are_errors(monkeypatch):
     monkeypatch.setattr(reading, "SECONDS", 0.5)
     with pytest.raises(reading.Unreadable, match="did not finish"):
