@@ -190,7 +190,7 @@ def expand(
     if not trains(found) and (missing := UNSET.search(errors)):
         raise Unreadable(f"{name}: {missing[1]}: {missing[2]}; set the variable, or pass it")
     if not found and (wrong := re.search(r"line (\d+): (syntax error[^\n]*)", errors)):
-        line = int(wrong[1]) - RECORDER.read_text(encoding="utf-8").count("\n") - 1
+        line = int(wrong[1]) - RECORDER.read_text(encoding="utf-8").count("\n") - 2
         raise Unreadable(f"{name}: line {line}: {wrong[2]}; correct it, or pass the expanded command after --")
     return [part for command in found for part in inner(command, name)]
 
