@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders a
 import fixed_samples
 from check_subject import FAIL, NOTE, OK, Finding, Subject
 from compare_updates import CLOSE, gradients_apart, relative
-from probe_run import Recorded, Update
+from probe_run import Call, Recorded, Update
 
 import utils
-from kl_estimators import make_tokens
+from kl_estimators import kl_reward, make_tokens
 from runtime.training import batching
 
 # A field of Tokens -> where a wrong one comes from, the first that was edited.
@@ -79,7 +79,7 @@ class Oracle:
         """The advantages of all tokens, [N], and wrong ones that are known: by what they are."""
         samples, script, args = self.found.samples[step], self.subject.script, self.args
         if not hasattr(script, "group_advantages"):
-            return {}
+            return self.whitened(step)
         rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(-1, fixed_samples.GROUP)
         lengths = torch.tensor([s.length for s in samples])
         kind, eps = args.advantage_normalization_type, args.advantage_eps
@@ -89,11 +89,8 @@ class Oracle:
 
         right = per_token(script.group_advantages(rewards_PG, kind, eps))
         coefficient = args.kl_coefficients[1]
-        if coefficient == 0:
-            penalty = torch.zeros_like(right)
-        else:
-            d = (self.logprobs[step] - self.reference[step]).split(lengths.tolist())
-            penalty = coefficient * torch.cat([x.flip(0).cumsum(0).flip(0) for x in d])
+        own = self.kl_in_reward(step)
+        penalty = torch.cat([x.flip(0).cumsum(0).flip(0) for x in own.split(lengths.tolist())])
         whole = per_token((rewards_PG - rewards_PG.mean()) / (rewards_PG.std() + eps))
         scaled = rewards_PG - rewards_PG.mean(1, keepdim=True)
         over_batch = per_token(scaled / (scaled.std() + eps))
@@ -103,9 +100,34 @@ class Oracle:
         }
         found["divided by the standard deviation of the batch instead of the group's"] = over_batch - penalty
         if coefficient > 0:
+            found["with the KL of each token alone in its reward, without that of the tokens after it"] = right - own
+            found["with the KL of the tokens after it, without its own"] = right - (penalty - own)
             found["with the KL added to the reward: the sign is reversed"] = right + penalty
             found["without the KL in the reward"] = right
         return found
+
+    def kl_in_reward(self, step: int) -> Tensor:
+        """The coefficient times the KL of each token, [N]; 0 for the KL over the vocabulary, which is not computed."""
+        kind = self.args.kl_reward_estimator
+        if kind == "full" or self.args.kl_coefficients[1] == 0:
+            return torch.zeros_like(self.logprobs[step])
+        old, ref = self.logprobs[step], self.reference[step]
+        return self.args.kl_coefficients[1] * kl_reward(old, ref, torch.ones_like(old).bool(), estimator=kind)
+
+    def whitened(self, step: int) -> dict[str, Tensor]:
+        """The advantages of ppo.py: those that ``gae`` returned, normalized as --adv_norm says."""
+        call = self.found.calls[step].get("gae") if step < len(self.found.calls) else None
+        kind = getattr(self.args, "adv_norm", None)
+        if call is None or kind is None:
+            return {}
+        plain = call.returned[0].double()
+        groups = batching.token_offsets(self.found.samples[step])[:: fixed_samples.GROUP]
+        parts = {"batch": [len(plain)], "group": [b - a for a, b in itertools.pairwise(groups)]}
+        known = {"": plain, "not whitened": plain}
+        if kind in parts:
+            own = plain.split(parts[kind])
+            known[""] = torch.cat([(x - x.mean()) / (x.var(correction=min(1, len(x) - 1)) + 1e-8).sqrt() for x in own])
+        return known
 
     def weights(self, step: int, k: int) -> Tensor:
         """The weights of all tokens in an optimizer step, [N]."""
@@ -147,8 +169,9 @@ class Oracle:
             fields["ref_T"] = {"": ref} | known
         for values in fields.values():
             if values:
-                values["shifted by one token"] = values[""].roll(1)
-                values["shifted by one token to the left"] = values[""].roll(-1)
+                unknown = torch.full((1,), torch.nan, dtype=values[""].dtype)  # what stands where the shift begins
+                values["shifted by one token"] = torch.cat([unknown, values[""][:-1]])
+                values["shifted by one token to the left"] = torch.cat([values[""][1:], unknown])
         return fields
 
 
@@ -185,6 +208,12 @@ def check_contract(
     return findings
 
 
+def fraction(a: Tensor, b: Tensor) -> float:
+    """Fraction of equal numbers among those that both have. Not all are when an array is shifted that has gaps."""
+    known = ~(a.isnan() | b.isnan())
+    return ((a - b).abs()[known] <= CLOSE * b[known].abs().max()).double().mean().item() if known.any() else 0.0
+
+
 def judge(
     field: str,
     update: Update,
@@ -199,13 +228,73 @@ def judge(
     if apart <= CLOSE:
         return None
     for name, other in values.items():
-        if name and relative(ours, other) <= CLOSE and relative(other, values[""]) > CLOSE:
+        shifted = name.startswith("shifted") and fraction(ours, other) > 0.7 and fraction(ours, values[""]) < 0.5
+        if shifted or (name and relative(ours, other) <= CLOSE and relative(other, values[""]) > CLOSE):
             verb = "is" if name.startswith(("the ", "0")) else "are" if field in ("advantages_T", "weights_T") else "is"
             return FAIL, f"{verb} {name}"
+    if field in ("advantages_T", "weights_T") and ours.shape == values[""].shape:
+        known = counted & ~values[""].isnan()
+        if relative(ours[known].sort().values, values[""][known].sort().values) <= CLOSE:
+            return FAIL, "are those of other tokens"
     if field == "advantages_T" and not ours[counted].any():
         return NOTE, "is 0: the reward is not learned from"
     custom = field in ("ref_T", "advantages_T", "weights_T")
     return NOTE if custom else FAIL, f"differs from what it has to be by {apart:.2g} of the largest"
+
+
+def check_estimates(subject: Subject, oracle: Oracle, title: str) -> list[Finding]:
+    """Check the arguments that ``main`` of ppo.py passes to gae and to value_loss in the first call of each step."""
+    args = oracle.args
+    for step, calls in enumerate(oracle.found.calls):
+        samples = oracle.found.samples[step]
+        offsets = batching.token_offsets(samples)
+        wrong = ""
+        if (call := calls.get("gae")) and {"rewards_N", "gamma", "lam", "offsets"} <= call.given.keys():
+            rewards = torch.zeros(offsets[-1], dtype=torch.float64)
+            rewards[torch.tensor(offsets[1:]) - 1] = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+            penalty = oracle.kl_in_reward(step)
+            apart = relative(call.given["rewards_N"].double(), rewards - penalty)
+            if (call.given["gamma"], call.given["lam"]) != (args.gamma, args.gae_lambda):
+                wrong = f"gae gets gamma {call.given['gamma']:g} and lambda {call.given['lam']:g}, and the flags are "
+                wrong += f"{args.gamma:g} and {args.gae_lambda:g}"
+            elif list(call.given["offsets"]) != list(offsets):
+                wrong = "gae gets other offsets than those of the responses"
+            elif apart > CLOSE and relative(call.given["rewards_N"].double(), rewards + penalty) <= CLOSE:
+                wrong = "the KL in the reward has the wrong sign: it rewards the distance from the reference"
+            elif apart > CLOSE and relative(call.given["rewards_N"].double().roll(-1), rewards - penalty) <= CLOSE:
+                wrong = "gae gets rewards that are shifted by one token"
+            elif apart > CLOSE and args.kl_reward_estimator != "full":
+                wrong = (
+                    f"gae gets other rewards than those of the last tokens minus the KL, by {apart:.2g} of the largest"
+                )
+            elif not args.bootstrap_truncated and call.given["after_B"].any():
+                wrong = "gae gets values after the last token, although --bootstrap_truncated is off"
+        if not wrong and (critic := calls.get("value_loss")) and call and args.value_norm == "none":
+            wrong = wrong_targets(critic, call)
+        if wrong:
+            where = subject.first_place(("main", "6"), ("main", "7"), "main", "gae", "value_loss")
+            return [Finding(2, f"{title}: critic", FAIL, f"{wrong} (step {step + 1})", where)]
+    return []
+
+
+def wrong_targets(critic: Call, estimates: Call) -> str:
+    """Text on the first arguments of value_loss in a step that do not fit what gae was given and returned; else "".
+
+    Each value stands with the return of a token that has this value: the critic has not been updated yet.
+    """
+    if not {"values_T", "old_T", "targets_T"} <= critic.given.keys() or "values_N" not in estimates.given:
+        return ""
+    values, old, targets = (critic.given[name].double().flatten() for name in ("values_T", "old_T", "targets_T"))
+    if relative(values, old) > CLOSE:
+        return "the critic's old values are not those of the critic before its update"
+    known = estimates.given["values_N"].double(), estimates.returned[1].double()
+    apart = [
+        (a[:, None] - b[None]).abs() / b.abs().max().clamp(min=1e-12)
+        for a, b in zip((old, targets), known, strict=True)
+    ]
+    if torch.maximum(*apart).amin(1).max() > CLOSE:
+        return "the critic's targets are not the returns of their tokens"
+    return ""
 
 
 def check_backward(subject: Subject, oracle: Oracle) -> list[Finding]:

@@ -59,8 +59,8 @@ def accepted(script: ModuleType, args: Any, name: str, value: Any) -> Any:
     return changed
 
 
-def outputs(script: ModuleType, args: Any) -> list[Tensor]:
-    """The loss, its gradient, the advantages and the weights of fixed inputs: stale samples and a strange sampler."""
+def outputs(script: ModuleType, args: Any) -> dict[str, Tensor]:
+    """Return the results of the algorithm's functions on fixed inputs, by name: stale samples and a strange sampler."""
     draw = torch.Generator().manual_seed(5)
     names = ("logprobs_T", "old_T", "ref_T", "sampler_T")
     known = {name: -2 + torch.randn(256, generator=draw, dtype=torch.float64) for name in names}
@@ -68,19 +68,33 @@ def outputs(script: ModuleType, args: Any) -> list[Tensor]:
     known["entropy_T"] = torch.rand(256, generator=draw, dtype=torch.float64)
     known["response_T"] = torch.arange(256) // 4
     leaf = known["logprobs_T"].requires_grad_()
-    found = []
-    for beta in (0.0, 0.3):
+    found = {}
+    for name, beta in (("the loss", 0.0), ("the loss with a KL", 0.3)):
         tokens = make_tokens(script, **known, full_kl_T=(leaf - known["ref_T"]).square())
         loss_T, _ = script.token_loss(tokens, beta, args)
         slope_T = torch.autograd.grad(loss_T.sum(), leaf, allow_unused=True)[0] if loss_T.requires_grad else None
-        found += [loss_T.detach(), torch.zeros(1) if slope_T is None else slope_T]
+        found[name] = loss_T.detach()
+        found[f"the gradient of {name}"] = torch.zeros(1) if slope_T is None else slope_T
     samples = [loss_table.response_of(size) for size in (3, 9, 1, 5)]
-    found.append(script.loss_weights(samples, [0, 1, 3], args))
+    found["the weights"] = script.loss_weights(samples, [0, 1, 3], args)
     if hasattr(script, "group_advantages"):
         rewards_PG = torch.rand(4, 5, generator=draw, dtype=torch.float64)
         kind, eps = args.advantage_normalization_type, args.advantage_eps
-        found.append(script.group_advantages(rewards_PG, kind, eps))
+        found["the advantages"] = script.group_advantages(rewards_PG, kind, eps)
+    if hasattr(script, "value_loss"):
+        values = torch.randn(3, 64, generator=draw, dtype=torch.float64)
+        found["the critic's loss"], _ = script.value_loss(*values, args.value_clip)
     return found
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Return True for equal values up to rounding, NaN included."""
+    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+def settings_of(args: Any) -> list[Any]:
+    """The given flags, and two settings in which others of them matter."""
+    return [args, with_flags(args, kl_gradient="naive"), with_flags(args, kl_estimator="k3", loss_norm="constant")]
 
 
 def effects(script: ModuleType, args: Any, name: str) -> list[bool | None]:
@@ -88,16 +102,15 @@ def effects(script: ModuleType, args: Any, name: str) -> list[bool | None]:
 
     True: they return something else at one of ``other_values``. None: the script accepts no other value there.
     """
-    settings = [args, with_flags(args, kl_gradient="naive"), with_flags(args, kl_estimator="k3", loss_norm="constant")]
     found: list[bool | None] = []
-    for base in settings:
+    for base in settings_of(args):
         before = outputs(script, base)
         changes = None
         for value in other_values(script, name, getattr(base, name)):
             changed = accepted(script, base, name, value)
             if changed is not None and not changes:
                 after = outputs(script, changed)
-                changes = not all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+                changes = not all(torch.equal(before[key], after[key]) for key in before)
         found.append(changes)
     return found
 
@@ -145,20 +158,65 @@ def check(
 
 
 def check_known(subject: Subject, known: list[str]) -> list[Finding]:
-    """Findings on flags of the algorithm that change the unedited script's loss and not the script's."""
+    """Findings on flags of the algorithm that do something else than in the unedited script, or nothing."""
     findings = []
+    where = subject.first_place("token_loss", "importance_weights", "loss_weights", "group_advantages", "value_loss")
+    pairs = list(zip(settings_of(subject.args), settings_of(subject.base_args), strict=True))
+    plain = [(outputs(subject.script, args), outputs(subject.base, base_args)) for args, base_args in pairs]
     for name in own_flags(subject.script):
-        if name not in known:
-            continue
-        theirs = effects(subject.base, subject.base_args, name)
-        ours = effects(subject.script, subject.args, name) if any(theirs) else []
-        lost = any(x and y is False for x, y in zip(theirs, ours, strict=False))
-        if any(ours) or not lost:  # or the script rejects other values wherever they would matter
-            continue
-        text = f"changes the loss of {subject.base_name}, and does nothing here"
-        where = subject.first_place("token_loss", "loss_weights", "group_advantages")
-        findings.append(Finding(6, f"--{name}", FAIL, text, where))
+        if name in known and (text := other_meaning(subject, name, pairs, plain)):
+            findings.append(Finding(6, f"--{name}", FAIL, text, where))
     return findings
+
+
+def other_meaning(subject: Subject, name: str, pairs: list[tuple], plain: list[tuple]) -> str:
+    """Text on a flag that does something else than in the unedited script, or nothing; else "".
+
+    ``plain``: what the functions of both return in the settings ``pairs``. Only those that return the same there are
+    compared at other values, so a script with another loss on purpose is not. The KL has its own table in part 1.
+    """
+    text, changes, lost = "", False, False
+    for (args, base_args), (ours, theirs) in zip(pairs, plain, strict=True):
+        same = [key for key in theirs if key in ours and alike(ours[key], theirs[key])]
+        moved: list[bool | None] = [None, False]  # ours and theirs; None: the script accepts no other value here
+        for value in other_values(subject.base, name, getattr(base_args, name)):
+            changed = accepted(subject.base, base_args, name, value)
+            after = None if changed is None else outputs(subject.base, changed)
+            if after is None or not differ(after, theirs):
+                continue
+            moved[1] = True
+            if (own := accepted(subject.script, args, name, value)) is None:
+                continue
+            found = outputs(subject.script, own)
+            moved[0] = moved[0] or differ(found, ours)
+            wrong = next((key for key in same if not alike(found[key], after[key])), None)
+            if wrong and not text and not name.startswith("kl_"):
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                swapped = next((other for other in own_flags(subject.base) if swaps(subject, name, other, value)), "")
+                text = f"{shown} changes {wrong} in another way than in {subject.base_name}"
+                text += f", but as --{swapped} does there" if swapped else ""
+        changes |= moved[0] is True
+        lost |= moved[0] is False
+    return f"changes the loss of {subject.base_name}, and does nothing here" if lost and not changes else text
+
+
+def differ(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Return True if any output differs."""
+    return not all(torch.equal(a[key], b[key]) for key in b)
+
+
+def swaps(subject: Subject, name: str, other: str, value: Any) -> bool:
+    """Return True if a flag of the script does what another one does in the unedited script."""
+    if other == name or type(getattr(subject.base_args, other)) is not type(value):
+        return False
+    changed = (
+        accepted(subject.script, subject.args, name, value),
+        accepted(subject.base, subject.base_args, other, value),
+    )
+    if None in changed:
+        return False
+    ours, theirs = outputs(subject.script, changed[0]), outputs(subject.base, changed[1])
+    return all(alike(ours[key], theirs[key]) for key in theirs)
 
 
 def try_flag(

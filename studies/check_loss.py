@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,48 +34,19 @@ WHEN = {
 }
 
 
-def loss_of(script: ModuleType, args: Any) -> Loss:
-    """A script's own loss of each token, without KL and entropy."""
-
-    def loss(b: loss_table.Batch) -> Tensor:
-        known = {
-            "old_T": b.old,
-            "sampler_T": b.sampler,
-            "advantages_T": b.advantages,
-            "response_T": b.owner,
-        }
-        tokens = kl_estimators.make_tokens(
-            script, logprobs_T=b.logprobs, weights_T=torch.ones_like(b.old), entropy_T=torch.zeros_like(b.old), **known
-        )
-        return script.token_loss(tokens, 0.0, args)[0]
-
-    return loss
-
-
 def named_losses(subject: Subject) -> dict[str, Loss]:
-    """The losses of studies/loss_table.py, those whose bounds are the script's own flags, and the unedited script's."""
+    """The unedited script's loss, and those of studies/loss_table.py, with bounds from the script's flags."""
     args = subject.args
-    high = getattr(args, "clip_higher", 0.2)
-    low = getattr(args, "clip_lower", 0.2)
-    change = getattr(args, "max_probability_change", 0.1)
-
-    def cispo(b: loss_table.Batch) -> Tensor:
-        ratio = (b.logprobs - b.old).exp().detach()
-        return -ratio.clamp(max=1 + high) * b.advantages * b.logprobs
-
-    def dppo(b: loss_table.Batch) -> Tensor:
-        away = (b.logprobs.exp() - b.sampler.exp()).detach() * b.advantages.sign()
-        return -(b.logprobs - b.sampler).exp() * b.advantages * (away <= change)
+    low, high = getattr(args, "clip_lower", 0.2), getattr(args, "clip_higher", 0.2)
 
     def gspo(b: loss_table.Batch) -> Tensor:
         ratio = b.response_mean(b.logprobs - b.old).exp()
         return torch.maximum(-b.advantages * ratio, -b.advantages * ratio.clamp(1 - low, 1 + high))
 
-    flags = f"the loss of {subject.base_name} with the same flags"
     own = {
-        flags: loss_of(subject.base, subject.base_args),
-        "CISPO": cispo,
-        "DPPO": dppo,
+        f"the loss of {subject.base_name} with the same flags": loss_table.loss_of(subject.base, subject.base_args),
+        "CISPO": functools.partial(loss_table.cispo, high=high),
+        "DPPO": functools.partial(loss_table.dppo, change=getattr(args, "max_probability_change", 0.1)),
         "GSPO": gspo,
     }
     return own | {name: loss for name, loss in loss_table.LOSSES.items() if name not in own}
@@ -140,7 +110,7 @@ def check_ascent(subject: Subject) -> list[Finding]:
     """The policy's part of the loss: under each condition, and the named loss that it is."""
     world = World(max_length=4)
     policies = {condition: policies_of(world, condition) for condition in CONDITIONS}
-    loss = loss_of(subject.script, subject.args)
+    loss = loss_table.loss_of(subject.script, subject.args)
     where = subject.first_place("token_loss", "importance_weights", "Tokens")
     try:
         found = expected_updates(loss, world, policies)
@@ -181,9 +151,25 @@ def check_ascent(subject: Subject) -> list[Finding]:
     elif name:
         text = f"none of {len(named)} named losses; the nearest is {name}{scale}, which differs by {difference:.2g}"
         findings.append(Finding(1, "nearest loss", NOTE, text, where))
+    if clips_wrong_side(subject):
+        text = "tokens whose probability has moved against their advantage get no gradient, and those that have moved "
+        text += "with it keep theirs: the clip is on the wrong side"
+        findings.append(Finding(1, "side of the clip", FAIL, text, where))
     batch = loss_table.batch_of(world, policies["async"])
     identical = name if difference < SAME else ""
     return [*findings, *check_inputs(loss, batch, found, identical, where)]
+
+
+def clips_wrong_side(subject: Subject) -> bool:
+    """Return True if the loss drops tokens that have moved the wrong way, and none that have moved the right way."""
+    ratios, signs = torch.tensor([0.1, 10.0, 0.1, 10.0], dtype=F64), torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=F64)
+    old_T = torch.full((4,), -3.0, dtype=F64)
+    leaf_T = (old_T + ratios.log()).requires_grad_()
+    known = {"old_T": old_T, "sampler_T": old_T, "advantages_T": signs, "weights_T": torch.ones_like(old_T)}
+    tokens = kl_estimators.make_tokens(subject.script, logprobs_T=leaf_T, **known)
+    slopes_T = torch.autograd.grad(subject.script.token_loss(tokens, 0.0, subject.args)[0].sum(), leaf_T)[0]
+    dropped = (slopes_T == 0).tolist()
+    return (dropped[0] or dropped[3]) and not (dropped[1] or dropped[2])
 
 
 def check_inputs(loss: Loss, batch, found: dict, identical: str, where: str) -> list[Finding]:

@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 
 import probe_run
-from check_contract import ORIGINS, Oracle, check_backward, check_contract
+from check_contract import ORIGINS, Oracle, check_backward, check_contract, check_estimates
 from check_subject import FAIL, NOTE, OK, Finding, Subject
 from compare_updates import first_difference
 from probe_run import Probe, Recorded
@@ -24,6 +24,7 @@ RICH = (
     {"beta": 0.1, "kl_estimator": "k3"},
     {"kl_placement": "both"},
     {"truncated_importance_sampling_ratio_cap": 2.0},
+    {"gamma": 0.9, "gae_lambda": 0.8},
 )
 
 
@@ -95,6 +96,7 @@ def check(
             continue
         oracle = Oracle(subject, found, laboratory.arguments(found.probe), model)
         findings += check_contract(subject, oracle, title)
+        findings += check_estimates(subject, oracle, title)
         if name == "plain":
             findings += check_backward(subject, oracle)
     if recorded["plain"].failure:

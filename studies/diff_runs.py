@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import hashlib
 import importlib
 import itertools
@@ -25,10 +24,12 @@ import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import watching
 
 ROOT = Path(__file__).resolve().parent.parent
 UNEQUAL = ("time/", "perf/", "engine/", "env/tool_seconds")  # metrics that no two runs have alike
@@ -92,21 +93,13 @@ def gathered(found: list, _) -> dict[str, Any]:
     return of_samples(found, SAMPLED + SCORED)
 
 
-def names_of_main() -> dict[str, Any]:
-    """The local variables of the script's ``main``, of a function that it has called."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_name != "main":
-        frame = frame.f_back
-    return frame.f_locals
-
-
 def logprobs(*_) -> dict[str, Any]:
-    names = names_of_main()
+    names = watching.names_of_main()
     return {"old_N": names["old_N"], "ref_N": names["ref_N"]}
 
 
 def advantages(*_) -> dict[str, Any]:
-    return {"advantages_N": names_of_main()["advantages_N"]}
+    return {"advantages_N": watching.names_of_main()["advantages_N"]}
 
 
 def first_argument(tokens, *_) -> dict[str, Any]:
@@ -190,24 +183,17 @@ class Tracer:
 
     def watch(self, owner: Any, name: str, phase: str, before=None, after=None) -> None:
         """Have a function tell what ``before`` makes of its arguments, and ``after`` of its result and them."""
-        plain = getattr(owner, name, None)
 
-        @functools.wraps(plain)
-        def watched(*args, **named):
-            if before is not None:
-                self.tell(phase, before(*args))
-            result = plain(*args, **named)
-            if after is not None:
-                self.tell(phase, after(result, *args))
-            return result
+        def telling(make: Callable | None) -> Callable | None:
+            return make and (lambda *given, **named: self.tell(phase, make(*given)))
 
-        if plain is not None:
-            setattr(owner, name, watched)
+        watching.watch(owner, name, telling(before), telling(after))
 
     def install(self, script) -> None:
         """Watch what goes from one phase to the next. What is watched last of a function tells first."""
         utils = importlib.import_module("utils")
         deepspeed = importlib.import_module("deepspeed")
+        deepspeed_zero = importlib.import_module("runtime.training.deepspeed_zero")
         Engine = importlib.import_module("runtime.engine.client").Engine
         RunLog = importlib.import_module("runtime.run.logger").RunLog
         watch = self.watch
@@ -218,8 +204,9 @@ class Tracer:
         watch(utils.UpdateStats, "__init__", "6 advantages", advantages)  # which main makes after phase 6
         watch(utils.UpdateStats, "__init__", "5 log-probs", logprobs)
         watch(script, "token_loss", "7 update", first_argument, result_of_loss)
-        watch(script, "value_loss", "7 update", first_argument, result_of_loss)
-        watch(utils, "backward", "7 update", summed_loss)
+        if hasattr(script, "value_loss"):
+            watch(script, "value_loss", "7 update", first_argument, result_of_loss)
+        watch(deepspeed_zero, "backward", "7 update", summed_loss)
         watch(deepspeed.DeepSpeedEngine, "step", "7 update", gradients, weights)
         watch(Engine, "push", "8 push", handed_over, in_engine)
         watch(RunLog, "evaluation", "9 record", repeatable)

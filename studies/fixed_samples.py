@@ -23,7 +23,7 @@ import torch
 
 from rewards import Reward, deal_out, shape_reward
 
-PROMPTS = 4
+PROMPTS = 6  # not GROUP: rewards in the wrong layout would look right in a square
 GROUP = 4
 LONGEST = 12  # tokens of a response
 EQUAL = 2  # the problem whose responses all have one reward

@@ -75,20 +75,20 @@ class Batch(NamedTuple):
         return self.response_sum(values) / self.lengths[self.owner]
 
 
+def loss_of(script: ModuleType, args: grpo.Args) -> Callable[[Batch], Tensor]:
+    """A script's own loss of each token, without KL and entropy; all weigh alike."""
+
+    def loss(b: Batch) -> Tensor:
+        known = {"old_T": b.old, "sampler_T": b.sampler, "advantages_T": b.advantages, "response_T": b.owner}
+        tokens = make_tokens(script, logprobs_T=b.logprobs, weights_T=torch.ones_like(b.old), **known)
+        return script.token_loss(tokens, 0.0, args)[0]
+
+    return loss
+
+
 def from_grpo(b: Batch, **settings) -> Tensor:
     """The loss of grpo.py with these arguments."""
-    return token_loss(b.logprobs, b.old, b.sampler, b.advantages, grpo.Args(**settings))
-
-
-def token_loss(logprobs: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor, args: grpo.Args) -> Tensor:
-    """grpo.py's own loss of each token, [N], without KL and entropy; all weigh alike."""
-    return grpo.token_loss(tokens_of(logprobs, old, sampler, advantages), 0.0, args)[0]
-
-
-def tokens_of(logprobs: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> grpo.Tokens:
-    """Return the inputs of grpo.py's token loss, without reference and entropy."""
-    known = {"logprobs_T": logprobs, "old_T": old, "sampler_T": sampler, "advantages_T": advantages}
-    return make_tokens(grpo, **known)
+    return loss_of(grpo, grpo.Args(**settings))(b)
 
 
 def sequence_mismatch(b: Batch) -> Tensor:
@@ -181,18 +181,18 @@ def trust_region_masking(b: Batch) -> Tensor:
     return -ratio * b.advantages * kept
 
 
-def dppo(b: Batch) -> Tensor:
-    """arXiv 2602.04879 with the binary TV: no gradient further away from the sampler once |pi - sampler| > 0.1."""
+def dppo(b: Batch, change: float = 0.1) -> Tensor:
+    """arXiv 2602.04879 with the binary TV: no gradient further away from the sampler once |pi - sampler| > change."""
     ratio = (b.logprobs - b.sampler).exp()
     moved = (b.logprobs.exp() - b.sampler.exp()).detach()
     away = moved * b.advantages.sign()
-    return -ratio * b.advantages * (away <= 0.1)
+    return -ratio * b.advantages * (away <= change)
 
 
-def cispo(b: Batch) -> Tensor:
+def cispo(b: Batch, high: float = 0.28) -> Tensor:
     """MiniMax-M1, arXiv 2506.13585: REINFORCE weighted by the truncated, detached ratio, so no token is dropped."""
     ratio = (b.logprobs - b.old).exp().detach()
-    return -ratio.clamp(max=1.28) * b.advantages * b.logprobs
+    return -ratio.clamp(max=1 + high) * b.advantages * b.logprobs
 
 
 def gspo(b: Batch) -> Tensor:
@@ -394,8 +394,7 @@ def hints_of(world: World, policies: Policies) -> list[Hinted]:
 def sampled_token(pi: Tensor, h: Hinted) -> Tensor:
     """SDPO, arXiv 2601.20802, as variants/sdpo.patch: grpo.py's unbiased k1 with the teacher as the reference."""
     logprobs = h.world.token_logprobs(pi)
-    tokens = tokens_of(logprobs, h.old(), h.sampler(), torch.zeros_like(logprobs))
-    tokens.ref_T = h.taught()
+    tokens = make_tokens(grpo, logprobs_T=logprobs, old_T=h.old(), sampler_T=h.sampler(), ref_T=h.taught())
     args = grpo.Args(kl_estimator="k1", kl_gradient="unbiased")
     return grpo.token_loss(tokens, 1.0, args)[0]
 
@@ -442,12 +441,9 @@ def entropy_bonus(pi: Tensor, h: Hinted) -> Tensor:
     """--entropy_coeff 1, whoever the teacher is; a target for the entropy moves the coefficient (arXiv 2505.22312)."""
     logp = pi.log_softmax(-1)
     logprobs = h.world.token_logprobs(pi)
-    nothing = torch.zeros_like(logprobs)
-    tokens = tokens_of(logprobs, h.old(), h.sampler(), nothing)
-    tokens.entropy_T = -h.next_token(logp.exp() * logp)
-    args = grpo.Args(entropy_coeff=1.0)
-    loss, _ = grpo.token_loss(tokens, 0.0, args)
-    return loss
+    entropy = -h.next_token(logp.exp() * logp)
+    tokens = make_tokens(grpo, logprobs_T=logprobs, old_T=h.old(), sampler_T=h.sampler(), entropy_T=entropy)
+    return grpo.token_loss(tokens, 0.0, grpo.Args(entropy_coeff=1.0))[0]
 
 
 DISTILLATIONS: dict[str, Callable[[Tensor, Hinted], Tensor]] = {

@@ -11,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib
+import inspect
 import itertools
 import os
 import shutil
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -24,8 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 
-import diff_runs
 import torch
+import watching
 from fixed_samples import (
     GROUP,
     LONGEST,
@@ -45,6 +47,7 @@ LIMIT = 60.0  # seconds of one probe
 # Runs that learn within seconds, from rewards in which each token has its own part.
 LEARNING = {
     "total_steps": 12,
+    "num_unique_prompts_rollout": 4,
     "num_samples_per_prompt_rollout": 8,
     "max_response_length": 6,
     "learning_rate": 1e-2,
@@ -59,6 +62,17 @@ LATE = (
     "deepspeed.runtime.zero.stage_1_and_2",
     "transformers.models.llama.modeling_llama",
 )
+
+
+CALLED = ("gae", "value_loss")  # functions of ppo.py whose arguments in main are recorded
+
+
+@dataclass
+class Call:
+    """Arguments of a call by name, and what it returned."""
+
+    given: dict[str, Any]
+    returned: tuple
 
 
 @dataclass
@@ -82,6 +96,7 @@ class Recorded:
     arrays: list[dict[str, torch.Tensor]] = field(default_factory=list)  # by step: flat arrays of main, [N + 1]
     updates: list[list[Update]] = field(default_factory=list)  # by step, of the policy
     critic: list[list[Update]] = field(default_factory=list)  # by step, of ppo.py's critic
+    calls: list[dict[str, Call]] = field(default_factory=list)  # by step: first call of each of CALLED
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # by version: those that step s begins with
     metrics: list[dict[str, float]] = field(default_factory=list)
     failure: str = ""
@@ -115,28 +130,34 @@ class Recorder:
         script.Verifiers = lambda args, *_: FixedVerifiers(self.found.probe, args)
         saving.save_model = saving.save_critic = lambda *_: None
         logger.RunLog.end = lambda *_: None  # the verdict on a run of two steps
-        self.wrap(logger.RunLog, "step", lambda _, metrics, *__: self.found.metrics.append(dict(metrics)))
+        watching.watch(logger.RunLog, "step", lambda _, metrics, *__: self.found.metrics.append(dict(metrics)))
         if self.found.probe.learns:
             return
+        for name in CALLED:
+            if hasattr(script, name):
+                watching.watch(script, name, after=self.recorder_of(name, getattr(script, name)))
         utils.ADAM_EPS = 1e-2
         utils.hf_thread = self.engine.run
-        self.wrap(utils.UpdateStats, "__init__", self.begin)
-        self.wrap(utils.UpdateStats, "add", self.add)
-        self.wrap(zero, "backward", self.backward)
-        self.wrap(deepspeed.DeepSpeedEngine, "step", self.step)
+        watching.watch(utils.UpdateStats, "__init__", self.begin)
+        watching.watch(utils.UpdateStats, "add", self.add)
+        watching.watch(zero, "backward", self.backward)
+        watching.watch(deepspeed.DeepSpeedEngine, "step", self.step)
 
-    def wrap(self, owner: Any, name: str, note) -> None:
-        plain = getattr(owner, name)
+    def recorder_of(self, name: str, plain: Callable) -> Callable:
+        """Return a function that records the first call of a function in each step."""
 
-        def wrapped(*args, **named):
-            note(*args)
-            return plain(*args, **named)
+        def record(returned: tuple, *args, **named) -> None:
+            given = inspect.signature(plain).bind(*args, **named).arguments
+            given = {key: x.detach().clone() if isinstance(x, torch.Tensor) else x for key, x in given.items()}
+            place = len(self.found.updates) - (name == "value_loss")  # gae is called before ``begin``, in phase 6
+            self.found.calls += [{} for _ in range(place + 1 - len(self.found.calls))]
+            self.found.calls[place].setdefault(name, Call(given, tuple(x.detach().clone() for x in returned)))
 
-        setattr(owner, name, wrapped)
+        return record
 
     def begin(self, *_) -> None:
         """Phase 6 is complete."""
-        names = diff_runs.names_of_main()
+        names = watching.names_of_main()
         found = self.found
         found.samples.append(list(names["samples"]))
         found.in_loss.append(list(names.get("in_loss", [])))

@@ -13,7 +13,6 @@ starts this file as a program once per rank. A rebuilt batch is a folder:
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import os
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders a
 
 import diff_runs
 import numpy as np
+import watching
 
 from runtime.run import directory, identity, saving
 from runtime.system import process
@@ -86,21 +86,17 @@ def keeping(places: dict[int, Path]) -> Iterator[None]:
     The batch is what the script's ``main`` holds when it makes ``utils.UpdateStats``: the advantages are computed, and
     the weights are those that the step began with. No number of the run depends on it.
     """
-    stats = importlib.import_module("utils").UpdateStats
-    plain = stats.__init__
 
-    @functools.wraps(plain)
-    def made(*given, **named):
-        found = diff_runs.names_of_main()
+    def keep(*_) -> None:
+        found = watching.names_of_main()
         if (step := found.get("step")) in places:
             write_batch(found, places[step])
-        plain(*given, **named)
 
-    stats.__init__ = made
+    end = watching.watch(importlib.import_module("utils").UpdateStats, "__init__", keep)
     try:
         yield
     finally:
-        stats.__init__ = plain
+        end()
 
 
 def write_batch(found: dict[str, Any], place: Path) -> None:
@@ -167,15 +163,12 @@ def repeat(order: Path) -> None:
     process.prepare_environment(given["resolved"].get("dtype", given["args"]["dtype"]))
     script = diff_runs.load(process.PROJECT, given["script"])
     directory.earlier_choices = lambda *_: given["resolved"]  # a start from scratch would choose for this machine
-    log = importlib.import_module("runtime.run.logger").RunLog
-    write = log.step
 
-    def write_and_end(self, metrics: dict[str, Any], *rest) -> None:
-        write(self, metrics, *rest)
-        if metrics["step"] == given["step"] and self.is_main:
+    def end(_, log, metrics: dict[str, Any], *rest) -> None:
+        if metrics["step"] == given["step"] and log.is_main:
             os._exit(0)
 
-    log.step = write_and_end
+    watching.watch(importlib.import_module("runtime.run.logger").RunLog, "step", after=end)
     args = diff_runs.arguments(script, given["args"])
     with keeping({given["step"]: Path(given["place"])}):
         script.main(args, script.preflight(args))

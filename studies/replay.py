@@ -27,7 +27,6 @@ import inspect
 import itertools
 import json
 import math
-import random
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -136,6 +135,7 @@ if __name__ == "__main__":  # --help and a wrong folder come before the slow imp
     chosen = parse(sys.argv[1:])
     process.prepare_environment()
 
+import diff_runs
 import rebuild_batch
 import script_loader
 import torch
@@ -144,7 +144,7 @@ import variant
 
 import grpo
 import utils
-from kl_estimators import kl_reward
+from kl_estimators import kl_reward, make_tokens
 from runtime.data.samples import Sample, equal_rewards
 from runtime.run.identity import changed_code, code_of
 from runtime.training import batching, pretrained
@@ -207,13 +207,10 @@ def run_setting(folder: Path, batch: RunBatch) -> Setting:
         process.refuse(f"{path}, the script of {folder}, is gone: restore it, or name a copy of it with loss=FILE.py")
     script = load_script(path)
     known = {f.name for f in dataclasses.fields(script.Args)}
-    values = {}
     for name, value in config["args"].items():
-        if name in known:
-            values[name] = tuple(value) if isinstance(value, list) else value
-        else:
+        if name not in known:
             print(f"warning: since the run, {batch.script} has lost --{name}, which was {value}")
-    args = script.Args(**values)
+    args = diff_runs.arguments(script, config["args"])
     for line in changed_code(config["code"], code_of(args)):
         if line.startswith(("kl_estimators", "utils", batch.script)):
             print(f"warning: since the run, {line}")
@@ -548,10 +545,10 @@ class Replay:
             "full_kl_T": full_kl_N if has_kl else None,
             "response_T": self.owners_N[:-1],
         }
-        wanted = [field.name for field in dataclasses.fields(setting.script.Tokens)]
-        if unknown := [name for name in wanted if name not in known]:
+        wanted = {field.name for field in dataclasses.fields(setting.script.Tokens)}
+        if unknown := wanted - known.keys():
             process.refuse(f"{setting.name}: its Tokens have {', '.join(unknown)}; known here are {', '.join(known)}")
-        tokens = setting.script.Tokens(**{name: known[name] for name in wanted})
+        tokens = make_tokens(setting.script, **known)
         loss_N, pieces = setting.script.token_loss(tokens, loss_coef, args)
         policy = (pieces["policy"] * weights_N).sum()
         loss = (loss_N * weights_N).sum()
@@ -608,10 +605,7 @@ class Replay:
         optimizer = utils.make_optimizer(parameters, args.learning_rate, args)
         for k in range(count):
             epoch, mini = divmod(k, args.num_mini_batches)
-            order = sorted(prompts)
-            if args.shuffle_mini_batches:
-                random.Random(f"{args.seed}/{self.batch.step}/{epoch}").shuffle(order)
-            members = utils.even_part(order, mini, args.num_mini_batches)
+            members = utils.mini_batch(sorted(prompts), self.batch.step, epoch, mini, args)
             if not self.in_loss(args, members):
                 continue
             gradient = self.gradient(self.slopes(self.base, members).direction, members)

@@ -2,7 +2,7 @@
 
     python tests/script_edits.py                    checks every edited copy; a row for each: parts that fail, seconds
     python tests/script_edits.py --only "KL sign"
-    python tests/script_edits.py --write            writes the examples of docs/evidence/check.md
+    python tests/script_edits.py --write            writes the examples of docs/reference/check.md
 
 An edit is a list of (text, replacement) in the script. The mistakes are those that issue trackers and papers report of
 other frameworks; "also" are further forms of the same ones.
@@ -170,6 +170,118 @@ ALSO = [
         ("loss = (loss_T * weights_T).sum() * run.world_size", "loss = loss_T.mean() * run.world_size"),
         script="ppo.py",
     ),
+    # Further mistakes of the same kinds, each in another place.
+    mistake(
+        "bounds of the clip swapped",
+        {6},
+        ("clamp(1 - args.clip_lower, 1 + args.clip_higher)", "clamp(1 - args.clip_higher, 1 + args.clip_lower)"),
+    ),
+    mistake("standard deviation over the wrong axis", {2}, (STD, STD.replace("std(1,", "std(0,"))),
+    mistake(
+        "groups by sample instead of prompt",
+        {2},
+        ("dtype=torch.float64).view(prompts, group)", "dtype=torch.float64).view(group, prompts)"),
+    ),
+    mistake("entropy penalized", {6}, ("policy_T - args.entropy_coeff", "policy_T + args.entropy_coeff")),
+    mistake(
+        "truncation mask off by one",
+        {2},
+        ('if samples[i].finish_reason != "length"]', 'if samples[i - 1].finish_reason != "length"]'),
+    ),
+    mistake("importance weight not truncated", {6}, ("return weight_T.clamp(max=cap) if cap else", "return")),
+    mistake("importance weight inverted", {6}, ("(old_T - sampler_T).exp()", "(sampler_T - old_T).exp()")),
+    mistake(
+        "importance weight with gradient",
+        {6},
+        ("importance_weights(t.old_T, t.sampler_T, args)", "importance_weights(t.logprobs_T, t.sampler_T, args)"),
+    ),
+    mistake("leave one out divided", {6}, ("* group / (group - 1)", "* (group - 1) / group")),
+    mistake(
+        "length of another sample in loss_norm sequence",
+        {6},
+        ("(len(in_loss) * lengths[i])", "(len(in_loss) * lengths[i - 1])"),
+    ),
+    mistake("gradient divided by the micro-batches", {2}, (LOSS, "loss = (loss_T * tokens.weights_T).mean()")),
+    mistake(
+        "last micro-batch dropped",
+        {2},
+        (
+            LOSS,
+            "loss = (loss_T * tokens.weights_T).sum() * run.world_size * (0.0 if mb.is_last else 1.0)",
+        ),
+    ),
+    mistake("reference log-probs shifted", {2}, ("ref_N[mb.tokens],", "ref_N.roll(1)[mb.tokens],")),
+    mistake("reference is the policy", {2}, ("= reference(mb)[0]", "= policy(mb)[0]")),
+    mistake(
+        "KL in the reward without what follows",
+        {2},
+        ("kl.reward * return_to_go(kl_N, offsets)", "kl.reward * kl_N[:-1]"),
+    ),
+    mistake(
+        "advantages of other samples",
+        {2},
+        (
+            "batching.per_token([s.advantage for s in samples]",
+            "batching.per_token([s.advantage for s in samples[::-1]]",
+        ),
+    ),
+    mistake(
+        "equal groups trained, others not",
+        {2, 5},
+        (
+            "with_gradient = [i for i in in_loss if not zero_std_P",
+            "with_gradient = [i for i in in_loss if zero_std_P",
+        ),
+    ),
+    mistake(
+        "dual clip on positive advantages",
+        {6},
+        ("torch.where(t.advantages_T < 0, torch.min", "torch.where(t.advantages_T > 0, torch.min"),
+    ),
+    mistake(
+        "gamma and lambda swapped", {2}, ("args.gamma, args.gae_lambda", "args.gae_lambda, args.gamma"), script="ppo.py"
+    ),
+    mistake(
+        "gae without lambda",
+        {2},
+        ("delta_B + gamma * lam * following_B", "delta_B + gamma * following_B"),
+        script="ppo.py",
+    ),
+    mistake(
+        "values of the next step forgotten",
+        {2},
+        ("gamma * values_BT[:, t + 1] - values_BT[:, t]", "gamma * values_BT[:, t] - values_BT[:, t]"),
+        script="ppo.py",
+    ),
+    mistake(
+        "value clip takes the smaller loss",
+        {2, 6},
+        ("error_T.maximum(clipped_T) / 2", "error_T.minimum(clipped_T) / 2"),
+        script="ppo.py",
+    ),
+    mistake(
+        "value clip around the target",
+        {2, 6},
+        ("clamp(old_T - clip, old_T + clip)", "clamp(targets_T - clip, targets_T + clip)"),
+        script="ppo.py",
+    ),
+    mistake("critic's targets shifted", {2}, ("targets_N[mb.tokens]", "targets_N.roll(1)[mb.tokens]"), script="ppo.py"),
+    mistake(
+        "critic learns advantages",
+        {2},
+        ("normalizer.normalize(returns_N)", "normalizer.normalize(token_advantages_N)"),
+        script="ppo.py",
+    ),
+    mistake(
+        "KL rewarded in ppo.py", {2}, ("task_rewards_N -= kl.reward", "task_rewards_N += kl.reward"), script="ppo.py"
+    ),
+    mistake("divided by the variance", {2}, ("(variance + 1e-8).sqrt()", "(variance + 1e-8)"), script="ppo.py"),
+    mistake(
+        "advantages not whitened",
+        {2},
+        ("            token_advantages_N = whiten(token_advantages_N)\n", "            pass\n"),
+        script="ppo.py",
+    ),
 ]
 HARMLESS = [
     harmless("unedited"),
@@ -289,7 +401,7 @@ EXAMPLES = [
         ("    # ---- KL\n", '    sharpness: float = 1.0\n    """Exponent of the ratio."""\n\n    # ---- KL\n'),
     ),
 ]
-PAGE = ROOT / "docs" / "evidence" / "check.md"
+PAGE = ROOT / "docs" / "reference" / "check.md"
 
 
 def example(edit: Edit, folder: Path) -> str:
@@ -359,7 +471,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names of edits")
     parser.add_argument("--parts", nargs="+", type=int, help="parts (default: all but 5, of ALSO those that find it)")
-    parser.add_argument("--write", action="store_true", help="write the examples of docs/evidence/check.md")
+    parser.add_argument("--write", action="store_true", help="write the examples of docs/reference/check.md")
     options = parser.parse_args()
     if options.write:
         write_examples(options.only)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+
 import check_flags
 import check_functions
 import check_gradient
@@ -25,6 +28,7 @@ FOUND = {
     "ratio to itself": "inputs",
     "ratio to the sampler": "inputs",
     "sign of the loss": "fresh samples",
+    "clip on the wrong side": "side of the clip",
     "advantages normalized over the batch": "rewards of other groups",
     "longest response in the mean": "weights",
     "unbounded ratio": "log-probs -1e4 to 0",
@@ -33,6 +37,19 @@ FOUND = {
     "critic learns away from returns": "critic's loss",
     "critic's loss detached": "critic's loss",
     "flag no longer read": "--clip_higher",
+    "bounds of the clip swapped": "--clip_lower",
+    "standard deviation over the wrong axis": "rewards of other groups",
+    "entropy penalized": "--entropy_coeff",
+    "importance weight not truncated": "--truncated_importance_sampling_ratio_cap",
+    "importance weight inverted": "--truncated_importance_sampling_ratio_cap",
+    "importance weight with gradient": "--truncated_importance_sampling_ratio_cap",
+    "leave one out divided": "--advantage_normalization_type",
+    "length of another sample in loss_norm sequence": "--loss_norm",
+    "dual clip on positive advantages": "--clip_ratio_c",
+    "gae without lambda": "gae",
+    "values of the next step forgotten": "gae, lambda 1",
+    "value clip takes the smaller loss": "critic's loss",
+    "divided by the variance": "whiten",
 }
 
 
@@ -44,33 +61,49 @@ def model(tmp_path_factory):
     return AutoModelForCausalLM.from_pretrained(fixed_samples.make_model(tmp_path_factory.mktemp("model"))).double()
 
 
-def without_runs(path, words, model) -> dict[str, check_subject.Finding]:
-    """Name -> finding that fails, of all parts that start no run."""
-    subject = check_subject.load_subject(path, words)
-    findings = [*check_loss.check_ascent(subject), *check_loss.check_kl(subject), *check_functions.check(subject)]
-    if not any(f.state == FAIL for f in findings):
-        findings += check_loss.check_groups(subject)
-    findings += [*check_numbers.check_edges(subject), *check_numbers.check_group_edges(subject)]
-    findings += check_gradient.check_gradient(subject, model)
-    findings += check_flags.check_known(subject, ["clip_higher", "loss_norm", "kl_gradient", "advantage_eps"])
-    return {finding.name: finding for finding in findings if finding.state == FAIL}
+FAST = (*("unedited ppo.py", "minimum instead of maximum", "a flag that works"),)
+
+
+def parts(subject: check_subject.Subject, model, flags: list[str]):
+    """The checks that start no run, the quick ones first. ``flags``: those that are tried."""
+    yield lambda: check_functions.check(subject)
+    yield lambda: check_loss.check_kl(subject)
+    yield lambda: check_numbers.check_edges(subject)
+    yield lambda: check_numbers.check_group_edges(subject)
+    yield lambda: check_loss.check_ascent(subject)
+    yield lambda: check_flags.check_known(subject, flags)
+    yield lambda: check_loss.check_groups(subject)
+    yield lambda: check_gradient.check_gradient(subject, model)
+
+
+def failing(subject: check_subject.Subject, model, flags: list[str] | None = None) -> Iterator[check_subject.Finding]:
+    """Yield the findings that fail, part by part. ``flags``: default all."""
+    every = [field.name for field in dataclasses.fields(subject.base.Args)]
+    for part in parts(subject, model, every if flags is None else flags):
+        yield from (finding for finding in part() if finding.state == FAIL)
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_a_mistake_in_a_function_is_found_without_a_run(name, model, tmp_path):
+    """The parts run up to the one that finds it."""
     (edit,) = [edit for edit in (*MISTAKES, *ALSO) if edit.name == name]
     path = tmp_path / f"edited_{MISTAKES.index(edit) if edit in MISTAKES else 100 + ALSO.index(edit)}.py"
     path.write_text(edit.text())
-    found = without_runs(path, [], model)
-    assert FOUND[name] in found
-    assert found[FOUND[name]].place.startswith(path.name), "the line that was edited"
+    subject = check_subject.load_subject(path, [])
+    found = next(f for f in failing(subject, model, [FOUND[name].removeprefix("--")]) if f.name == FOUND[name])
+    assert found.place.startswith(path.name), "the line that was edited"
 
 
-@pytest.mark.parametrize("edit", HARMLESS, ids=lambda edit: edit.name)
+def harmless(edit) -> object:
+    return pytest.param(edit, id=edit.name, marks=() if edit.name in FAST else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("edit", [harmless(edit) for edit in HARMLESS])
 def test_a_harmless_edit_fails_nothing(edit, model, tmp_path):
+    """A selection; the slow test tries each, and tests/runs/test_check_command.py the complete command."""
     path = tmp_path / f"harmless_{HARMLESS.index(edit)}.py"
     path.write_text(edit.text())
-    assert without_runs(path, list(edit.flags), model) == {}
+    assert list(failing(check_subject.load_subject(path, list(edit.flags)), model)) == []
 
 
 VARIANTS = {
@@ -86,11 +119,17 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_is_named_and_fails_nothing(name, model, tmp_path):
-    path = write_variant(name, tmp_path)
-    assert without_runs(path, [], model) == {}
-    nearest = [f for f in check_loss.check_ascent(check_subject.load_subject(path, [])) if f.name == "nearest loss"]
-    assert nearest[0].text.startswith(VARIANTS[name])
+def test_a_variant_is_named(name, tmp_path):
+    subject = check_subject.load_subject(write_variant(name, tmp_path), [])
+    findings = check_loss.check_ascent(subject)
+    assert [f for f in findings if f.state == FAIL] == []
+    assert next(f for f in findings if f.name == "nearest loss").text.startswith(VARIANTS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_fails_nothing(name, model, tmp_path):
+    assert list(failing(check_subject.load_subject(write_variant(name, tmp_path), []), model)) == []
 
 
 def test_every_edit_applies():
