@@ -95,11 +95,16 @@ class Engine:
         self.message("engine")
 
     def message(self, what: str) -> tuple:
-        """The thread's next message. Exits with code 2 if vLLM has failed before its first sample."""
+        """The thread's next message.
+
+        Exits with code 2 if vLLM cannot be built or take weights, or fails twice before its first sample: once may be a
+        crash of its own.
+        """
         try:
             return self.watch.receive(self.outbox, self.thread, self.timeout, what)
         except watchdog.EngineFailed as error:
-            if self.untried:
+            again = self.failure or self.restarts == 0
+            if self.untried and (what in ("engine", PUSH) or again):
                 watchdog.refuse_engine(error)
             raise
 

@@ -56,4 +56,5 @@ def decided(choices: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the choices for all ranks: sizes of the smallest GPU, all else of the oldest, of equal ones rank 0's."""
     oldest = min(choices, key=lambda choice: choice["capability"])
     smallest = min(choices, key=lambda choice: choice["card"])
-    return {**oldest, "sizes": smallest["sizes"], "card": smallest["card"]}
+    of_memory = ("sizes", "card")
+    return oldest | {name: smallest[name] for name in of_memory}

@@ -84,17 +84,26 @@ def unsupported(text: str = "no kernel for this model") -> Exception:
     return NotImplementedError(text)
 
 
-@pytest.mark.parametrize("when", ["build", "push", "sample"])
-def test_a_model_that_vllm_cannot_serve_is_refused_at_the_start(watch, capsys, when):
-    """Whether it cannot be built, pushed to or sampled from: one line, exit code 2, and no second build."""
+@pytest.mark.parametrize("when, builds", [("build", 1), ("push", 1), ("sample", 2)])
+def test_a_model_that_vllm_cannot_serve_is_refused_at_the_start(watch, capsys, when, builds):
+    """One line and exit code 2, without a second build if it cannot be built or pushed to."""
     thread = Scripted(**{when: [unsupported("no kernel\nfor this model")] * 3})
     with pytest.raises(SystemExit) as end:
         engine = engine_of(thread, watch)
         engine.push(WEIGHTS)
         one_sample(engine)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2 and line.startswith("error: ") and thread.built == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert end.value.code == 2 and thread.built == builds
     assert "NotImplementedError: no kernel for this model; use --rollout hf" in line
+
+
+def test_an_engine_that_is_killed_before_its_first_sample_is_built_again(watch, capsys):
+    """Its death says nothing about the model."""
+    thread = Scripted(sample=[RuntimeError("the engine broke on purpose")])
+    engine = engine_of(thread, watch)
+    engine.push(WEIGHTS)
+    one_sample(engine)
+    assert thread.built == 2 and not engine.untried
 
 
 def test_the_error_names_the_line_that_raised_it(watch, capsys):
