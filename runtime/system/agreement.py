@@ -32,8 +32,8 @@ def exchange(name: str, mine: Any, patience: float) -> list[Any]:
         if store.check(["failure"]):
             refuse(f"another rank failed: {store.get('failure').decode()}", code=1)
         if time.monotonic() > deadline:
-            missing = [number for number, place in enumerate(places) if not store.check([place])]
-            refuse(f"rank {missing[0]} did not come within {patience:g} s; see what it printed", code=1)
+            missing = next(n for n, place in enumerate(places) if not store.check([place]))
+            refuse(f"rank {missing} did not come within {patience:g} s; see what it printed", code=1)
         time.sleep(0.1)
     return [json.loads(store.get(place)) for place in places]
 
@@ -56,5 +56,6 @@ def decided(choices: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the choices for all ranks: sizes of the smallest GPU, all else of the oldest, of equal ones rank 0's."""
     oldest = min(choices, key=lambda choice: choice["capability"])
     smallest = min(choices, key=lambda choice: choice["card"])
-    of_memory = ("sizes", "card")
-    return oldest | {name: smallest[name] for name in of_memory}
+    sizes = smallest["sizes"]
+    card = smallest["card"]
+    return oldest | {"sizes": sizes, "card": card}

@@ -22,11 +22,7 @@ def output(folder: Path, *words: str) -> str:
 
 def untracked(folder: Path, names: Sequence[str]) -> list[str]:
     """Those of the files ``names`` that git does not track yet."""
-    found = []
-    for name in dict.fromkeys(names):
-        if output(folder, "ls-files", "--others", "--", name):
-            found.append(name)
-    return found
+    return [name for name in dict.fromkeys(names) if output(folder, "ls-files", "--others", "--", name)]
 
 
 def diff(folder: Path, names: Sequence[str] = ()) -> str:
