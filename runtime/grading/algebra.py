@@ -232,8 +232,10 @@ def _sound(gold, found) -> bool:
             return _names_point(several, point)
     if isinstance(found, sympy.Set) and found.is_empty:
         return isinstance(gold, sympy.Set)
-    if isinstance(gold, sympy.Eq) and isinstance(found, sympy.Eq) and not _same_equation(gold, found):
-        return False
+    if isinstance(gold, sympy.Eq) and isinstance(found, sympy.Eq):
+        solved = gold.lhs not in found.args and found.rhs != 0  # "x + 1 = 5" leaves x = 4 to be computed
+        if (gold.lhs.is_Symbol and gold.rhs.is_number and solved) or not _same_equation(gold, found):
+            return False
     return _close(gold, found)
 
 

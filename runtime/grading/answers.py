@@ -25,6 +25,7 @@ from runtime.grading.units import (
     same_time,
     scale_between,
     split_unit,
+    unit_of,
 )
 
 # ------------------------------------------------------------------------------------------------------ math: text
@@ -74,6 +75,7 @@ TYPESET = [  # (pattern, what stands in its place) before the parser: how a form
     (r"(?<=[0-9]),\\!\s*(?=[0-9]{3}(?![0-9]))", ","),
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (rf"\\(?:operatorname\*?|mathrm|text)\s*\{{\s*({FUNCTIONS})\s*\}}(?=\s*[^\s.,;)\]}}])", r"\\\1 "),
+    (r"(?<=[0-9}\s~,!])\\operatorname\*?\s*\{\s*([A-Za-z]+)\s*\}$", r"\\text{ \1}"),  # nothing follows: a unit
     (rf"\\operatorname\*?\s*\{{\s*({WORDS})\s*\}}", r"\\\1 "),
     (rf"\\(?:mathrm|text)\s*\{{\s*({WORDS})\s*\}}(?=\s*(?:_|\^\s*\{{?[-0-9a-z]\}}?\s*{BEGINS}|{BEGINS}))", r"\\\1 "),
     (r"\\log_\{?\s*e\s*\}?(?![A-Za-z])", r"\\ln "),
@@ -169,6 +171,7 @@ def _ascii(text: str) -> str:
     text = re.sub(f"[{RAISED}{LOWERED}]", lambda sign: unicodedata.normalize("NFKC", sign[0]), text)
     text = re.sub(r"\u221a\s*(?:\(([^()]*)\)|([0-9.]+|[A-Za-z]))", r"\\sqrt{\1\2}", text)
     text = re.sub(rf"(?:^|(?<=[\s(=,\[{{]))[{DASHES}](?=[0-9.\\A-Za-z])", "-", text)
+    text = re.sub(rf"(?<=[A-Za-z)}}])[{DASHES}](?=[0-9\\(])", "-", text)
     return text.translate(UNICODE)
 
 
@@ -276,7 +279,8 @@ def _same_option(answer: str, wanted: str) -> bool | None:
     if said and right:
         return said[0] == right[0]
     if right and re.search(r"\([A-J]\)", wanted):
-        return bool(right[1]) and equal(answer, right[1])
+        letter, _, text = re.sub(r"\\[ ,;]", " ", answer).partition(" ")  # "D 24"
+        return bool(right[1]) and equal(text.strip() if letter == right[0] else answer, right[1])
     return None
 
 
@@ -510,7 +514,12 @@ def equal(answer: str, wanted: str) -> bool:
 
 def _equal_values(answer: str, wanted: str) -> bool:
     """Test if two answers of numbers and letters are equal, units and percent signs aside where they may be missing."""
-    answer, wanted = RATIO_NAME.sub("", answer), RATIO_NAME.sub("", wanted)
+    said, right = RATIO_NAME.match(answer), RATIO_NAME.match(wanted)
+    if not said or not right or _plain(said[0]) == _plain(right[0]):
+        answer, wanted = RATIO_NAME.sub("", answer), RATIO_NAME.sub("", wanted)
+    bare = re.fullmatch(r"(-?[0-9][0-9.,]*)\s*([A-Za-z])", answer)
+    if bare and unit_of(bare[2]) == split_unit(wanted)[1] != ():  # "5 m" where the truth has the unit
+        answer = bare[1]
     if same_percentage(answer, wanted) or _same_function(answer, wanted):
         return True
     percents = bool(PERCENT.search(answer)) + bool(PERCENT.search(wanted))
@@ -584,7 +593,9 @@ JOINS_RIGHT = re.compile(r"\s*(?:[-+*/^_({\[!]|\\(?:cdot|times|div|pm|frac|sqrt|
 def _seen(text: str) -> str:
     """A formula or a question without what makes no difference between two copies of a formula."""
     text = UNSEEN.sub(" ", re.sub(r"\\[dt]frac", r"\\frac", re.sub(r"\$+|\\[()\[\]]", EDGE, text)))
-    return re.sub(r"\{([A-Za-z0-9])\}", r"\1", text)
+    text = re.sub(r"\{\s*([0-9A-Za-z]+)\s*\\choose\s*([0-9A-Za-z]+)\s*\}", r"\\binom{\1}{\2}", text)
+    text = re.sub(r"\\frac\{([0-9]+)\}\{([0-9]+)\}", r"\1/\2", text)
+    return re.sub(r"\{([A-Za-z]|[0-9]+)\}", r" \1 ", text)
 
 
 def is_echo(answer: str, wanted: str, question: str) -> bool:
@@ -592,7 +603,8 @@ def is_echo(answer: str, wanted: str, question: str) -> bool:
 
     What is the text of the truth is no echo, nor is a number or a fraction in lowest terms in the middle of a sentence.
     """
-    if not question or _plain(tidy(answer)) == _plain(wanted):
+    bare, right = (re.sub(rf"^{SYMBOL}\s*=\s*", "", text) for text in (tidy(answer), wanted))
+    if not question or _plain(bare) == _plain(right):
         return False
     asked, said = _seen(question), _seen(answer).strip(f" \n.,;{EDGE}")
     if re.fullmatch("[a-d]", said):  # a variable, and not the name of a choice

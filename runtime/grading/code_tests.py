@@ -9,6 +9,7 @@ import math
 import re
 import textwrap
 from dataclasses import dataclass
+from fractions import Fraction
 
 from runtime.grading.final_answer import in_last_tag
 from runtime.system import sandbox
@@ -165,6 +166,15 @@ def _text_tests(found: list[dict], entry: str, row: dict) -> CodeTests:
 
 PYTEST = """
 class pytest:
+    class mark:
+        def parametrize(names, rows, **ignored):
+            names = names.replace(" ", "").split(",") if isinstance(names, str) else names
+            def decorate(test):
+                def run(**more):
+                    for row in rows:
+                        test(**dict(zip(names, row if len(names) > 1 else [row])), **more)
+                return run
+            return decorate
     class raises:
         def __init__(self, kind, match=None): self.kind = kind
         def __enter__(self): return self
@@ -199,11 +209,15 @@ def _with_runner(truth: str) -> str:
             continue
         kept.append(node)
         if isinstance(node, ast.FunctionDef):
-            if node.name.startswith("test_") and not node.args.args:
+            parametrized = any("mark.parametrize" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if node.name.startswith("test_") and (parametrized or not node.args.args):
                 runs.append(f"{node.name}()")
         elif isinstance(node, ast.ClassDef):
-            bases = map(ast.unparse, node.bases)
-            if any("TestCase" in base for base in bases):
+            bases = list(map(ast.unparse, node.bases))
+            if node.name.startswith("Test") and not bases:
+                names = [member.name for member in node.body if isinstance(member, ast.FunctionDef)]
+                runs += [f"{node.name}().{name}()" for name in names if name.startswith("test_")]
+            elif any("TestCase" in base for base in bases):
                 runs.append(f"__import__('unittest').defaultTestLoader.loadTestsFromTestCase({node.name}).debug()")
     if kept == tree.body and not runs:
         return truth
@@ -317,8 +331,9 @@ def _same_token(said: str, wanted: str) -> bool:
     whole = wanted.lstrip("+-").isdecimal()
     if whole and said.lstrip("+-").isdecimal():
         return False
-    relative = 0 if whole else 1e-6
-    return math.isclose(float(said), float(wanted), rel_tol=relative, abs_tol=1e-6)
+    if whole:
+        return abs(Fraction(said) - int(wanted)) <= Fraction(1, 10**6)
+    return math.isclose(float(said), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
 
 
 def _same_output(said: str, wanted: str) -> bool:

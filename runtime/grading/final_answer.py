@@ -10,35 +10,44 @@ from fractions import Fraction
 
 LONGEST_ANSWER = 1000  # characters; what is longer is no answer, and parsers take more than linear time
 INVISIBLE = dict.fromkeys([*range(0x200B, 0x2010), 0x2060, 0xFEFF, 0x00AD])  # characters without width
-DASHES = "\u2212\ufe63\u2010\u2011\u2012\u2013"  # signs that are written for a minus
+DASHES = "\u2212\ufe63\uff0d\u2010\u2011\u2012\u2013"  # signs that are written for a minus
 
 # A minus is a sign only where no number or bracket stands before it: "10-4" ends in 4, "= -4" in -4. A comma belongs
 # to a number only between groups of three digits, a dot only between digits.
-DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?:[ \u00a0\u202f]000)+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
-DIGITS += r"|(?<![.\w)\]])\.[0-9]+)"
+DIGITS = r"(?:(?:[0-9]{1,3}(?:(?:,(?:\\!)?|\{,\})[0-9]{3})+(?![0-9])|[0-9]{1,3}(?:[ \u00a0\u202f]000)+(?![0-9])"
+DIGITS += r"|[0-9]+)(?:\.[0-9]+)?|(?<![.\w)\]])\.[0-9]+)"
 SIGNED = rf"(?:(?<![0-9)\]])[-{DASHES}]|(?<![0-9)\]$])[-{DASHES}]\\?[$\u20ac\u00a3](?=[0-9.]))?"
 NUMBER = re.compile(  # 7, 1,024, -$5, 1e3, 7/2, \frac{7}{2}
     rf"(?<![0-9])(?<![0-9]\.)(?:{SIGNED}{DIGITS}(?:[eE][-+]?[0-9]+(?![0-9A-Za-z])|/[0-9]+(?![0-9]))?"
-    rf"|{SIGNED}\\[dtc]?frac\s?\{{{DIGITS}\}}\s?\{{{DIGITS}\}})"
+    rf"|{SIGNED}\\[dtc]?frac\s?(?:\{{{DIGITS}\}}\s?\{{{DIGITS}\}}|[0-9]\s?[0-9](?![0-9])))"
 )
-DENIAL = r"(?:\bnot|n't|n\u2019t|\bnever|\bcannot)(?:\s(?:be|equal|equals|to|is|just|exactly)\b){0,3}"
+DENIAL = r"(?:\bnot|n't|n\u2019t|\bnever|\bcannot|\banything but)(?:\s(?:be|equal|equals|to|is|just|exactly)\b){0,3}"
 NEGATED = re.compile(rf"{DENIAL}\s*(?:[:$*}}(\[]|\\[(\[])*\s*$", re.IGNORECASE)
-REJECTED = re.compile(r"[\s$*)\]}]{0,4}(?:is|was|are|would be)\s(?:wrong|incorrect|not|false|impossible)\b", re.I)
+REJECTED = re.compile(
+    r"[\s$*)\]}]{0,4}(?:(?:is|was|are|would be)\s(?:wrong|incorrect|not|false|impossible)|can\s?not|can't|isn't)\b",
+    re.IGNORECASE,
+)
 LABEL = re.compile(r"\b(?:step|case|question|problem|part|figure|table|page|chapter|example|exercise)\s?#?$", re.I)
 CORRECTED = re.compile(
-    r"\s*(?:\b(?:wait|actually|no|sorry|correction|alternatively|or|maybe|perhaps)\b)", re.IGNORECASE
+    r"\s*\b(?:wait|actually|no(?=[,.;!]|\swait)|sorry|correction|alternatively|or|maybe|perhaps"
+    r"|(?:but|however|though)\b[^.\n]{0,20}\b(?:also|could|might|may|maybe|perhaps|possibly)|however, [0-9])\b",
+    re.IGNORECASE,
+)
+RETRACTED = re.compile(  # "Wait, that is wrong"
+    r"(?:^|[.!\n])\s*(?:wait|actually|no|sorry|oops|hmm)\b[^.\n]{0,40}\b(?:wrong|incorrect|mistake|not right)\b",
+    re.IGNORECASE,
 )
 
 # What announces an answer: "####" of GSM8K, "The final answer is" of Minerva, "**Answer:**", "answer to this would be",
 # "Answer $9$", and a heading "Final answer" alone on its line.
-IS = r"(?:is|are|equals|becomes|(?:would|should|must)(?: then)? be"
+IS = r"(?:is|are|equals|becomes|(?:will|would|should|must)(?: then)? be"
 IS += r"|(?:seems|appears|turns out|comes out) to be|(?:works|comes) out to)"
 ANNOUNCED = re.compile(
     rf"####|\b(?:answer|ans|correct (?:option|choice)|final (?:value|result))\b(?:(?!\bnot\b|n't)[^.?!\n:=$]){{0,40}}?"
     rf"(?:\b{IS}\b[ \t*_]*:?|:|=>?)"
-    r"|\b(?:answer|ans)\b[*_ ]{0,4}(?:[-\u2013\u2014](?=\s)|\u2192|\u21d2|\\(?:to|Rightarrow|implies)\b)"
-    r"|(?<!as a )\bresult\b[*_ ]{0,4}:"
-    r"|(?:^|\n)[ \t>#*_]{0,8}(?:the )?(?:final )?answer[ \t*_]{0,8}(?=\n|[$\\0-9]|-[0-9.])"
+    r"|\b(?:answer|ans)\b[*_ ]{0,4}(?:[-\u2013\u2014](?=\s)|->|\u2192|\u21d2|\\(?:to|Rightarrow|implies)\b)"
+    r"|(?<!as a )\bresult\b[*_ ]{0,4}:|\bans\.(?=\s)"
+    r"|(?:^|\n)[ \t>#*_]{0,8}(?:the )?(?:final )?answer[ \t*_]{0,8}(?:\n[-=]{3,}(?=\n)|(?=\n|[$\\0-9]|-[0-9.]))"
     r"|\b(?:respuesta|r\u00e9ponse|antwort|risposta|resposta|\u043e\u0442\u0432\u0435\u0442)\b"
     r"(?:(?!\b(?:no|non|nicht|n\u00e3o|pas|\u043d\u0435)\b)[^.?!\n:=$]){0,40}?"
     r"(?:\b(?:es|est|ist|\u00e8|\u00e9)\b[ \t*_]*:?|:|=)"
@@ -51,7 +60,7 @@ DENIED = re.compile(r"(?:not|no|non|nicht|pas|n\u00e3o|\u043d\u0435)\b", re.IGNO
 WIDE = str.maketrans({"\uff1a": ":", "\u3002": ". ", "\uff0c": ", ", "\uff08": "(", "\uff09": ")"})  # Chinese, Japanese
 LEADING = re.compile(  # words before the answer of a sentence
     r"(?:(?:that|therefore|thus|then|so|hence|exactly|approximately|about|roughly|around|indeed|simply|just|clearly|"
-    r"precisely|only|now|also|still|obviously|evidently|actually|certainly|surely|definitely|nearly|in fact|for sure|"
+    r"precisely|only|now|also|still|obviously|evidently|actually|certainly|surely|definitely|nearly|always|none other than|nothing but|in fact|for sure|"
     r"of course|as follows|equal to|equals|given by|found to be|number|the (?:number|value|integer|fraction|option|"
     r"choice)(?: of)?|option|choice)\b[,:]?|:|\u2192|=>|[=>](?=\s))\s*",
     re.IGNORECASE,
@@ -59,12 +68,18 @@ LEADING = re.compile(  # words before the answer of a sentence
 SAID = re.compile(rf"\b{IS}\s+(?=[-$\\0-9(])", re.IGNORECASE)  # "The largest $n$ is 34", "There are 12 ways"
 FORMULA = r"\$\$[^$\n]+\$\$|\$[^$\n]+\$|\\\((?:(?!\\\)).)+\\\)|\\\[(?:(?!\\\]).)+\\\]"
 VALUE = re.compile(rf"(?:{FORMULA}|{NUMBER.pattern}(?:\s?\\?%)?|\([A-J]\)|[A-J](?![A-Za-z.)]))(?:\s[a-z]+){{0,3}}?")
+CALLED = re.compile(  # "Option (C) is correct", "Therefore, 7 is the answer"
+    rf"\b(?:option|choice)\s\(?([A-J])\)?\s(?:is|must be)\s(?:the )?(?:correct|right)\b"
+    rf"|(?<!if )({FORMULA}|\([A-J]\)|{NUMBER.pattern})\s(?:is|must be)\s(?:the|our)\s(?:(?:final|right) )?answer\b",
+    re.IGNORECASE,
+)
 TAIL = re.compile(  # what may follow a value that is the whole answer
     r"\s*[.!]?\s*$|\s*[,;:(\u2013\u2014]\s*(?=[a-z]+\b|QED)(?!and\b)|,?\sand\s(?=(?:we|so|that|this|thus|it|is|the|I)\b)"
 )
 HEDGE = re.compile(
     r"\b(?:or(?!\s(?:equivalently|about|approximately|simply)\b)|maybe|possibly"
-    r"|perhaps|alternatively|either|unless|unsure|not sure|could|might|wrong|incorrect)\b|\?",
+    r"|perhaps|alternatively|either|unless|unsure|not sure|could|might|wrong|incorrect|no(?=,))\b"
+    r"|\bhowever, [0-9]|\?",
     re.IGNORECASE,
 )
 OR_ELSE = re.compile(
@@ -72,7 +87,7 @@ OR_ELSE = re.compile(
 )
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 SPACED = r"(?:[\s$~]|\\[,;:! ]|\\[()\[\]]|\\q?quad(?![A-Za-z]))*+"
-AND_OR = r"(?:\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)"
+AND_OR = r"(?:\\(?:text|mathrm)\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|&)"
 BETWEEN_BOXES = re.compile(rf"{SPACED},?(?:\s|\\[,;:! ]|\\q?quad(?![A-Za-z]))*+(?:;|{AND_OR})?{SPACED}")
 NAME = r"\(?[A-Za-z](?:_?\{?[A-Za-z0-9]{1,4}\}?)?\s*=\s*"
 OR_BOX = re.compile(rf"[\s$.,]*(?:\bor\b|\\text\s*\{{\s*or\s*\}})[\s$]*{NAME}[\s$]*")
@@ -91,8 +106,9 @@ DELIMITED = (  # (opening, closing) of mathematics or emphasis around a whole an
 )
 # Where a plain answer stops and prose continues: "5 because ...", "5, as required.", "5. I hope it is correct."
 PROSE = re.compile(
-    r"[.!](?=\s|$)|\s(?=I hope\b)|[,;]?\s\(?(?=(?:because|since|as|so|which|where|when|given|assuming|thus|hence|"
-    r"therefore|but|i\.e|that is|or equivalently)\b)|\s[(\[](?!mod\b)(?=[a-z]{2,}\s|(?:approximately|exactly)\))"
+    r"[.!](?=\s|$)|,?\s(?=(?:I hope|instead of|rather than)\b)"
+    r"|[,;]?\s\(?(?=(?:because|since|as|so|which|where|when|given|assuming|thus|hence|therefore|but"
+    r"|i\.e|that is|or equivalently)\b)|\s[(\[](?!mod\b)(?=[a-z]{2,}\s|(?:approximately|exactly)\))"
     r"|\s[\u2013\u2014]\s|\s*[\u2705\u2713\u2714\U0001f300-\U0001faff]",
     re.IGNORECASE,
 )
@@ -109,8 +125,8 @@ def after_thinking(response: str) -> str:
 
 def number_of(text: str) -> Fraction:
     """The exact value of a number such as "1,024", "-$5", "1e3" or "7/2". Raises ValueError for anything else."""
-    plain = re.sub(r"[,\s$\u20ac\u00a3]|\\(?=\$)", "", re.sub(f"[{DASHES}]", "-", text))
-    plain = re.sub(r"\\[dtc]?frac\{(.*?)\}\{(.*?)\}", r"\1/\2", plain)
+    plain = re.sub(r"\{,\}|[,\s$\u20ac\u00a3]|\\(?=\$)|\\!", "", re.sub(f"[{DASHES}]", "-", text))
+    plain = re.sub(r"\\[dtc]?frac(?:\{(.*?)\}\{(.*?)\}|([0-9])([0-9]))", r"\1\3/\2\4", plain)
     top, divided, bottom = plain.partition("/")
     mantissa, _, exponent = top.lower().partition("e")
     if abs(int(exponent or 0)) > LONGEST_ANSWER or (divided and not Fraction(bottom)):
@@ -124,12 +140,15 @@ PART_BEFORE = re.compile(  # x2, 10^2, 12:07, 1,2,7, 2023-01-07, "3 to 7", "betw
 )
 
 
+POWER = re.compile(r"\s?\^|\s?\*\*[0-9]")
+
+
 def _is_part(text: str, number: re.Match) -> bool:
     """Test if a number is part of something else: a power, a time, a date, a range, a list, a name or a label."""
     before, after = text[max(0, number.start() - 20) : number.start()], text[number.end() : number.end() + 8]
     if PART_BEFORE.search(before):
         return True
-    if re.match(r"\s?\^|\s?\*\*[0-9]|[:/][0-9]|\s?\?|\s(?:or|to)\s[0-9]", after) or LABEL.search(before):
+    if POWER.match(after) or re.match(r"[:/][0-9]|\s?\?|\s(?:or|to)\s[0-9]", after) or LABEL.search(before):
         return True
     return after[:1] == "!" and re.search(r"(?:^|[-+*/=(])\s?$", before) is not None  # 7!, not "It is 7!"
 
@@ -168,7 +187,7 @@ def marked_number(text: str) -> str | None:
     ):
         return None
     between = [line[a.end() : b.start()] for a, b in itertools.pairwise(numbers)]
-    if between and re.fullmatch(r"[\s,;/|&]*(?:or|and|to)?[\s]*", between[0]):
+    if POWER.match(line, numbers[0].end()) or (between and re.fullmatch(r"[\s,;/|&%]*(?:or|and|to)?\s*", between[0])):
         return None
     return numbers[0][0]
 
@@ -204,7 +223,7 @@ def _joined(between: str, content: str, several: bool) -> bool:
     """Test if what stands between two boxes makes them one answer; a list or a row of names only ``several`` parts."""
     if len(between) > WIDEST_GAP:
         return False
-    if (BETWEEN_BOXES.fullmatch(between) and re.search("[,;]|and|or|quad", between)) or OR_BOX.fullmatch(between):
+    if (BETWEEN_BOXES.fullmatch(between) and re.search("[,;&]|and|or|quad", between)) or OR_BOX.fullmatch(between):
         return True
     return several and "," not in content and LISTED_BOX.fullmatch(between) is not None
 
@@ -306,8 +325,11 @@ def _announced_answer(text: str) -> str | None:
     """Return the answer after the last announcement, on its line or the next, without delimiters and prose."""
     announced = collections.deque(ANNOUNCED.finditer(text), maxlen=1)
     if not announced:
-        return None
+        said = collections.deque(CALLED.finditer(text), maxlen=1)
+        return without_delimiters(said[0][1] or said[0][2]) if said else None
     rest = text[announced[0].end() :][: 2 * LONGEST_ANSWER]
+    if RETRACTED.search(rest):
+        return None
     if announced[0][0] == "####":
         rest = rest.lstrip().partition("\n")[0]
     rest = rest.strip(" \t\r\n:*") if rest.lstrip(" \t:*").startswith("\n") else rest.strip(" \t:")
@@ -356,7 +378,13 @@ def final_answer(text: str, several: bool = False) -> str | None:
             announced = _announced_answer(behind.translate(WIDE)) or ""
             if _is_complete(announced.strip("*_ .")) and (not answer or re.search(r"\w", answer)):
                 answer = announced
-            elif NEGATED.search(text, max(0, begin - 40), begin) or OR_ELSE.match(behind[:40]):
+            elif (
+                NEGATED.search(text, max(0, begin - 40), begin)
+                or OR_ELSE.match(behind[:40])
+                or REJECTED.match(behind)
+                or RETRACTED.search(behind)
+                or DENIED.sub("", announced, count=1).strip(" .") == answer != announced
+            ):
                 return None
             else:
                 return answer or None

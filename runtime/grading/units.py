@@ -99,6 +99,10 @@ NO_UNIT = re.compile(
     "percent|percentage|pct|false|wrong|incorrect|impossible)",
     re.IGNORECASE,
 )
+NO_TAIL = re.compile(
+    r"\b(?:not|wrong|incorrect|false|and|or|more|less|dozen|pairs|max|lg|det|exp|maybe|perhaps|possibly|probably)\b",
+    re.IGNORECASE,
+)
 EXPONENT = r"(?:\s*+\^\s*+(?:\{\s*+-?[0-9]\s*+\}|-?[0-9]))?+"  # possessive: blanks may be read in one way alone
 UNIT_TAIL = re.compile(  # \text{ cm}^2, \mathrm{m}/\mathrm{s}, \Omega, ^\circ C, the base of a number, 5'
     rf"(?<![\s~])(?:(?:\s|\\[,;:! ]|~|/|\\cdot)*(?:{TEXT}{GROUP}|\\Omega(?![A-Za-z])){EXPONENT})+\s*$"
@@ -197,22 +201,7 @@ def split_unit(text: str) -> tuple[str, tuple]:
     names = re.findall("[a-z]+", said.lower())
     if not value or re.search(r"(?:=|<|>|[+*/^_(,-]|\\(?:cdot|times|le|ge|in|or|and|approx))$", value):
         return text, money
-    if {
-        "not",
-        "wrong",
-        "incorrect",
-        "false",
-        "and",
-        "or",
-        "more",
-        "less",
-        "dozen",
-        "pairs",
-        "max",
-        "lg",
-        "det",
-        "exp",
-    } & {*names}:
+    if NO_TAIL.search(said):
         return text, money
     if re.search(r"\\(?:mu|Omega)", said) and not value[-1].isdigit():
         return text, money

@@ -17,6 +17,9 @@ DEFINED_ONLY = [  # tests that define functions and classes, and leave it to a r
     "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(add(1, 2), 3)\n",
     "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(add(1, 2), 3)\n"
     "if __name__ == '__main__':\n    unittest.main()\n",
+    "class TestAdd:\n    def test_one(self):\n        assert add(1, 2) == 3\n",
+    "import pytest\n@pytest.mark.parametrize('a, b, c', [(1, 2, 3), (2, 2, 4)])\n"
+    "def test_add(a, b, c):\n    assert add(a, b) == c\n",
     "import pytest\ndef test_add():\n    assert add(1, 2) == pytest.approx(3)\n"
     "    with pytest.raises(TypeError):\n        add()\n",
 ]
@@ -74,7 +77,17 @@ def test_text_for_input_and_output():
 
 
 SAME = ["0.333333333|0.3333333333333333", "3|3.0", "0.0000001|1e-07", "2.50|2.5", "a\n\nb|a\nb", "1e10|10000000000.5"]
-OTHER = ["0.3333|0.3334", "10000000|10000001", "3|3.1", "10000000|10000001.0", "1.0|a", "1 2|1\n2", "nan|nan1", "1|01x"]
+OTHER = [
+    "0.3333|0.3334",
+    "10000000|10000001",
+    "3|3.1",
+    "10000000|10000001.0",
+    "1.0|a",
+    "1 2|1\n2",
+    "nan|nan1",
+    "1|01x",
+    "123456789123456789|1.2345678912345678e+17",
+]
 
 
 def test_outputs_are_compared_as_numbers_only_where_one_has_a_point_or_an_exponent():

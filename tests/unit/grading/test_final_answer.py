@@ -17,10 +17,42 @@ def failures(pairs: list[tuple[str, str]], wanted: float, verifier: str = "math"
     return [pair for pair in pairs if score(*pair, verifier=verifier) != wanted]
 
 
-LEADS = ["therefore", "thus", "exactly", "approximately", "indeed", "equal to", "given by", "the number", "of course"]
+LEADS = [
+    "therefore",
+    "thus",
+    "exactly",
+    "approximately",
+    "indeed",
+    "equal to",
+    "given by",
+    "the number",
+    "of course",
+    "always",
+    "none other than",
+]
 TAILS = [", in total", " and we are done", ", making it odd", " (seven)", "; done", " because 3 + 4 = 7", ": done"]
-TAILS += [", which is prime", " as claimed", ", QED", ", since the rest cancels"]
-ANNOUNCERS = ["Ans: ", "Result: ", "Answer \u2192 ", "answer - ", "**Answer**: ", "The final result is ", "## Answer\n"]
+TAILS += [
+    " instead of 6",
+    ", rather than 8",
+    " (no other works)",
+    ", which is prime",
+    " as claimed",
+    ", QED",
+    ", since the rest cancels",
+]
+ANNOUNCERS = [
+    "Ans: ",
+    "Ans. ",
+    "Answer -> ",
+    "The answer will be ",
+    "Answer\n-----\n",
+    "Result: ",
+    "Answer \u2192 ",
+    "answer - ",
+    "**Answer**: ",
+    "The final result is ",
+    "## Answer\n",
+]
 ANNOUNCERS += ["**Final Answer**\n\n", "Answer ", "Our answer would then be ", "The answer works out to "]
 SENTENCES = [
     ("Final Answer: The largest $m$ is 41.", "41"),
@@ -28,6 +60,8 @@ SENTENCES = [
     ("**Answer:** Maria walked 6 miles yesterday.", "6"),
     ("The final answer is that she needs $12$ dollars.", "12"),
     ("Final Answer: The value of $y$ is $-3$.", "-3"),
+    ("Therefore, $18$ is the answer.", "18"),
+    ("So option (B) is correct.", "B"),
     ("Answer: The area of the circle is $25\\pi$ square units.", "25\\pi"),
 ]
 
@@ -40,6 +74,14 @@ def test_one_value_is_read_out_of_a_sentence():
 
 
 HEDGES = ["7 or 8", "7, or maybe 8", "7. No wait, 8", "7. Or 8", "either 7 or 8", "7? Not sure", "not 7", "7 / 8 / 9"]
+HEDGES += [
+    "7, but it could also be 8",
+    "7; however, 8 also works",
+    "7, though it may be 8",
+    "7, no, 8",
+    "anything but 7",
+    "7\n\nWait, that is wrong",
+]
 HEDGES += ["7, 8, 9", "possibly 7", "there are 7 or 8 of them", "there are not 7 of them", "$7$. Alternatively $8$"]
 
 
@@ -60,7 +102,9 @@ def test_choices_with_a_reason(said, right):
 def test_a_choice_that_names_others():
     assert failures([(f"\\boxed{{{text}}}", "A") for text in ("A) B", "A. B", "A. all of B, C", "A. Or B")], 0) == []
     assert score("\\boxed{D. none of A B C}", "D") == 1
-    assert score("\\boxed{12}", "\\textbf{(B)}\\ 12") == 1 and score("\\boxed{13}", "\\textbf{(B)}\\ 12") == 0
+    assert failures([(f"\\boxed{{{text}}}", "\\textbf{(B)}\\ 12") for text in ("B\\ 12", "12", "B")], 1) == []
+    assert score("\\boxed{D\\ 12}", "\\textbf{(B)}\\ 12") == 0
+    assert score("\\boxed{13}", "\\textbf{(B)}\\ 12") == 0
 
 
 def test_an_announcement_behind_the_last_box_counts_and_a_denied_box_does_not():
@@ -68,14 +112,31 @@ def test_an_announcement_behind_the_last_box_counts_and_a_denied_box_does_not():
     assert score("so $x=\\boxed{3}$.\n\nThe final answer is $12$.", "3") == 0
     assert score("so $\\boxed{3}$.\n\nThe answer is therefore correct.", "3") == 1
     assert score("\\boxed{}\nThe answer is 5.", "5") == 1
-    assert (
-        failures([("It is not $\\boxed{2}$.", "2"), ("\\boxed{2} or 3", "2"), ("It can't be \\boxed{2}", "2")], 0) == []
-    )
+    denied = [
+        "It is not $\\boxed{2}$.",
+        "\\boxed{2} or 3",
+        "It can't be \\boxed{2}",
+        "So $\\boxed{2}$ is wrong.",
+        "\\boxed{2} cannot be",
+    ]
+    denied += ["\\boxed{2}\n\nThe answer is not 2.", "\\boxed{2}\n\nWait, that is a mistake."]
+    assert failures([(text, "2") for text in denied], 0) == []
+    assert score("\\boxed{2}. The answer is not 3.", "2") == 1
     assert score("\\boxed{2}, or equivalently $\\frac{4}{2}$", "2") == 1
 
 
 @pytest.mark.parametrize(
-    "between", [",\\quad ", "\\quad\\text{and}\\quad ", "\\qquad ", ",\\ ", "\\;\\text{or}\\;", "\\) and \\("]
+    "between",
+    [
+        "\\;\\mathrm{and}\\;",
+        "$ & $",
+        ",\\quad ",
+        "\\quad\\text{and}\\quad ",
+        "\\qquad ",
+        ",\\ ",
+        "\\;\\text{or}\\;",
+        "\\) and \\(",
+    ],
 )
 def test_boxes_joined_by_spacing(between):
     text = f"\\(\\boxed{{-2}}{between}\\boxed{{1}}\\)"
@@ -130,6 +191,13 @@ EQUAL = [
         ("0.1(6)", "\\frac16"),
         ("1.1666...", "\\frac76"),
     ],
+    *[
+        ("5 m", "5\\text{ meters}"),
+        ("5\\operatorname{min}", "5"),
+        ("x\u20133", "x-3"),
+        ("x=4", "4=x"),
+        ("y-3=0", "y=3"),
+    ],
     *[("\u200b12\u200b", "12"), ("\ufe635", "-5"), ("\u20137", "-7"), ("\\text{infinity}", "\\infty")],
     *[
         ("\\text{The owl}", "owl"),
@@ -147,6 +215,13 @@ EQUAL = [
 ]
 UNEQUAL = [
     *[("1=1", "1"), ("x=1=2", "2"), ("x=1 \\implies x=2", "x=2"), ("\\text{Yes and no}", "yes"), ("1:2", "x:y=2:1")],
+    *[
+        ("BC:AB=2:1", "AB:BC=2:1"),
+        ("x+1=5", "x=4"),
+        ("8\\text{ maybe}", "8"),
+        ("5 g", "5\\text{ meters}"),
+        ("5 m", "5"),
+    ],
     *[("2 \\pmod 5", "2 \\pmod 7"), ("f(x)=x+1", "g(x)=x+1"), ("0.333", "\\frac13"), ("\\text{Yes, but no}", "yes")],
     *[("a=1,b=4\\text{ or }a=3,b=2", "a=3, b=4; a=1, b=2"), ("|x-1|<3", "(-2,4)"), ("2x<6", "(-\\infty,3)")],
     *[("\\int_0^1 2x\\,dx", "1"), ("\\lim_{x\\to 0}\\frac{\\sin x}{x}", "1"), ("\\frac{d}{dx} x^2", "2x")],
@@ -166,6 +241,9 @@ COPIES = [
     ("Factor $x^2+3x+2$.", "x^2+3x+2", "(x+1)(x+2)"),
     ("Let $f(x) = (x+1)^2$. Expand it.", "(x+1)^2", "x^2+2x+1"),
     ("Write $\\frac{3}{20}$ as a decimal.", "\\frac{3}{20}", "0.15"),
+    ("Reduce $\\frac{18}{24}$.", "18/24", "\\frac34"),
+    ("Evaluate $\\log_3 81$.", "\\log_{3}{81}", "4"),
+    ("Compute $\\binom{8}{2}$.", "{8 \\choose 2}", "28"),
     ("What is the shape of $z = c$? (A) a line (B) a circle (C) a plane", "c", "\\text{(C)}"),
 ]
 NO_COPIES = [
@@ -175,6 +253,7 @@ NO_COPIES = [
     ("Is $\\sqrt{53}$ in its simplest form? Give it.", "\\sqrt{53}", "\\sqrt{53}"),
     ("A rope of 5 cm is given. How long is it?", "5", "5\\text{ cm}"),
     ("Pick one: (A) yes (B) a no", "a", "\\text{(A)}"),
+    ("Which of $x=3$ and $x=4$ solves it?", "x=3", "3"),
 ]
 
 
@@ -206,6 +285,9 @@ LAST = {
         "1 000|1000",
         "\u20137|-7",
         "7/2|3.5",
+        "\\frac72|3.5",
+        "10{,}080|10080",
+        "10,\\!080|10080",
         "\\frac{7}{2}|3.5",
         "It is 7!|7",
         "area 24 cm^2|24",
@@ -242,7 +324,16 @@ def test_a_number_that_is_part_of_something_else(verifier):
 
 
 MARKED = {1: ["#### \n7", "#### 14/2 = 7", "#### x_1 = 7", "#### about 7", "#### 7 clips (3 + 4)"]}
-MARKED[0] = ["#### 7, 8, 9", "#### 7 or 8", "#### 7 8", "#### 7\n\nWait, it is 8.", "#### 6\n#### 7", "#### not 7"]
+MARKED[0] = [
+    "#### 7^2",
+    "#### 7% or 8%",
+    "#### 7, 8, 9",
+    "#### 7 or 8",
+    "#### 7 8",
+    "#### 7\n\nWait, it is 8.",
+    "#### 6\n#### 7",
+    "#### not 7",
+]
 
 
 def test_the_number_behind_the_marker():
