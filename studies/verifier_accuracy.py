@@ -2,15 +2,21 @@
 
     pip install --no-deps --target wheels trl verl
     python studies/verifier_accuracy.py --wheels wheels --data DATA --output docs/evidence/graders.md
+    python studies/verifier_accuracy.py --cases DIR
     python studies/verifier_accuracy.py --peers DIR
 
-The graders: the project's ``math`` and ``gsm8k``; math-verify as its README calls it; TRL's ``accuracy_reward``; verl's
+The graders: the project's ``math`` and ``gsm8k``; its way to find an answer, with math-verify alone to compare it;
+math-verify as its README calls it; TRL's ``accuracy_reward``; verl's
 ``math_reward`` (its default for MATH), ``math_dapo``, ``math_verify`` and ``gsm8k``. Without --wheels, the first two
 alone. Every grader runs in the same worker process with the same time-out, one answer at a time.
 
 The answers: tests/labeled_answers.jsonl, written for this project in 55 families, and, in the folder --data, the
 labeled files of tests/unit/grading/test_verifiers.py. A false negative is a right answer that scores below 1, a false
 positive a wrong one that scores 1 or more. Times are of the processor, in milliseconds per answer.
+
+With --cases a set comes from a folder of JSON lines, one object a case: response, truth, right (0 or 1), and perhaps
+verifier (default ``math``; a case of ``code`` or another verifier without a number or formula as its truth is scored by
+the project alone), row and family.
 
 With --peers the cases come from other projects' own test files, in one folder per project below DIR (a checkout, or its
 tests alone). Each call of a grader with literal arguments that a test compares with a literal is a case, and so is each
@@ -42,6 +48,7 @@ sys.path.insert(0, str(ROOT))  # the scripts are not a package
 
 import rewards
 from rewards import Reward, RewardPool
+from runtime.grading.final_answer import after_thinking, final_answer
 
 WHEELS = "RLVR_GRADER_WHEELS"  # the folder of --wheels, for the worker
 
@@ -73,6 +80,26 @@ def math_verify_alone(response: str, truth: str, row: dict) -> Reward:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return timed(lambda: verify(parse(f"${truth}$"), parse(response)))
+
+
+def our_extraction(response: str, truth: str, row: dict) -> Reward:
+    """math-verify's comparison of the answer that this project finds with the truth."""
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def score() -> float:
+        found = _found(row["verifier"])(response)
+        return float(found is not None and verify(parse(f"${truth}$"), parse(f"${found}$")))
+
+    return timed(score)
+
+
+def _found(verifier: str) -> Callable[[str], str | None]:
+    """How a verifier finds the answer in a response."""
+    if verifier in ("gsm8k", "last_number"):
+        return lambda response: rewards.VERIFIERS[verifier](response, "0", {}).extracted or None
+    return lambda response: final_answer(after_thinking(response))
 
 
 def _wheel(package: str):
@@ -125,7 +152,8 @@ def verl_gsm8k(response: str, truth: str, row: dict) -> Reward:
     return timed(lambda: module.compute_score(response, truth, method="flexible"))
 
 
-OWN = {"ours": ours, "math-verify": math_verify_alone}
+OWN = {"ours": ours, "our extraction, math-verify": our_extraction, "math-verify": math_verify_alone}
+PLAIN = ("math", "gsm8k", "last_number")  # verifiers of cases that the other graders can judge
 MATH = {"TRL": trl_accuracy, "verl math": verl_math, "verl DAPO": verl_dapo, "verl math-verify": verl_math_verify}
 GSM8K = {"TRL": trl_accuracy, "verl gsm8k": verl_gsm8k}
 
@@ -137,11 +165,35 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def labeled(data: Path | None) -> dict[str, list[dict]]:
-    """Name of a set -> its rows: family, truth, response, label, verifier."""
+def labeled(data: Path | None, cases: Path | None) -> dict[str, list[dict]]:
+    """Name of a set -> its rows: family, truth, response, label, verifier, and perhaps the data set's row."""
     sets = {"written families": [row | {"verifier": "math"} for row in read(ROOT / "tests" / "labeled_answers.jsonl")]}
-    if data is None:
-        return sets
+    if data is not None:
+        sets |= public(data)
+    if cases is not None:
+        sets |= given_cases(cases)
+    return sets
+
+
+def given_cases(folder: Path) -> dict[str, list[dict]]:
+    """The cases of a folder, those that other graders can judge apart from the rest; equal cases count once."""
+    found: dict[tuple, dict] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for row in read(path):
+            if not {"response", "truth", "right"} <= row.keys():
+                continue
+            case = {"family": row.get("family", "all"), "verifier": row.get("verifier", "math")}
+            case |= {"response": row["response"], "truth": row["truth"], "label": bool(row["right"])}
+            case["row"] = row.get("row") or {}
+            found.setdefault((case["verifier"], case["response"], case["truth"], json.dumps(case["row"])), case)
+    plain = [case for case in found.values() if case["verifier"] in PLAIN]
+    others = [case for case in found.values() if case["verifier"] not in PLAIN]
+    return {name: rows for name, rows in (("cases", plain), ("cases of other verifiers", others)) if rows}
+
+
+def public(data: Path) -> dict[str, list[dict]]:
+    """The labeled public files of a folder that has them."""
+    sets = {}
     pairs = data / "math500_gold_pairs.jsonl"
     if pairs.is_file():
         sets["MATH-500 gold pairs"] = [
@@ -287,7 +339,10 @@ def run(
     name = f"{Path(grader.__code__.co_filename).resolve()}:{grader.__name__}"
     for answer in ("0.4", "x = 2", "[0, 1]"):  # what it imports on the way is not counted
         pool.result(pool.submit(name, f"\\boxed{{{answer}}}", "x = 3", {"verifier": "math"}))
-    futures = [pool.submit(name, row["response"], row["truth"], {"verifier": row["verifier"]}) for row in rows]
+    futures = []
+    for row in rows:
+        given = row.get("row", {}) | {"verifier": row["verifier"]}
+        futures.append(pool.submit(name, row["response"], row["truth"], given))
     totals: Counter = Counter()
     families: dict[str, Counter] = {}
     times = []
@@ -324,7 +379,7 @@ Versions: {versions}.
 """
 
 
-def table(results: dict[str, tuple[Counter, dict]], rows: list[dict]) -> list[str]:
+def table(results: dict[str, tuple[Counter, dict]], rows: list[dict], by_family: bool) -> list[str]:
     """A set's totals, one grader per line; and, where it has several families, their errors."""
     right = sum(row["label"] for row in rows)
     lines = [f"{right} right and {len(rows) - right} wrong answers.", ""]
@@ -334,7 +389,7 @@ def table(results: dict[str, tuple[Counter, dict]], rows: list[dict]) -> list[st
         numbers = " | ".join(str(int(count)) for count in counts)
         lines.append(f"| {name} | {numbers} | {totals['median ms']:.1f} | {totals['mean ms']:.1f} |")
     families = Counter(row["family"] for row in rows)
-    if len(families) > 1:
+    if len(families) > 1 and by_family:
         lines += ["", "By family, FN / FP:", "", f"| family | right | wrong | {' | '.join(results)} |"]
         lines.append("|---" * (3 + len(results)) + "|")
         for family, count in families.items():
@@ -353,6 +408,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--rows", type=int, default=10**9, help="score at most this many rows of each set")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds per answer")
     parser.add_argument("--output", type=Path, help="write the page here; default: print it")
+    parser.add_argument("--cases", type=Path, help="folder with labeled cases of your own, as JSON lines")
     parser.add_argument("--peers", type=Path, help="folder with other projects' test files, one folder for each")
     args = parser.parse_args(words)
     if args.peers is not None:
@@ -362,8 +418,9 @@ def main(words: list[str]) -> None:
         return
     if args.wheels is not None and not (args.wheels / "trl").is_dir():
         parser.error(f"--wheels {args.wheels}: no package trl there; pip install --no-deps --target it trl verl")
-    if args.data is not None and not args.data.is_dir():
-        parser.error(f"--data {args.data}: no such folder")
+    for flag, folder in (("--data", args.data), ("--cases", args.cases)):
+        if folder is not None and not folder.is_dir():
+            parser.error(f"{flag} {folder}: no such folder")
     if args.wheels is not None:
         os.environ[WHEELS] = str(args.wheels.resolve())
     places = [str(args.wheels)] if args.wheels else []
@@ -371,15 +428,17 @@ def main(words: list[str]) -> None:
     versions = [f"math-verify {metadata.version('math-verify')}"]
     versions += [f"{name} {found[name]}" for name in ("trl", "verl") if name in found]
     page = [HEAD.format(seconds=args.timeout, versions=", ".join(versions))]
-    for name, rows in labeled(args.data).items():
+    for name, rows in labeled(args.data, args.cases).items():
         rows = rows[: args.rows]
         others = GSM8K if rows[0]["verifier"] == "gsm8k" else MATH
-        graders = OWN | (others if args.wheels is not None else {})
+        graders = OWN | (others if args.wheels is not None and "cases" not in name else {})
+        if rows[0]["verifier"] not in PLAIN:
+            graders = {"ours": ours}
         results = {}
         for grader, function in graders.items():
             results[grader] = run(function, rows, args.timeout)
             print(f"{name}, {grader}: {dict(results[grader][0])}", file=sys.stderr, flush=True)
-        page += [f"## {name}", "", *table(results, rows), ""]
+        page += [f"## {name}", "", *table(results, rows, "cases" not in name), ""]
     text = "\n".join(page)
     if args.output is None:
         print(text)

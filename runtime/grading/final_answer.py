@@ -60,8 +60,8 @@ DENIED = re.compile(r"(?:not|no|non|nicht|pas|n\u00e3o|\u043d\u0435)\b", re.IGNO
 WIDE = str.maketrans({"\uff1a": ":", "\u3002": ". ", "\uff0c": ", ", "\uff08": "(", "\uff09": ")"})  # Chinese, Japanese
 LEADING = re.compile(  # words before the answer of a sentence
     r"(?:(?:that|therefore|thus|then|so|hence|exactly|approximately|about|roughly|around|indeed|simply|just|clearly|"
-    r"precisely|only|now|also|still|obviously|evidently|actually|certainly|surely|definitely|nearly|always|none other than|nothing but|in fact|for sure|"
-    r"of course|as follows|equal to|equals|given by|found to be|number|the (?:number|value|integer|fraction|option|"
+    r"precisely|only|now|also|still|obviously|evidently|actually|certainly|surely|definitely|nearly|always|"
+    r"none other than|nothing but|in fact|for sure|of course|as follows|equal to|equals|given by|found to be|number|the (?:number|value|integer|fraction|option|"
     r"choice)(?: of)?|option|choice)\b[,:]?|:|\u2192|=>|[=>](?=\s))\s*",
     re.IGNORECASE,
 )
@@ -78,7 +78,7 @@ TAIL = re.compile(  # what may follow a value that is the whole answer
 )
 HEDGE = re.compile(
     r"\b(?:or(?!\s(?:equivalently|about|approximately|simply)\b)|maybe|possibly"
-    r"|perhaps|alternatively|either|unless|unsure|not sure|could|might|wrong|incorrect|no(?=,))\b"
+    r"|perhaps|alternatively|either|unless|unsure|not sure|could|might|may be|wrong|incorrect|no(?=,))\b"
     r"|\bhowever, [0-9]|\?",
     re.IGNORECASE,
 )
