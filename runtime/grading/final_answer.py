@@ -61,7 +61,8 @@ WIDE = str.maketrans({"\uff1a": ":", "\u3002": ". ", "\uff0c": ", ", "\uff08": "
 LEADING = re.compile(  # words before the answer of a sentence
     r"(?:(?:that|therefore|thus|then|so|hence|exactly|approximately|about|roughly|around|indeed|simply|just|clearly|"
     r"precisely|only|now|also|still|obviously|evidently|actually|certainly|surely|definitely|nearly|always|"
-    r"none other than|nothing but|in fact|for sure|of course|as follows|equal to|equals|given by|found to be|number|the (?:number|value|integer|fraction|option|"
+    r"none other than|nothing but|in fact|for sure|of course|as follows|equal to|equals|given by|found to be|"
+    r"number|the (?:number|value|integer|fraction|option|"
     r"choice)(?: of)?|option|choice)\b[,:]?|:|\u2192|=>|[=>](?=\s))\s*",
     re.IGNORECASE,
 )
