@@ -278,10 +278,10 @@ def ifeval(response: str, truth: str, row: dict) -> Reward:
     text = after_thinking(response).strip()
     try:
         names, arguments_of = constraints_of(truth, row)
+        if unknown := [f"no constraint {name!r}" for name in names if name not in CONSTRAINTS]:
+            raise ValueError(f"{', '.join(unknown)}; known: those of IFEval (docs/reference/rewards.md)")
         kept = []
         for name, arguments in zip(names, arguments_of, strict=True):
-            if name not in CONSTRAINTS:
-                raise ValueError(f"no constraint {name!r}; known: {', '.join(CONSTRAINTS)}")
             kept.append(CONSTRAINTS[name](text, arguments or {}))
         fraction = sum(kept) / len(kept)
     except (ArithmeticError, AttributeError, KeyError, SyntaxError, TypeError, ValueError, re.error) as error:

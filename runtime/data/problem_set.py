@@ -63,6 +63,7 @@ VERIFIER_ALIASES = {
     "numina_olympiads": "math",
     "hiyouga/geometry3k": "math",
     "code": "code",
+    "code_stdio": "code",
     "codecontests": "code",
     "apps": "code",
     "codeforces": "code",
@@ -127,6 +128,8 @@ def known_columns(rows: list) -> tuple[str, str, str, str | None]:
         return "messages", "ground_truth", "last_number", "dataset" if "dataset" in has else None
     if "input_output" in has:  # APPS, TACO: question; AReaL: prompt
         return "question" if "question" in has else "prompt", "input_output", "code", None
+    if {"prompt", "instruction_id_list", "kwargs"} <= has:  # IFEval, IFBench
+        return "prompt", "instruction_id_list", "ifeval", None
     if {"nums", "target"} <= has and not {"question", "answer"} <= has:
         return "nums", "target", "countdown", None
     asked = next((name for name in ("question", "problem", "prompt") if name in has), None)
@@ -274,6 +277,8 @@ def _check_seen(row: dict[str, Any], text: str) -> None:
 
 def _as_text(truth: Any, verifier: str) -> str:
     """A ground truth as text: several right answers as a JSON list of texts, and of one alone that answer."""
+    if isinstance(truth, list) and len(truth) == 1 and isinstance(truth[0], str) and ":" not in verifier:
+        return truth[0]
     if isinstance(truth, list) and set(verifier.split(",")) <= {"math", "gsm8k", "last_number", "format"}:
         texts = [str(answer) for answer in truth if not isinstance(answer, list | dict)]
         if len(texts) == len(truth) > 0:
@@ -367,9 +372,11 @@ def report_bad_rows(bad: BadRows, count: int, source: str, args) -> None:
     indices = ", ".join(str(index) for index, _ in bad[:20])
     if len(bad) > 20:
         indices += ", ..."
-    found = (
-        f"{len(bad)} of {count} rows of --dataset {source} cannot be used (rows {indices}); row {bad[0][0]} {bad[0][1]}"
-    )
+    found = f"{len(bad)} of {count} rows of --dataset {source} cannot be used (rows {indices}); "
+    unknown = Counter(name for _, why in bad for name in set(re.findall(r"no (?:constraint|verifier) '([^']+)'", why)))
+    if unknown:
+        found += f"unknown: {', '.join(f'{name} ({rows} rows)' for name, rows in unknown.most_common())}; "
+    found += f"row {bad[0][0]} {bad[0][1]}"
     if args.bad_rows == "raise":
         alone = ", --verifier reward_model for that model alone" if args.reward_model_name_or_path else ""
         refuse(f"{found}; repair them, choose other columns or a --verifier{alone}, or add --bad_rows drop")

@@ -240,7 +240,7 @@ def constraints_of(truth: str, row: dict) -> tuple[list, list]:
     and kwargs that are text. Raises SyntaxError, ValueError, KeyError or TypeError for anything else.
     """
     given = row
-    if truth.strip().startswith(("{", "[")):
+    if truth.strip().startswith(("{", "[")) and not {"instruction_id_list", "kwargs"} <= row.keys():
         try:
             given = json.loads(truth)
         except ValueError:

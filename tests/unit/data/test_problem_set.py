@@ -121,7 +121,7 @@ def test_chat_messages_as_prompt(tmp_path):
 
 def published(folder: Path, row: dict, count: int = 20) -> Problem:
     """The first problem of a file with rows of this form, told apart by their prompts."""
-    key = next(name for name in ("question", "problem", "messages") if name in row)
+    key = next(name for name in ("question", "problem", "messages", "prompt") if name in row)
     content = [{**row, key: f"{i} {row[key]}" if isinstance(row[key], str) else row[key]} for i in range(count)]
     if key == "messages":
         for i, each in enumerate(content):
@@ -133,12 +133,19 @@ def published(folder: Path, row: dict, count: int = 20) -> Problem:
 ASKED = [{"role": "user", "content": "What is 2 + 3?"}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": " 2 + 3?"}]}]
 TESTS = '[{"input": "1 2\\n", "output": "3\\n", "testtype": "stdin"}]'
+KEPT = "[{'instruction_id': ['punctuation:no_comma'], 'kwargs': [None]}]"
 READ = [  # a row as data sets publish it -> (verifier, truth)
     ({"problem": "Half?", "answer": ["1/2", "one half"]}, ("math", '["1/2", "one half"]')),
     ({"problem": "Half?", "answer": ["50\\%"]}, ("math", "50\\%")),
     ({"messages": ASKED, "ground_truth": ["5"], "dataset": ["gsm8k"]}, ("gsm8k", "5")),
     ({"messages": PARTS, "ground_truth": "5"}, ("last_number", "5")),
     ({"question": "Add.", "tests": TESTS}, ("code", TESTS)),
+    ({"messages": ASKED, "ground_truth": [TESTS], "dataset": ["code_stdio"]}, ("code", TESTS)),
+    ({"messages": ASKED, "ground_truth": KEPT, "dataset": "ifeval"}, ("ifeval", KEPT)),
+    (
+        {"prompt": "Say it.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"N": None}]},
+        ("ifeval", "punctuation:no_comma"),
+    ),
 ]
 
 
@@ -147,6 +154,24 @@ def test_rows_as_they_are_published(tmp_path, row, found):
     problem = published(tmp_path, row)
     assert (problem.verifier, problem.truth) == found
     assert isinstance(problem.messages[-1]["content"], str)
+
+
+def test_constraints_and_verifiers_that_are_not_here_are_counted_by_name(tmp_path, capsys):
+    names = ["count:numbers", "format:emoji", "count:numbers", "punctuation:no_comma"]
+    constraints = [
+        {"prompt": f"{i}", "instruction_id_list": [names[i], names[2]], "kwargs": [{}, {}]} for i in range(4)
+    ]
+    named = [
+        {"messages": ASKED, "ground_truth": "5", "dataset": name} for name in ("puzzle", "gsm8k", "puzzle", "flan")
+    ]
+    for content, said in (
+        (constraints, "count:numbers (4 rows), format:emoji (1 rows)"),
+        (named, "puzzle (2 rows), flan (1 rows)"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            from_file(tmp_path, content, eval_prompts=0)
+        assert end.value.code == 2
+        assert f"unknown: {said};" in capsys.readouterr().err
 
 
 PICTURE = [{"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "image_url", "image_url": "x"}]}]
