@@ -136,7 +136,8 @@ def verl_dapo(response: str, truth: str, row: dict) -> Reward:
     """verl's math_dapo in the better of its two ways, the last box or the last "Answer:"."""
     module = _verl("math_dapo")
     ways = (True, False)
-    return timed(lambda: max(float(module.compute_score(response, truth, strict_box_verify=w)["acc"]) for w in ways))
+    scores = (module.compute_score(response, truth, strict_box_verify=w) for w in ways)
+    return timed(lambda: max(float(score["acc"]) for score in scores))
 
 
 def verl_math_verify(response: str, truth: str, row: dict) -> Reward:
@@ -167,7 +168,8 @@ def read(path: Path) -> list[dict]:
 
 def labeled(data: Path | None, cases: Path | None) -> dict[str, list[dict]]:
     """Name of a set -> its rows: family, truth, response, label, verifier, and perhaps the data set's row."""
-    sets = {"written families": [row | {"verifier": "math"} for row in read(ROOT / "tests" / "labeled_answers.jsonl")]}
+    written = read(ROOT / "tests" / "labeled_answers.jsonl")
+    sets = {"written families": [row | {"verifier": "math"} for row in written]}
     if data is not None:
         sets |= public(data)
     if cases is not None:
@@ -185,7 +187,9 @@ def given_cases(folder: Path) -> dict[str, list[dict]]:
             case = {"family": row.get("family", "all"), "verifier": row.get("verifier", "math")}
             case |= {"response": row["response"], "truth": row["truth"], "label": bool(row["right"])}
             case["row"] = row.get("row") or {}
-            found.setdefault((case["verifier"], case["response"], case["truth"], json.dumps(case["row"])), case)
+            columns = json.dumps(case["row"])
+            key = (case["verifier"], case["response"], case["truth"], columns)
+            found.setdefault(key, case)
     plain = [case for case in found.values() if case["verifier"] in PLAIN]
     others = [case for case in found.values() if case["verifier"] not in PLAIN]
     return {name: rows for name, rows in (("cases", plain), ("cases of other verifiers", others)) if rows}
@@ -354,7 +358,8 @@ def run(
         if wrong is not None and bool(row["label"]) != (reward.score >= 1):
             wrong.append(row)
         totals["hangs"] += reward.status == "timeout"
-        totals["raised"] += reward.parts.get("raised", float(reward.status not in ("ok", "timeout")))
+        failed = reward.status not in ("ok", "timeout")
+        totals["raised"] += reward.parts.get("raised", float(failed))
         times.append(reward.parts.get("ms", 1000 * seconds))
     pool.close()
     for counts in families.values():
