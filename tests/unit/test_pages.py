@@ -7,6 +7,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import line_links
 import pytest
 import shape
 from helpers import ROOT
@@ -37,7 +38,7 @@ def anchors(page: Path) -> set[str]:
 def test_pages_are_short():
     lengths = {page.name: len(page.read_text().splitlines()) for page in USER}
     assert lengths.pop("README.md") <= 80
-    assert len(lengths) <= 6, "pages for users"
+    assert len(lengths) <= 9, "pages for users: one for each question"
     assert {name: count for name, count in lengths.items() if count > 200 and name != "flags.md"} == {}
 
 
@@ -226,3 +227,15 @@ def test_a_number_without_a_command_is_noticed():
         "## Prose"
     ]
     assert without_maker(text.replace("# Page\n", "# Page\n\nMade by `python studies/compare_trl.py`.\n")) == []
+
+
+def test_links_to_lines_lead_to_what_they_name(tmp_path):
+    """After an edit that moves lines: python studies/line_links.py."""
+    assert line_links.main(["--check"]) == 0
+    links = [link for page in (ROOT / "docs").glob("*.md") for link in line_links.LINK.findall(page.read_text())]
+    assert len(links) > 20
+    (tmp_path / "a.py").write_text("x = f(1)\n\n\ndef f(x):\n    return x\n")
+    (tmp_path / "page.md").write_text("[`f`](a.py#L0), [`x = f`](a.py#L9), [`f`](a.py)\n")
+    assert line_links.with_lines(tmp_path / "page.md") == "[`f`](a.py#L4), [`x = f`](a.py#L1), [`f`](a.py)\n"
+    with pytest.raises(ValueError, match="no line with 'return y'"):
+        line_links.line_of("return y", tmp_path / "a.py")
