@@ -275,6 +275,8 @@ def _option(text: str) -> tuple[str, str] | None:
 
 def _same_option(answer: str, wanted: str) -> bool | None:
     """Test if two answers are the same choice, or one is the text of the other's; None where neither can be said."""
+    if re.fullmatch("[a-j]", wanted) or re.fullmatch("[A-Ja-j] [A-Ja-j]", f"{answer} {wanted}"):
+        return None  # a variable, not a choice: d is not D
     said, right = _option(answer), _option(wanted)
     if said and right:
         return said[0] == right[0]

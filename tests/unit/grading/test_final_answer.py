@@ -379,3 +379,15 @@ def test_constraints_in_every_form_that_they_are_published_in():
 def test_a_truth_without_an_answer_is_found_at_the_start(truth):
     assert rewards.truth_error("math", truth, {"solution": truth}) != ""
     assert rewards.truth_error("math", "\\text{all real numbers}", {"answer": "x"}) == ""
+
+
+@pytest.mark.parametrize(
+    "said, truth, right",
+    [
+        *(("D", "d", 0), ("d", "D", 0), ("d", "d", 1), ("D", "D", 1), (r"\mathrm{d}", "d", 1), ("(D)", "d", 0)),
+        *(("(d)", "(D)", 1), ("d", "(D)", 1), ("D. 45", "D", 1), ("Option D", "D", 1), (r"\text{D}", "D", 1)),
+    ],
+)
+def test_a_letter_is_a_variable_in_its_own_case_or_a_choice(said, truth, right):
+    """d and D are two variables; a choice is recognized by its brackets or its words."""
+    assert rewards.find_verifier("math")(rf"\boxed{{{said}}}", truth, {}).score == right
