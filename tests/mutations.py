@@ -153,8 +153,8 @@ MUTATIONS = [
     (
         "KL per token of all tokens",
         KL,
-        "kl_N[offsets[i] : offsets[i + 1]].mean().item()",
-        "kl_N[offsets[i] : offsets[i + 1]].sum().item() * len(responses) / kl_N.numel()",
+        "kl_N[offsets[i] : offsets[i + 1]].mean() for i",
+        "kl_N[offsets[i] : offsets[i + 1]].sum() * len(responses) / kl_N.numel() for i",
     ),
     ("clamp after the exponential", KL, "torch.expm1(-bounded) + bounded", "(torch.expm1(-d) + d).clamp(max=1e9)"),
     (

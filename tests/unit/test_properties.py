@@ -29,6 +29,7 @@ import rewards
 from runtime.arguments import checks, flags
 from runtime.data import problem_set, prompt_order
 from runtime.run import directory, logger, verdict
+from runtime.system import library_logs
 from runtime.training import model_files
 
 TEXT = st.text(st.characters(codec=None, exclude_categories=[]), max_size=12) | st.text(string.printable, max_size=30)
@@ -40,9 +41,10 @@ JSON = st.recursive(
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """An empty folder of one case."""
+    """An empty folder of one case. Afterwards no library logs into it."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
+        library_logs.write_to(None)
 
 
 def end_of(call, *arguments, codes: tuple[int, ...] = (2,)):

@@ -128,6 +128,7 @@ def test_the_gpu_that_is_there_decides(monkeypatch, tiny, tmp_path):
     cards = [SimpleNamespace(total_memory=int(80e9)), SimpleNamespace(total_memory=int(24e9))]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: cards[i])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     name = "Qwen/Qwen2.5-0.5B-Instruct"
     *numbers, vocabulary, tied = QWEN[name]
     config = dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary, "tie_word_embeddings": tied}
